@@ -1,0 +1,263 @@
+"""An architecture: what the dimensions of each of its tensors mean, read from one TOML file.
+
+The form of the file is described in docs/design.md; ``formats/architectures/`` holds the built-in ones, and a user's own plan
+file has the same form.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from formats.axes import Shape, parse
+from formats.errors import NotationError, PlanError
+from formats.expressions import Expression, read_expression
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+BUILT_IN = Path(__file__).parent / "architectures"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The shape of a tensor, where ``when`` holds (always, if it is None)."""
+
+    shape: Shape
+    when: Expression | None = None
+
+
+@dataclass(frozen=True)
+class Match:
+    """The rule line that covers a tensor's name, and the indices found in the name (``{"layer": 3}``)."""
+
+    template: str
+    rules: tuple[Rule, ...]
+    indices: Mapping[str, int]
+
+
+@dataclass
+class _Node:
+    """A trie over the dot-separated segments of names: a literal segment wins over an index."""
+
+    literal: dict[str, _Node] = field(default_factory=dict)
+    index: tuple[str, _Node] | None = None
+    template: str | None = None
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The rules of one family of models. Fields as in the file; see docs/design.md."""
+
+    name: str
+    model_types: tuple[str, ...]
+    prefixes: tuple[str, ...]
+    section: str | None
+    sizes: Mapping[str, Expression]
+    families: Mapping[str, tuple[tuple[str, ...], ...]]
+    pad: tuple[str, ...]
+    config: Mapping[str, Expression]
+    tensors: Mapping[str, tuple[Rule, ...]]
+    _root: _Node = field(repr=False, compare=False, default_factory=_Node)
+
+    def match(self, name: str) -> Match | None:
+        """The line that covers a tensor of this name, or None."""
+        node = self._root
+        indices: dict[str, int] = {}
+        for segment in name.split("."):
+            if segment in node.literal:
+                node = node.literal[segment]
+            elif node.index is not None and segment.isdigit():
+                indices[node.index[0]] = int(segment)
+                node = node.index[1]
+            else:
+                return None
+        if node.template is None:
+            return None
+        return Match(node.template, self.tensors[node.template], indices)
+
+    def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The part of ``config.json`` that speaks of the language model; the rest of it stands behind."""
+        inner = config.get(self.section) if self.section else None
+        return {**config, **inner} if isinstance(inner, dict) else config
+
+
+def load_architecture(path: Path) -> Architecture:
+    """Read an architecture file. Raises PlanError that names the file and the line at fault."""
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise PlanError(f"plan file {path} does not exist") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise PlanError(f"plan file {path} cannot be read: {error}") from None
+    return architecture_from_document(document, path.stem, str(path))
+
+
+def architecture_from_document(document: Mapping[str, Any], name: str, where: str) -> Architecture:
+    """Build an architecture from the parsed form of its file (as also kept in a manifest)."""
+    try:
+        return _build(document, name)
+    except NotationError as error:
+        raise PlanError(f"plan file {where}: {error.message}", error.hint) from None
+    except (TypeError, AttributeError, ValueError) as error:
+        raise PlanError(f"plan file {where} does not have the form of an architecture file: {error}") from None
+
+
+_KEYS = {"name", "model_types", "prefixes", "section", "sizes", "parallel", "config", "tensors", "modules"}
+
+
+def _build(document: Mapping[str, Any], name: str) -> Architecture:
+    unknown = document.keys() - _KEYS
+    if unknown:
+        raise NotationError(f"unknown key '{min(unknown)}' (known: {', '.join(sorted(_KEYS))})")
+    parallel = dict(document.get("parallel", {}))
+    pad = tuple(parallel.pop("pad", ()))
+    prefixes = tuple(document.get("prefixes", ("",)))
+    tensors = {template: _rules(template, value) for template, value in document.get("tensors", {}).items()}
+    if not tensors:
+        raise NotationError("no rules under [tensors]")
+    return Architecture(
+        name=document.get("name", name),
+        model_types=tuple(document.get("model_types", ())),
+        prefixes=prefixes,
+        section=document.get("section"),
+        sizes={axis: read_expression(str(text)) for axis, text in document.get("sizes", {}).items()},
+        families={dim: tuple(tuple(family) for family in families) for dim, families in parallel.items()},
+        pad=pad,
+        config={key: read_expression(str(text)) for key, text in document.get("config", {}).items()},
+        tensors=tensors,
+        _root=_trie(tensors, prefixes),
+    )
+
+
+def _rules(template: str, value: Any) -> tuple[Rule, ...]:
+    entries = value if isinstance(value, list) else [value]
+    rules = []
+    for entry in entries:
+        line = {"shape": entry} if isinstance(entry, str) else entry
+        if line.keys() - {"when", "shape"} or "shape" not in line:
+            raise NotationError(f"tensor '{template}': a rule is a shape, or a table of 'when' and 'shape'")
+        try:
+            when = read_expression(line["when"]) if "when" in line else None
+            rules.append(Rule(parse(line["shape"]), when))
+        except NotationError as error:
+            raise NotationError(f"tensor '{template}': {error.message}") from None
+    return tuple(rules)
+
+
+def _trie(tensors: Mapping[str, tuple[Rule, ...]], prefixes: tuple[str, ...]) -> _Node:
+    root = _Node()
+    for template in tensors:
+        for spelling in _spellings(template, prefixes):
+            node = root
+            for segment in spelling.split("."):
+                node = _child(node, segment, template)
+            if node.template not in {None, template}:
+                raise NotationError(f"the rules '{node.template}' and '{template}' cover the same names")
+            node.template = template
+    return root
+
+
+def _child(node: _Node, segment: str, template: str) -> _Node:
+    if not (segment.startswith("{") and segment.endswith("}")):
+        return node.literal.setdefault(segment, _Node())
+    axis = segment[1:-1]
+    if not axis.isidentifier():
+        raise NotationError(f"tensor '{template}': '{segment}' is not an axis in braces")
+    if node.index is None:
+        node.index = (axis, _Node())
+    elif node.index[0] != axis:
+        raise NotationError(f"tensor '{template}': the index '{segment}' is called '{{{node.index[0]}}}' elsewhere")
+    return node.index[1]
+
+
+def _spellings(template: str, prefixes: tuple[str, ...]) -> Iterator[str]:
+    yield template
+    if prefixes and prefixes[0] and template.startswith(prefixes[0]):
+        for other in prefixes[1:]:
+            yield other + template[len(prefixes[0]) :]
+
+
+# ------------------------------------------------------------------------------------------------- the built-in ones
+
+
+@lru_cache(maxsize=1)
+def built_in_architectures() -> Mapping[str, Path]:
+    """The file of each model type that has one."""
+    found: dict[str, Path] = {}
+    for path in sorted(BUILT_IN.glob("*.toml")):
+        for model_type in tomllib.loads(path.read_text(encoding="utf-8")).get("model_types", ()):
+            if model_type in found:
+                raise PlanError(f"model type '{model_type}' stands in {found[model_type].name} and in {path.name}")
+            found[model_type] = path
+    return found
+
+
+def find_architecture(config: Mapping[str, Any], where: Path) -> Architecture:
+    """The built-in architecture for a ``config.json``. Raises PlanError with the nearest known model types."""
+    model_type = config.get("model_type")
+    hint = "write the rules yourself: 'reshard plan --help' and docs/design.md say how, then pass them with --plan FILE"
+    if not isinstance(model_type, str):
+        raise PlanError(f"{where / 'config.json'} has no model_type", hint)
+    known = built_in_architectures()
+    if model_type not in known:
+        near = difflib.get_close_matches(model_type, known, n=3, cutoff=0.4)
+        names = f" (nearest known: {', '.join(near)})" if near else ""
+        raise PlanError(f"unknown model_type '{model_type}' in {where / 'config.json'}{names}", hint)
+    return load_architecture(known[model_type])
+
+
+# ------------------------------------------------------------------------------------------------------- writing
+
+
+def to_document(architecture: Architecture) -> dict[str, Any]:
+    """The parsed form of an architecture's file: plain strings, lists and dicts."""
+    parallel: dict[str, Any] = {dim: [list(family) for family in fams] for dim, fams in architecture.families.items()}
+    if architecture.pad:
+        parallel["pad"] = list(architecture.pad)
+    document: dict[str, Any] = {
+        "name": architecture.name,
+        "model_types": list(architecture.model_types),
+        "prefixes": list(architecture.prefixes),
+        "sizes": {axis: expression.text for axis, expression in architecture.sizes.items()},
+        "parallel": parallel,
+        "config": {key: expression.text for key, expression in architecture.config.items()},
+        "tensors": {template: _rule_document(rules) for template, rules in architecture.tensors.items()},
+    }
+    if architecture.section:
+        document["section"] = architecture.section
+    return document
+
+
+def _rule_document(rules: tuple[Rule, ...]) -> Any:
+    if len(rules) == 1 and rules[0].when is None:
+        return str(rules[0].shape)
+    lines = [{"shape": str(rule.shape)} | ({"when": rule.when.text} if rule.when else {}) for rule in rules]
+    return lines
+
+
+def to_toml(architecture: Architecture) -> str:
+    """The text of an architecture file, in the form that ``load_architecture`` reads."""
+    document = to_document(architecture)
+    tables = {key: document.pop(key) for key in ("sizes", "parallel", "config", "tensors")}
+    lines = [f"{key} = {_toml(value)}" for key, value in document.items()]
+    for key, table in tables.items():
+        lines += ["", f"[{key}]"]
+        lines += [f"{_toml(name)} = {_toml(value)}" for name, value in table.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, list):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + " }"
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,304 @@
+"""The notation: a tensor's shape in named axes, and what a rank owns of it.
+
+``"(kv group head) hidden"`` names every dimension of a query projection. One token per dimension: an axis, an integer, or a
+parenthesised sum of products, in which the leftmost factor is slowest (row-major) and ``+`` concatenates blocks. From
+the text alone follow the size of each dimension and, once axes are dealt to the ranks of a mesh, the runs of
+indices that each rank owns. Everything here is pure and knows nothing of files. See docs/design.md.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Union
+
+from formats.errors import NotationError
+
+Factor = Union[str, int, "Dim"]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The indices ``offset .. offset + length`` of one dimension."""
+
+    offset: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        """The first index after the run."""
+        return self.offset + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The part ``index`` of ``parts`` equal parts of an axis."""
+
+    parts: int
+    index: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """A product of factors, slowest first, with the label of the component that it holds, if any."""
+
+    factors: tuple[Factor, ...]
+    label: str | None = None
+
+    def __str__(self) -> str:
+        text = " ".join(str(factor) for factor in self.factors)
+        return f"{self.label}: {text}" if self.label else text
+
+
+@dataclass(frozen=True)
+class Dim:
+    """One dimension: blocks laid one after the other."""
+
+    blocks: tuple[Block, ...]
+
+    @property
+    def axis(self) -> str | None:
+        """The axis that stands alone in this dimension, if one does."""
+        if len(self.blocks) == 1 and len(self.blocks[0].factors) == 1:
+            factor = self.blocks[0].factors[0]
+            return factor if isinstance(factor, str) else None
+        return None
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """Every axis named in this dimension."""
+        return frozenset(self._axes())
+
+    def _axes(self) -> Iterator[str]:
+        for block in self.blocks:
+            for factor in block.factors:
+                if isinstance(factor, Dim):
+                    yield from factor.axes
+                elif isinstance(factor, str):
+                    yield factor
+
+    def size(self, sizes: Mapping[str, int]) -> int:
+        """The number of indices. Raises NotationError for an axis without a size."""
+        return sum(math.prod(_factor_size(factor, sizes) for factor in block.factors) for block in self.blocks)
+
+    def __str__(self) -> str:
+        single = len(self.blocks) == 1 and len(self.blocks[0].factors) == 1 and not self.blocks[0].label
+        text = " + ".join(str(block) for block in self.blocks)
+        return text if single else f"({text})"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A tensor's dimensions; those before ``arrow`` are input, if the checkpoint stores the input first."""
+
+    dims: tuple[Dim, ...]
+    arrow: int | None = None
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """Every axis named in the shape."""
+        return frozenset().union(*(dim.axes for dim in self.dims))
+
+    @property
+    def output_dim(self) -> int | None:
+        """Which dimension of a matrix is its output: the second to last, or the last after an arrow."""
+        if len(self.dims) < 2:
+            return None
+        return len(self.dims) - (1 if self.arrow is not None else 2)
+
+    def sizes(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The plain shape for the given axis sizes."""
+        return tuple(dim.size(sizes) for dim in self.dims)
+
+    def __str__(self) -> str:
+        words = [str(dim) for dim in self.dims]
+        if self.arrow is not None:
+            words.insert(self.arrow, "->")
+        return " ".join(words)
+
+
+# --------------------------------------------------------------------------------------------------- parsing
+
+_TOKEN = re.compile(r"\s*(->|[()+]|[A-Za-z_][A-Za-z0-9_]*\s*:|[A-Za-z_][A-Za-z0-9_]*|\d+)")
+
+
+@lru_cache(maxsize=None)
+def parse(text: str) -> Shape:
+    """Read a shape such as ``"(kv group head) hidden"``.
+
+    Raises NotationError that shows the text and where it goes wrong.
+    """
+    tokens = _tokens(text)
+    dims: list[Dim] = []
+    arrow: int | None = None
+    position = 0
+    while position < len(tokens):
+        token = tokens[position]
+        if token == "->":
+            if arrow is not None or not dims or position == len(tokens) - 1:
+                raise NotationError(f"shape '{text}': an arrow stands once, between two dimensions")
+            arrow = len(dims)
+            position += 1
+        elif token == "(":
+            dim, position = _parse_sum(text, tokens, position + 1)
+            dims.append(dim)
+        else:
+            dims.append(Dim((Block((_atom(text, token),)),)))
+            position += 1
+    return Shape(tuple(dims), arrow)
+
+
+def _tokens(text: str) -> list[str]:
+    tokens, position = [], 0
+    stripped = text.rstrip()
+    while position < len(stripped):
+        match = _TOKEN.match(stripped, position)
+        if match is None:
+            raise NotationError(f"shape '{text}': cannot read '{stripped[position:].strip()}'")
+        tokens.append(match[1])
+        position = match.end()
+    return tokens
+
+
+def _parse_sum(text: str, tokens: Sequence[str], position: int) -> tuple[Dim, int]:
+    """Read blocks up to the closing parenthesis; return them and the position after it."""
+    blocks: list[Block] = []
+    factors: list[Factor] = []
+    label: str | None = None
+    while position < len(tokens):
+        token = tokens[position]
+        position += 1
+        if token in {")", "+"}:
+            if not factors:
+                raise NotationError(f"shape '{text}': nothing stands before '{token}'")
+            blocks.append(Block(tuple(factors), label))
+            if token == ")":
+                return Dim(tuple(blocks)), position
+            factors, label = [], None
+        elif token == "(":
+            inner, position = _parse_sum(text, tokens, position)
+            factors.append(inner)
+        elif token.endswith(":"):
+            if factors or label:
+                raise NotationError(f"shape '{text}': a label stands at the start of its block")
+            label = token[:-1].rstrip()
+        else:
+            factors.append(_atom(text, token))
+    raise NotationError(f"shape '{text}': a parenthesis is not closed")
+
+
+def _atom(text: str, token: str) -> str | int:
+    if token.isdigit():
+        if int(token) == 0:
+            raise NotationError(f"shape '{text}': a size of 0")
+        return int(token)
+    if not token.isidentifier():
+        raise NotationError(f"shape '{text}': '{token}' stands where an axis or a number should")
+    return token
+
+
+def _factor_size(factor: Factor, sizes: Mapping[str, int]) -> int:
+    if isinstance(factor, int):
+        return factor
+    if isinstance(factor, Dim):
+        return factor.size(sizes)
+    try:
+        return sizes[factor]
+    except KeyError:
+        raise NotationError(f"axis '{factor}' has no size") from None
+
+
+# ------------------------------------------------------------------------------------------------- ownership
+
+
+def owned(dim: Dim, sizes: Mapping[str, int], shares: Mapping[str, Share]) -> tuple[Run, ...]:
+    """The runs of a dimension that a rank owns, increasing and disjoint, given its share of each dealt axis.
+
+    Axes without a share are owned whole. The rank's own index of an element is its place in this list.
+    """
+    return tuple(merge_runs(_dim_runs(dim, sizes, shares)))
+
+
+def _dim_runs(dim: Dim, sizes: Mapping[str, int], shares: Mapping[str, Share]) -> Iterator[Run]:
+    start = 0
+    for block in dim.blocks:
+        runs, size = _block_runs(block, sizes, shares)
+        for run in runs:
+            yield Run(start + run.offset, run.length)
+        start += size
+
+
+def _block_runs(block: Block, sizes: Mapping[str, int], shares: Mapping[str, Share]) -> tuple[list[Run], int]:
+    """The owned runs of a product, built from the fastest factor outwards, and its full size."""
+    inner, inner_size = [Run(0, 1)], 1
+    for factor in reversed(block.factors):
+        outer = _factor_runs(factor, sizes, shares)
+        if inner == [Run(0, inner_size)]:
+            inner = [Run(run.offset * inner_size, run.length * inner_size) for run in outer]
+        else:
+            indices = (index for run in outer for index in range(run.offset, run.end))
+            inner = list(merge_runs(Run(i * inner_size + run.offset, run.length) for i in indices for run in inner))
+        inner_size *= _factor_size(factor, sizes)
+    return inner, inner_size
+
+
+def _factor_runs(factor: Factor, sizes: Mapping[str, int], shares: Mapping[str, Share]) -> list[Run]:
+    if isinstance(factor, Dim):
+        return list(merge_runs(_dim_runs(factor, sizes, shares)))
+    size = _factor_size(factor, sizes)
+    share = shares.get(factor) if isinstance(factor, str) else None
+    if share is None:
+        return [Run(0, size)]
+    if size % share.parts:
+        raise NotationError(f"axis '{factor}' of size {size} does not divide into {share.parts} parts")
+    part = size // share.parts
+    return [Run(share.index * part, part)]
+
+
+def merge_runs(runs: Iterable[Run]) -> Iterator[Run]:
+    """Join neighbouring runs of an increasing sequence."""
+    last: Run | None = None
+    for run in runs:
+        if last is not None and last.end == run.offset:
+            last = Run(last.offset, last.length + run.length)
+            continue
+        if last is not None:
+            yield last
+        last = run
+    if last is not None:
+        yield last
+
+
+# --------------------------------------------------------------------------------------------------- dealing
+
+
+def deal(family: Sequence[str], sizes: Mapping[str, int], degree: int) -> dict[str, int] | None:
+    """How many parts each axis of a family is cut into so that together they absorb ``degree``, or None.
+
+    The first axis takes as much as divides it (the greatest common divisor), the next one of the rest, and so on.
+    """
+    parts: dict[str, int] = {}
+    rest = degree
+    for axis in family:
+        parts[axis] = math.gcd(sizes[axis], rest)
+        rest //= parts[axis]
+    return parts if rest == 1 else None
+
+
+def share(parts: Mapping[str, int], rank: int) -> dict[str, Share]:
+    """What ``rank`` has of each axis of a family: its coordinates with the first axis slowest."""
+    shares: dict[str, Share] = {}
+    for axis in reversed(parts):
+        shares[axis] = Share(parts[axis], rank % parts[axis])
+        rank //= parts[axis]
+    return shares
+
+
+def degrees(family: Sequence[str], sizes: Mapping[str, int]) -> set[int]:
+    """Every degree that a family can absorb."""
+    whole = math.prod(sizes[axis] for axis in family)
+    candidates = {d for i in range(1, math.isqrt(whole) + 1) if whole % i == 0 for d in (i, whole // i)}
+    return {degree for degree in candidates if deal(family, sizes, degree) is not None}

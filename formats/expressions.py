@@ -1,0 +1,148 @@
+"""Sizes as small expressions over ``config.json``, in a safe subset of Python.
+
+``"head_dim or hidden_size / num_attention_heads"``: names are looked up by the caller, ``/`` must divide exactly, and
+arithmetic with ``None`` (a name that nobody knows) is ``None``. Nothing is executed: the syntax tree is walked.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from formats.errors import NotationError
+
+Lookup = Callable[[str], Any]
+
+_CALLS: dict[str, Callable[..., Any]] = {"len": len, "min": min, "max": max, "sum": sum}
+_ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.In: lambda a, b: a in b,
+    ast.NotIn: lambda a, b: a not in b,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+}
+
+
+@dataclass(frozen=True)
+class Expression:
+    """An expression that has been read; ``names`` are the names it looks up."""
+
+    text: str
+    names: frozenset[str] = field(compare=False)
+    _tree: ast.expr = field(repr=False, compare=False)
+
+    def evaluate(self, lookup: Lookup) -> Any:
+        """The value, with ``lookup(name)`` for names. Raises NotationError that shows the expression."""
+        try:
+            return _evaluate(self._tree, lookup)
+        except NotationError as error:
+            raise NotationError(f"'{self.text}': {error.message}", error.hint) from None
+        except (TypeError, IndexError, KeyError, AttributeError, ZeroDivisionError, ValueError) as error:
+            raise NotationError(f"'{self.text}' cannot be evaluated: {error}") from None
+
+
+def read_expression(text: str) -> Expression:
+    """Read an expression. Raises NotationError for anything outside the subset."""
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except SyntaxError:
+        raise NotationError(f"'{text}' is not an expression") from None
+    names = frozenset(node.id for node in ast.walk(tree) if isinstance(node, ast.Name)) - _CALLS.keys()
+    for node in ast.walk(tree):
+        if not isinstance(node, _ALLOWED):
+            raise NotationError(f"'{text}': '{ast.unparse(node)}' is not allowed in a size expression")
+    return Expression(text, names, tree)
+
+
+_ALLOWED = (
+    ast.Name, ast.Constant, ast.Attribute, ast.Subscript, ast.List, ast.Tuple, ast.Load, ast.Call, ast.BinOp, ast.UnaryOp,
+    ast.BoolOp, ast.Compare, ast.IfExp, ast.operator, ast.unaryop, ast.boolop, ast.cmpop,
+)  # fmt: skip
+
+
+def _evaluate(node: ast.expr, lookup: Lookup) -> Any:
+    """Walk the tree: one case a kind of node."""
+    match node:
+        case ast.Constant():
+            return node.value
+        case ast.Name():
+            return lookup(node.id)
+        case ast.List() | ast.Tuple():
+            return [_evaluate(item, lookup) for item in node.elts]
+        case ast.IfExp():
+            return _evaluate(node.body if _evaluate(node.test, lookup) else node.orelse, lookup)
+        case ast.BoolOp():
+            return _bool(node, lookup)
+        case ast.UnaryOp():
+            return _unary(node, _evaluate(node.operand, lookup))
+        case ast.BinOp():
+            return _binary(node.op, _evaluate(node.left, lookup), _evaluate(node.right, lookup))
+        case ast.Compare():
+            return _compare(node, lookup)
+        case ast.Attribute():
+            value = _evaluate(node.value, lookup)
+            return None if value is None else value.get(node.attr)
+        case ast.Subscript():
+            value, index = _evaluate(node.value, lookup), _evaluate(node.slice, lookup)
+            if value is None:
+                return None
+            return value.get(index) if isinstance(value, dict) else value[index]
+        case ast.Call(func=ast.Name(id=name), keywords=[]) if name in _CALLS:
+            return _CALLS[name](*(_evaluate(argument, lookup) for argument in node.args))
+    raise NotationError(f"'{ast.unparse(node)}' is not allowed in a size expression")
+
+
+def _bool(node: ast.BoolOp, lookup: Lookup) -> Any:
+    value: Any = None
+    for part in node.values:
+        value = _evaluate(part, lookup)
+        if bool(value) is isinstance(node.op, ast.Or):
+            return value
+    return value
+
+
+def _unary(node: ast.UnaryOp, value: Any) -> Any:
+    if isinstance(node.op, ast.Not):
+        return not value
+    if isinstance(node.op, ast.USub):
+        return None if value is None else -value
+    raise NotationError(f"'{ast.unparse(node)}' is not allowed in a size expression")
+
+
+def _binary(op: ast.operator, left: Any, right: Any) -> Any:
+    if left is None or right is None:
+        return None
+    if isinstance(op, ast.Div):
+        if left % right:
+            raise NotationError(f"{left} / {right} is not a whole number")
+        return left // right
+    if type(op) not in _ARITHMETIC:
+        raise NotationError(f"the operator {type(op).__name__} is not allowed in a size expression")
+    return _ARITHMETIC[type(op)](left, right)
+
+
+def _compare(node: ast.Compare, lookup: Lookup) -> bool:
+    left = _evaluate(node.left, lookup)
+    for op, comparator in zip(node.ops, node.comparators, strict=True):
+        right = _evaluate(comparator, lookup)
+        if left is None and isinstance(op, (ast.Lt, ast.LtE, ast.Gt, ast.GtE)):
+            return False
+        if not _COMPARISONS[type(op)](left, right):
+            return False
+        left = right
+    return True

@@ -1,0 +1,59 @@
+"""The mesh of ranks that a checkpoint is dealt to, and the folder of each rank."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from formats.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Named mesh dimensions with their degrees, slowest first; a full checkpoint is a mesh of one rank."""
+
+    degrees: tuple[tuple[str, int], ...] = (("tp", 1),)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return math.prod(degree for _, degree in self.degrees)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The place of a rank along each dimension; the last dimension is fastest."""
+        found: dict[str, int] = {}
+        for name, degree in reversed(self.degrees):
+            found[name] = rank % degree
+            rank //= degree
+        return {name: found[name] for name, _ in self.degrees}
+
+    def folder(self, rank: int) -> str:
+        """``rank-02-of-04`` for tp alone, ``ep-00-of-02-tp-01-of-04`` for more than one dimension."""
+        if len(self.degrees) == 1:
+            return f"rank-{rank:02d}-of-{self.size:02d}"
+        here = self.coordinates(rank)
+        return "-".join(f"{name}-{here[name]:02d}-of-{degree:02d}" for name, degree in self.degrees)
+
+    def to_document(self) -> dict[str, int]:
+        """``{"tp": 4}``."""
+        return dict(self.degrees)
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name} {degree}" for name, degree in self.degrees)
+
+
+RANK_FOLDER = re.compile(r"(?:rank-\d+-of-\d+|(?:(?:^|-)(?:ep|tp)-\d+-of-\d+)+)")
+
+
+def mesh_from_document(document: Mapping[str, object], where: str) -> Mesh:
+    """Read ``{"tp": 4}``. Raises CheckpointError that names ``where`` it stood."""
+    degrees = []
+    for name, degree in document.items():
+        if name not in {"tp", "ep"} or not isinstance(degree, int) or not 1 <= degree <= 100_000:
+            raise CheckpointError(f"{where}: '{name}: {degree}' is no mesh dimension")
+        degrees.append((name, degree))
+    if not degrees:
+        raise CheckpointError(f"{where}: the mesh has no dimensions")
+    return Mesh(tuple(degrees))

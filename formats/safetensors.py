@@ -1,0 +1,320 @@
+"""The safetensors file format: a length, a JSON header, and the tensors' bytes end to end.
+
+A file is 8 bytes (the header's length ``n``, little-endian, unsigned), ``n`` bytes of JSON that map each tensor's name
+to its dtype, shape and ``data_offsets``, and the data itself. Reading here is stricter than a loader needs to be: what
+one reader would forgive and another would not is refused, so that nothing is moved on a guess.
+
+Source: https://github.com/huggingface/safetensors#format and ``safetensors/src/tensor.rs`` of release 0.8.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from formats.errors import CheckpointError
+
+#: Bits of one element, for every dtype of safetensors 0.8. ``F4`` and ``F6_*`` are packed, several to a byte.
+DTYPE_BITS: dict[str, int] = {
+    "BOOL": 8,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "U8": 8,
+    "I8": 8,
+    "F8_E5M2": 8,
+    "F8_E4M3": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "C64": 64,
+    "F64": 64,
+    "I64": 64,
+    "U64": 64,
+}
+
+#: Bytes; what the safetensors library accepts at most.
+MAX_HEADER = 100_000_000
+
+_MAX_SIZE = 2**63 - 1
+_DAMAGED = "the file is damaged or still incomplete: fetch or copy it again"
+_FOREIGN = "the program that wrote this file did not follow the safetensors format: write it again with safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where a tensor's bytes lie: ``nbytes`` bytes from byte ``offset`` of ``file`` (counted from the file's start).
+
+    ``dtype`` is a key of ``DTYPE_BITS``; the data is contiguous, row-major and little-endian.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """A file's header: its tensors in increasing order of offset, its metadata, and its bytes as they are on disk.
+
+    ``raw`` is the 8 length bytes and the JSON with its padding, so that the data begins at ``len(raw)``.
+    """
+
+    tensors: dict[str, TensorInfo]
+    metadata: dict[str, str]
+    raw: bytes
+
+
+def read_header(path: Path) -> Header:
+    """Read and check the header of a safetensors file; the data is not touched.
+
+    Raises ``CheckpointError`` for a file that cannot be read, a header that is not as the format says, and a file
+    that is shorter or longer than its header says.
+    """
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(0)
+            prefix = file.read(8)
+            length = _check_length(prefix, size, path)
+            raw = prefix + file.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    return parse_header(raw, path, size)
+
+
+def parse_header(raw: bytes, path: Path, file_size: int | None) -> Header:
+    """Check a header given as bytes: the 8 length bytes and the JSON with its padding.
+
+    ``path`` is the file that the tensors are said to lie in. ``file_size`` (bytes) is the whole file's size; with
+    ``None`` the header alone is checked. Raises ``CheckpointError``.
+    """
+    length = _check_length(raw[:8], None, path)
+    if length != len(raw) - 8:
+        raise CheckpointError(f"{path}: the header should have {length} bytes and has {len(raw) - 8}", _DAMAGED)
+    entries = _decode(raw, path)
+    metadata = _check_metadata(entries.pop("__metadata__", {}), path)
+    tensors, end = _read_entries(entries, path, len(raw))
+    if file_size is not None and end != file_size:
+        _refuse_size(file_size, end, next(reversed(tensors), None), path)
+    return Header(tensors, metadata, raw)
+
+
+def build_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
+    """Write the header of a file that holds ``tensors``, (name, dtype, shape) each, in the given order without holes.
+
+    Returns the 8 length bytes and the JSON, padded with spaces so that the data begins at a multiple of 8. For the
+    tensors to be aligned too, as the safetensors library aligns them, the caller orders them by descending size of an
+    element. Equal arguments give equal bytes; metadata is sorted by key. Raises ``CheckpointError`` for a name given
+    twice, reserved or not valid Unicode, an unknown dtype, and a size that is not whole bytes.
+    """
+    entries: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    offset = 0
+    for name, dtype, shape in tensors:
+        if name in entries or name == "__metadata__":
+            raise CheckpointError(f"tensor '{name}' cannot be written: the name is already taken in this file")
+        nbytes = tensor_bytes(name, dtype, shape)
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": (offset, offset + nbytes)}
+        offset += nbytes
+    try:
+        text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError as error:
+        raise CheckpointError(f"a name cannot be written: {error.object[max(0, error.start - 9) : error.end]!r}") from error
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER:
+        raise CheckpointError(
+            f"the header of {len(tensors)} tensors has {len(text)} bytes; safetensors allows {MAX_HEADER}",
+            "write smaller files, with fewer tensors each",
+        )
+    return len(text).to_bytes(8, "little") + text
+
+
+def tensor_bytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:
+    """Size in bytes of a tensor; ``name`` is for the message of the ``CheckpointError`` if it has none."""
+    bits = DTYPE_BITS.get(dtype)
+    if bits is None:
+        raise CheckpointError(f"tensor '{name}': {_unknown_dtype(dtype)}")
+    nbytes, rest = divmod(math.prod(shape) * bits, 8)
+    if rest:
+        raise CheckpointError(f"tensor '{name}': {dtype} of shape {list(shape)} is not a whole number of bytes")
+    return nbytes
+
+
+def strict_json(text: str) -> Any:
+    """Parse JSON, refusing what Python's parser forgives: repeated keys, ``NaN`` and ``Infinity``.
+
+    Raises ``ValueError`` with the reason.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"'{twice}' appears twice")
+    return found
+
+
+def _refuse_constant(word: str) -> NoReturn:
+    raise ValueError(f"{word} is not JSON")
+
+
+def _check_length(prefix: bytes, file_size: int | None, path: Path) -> int:
+    """Bytes of JSON that the first 8 bytes announce, if a file of ``file_size`` bytes can have them."""
+    if len(prefix) < 8:
+        raise CheckpointError(
+            f"{path}: the file has {len(prefix)} bytes; a safetensors file begins with 8 bytes of header length",
+            _DAMAGED,
+        )
+    if prefix == b"version ":
+        raise CheckpointError(f"{path}: this is not a safetensors file but a git-lfs pointer", "run 'git lfs pull'")
+    length = int.from_bytes(prefix, "little")
+    if file_size is not None and length > file_size - 8:
+        raise CheckpointError(
+            f"{path}: the header should have {length} bytes, but only {file_size - 8} follow its length "
+            f"(the file has {file_size})",
+            _DAMAGED + ", or it is no safetensors file",
+        )
+    if length > MAX_HEADER:
+        raise CheckpointError(
+            f"{path}: the header should have {length} bytes; safetensors allows {MAX_HEADER}", _FOREIGN
+        )
+    return length
+
+
+def _decode(raw: bytes, path: Path) -> dict[str, Any]:
+    """The header's JSON object, with tensors not yet checked."""
+    try:
+        text = raw[8:].decode()
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path}: the header is not UTF-8 (byte {8 + error.start})", _DAMAGED) from error
+    if text[:1] != "{":
+        raise CheckpointError(f"{path}: the header should begin with '{{' and begins with {text[:1]!r}", _DAMAGED)
+    try:
+        entries: dict[str, Any] = strict_json(text)
+        "".join(entries).encode()
+    except UnicodeEncodeError as error:
+        raise CheckpointError(f"{path}: the name of a tensor is not valid Unicode", _FOREIGN) from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: the header is not valid JSON: {error}", _DAMAGED) from error
+    return entries
+
+
+def _check_metadata(metadata: Any, path: Path) -> dict[str, str]:
+    if not isinstance(metadata, dict):
+        raise CheckpointError(
+            f"{path}: __metadata__ should map strings to strings and is {_show(metadata)}", _FOREIGN
+        )
+    for key, value in metadata.items():
+        if not isinstance(value, str):
+            raise CheckpointError(
+                f"{path}: __metadata__ should map strings to strings, but '{key}' is {_show(value)}", _FOREIGN
+            )
+    return metadata
+
+
+def _read_entries(entries: dict[str, Any], path: Path, base: int) -> tuple[dict[str, TensorInfo], int]:
+    """The tensors in order of offset, and the byte at which the file should end; data begins at byte ``base``."""
+    spans: list[tuple[int, int, str]] = []
+    for name, entry in entries.items():
+        try:
+            bits, shape, (begin, end) = DTYPE_BITS[entry["dtype"]], entry["shape"], entry["data_offsets"]
+            sound = (
+                type(begin) is int and type(end) is int and 0 <= begin <= end
+                and type(shape) is list and all(type(n) is int and 0 <= n <= _MAX_SIZE for n in shape)
+                and math.prod(shape) * bits == (end - begin) * 8
+            )  # fmt: skip
+        except (TypeError, KeyError, ValueError):
+            sound = False
+        if not sound:
+            _refuse_entry(name, entry, path)
+        spans.append((begin, end, name))
+    spans.sort(key=lambda span: span[:2])
+    tensors: dict[str, TensorInfo] = {}
+    expected = 0
+    for begin, end, name in spans:
+        if begin != expected:
+            _refuse_gap(name, begin, expected, next(reversed(tensors), None), path)
+        entry = entries[name]
+        tensors[name] = TensorInfo(name, entry["dtype"], tuple(entry["shape"]), path, base + begin, end - begin)
+        expected = end
+    return tensors, base + expected
+
+
+def _refuse_entry(name: str, entry: Any, path: Path) -> NoReturn:
+    """Say what is wrong with a tensor's entry, which is known to be wrong."""
+    where = f"{path}: tensor '{name}'"
+    if not isinstance(entry, dict):
+        raise CheckpointError(f"{where} should be an object with dtype, shape and data_offsets, not {_show(entry)}",
+                              _FOREIGN)  # fmt: skip
+    for key in ("dtype", "shape", "data_offsets"):
+        if key not in entry:
+            raise CheckpointError(f"{where} has no '{key}'", _FOREIGN)
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise CheckpointError(f"{where}: {_unknown_dtype(dtype)}", "a newer reshard may know it")
+    if not _sizes(shape):
+        raise CheckpointError(f"{where}: the shape should be a list of sizes and is {_show(shape)}", _FOREIGN)
+    if not _sizes(offsets) or len(offsets) != 2:
+        raise CheckpointError(
+            f"{where}: data_offsets should be [begin, end] in bytes and is {_show(offsets)}", _FOREIGN
+        )
+    begin, end = offsets
+    if begin > end:
+        raise CheckpointError(f"{where}: data_offsets are reversed: [{begin}, {end}]", _FOREIGN)
+    bits = math.prod(shape) * DTYPE_BITS[dtype]
+    size = f"{bits // 8} bytes" if bits % 8 == 0 else f"{bits / 8:g} bytes, not a whole number"
+    raise CheckpointError(
+        f"{where}: {dtype} of shape {_show(shape)} has {size}; its data_offsets [{begin}, {end}] span {end - begin}",
+        _FOREIGN,
+    )
+
+
+def _refuse_gap(name: str, begin: int, expected: int, before: str | None, path: Path) -> NoReturn:
+    previous = f"'{before}' ends" if before is not None else "the data begins"
+    what = "overlaps what lies before it" if begin < expected else f"leaves a hole of {begin - expected} bytes"
+    raise CheckpointError(
+        f"{path}: tensor '{name}' {what}: it begins at byte {begin} of the data, where {previous} at byte {expected}",
+        _FOREIGN,
+    )
+
+
+def _refuse_size(found: int, expected: int, last: str | None, path: Path) -> NoReturn:
+    said = f"the file has {found} bytes and should have {expected}" + (f" (up to tensor '{last}')" if last else "")
+    if found < expected:
+        raise CheckpointError(f"{path}: {expected - found} bytes are missing: {said}", _DAMAGED)
+    raise CheckpointError(f"{path}: {found - expected} bytes too many at the end: {said}", _FOREIGN)
+
+
+def _sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(n) is int and 0 <= n <= _MAX_SIZE for n in value)
+
+
+def _unknown_dtype(dtype: object) -> str:
+    return f"unknown dtype {_show(dtype)}; known are {', '.join(sorted(DTYPE_BITS))}"
+
+
+def _show(value: object) -> str:
+    """A value from a file, short enough for one line."""
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    text = text if len(text) <= 60 else text[:57] + "..."
+    return repr(text) if isinstance(value, str) else text

@@ -1,0 +1,329 @@
+"""The engine: carries out transfers between files, in one pass, in bounded memory, on a few threads.
+
+It knows byte ranges and nothing else: no dtype, no model. Jobs are tensors in the order of the source; each is cut into slabs
+(see ``reshard.transfer``) that are read, checked, rearranged and written by whichever thread is free. Reads, checksums, copies and writes
+all release the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+
+from formats.errors import CheckpointError, MismatchError, ReshardError
+from reshard.checksum import PartialSum
+from reshard.transfer import Check, Region, Slab, Transfer
+
+SLAB = 4 << 20
+"""Bytes of buffer for a slab: small enough to stay in a processor's cache between read, checksum and write."""
+
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(eq=False)
+class SourceFile:
+    """A file to read from, with the checksum it should have, if one is known."""
+
+    path: Path
+    size: int
+    expected: str | None = None
+    sum: PartialSum = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sum = PartialSum(self.size)
+
+
+@dataclass(eq=False)
+class TargetFile:
+    """A file to be written: its final path, its header, and what the data adds up to."""
+
+    path: Path
+    header: bytes
+    size: int
+    sum: PartialSum = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sum = PartialSum(self.size)
+
+    @property
+    def staged(self) -> Path:
+        """Where it is written until it is complete."""
+        return self.path.with_name(self.path.name + ".incomplete")
+
+
+@dataclass(frozen=True, slots=True)
+class SourcePlace:
+    """A tensor in a source file, at an absolute offset."""
+
+    file: SourceFile
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class TargetPlace:
+    """A tensor in a target file, at an absolute offset."""
+
+    file: TargetFile
+    offset: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """A tensor to move: where each source rank has it, and where each target rank wants it (None: not)."""
+
+    name: str
+    transfer: Transfer
+    sources: Sequence[SourcePlace | None]
+    targets: Sequence[TargetPlace | None]
+
+
+@dataclass
+class Options:
+    """How to move: threads, checksums, durability."""
+
+    workers: int | None = None
+    checksum: bool = True
+    fsync: bool = False
+
+    @property
+    def threads(self) -> int:
+        """The number of threads: as asked, or two for each of up to four cores."""
+        return self.workers or max(2, min(8, os.cpu_count() or 1))
+
+
+def move(
+    jobs: Sequence[Job],
+    targets: Sequence[TargetFile],
+    options: Options,
+    *,
+    finished: Callable[[TargetFile, str | None], None],
+    progress: Callable[[int], None] = lambda nbytes: None,
+) -> None:
+    """Carry out jobs, in order. ``finished`` is called with each target file that is complete, and its checksum.
+
+    ``progress`` is called with the number of bytes written. Raises CheckpointError for files that cannot be read or
+    written, MismatchError for replicas that differ and for padding that is not zero. On any error, and on
+    KeyboardInterrupt, the threads are stopped and the files closed before it is raised.
+    """
+    mover = _Mover(options, finished, progress)
+    try:
+        for target in targets:
+            mover.start(target)
+        mover.run(jobs)
+    except BaseException:
+        mover.stop()
+        raise
+    finally:
+        mover.close()
+
+
+class _Mover:
+    def __init__(
+        self, options: Options, finished: Callable[[TargetFile, str | None], None], progress: Callable[[int], None]
+    ) -> None:
+        self._options = options
+        self._finished = finished
+        self._progress = progress
+        self._descriptors: dict[Path, int] = {}
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._local = threading.local()
+
+    # -- files
+
+    def start(self, target: TargetFile) -> None:
+        """Create a target file of full size and write its header."""
+        with _disk_errors(target.staged, "write"):
+            descriptor = os.open(target.staged, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+            self._descriptors[target.staged] = descriptor
+            os.ftruncate(descriptor, target.size)
+        self._write(target, 0, np.frombuffer(target.header, dtype=np.uint8))
+
+    def _descriptor(self, path: Path) -> int:
+        with self._lock:
+            if path not in self._descriptors:
+                with _disk_errors(path, "read"):
+                    self._descriptors[path] = os.open(path, os.O_RDONLY)
+            return self._descriptors[path]
+
+    def _finish(self, target: TargetFile) -> None:
+        with self._lock:
+            descriptor = self._descriptors.pop(target.staged)
+        with _disk_errors(target.path, "write"):
+            if self._options.fsync:
+                os.fsync(descriptor)
+            os.close(descriptor)
+            target.staged.rename(target.path)
+        self._finished(target, target.sum.value() if self._options.checksum else None)
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def close(self) -> None:
+        for descriptor in self._descriptors.values():
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+    # -- running
+
+    def run(self, jobs: Sequence[Job]) -> None:
+        """Let the threads draw slabs from one iterator; the first error stops them all."""
+        steps = self._steps(jobs)
+        draw = threading.Lock()
+        with ThreadPoolExecutor(self._options.threads) as pool:
+            futures = [pool.submit(self._work, steps, draw) for _ in range(self._options.threads)]
+            try:
+                done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            except BaseException:
+                self.stop()
+                raise
+            for future in done:
+                future.result()
+
+    def _steps(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Slab]]:
+        for job in jobs:
+            for slab in job.transfer.slabs(SLAB):
+                yield job, slab
+
+    def _work(self, steps: Iterator[tuple[Job, Slab]], draw: threading.Lock) -> None:
+        try:
+            while not self._stopped.is_set():
+                with draw:
+                    step = next(steps, None)
+                if step is None:
+                    return
+                self._carry_out(*step)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _carry_out(self, job: Job, slab: Slab) -> None:
+        arena = _Arena(self._buffer(slab.nbytes))
+        read = {region.rank: self._read(job, region, arena) for region in slab.reads}
+        for check in slab.checks:
+            _check(job, check, read)
+        if slab.is_flat:
+            self._write_flat(job, slab, read)
+        else:
+            self._write_blocks(job, slab, read, arena)
+
+    def _buffer(self, nbytes: int) -> Bytes:
+        buffer: Bytes | None = getattr(self._local, "buffer", None)
+        if buffer is None or buffer.size < nbytes:
+            buffer = self._local.buffer = np.empty(max(nbytes, 2 * SLAB), dtype=np.uint8)
+        return buffer
+
+    # -- reading and writing
+
+    def _read(self, job: Job, region: Region, arena: _Arena) -> Bytes:
+        place = job.sources[region.rank]
+        assert place is not None
+        data = arena.take(region.nbytes)
+        descriptor = self._descriptor(place.file.path)
+        offset = place.offset + region.offset
+        with _disk_errors(place.file.path, "read"):
+            if region.wanted is None:
+                self._fill(descriptor, data, offset, place.file.path)
+                if self._options.checksum and place.file.expected is not None:
+                    place.file.sum.add(offset, data.size, crc32(data))
+            else:
+                width = region.shape[-1]
+                for row in range(0, data.size, width):
+                    for run in region.wanted:
+                        part = data[row + run.offset : row + run.end]
+                        self._fill(descriptor, part, offset + row + run.offset, place.file.path)
+        return data.reshape(region.shape)
+
+    @staticmethod
+    def _fill(descriptor: int, data: Bytes, offset: int, path: Path) -> None:
+        view, position = memoryview(data), 0
+        while position < len(view):
+            count = os.preadv(descriptor, [view[position:]], offset + position)
+            if count == 0:
+                raise CheckpointError(f"{path} ended at byte {offset + position} while it was read")
+            position += count
+
+    def _write_flat(self, job: Job, slab: Slab, read: dict[int, Bytes]) -> None:
+        offsets = {region.rank: region.offset for region in slab.writes}
+        for copy in slab.copies:
+            place = job.targets[copy.target]
+            assert place is not None
+            part = copy.target_slices[0]
+            data = (
+                np.zeros(part.stop - part.start, dtype=np.uint8)
+                if copy.source is None
+                else read[copy.source][copy.source_slices]
+            )
+            self._write(place.file, place.offset + offsets[copy.target] + part.start, data)
+
+    def _write_blocks(self, job: Job, slab: Slab, read: dict[int, Bytes], arena: _Arena) -> None:
+        written = {region.rank: arena.take(region.nbytes).reshape(region.shape) for region in slab.writes}
+        for copy in slab.copies:
+            block = written[copy.target][copy.target_slices]
+            block[...] = 0 if copy.source is None else read[copy.source][copy.source_slices]
+        for region in slab.writes:
+            place = job.targets[region.rank]
+            assert place is not None
+            self._write(place.file, place.offset + region.offset, written[region.rank].reshape(-1))
+
+    def _write(self, target: TargetFile, offset: int, data: Bytes) -> None:
+        crc = crc32(data) if self._options.checksum else 0
+        view, position = memoryview(data), 0
+        with _disk_errors(target.path, "write"):
+            descriptor = self._descriptors[target.staged]
+            while position < len(view):
+                position += os.pwrite(descriptor, view[position:], offset + position)
+        self._progress(len(view))
+        if target.sum.add(offset, len(view), crc):
+            self._finish(target)
+
+
+class _Arena:
+    """Pieces of one buffer, handed out one after the other."""
+
+    def __init__(self, buffer: Bytes) -> None:
+        self._buffer, self._used = buffer, 0
+
+    def take(self, nbytes: int) -> Bytes:
+        self._used += nbytes
+        return self._buffer[self._used - nbytes : self._used]
+
+
+def _check(job: Job, check: Check, read: dict[int, Bytes]) -> None:
+    block = read[check.source][check.slices]
+    place = job.sources[check.source]
+    assert place is not None
+    if check.other is None:
+        if block.any():
+            raise MismatchError(f"{place.file.path}: the padding of tensor '{job.name}' is not zero")
+    elif not np.array_equal(block, read[check.other][check.other_slices]):
+        other = job.sources[check.other]
+        assert other is not None
+        raise MismatchError(
+            f"tensor '{job.name}' should be the same in {other.file.path} and {place.file.path}, and differs",
+            "the shards are damaged, or of different runs",
+        )
+
+
+@contextlib.contextmanager
+def _disk_errors(path: Path, verb: str) -> Iterator[None]:
+    """Say in one line what the operating system refused."""
+    try:
+        yield
+    except ReshardError:
+        raise
+    except OSError as error:
+        hint: Any = None
+        if verb == "write":
+            hint = "free some space and run the same command again: it goes on where it stopped"
+        raise CheckpointError(f"cannot {verb} {path}: {error.strerror or error}", hint) from error

@@ -1,0 +1,463 @@
+"""The plan: an architecture's rules bound to a checkpoint's tensors, and what each rank of a mesh owns of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from formats.architecture import Architecture, Match
+from formats.axes import Dim, Factor, Run, Shape, Share, deal, degrees, owned, share
+from formats.errors import NotationError, PlanError
+from formats.mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class FullTensor:
+    """A tensor of the unsplit checkpoint; ``where`` names its file in errors, ``shape`` is None where only rules know it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...] | None
+    where: str
+
+
+@dataclass(frozen=True)
+class Box:
+    """What a rank holds of a tensor: the owned runs of each padded dimension, and its local shape."""
+
+    dims: tuple[tuple[Run, ...], ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """One way in which tensors lie on a mesh, shared by all tensors of equal rule, sizes and shape.
+
+    ``full`` is the shape in the unsplit checkpoint, ``padded`` with the zeros that a degree needs; ``boxes`` has an entry a rank.
+    """
+
+    rule: Shape
+    full: tuple[int, ...]
+    padded: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    parallel_dims: frozenset[int]
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds all of it."""
+        return not self.parallel_dims
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor, the rule line that covers it, and its layout."""
+
+    name: str
+    dtype: str
+    template: str
+    layout: Layout
+
+
+class AxisSizes:
+    """The size of every axis for a tensor's indices: from the config, or else as measured on disk."""
+
+    def __init__(self, architecture: Architecture, config: Mapping[str, Any], known: Mapping[str, int]) -> None:
+        self._architecture = architecture
+        self.settings = architecture.settings(config)
+        self.measured: dict[str, int] = dict(known)
+        self._index_names = frozenset(
+            segment[1:-1] for name in architecture.tensors for segment in name.split(".") if segment.startswith("{")
+        )
+        self._cache: dict[tuple[tuple[str, int], ...], dict[str, int]] = {}
+
+    @cached_property
+    def _used_indices(self) -> frozenset[str]:
+        expressions = list(self._architecture.sizes.values())
+        expressions += [r.when for rules in self._architecture.tensors.values() for r in rules if r.when is not None]
+        return self._index_names & frozenset().union(*(expression.names for expression in expressions))
+
+    @cached_property
+    def varying(self) -> frozenset[str]:
+        """The axes whose size depends on an index in the tensor's name."""
+        sizes, found = self._architecture.sizes, frozenset[str]()
+        while True:
+            more = frozenset(a for a, e in sizes.items() if e.names & self._index_names or e.names & found)
+            if more == found:
+                return found
+            found = more
+
+    def key(self, indices: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+        """What of a tensor's indices its sizes depend on."""
+        return tuple((name, indices[name]) for name in sorted(self._used_indices) if name in indices)
+
+    def of(self, indices: Mapping[str, int]) -> dict[str, int]:
+        """The sizes for a tensor with these indices; an axis that nobody knows is absent."""
+        key = self.key(indices)
+        if key not in self._cache:
+            values = {axis: self._config_size(axis, dict(key), ()) for axis in self._architecture.sizes}
+            self._cache[key] = {axis: value for axis, value in values.items() if value is not None}
+        return {**self.measured, **self._cache[key]}
+
+    def holds(self, match: Match) -> Shape | None:
+        """The shape of the first rule of a line whose condition holds."""
+        for rule in match.rules:
+            if rule.when is None or rule.when.evaluate(lambda name: self._look_up(name, match.indices, ())):
+                return rule.shape
+        return None
+
+    def _config_size(self, axis: str, indices: Mapping[str, int], below: tuple[str, ...]) -> int | None:
+        expression = self._architecture.sizes[axis]
+        value = expression.evaluate(lambda name: self._look_up(name, indices, (*below, axis)))
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise NotationError(f"axis '{axis}' = '{expression.text}' is {value!r}, not a size")
+        return value
+
+    def _look_up(self, name: str, indices: Mapping[str, int], below: tuple[str, ...]) -> Any:
+        if name in self._index_names:
+            return indices.get(name)
+        if name in self._architecture.sizes and name not in below:
+            return self._config_size(name, indices, below)
+        return self.settings.get(name)
+
+
+@dataclass(frozen=True)
+class BoundTensor:
+    """A tensor with the shape that holds for it and the sizes of the axes in it."""
+
+    name: str
+    dtype: str
+    template: str
+    rule: Shape
+    indices: tuple[tuple[str, int], ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Model:
+    """An architecture that fits a checkpoint: every tensor has a rule, and every rule the shape on disk."""
+
+    architecture: Architecture
+    config: Mapping[str, Any]
+    sizes: AxisSizes
+    tensors: tuple[BoundTensor, ...]
+
+    @cached_property
+    def used_templates(self) -> frozenset[str]:
+        """The rule lines that cover a tensor of this checkpoint."""
+        return frozenset(tensor.template for tensor in self.tensors)
+
+    @cached_property
+    def axis_sets(self) -> tuple[Mapping[str, int], ...]:
+        """The distinct sizes of axes that occur (one, unless sizes depend on the layer)."""
+        axes: dict[tuple[tuple[str, int], ...], set[str]] = {}
+        for tensor in self.tensors:
+            axes.setdefault(tensor.indices, set()).update(tensor.rule.axes)
+        restricted = []
+        for indices, names in axes.items():
+            sizes = self.sizes.of(dict(indices))
+            restricted.append({name: sizes[name] for name in sorted(names)})
+        return tuple(dict(pairs) for pairs in dict.fromkeys(tuple(sizes.items()) for sizes in restricted))
+
+
+def bind(
+    architecture: Architecture,
+    config: Mapping[str, Any],
+    tensors: Iterable[FullTensor],
+    *,
+    known: Mapping[str, int] | None = None,
+    every_rule: bool = False,
+) -> Model:
+    """Find the rule of every tensor and check it against the shape on disk.
+
+    ``known`` gives sizes measured earlier. With ``every_rule`` a rule that covers no tensor is an error (a user's plan).
+    Raises PlanError that names the file, the tensor, the rule, and both shapes.
+    """
+    sizes = AxisSizes(architecture, config, known or {})
+    found = [(tensor, *_rule_of(tensor, architecture, sizes)) for tensor in tensors]
+    _measure(sizes, ((tensor, shape, match) for tensor, match, shape in found))
+    fitted: dict[tuple[object, ...], tuple[int, ...]] = {}
+    bound = []
+    for tensor, match, rule in found:
+        indices = sizes.key(match.indices)
+        key = (rule, indices, tensor.shape)
+        if key not in fitted:
+            fitted[key] = _fit(tensor, rule, sizes.of(match.indices))
+        _check_indices(tensor, match, sizes)
+        bound.append(BoundTensor(tensor.name, tensor.dtype, match.template, rule, indices, fitted[key]))
+    model = Model(architecture, config, sizes, tuple(bound))
+    unused = [template for template in architecture.tensors if template not in model.used_templates]
+    if every_rule and unused:
+        raise PlanError(f"the rule '{unused[0]}' of plan '{architecture.name}' covers no tensor", "remove it from the plan file")
+    return model
+
+
+def _rule_of(tensor: FullTensor, architecture: Architecture, sizes: AxisSizes) -> tuple[Match, Shape]:
+    match = architecture.match(tensor.name)
+    shown = "x".join(map(str, tensor.shape)) if tensor.shape is not None else "?"
+    if match is None:
+        hint = (
+            "save the plan with 'reshard plan SOURCE --save FILE', add a line such as "
+            f"\"{tensor.name}\" = \"{' '.join(map(str, tensor.shape or ()))}\", and pass it with --plan FILE"
+        )
+        raise PlanError(
+            f"{tensor.where}: tensor '{tensor.name}' ({tensor.dtype}, {shown}) has no rule in plan '{architecture.name}'", hint
+        )
+    shape = sizes.holds(match)
+    if shape is None:
+        raise PlanError(f"{tensor.where}: tensor '{tensor.name}': no condition of the rule '{match.template}' holds")
+    return match, shape
+
+
+def _measure(sizes: AxisSizes, found: Iterable[tuple[FullTensor, Shape, Match]]) -> None:
+    """Take the size of an axis that the config does not give from a dimension in which it stands alone."""
+    first: dict[str, str] = {}
+    for tensor, rule, match in found:
+        if tensor.shape is None or len(rule.dims) != len(tensor.shape):
+            continue
+        configured: dict[str, int] | None = None
+        for dim, length in zip(rule.dims, tensor.shape, strict=True):
+            axis = dim.axis
+            if axis is None or axis in first and sizes.measured[axis] == length:
+                continue
+            if configured is None:
+                configured = sizes.of(match.indices)
+            if axis not in configured:
+                sizes.measured[axis], first[axis] = length, tensor.name
+            elif axis in first:
+                raise PlanError(
+                    f"{tensor.where}: tensor '{tensor.name}' has {length} for the axis '{axis}', "
+                    f"'{first[axis]}' has {sizes.measured[axis]}"
+                )
+
+
+def _fit(tensor: FullTensor, rule: Shape, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    try:
+        expected = rule.sizes(sizes)
+    except NotationError as error:
+        raise PlanError(
+            f"{tensor.where}: tensor '{tensor.name}': {error.message}: "
+            "the config does not say it, and no tensor has it alone in a dimension"
+        ) from None
+    if tensor.shape is not None and tensor.shape != expected:
+        named = " ".join(f"{axis}={sizes[axis]}" for axis in sorted(rule.axes))
+        raise PlanError(
+            f"{tensor.where}: tensor '{tensor.name}' has shape {list(tensor.shape)}, but the rule '{rule}' gives {list(expected)}"
+            f"{' with ' + named if named else ''}",
+            "either config.json does not belong to these weights, or the rule is wrong for them (see --plan)",
+        )
+    return expected
+
+
+def _check_indices(tensor: FullTensor, match: Match, sizes: AxisSizes) -> None:
+    for axis, index in match.indices.items():
+        size = sizes.of(match.indices).get(axis) if axis in sizes._architecture.sizes else None
+        if size is not None and index >= size:
+            raise PlanError(f"{tensor.where}: tensor '{tensor.name}': {axis} {index} is out of range, config.json says {size}")
+
+
+# ------------------------------------------------------------------------------------------------------ on a mesh
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What each rank of a mesh owns of every tensor.
+
+    ``padding`` gives the padded size of each axis that is padded.
+    """
+
+    model: Model
+    mesh: Mesh
+    padding: Mapping[str, int]
+    entries: Mapping[str, Entry]
+
+    def rank_sizes(self, rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
+        """The sizes of the axes as ``rank`` holds them."""
+        padded = _padded(sizes, self.padding)
+        shares = _shares(self.model.architecture, self.mesh, rank, padded)
+        return {axis: size // shares[axis].parts if axis in shares else size for axis, size in padded.items()}
+
+
+def make_plan(
+    model: Model,
+    mesh: Mesh,
+    *,
+    pad: bool = True,
+    pad_to: int = 1,
+) -> Plan:
+    """Deal a model's axes to the ranks of a mesh.
+
+    ``pad_to`` asks for padded axes (the vocabulary) in multiples of it; with ``pad=False`` an axis that does not divide is refused.
+    Raises PlanError that names the axis, its size and the valid degrees.
+    """
+    check_degrees(model, mesh, pad=pad)
+    padding = _padding(model, mesh, pad_to) if pad else {}
+    layouts: dict[tuple[object, ...], Layout] = {}
+    entries: dict[str, Entry] = {}
+    for tensor in model.tensors:
+        key = (tensor.rule, tensor.indices, tensor.shape)
+        if key not in layouts:
+            layouts[key] = _layout(model, mesh, tensor, padding)
+        entries[tensor.name] = Entry(tensor.name, tensor.dtype, tensor.template, layouts[key])
+    return Plan(model, mesh, padding, entries)
+
+
+def _layout(model: Model, mesh: Mesh, tensor: BoundTensor, padding: Mapping[str, int]) -> Layout:
+    sizes = model.sizes.of(dict(tensor.indices))
+    padded_sizes = _padded(sizes, padding)
+    padded = tensor.rule.sizes(padded_sizes)
+    boxes = []
+    for rank in range(mesh.size):
+        shares = _shares(model.architecture, mesh, rank, padded_sizes)
+        runs = [owned(dim, padded_sizes, shares) for dim in tensor.rule.dims]
+        shape = tuple(sum(run.length for run in dim) for dim in runs)
+        boxes.append(Box(tuple(runs), shape))
+    dealt = {axis for axis, part in _shares(model.architecture, mesh, 0, padded_sizes).items() if part.parts > 1}
+    parallel = frozenset(i for i, dim in enumerate(tensor.rule.dims) if dim.axes & dealt)
+    _check_padding(tensor, padding)
+    _check_every_element_is_owned(model.architecture, tensor, dealt)
+    return Layout(tensor.rule, tensor.shape, padded, tuple(boxes), parallel)
+
+
+def _check_padding(tensor: BoundTensor, padding: Mapping[str, int]) -> None:
+    for dim in tensor.rule.dims:
+        inside = dim.axes & padding.keys()
+        if inside and dim.axis is None:
+            raise PlanError(f"tensor '{tensor.name}': the axis '{min(inside)}' is not alone in '{dim}', so it cannot be padded")
+
+
+def _check_every_element_is_owned(architecture: Architecture, tensor: BoundTensor, dealt: set[str]) -> None:
+    """A mesh dimension may split a tensor along one family, each axis once (else ranks own only a diagonal)."""
+    for mesh_dim, families in architecture.families.items():
+        split = [family for family in families if dealt & tensor.rule.axes & {*family}]
+        repeated = any(_times(tensor.rule.dims, axis) > 1 for family in split for axis in dealt & {*family})
+        if len(split) > 1 or repeated:
+            raise PlanError(
+                f"tensor '{tensor.name}': '{tensor.rule}' is split by {mesh_dim} in more than one place, so that no rank would "
+                "own some of its elements"
+            )
+
+
+def _times(dims: Sequence[Dim], axis: str) -> int:
+    """How often an axis multiplies itself: over dimensions and the factors of a product, not the blocks of a sum."""
+    return sum(max(sum(_factor_times(f, axis) for f in block.factors) for block in dim.blocks) for dim in dims)
+
+
+def _factor_times(factor: Factor, axis: str) -> int:
+    return _times([factor], axis) if isinstance(factor, Dim) else int(factor == axis)
+
+
+def _shares(architecture: Architecture, mesh: Mesh, rank: int, sizes: Mapping[str, int]) -> dict[str, Share]:
+    shares: dict[str, Share] = {}
+    coordinates = mesh.coordinates(rank)
+    for mesh_dim, degree in mesh.degrees:
+        for family in architecture.families.get(mesh_dim, ()):
+            known = [axis for axis in family if axis in sizes]
+            parts = deal(known, sizes, degree) if known else None
+            if parts is not None:
+                shares |= share(parts, coordinates[mesh_dim])
+    return shares
+
+
+def _padding(model: Model, mesh: Mesh, pad_to: int) -> dict[str, int]:
+    padding: dict[str, int] = {}
+    for mesh_dim, degree in mesh.degrees:
+        axes = {axis for family in model.architecture.families.get(mesh_dim, ()) for axis in family}
+        for axis in model.architecture.pad:
+            for sizes in model.axis_sets:
+                size = sizes.get(axis)
+                multiple = math.lcm(degree, pad_to)
+                if axis in axes and size is not None and size % multiple:
+                    padding[axis] = -(-size // multiple) * multiple
+    return padding
+
+
+def _padded(sizes: Mapping[str, int], padding: Mapping[str, int]) -> dict[str, int]:
+    return {axis: padding.get(axis, size) for axis, size in sizes.items()}
+
+
+# -------------------------------------------------------------------------------------------------------- degrees
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a degree is not possible: the family that does not absorb it, and its sizes."""
+
+    degree: int
+    family: tuple[tuple[str, int], ...]
+
+    def __str__(self) -> str:
+        names = " x ".join(f"{axis} {size}" for axis, size in self.family)
+        return f"{names} cannot be dealt to {self.degree} ranks"
+
+
+def refusal(model: Model, mesh_dim: str, degree: int, *, pad: bool = True) -> Refusal | None:
+    """Why ``degree`` is not possible along a mesh dimension, or None if it is."""
+    for family, sizes in _families(model, mesh_dim, pad=pad):
+        if deal(family, sizes, degree) is None:
+            return Refusal(degree, tuple((axis, sizes[axis]) for axis in family))
+    return None
+
+
+def valid_degrees(model: Model, mesh_dim: str = "tp", *, pad: bool = True, limit: int = 1024) -> list[int]:
+    """Every degree that all families can absorb, in increasing order up to ``limit``."""
+    families = list(_families(model, mesh_dim, pad=pad))
+    if not families:
+        return [1]
+    common = set.intersection(*(degrees(family, sizes) for family, sizes in families))
+    return sorted(degree for degree in common if degree <= limit)
+
+
+def _families(model: Model, mesh_dim: str, *, pad: bool) -> Iterable[tuple[list[str], Mapping[str, int]]]:
+    for family in model.architecture.families.get(mesh_dim, ()):
+        for sizes in model.axis_sets:
+            present = [axis for axis in family if axis in sizes]
+            if present and not (pad and set(present) <= set(model.architecture.pad)):
+                yield present, sizes
+
+
+def check_degrees(model: Model, mesh: Mesh, *, pad: bool = True) -> None:
+    """Raise PlanError for a degree that some family of axes does not absorb, with the valid ones."""
+    for mesh_dim, degree in mesh.degrees:
+        if degree == 1:
+            continue
+        why = refusal(model, mesh_dim, degree, pad=pad)
+        valid = valid_degrees(model, mesh_dim, pad=pad)
+        if why is not None:
+            raise PlanError(f"--{mesh_dim} {degree} is not possible: {why}", f"valid degrees: {', '.join(map(str, valid))}")
+        if degree not in valid and valid == [1]:
+            raise PlanError(f"--{mesh_dim} {degree} is not possible: the plan deals no axis over {mesh_dim}")
+
+
+# --------------------------------------------------------------------------------------------------- rank configs
+
+
+def rank_config(plan: Plan, rank: int) -> dict[str, Any]:
+    """The ``config.json`` of a rank: the source's, with the counts that this rank holds."""
+    architecture, config = plan.model.architecture, dict(plan.model.config)
+    section = architecture.section if architecture.section and isinstance(config.get(architecture.section), dict) else None
+    target = dict(config[section]) if section else config
+    for key, expression in architecture.config.items():
+        value = _config_value(plan, rank, expression, target.get(key))
+        if value is not None or key in target:
+            target[key] = value
+    if section:
+        config[section] = target
+    return config
+
+
+def _config_value(plan: Plan, rank: int, expression: Any, original: Any) -> Any:
+    sizes = plan.model.sizes
+    if isinstance(original, list) and expression.names & sizes.varying:
+        return [_at(plan, rank, expression, {"layer": i}) for i in range(len(original))]
+    return _at(plan, rank, expression, {})
+
+
+def _at(plan: Plan, rank: int, expression: Any, indices: Mapping[str, int]) -> Any:
+    sizes = plan.model.sizes
+    local = plan.rank_sizes(rank, sizes.of(indices))
+    return expression.evaluate(lambda name: local[name] if name in local else sizes.settings.get(name))

@@ -1,0 +1,389 @@
+"""The real client of the Hub against a small Hub of our own: what is fetched, what is not, what is said when it fails.
+
+Each fetch runs in a process of its own, because the client reads its environment when it is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from formats.errors import CheckpointError
+from reshard.hub import fetch, side_files, weight_files
+from tests.reshard.hub_server import HubServer
+
+REPO = "org/tiny"
+ROOT = Path(__file__).parents[2]
+CLIENT = """
+import json, sys
+from formats.errors import CheckpointError
+from reshard.hub import fetch
+from pathlib import Path
+arguments = json.loads(sys.argv[1])
+if arguments.get("cache_dir"):
+    arguments["cache_dir"] = Path(arguments["cache_dir"])
+try:
+    got = fetch(**arguments)
+except CheckpointError as error:
+    print(json.dumps({"message": error.message, "hint": error.hint}))
+else:
+    print(json.dumps({"path": str(got.path), "repo": got.repo, "commit": got.commit, "stand_in": got.headers_only}))
+"""
+
+
+def tensors(seed: int, count: int = 4) -> dict[str, np.ndarray]:
+    generator = np.random.default_rng(seed)
+    return {f"layer.{i}.weight": generator.standard_normal((64, 96), dtype=np.float32) for i in range(count)}
+
+
+def write_repository(folder: Path, seed: int = 0) -> Path:
+    """Two shards with an index, and around them what must stay where it is."""
+    folder.mkdir(parents=True)
+    weight_map = {}
+    for part in (1, 2):
+        file = f"model-0000{part}-of-00002.safetensors"
+        save_file(part_tensors := {f"{part}.{k}": v for k, v in tensors(seed + part).items()}, folder / file)
+        weight_map |= dict.fromkeys(part_tensors, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "seed": seed}))
+    (folder / "tokenizer.json").write_text("{}")
+    for unwanted in ("pytorch_model.bin", "consolidated.safetensors", "tiny.Q4_0.gguf", "logo.PNG", ".gitattributes"):
+        (folder / unwanted).write_bytes(b"not to be fetched")
+    (folder / "original").mkdir()
+    (folder / "original" / "consolidated.00.pth").write_bytes(b"not to be fetched")
+    (folder / "original" / "params.json").write_text("{}")
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": "pytorch_model.bin"}}))
+    return folder
+
+
+WANTED = {
+    "config.json",
+    "tokenizer.json",
+    "model.safetensors.index.json",
+    "model-00001-of-00002.safetensors",
+    "model-00002-of-00002.safetensors",
+}
+SHARDS = sorted(name for name in WANTED if name.endswith(".safetensors"))
+
+
+@dataclass(frozen=True)
+class Answer:
+    got: dict[str, str]
+    stderr: str
+
+    @property
+    def path(self) -> Path:
+        assert "path" in self.got, self.got
+        return Path(self.got["path"])
+
+    @property
+    def error(self) -> str:
+        """Message and hint, each of which must be one line."""
+        message, hint = self.got["message"], self.got["hint"]
+        assert message and hint and "\n" not in message + hint
+        assert "Traceback" not in self.stderr
+        return f"{message} | {hint}"
+
+
+Client = Callable[..., Answer]
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[HubServer]:
+    write_repository(tmp_path / "hub" / REPO)
+    with HubServer(tmp_path / "hub") as server:
+        yield server
+
+
+@pytest.fixture
+def client(hub: HubServer, tmp_path: Path) -> Client:
+    """``fetch`` in a process of its own, whose Hub is ``hub``."""
+
+    def run(
+        source: str = REPO,
+        *,
+        env: dict[str, str] | None = None,
+        before: str = "",
+        limit: int | None = None,
+        **arguments: object,
+    ) -> Answer:
+        def limit_file_size() -> None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit or -1, limit or -1))
+
+        done = subprocess.run(
+            [sys.executable, "-c", before + CLIENT, json.dumps({"source": source, **arguments})],
+            env=hub.environment(tmp_path / "home", PYTHONPATH=str(ROOT), **(env or {})),
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            preexec_fn=limit_file_size,
+        )
+        assert done.returncode == 0, done.stderr
+        return Answer(json.loads(done.stdout), done.stderr)
+
+    return run
+
+
+def names(folder: Path) -> set[str]:
+    return {p.relative_to(folder).as_posix() for p in folder.rglob("*") if not p.is_dir()}
+
+
+def same_files(folder: Path, repository: Path) -> bool:
+    return all((folder / name).read_bytes() == (repository / name).read_bytes() for name in names(folder))
+
+
+# --- what is fetched -----------------------------------------------------------------------------------------------
+
+
+def test_fetches_what_is_needed_and_nothing_twice(hub: HubServer, client: Client, tmp_path: Path) -> None:
+    first = client()
+    assert first.got["repo"] == REPO and first.got["commit"] == hub.commit(REPO, "main")
+    assert names(first.path) == WANTED and same_files(first.path, hub.root / REPO)
+    assert sorted(hub.downloads()) == sorted(WANTED)
+    assert first.path.is_relative_to(tmp_path / "home")
+    assert "downloading 2 files of org/tiny" in first.stderr and "%|" not in first.stderr
+
+    hub.requests.clear()
+    second = client(quiet=True)
+    assert second.got == first.got and hub.downloads() == [] and second.stderr == ""
+
+
+def test_quiet_prints_nothing(client: Client) -> None:
+    assert client(quiet=True).stderr == ""
+
+
+def test_revision_is_a_branch_or_a_commit(hub: HubServer, client: Client, tmp_path: Path) -> None:
+    hub.revisions["v2/draft"] = tmp_path / "other"
+    write_repository(tmp_path / "other" / REPO, seed=7)
+    branch = client(revision="v2/draft")
+    assert branch.got["commit"] == hub.commit(REPO, "v2/draft") and same_files(branch.path, tmp_path / "other" / REPO)
+    assert same_files(client().path, hub.root / REPO)
+    assert client(revision=branch.got["commit"]).got == branch.got
+    assert client(revision="v2/draft", env={"HF_HUB_OFFLINE": "1"}).got == branch.got
+
+
+def test_cache_dir(client: Client, tmp_path: Path) -> None:
+    got = client(cache_dir=str(tmp_path / "elsewhere"))
+    assert got.path.is_relative_to(tmp_path / "elsewhere") and names(got.path) == WANTED
+    assert not list((tmp_path / "home").rglob("*.safetensors"))
+
+
+def test_without_safetensors_the_bin_files_are_fetched(hub: HubServer, client: Client) -> None:
+    repository = hub.root / "org" / "old"
+    repository.mkdir()
+    for name in ("config.json", "pytorch_model.bin", "training_args.bin", "optimizer.pt", "tf_model.h5"):
+        (repository / name).write_bytes(b"{}")
+    assert names(client("org/old").path) == {"config.json", "pytorch_model.bin"}
+
+
+def test_repository_without_weights_is_refused_before_any_is_fetched(hub: HubServer, client: Client) -> None:
+    (hub.root / "org" / "empty").mkdir()
+    (hub.root / "org" / "empty" / "README.md").write_text("nothing here")
+    (hub.root / "org" / "empty" / "weights.gguf").write_bytes(b"not to be fetched")
+    assert "org/empty holds no checkpoint" in client("org/empty").error
+    assert "weights.gguf" not in hub.downloads()
+
+
+@pytest.mark.parametrize(
+    ("listing", "wanted"),
+    [
+        (["model.safetensors", "model.fp32.safetensors", "pytorch_model.bin"], ["model.safetensors"]),
+        (["weights.safetensors", "pytorch_model.bin"], ["weights.safetensors"]),
+        (
+            ["pytorch_model-1.bin", "pytorch_model-2.bin", "scheduler.bin"],
+            ["pytorch_model-1.bin", "pytorch_model-2.bin"],
+        ),
+        (["unet/model.safetensors", "original/model.safetensors"], []),
+        (
+            ["reshard.json", "rank-00-of-02/model.safetensors", "rank-01-of-02/model.safetensors"],
+            ["rank-00-of-02/model.safetensors", "rank-01-of-02/model.safetensors"],
+        ),
+    ],
+)
+def test_choice_of_weights(tmp_path: Path, listing: list[str], wanted: list[str]) -> None:
+    assert weight_files(listing, tmp_path) == wanted
+
+
+def test_choice_of_side_files() -> None:
+    kept = ["LICENSE", "chat_template.jinja", "config.json", "modeling_tiny.py", "spiece.model", "vocab.txt"]
+    kept += ["additional_chat_templates/tools.jinja", "model.safetensors.index.json"]
+    other = ["model-1.safetensors", "onnx/config.json", "model.onnx", ".gitignore", "pytorch_model.bin.index.json"]
+    assert side_files(kept + other) == sorted(kept)
+    split = ["reshard.json", "rank-00-of-01/config.json", "rank-00-of-01/model.safetensors.index.json"]
+    assert side_files([*split, "rank-00-of-01/model-00001-of-00001.safetensors"]) == sorted(split)
+
+
+# --- headers only --------------------------------------------------------------------------------------------------
+
+
+def test_headers_only(hub: HubServer, client: Client) -> None:
+    repository = hub.root / REPO
+    for shard in SHARDS:  # one header within the first request, one beyond it
+        file, pad = repository / shard, 200_000 if shard == SHARDS[0] else 0
+        save_file(tensors(1, 40), file, metadata={"pad": "x" * pad})
+    first = client(headers_only=True)
+    assert first.got["stand_in"] and not any(r.range is None for r in hub.requests if r.host == "cdn")
+    assert names(first.path) == {*SHARDS, "config.json", "model.safetensors.index.json"}
+    for shard in SHARDS:
+        full, stand_in = (repository / shard).read_bytes(), (first.path / shard).read_bytes()
+        header = 8 + int.from_bytes(full[:8], "little")
+        assert len(stand_in) == len(full) and stand_in[:header] == full[:header] and not any(stand_in[header:])
+
+    hub.requests.clear()
+    assert client(headers_only=True).got == first.got and not [r for r in hub.requests if r.host == "cdn"]
+    assert client(headers_only=True, env={"HF_HUB_OFFLINE": "1"}).got == first.got
+    assert "HF_HUB_OFFLINE" in client(env={"HF_HUB_OFFLINE": "1"}).error  # planning is possible, moving bytes is not
+
+    whole = client()
+    assert not whole.got["stand_in"] and names(whole.path) == WANTED
+    assert client(headers_only=True).got == whole.got
+
+
+def test_headers_only_of_a_file_that_is_no_safetensors(hub: HubServer, client: Client) -> None:
+    (hub.root / REPO / SHARDS[0]).write_bytes(b"<html>this is not the file you are looking for</html>")
+    assert f"{SHARDS[0]} is not a safetensors file" in client(headers_only=True).error
+
+
+def test_headers_only_from_a_server_without_ranges(hub: HubServer, client: Client) -> None:
+    hub.ignore_range = True
+    assert "does not send parts" in client(headers_only=True).error
+
+
+# --- lost connections ----------------------------------------------------------------------------------------------
+
+
+def test_closed_connection_is_taken_up_in_mid_file(hub: HubServer, client: Client) -> None:
+    mib = 2**20
+    save_file({"large": np.arange(3 * mib)}, hub.root / REPO / SHARDS[0])  # the client keeps it in pieces of 10 MiB
+    hub.drop_after_bytes = 15 * mib
+    got = client()
+    assert same_files(got.path, hub.root / REPO)
+    assert [r.range for r in hub.requests if r.host == "cdn" and r.range] == [f"bytes={10 * mib}-"]
+
+
+def test_reset_connection_is_tried_again(hub: HubServer, client: Client) -> None:
+    hub.drop_after_bytes, hub.drop_by_reset = 20_000, True
+    assert same_files(client().path, hub.root / REPO)
+
+
+def test_lost_server_is_a_clear_error_and_the_same_command_again_finishes(hub: HubServer, client: Client) -> None:
+    (hub.root / REPO / SHARDS[0]).write_bytes(b"x" * 50_000)  # small enough to arrive
+    hub.drop_after_bytes, hub.down_after_drop, hub.drop_by_reset = 60_000, True, True
+    error = client().error
+    assert "connection to the Hub" in error and REPO in error and "same command again" in error
+
+    hub.down, hub.drop_after_bytes = False, None
+    cached = {path.name for path in Path(hub.root.parent / "home").rglob("*.safetensors")}
+    hub.requests.clear()
+    assert same_files(client().path, hub.root / REPO)
+    assert set(hub.downloads()) == set(SHARDS) - cached
+
+
+# --- refusals ------------------------------------------------------------------------------------------------------
+
+
+def test_private_repository_needs_a_token(hub: HubServer, client: Client) -> None:
+    hub.require_token = "hf_right"
+    assert "or a private one" in (error := client().error) and "--token" in error and "hf auth login" in error
+    assert "this token (401)" in client(token="hf_wrong").error
+    assert names(client(token="hf_right").path) == WANTED
+    assert {r.token for r in hub.requests if r.host == "cdn"} == {None}  # the token stays with the Hub
+
+
+def test_token_from_the_environment(hub: HubServer, client: Client) -> None:
+    hub.require_token = "hf_right"
+    assert names(client(env={"HF_TOKEN": "hf_right"}).path) == WANTED
+
+
+@pytest.mark.parametrize("headers_only", [False, True])
+def test_gated_repository(hub: HubServer, client: Client, headers_only: bool) -> None:
+    hub.gated = True
+    error = client(headers_only=headers_only).error
+    assert "gated" in error and f"{hub.url}/{REPO}" in error and "hf auth login" in error
+
+
+def test_unknown_repository_or_folder(hub: HubServer, client: Client) -> None:
+    hub.unknown.add(REPO)
+    assert f"no folder {REPO} here, and no repository of that name on the Hub" in client().error
+    assert "no folder tiny here, and no repository" in client("tiny").error
+
+
+def test_unknown_revision(client: Client) -> None:
+    assert "org/tiny has no revision v3" in client(revision="v3").error
+
+
+def test_disk_too_small(hub: HubServer, client: Client) -> None:
+    before = "import shutil, collections; shutil.disk_usage = lambda _: collections.namedtuple('u', 'free')(1000)\n"
+    error = client(before=before).error
+    assert "not enough space" in error and "0.0 GB needed" in error and "--cache-dir" in error
+    assert not set(hub.downloads()) & set(SHARDS)
+
+
+def test_disk_full_on_the_way(client: Client) -> None:
+    assert "no space left" in client(limit=50_000).error
+
+
+# --- offline -------------------------------------------------------------------------------------------------------
+
+
+def test_offline(hub: HubServer, client: Client) -> None:
+    offline = {"HF_HUB_OFFLINE": "1"}
+    error = client(env=offline).error
+    assert "HF_HUB_OFFLINE is set" in error and hub.requests == []
+    online = client()
+    hub.requests.clear()
+    assert client(env=offline).got == online.got and hub.requests == []
+
+    (online.path / SHARDS[1]).unlink()
+    assert "not wholly" in client(env=offline).error
+
+
+def test_unreachable_hub(client: Client) -> None:
+    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9"}
+    assert "connection to the Hub (http://127.0.0.1:9) failed" in client(env=nowhere).error
+    online = client()
+    cached = client(env=nowhere)
+    assert cached.got == online.got and "from the cache" in cached.stderr
+
+
+# --- paths ---------------------------------------------------------------------------------------------------------
+
+
+def test_local_path_is_left_alone(tmp_path: Path) -> None:
+    got = fetch(str(tmp_path))
+    assert (got.path, got.repo, got.commit) == (tmp_path, None, None)
+
+
+def test_folder_comes_before_a_repository_of_the_same_name(hub: HubServer, client: Client, tmp_path: Path) -> None:
+    (tmp_path / REPO).mkdir(parents=True)
+    assert client().got["repo"] is None and hub.requests == []
+
+
+@pytest.mark.parametrize("source", ["./a", "../a", "/a", "~/a", "a/b/c", "a/b/", "a\\b", "a b", "org/a@v1", "", "a--b"])
+def test_path_that_does_not_exist(source: str) -> None:
+    with pytest.raises(CheckpointError, match="no such folder"):
+        fetch(source)
+
+
+@pytest.mark.parametrize(
+    "source", ["https://huggingface.co/org/tiny/tree/main", "hf://org/tiny", "hf://models/org/tiny"]
+)
+def test_address_of_a_repository(source: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        fetch(source)
+    assert caught.value.hint == "give the Hub id alone: org/tiny"
+
+
+def test_import_does_not_import_the_client() -> None:
+    code = "import sys, reshard.hub; sys.exit('huggingface_hub' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -1,0 +1,384 @@
+"""Tiny models of every supported architecture, made from their real config classes with random weights.
+
+The numbers are awkward on purpose: no two axes of one model have the same size, the layers are odd in number, most models share KV
+heads, many vocabularies do not divide by 8. Norms and biases are not at their initial ones and zeros, so that a missing one shows.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tiny model, and what is true of it."""
+
+    name: str
+    build: Callable[[], PreTrainedModel]
+    model_type: str
+    degrees: tuple[int, ...]  # of 2, 3, 4, 6, 8, 12, 16: those that every family of parallel axes divides
+    loads_alone: bool  # a rank's folder loads with plain from_pretrained
+    notes: str = ""
+    # tensors that published checkpoints hold beside what the model class saves: masks, frequencies, layers that it ignores
+    extra: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+ZOO: dict[str, Entry] = {}
+
+
+def save(name: str, folder: Path, dtype: torch.dtype = torch.float32, max_shard_size: str = "5GB") -> Path:
+    """Write the checkpoint of a model of the zoo into ``folder`` and return it; the same name gives the same bytes."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    entry = ZOO[name]
+    seed = zlib.crc32(name.encode())
+    model = entry.build()
+    randomize(model, seed)
+    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+    if entry.extra:
+        generator = torch.Generator().manual_seed(seed + 1)
+        _add_tensors(
+            folder, {key: torch.randn(shape, generator=generator).to(dtype) for key, shape in entry.extra.items()}
+        )
+    return folder
+
+
+def _add_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Add tensors to a saved checkpoint: to its one file, or as one more file of its index."""
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.exists():
+        save_file({**load_file(whole), **tensors}, whole, metadata={"format": "pt"})
+        return
+    document = json.loads(index.read_text())
+    document["weight_map"] |= dict.fromkeys(tensors, "model-extra.safetensors")
+    document["metadata"]["total_size"] += sum(tensor.nbytes for tensor in tensors.values())
+    index.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n")
+    save_file(dict(tensors), folder / "model-extra.safetensors", metadata={"format": "pt"})
+
+
+@torch.no_grad()
+def randomize(model: PreTrainedModel, seed: int) -> None:
+    """Give matrices the scale of a trained model's, and move every vector (norms, biases, decay rates) off its initial value."""
+    generator = torch.Generator().manual_seed(seed)
+    saved = model.state_dict(keep_vars=True)
+    for key, tensor in sorted({id(tensor): (key, tensor) for key, tensor in saved.items()}.values()):
+        if not tensor.is_floating_point():
+            continue
+        noise = torch.randn(tensor.shape, generator=generator)
+        if tensor.dim() < 2 or key.endswith("A_log"):
+            tensor.add_(0.2 * noise)
+        else:
+            tensor.copy_(noise / tensor.shape[-1] ** 0.5)
+
+
+def _add(
+    name: str,
+    degrees: tuple[int, ...],
+    *,
+    model_type: str | None = None,
+    loads_alone: bool = True,
+    model: str = "AutoModelForCausalLM",
+    notes: str = "",
+    extra: Mapping[str, tuple[int, ...]] | None = None,
+    **settings: Any,
+) -> None:
+    kind = model_type or name
+
+    def build() -> PreTrainedModel:
+        import transformers
+
+        config = transformers.AutoConfig.for_model(kind, **settings)
+        cls = getattr(transformers, model)
+        return cls.from_config(config) if model.startswith("Auto") else cls(config)
+
+    assert name not in ZOO, name
+    ZOO[name] = Entry(name, build, kind, degrees, loads_alone, notes, extra or {})
+
+
+# 8 query heads on 4 KV heads: degree 8 gives two ranks the same KV head
+_TOKENS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_DENSE: dict[str, Any] = {
+    **_TOKENS,
+    "hidden_size": 80,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 12,
+    "intermediate_size": 72,
+    "vocab_size": 101,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+# types that take the size of a head from hidden_size / num_attention_heads: 8 heads of 10
+_PLAIN: dict[str, Any] = {key: value for key, value in _DENSE.items() if key != "head_dim"}
+_EXPERTS: dict[str, Any] = {**_DENSE, "intermediate_size": 40, "num_experts_per_tok": 2}
+_MOE: dict[str, Any] = {**_DENSE, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+# ---------------------------------------------------------------------------------------- the names of Llama
+
+_add("llama", (2, 4, 8), **_DENSE)
+_add(
+    "llama-old",
+    (2, 4, 8),
+    model_type="llama",
+    notes="with the rotary frequencies that old checkpoints carry",
+    extra={f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": (6,) for layer in range(3)},
+    **_DENSE,
+)
+_add("llama-tied", (2, 4, 8), model_type="llama", **{**_DENSE, "tie_word_embeddings": True, "vocab_size": 120})
+_add("llama-biases", (2, 4, 8), model_type="llama", attention_bias=True, mlp_bias=True, **_DENSE)
+_add(
+    "llama-6kv",
+    (2, 3, 4, 6, 12),
+    model_type="llama",
+    notes="6 KV heads on 4 ranks: 3 each, and half of each one's query heads",
+    **{**_DENSE, "hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 10},
+)
+_add(
+    "llama-24-on-6",
+    (2, 3, 4, 6, 8, 12),
+    model_type="llama",
+    **{
+        **_DENSE,
+        "hidden_size": 96,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 6,
+        "head_dim": 8,
+        "vocab_size": 61,
+    },
+)
+_add("llama-mha", (2, 4, 8), model_type="llama", **{**_DENSE, "num_key_value_heads": 8})
+_add("llama-mqa", (2, 4, 8), model_type="llama", **{**_DENSE, "num_key_value_heads": 1})
+for _name in ("mistral", "ministral", "ministral3", "qwen2", "qwen3", "seed_oss", "arcee", "cwm", "ernie4_5"):
+    _add(_name, (2, 4, 8), **_DENSE)
+_add("qwen2-tied", (2, 4, 8), model_type="qwen2", **{**_DENSE, "tie_word_embeddings": True})
+_add("qwen3-tied", (2, 4, 8), model_type="qwen3", **{**_DENSE, "tie_word_embeddings": True, "vocab_size": 120})
+_add("helium", (2, 4, 8), loads_alone=False, **{**_DENSE, "head_dim": 10})
+for _name in ("gemma", "gemma2", "gemma3_text", "vaultgemma", "smollm3"):
+    _add(_name, (2, 4, 8), **{**_DENSE, "tie_word_embeddings": True})
+for _name in ("olmo", "olmo2", "olmo3", "granite", "cohere2", "exaone4", "nemotron"):
+    _add(_name, (2, 4, 8), **_DENSE)
+_add("cohere", (2, 4, 8), use_qk_norm=True, **{**_DENSE, "tie_word_embeddings": True})
+_add("stablelm", (2, 4, 8), loads_alone=False, use_qkv_bias=True, **_PLAIN)
+_add(
+    "stablelm-norms",
+    (2, 4, 8),
+    model_type="stablelm",
+    loads_alone=False,
+    qk_layernorm=True,
+    **{**_PLAIN, "vocab_size": 120},
+)
+
+# ------------------------------------------------------------------------------------- packed q, k, v; packed gate, up
+
+_add("phi3", (2, 4, 8), **_DENSE)
+_add("gpt_neox", (2, 4, 8), loads_alone=False, **{**_PLAIN, "num_key_value_heads": 8})
+_add(
+    "gpt_neox-old",
+    (2, 4, 8),
+    model_type="gpt_neox",
+    loads_alone=False,
+    extra={
+        f"gpt_neox.layers.{layer}.attention.{key}": shape
+        for layer in range(3)
+        for key, shape in {"bias": (1, 1, 64, 64), "masked_bias": (), "rotary_emb.inv_freq": (2,)}.items()
+    },
+    **_PLAIN,
+)
+_add("gpt_neox-tied", (2, 4, 8), model_type="gpt_neox", loads_alone=False, **{**_PLAIN, "tie_word_embeddings": True})
+_add(
+    "bloom",
+    (2, 4, 8),
+    loads_alone=False,
+    hidden_size=80,
+    n_head=8,
+    n_layer=3,
+    vocab_size=101,
+    tie_word_embeddings=True,
+    **_TOKENS,
+)
+_FALCON: dict[str, Any] = {
+    **_TOKENS,
+    "hidden_size": 80,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 3,
+    "vocab_size": 101,
+}
+_add(
+    "falcon-7b",
+    (2, 4, 8),
+    model_type="falcon",
+    loads_alone=False,
+    multi_query=True,
+    parallel_attn=True,
+    bias=False,
+    **_FALCON,
+)
+_add(
+    "falcon-40b",
+    (2, 4, 8),
+    model_type="falcon",
+    loads_alone=False,
+    new_decoder_architecture=True,
+    num_kv_heads=4,
+    bias=False,
+    **{**_FALCON, "vocab_size": 120},
+)
+_add(
+    "falcon-rw",
+    (2, 4, 8),
+    model_type="falcon",
+    loads_alone=False,
+    multi_query=False,
+    alibi=True,
+    parallel_attn=False,
+    bias=True,
+    ffn_hidden_size=152,
+    **_FALCON,
+)
+_GPT2: dict[str, Any] = {**_TOKENS, "n_embd": 80, "n_head": 8, "n_layer": 3, "n_positions": 56, "vocab_size": 101}
+_add("gpt2", (2, 4, 8), loads_alone=False, **_GPT2)
+_add("gpt2-untied", (2, 4, 8), model_type="gpt2", loads_alone=False, n_inner=72, tie_word_embeddings=False, **_GPT2)
+_add(
+    "gpt2-base",
+    (2, 4, 8),
+    model_type="gpt2",
+    loads_alone=False,
+    model="GPT2Model",
+    notes="as published: no prefix, and a causal mask in each layer",
+    extra={
+        f"h.{layer}.attn.{key}": shape
+        for layer in range(3)
+        for key, shape in {"bias": (1, 1, 56, 56), "masked_bias": ()}.items()
+    },
+    **_GPT2,
+)
+_add("gpt_bigcode", (2, 4, 8), loads_alone=False, multi_query=True, n_inner=72, **_GPT2)
+_add("gpt_bigcode-mha", (2, 4, 8), model_type="gpt_bigcode", loads_alone=False, multi_query=False, **_GPT2)
+
+# ---------------------------------------------------------------------------------------------------------- experts
+
+_add("mixtral", (2, 4, 8), num_local_experts=5, **_EXPERTS)
+_add("mixtral-tied", (2, 4, 8), model_type="mixtral", num_local_experts=3, **{**_EXPERTS, "tie_word_embeddings": True})
+_add("qwen3_moe", (2, 4, 8), mlp_only_layers=[1], **_MOE)
+_add("qwen2_moe", (2, 4, 8), mlp_only_layers=[0], shared_expert_intermediate_size=40, **_MOE)
+_add("olmoe", (2, 4, 8), loads_alone=False, num_experts=5, **{**_EXPERTS, "head_dim": 10})
+_add("flex_olmo", (2, 4, 8), num_experts=5, **_EXPERTS)
+_add("mellum", (2, 4, 8), **_MOE)
+_add("gpt_oss", (2, 4, 8), num_local_experts=5, **_EXPERTS)
+_MLA: dict[str, Any] = {
+    **_TOKENS,
+    "hidden_size": 80,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "q_lora_rank": 28,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 14,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 10,
+    "intermediate_size": 72,
+    "vocab_size": 101,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+_MLA_MOE: dict[str, Any] = {
+    **_MLA,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 6,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+_add("deepseek_v3", (2, 4, 8), **_MLA_MOE)
+_add(
+    "deepseek_v3-mtp",
+    (2, 4, 8),
+    model_type="deepseek_v3",
+    num_nextn_predict_layers=1,
+    notes="with a layer that predicts one token further, as published; transformers ignores it",
+    extra={
+        f"model.layers.3.{key}": shape
+        for key, shape in {
+            "embed_tokens.weight": (101, 80),
+            "enorm.weight": (80,),
+            "hnorm.weight": (80,),
+            "eh_proj.weight": (80, 160),
+            "shared_head.norm.weight": (80,),
+            "shared_head.head.weight": (101, 80),
+            "input_layernorm.weight": (80,),
+            "self_attn.q_a_proj.weight": (28, 80),
+            "self_attn.q_a_layernorm.weight": (28,),
+            "self_attn.q_b_proj.weight": (160, 28),
+            "self_attn.kv_a_proj_with_mqa.weight": (26, 80),
+            "self_attn.kv_a_layernorm.weight": (20,),
+            "self_attn.kv_b_proj.weight": (192, 20),
+            "self_attn.o_proj.weight": (80, 80),
+            "post_attention_layernorm.weight": (80,),
+            "mlp.gate.weight": (3, 80),
+            "mlp.gate.e_score_correction_bias": (3,),
+            **{
+                f"mlp.{kind}.{proj}_proj.weight": (80, width) if proj == "down" else (width, 80)
+                for kind, width in {"experts.0": 24, "experts.1": 24, "experts.2": 24, "shared_experts": 48}.items()
+                for proj in ("gate", "up", "down")
+            },
+        }.items()
+    },
+    **{**_MLA_MOE, "n_routed_experts": 3, "n_group": 1, "topk_group": 1},
+)
+_add(
+    "deepseek_v3-no-q-lora",
+    (2, 4, 8),
+    model_type="deepseek_v3",
+    attention_bias=True,
+    **{**_MLA_MOE, "q_lora_rank": None},
+)
+_add("deepseek_v2", (2, 4, 8), **_MLA_MOE)
+_add("deepseek_v2-no-q-lora", (2, 4, 8), model_type="deepseek_v2", **{**_MLA_MOE, "q_lora_rank": None})
+
+# --------------------------------------------------------------------------------------------------------- encoders
+
+_BERT: dict[str, Any] = {
+    "pad_token_id": 0,
+    "hidden_size": 80,
+    "num_attention_heads": 8,
+    "intermediate_size": 72,
+    "vocab_size": 101,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 64,
+    "type_vocab_size": 2,
+}
+_add("bert", (2, 4, 8), loads_alone=False, model="BertForMaskedLM", **_BERT)
+_add("bert-pretraining", (2, 4, 8), model_type="bert", loads_alone=False, model="BertForPreTraining", **_BERT)
+_add(
+    "bert-base",
+    (2, 4, 8),
+    model_type="bert",
+    loads_alone=False,
+    model="BertModel",
+    notes="names without a prefix",
+    extra={"embeddings.position_ids": (1, 64)},
+    **_BERT,
+)
+_add(
+    "bert-classifier",
+    (2, 4, 8),
+    model_type="bert",
+    loads_alone=False,
+    model="BertForSequenceClassification",
+    num_labels=5,
+    **_BERT,
+)

@@ -1,0 +1,130 @@
+"""The four collectives of tensor parallelism that autograd can follow, each with its conjugate as its backward.
+
+===================  =======================  =======================
+function             forward                  backward
+===================  =======================  =======================
+copy_to_group        identity                 all-reduce (sum)
+reduce_from_group    all-reduce (sum)         identity
+gather_from_group    all-gather along dim     this rank's slice
+scatter_to_group     this rank's slice        all-gather along dim
+===================  =======================  =======================
+
+They are f, g and their gather and scatter counterparts of Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion
+Parameter Language Models Using Model Parallelism". The backwards hold under the convention of that paper: a tensor that
+is the same on every rank has the same, complete gradient on every rank.
+
+``group`` is a process group of torch.distributed, ``None`` the group of all ranks. Slices are equal and in rank order.
+Where gloo serves CUDA tensors (more ranks than GPUs), they travel through the CPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def copy_to_group(x: Tensor, group: dist.ProcessGroup | None, *, in_float32: bool = False) -> Tensor:
+    """Hand the same ``x`` to every rank's part of a computation; its gradient is the sum of what comes back from them.
+
+    ``in_float32``: sum 16-bit gradients in float32 and round once.
+    """
+    out: Tensor = _Copy.apply(x, group, in_float32)  # type: ignore[no-untyped-call]
+    return out
+
+
+def reduce_from_group(x: Tensor, group: dist.ProcessGroup | None, *, in_float32: bool = False) -> Tensor:
+    """Sum the ranks' partial results ``x``; every rank gets the sum, and each part the sum's gradient.
+
+    ``in_float32``: sum 16-bit tensors in float32 and round once.
+    """
+    out: Tensor = _Reduce.apply(x, group, in_float32)  # type: ignore[no-untyped-call]
+    return out
+
+
+def gather_from_group(x: Tensor, group: dist.ProcessGroup | None, dim: int = -1) -> Tensor:
+    """Concatenate the ranks' slices ``x``, all of one shape, along ``dim``; every rank gets the whole."""
+    out: Tensor = _Gather.apply(x, group, dim)  # type: ignore[no-untyped-call]
+    return out
+
+
+def scatter_to_group(x: Tensor, group: dist.ProcessGroup | None, dim: int = -1) -> Tensor:
+    """Take this rank's slice, of as many equal ones along ``dim`` as there are ranks, of an ``x`` that all ranks have.
+
+    Raises ``ValueError`` if the slices would not be equal.
+    """
+    out: Tensor = _Scatter.apply(x, group, dim)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None, in_float32: bool) -> Tensor:
+        ctx.group, ctx.in_float32 = group, in_float32
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return reduce_from_group(grads[0], ctx.group, in_float32=ctx.in_float32), None, None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None, in_float32: bool) -> Tensor:
+        ctx.group, ctx.in_float32 = group, in_float32
+        return _all_reduce(x, group, in_float32)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return copy_to_group(grads[0], ctx.group, in_float32=ctx.in_float32), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _all_gather(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return scatter_to_group(grads[0], ctx.group, ctx.dim), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _own_slice(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return gather_from_group(grads[0], ctx.group, ctx.dim), None, None
+
+
+def _all_reduce(x: Tensor, group: dist.ProcessGroup | None, in_float32: bool) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32) if in_float32 else x.dtype
+    total = x.detach().to(device=_transport(x, group), dtype=wide, copy=True).contiguous()
+    dist.all_reduce(total, group=group)
+    return total.to(device=x.device, dtype=x.dtype)
+
+
+def _all_gather(x: Tensor, group: dist.ProcessGroup | None, dim: int) -> Tensor:
+    mine = x.detach().to(_transport(x, group)).contiguous()
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, mine, group=group)
+    return torch.cat(parts, dim).to(x.device)
+
+
+def _own_slice(x: Tensor, group: dist.ProcessGroup | None, dim: int) -> Tensor:
+    ranks, size = dist.get_world_size(group), x.shape[dim]
+    if size % ranks:
+        raise ValueError(f"dimension {dim} of shape {list(x.shape)} has no {ranks} equal slices, one for each rank")
+    # A copy: autograd does not let a custom function return a view whose base it does not know.
+    return x.detach().narrow(dim, size // ranks * dist.get_rank(group), size // ranks).clone()
+
+
+def _transport(x: Tensor, group: dist.ProcessGroup | None) -> torch.device:
+    """Where the collective finds the tensor: gloo's own support of CUDA tensors leaves out most collectives."""
+    return torch.device("cpu") if dist.get_backend(group) == "gloo" else x.device

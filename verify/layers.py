@@ -1,0 +1,277 @@
+"""The parallel layers, and how an already loaded module is made into one.
+
+Every module holds its rank's weights and nothing else. The layers are those of Shoeybi et al. 2019 (Megatron-LM).
+
+What a gradient means when it is put together again, with ``loss`` computed alike on every rank:
+
+- a weight that is split: each rank's gradient is its slice of the whole gradient.
+- a weight that all ranks have and use alike (a norm over hidden, a row-parallel bias, a router): each rank has the
+  whole gradient already. Take one; do not sum.
+- a weight that several ranks have but each uses for its own outputs, as a KV head that is replicated because there are
+  more ranks than KV heads: each rank has the part that came through its own query heads. **Sum over the replicas.**
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from verify.collectives import copy_to_group, gather_from_group, reduce_from_group, scatter_to_group
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+# Layers
+
+
+class ColumnParallelLinear(nn.Linear):
+    """A linear layer of which each rank has some of the outputs: ``[..., in] -> [..., out_local]``.
+
+    ``gather_output``: return all outputs, ``[..., out_local * ranks]``, on every rank.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features_local: int,
+        bias: bool = True,
+        *,
+        group: dist.ProcessGroup | None,
+        gather_output: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features_local, bias, device=device, dtype=dtype)
+        self.group = group
+        self.gather_output = gather_output
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply the ``x`` that all ranks have by this rank's rows of the weight."""
+        y = F.linear(copy_to_group(x, self.group), self.weight, self.bias)
+        return gather_from_group(y, self.group) if self.gather_output else y
+
+
+class RowParallelLinear(nn.Linear):
+    """A linear layer of which each rank has some of the inputs: ``[..., in_local] -> [..., out]``.
+
+    Every rank has the whole bias. It is added once, after the partial products have been summed over the ranks.
+    ``input_is_parallel=False``: the input is ``[..., in_local * ranks]`` on every rank, and each takes its slice.
+    """
+
+    def __init__(
+        self,
+        in_features_local: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: dist.ProcessGroup | None,
+        input_is_parallel: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features_local, out_features, bias, device=device, dtype=dtype)
+        self.group = group
+        self.input_is_parallel = input_is_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply this rank's part of the input by its columns of the weight, and sum over the ranks."""
+        if not self.input_is_parallel:
+            x = scatter_to_group(x, self.group)
+        y = reduce_from_group(F.linear(x, self.weight), self.group)
+        return y if self.bias is None else y + self.bias
+
+
+class VocabParallelEmbedding(nn.Embedding):
+    """An embedding of which each rank has ``rows_local`` rows, from ``first_row`` of the vocabulary on."""
+
+    def __init__(
+        self,
+        rows_local: int,
+        dim: int,
+        *,
+        first_row: int,
+        group: dist.ProcessGroup | None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(rows_local, dim, device=device, dtype=dtype)
+        self.group = group
+        self.first_row = first_row
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look up the ids that this rank has, and sum with what the other ranks found: ``[...] -> [..., dim]``."""
+        return _masked_lookup(super().forward, ids, self.first_row, self.num_embeddings, self.group)
+
+
+class ParallelRMSNorm(nn.Module):
+    """RMSNorm over a dimension that is split, its mean square taken over all ranks: ``[..., dim_local]``, likewise out.
+
+    Computed in float32 at least, as models do. Where heads are replicated, each as often, the mean is the same.
+    """
+
+    def __init__(
+        self,
+        dim_local: int,
+        eps: float = 1e-6,
+        *,
+        group: dist.ProcessGroup | None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim_local, device=device, dtype=dtype))
+        self.eps = eps
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise this rank's slice by the root mean square of the whole."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        mean_square = mean_over_group(wide.square().mean(-1, keepdim=True), self.group)
+        return self.weight * (wide * torch.rsqrt(mean_square + self.eps)).to(x.dtype)
+
+
+def mean_over_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Average a statistic over the ranks, for use on each rank's own slice.
+
+    Summed forward, because each rank saw a part; summed backward too, because each rank uses it for a part.
+    """
+    return copy_to_group(reduce_from_group(x, group), group) / dist.get_world_size(group)
+
+
+# Loaded modules. Each function gives a module of this rank's size the parallel behaviour, in place, and returns it.
+# The module's own forward still does the arithmetic, whatever class it is; names of parameters stay as they are.
+
+
+def column_parallel(module: Module, group: dist.ProcessGroup | None) -> Module:
+    """Let a module that has some of the outputs take inputs that all ranks have.
+
+    Every floating-point tensor among its arguments is one (of experts: the routing weights, too).
+    """
+    local = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return local(*[_shared(a, group) for a in args], **{k: _shared(a, group) for k, a in kwargs.items()})
+
+    return _with_forward(module, forward)
+
+
+def row_parallel(
+    module: Module, group: dist.ProcessGroup | None, *, bias: str = "bias", once: Sequence[str] = ()
+) -> Module:
+    """Sum the outputs of a module that has some of the inputs, and add its bias once after that.
+
+    Of a tuple that the module returns, the first is the output. ``bias`` is the parameter that is added last, if the
+    module has one. ``once``: parameters that are added further in, as the biases of experts before they are weighted;
+    they count on the first rank alone, and have their whole gradient on all.
+    """
+    local = module.forward
+    missing = [name for name in once if getattr(module, name, None) is None]
+    if missing:
+        raise ValueError(f"{type(module).__name__} has no parameter {', '.join(missing)} to count once")
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        last: Tensor | None = getattr(module, bias, None)
+        # Zeros, not None: transformers' Conv1D needs a bias to add.
+        instead = {} if last is None else {bias: torch.zeros_like(last)}
+        if dist.get_rank(group):
+            # Zero, with the gradient of the parameter: the sum's gradient is the same on every rank.
+            instead |= {name: getattr(module, name) - getattr(module, name).detach() for name in once}
+        with _parameters(module, instead):
+            out = local(*args, **kwargs)
+        partial, *others = out if isinstance(out, tuple) else (out,)
+        total = reduce_from_group(partial, group)
+        total = total if last is None else total + last
+        return (total, *others) if isinstance(out, tuple) else total
+
+    return _with_forward(module, forward)
+
+
+def vocab_parallel(
+    module: Module, first_row: int, group: dist.ProcessGroup | None, *, padding_row: int | None = None
+) -> Module:
+    """Let an embedding that has some rows of the vocabulary look up ids of all of it.
+
+    ``padding_row``: the row of the whole vocabulary that takes no gradient (``padding_idx`` of the original module).
+    """
+    local = module.forward
+    rows = module.get_parameter("weight").shape[0]
+    own_padding = padding_row is not None and first_row <= padding_row < first_row + rows
+    if hasattr(module, "padding_idx"):
+        module.padding_idx = padding_row - first_row if own_padding and padding_row is not None else None  # type: ignore[assignment]
+
+    def forward(ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return _masked_lookup(lambda own: local(own, *args, **kwargs), ids, first_row, rows, group)
+
+    return _with_forward(module, forward)
+
+
+def gather_logits(module: Module, group: dist.ProcessGroup | None, true_size: int) -> Module:
+    """Let an output layer that has some rows of the vocabulary return the logits of all, without those of padding."""
+    local = column_parallel(module, group).forward
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        return gather_from_group(local(*args, **kwargs), group)[..., :true_size]
+
+    return _with_forward(module, forward)
+
+
+def parallel_norm(module: Module, group: dist.ProcessGroup | None) -> Module:
+    """Let a norm whose last dimension is split normalise by the statistics of the whole.
+
+    Inputs and weights are gathered and the module computes as it would unsharded, then each rank takes its slice: more
+    bytes than :class:`ParallelRMSNorm` sends, but the same for every kind of norm, and to the last bit.
+    """
+    local = module.forward
+
+    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        whole = {name: gather_from_group(p, group) for name, p in module.named_parameters(recurse=False)}
+        shape = getattr(module, "normalized_shape", None)
+        try:
+            if shape is not None:  # torch's own norms, which are told their size
+                module.normalized_shape = (*shape[:-1], shape[-1] * dist.get_world_size(group))  # type: ignore[assignment]
+            with _parameters(module, whole):
+                y: Tensor = local(gather_from_group(x, group), *args, **kwargs)
+        finally:
+            if shape is not None:
+                module.normalized_shape = shape
+        return scatter_to_group(y, group)
+
+    return _with_forward(module, forward)
+
+
+def _masked_lookup(
+    lookup: Callable[[Tensor], Tensor], ids: Tensor, first_row: int, rows: int, group: dist.ProcessGroup | None
+) -> Tensor:
+    size = rows * dist.get_world_size(group)
+    if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= size):
+        raise IndexError(f"token ids {int(ids.min())} to {int(ids.max())} in a vocabulary of {size}")
+    own = (ids >= first_row) & (ids < first_row + rows)
+    found = lookup((ids - first_row).where(own, 0))
+    return reduce_from_group(found.masked_fill(~own.unsqueeze(-1), 0), group)
+
+
+def _shared(x: Any, group: dist.ProcessGroup | None) -> Any:
+    return copy_to_group(x, group) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def _with_forward(module: Module, forward: Callable[..., Any]) -> Module:
+    # On the instance, so that hooks and the parameters' names stay what they were.
+    module.forward = forward
+    return module
+
+
+@contextmanager
+def _parameters(module: nn.Module, instead: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let the module see other tensors in place of its parameters, for one forward."""
+    true = {name: module._parameters[name] for name in instead}
+    module._parameters.update(instead)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        module._parameters.update(true)

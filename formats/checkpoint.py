@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from formats.errors import CheckpointError
-from formats.safetensors import TensorInfo, read_header, strict_json
+from formats.safetensors import TensorInfo, brief, read_header, strict_json
 
 #: Endings of files that hold weights in some format; such files are never side files.
 WEIGHT_SUFFIXES = (
@@ -121,7 +121,7 @@ def _sample(file: Path, infos: Sequence[TensorInfo]) -> Iterator[tuple[str, byte
                 found = os.pread(descriptor, length, info.offset + (info.nbytes - length) // 2)
                 if len(found) != length:
                     raise CheckpointError(
-                        f"{file}: tensor '{info.name}' ends before its {info.nbytes} bytes: the file became shorter",
+                        f"{file}: tensor {info.name!r} ends before its {info.nbytes} bytes: the file became shorter",
                         "do not change the files while they are read",
                     )
                 yield info.name, found
@@ -181,16 +181,16 @@ def _read_index(folder: Path, name: str) -> _Weights:
     first = {file: tensor for tensor, file in reversed(file_of.items()) if isinstance(file, str)}
     for tensor, file in file_of.items():
         if not isinstance(file, str) or not file:
-            raise CheckpointError(f"{path}: tensor '{tensor}' should be mapped to a file name, not to {file!r:.60}")
+            raise CheckpointError(f"{path}: tensor {tensor!r} should be mapped to a file name, not to {brief(file)}")
     for file, tensor in first.items():
         if PurePosixPath(file).is_absolute() or "\\" in file or "\0" in file or ".." in PurePosixPath(file).parts:
             raise CheckpointError(
-                f"{path}: tensor '{tensor}' is said to lie in '{file}', outside the folder",
+                f"{path}: tensor {tensor!r} is said to lie in {file!r}, outside the folder",
                 "an index names only files of its own folder; do not trust this one",
             )
         if not (folder / file).is_file():
             raise CheckpointError(
-                f"{path}: tensor '{tensor}' is said to lie in '{file}', which does not exist",
+                f"{path}: tensor {tensor!r} is said to lie in {file!r}, which does not exist",
                 "fetch the missing file, or write the index again",
             )
     plain = {file: PurePosixPath(file).as_posix() for file in first}  # "./a" and "a" are one file
@@ -216,7 +216,7 @@ def _read_object(path: Path) -> tuple[bytes, dict[str, Any]]:
     except ValueError as error:
         raise CheckpointError(f"{path}: not valid JSON: {error}", "fetch or copy the file again") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: should hold a JSON object and holds {content!r:.60}")
+        raise CheckpointError(f"{path}: should hold a JSON object and holds {brief(content)}")
     return raw, content
 
 
@@ -234,7 +234,7 @@ def _read_files(
             if tensor in tensors or tensor in aliases:
                 first = tensors[aliases.get(tensor, tensor)].file.name
                 raise CheckpointError(
-                    f"{path}: tensor '{tensor}' is also in {first}", "remove the file that does not belong here"
+                    f"{path}: tensor {tensor!r} is also in {first!r}", "remove the file that does not belong here"
                 )
         tensors.update(found)
         aliases.update(tied)
@@ -258,11 +258,13 @@ def _check_index(path: Path, said: dict[str, str], found: dict[str, str]) -> Non
     hint = "the index and the files are of different versions: fetch both again"
     for name, file in said.items():
         if name not in found:
-            raise CheckpointError(f"{path}: tensor '{name}' is said to lie in {file}, which lacks it", hint)
+            raise CheckpointError(f"{path}: tensor {name!r} is said to lie in {file!r}, which lacks it", hint)
         if found[name] != file:
-            raise CheckpointError(f"{path}: tensor '{name}' is said to lie in {file} and lies in {found[name]}", hint)
+            raise CheckpointError(
+                f"{path}: tensor {name!r} is said to lie in {file!r} and lies in {found[name]!r}", hint
+            )
     name = next(name for name in found if name not in said)
-    raise CheckpointError(f"{path}: tensor '{name}' lies in {found[name]}, but the index does not name it", hint)
+    raise CheckpointError(f"{path}: tensor {name!r} lies in {found[name]!r}, but the index does not name it", hint)
 
 
 def _find_side_files(folder: Path) -> tuple[Path, ...]:

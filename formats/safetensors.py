@@ -126,14 +126,15 @@ def build_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: 
     offset = 0
     for name, dtype, shape in tensors:
         if name in entries or name == "__metadata__":
-            raise CheckpointError(f"tensor '{name}' cannot be written: the name is already taken in this file")
+            raise CheckpointError(f"tensor {name!r} cannot be written: the name is already taken in this file")
         nbytes = tensor_bytes(name, dtype, shape)
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": (offset, offset + nbytes)}
         offset += nbytes
     try:
         text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError as error:
-        raise CheckpointError(f"a name cannot be written: {error.object[max(0, error.start - 9) : error.end]!r}") from error
+        near = error.object[max(0, error.start - 30) : error.end]
+        raise CheckpointError(f"a name is not valid Unicode and cannot be written: …{near!r}") from error
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER:
         raise CheckpointError(
@@ -147,10 +148,10 @@ def tensor_bytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:
     """Size in bytes of a tensor; ``name`` is for the message of the ``CheckpointError`` if it has none."""
     bits = DTYPE_BITS.get(dtype)
     if bits is None:
-        raise CheckpointError(f"tensor '{name}': {_unknown_dtype(dtype)}")
+        raise CheckpointError(f"tensor {name!r}: {_unknown_dtype(dtype)}")
     nbytes, rest = divmod(math.prod(shape) * bits, 8)
     if rest:
-        raise CheckpointError(f"tensor '{name}': {dtype} of shape {list(shape)} is not a whole number of bytes")
+        raise CheckpointError(f"tensor {name!r}: {dtype} of shape {list(shape)} is not a whole number of bytes")
     return nbytes
 
 
@@ -165,12 +166,22 @@ def strict_json(text: str) -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
+def brief(value: object) -> str:
+    """A value from a JSON file, short enough for a message of one line."""
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, default=str)
+    except RecursionError:
+        text = f"a deeply nested {type(value).__name__}"
+    text = text if len(text) <= 60 else text[:57] + "..."
+    return repr(text) if isinstance(value, str) else text
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"'{twice}' appears twice")
+        raise ValueError(f"{twice!r} appears twice")
     return found
 
 
@@ -222,12 +233,12 @@ def _decode(raw: bytes, path: Path) -> dict[str, Any]:
 def _check_metadata(metadata: Any, path: Path) -> dict[str, str]:
     if not isinstance(metadata, dict):
         raise CheckpointError(
-            f"{path}: __metadata__ should map strings to strings and is {_show(metadata)}", _FOREIGN
+            f"{path}: __metadata__ should map strings to strings and is {brief(metadata)}", _FOREIGN
         )
     for key, value in metadata.items():
         if not isinstance(value, str):
             raise CheckpointError(
-                f"{path}: __metadata__ should map strings to strings, but '{key}' is {_show(value)}", _FOREIGN
+                f"{path}: __metadata__ should map strings to strings, but {key!r} is {brief(value)}", _FOREIGN
             )
     return metadata
 
@@ -262,21 +273,21 @@ def _read_entries(entries: dict[str, Any], path: Path, base: int) -> tuple[dict[
 
 def _refuse_entry(name: str, entry: Any, path: Path) -> NoReturn:
     """Say what is wrong with a tensor's entry, which is known to be wrong."""
-    where = f"{path}: tensor '{name}'"
+    where = f"{path}: tensor {name!r}"
     if not isinstance(entry, dict):
-        raise CheckpointError(f"{where} should be an object with dtype, shape and data_offsets, not {_show(entry)}",
+        raise CheckpointError(f"{where} should be an object with dtype, shape and data_offsets, not {brief(entry)}",
                               _FOREIGN)  # fmt: skip
     for key in ("dtype", "shape", "data_offsets"):
         if key not in entry:
-            raise CheckpointError(f"{where} has no '{key}'", _FOREIGN)
+            raise CheckpointError(f"{where} has no {key!r}", _FOREIGN)
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise CheckpointError(f"{where}: {_unknown_dtype(dtype)}", "a newer reshard may know it")
     if not _sizes(shape):
-        raise CheckpointError(f"{where}: the shape should be a list of sizes and is {_show(shape)}", _FOREIGN)
+        raise CheckpointError(f"{where}: the shape should be a list of sizes and is {brief(shape)}", _FOREIGN)
     if not _sizes(offsets) or len(offsets) != 2:
         raise CheckpointError(
-            f"{where}: data_offsets should be [begin, end] in bytes and is {_show(offsets)}", _FOREIGN
+            f"{where}: data_offsets should be [begin, end] in bytes and is {brief(offsets)}", _FOREIGN
         )
     begin, end = offsets
     if begin > end:
@@ -284,22 +295,22 @@ def _refuse_entry(name: str, entry: Any, path: Path) -> NoReturn:
     bits = math.prod(shape) * DTYPE_BITS[dtype]
     size = f"{bits // 8} bytes" if bits % 8 == 0 else f"{bits / 8:g} bytes, not a whole number"
     raise CheckpointError(
-        f"{where}: {dtype} of shape {_show(shape)} has {size}; its data_offsets [{begin}, {end}] span {end - begin}",
+        f"{where}: {dtype} of shape {brief(shape)} has {size}; its data_offsets [{begin}, {end}] span {end - begin}",
         _FOREIGN,
     )
 
 
 def _refuse_gap(name: str, begin: int, expected: int, before: str | None, path: Path) -> NoReturn:
-    previous = f"'{before}' ends" if before is not None else "the data begins"
+    previous = f"{before!r} ends" if before is not None else "the data begins"
     what = "overlaps what lies before it" if begin < expected else f"leaves a hole of {begin - expected} bytes"
     raise CheckpointError(
-        f"{path}: tensor '{name}' {what}: it begins at byte {begin} of the data, where {previous} at byte {expected}",
+        f"{path}: tensor {name!r} {what}: it begins at byte {begin} of the data, where {previous} at byte {expected}",
         _FOREIGN,
     )
 
 
 def _refuse_size(found: int, expected: int, last: str | None, path: Path) -> NoReturn:
-    said = f"the file has {found} bytes and should have {expected}" + (f" (up to tensor '{last}')" if last else "")
+    said = f"the file has {found} bytes and should have {expected}" + (f" (up to tensor {last!r})" if last else "")
     if found < expected:
         raise CheckpointError(f"{path}: {expected - found} bytes are missing: {said}", _DAMAGED)
     raise CheckpointError(f"{path}: {found - expected} bytes too many at the end: {said}", _FOREIGN)
@@ -310,11 +321,4 @@ def _sizes(value: Any) -> bool:
 
 
 def _unknown_dtype(dtype: object) -> str:
-    return f"unknown dtype {_show(dtype)}; known are {', '.join(sorted(DTYPE_BITS))}"
-
-
-def _show(value: object) -> str:
-    """A value from a file, short enough for one line."""
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
-    text = text if len(text) <= 60 else text[:57] + "..."
-    return repr(text) if isinstance(value, str) else text
+    return f"unknown dtype {brief(dtype)}; known are {', '.join(sorted(DTYPE_BITS))}"

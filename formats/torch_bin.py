@@ -113,7 +113,7 @@ def _read_archive(
         raise CheckpointError(f"{path}: a TorchScript program, which is code, not a state dict", _RESAVE)
     order = _read_record(path, file, records.get(root + "byteorder")) or b"little"
     if order != b"little":
-        raise CheckpointError(f"{path}: its bytes are in {order.decode(errors='replace')}-endian order", _RESAVE)
+        raise CheckpointError(f"{path}: its bytes are in {order[:20]!r} order, not little-endian", _RESAVE)
     state = _interpret(path, _read_record(path, file, records[pickles[0]]))
     return _locate(path, _state_dict(path, state), lambda key: _find(path, file, records.get(f"{root}data/{key}"), key))
 
@@ -129,17 +129,17 @@ def _read_record(path: Path, file: IO[bytes], info: zipfile.ZipInfo | None) -> b
 def _find(path: Path, file: IO[bytes], info: zipfile.ZipInfo | None, key: str) -> tuple[int, int]:
     """Offset and size (bytes) of a record's data in the file; torch stores it as it is, not compressed."""
     if info is None:
-        raise CheckpointError(f"{path}: the data of storage '{key}' is missing from the archive", _DAMAGED)
+        raise CheckpointError(f"{path}: the data of storage {key!r} is missing from the archive", _DAMAGED)
     if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-        raise CheckpointError(f"{path}: record '{info.filename}' is compressed or encrypted", _RESAVE)
+        raise CheckpointError(f"{path}: record {info.filename!r} is compressed or encrypted", _RESAVE)
     file.seek(info.header_offset)
     local = file.read(30)
     if len(local) < 30 or local[:4] != b"PK\3\4":
-        raise CheckpointError(f"{path}: record '{info.filename}' does not begin where the archive says", _DAMAGED)
+        raise CheckpointError(f"{path}: record {info.filename!r} does not begin where the archive says", _DAMAGED)
     offset = info.header_offset + 30 + int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little")
     missing = offset + info.file_size - file.seek(0, 2)
     if missing > 0:
-        raise CheckpointError(f"{path}: {missing} bytes of record '{info.filename}' are missing", _DAMAGED)
+        raise CheckpointError(f"{path}: {missing} bytes of record {info.filename!r} are missing", _DAMAGED)
     return offset, info.file_size
 
 
@@ -153,7 +153,7 @@ def _state_dict(path: Path, state: object) -> dict[str, _Tensor]:
             found[name] = value
         elif _holds_tensor(value):
             raise CheckpointError(
-                f"{path}: entry '{name}' is a {_kind(value)} that holds tensors; a state dict maps names to tensors",
+                f"{path}: entry {name!r:.100} is a {_kind(value)} with tensors; a state dict maps names to tensors",
                 "save the state dict alone",
             )
     return found
@@ -198,7 +198,7 @@ def _place(path: Path, name: str, tensor: _Tensor, base: int, size: int) -> Tens
     """The bytes of a tensor whose storage is said to be the ``size`` bytes from byte ``base`` of the file."""
     if not _contiguous(tensor):
         raise CheckpointError(
-            f"{path}: tensor '{name}' is not contiguous: shape {list(tensor.shape)}, strides {list(tensor.strides)}",
+            f"{path}: tensor {name!r} is not contiguous: shape {list(tensor.shape)}, strides {list(tensor.strides)}",
             "save it again after .contiguous()",
         )
     item = DTYPE_BITS[tensor.dtype] // 8
@@ -206,7 +206,7 @@ def _place(path: Path, name: str, tensor: _Tensor, base: int, size: int) -> Tens
     stored = tensor.storage.numel * DTYPE_BITS[tensor.storage.dtype] // 8
     if stored > size or begin + nbytes > stored:
         raise CheckpointError(
-            f"{path}: tensor '{name}' is said to be bytes {begin} to {begin + nbytes} of a storage of {stored}, "
+            f"{path}: tensor {name!r} is said to be bytes {begin} to {begin + nbytes} of a storage of {stored}, "
             f"of which the file has {size}",
             _DAMAGED,
         )
@@ -233,7 +233,7 @@ def _interpret(path: Path, pickled: bytes) -> object:
             "if you trust its author, save the weights again with safetensors",
         ) from error
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
-        raise CheckpointError(f"{path}: the pickle is damaged: {error}", _DAMAGED) from error
+        raise CheckpointError(f"{path}: the pickle is damaged: {error!s:.200}", _DAMAGED) from error
 
 
 class _Machine:

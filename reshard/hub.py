@@ -7,6 +7,7 @@ imported when the first repository is asked for, because the import alone takes 
 from __future__ import annotations
 
 import errno
+import gc
 import glob
 import json
 import logging
@@ -191,7 +192,7 @@ def _download(request: _Request, headers_only: bool) -> Fetched:
     try:
         info = api.model_info(request.repo, revision=request.revision, files_metadata=True)
     except Exception as error:
-        if not _is_connection(error):
+        if not _is_outage(error):
             raise
         return _from_cache(request, headers_only, error)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
@@ -213,6 +214,7 @@ def _download(request: _Request, headers_only: bool) -> Fetched:
         _check_space(request, folder, sum(sizes.get(name, 0) for name in missing))
         _say(request, f"downloading {_count(missing)} of {request.repo}, {_gigabytes(sizes, missing)}")
         _persist(request, weights, folder.name)
+        gc.collect()  # the client leaves its progress bars open; collected, they end their lines
     return Fetched(folder, request.repo, folder.name)
 
 
@@ -221,20 +223,25 @@ def _persist(request: _Request, files: list[str], commit: str) -> None:
 
     The client takes up a file itself where a server closed the connection, but not where the connection was reset.
     """
-    from huggingface_hub import HfApi
-
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             request.snapshot(files, revision=commit)
             return
         except Exception as error:
-            if attempt == _ATTEMPTS or not _is_connection(error):
+            if attempt == _ATTEMPTS or not _is_outage(error) or not _answers(request):
                 raise
-            time.sleep(1)
-            try:
-                HfApi(token=request.token).model_info(request.repo, revision=commit)
-            except Exception:
-                raise error from None
+
+
+def _answers(request: _Request) -> bool:
+    """Whether the Hub can be reached a moment from now."""
+    from huggingface_hub import HfApi
+
+    time.sleep(1)
+    try:
+        HfApi(token=request.token).model_info(request.repo)
+    except Exception:
+        return False
+    return True
 
 
 def _from_cache(request: _Request, headers_only: bool, error: Exception) -> Fetched:
@@ -244,7 +251,7 @@ def _from_cache(request: _Request, headers_only: bool, error: Exception) -> Fetc
     try:
         folder = request.snapshot(["config.json"], local=True)
     except LocalEntryNotFoundError:
-        raise error from None
+        raise error from error.__cause__
     listing = _cached_listing(request, folder)
     weights = weight_files(listing, folder)
     whole = bool(weights) and all((folder / name).exists() for name in [*weights, *side_files(listing)])
@@ -385,13 +392,13 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__
 
 
-def _is_connection(error: BaseException) -> bool:
-    """Whether ``error`` means that the Hub was not reached or the connection broke, and not that it refused."""
+def _is_outage(error: BaseException) -> bool:
+    """Whether ``error`` means that the Hub was not reached, broke off or failed inside, and not that it refused."""
     from huggingface_hub.errors import HfHubHTTPError
 
     for cause in _causes(error):
         if isinstance(cause, HfHubHTTPError):
-            return False
+            return _status(cause) >= 500
         if isinstance(cause, ConnectionError | TimeoutError) or type(cause).__module__.split(".")[0] in _HTTP_LIBRARIES:
             return True
     return False
@@ -409,14 +416,14 @@ def _explain(error: Exception, request: _Request) -> CheckpointError:
                 f"no space left (or a quota reached) while downloading {repo}",
                 "free some space, or give another place with --cache-dir (or HF_HOME), then run the same command again",
             )
-        if isinstance(cause, HfHubHTTPError):
+        if isinstance(cause, HfHubHTTPError) and not _is_outage(cause):
             return _explain_refusal(cause, request)
         if isinstance(cause, OfflineModeIsEnabled):
             return CheckpointError(
                 f"{repo}{at} is no folder here and not (or not wholly) in the Hub's cache, and HF_HUB_OFFLINE is set",
                 "unset HF_HUB_OFFLINE, or download it where there is a network: the cache can be copied",
             )
-    if _is_connection(error):
+    if _is_outage(error):
         return CheckpointError(
             f"the connection to the Hub ({constants.ENDPOINT}) failed while fetching {repo}{at}: {_first_line(error)}",
             "check the network, then run the same command again: files that are complete are not downloaded twice",
@@ -433,7 +440,7 @@ def _explain_refusal(error: Exception, request: _Request) -> CheckpointError:
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     repo, page = request.repo, f"{constants.ENDPOINT}/{request.repo}"
-    status: int = getattr(getattr(error, "response", None), "status_code", 0)
+    status = _status(error)
     log_in = "give a token with --token (or HF_TOKEN), or run `hf auth login`"
     if isinstance(error, GatedRepoError):
         return CheckpointError(
@@ -454,6 +461,11 @@ def _explain_refusal(error: Exception, request: _Request) -> CheckpointError:
     if status == 429:
         return CheckpointError(f"the Hub refuses {repo} for now: too many requests (429)", f"wait a while, or {log_in}")
     return CheckpointError(f"the Hub did not deliver {repo}: {_first_line(error)}", "run the same command again later")
+
+
+def _status(error: BaseException) -> int:
+    """The HTTP status that the Hub answered with, 0 if there is none."""
+    return int(getattr(getattr(error, "response", None), "status_code", 0))
 
 
 def _first_line(error: BaseException) -> str:

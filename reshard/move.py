@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from formats.errors import CheckpointError, MismatchError, ReshardError
 from reshard.checksum import PartialSum
-from reshard.transfer import Check, Region, Slab, Transfer
+from reshard.transfer import Region, Slab, Transfer
 
 SLAB = 4 << 20
 """Bytes of buffer for a slab: small enough to stay in a processor's cache between read, checksum and write."""
@@ -101,6 +101,51 @@ class Options:
         return self.workers or max(2, min(8, os.cpu_count() or 1))
 
 
+class Reader:
+    """Reads regions of source files, each file opened once; sums what it reads where a checksum is expected."""
+
+    def __init__(self, *, checksum: bool) -> None:
+        self._checksum = checksum
+        self._descriptors: dict[Path, int] = {}
+        self._lock = threading.Lock()
+
+    def read(self, job: Job, region: Region, data: Bytes) -> Bytes:
+        """Fill ``data`` with a region of a job's source rank, and return it in the region's shape."""
+        place = job.sources[region.rank]
+        assert place is not None
+        offset = place.offset + region.offset
+        with _disk_errors(place.file.path, "read"):
+            if region.wanted is None:
+                self._fill(place.file.path, data, offset)
+                if self._checksum and place.file.expected is not None:
+                    place.file.sum.add(offset, data.size, crc32(data))
+            else:
+                for row in range(0, data.size, region.shape[-1]):
+                    for run in region.wanted:
+                        self._fill(place.file.path, data[row + run.offset : row + run.end], offset + row + run.offset)
+        return data.reshape(region.shape)
+
+    def close(self) -> None:
+        """Close the files."""
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def _fill(self, path: Path, data: Bytes, offset: int) -> None:
+        descriptor, view, position = self._descriptor(path), memoryview(data), 0
+        while position < len(view):
+            count = os.preadv(descriptor, [view[position:]], offset + position)
+            if count == 0:
+                raise CheckpointError(f"{path} ended at byte {offset + position} while it was read")
+            position += count
+
+    def _descriptor(self, path: Path) -> int:
+        with self._lock:
+            if path not in self._descriptors:
+                self._descriptors[path] = os.open(path, os.O_RDONLY)
+            return self._descriptors[path]
+
+
 def move(
     jobs: Sequence[Job],
     targets: Sequence[TargetFile],
@@ -134,6 +179,7 @@ class _Mover:
         self._options = options
         self._finished = finished
         self._progress = progress
+        self._reader = Reader(checksum=options.checksum)
         self._descriptors: dict[Path, int] = {}
         self._lock = threading.Lock()
         self._stopped = threading.Event()
@@ -149,13 +195,6 @@ class _Mover:
             os.ftruncate(descriptor, target.size)
         self._write(target, 0, np.frombuffer(target.header, dtype=np.uint8))
 
-    def _descriptor(self, path: Path) -> int:
-        with self._lock:
-            if path not in self._descriptors:
-                with _disk_errors(path, "read"):
-                    self._descriptors[path] = os.open(path, os.O_RDONLY)
-            return self._descriptors[path]
-
     def _finish(self, target: TargetFile) -> None:
         with self._lock:
             descriptor = self._descriptors.pop(target.staged)
@@ -170,6 +209,7 @@ class _Mover:
         self._stopped.set()
 
     def close(self) -> None:
+        self._reader.close()
         for descriptor in self._descriptors.values():
             with contextlib.suppress(OSError):
                 os.close(descriptor)
@@ -209,9 +249,8 @@ class _Mover:
 
     def _carry_out(self, job: Job, slab: Slab) -> None:
         arena = _Arena(self._buffer(slab.nbytes))
-        read = {region.rank: self._read(job, region, arena) for region in slab.reads}
-        for check in slab.checks:
-            _check(job, check, read)
+        read = {region.rank: self._reader.read(job, region, arena.take(region.nbytes)) for region in slab.reads}
+        check_slab(job, slab, read)
         if slab.is_flat:
             self._write_flat(job, slab, read)
         else:
@@ -224,34 +263,6 @@ class _Mover:
         return buffer
 
     # -- reading and writing
-
-    def _read(self, job: Job, region: Region, arena: _Arena) -> Bytes:
-        place = job.sources[region.rank]
-        assert place is not None
-        data = arena.take(region.nbytes)
-        descriptor = self._descriptor(place.file.path)
-        offset = place.offset + region.offset
-        with _disk_errors(place.file.path, "read"):
-            if region.wanted is None:
-                self._fill(descriptor, data, offset, place.file.path)
-                if self._options.checksum and place.file.expected is not None:
-                    place.file.sum.add(offset, data.size, crc32(data))
-            else:
-                width = region.shape[-1]
-                for row in range(0, data.size, width):
-                    for run in region.wanted:
-                        part = data[row + run.offset : row + run.end]
-                        self._fill(descriptor, part, offset + row + run.offset, place.file.path)
-        return data.reshape(region.shape)
-
-    @staticmethod
-    def _fill(descriptor: int, data: Bytes, offset: int, path: Path) -> None:
-        view, position = memoryview(data), 0
-        while position < len(view):
-            count = os.preadv(descriptor, [view[position:]], offset + position)
-            if count == 0:
-                raise CheckpointError(f"{path} ended at byte {offset + position} while it was read")
-            position += count
 
     def _write_flat(self, job: Job, slab: Slab, read: dict[int, Bytes]) -> None:
         offsets = {region.rank: region.offset for region in slab.writes}
@@ -299,20 +310,22 @@ class _Arena:
         return self._buffer[self._used - nbytes : self._used]
 
 
-def _check(job: Job, check: Check, read: dict[int, Bytes]) -> None:
-    block = read[check.source][check.slices]
-    place = job.sources[check.source]
-    assert place is not None
-    if check.other is None:
-        if block.any():
-            raise MismatchError(f"{place.file.path}: the padding of tensor '{job.name}' is not zero")
-    elif not np.array_equal(block, read[check.other][check.other_slices]):
-        other = job.sources[check.other]
-        assert other is not None
-        raise MismatchError(
-            f"tensor '{job.name}' should be the same in {other.file.path} and {place.file.path}, and differs",
-            "the shards are damaged, or of different runs",
-        )
+def check_slab(job: Job, slab: Slab, read: Mapping[int, Bytes]) -> None:
+    """Compare replicas, and padding with zero. Raises MismatchError that names the tensor and the files."""
+    for check in slab.checks:
+        block = read[check.source][check.slices]
+        place = job.sources[check.source]
+        assert place is not None
+        if check.other is None:
+            if block.any():
+                raise MismatchError(f"{place.file.path}: the padding of tensor '{job.name}' is not zero")
+        elif not np.array_equal(block, read[check.other][check.other_slices]):
+            other = job.sources[check.other]
+            assert other is not None
+            raise MismatchError(
+                f"tensor '{job.name}' should be the same in {other.file.path} and {place.file.path}, and differs",
+                "the shards are damaged, or of different runs",
+            )
 
 
 @contextlib.contextmanager

@@ -288,14 +288,16 @@ def make_plan(
     *,
     pad: bool = True,
     pad_to: int = 1,
+    padding: Mapping[str, int] | None = None,
 ) -> Plan:
     """Deal a model's axes to the ranks of a mesh.
 
-    ``pad_to`` asks for padded axes (the vocabulary) in multiples of it; with ``pad=False`` an axis that does not divide is refused.
-    Raises PlanError that names the axis, its size and the valid degrees.
+    ``pad_to`` asks for padded axes (the vocabulary) in multiples of it; with ``pad=False`` an axis that does not divide is refused;
+    ``padding`` gives the padded sizes of shards that exist. Raises PlanError that names the axis, its size and the valid degrees.
     """
     check_degrees(model, mesh, pad=pad)
-    padding = _padding(model, mesh, pad_to) if pad else {}
+    if padding is None:
+        padding = _padding(model, mesh, pad_to) if pad else {}
     layouts: dict[tuple[object, ...], Layout] = {}
     entries: dict[str, Entry] = {}
     for tensor in model.tensors:

@@ -124,10 +124,12 @@ class Slab:
 class Transfer:
     """The way of a tensor from one layout to another, for the target ranks that are wanted."""
 
-    def __init__(self, source: Layout, target: Layout, item_bits: int, ranks: frozenset[int]) -> None:
+    def __init__(
+        self, source: Layout, target: Layout, item_bits: int, ranks: frozenset[int], *, compare: bool = True
+    ) -> None:
         """Source and target are layouts of tensors with the same full shape; ``item_bits`` is the size of an element.
 
-        Raises PlanError where elements smaller than a byte would be cut within a byte.
+        Without ``compare`` only one of several equal replicas is read. Raises PlanError where elements smaller than a byte would be cut within a byte.
         """
         dims = [
             (
@@ -141,6 +143,7 @@ class Transfer:
         if not dims:
             one = (Run(0, 1),)
             dims = [([one for _ in source.boxes], [one if r in ranks else () for r in range(len(target.boxes))], 1, 1)]
+        self._compare = compare
         self.dims = tuple(_dimension(*dim) for dim in _join(dims, item_bits, ranks))
 
     def slabs(self, budget: int) -> Iterator[Slab]:
@@ -210,7 +213,8 @@ class Transfer:
             targets = _common([lead_targets, *(part.targets for part in parts)])
             is_data = all(part.is_data for part in parts) and all(s.is_data for _, s in lead)
             assert sources is not None and targets is not None
-            _block(regions, parts, sorted(sources), sorted(targets), is_data, copies, checks)
+            holders = sorted(sources) if self._compare else sorted(sources)[:1]
+            _block(regions, parts, holders, sorted(targets), is_data, copies, checks)
         flat = not below
         return Slab(regions.reads(), regions.writes(), tuple(_coalesce(copies) if flat else copies), tuple(checks), flat)
 

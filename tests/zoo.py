@@ -1,7 +1,8 @@
 """Tiny models of every supported architecture, made from their real config classes with random weights.
 
-The numbers are awkward on purpose: no two axes of one model have the same size, the layers are odd in number, most models share KV
-heads, many vocabularies do not divide by 8. Norms and biases are not at their initial ones and zeros, so that a missing one shows.
+The numbers are awkward on purpose: no two axes of one model have the same size, the layers are odd in number, most
+models share KV heads, many vocabularies do not divide by 8. Norms and biases are not at their initial ones and zeros,
+so that a missing one shows.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Entry:
     degrees: tuple[int, ...]  # of 2, 3, 4, 6, 8, 12, 16: those that every family of parallel axes divides
     loads_alone: bool  # a rank's folder loads with plain from_pretrained
     notes: str = ""
-    # tensors that published checkpoints hold beside what the model class saves: masks, frequencies, layers that it ignores
+    # tensors that published checkpoints hold beside what the class saves: masks, frequencies, layers it ignores
     extra: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
@@ -69,7 +70,7 @@ def _add_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 @torch.no_grad()
 def randomize(model: PreTrainedModel, seed: int) -> None:
-    """Give matrices the scale of a trained model's, and move every vector (norms, biases, decay rates) off its initial value."""
+    """Give matrices a trained model's scale, and move every vector (norms, biases, decay rates) off its start."""
     generator = torch.Generator().manual_seed(seed)
     saved = model.state_dict(keep_vars=True)
     for key, tensor in sorted({id(tensor): (key, tensor) for key, tensor in saved.items()}.values()):
@@ -160,7 +161,7 @@ _add(
 )
 _add("llama-mha", (2, 4, 8), model_type="llama", **{**_DENSE, "num_key_value_heads": 8})
 _add("llama-mqa", (2, 4, 8), model_type="llama", **{**_DENSE, "num_key_value_heads": 1})
-for _name in ("mistral", "ministral", "ministral3", "qwen2", "qwen3", "seed_oss", "arcee", "cwm", "ernie4_5"):
+for _name in ("mistral", "ministral", "ministral3", "qwen2", "qwen3", "seed_oss", "arcee", "cwm"):
     _add(_name, (2, 4, 8), **_DENSE)
 _add("qwen2-tied", (2, 4, 8), model_type="qwen2", **{**_DENSE, "tie_word_embeddings": True})
 _add("qwen3-tied", (2, 4, 8), model_type="qwen3", **{**_DENSE, "tie_word_embeddings": True, "vocab_size": 120})
@@ -247,7 +248,7 @@ _add(
     ffn_hidden_size=152,
     **_FALCON,
 )
-_GPT2: dict[str, Any] = {**_TOKENS, "n_embd": 80, "n_head": 8, "n_layer": 3, "n_positions": 56, "vocab_size": 101}
+_GPT2: dict[str, Any] = {**_TOKENS, "n_embd": 80, "n_head": 8, "n_layer": 3, "n_positions": 36, "vocab_size": 101}
 _add("gpt2", (2, 4, 8), loads_alone=False, **_GPT2)
 _add("gpt2-untied", (2, 4, 8), model_type="gpt2", loads_alone=False, n_inner=72, tie_word_embeddings=False, **_GPT2)
 _add(
@@ -260,12 +261,70 @@ _add(
     extra={
         f"h.{layer}.attn.{key}": shape
         for layer in range(3)
-        for key, shape in {"bias": (1, 1, 56, 56), "masked_bias": ()}.items()
+        for key, shape in {"bias": (1, 1, 36, 36), "masked_bias": ()}.items()
     },
     **_GPT2,
 )
 _add("gpt_bigcode", (2, 4, 8), loads_alone=False, multi_query=True, n_inner=72, **_GPT2)
 _add("gpt_bigcode-mha", (2, 4, 8), model_type="gpt_bigcode", loads_alone=False, multi_query=False, **_GPT2)
+
+_add("ernie4_5", (2, 4, 8), use_bias=True, **_DENSE)
+_add("jais2", (2, 4, 8), **_DENSE)
+_add("hyperclovax", (2, 4, 8), **_DENSE)
+_add("granite_swa", (2, 4, 8), **_DENSE)
+_add("glm", (2, 4, 8), attention_bias=True, **_DENSE)
+_add("glm4", (2, 4, 8), attention_bias=True, **_DENSE)
+_add("starcoder2", (2, 4, 8), **_DENSE)
+_add("phi", (2, 4, 8), loads_alone=False, qk_layernorm=True, **{**_PLAIN, "hidden_size": 96})
+_add("persimmon", (2, 4, 8), loads_alone=False, **{**_PLAIN, "hidden_size": 96})
+_add("apertus", (2, 4, 8), **_DENSE)
+_add("hunyuan_v1_dense", (2, 4, 8), **_DENSE)
+_add("nanochat", (2, 4, 8), **_DENSE)
+_add("bitnet", (2, 4, 8), loads_alone=False, **_PLAIN)
+_add("diffllama", (2, 4), **_DENSE)
+_add("gptj", (2, 4, 8), loads_alone=False, rotary_dim=4, n_inner=72, tie_word_embeddings=False, **_GPT2)
+_add("codegen", (2, 4, 8), loads_alone=False, rotary_dim=4, n_inner=72, tie_word_embeddings=False, **_GPT2)
+_add("openai-gpt", (2, 4, 8), loads_alone=False, **_GPT2)
+_add(
+    "gpt_neo",
+    (2, 4, 8),
+    loads_alone=False,
+    hidden_size=80,
+    num_layers=3,
+    num_heads=8,
+    intermediate_size=72,
+    attention_types=[[["global", "local", "global"], 1]],
+    vocab_size=101,
+    max_position_embeddings=64,
+    **_TOKENS,
+)
+_add("gpt_neox_japanese", (2, 4, 8), loads_alone=False, intermediate_multiple_size=2, **_PLAIN)
+_OPT: dict[str, Any] = {**_PLAIN, "ffn_dim": 72, "tie_word_embeddings": True}
+_add("opt", (2, 4, 8), loads_alone=False, word_embed_proj_dim=80, **_OPT)
+_add("opt-projected", (2, 4, 8), model_type="opt", loads_alone=False, word_embed_proj_dim=36, **_OPT)
+_add(
+    "xglm",
+    (2, 4, 8),
+    loads_alone=False,
+    d_model=80,
+    ffn_dim=72,
+    num_layers=3,
+    attention_heads=8,
+    vocab_size=101,
+    max_position_embeddings=64,
+    **_TOKENS,
+)
+_add("biogpt", (2, 4, 8), loads_alone=False, **{**_PLAIN, "tie_word_embeddings": True})
+_add(
+    "mpt",
+    (2, 4, 8),
+    loads_alone=False,
+    d_model=80,
+    n_heads=8,
+    n_layers=3,
+    vocab_size=101,
+    max_seq_len=64,
+)
 
 # ---------------------------------------------------------------------------------------------------------- experts
 
@@ -348,6 +407,78 @@ _add(
 )
 _add("deepseek_v2", (2, 4, 8), **_MLA_MOE)
 _add("deepseek_v2-no-q-lora", (2, 4, 8), model_type="deepseek_v2", **{**_MLA_MOE, "q_lora_rank": None})
+
+_add("glm4_moe_lite", (2, 4, 8), **_MLA_MOE)
+_DSA: dict[str, Any] = {**_MLA_MOE, "index_n_heads": 3, "index_head_dim": 16, "index_topk": 8}
+_add("deepseek_v32", (2, 4, 8), **_DSA)
+_add("glm_moe_dsa", (2, 4, 8), **_DSA)
+_add("minicpm3", (2, 4, 8), **_MLA)
+_add("youtu", (2, 4, 8), **{**_MLA, "tie_word_embeddings": True})
+_SHARED: dict[str, Any] = {
+    **_DENSE,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 6,
+    "num_experts": 6,
+    "n_shared_experts": 2,
+    "num_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+_add("glm4_moe", (2, 4, 8), use_qk_norm=True, attention_bias=True, **_SHARED)
+_add("dots1", (2, 4, 8), layer_types=["full_attention"] * 3, **_SHARED)
+_add("solar_open", (2, 4, 8), **_SHARED)
+_add("exaone_moe", (2, 4, 8), is_moe_layer=[False, True, True], **_SHARED)
+_add(
+    "ernie4_5_moe",
+    (2, 4, 8),
+    use_bias=True,
+    moe_num_experts=6,
+    moe_num_shared_experts=2,
+    moe_k=2,
+    moe_intermediate_size=24,
+    **{**_DENSE, "tie_word_embeddings": True},
+)
+_add("hunyuan_v1_moe", (2, 4, 8), num_experts=4, moe_topk=2, **_EXPERTS)
+_add("phimoe", (2, 4, 8), num_local_experts=4, attention_bias=True, lm_head_bias=True, **_EXPERTS)
+_add("minimax_m2", (2, 4, 8), num_local_experts=4, **_EXPERTS)
+_add(
+    "minimax",
+    (2, 4, 8),
+    num_local_experts=4,
+    block_size=16,
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+    **_EXPERTS,
+)
+_add("granitemoe", (2, 4, 8), num_local_experts=5, attention_bias=True, **_EXPERTS)
+_add("granitemoeshared", (2, 4, 8), num_local_experts=4, shared_intermediate_size=56, **_EXPERTS)
+_add(
+    "jetmoe",
+    (2, 4, 8),
+    hidden_size=80,
+    num_hidden_layers=3,
+    num_key_value_heads=8,
+    kv_channels=12,
+    intermediate_size=32,
+    num_local_experts=3,
+    num_experts_per_tok=2,
+    vocab_size=101,
+    max_position_embeddings=64,
+    **_TOKENS,
+)
+_add(
+    "dbrx",
+    (2, 4, 8),
+    loads_alone=False,
+    d_model=80,
+    n_heads=8,
+    n_layers=3,
+    attn_config={"kv_n_heads": 4, "clip_qkv": 8.0, "rope_theta": 10000.0},
+    ffn_config={"ffn_hidden_size": 40, "moe_num_experts": 5, "moe_top_k": 2, "hidden_size": 80},
+    vocab_size=101,
+    max_seq_len=64,
+)
 
 # --------------------------------------------------------------------------------------------------------- encoders
 

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import FrameType
@@ -93,6 +94,19 @@ def run_ranks(
         return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(world_size)]
 
 
+def start_fork_server(*modules: str) -> bool:
+    """Start what the ranks are forked from, if it does not run yet, and return at once.
+
+    It imports torch, and ``modules`` that every rank would otherwise import for itself. Worth calling early, as the
+    imports then happen while the caller does something else. Return whether the platform has such a thing.
+    """
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return False
+    multiprocessing.set_forkserver_preload(["torch", "torch.distributed.launcher.api", *modules])
+    forkserver.ensure_running()
+    return True
+
+
 def rank_device(device: str) -> torch.device:
     """Return this rank's device of the kind ``cpu`` or ``cuda``; ranks share GPUs if they outnumber them."""
     if device == "cpu":
@@ -104,9 +118,7 @@ def rank_device(device: str) -> torch.device:
 
 
 def _launch(environment: _Environment, world_size: int) -> None:
-    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-    if method == "forkserver":
-        multiprocessing.set_forkserver_preload(["torch", "torch.distributed.launcher.api"])
+    has_fork_server = start_fork_server()
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -118,7 +130,7 @@ def _launch(environment: _Environment, world_size: int) -> None:
         local_addr="localhost",
         max_restarts=0,
         monitor_interval=0.02,
-        start_method=method,
+        start_method="forkserver" if has_fork_server else "spawn",
         shutdown_timeout=5,
         logs_specs=DefaultLogsSpecs(
             log_dir=environment.folder, redirects={r: Std.ALL if r else Std.OUT for r in range(world_size)}
@@ -139,13 +151,15 @@ def _launch(environment: _Environment, world_size: int) -> None:
 @contextmanager
 def _silent_launcher() -> Iterator[None]:
     """Keep the launcher's own account of a failure, several tracebacks long, from the user."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
+    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 @contextmanager
@@ -181,29 +195,36 @@ def _explain(folder: Path, rank: int, exitcode: int, world_size: int, timeout: f
         if exitcode >= 0:
             return RankError(f"rank {rank} of {world_size} exited with code {exitcode} and no exception", rank=rank)
         hint = "SIGKILL is what the kernel sends when memory runs out." if -exitcode == 9 else None
-        return RankError(
-            f"rank {rank} of {world_size} was ended by {signal.Signals(-exitcode).name}", hint, rank=rank
-        )
+        return RankError(f"rank {rank} of {world_size} was ended by {signal.Signals(-exitcode).name}", hint, rank=rank)
     failure = _Failure(**json.loads(file.read_text()))
     if failure.timed_out:
-        places = {
-            r: _Place(**json.loads(f.read_text())) for r in range(world_size) if (f := folder / f"place-{r}").exists()
-        }
+        places = {r: place for r in range(world_size) if (place := _read_place(folder, r))}
         return _explain_hang(rank, world_size, timeout, places)
     return RankError(f"rank {rank} of {world_size} failed: {failure.message}", rank=rank, details=failure.traceback)
 
 
+def _read_place(folder: Path, rank: int) -> _Place | None:
+    """Where the rank says it was when it gave up, or else where its watching thread saw it."""
+    for file in (folder / f"place-{rank}", folder / f"seen-{rank}"):
+        if file.exists():
+            return _Place(**json.loads(file.read_text()))
+    return None
+
+
 def _explain_hang(rank: int, world_size: int, timeout: float, places: dict[int, _Place]) -> RankTimeoutError:
-    collective = places[rank].collective
-    waiting = [r for r, place in places.items() if place == places[rank]]
-    absent = [r for r in range(world_size) if r not in waiting]
-    where = "; ".join(f"rank {r} {places[r] if r in places else 'gave no sign of life'}" for r in absent)
+    here = places[rank]
+    absent = [r for r in range(world_size) if r not in places or not places[r].collective]
+    waiting = [r for r in range(world_size) if r not in absent]
+    each = "; ".join(f"rank {r} {places.get(r, 'gave no sign of life')}" for r in absent or waiting)
+    hint = None
     if absent:
-        message = f"{_ranks(absent)} did not come to {places[rank]}, where {_ranks(waiting)} waited {timeout:g} s: {where}"
+        message = f"{_ranks(absent)} did not come to {here}, where {_ranks(waiting)} waited {timeout:g} s; {each}"
+        hint = "If that is only slow, allow a longer timeout."
+    elif len({places[r].collective for r in waiting}) > 1:
+        message = f"the ranks waited {timeout:g} s for each other in different collectives: {each}"
     else:
-        message = f"{_ranks(waiting)} waited {timeout:g} s in {places[rank]}, and it did not complete"
+        message = f"{_ranks(waiting)} waited {timeout:g} s in {here}, and it did not complete"
     details = "\n".join(f"rank {r} {place}" for r, place in sorted(places.items()))
-    hint = "If the rank is only slow, give it a longer timeout." if collective and absent else None
     return RankTimeoutError(message, hint, rank=absent[0] if absent else rank, details=details)
 
 
@@ -275,9 +296,7 @@ def _worker(environment: _Environment) -> None:
         _fail(folder, rank, error)
 
 
-def _run_as_rank(
-    fn: Callable[..., T], world_size: int, args: tuple[Any, ...], device: str, timeout: float
-) -> list[T]:
+def _run_as_rank(fn: Callable[..., T], world_size: int, args: tuple[Any, ...], device: str, timeout: float) -> list[T]:
     there, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     if there != world_size:
         raise ReshardError(
@@ -322,17 +341,17 @@ def _meet_at_the_end() -> None:
 def _watch(folder: Path, rank: int, main: int) -> None:
     """End this process with its parent, and say where it is when a rank has timed out."""
     parent = multiprocessing.parent_process()
-    while parent is None or not wait([parent.sentinel], _POLL):
-        place = folder / f"place-{rank}"
-        if (folder / "timed-out").exists() and not place.exists():
+    while parent and not wait([parent.sentinel], _POLL):
+        seen = folder / f"seen-{rank}"
+        if (folder / "timed-out").exists() and not seen.exists():
             with suppress(OSError):
-                _write(place, json.dumps(asdict(_current_place(main))).encode())
+                _write(seen, json.dumps(asdict(_current_place(main))).encode())
     os._exit(1)
 
 
 def _fail(folder: Path, rank: int, error: BaseException) -> NoReturn:
     """Leave an account of the error, and end this process; not by the way of destructors that may wait for others."""
-    place = _place([frame for frame, _ in traceback.walk_tb(error.__traceback__)][1:])
+    place = _place(list(traceback.walk_tb(error.__traceback__)))
     timed_out = place.collective is not None and any(s in str(error).lower() for s in ("timed out", "timeout"))
     failure = _Failure(_last_line(error), "".join(traceback.format_exception(error)), timed_out)
     with suppress(OSError):  # the launcher may be gone, and the folder with it
@@ -358,38 +377,33 @@ def _last_line(error: BaseException) -> str:
 def _current_place(main: int) -> _Place:
     """Where the main thread is, unless another one (autograd's, of a CUDA backward) is in a collective."""
     frames = sys._current_frames()
-    own = frames.pop(threading.get_ident(), None)
-    places = {ident: _place(_stack(frame)) for ident, frame in frames.items() if frame is not own}
+    del frames[threading.get_ident()]
+    places = {ident: _place(_stack(frame)) for ident, frame in frames.items()}
     return next((place for place in places.values() if place.collective), places[main])
 
 
-def _stack(frame: FrameType | None) -> list[FrameType]:
-    frames: list[FrameType] = []
+def _stack(frame: FrameType | None) -> list[tuple[FrameType, int]]:
+    """List the frames and their lines, outermost first."""
+    frames: list[tuple[FrameType, int]] = []
     while frame is not None:
-        frames.insert(0, frame)
+        frames.insert(0, (frame, frame.f_lineno))
         frame = frame.f_back
     return frames
 
 
-def _place(frames: list[FrameType]) -> _Place:
-    """Read a stack, outermost frame first."""
-    if any(f.f_code is _meet_at_the_end.__code__ for f in frames):
-        return _Place("the end of the run", "every rank meets there")
-    names = [(f, f.f_globals.get("__name__", "")) for f in frames]
-    collective = next(
-        (
-            f.f_code.co_name
-            for f, name in names
-            if name.startswith("torch.distributed.distributed_c10d") and not f.f_code.co_name.startswith("_")
-        ),
-        None,
-    )
-    ours = [f for f, name in names if name.split(".")[0] != "torch"] or frames
-    if not ours:
-        return _Place(collective, "an unknown line")
-    code = ours[-1].f_code
-    # Of a traceback, f_lineno is where the frame is now: for the frames below the handler, where it failed.
-    return _Place(collective, f"{Path(code.co_filename).name}:{ours[-1].f_lineno} in {code.co_name}")
+def _place(frames: list[tuple[FrameType, int]]) -> _Place:
+    """Read a stack, outermost frame first: which collective it is in, and the line that led there."""
+    if any(frame.f_code is _meet_at_the_end.__code__ for frame, _ in frames):
+        return _Place("the end of the run", "where the ranks meet")
+    collective = None
+    place = "an unknown line"
+    for frame, line in frames:
+        module, code = frame.f_globals.get("__name__", ""), frame.f_code
+        if module == "torch.distributed.distributed_c10d" and not code.co_name.startswith("_"):
+            collective = collective or code.co_name
+        elif module.split(".")[0] != "torch" and module not in ("verify.collectives", "verify.layers"):
+            place = f"{Path(code.co_filename).name}:{line} in {code.co_name}"
+    return _Place(collective, place)
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -82,10 +82,13 @@ REFUSED: dict[str, tuple[object, str]] = {
     "offsets fractional": (entry(data_offsets=[0, 16.0]), "tensor 'w': data_offsets should be"),
     "three offsets": (entry(data_offsets=[0, 8, 16]), "tensor 'w': data_offsets should be"),
     "offsets no list": (entry(data_offsets="ab"), "tensor 'w': data_offsets should be"),
-    "too few bytes": (entry(data_offsets=[0, 12]), "F32 of shape [2, 2] has 16 bytes; its data_offsets [0, 12] span 12"),
-    "too many bytes": (entry(data_offsets=[0, 20]), "F32 of shape [2, 2] has 16 bytes; its data_offsets [0, 20] span 20"),
+    "too few bytes": (entry(data_offsets=[0, 12]), "shape [2, 2] has 16 bytes; its data_offsets [0, 12] span 12"),
+    "too many bytes": (entry(data_offsets=[0, 20]), "shape [2, 2] has 16 bytes; its data_offsets [0, 20] span 20"),
     "not whole bytes": (entry(dtype="F4", shape=[3], data_offsets=[0, 2]), "1.5 bytes, not a whole number"),
     "hole at the start": (entry(data_offsets=[8, 24]), "tensor 'w' leaves a hole of 8 bytes"),
+    "a name of two lines": ({"a\nb\x1b": {**F32, "shape": [5]}}, r"tensor 'a\nb\x1b': F32 of shape [5] has 20 bytes"),
+    "a shape nested deeply": (json.dumps(entry(shape=0)).replace("0,", "[" * 900 + "]" * 900 + ",", 1).encode(),
+                              "tensor 'w': the shape"),
     "no dtype": ({"w": {"shape": [4], "data_offsets": [0, 16]}}, "tensor 'w' has no 'dtype'"),
     "no shape": ({"w": {"dtype": "F32", "data_offsets": [0, 16]}}, "tensor 'w' has no 'shape'"),
     "no offsets": ({"w": {"dtype": "F32", "shape": [4]}}, "tensor 'w' has no 'data_offsets'"),
@@ -95,13 +98,13 @@ REFUSED: dict[str, tuple[object, str]] = {
     "same bytes twice": ({"v": F32, "w": F32}, "tensor 'w' overlaps what lies before it: it begins at byte 0"),
     "hole": ({"v": F32, "w": {**F32, "data_offsets": [20, 36]}}, "'w' leaves a hole of 4 bytes: it begins at byte 20"),
     "out of range": ({"w": {**F32, "shape": [2**40], "data_offsets": [0, 2**42]}}, "bytes are missing"),
-    "metadata no strings": ({"__metadata__": {"a": 1}, "w": F32}, "__metadata__ should map strings to strings, but 'a'"),
+    "metadata no strings": ({"__metadata__": {"a": 1}, "w": F32}, "should map strings to strings, but 'a' is 1"),
     "metadata no object": ({"__metadata__": ["a"], "w": F32}, "__metadata__ should map strings to strings and is"),
     "metadata null": ({"__metadata__": None, "w": F32}, "__metadata__ should map strings to strings and is null"),
     "not UTF-8": (b'{"\xff": 1}', "not UTF-8"),
     "not JSON": (b'{"w": ', "not valid JSON"),
     "no object": (b"[1, 2]", "should begin with '{' and begins with '['"),
-    "a space in front": (b" {}", "should begin with '{'"),
+    "a space in front": (b" " + json.dumps({"w": F32}).encode(), "should begin with '{'"),
     "a byte order mark": (b"\xef\xbb\xbf{}", "should begin with '{'"),
     "empty": (b"", "should begin with '{'"),
     "more than one object": (b"{}{}", "not valid JSON"),
@@ -128,7 +131,8 @@ def test_shorter_than_its_length(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("declared", [100_000, 2**63, 2**64 - 1])
 def test_header_longer_than_the_file(tmp_path: Path, declared: int) -> None:
-    assert f"the header should have {declared} bytes, but only" in refusal(write(tmp_path, {"w": F32}, declared=declared))
+    path = write(tmp_path, {"w": F32}, declared=declared)
+    assert f"the header should have {declared} bytes, but only" in refusal(path)
 
 
 def test_header_longer_than_safetensors_allows(tmp_path: Path) -> None:
@@ -165,12 +169,10 @@ def test_a_stored_header_must_be_whole(tmp_path: Path) -> None:
         parse_header(header[:-1], tmp_path, None)
 
 
-def test_what_the_library_refuses_is_refused(tmp_path: Path) -> None:
-    """Of the cases above none is a valid file that only this reader dislikes, apart from those named."""
-    stricter = {"a space in front", "metadata null", "tensor twice"}
-    for case, (header, _) in REFUSED.items():
-        path = write(tmp_path, header)
-        assert refused_by_the_library(path) != (case in stricter) or case == "size beyond 64 bits", case
+def test_stricter_than_the_library_only_where_it_guesses(tmp_path: Path) -> None:
+    accepted = {case for case, (header, _) in REFUSED.items() if not refused_by_the_library(write(tmp_path, header))}
+    assert accepted == {"a space in front", "metadata null", "tensor twice", "number without end"} & accepted
+    assert {"a space in front", "tensor twice"} <= accepted
 
 
 def test_zero_sized_and_scalar_tensors(tmp_path: Path) -> None:

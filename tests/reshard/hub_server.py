@@ -50,6 +50,7 @@ class HubServer:
         self.down_after_drop = False  # … and answer nothing any more from then on
         self.down = False
         self.ignore_range = False
+        self.failure: int | None = None  # a status to answer everything with, such as 503
         self._hub, self._cdn = self._listen("hub"), self._listen("cdn")
 
     def _listen(self, host: str) -> ThreadingHTTPServer:
@@ -130,6 +131,8 @@ class _Handler(BaseHTTPRequestHandler):
         hub.requests.append(Request(self.command, path, self.headers.get("Range"), token, self.host))
         if hub.down:
             self.close_connection = True
+        elif hub.failure is not None:
+            self.refuse(hub.failure, None, "Failed")
         elif self.host == "cdn":
             _, _, org, name, _, commit, file = path.split("/", 6)
             self.send_file(hub.folder(f"{org}/{name}", commit), file, {})

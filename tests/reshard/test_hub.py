@@ -38,6 +38,7 @@ except CheckpointError as error:
 else:
     print(json.dumps({"path": str(got.path), "repo": got.repo, "commit": got.commit, "stand_in": got.headers_only}))
 """
+IMPATIENT = "import time; time.sleep = lambda _: None\n"  # for retries, of which there are as many
 
 
 def tensors(seed: int, count: int = 4) -> dict[str, np.ndarray]:
@@ -266,20 +267,25 @@ def test_closed_connection_is_taken_up_in_mid_file(hub: HubServer, client: Clien
     mib = 2**20
     save_file({"large": np.arange(3 * mib)}, hub.root / REPO / SHARDS[0])  # the client keeps it in pieces of 10 MiB
     hub.drop_after_bytes = 15 * mib
-    got = client()
+    got = client(before=IMPATIENT)
     assert same_files(got.path, hub.root / REPO)
     assert [r.range for r in hub.requests if r.host == "cdn" and r.range] == [f"bytes={10 * mib}-"]
 
 
 def test_reset_connection_is_tried_again(hub: HubServer, client: Client) -> None:
     hub.drop_after_bytes, hub.drop_by_reset = 20_000, True
-    assert same_files(client().path, hub.root / REPO)
+    assert same_files(client(before=IMPATIENT).path, hub.root / REPO)
+
+
+def test_server_that_hangs_up_for_good_is_a_clear_error(hub: HubServer, client: Client) -> None:
+    hub.drop_after_bytes, hub.down_after_drop = 20_000, True
+    assert "connection to the Hub" in client(before=IMPATIENT).error  # after the client's own five retries
 
 
 def test_lost_server_is_a_clear_error_and_the_same_command_again_finishes(hub: HubServer, client: Client) -> None:
     (hub.root / REPO / SHARDS[0]).write_bytes(b"x" * 50_000)  # small enough to arrive
     hub.drop_after_bytes, hub.down_after_drop, hub.drop_by_reset = 60_000, True, True
-    error = client().error
+    error = client(before=IMPATIENT).error
     assert "connection to the Hub" in error and REPO in error and "same command again" in error
 
     hub.down, hub.drop_after_bytes = False, None
@@ -354,6 +360,15 @@ def test_unreachable_hub(client: Client) -> None:
     online = client()
     cached = client(env=nowhere)
     assert cached.got == online.got and "from the cache" in cached.stderr
+
+
+def test_failing_hub(hub: HubServer, client: Client) -> None:
+    online = client()
+    hub.failure = 503
+    assert client().got == online.got
+    assert "503" in client(cache_dir="empty").error
+    hub.failure = 429
+    assert "too many requests (429)" in client().error
 
 
 # --- paths ---------------------------------------------------------------------------------------------------------

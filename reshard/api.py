@@ -1,0 +1,501 @@
+"""What the commands do, as functions: plan, split, merge, load, inspect."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from formats.errors import CheckpointError, MismatchError, PlanError
+from formats.mesh import Mesh
+from formats.safetensors import DTYPE_BITS, TensorInfo, build_header, parse_header, tensor_bytes
+from formats.sharded import (
+    MANIFEST,
+    FileRecord,
+    Manifest,
+    ShardFile,
+    index_text,
+    manifest_text,
+    partition,
+    read_manifest,
+)
+from reshard.checksum import file_checksum
+from reshard.hub import fetch
+from reshard.move import Job, Options, SourceFile, SourcePlace, TargetFile, TargetPlace, move
+from reshard.output import Staging, check_output, check_space
+from reshard.plan import Layout, Plan, make_plan, rank_config
+from reshard.source import UNSPLIT, Source, open_source
+from reshard.transfer import Transfer
+
+if TYPE_CHECKING:
+    import torch
+
+DEFAULT_SHARD_SIZE = 5_000_000_000
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes written so far and the bytes to write in all."""
+
+
+def _no_progress(done: int, total: int) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Access:
+    """How to get at a source: Hub revision, token and cache, and the user's own plan file."""
+
+    revision: str | None = None
+    token: str | None = None
+    cache_dir: Path | None = None
+    plan_file: Path | None = None
+    quiet: bool = False
+
+
+@dataclass(frozen=True)
+class Padding:
+    """What to do with a vocabulary that does not divide: pad it (to a multiple of ``to``, at least), or refuse."""
+
+    allowed: bool = True
+    to: int = 1
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a split or merge did, or would do. Sizes in bytes; ``written`` leaves out files that an earlier run had finished."""
+
+    command: str
+    source: str
+    out: Path
+    source_mesh: Mesh
+    mesh: Mesh
+    tensors: int
+    files: int
+    nbytes: int
+    written: int
+    padding: Mapping[str, tuple[int, int]]
+    ranks: tuple[int, ...]
+    complete: bool
+    dry_run: bool
+
+
+def open_any(source: str | Path, access: Access, *, headers_only: bool = False) -> Source:
+    """Open a folder or a Hub id (which is downloaded first). Raises ReshardError."""
+    fetched = fetch(
+        str(source), revision=access.revision, token=access.token, cache_dir=access.cache_dir, quiet=access.quiet,
+        headers_only=headers_only,
+    )  # fmt: skip
+    return open_source(fetched.path, location=fetched.repo, commit=fetched.commit, plan_file=access.plan_file)
+
+
+def plan(
+    source: str | Path, tp: int = 1, *, access: Access = Access(), padding: Padding = Padding()
+) -> Plan:
+    """What each of ``tp`` ranks would hold of each tensor of a checkpoint. Reads headers only.
+
+    Raises CheckpointError for a source that is none, PlanError for a degree that is not possible.
+    """
+    opened = open_any(source, access, headers_only=True)
+    return make_plan(opened.model, tp_mesh(tp), pad=padding.allowed, pad_to=padding.to)
+
+
+def tp_mesh(tp: int) -> Mesh:
+    """The mesh of ``--tp``. Raises PlanError for a degree below 1."""
+    if tp < 1:
+        raise PlanError(f"--tp {tp} is not possible: a degree is at least 1")
+    return Mesh((("tp", tp),))
+
+
+# ----------------------------------------------------------------------------------------------------------- split
+
+
+def split(
+    source: str | Path,
+    out: str | Path,
+    tp: int,
+    *,
+    ranks: Sequence[int] | None = None,
+    access: Access = Access(),
+    padding: Padding = Padding(),
+    options: Options | None = None,
+    max_shard_size: int = DEFAULT_SHARD_SIZE,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    progress: Progress = _no_progress,
+) -> Summary:
+    """Split a checkpoint (full, or split already) into ``tp`` shards. See ``reshard split --help``.
+
+    ``ranks`` writes only these; runs for other ranks into the same ``out`` add up to the whole. Raises ReshardError; nothing is left
+    under the name ``out`` that is not complete.
+    """
+    out, mesh, options = Path(out), tp_mesh(tp), options or Options()
+    wanted = _wanted_ranks(ranks, mesh)
+    opened = open_any(source, access)
+    target = make_plan(opened.model, mesh, pad=padding.allowed, pad_to=padding.to)
+    writer = _Split(opened, target, out, wanted, max_shard_size)
+    _check_target(writer, opened, out, ranks is not None, overwrite)
+    total = writer.nbytes
+    if dry_run:
+        return writer.summary(written=0, complete=False, dry_run=True)
+    parts = [mesh.folder(rank) for rank in wanted]
+    with Staging(out, writer.task, parts, fsync=options.fsync) as staging:
+        written = _move(opened, writer.targets(staging), staging, options, total, progress)
+        records = {rank: writer.finish_rank(staging, rank) for rank in wanted}
+        manifest = writer.manifest(records)
+        side_files = writer.side_files()
+        if ranks is None:
+            for name, content in side_files.items():
+                staging.write(name, content)
+            staging.write(MANIFEST, manifest_text(manifest).encode())
+            staging.publish_all(overwrite=overwrite)
+            return writer.summary(written=written, complete=True, dry_run=False)
+        complete = _publish_ranks(staging, manifest, side_files, overwrite)
+        return writer.summary(written=written, complete=complete, dry_run=False)
+
+
+def _wanted_ranks(ranks: Sequence[int] | None, mesh: Mesh) -> tuple[int, ...]:
+    if ranks is None:
+        return tuple(range(mesh.size))
+    for rank in ranks:
+        if not 0 <= rank < mesh.size:
+            raise PlanError(f"--rank {rank} is not possible: the ranks of {mesh} are 0 to {mesh.size - 1}")
+    return tuple(sorted(set(ranks)))
+
+
+def _check_target(writer: _Split, source: Source, out: Path, by_rank: bool, overwrite: bool) -> None:
+    if by_rank and (out / MANIFEST).is_file():
+        existing = read_manifest(out / MANIFEST)
+        check_output(out, [source.path], overwrite=True)
+        if existing.identity != writer.identity or existing.max_shard_size != writer.max_shard_size:
+            raise CheckpointError(f"{out} holds shards of another source, mesh or plan", "choose another folder")
+        present = [rank for rank in writer.ranks if rank in existing.ranks]
+        if present and not overwrite:
+            raise CheckpointError(f"{out / writer.plan.mesh.folder(present[0])} exists", "pass --overwrite to write it again")
+    elif not (by_rank and _is_only_rank_folders(out)):
+        check_output(out, [source.path], overwrite=overwrite)
+    check_space(out.parent, writer.nbytes - _already_staged(out))
+
+
+def _is_only_rank_folders(out: Path) -> bool:
+    """An output that another run is just beginning to publish, or was killed while doing so."""
+    staged = out.with_name(out.name + ".partial")
+    return out.is_dir() and staged.is_dir()
+
+
+def _already_staged(out: Path) -> int:
+    work = out.with_name(out.name + ".partial")
+    return sum(p.stat().st_blocks * 512 for p in work.rglob("*") if p.is_file()) if work.is_dir() else 0
+
+
+class _Split:
+    """What a split writes: the files of each rank, their headers, and what goes beside them."""
+
+    def __init__(self, source: Source, plan: Plan, out: Path, ranks: tuple[int, ...], max_shard_size: int) -> None:
+        self.source, self.plan, self.out, self.ranks, self.max_shard_size = source, plan, out, ranks, max_shard_size
+        self.identity = source.identity(plan)
+        self._shards = {rank: partition(self._tensors(rank), max_shard_size) for rank in ranks}
+        self._headers = {
+            (rank, shard.name): build_header(shard.tensors, self.identity.metadata(rank))
+            for rank, shards in self._shards.items()
+            for shard in shards
+        }
+
+    def _tensors(self, rank: int) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
+        for name in self.source.names_in_order():
+            entry = self.plan.entries[name]
+            shape = entry.layout.boxes[rank].shape
+            yield name, entry.dtype, shape, tensor_bytes(name, entry.dtype, shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all safetensors files to be written."""
+        data = sum(shard.nbytes for shards in self._shards.values() for shard in shards)
+        return data + sum(len(header) for header in self._headers.values())
+
+    @property
+    def task(self) -> dict[str, Any]:
+        """What another run must have in common to go on with this one's files."""
+        identity = self.identity
+        return {
+            "command": "split",
+            "source": identity.source,
+            "mesh": identity.mesh.to_document(),
+            "padding": dict(identity.padding),
+            "plan": identity.plan,
+            "max_shard_size": self.max_shard_size,
+        }
+
+    def targets(self, staging: Staging) -> _Targets:
+        """The files to write, and the place of each tensor in them."""
+        found = _Targets(self.plan)
+        for rank, shards in self._shards.items():
+            folder = self.plan.mesh.folder(rank)
+            for shard in shards:
+                header = self._headers[rank, shard.name]
+                path = staging.path(f"{folder}/{shard.name}")
+                found.add(folder, f"{folder}/{shard.name}", rank, path, header, staging)
+        return found
+
+    def finish_rank(self, staging: Staging, rank: int) -> tuple[FileRecord, ...]:
+        """Write what stands beside a rank's shards; the records of all its files."""
+        folder, shards = self.plan.mesh.folder(rank), self._shards[rank]
+        config = json.dumps(rank_config(self.plan, rank), indent=2, ensure_ascii=False) + "\n"
+        records = [staging.write(f"{folder}/config.json", config.encode())]
+        for shard in shards:
+            name = f"{folder}/{shard.name}"
+            done = staging.finished[name]
+            records.append(FileRecord(name, done.size, done.crc32))
+        if len(shards) > 1:
+            records.append(staging.write(f"{folder}/model.safetensors.index.json", index_text(shards).encode()))
+        return tuple(records)
+
+    def side_files(self) -> dict[str, bytes]:
+        """The side files of the source, by their relative names."""
+        return {file.relative_to(self.source.path).as_posix(): file.read_bytes() for file in self.source.side_files}
+
+    def manifest(self, ranks: Mapping[int, tuple[FileRecord, ...]]) -> Manifest:
+        """The manifest for the ranks that are complete."""
+        from zlib import crc32
+
+        side = (FileRecord(name, len(data), f"{crc32(data):08x}") for name, data in self.side_files().items())
+        return Manifest(self.identity, self.source.record, self.source.rules, self.max_shard_size, tuple(side), ranks)
+
+    def summary(self, *, written: int, complete: bool, dry_run: bool) -> Summary:
+        """What was done."""
+        full = self.source.model.sizes.of({})
+        return Summary(
+            command="re-split" if self.source.sharded else "split",
+            source=self.source.location,
+            out=self.out,
+            source_mesh=self.source.plan.mesh,
+            mesh=self.plan.mesh,
+            tensors=len(self.plan.entries),
+            files=len(self._headers),
+            nbytes=self.nbytes,
+            written=written,
+            padding={axis: (full[axis], padded) for axis, padded in self.plan.padding.items()},
+            ranks=self.ranks,
+            complete=complete,
+            dry_run=dry_run,
+        )
+
+
+def _publish_ranks(staging: Staging, manifest: Manifest, side_files: Mapping[str, bytes], overwrite: bool) -> bool:
+    """Put finished ranks into the output and list them in its manifest; whether all ranks are there now."""
+    mesh = manifest.identity.mesh
+    with staging.publishing():
+        path = staging.out / MANIFEST
+        known = dict(read_manifest(path).ranks) if path.is_file() else {}
+        for rank in manifest.ranks:
+            staging.move_in(mesh.folder(rank))
+        for name, content in side_files.items():
+            staging.put(name, content)
+        merged = dataclasses.replace(manifest, ranks=known | dict(manifest.ranks))
+        staging.put(MANIFEST, manifest_text(merged).encode())
+        complete = len(merged.ranks) == mesh.size
+    if complete:
+        staging.remove_work()
+    return complete
+
+
+# ----------------------------------------------------------------------------------------------------------- merge
+
+
+def merge(
+    shards: str | Path,
+    out: str | Path,
+    *,
+    access: Access = Access(),
+    options: Options | None = None,
+    max_shard_size: int | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    progress: Progress = _no_progress,
+) -> Summary:
+    """Merge shards into one full Hugging Face checkpoint: the source's own files, byte for byte, where these are known.
+
+    With ``max_shard_size``, or where the manifest is lost or the source was no safetensors, new files of at most that size are written.
+    Raises ReshardError; nothing is left under the name ``out`` that is not complete.
+    """
+    out, options = Path(out), options or Options()
+    opened = open_any(shards, access)
+    if opened.sharded is None:
+        raise CheckpointError(f"{shards} is a full checkpoint, there is nothing to merge", "give the folder that 'reshard split' wrote")
+    target = make_plan(opened.model, UNSPLIT)
+    files = _merged_files(opened, target, max_shard_size)
+    check_output(out, [opened.path], overwrite=overwrite)
+    total = sum(file.size for file in files.weights)
+    check_space(out.parent, total - _already_staged(out))
+    summary = Summary(
+        command="merge", source=opened.location, out=out, source_mesh=opened.plan.mesh, mesh=UNSPLIT,
+        tensors=len(target.entries), files=len(files.weights), nbytes=total, written=0, padding={}, ranks=(0,), complete=False,
+        dry_run=dry_run,
+    )  # fmt: skip
+    if dry_run:
+        return summary
+    task = {"command": "merge", "source": opened.record.id, "files": [[f.name, f.size] for f in files.weights]}
+    with Staging(out, task, [""], fsync=options.fsync) as staging:
+        found = _Targets(target)
+        for file in files.weights:
+            found.add("", file.name, 0, staging.path(file.name), file.header, staging)
+        written = _move(opened, found, staging, options, total, progress)
+        for name, content in files.others.items():
+            staging.write(name, content)
+        for side in opened.side_files:
+            staging.write(side.relative_to(opened.path).as_posix(), side.read_bytes())
+        staging.publish_all(overwrite=overwrite)
+    return dataclasses.replace(summary, written=written, complete=True)
+
+
+@dataclass(frozen=True)
+class _MergedFile:
+    name: str
+    header: bytes
+    size: int
+
+
+@dataclass(frozen=True)
+class _MergedFiles:
+    weights: tuple[_MergedFile, ...]
+    others: Mapping[str, bytes]
+
+
+def _merged_files(source: Source, plan: Plan, max_shard_size: int | None) -> _MergedFiles:
+    """The files of the full checkpoint: as the manifest says they were, or new ones."""
+    record = source.record
+    if record.files and max_shard_size is None:
+        _check_restorable(source, plan)
+        index = {record.index_name: record.index} if record.index_name and record.index is not None else {}
+        return _MergedFiles(tuple(_MergedFile(f.name, f.header, f.size) for f in record.files), index)
+    names = source.names_in_order()
+    tensors = [(n, plan.entries[n].dtype, plan.entries[n].layout.full) for n in names]
+    shards = partition(((*t, tensor_bytes(*t)) for t in tensors), max_shard_size or DEFAULT_SHARD_SIZE)
+    weights = []
+    for shard in shards:
+        header = build_header(shard.tensors, {"format": "pt"})
+        weights.append(_MergedFile(shard.name, header, len(header) + shard.nbytes))
+    others = {"model.safetensors.index.json": index_text(shards).encode()} if len(shards) > 1 else {}
+    return _MergedFiles(tuple(weights), others)
+
+
+def _check_restorable(source: Source, plan: Plan) -> None:
+    """The headers kept in the manifest speak of the very tensors that the shards hold."""
+    kept: dict[str, TensorInfo] = {}
+    for file in source.record.files:
+        kept.update(parse_header(file.header, Path(file.name), file.size).tensors)
+    for name, entry in plan.entries.items():
+        info = kept.pop(name, None)
+        if info is None or info.shape != entry.layout.full or info.dtype != entry.dtype:
+            raise MismatchError(f"{source.path / MANIFEST}: its source files do not hold tensor '{name}' as the shards do")
+    if kept:
+        raise MismatchError(f"{source.path}: tensor '{min(kept)}' stands in the manifest's source files and in no shard")
+
+
+# ----------------------------------------------------------------------------------------------------------- moving
+
+
+@dataclass
+class _Targets:
+    """Files to write, and for each tensor its place in the file of each rank."""
+
+    plan: Plan
+    files: list[TargetFile] = field(default_factory=list)
+    parts: dict[TargetFile, tuple[str, str]] = field(default_factory=dict)
+    places: dict[str, dict[int, TargetPlace]] = field(default_factory=dict)
+
+    def add(self, part: str, name: str, rank: int, path: Path, header: bytes, staging: Staging) -> None:
+        """Take in a file, unless an earlier run has finished it."""
+        if name in staging.finished:
+            return
+        parsed = parse_header(header, path, None)
+        size = max((t.offset + t.nbytes for t in parsed.tensors.values()), default=len(header))
+        file = TargetFile(path, header, size)
+        self.files.append(file)
+        self.parts[file] = (part, name)
+        for tensor in parsed.tensors.values():
+            self.places.setdefault(tensor.name, {})[rank] = TargetPlace(file, tensor.offset)
+
+
+def _move(
+    source: Source, targets: _Targets, staging: Staging, options: Options, total: int, progress: Progress
+) -> int:
+    """Move all bytes into the target files; the number of bytes written. Nothing built is kept if it cannot be trusted."""
+    jobs = _jobs(source, targets)
+    todo = sum(file.size for file in targets.files)
+    written = 0
+
+    def count(nbytes: int) -> None:
+        nonlocal written
+        written += nbytes
+        progress(total - todo + written, total)
+
+    def finished(file: TargetFile, checksum: str | None) -> None:
+        staging.note_finished(*targets.parts[file], file.size, checksum)
+
+    try:
+        move(jobs, targets.files, options, finished=finished, progress=count)
+        if options.checksum:
+            _check_sources(jobs)
+    except MismatchError:
+        staging.clear()
+        raise
+    return written
+
+
+def _jobs(source: Source, targets: _Targets) -> list[Job]:
+    """One job a tensor, in the order in which the source stores them."""
+    transfers: dict[tuple[Layout, Layout, int, frozenset[int]], Transfer] = {}
+    jobs = []
+    for name in source.ranks[0]:
+        places = targets.places.get(name)
+        if places is None:
+            continue
+        before, after = source.plan.entries[name], targets.plan.entries[name]
+        key = (before.layout, after.layout, DTYPE_BITS[before.dtype], frozenset(places))
+        if key not in transfers:
+            transfers[key] = Transfer(*key)
+        infos = [rank[name] for rank in source.ranks]
+        sources = [SourcePlace(source.files[info.file], info.offset) for info in infos]
+        jobs.append(Job(name, transfers[key], sources, [places.get(r) for r in range(targets.plan.mesh.size)]))
+    return jobs
+
+
+def _check_sources(jobs: Sequence[Job]) -> None:
+    """Compare the checksum of each file that was read with the one in its manifest; what was not summed in passing is read now."""
+    touched: dict[Path, SourceFile] = {}
+    for job in jobs:
+        touched |= {place.file.path: place.file for place in job.sources if place is not None}
+    for file in touched.values():
+        if file.expected is None:
+            continue
+        found = file.sum.value() if file.sum.is_complete else file_checksum(file.path)
+        if found != file.expected:
+            raise MismatchError(
+                f"{file.path} has the checksum {found}, its manifest says {file.expected}", "the file is damaged: fetch or split it again"
+            )
+
+
+# ------------------------------------------------------------------------------------------------------------ load
+
+
+def load(
+    source: str | Path,
+    tp: int,
+    rank: int,
+    *,
+    access: Access = Access(),
+    padding: Padding = Padding(),
+) -> dict[str, torch.Tensor]:
+    """The tensors of one rank, read straight from a checkpoint (full, or split to any degree): only the bytes that it owns.
+
+    Returns a dict of CPU tensors of the rank's local shapes, in the checkpoint's dtypes. Raises ReshardError.
+    """
+    from reshard.loading import load_rank
+
+    _wanted_ranks([rank], tp_mesh(tp))
+    opened = open_any(source, access)
+    target = make_plan(opened.model, tp_mesh(tp), pad=padding.allowed, pad_to=padding.to)
+    return load_rank(opened, target, rank)

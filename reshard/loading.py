@@ -1,0 +1,49 @@
+"""One rank's tensors in memory, read straight from a checkpoint."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from safetensors.torch import _TYPES
+
+from formats.safetensors import DTYPE_BITS
+from reshard.move import SLAB, Job, Reader, SourcePlace, check_slab
+from reshard.plan import Plan
+from reshard.source import Source
+from reshard.transfer import Transfer
+
+TORCH_DTYPES: Mapping[str, torch.dtype] = _TYPES
+
+
+def load_rank(source: Source, target: Plan, rank: int) -> dict[str, torch.Tensor]:
+    """The tensors of ``rank``, of its local shapes. Reads only the bytes that the rank owns."""
+    reader = Reader(checksum=False)
+    try:
+        return {name: _load(source, target, rank, name, reader) for name in source.ranks[0]}
+    finally:
+        reader.close()
+
+
+def _load(source: Source, target: Plan, rank: int, name: str, reader: Reader) -> torch.Tensor:
+    before, after = source.plan.entries[name], target.entries[name]
+    shape = after.layout.boxes[rank].shape
+    bits = DTYPE_BITS[before.dtype]
+    data = np.empty(math.prod(shape) * bits // 8, dtype=np.uint8)
+    infos = [tensors[name] for tensors in source.ranks]
+    job = Job(name, Transfer(before.layout, after.layout, bits, frozenset({rank}), compare=False), [
+        SourcePlace(source.files[info.file], info.offset) for info in infos
+    ], [])  # fmt: skip
+    for slab in job.transfer.slabs(SLAB):
+        read = {r.rank: reader.read(job, r, np.empty(r.nbytes, dtype=np.uint8)) for r in slab.reads}
+        check_slab(job, slab, read)
+        for region in slab.writes:
+            block = data[region.offset : region.offset + region.nbytes].reshape(region.shape)
+            for copy in slab.copies:
+                block[copy.target_slices] = 0 if copy.source is None else read[copy.source][copy.source_slices]
+    dtype = TORCH_DTYPES[before.dtype]
+    if data.size == 0:
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_numpy(data).view(dtype).reshape(shape)

@@ -1,0 +1,275 @@
+"""Output that is either complete under its final name, or not there: staging, journal, locks, atomic publication.
+
+Everything is built in ``OUT.partial/files`` and renamed to ``OUT`` when complete. ``OUT.partial/state`` holds the task (so that another run can tell
+whether it may go on with the files), a journal of finished files with their checksums, and the locks. Ranks that are written alone
+(``--rank``) are renamed into ``OUT`` one by one; the manifest there lists those that are complete. Guarantees: POSIX rename is atomic;
+against power loss only with ``fsync``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+from zlib import crc32
+
+from formats.errors import CheckpointError
+from formats.sharded import MANIFEST, FileRecord
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A file that an earlier run (or this one) has completed."""
+
+    size: int
+    crc32: str | None
+
+
+class Staging:
+    """The place in which one output is built. A context manager: the locks are held inside it.
+
+    ``task`` describes what is written, in JSON: a run may go on with the files of another that had an equal task.
+    ``parts`` are the folders that this run writes (``""`` is the root).
+    """
+
+    def __init__(self, out: Path, task: Mapping[str, Any], parts: Sequence[str], *, fsync: bool) -> None:
+        self.out, self.parts, self._task, self._fsync = out, tuple(parts), json.dumps(task, sort_keys=True), fsync
+        self.work = out.with_name(out.name + ".partial")
+        self.files = self.work / "files"
+        self._state = self.work / "state"
+        self._locks: list[TextIO] = []
+        self._journals: dict[str, TextIO] = {}
+        self.finished: dict[str, Finished] = {}
+        self.resumed = False
+
+    def __enter__(self) -> Staging:
+        with _disk_errors(self.work):
+            self._state.mkdir(parents=True, exist_ok=True)
+            self.files.mkdir(exist_ok=True)
+        try:
+            self._lock_parts()
+            self._adopt_or_clear()
+            for part in self.parts:
+                (self.files / part).mkdir(parents=True, exist_ok=True)
+                self._load_journal(part)
+        except BaseException:
+            self._unlock()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._unlock()
+
+    # -- locks
+
+    def _lock_parts(self) -> None:
+        for part in self.parts:
+            lock = self._lock(f"lock-{part or 'root'}", wait=False)
+            if lock is None:
+                raise CheckpointError(f"another run is writing {self.out / part}", "wait for it, or stop it")
+            self._locks.append(lock)
+
+    def _lock(self, name: str, *, wait: bool) -> TextIO | None:
+        """Lock a file of the state folder, which another process may remove at the same time."""
+        path = self._state / name
+        while True:
+            self._state.mkdir(parents=True, exist_ok=True)
+            lock = path.open("a")
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError:
+                lock.close()
+                return None
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+                    return lock
+            lock.close()
+
+    def _unlock(self) -> None:
+        for file in (*self._journals.values(), *self._locks):
+            file.close()
+        self._journals.clear()
+        self._locks.clear()
+
+    # -- going on with an earlier run
+
+    def _adopt_or_clear(self) -> None:
+        """Keep what an equal task has left; clear away what any other task has, unless it is still running."""
+        path = self._state / "task.json"
+        lock = self._lock("lock-task", wait=True)
+        assert lock is not None
+        with lock:
+            if path.exists() and path.read_text() == self._task:
+                self.resumed = True
+                return
+            if any(self.files.iterdir()):
+                self._check_nobody_else_writes()
+                shutil.rmtree(self.files)
+                self.files.mkdir()
+                for journal in self._state.glob("journal-*"):
+                    journal.unlink()
+            _replace_text(path, self._task)
+
+    def _check_nobody_else_writes(self) -> None:
+        mine = {f"lock-{part or 'root'}" for part in self.parts}
+        for path in self._state.glob("lock-*"):
+            if path.name in mine or path.name == "lock-task":
+                continue
+            lock = self._lock(path.name, wait=False)
+            if lock is None:
+                raise CheckpointError(f"another run is writing something else to {self.out}", "wait for it, or choose another folder")
+            lock.close()
+
+    def _load_journal(self, part: str) -> None:
+        path = self._state / f"journal-{part or 'root'}"
+        lines = path.read_text().splitlines() if path.exists() else []
+        for line in lines:
+            with contextlib.suppress(ValueError, KeyError):
+                entry = json.loads(line)
+                file = self.files / entry["name"]
+                if file.is_file() and file.stat().st_size == entry["size"]:
+                    self.finished[entry["name"]] = Finished(entry["size"], entry["crc32"])
+        self._journals[part] = path.open("a")
+
+    def clear(self) -> None:
+        """Throw away what was built: it cannot be trusted."""
+        shutil.rmtree(self.work, ignore_errors=True)
+
+    # -- writing
+
+    def path(self, name: str) -> Path:
+        """Where a file of the output is built; its folder is made."""
+        path = self.files / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def note_finished(self, part: str, name: str, size: int, checksum: str | None) -> None:
+        """Write a completed file into the journal."""
+        journal = self._journals[part]
+        journal.write(json.dumps({"name": name, "size": size, "crc32": checksum}) + "\n")
+        journal.flush()
+        self.finished[name] = Finished(size, checksum)
+
+    def write(self, name: str, content: bytes) -> FileRecord:
+        """Write a small file whole."""
+        path = self.path(name)
+        with _disk_errors(path):
+            path.write_bytes(content)
+            self._sync(path)
+        return FileRecord(name, len(content), f"{crc32(content):08x}")
+
+    def space_needed(self, sizes: Mapping[str, int]) -> int:
+        """Bytes that the files will take beyond what is already on the disk."""
+        return sum(size for name, size in sizes.items() if name not in self.finished)
+
+    # -- publishing
+
+    def publish_all(self, *, overwrite: bool) -> None:
+        """Give the whole output its final name, and remove the staging folder."""
+        with _disk_errors(self.out):
+            self._sync_folders()
+            if self.out.exists() and overwrite:
+                self.out.rename(_free_name(self.work / "replaced"))
+            self.files.rename(self.out)
+            self._sync(self.out.parent)
+            self._unlock()
+            shutil.rmtree(self.work, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def publishing(self) -> Iterator[None]:
+        """Hold the lock under which ranks are renamed into the output and listed in its manifest."""
+        lock = self._lock("lock-task", wait=True)
+        assert lock is not None
+        with lock, _disk_errors(self.out):
+            self.out.mkdir(exist_ok=True)
+            yield
+
+    def move_in(self, part: str) -> None:
+        """Rename a finished rank's folder into the output, in the place of an older one if there is one."""
+        self._sync_folders()
+        target, built = self.out / part, self.files / part
+        if target.exists():
+            target.rename(_free_name(self.work / "replaced"))
+        built.rename(target)
+        self._sync(self.out)
+
+    def put(self, name: str, content: bytes) -> None:
+        """Write a small file into the output at once, atomically."""
+        path = self.out / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        staged = path.with_name(f".{path.name}.incomplete")
+        staged.write_bytes(content)
+        self._sync(staged)
+        staged.replace(path)
+
+    def remove_work(self) -> None:
+        """Remove the staging folder."""
+        self._unlock()
+        shutil.rmtree(self.work, ignore_errors=True)
+
+    def _sync(self, path: Path) -> None:
+        if not self._fsync:
+            return
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _sync_folders(self) -> None:
+        if self._fsync:
+            for folder, _, _ in os.walk(self.files):
+                self._sync(Path(folder))
+
+
+def check_output(out: Path, sources: Sequence[Path], *, overwrite: bool) -> None:
+    """Refuse an output that exists, or that lies inside a source or around one. Touches nothing."""
+    target = out.resolve()
+    for source in sources:
+        other = source.resolve()
+        if target == other or target in other.parents or other in target.parents:
+            raise CheckpointError(f"{out} and {source} are the same folder, or one lies in the other", "choose another output folder")
+    if not out.parent.is_dir():
+        raise CheckpointError(f"{out.parent}: no such folder", "make it first")
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        raise CheckpointError(f"{out} exists and is not a folder")
+    if not out.exists() or not any(out.iterdir()):
+        return
+    if not overwrite:
+        raise CheckpointError(f"{out} exists", "remove it, choose another folder, or pass --overwrite")
+    if not any((out / name).exists() for name in (MANIFEST, "config.json")):
+        raise CheckpointError(f"{out} exists and holds no checkpoint, it will not be overwritten", "choose another folder")
+
+
+def check_space(folder: Path, needed: int) -> None:
+    """Refuse to begin where the disk has less free space than is needed (bytes)."""
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise CheckpointError(f"{folder}: {needed:,} bytes are needed and {free:,} are free", "free some space, or write to another disk")
+
+
+def _replace_text(path: Path, text: str) -> None:
+    staged = path.with_name(path.name + ".new")
+    staged.write_text(text)
+    staged.replace(path)
+
+
+def _free_name(path: Path) -> Path:
+    names = (path.with_name(f"{path.name}-{i}") for i in range(1_000_000))
+    return next(name for name in names if not name.exists())
+
+
+@contextlib.contextmanager
+def _disk_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {path}: {error.strerror or error}", "free some space and run the same command again: it goes on where it stopped"
+        ) from error

@@ -1,0 +1,170 @@
+"""What a command reads from: a full checkpoint or a split one, opened the same way."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+from formats.architecture import Architecture, architecture_from_document, find_architecture, load_architecture, to_document
+from formats.checkpoint import Checkpoint, fingerprint, open_checkpoint
+from formats.errors import MismatchError
+from formats.mesh import Mesh
+from formats.safetensors import DTYPE_BITS, TensorInfo
+from formats.sharded import (
+    Identity,
+    Manifest,
+    ShardedCheckpoint,
+    SourceFileRecord,
+    SourceRecord,
+    is_sharded,
+    open_sharded,
+    plan_digest,
+)
+from reshard.move import SourceFile
+from reshard.plan import FullTensor, Model, Plan, bind, make_plan
+
+UNSPLIT = Mesh((("tp", 1),))
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint to read from.
+
+    ``plan`` says how its tensors lie on its own mesh (one rank, for a full checkpoint); ``ranks`` has each rank's tensors by name;
+    ``files`` are the files these lie in, by path. ``checkpoint`` is set for a full one, ``sharded`` for a split one.
+    """
+
+    path: Path
+    location: str
+    commit: str | None
+    plan: Plan
+    ranks: tuple[Mapping[str, TensorInfo], ...]
+    files: Mapping[Path, SourceFile]
+    side_files: tuple[Path, ...]
+    checkpoint: Checkpoint | None
+    sharded: ShardedCheckpoint | None
+
+    @property
+    def model(self) -> Model:
+        """The architecture bound to the tensors."""
+        return self.plan.model
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """The manifest of a split checkpoint that has one."""
+        return self.sharded.manifest if self.sharded else None
+
+    @cached_property
+    def record(self) -> SourceRecord:
+        """Where the weights come from originally, as it stands in a manifest. Samples the weights of a full checkpoint."""
+        if self.checkpoint is not None:
+            return _record_of(self.checkpoint, self.location, self.commit)
+        assert self.sharded is not None
+        if self.sharded.manifest is not None:
+            return self.sharded.manifest.source
+        return SourceRecord(self.sharded.identity.source, self.location, None, (), None, None, {})
+
+    @cached_property
+    def rules(self) -> dict[str, Any]:
+        """The document of the plan, with the rules that cover a tensor here."""
+        document = to_document(self.model.architecture)
+        used = self.model.used_templates
+        document["tensors"] = {name: rule for name, rule in document["tensors"].items() if name in used}
+        return document
+
+    def identity(self, plan: Plan) -> Identity:
+        """What the shards of a plan for this source have in common."""
+        sizes = self.model.sizes.of({})
+        return Identity(self.record.id, plan.mesh, sizes, plan.padding, plan_digest(self.rules))
+
+    def names_in_order(self) -> list[str]:
+        """The names of all tensors, in the order in which they are to be stored: wide items first, then as in the source."""
+        tensors = self.ranks[0]
+        return sorted(tensors, key=lambda name: -DTYPE_BITS[tensors[name].dtype])
+
+
+def open_source(path: Path, *, location: str | None = None, commit: str | None = None, plan_file: Path | None = None) -> Source:
+    """Open a full or a split checkpoint and bind it to its architecture, or to the user's plan file.
+
+    Raises CheckpointError, MismatchError and PlanError.
+    """
+    where = location or str(path.resolve())
+    if is_sharded(path):
+        return _open_sharded(path, where, plan_file)
+    checkpoint = open_checkpoint(path)
+    architecture = load_architecture(plan_file) if plan_file else find_architecture(checkpoint.config, path)
+    tensors = dict(checkpoint.tensors)
+    if checkpoint.config.get("tie_word_embeddings") is False:
+        tensors |= {alias: dataclasses.replace(tensors[kept], name=alias) for alias, kept in checkpoint.aliases.items()}
+    full = [FullTensor(t.name, t.dtype, t.shape, t.file.name) for t in tensors.values()]
+    model = bind(architecture, checkpoint.config, full, every_rule=plan_file is not None)
+    files = {file.path: SourceFile(file.path, file.size) for file in checkpoint.files}
+    plan = make_plan(model, UNSPLIT)
+    return Source(path, where, commit, plan, (tensors,), files, checkpoint.side_files, checkpoint, None)
+
+
+def _open_sharded(path: Path, location: str, plan_file: Path | None) -> Source:
+    sharded = open_sharded(path)
+    identity, manifest = sharded.identity, sharded.manifest
+    architecture = _architecture(sharded, plan_file)
+    first = sharded.ranks[0]
+    full = [FullTensor(t.name, t.dtype, None, t.file.name) for t in first.tensors.values()]
+    model = bind(architecture, sharded.config, full, known=identity.sizes)
+    plan = make_plan(model, identity.mesh, padding=identity.padding)
+    _check_shapes(sharded, plan)
+    expected = {path / f.name: f.crc32 for files in manifest.ranks.values() for f in files} if manifest else {}
+    files = {f.path: SourceFile(f.path, f.size, expected.get(f.path)) for rank in sharded.ranks for f in rank.files}
+    for file in (file for rank in sharded.ranks for file in rank.files):
+        header = file.header or b""
+        files[file.path].sum.add(0, len(header), crc32(header))
+    ranks = tuple(rank.tensors for rank in sharded.ranks)
+    source = Source(path, location, None, plan, ranks, files, sharded.side_files, None, sharded)
+    if plan_digest(source.rules) != identity.plan:
+        raise MismatchError(
+            f"{path}: the shards were split by another plan than '{architecture.name}'", "pass the plan file of the split with --plan"
+        )
+    return source
+
+
+def _architecture(sharded: ShardedCheckpoint, plan_file: Path | None) -> Architecture:
+    if plan_file is not None:
+        return load_architecture(plan_file)
+    if sharded.manifest is not None:
+        return architecture_from_document(sharded.manifest.architecture, "manifest", str(sharded.path))
+    return find_architecture(sharded.config, sharded.path)
+
+
+def _check_shapes(sharded: ShardedCheckpoint, plan: Plan) -> None:
+    """Each shard has the dtype and the local shape that the plan gives it."""
+    for rank in sharded.ranks:
+        for name, info in rank.tensors.items():
+            entry = plan.entries[name]
+            expected = entry.layout.boxes[rank.rank].shape
+            if info.shape != expected:
+                raise MismatchError(
+                    f"{info.file}: tensor '{name}' has shape {list(info.shape)}, rank {rank.rank} of {plan.mesh} "
+                    f"has {list(expected)} by the rule '{entry.layout.rule}'"
+                )
+            if info.dtype != entry.dtype:
+                raise MismatchError(f"{info.file}: tensor '{name}' is {info.dtype}, it is {entry.dtype} in rank 0")
+
+
+def _record_of(checkpoint: Checkpoint, location: str, commit: str | None) -> SourceRecord:
+    files: Sequence[SourceFileRecord] = [
+        SourceFileRecord(file.name, file.size, file.header) for file in checkpoint.files if file.header is not None
+    ]
+    is_safetensors = len(files) == len(checkpoint.files)
+    return SourceRecord(
+        id=fingerprint(checkpoint),
+        location=location,
+        commit=commit,
+        files=tuple(files) if is_safetensors else (),
+        index_name=checkpoint.index_name if is_safetensors else None,
+        index=checkpoint.index if is_safetensors else None,
+        aliases=checkpoint.aliases,
+    )

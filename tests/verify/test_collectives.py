@@ -1,0 +1,150 @@
+"""The conjugate collectives: their values, and their gradients against one process that holds everything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+
+from verify.collectives import copy_to_group, gather_from_group, reduce_from_group, scatter_to_group
+from verify.launch import RankError, run_ranks, start_fork_server
+
+start_fork_server("hypothesis", "pytest", "torch.distributed.device_mesh")
+
+DEGREES = [1, 2, 3, 4]
+
+
+@dataclass(frozen=True)
+class Case:
+    shape: tuple[int, ...]  # of one rank's slice
+    dim: int
+    seed: int
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
+    return Case(shape, draw(st.integers(-len(shape), len(shape) - 1)), draw(st.integers(0, 999)))
+
+
+def randn(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def close(actual: torch.Tensor | None, expected: torch.Tensor | None) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+
+
+def gradients(loss: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return torch.autograd.grad(loss, inputs)
+
+
+def copy_and_reduce(batch: list[Case]) -> None:
+    """sum over ranks of f(x, w_rank), f bilinear, is what one process computes, and so are its gradients."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for case in batch:
+        x = randn(*case.shape, seed=case.seed).requires_grad_()
+        weights = randn(ranks, *case.shape, seed=case.seed + 1).requires_grad_()
+        upstream = randn(*case.shape, seed=case.seed + 2)
+        whole = sum((torch.sin(x * w) for w in weights), torch.zeros(()))
+        dx, dw = gradients((whole * upstream).sum(), x, weights)
+
+        own = weights.detach()[rank].clone().requires_grad_()
+        y = reduce_from_group(torch.sin(copy_to_group(x, None) * own), None)
+        close(y, whole)
+        dx_here, dw_here = gradients((y * upstream).sum(), x, own)
+        close(dx_here, dx)
+        close(dw_here, dw[rank])
+
+
+def gather_and_scatter(batch: list[Case]) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for case in batch:
+        shape = list(case.shape)
+        shape[case.dim] *= ranks
+        whole = randn(*shape, seed=case.seed).requires_grad_()
+        upstream = randn(*shape, seed=case.seed + 1)
+        (expected,) = gradients((torch.sin(whole) * upstream).sum(), whole)
+
+        own = whole.detach().chunk(ranks, case.dim)[rank].clone().requires_grad_()
+        gathered = gather_from_group(own, None, case.dim)
+        close(gathered, whole)
+        close(gradients((torch.sin(gathered) * upstream).sum(), own)[0], expected.chunk(ranks, case.dim)[rank])
+
+        part = scatter_to_group(whole, None, case.dim)
+        close(part, own)
+        own_upstream = upstream.chunk(ranks, case.dim)[rank]
+        close(gradients((torch.sin(part) * own_upstream).sum(), whole)[0], expected)
+
+        back = gather_from_group(scatter_to_group(whole, None, case.dim), None, case.dim)
+        close(back, whole)
+        close(gradients((torch.sin(back) * upstream).sum(), whole)[0], expected)
+
+
+def conjugates(batch: list[Case]) -> None:
+    copy_and_reduce(batch)
+    gather_and_scatter(batch)
+
+
+@pytest.mark.parametrize("degree", DEGREES)
+@settings(max_examples=2, deadline=None)
+@given(batch=st.lists(cases(), min_size=20, max_size=20))
+def test_values_and_gradients(degree, batch):
+    run_ranks(conjugates, degree, batch)
+
+
+def inputs_are_left_alone() -> None:
+    x = torch.ones(3, 4, dtype=torch.bfloat16) * (dist.get_rank() + 1)
+    before = x.clone()
+    reduced = reduce_from_group(x, None)
+    gathered = gather_from_group(x.t(), None, 0)  # not contiguous
+    assert torch.equal(x, before)
+    assert reduced.dtype == gathered.dtype == torch.bfloat16
+    assert torch.equal(reduced, torch.full((3, 4), 3.0, dtype=torch.bfloat16))
+    assert torch.equal(gathered, torch.cat([torch.ones(4, 3), torch.full((4, 3), 2.0)]).bfloat16())
+
+
+def test_inputs_are_left_alone():
+    run_ranks(inputs_are_left_alone, 2)
+
+
+def rounding() -> None:
+    parts = randn(dist.get_world_size(), 1000, seed=1).bfloat16()
+    once = parts.double().sum(0).bfloat16()
+    x = parts[dist.get_rank()].requires_grad_()
+    assert torch.equal(reduce_from_group(x, None, in_float32=True), once)
+    assert not torch.equal(reduce_from_group(x, None), once)
+    assert torch.equal(gradients((copy_to_group(x, None, in_float32=True) * x.detach()).sum(), x)[0], once)
+    assert not torch.equal(gradients((copy_to_group(x, None) * x.detach()).sum(), x)[0], once)
+
+
+def test_a_16_bit_sum_is_rounded_once_in_float32():
+    run_ranks(rounding, 4)
+
+
+def uneven() -> None:
+    scatter_to_group(torch.ones(2, 3), None, 1)
+
+
+def test_unequal_slices_are_refused():
+    with pytest.raises(RankError, match=r"dimension 1 of shape \[2, 3\] has no 2 equal slices"):
+        run_ranks(uneven, 2)
+
+
+def on_a_mesh() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    data, tensor = mesh.get_coordinate() or []
+    x = torch.tensor([10.0 * data + tensor])
+    assert reduce_from_group(x, mesh.get_group("tensor")).item() == 20 * data + 1
+    assert reduce_from_group(x, mesh.get_group("data")).item() == 10 + 2 * tensor
+    assert gather_from_group(x, mesh.get_group("tensor")).tolist() == [10 * data, 10 * data + 1]
+    assert scatter_to_group(torch.arange(2.0), mesh.get_group("data")).item() == data
+
+
+def test_groups_of_a_mesh():
+    run_ranks(on_a_mesh, 4)

@@ -1,0 +1,541 @@
+"""The parallel layers, forward and backward, against one process with the whole weights, in float64 to 1e-12."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from verify.launch import RankError, run_ranks, start_fork_server
+from verify.layers import (
+    ColumnParallelLinear,
+    ParallelRMSNorm,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    column_parallel,
+    gather_logits,
+    parallel_norm,
+    row_parallel,
+    vocab_parallel,
+)
+
+start_fork_server("hypothesis", "pytest", "torch.distributed.device_mesh")
+
+DEGREES = [2, 3, 4]
+
+
+def randn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def filled(module: nn.Module, seed: int) -> nn.Module:
+    """Give a module random float64 weights, norms and biases included."""
+    module.double()
+    with torch.no_grad():
+        for i, p in enumerate(module.parameters()):
+            p.copy_(randn(*p.shape, seed=1000 * seed + i))
+    return module
+
+
+def close(actual: Tensor | None, expected: Tensor | None) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def own(whole: Tensor, dim: int, group: dist.ProcessGroup | None = None) -> Tensor:
+    return whole.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
+
+
+def load(parallel: nn.Module, **weights: Tensor) -> None:
+    with torch.no_grad():
+        for name, weight in weights.items():
+            p = parallel.get_parameter(name)
+            assert p.shape == weight.shape
+            p.copy_(weight)
+
+
+def backward(y: Tensor, seed: int) -> None:
+    (y * randn(*y.shape, seed=seed)).sum().backward()
+
+
+def in_batches(case: st.SearchStrategy) -> Callable:
+    """Run each degree on a few lists of examples, each list in one launch."""
+
+    def decorate(test: Callable) -> Callable:
+        given_batch = given(batch=st.lists(case, min_size=15, max_size=15))(test)
+        return pytest.mark.parametrize("degree", DEGREES)(settings(max_examples=2, deadline=None)(given_batch))
+
+    return decorate
+
+
+# MLP: column, then row
+
+
+@dataclass(frozen=True)
+class MLPCase:
+    batch: tuple[int, ...]
+    hidden: int
+    ff_local: int
+    bias: bool
+    gather: bool  # gather between the layers, and scatter again
+    seed: int
+
+
+mlp_cases = st.builds(
+    MLPCase,
+    st.lists(st.integers(0, 3), max_size=2).map(tuple),
+    st.integers(1, 7),
+    st.integers(1, 5),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 99),
+)
+
+
+class MLP(nn.Module):
+    def __init__(self, up: nn.Module, down: nn.Module) -> None:
+        super().__init__()
+        self.up, self.down = up, down
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.up(x)))
+
+
+def whole_mlp(hidden: int, ff: int, bias: bool, seed: int) -> nn.Module:
+    return filled(MLP(nn.Linear(hidden, ff, bias), nn.Linear(ff, hidden, bias)), seed)
+
+
+def parallel_mlp(whole: nn.Module, group: dist.ProcessGroup | None, gather: bool = False) -> nn.Module:
+    up, down, n = whole.up, whole.down, dist.get_world_size(group)
+    bias, kind = up.bias is not None, {"group": group, "dtype": torch.float64}
+    mlp = MLP(
+        ColumnParallelLinear(up.in_features, up.out_features // n, bias, gather_output=gather, **kind),
+        RowParallelLinear(down.in_features // n, down.out_features, bias, input_is_parallel=not gather, **kind),
+    )
+    load(mlp.up, **{name: own(p, 0, group) for name, p in up.named_parameters()})
+    load(mlp.down, weight=own(down.weight, 1, group), **({"bias": down.bias} if bias else {}))
+    return mlp
+
+
+def compare_mlps(whole: nn.Module, mlp: nn.Module, of: Callable[[nn.Parameter], Tensor | None], group=None) -> None:
+    for name, p in whole.named_parameters():
+        dim = {"up.weight": 0, "up.bias": 0, "down.weight": 1}.get(name)
+        close(of(mlp.get_parameter(name)), of(p) if dim is None else own(of(p), dim, group))
+
+
+def mlps(batch: list[MLPCase]) -> None:
+    for case in batch:
+        whole = whole_mlp(case.hidden, case.ff_local * dist.get_world_size(), case.bias, case.seed)
+        mlp = parallel_mlp(whole, None, case.gather)
+        x = randn(*case.batch, case.hidden, seed=case.seed).requires_grad_()
+        x_here = x.detach().clone().requires_grad_()
+        y, y_here = whole(x), mlp(x_here)
+        close(y_here, y)
+        backward(y, case.seed)
+        backward(y_here, case.seed)
+        close(x_here.grad, x.grad)
+        compare_mlps(whole, mlp, lambda p: p.grad)
+
+
+@in_batches(mlp_cases)
+def test_mlp(degree, batch):
+    run_ranks(mlps, degree, batch)
+
+
+# Attention with grouped query heads, and more ranks than KV heads
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """kv is dealt as far as it divides; group takes the rest, and then a KV head is on several ranks."""
+
+    kv: int
+    group: int
+    head: int
+    seed: int
+    bias: bool
+
+
+class Attention(nn.Module):
+    def __init__(self, q: nn.Module, k: nn.Module, v: nn.Module, o: nn.Module, kv: int, group: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o, self.kv, self.group = q, k, v, o, kv, group
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (self.kv * self.group, -1)).transpose(1, 2)
+        k, v = (
+            m(x).unflatten(-1, (self.kv, -1)).transpose(1, 2).repeat_interleave(self.group, 1) for m in (self.k, self.v)
+        )
+        return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+def attentions(batch: list[AttentionCase], hidden: int = 6) -> None:
+    rank, n = dist.get_rank(), dist.get_world_size()
+    for case in batch:
+        kv_ranks = math.gcd(case.kv, n)
+        replicas = n // kv_ranks
+        kv, group = case.kv // kv_ranks, case.group // replicas
+        queries, keys = case.kv * case.group * case.head, case.kv * case.head
+        linears = [nn.Linear(hidden, size, case.bias) for size in (queries, keys, keys)]
+        whole = filled(Attention(*linears, nn.Linear(queries, hidden, case.bias), case.kv, case.group), case.seed)
+
+        def of_q(w: Tensor, case=case, kv_ranks=kv_ranks, replicas=replicas) -> Tensor:
+            grid = w.unflatten(0, (case.kv, case.group, case.head)).chunk(kv_ranks, 0)[rank // replicas]
+            return grid.chunk(replicas, 1)[rank % replicas].flatten(0, 2)
+
+        def of_kv(w: Tensor, kv_ranks=kv_ranks, replicas=replicas) -> Tensor:
+            return w.chunk(kv_ranks, 0)[rank // replicas]
+
+        kind = {"group": None, "dtype": torch.float64}
+        own_q, own_kv = kv * group * case.head, kv * case.head
+        here = Attention(
+            *(ColumnParallelLinear(hidden, size, case.bias, **kind) for size in (own_q, own_kv, own_kv)),
+            RowParallelLinear(own_q, hidden, case.bias, **kind),
+            kv,
+            group,
+        )
+        for name, part in {"q": of_q, "k": of_kv, "v": of_kv}.items():
+            load(here.get_submodule(name), **{k: part(p) for k, p in whole.get_submodule(name).named_parameters()})
+        load(here.o, weight=of_q(whole.o.weight.t()).t(), **({"bias": whole.o.bias} if case.bias else {}))
+
+        x = randn(2, 5, hidden, seed=case.seed).requires_grad_()
+        x_here = x.detach().clone().requires_grad_()
+        y, y_here = whole(x), here(x_here)
+        close(y_here, y)
+        backward(y, case.seed)
+        backward(y_here, case.seed)
+        close(x_here.grad, x.grad)
+        for name, p in whole.named_parameters():
+            grad = here.get_parameter(name).grad
+            if name == "o.bias":
+                close(grad, p.grad)
+            elif name == "o.weight":
+                close(grad, of_q(p.grad.t()).t())
+            elif name.startswith("q"):
+                close(grad, of_q(p.grad))
+            else:  # each replica has what came through its own query heads: their sum is the gradient
+                parts = [torch.empty_like(grad) for _ in range(n)]
+                dist.all_gather(parts, grad)
+                close(sum(parts[r] for r in range(n) if r // replicas == rank // replicas), of_kv(p.grad))
+
+
+@pytest.mark.parametrize("degree", DEGREES)
+@settings(max_examples=2, deadline=None)
+@given(data=st.data())
+def test_attention(degree, data):
+    def grouped(draw: st.DrawFn) -> AttentionCase:
+        kv = draw(st.integers(1, 4))
+        group = draw(st.integers(1, 2)) * (degree // math.gcd(kv, degree))
+        return AttentionCase(kv, group, draw(st.integers(1, 4)), draw(st.integers(0, 99)), draw(st.booleans()))
+
+    run_ranks(attentions, degree, data.draw(st.lists(st.composite(grouped)(), min_size=10, max_size=10)))
+
+
+def test_attention_with_two_kv_heads_on_four_ranks():
+    run_ranks(attentions, 4, [AttentionCase(kv=2, group=4, head=3, seed=1, bias=True)])
+
+
+def test_attention_with_one_kv_head_on_three_ranks():
+    run_ranks(attentions, 3, [AttentionCase(kv=1, group=3, head=2, seed=1, bias=False)])
+
+
+# Vocabulary
+
+
+@dataclass(frozen=True)
+class VocabCase:
+    rows_local: int
+    padding: int  # rows at the end that are no token's
+    dim: int
+    ids: tuple[int, ...]
+    seed: int
+
+
+vocab_cases = st.builds(
+    VocabCase,
+    st.integers(2, 5),
+    st.integers(0, 1),
+    st.integers(1, 4),
+    st.lists(st.integers(0, 999), max_size=8).map(tuple),
+    st.integers(0, 99),
+)
+
+
+def vocabularies(batch: list[VocabCase]) -> None:
+    """Embed, and multiply by an output layer that is tied to the embedding."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    for case in batch:
+        size = case.rows_local * n
+        true_size = size - case.padding
+        ids = torch.tensor([i % true_size for i in case.ids], dtype=torch.long)
+        table = randn(size, case.dim, seed=case.seed)
+        table[true_size:] = 0
+        whole = table[:true_size].clone().requires_grad_()
+        logits = F.linear(torch.tanh(F.embedding(ids, whole)), whole)
+        backward(logits, case.seed)
+
+        built = VocabParallelEmbedding(
+            case.rows_local, case.dim, first_row=rank * case.rows_local, group=None, dtype=torch.float64
+        )
+        loaded = nn.Embedding(case.rows_local, case.dim, dtype=torch.float64)
+        vocab_parallel(loaded, rank * case.rows_local, None)
+        for embedding in (built, loaded):
+            load(embedding, weight=own(table, 0))
+            close(embedding(ids), F.embedding(ids, whole))
+            head = nn.Linear(case.dim, case.rows_local, bias=False, dtype=torch.float64)
+            head.weight = embedding.weight
+            here = gather_logits(head, None, true_size)(torch.tanh(embedding(ids)))
+            close(here, logits)
+            backward(here, case.seed)
+            padded = torch.cat([whole.grad, torch.zeros(case.padding, case.dim, dtype=torch.float64)])
+            close(embedding.weight.grad, own(padded, 0))
+
+
+@in_batches(vocab_cases)
+def test_vocabulary(degree, batch):
+    run_ranks(vocabularies, degree, batch)
+
+
+def looks_up(ids: list[int], padding_row: int | None) -> tuple[Tensor, Tensor | None]:
+    embedding = nn.Embedding(3, 2, padding_idx=None if dist.get_rank() else 1)
+    vocab_parallel(embedding, 3 * dist.get_rank(), None, padding_row=padding_row)
+    y = embedding(torch.tensor(ids))
+    y.sum().backward()
+    return y, embedding.weight.grad
+
+
+def test_ids_outside_the_vocabulary_are_refused():
+    for ids in ([0, 6], [-1]):
+        with pytest.raises(RankError, match="in a vocabulary of 6"):
+            run_ranks(looks_up, 2, ids, None)
+
+
+def test_the_padding_row_takes_no_gradient_on_the_rank_that_has_it():
+    (_, first), (_, second) = run_ranks(looks_up, 2, [0, 1, 3, 4, 5], 4)
+    assert first.tolist() == [[1, 1], [1, 1], [0, 0]]
+    assert second.tolist() == [[1, 1], [0, 0], [1, 1]]
+
+
+# Norms over a dimension that is split
+
+
+@dataclass(frozen=True)
+class NormCase:
+    dim_local: int
+    replicas: int  # ranks that have the same slice
+    seed: int
+
+
+class Gemma(nn.RMSNorm):
+    """A norm whose weight counts from one, and which takes an argument more."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], eps=self.eps) * (1 + self.weight) * scale
+
+
+def norms(batch: list[NormCase]) -> None:
+    rank, n = dist.get_rank(), dist.get_world_size()
+    for case in batch:
+        replicas = case.replicas if n % case.replicas == 0 else 1
+        slices, kind = n // replicas, {"eps": 1e-5, "dtype": torch.float64}
+        dim = case.dim_local * slices
+        wholes = [nn.RMSNorm(dim, **kind), nn.RMSNorm(dim, **kind), nn.LayerNorm(dim, **kind), Gemma(dim, **kind)]
+        heres = [
+            ParallelRMSNorm(case.dim_local, group=None, **kind),
+            *(parallel_norm(cls(case.dim_local, **kind), None) for cls in (nn.RMSNorm, nn.LayerNorm, Gemma)),
+        ]
+        for whole, here in zip(wholes, heres, strict=True):
+            filled(whole, case.seed)
+
+            def part(t: Tensor, slices=slices, replicas=replicas) -> Tensor:
+                return t.chunk(slices, -1)[rank // replicas]
+
+            load(here, **{name: part(p) for name, p in whole.named_parameters()})
+            x = randn(2, 3, dim, seed=case.seed).requires_grad_()
+            x_here = part(x.detach()).clone().requires_grad_()
+            extra = {"scale": 2.0} if isinstance(whole, Gemma) else {}
+            y, y_here = whole(x, **extra), here(x_here, **extra)
+            close(y_here, part(y))
+            # Each replica's part of the gradient, as that of its own query heads.
+            upstream = [randn(*y.shape, seed=case.seed + i) for i in range(replicas)]
+            (y * sum(upstream)).sum().backward()
+            (y_here * part(upstream[rank % replicas])).sum().backward()
+            tensors = [(x_here, x), *((here.get_parameter(name), p) for name, p in whole.named_parameters())]
+            for tensor_here, tensor in tensors:
+                parts = [torch.empty_like(tensor_here) for _ in range(n)]
+                dist.all_gather(parts, tensor_here.grad)
+                total = sum(parts[r] for r in range(n) if r // replicas == rank // replicas)
+                close(total, part(tensor.grad))
+
+
+@in_batches(st.builds(NormCase, st.integers(1, 5), st.integers(1, 2), st.integers(0, 99)))
+def test_norms(degree, batch):
+    run_ranks(norms, degree, batch)
+
+
+# Loaded modules of other kinds
+
+
+class Conv1D(nn.Module):
+    """transformers' linear layer with a transposed weight, which needs its bias."""
+
+    def __init__(self, out: int, into: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.empty(into, out)), nn.Parameter(torch.empty(out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], -1)
+
+
+class Experts(nn.Module):
+    """Two experts with biases inside the weighting, called with arguments by name, returning a tuple."""
+
+    def __init__(self, hidden: int, ff: int) -> None:
+        super().__init__()
+        self.up, self.up_bias = nn.Parameter(torch.empty(2, hidden, ff)), nn.Parameter(torch.empty(2, 1, ff))
+        self.down, self.down_bias = nn.Parameter(torch.empty(2, ff, hidden)), nn.Parameter(torch.empty(2, 1, hidden))
+
+    def forward(self, x: Tensor, weights: Tensor, names: list[str]) -> tuple[Tensor, list[str]]:
+        y = F.silu(x @ self.up + self.up_bias) @ self.down + self.down_bias
+        return (y * weights.t().unsqueeze(-1)).sum(0), names
+
+
+def conv1ds() -> None:
+    n, hidden, ff = dist.get_world_size(), 4, 6
+    whole = filled(MLP(Conv1D(ff, hidden), Conv1D(hidden, ff)), 1)
+    mlp = MLP(column_parallel(Conv1D(ff // n, hidden), None), row_parallel(Conv1D(hidden, ff // n), None)).double()
+    parts = {"up.weight": 1, "up.bias": 0, "down.weight": 0, "down.bias": None}
+    load(mlp, **{k: p if parts[k] is None else own(p, parts[k]) for k, p in whole.named_parameters()})
+    calls = []
+    mlp.down.register_forward_hook(lambda *_: calls.append(1))
+    assert list(mlp.state_dict()) == list(whole.state_dict())
+    x = randn(2, 3, hidden, seed=1).requires_grad_()
+    x_here = x.detach().clone().requires_grad_()
+    y, y_here = whole(x), mlp(x_here)
+    close(y_here, y)
+    backward(y, 1)
+    backward(y_here, 1)
+    close(x_here.grad, x.grad)
+    for k, p in whole.named_parameters():
+        close(mlp.get_parameter(k).grad, p.grad if parts[k] is None else own(p.grad, parts[k]))
+    assert calls == [1]
+
+
+def experts() -> None:
+    n, hidden, ff = dist.get_world_size(), 4, 6
+    whole, here = filled(Experts(hidden, ff), 1), Experts(hidden, ff // n).double()
+    parts = {"up": 2, "up_bias": 2, "down": 1, "down_bias": None}
+    load(here, **{k: p if parts[k] is None else own(p, parts[k]) for k, p in whole.named_parameters()})
+    row_parallel(column_parallel(here, None), None, once=["down_bias"])
+    inputs = [randn(3, hidden, seed=1).requires_grad_(), randn(3, 2, seed=2).requires_grad_()]
+    inputs_here = [t.detach().clone().requires_grad_() for t in inputs]
+    y, _ = whole(*inputs, names=["a"])
+    y_here, names = here(inputs_here[0], weights=inputs_here[1], names=["a"])
+    assert names == ["a"]
+    close(y_here, y)
+    backward(y, 1)
+    backward(y_here, 1)
+    for t_here, t in zip(inputs_here, inputs, strict=True):
+        close(t_here.grad, t.grad)
+    for k, p in whole.named_parameters():
+        close(here.get_parameter(k).grad, p.grad if parts[k] is None else own(p.grad, parts[k]))
+    with pytest.raises(ValueError, match="no parameter gate"):
+        row_parallel(here, None, once=["gate"])
+
+
+@pytest.mark.parametrize("degree", DEGREES[:2])
+@pytest.mark.parametrize("work", [conv1ds, experts])
+def test_loaded_modules(degree, work):
+    run_ranks(work, degree)
+
+
+def transformers_modules() -> None:
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
+    from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+    from transformers.pytorch_utils import Conv1D as TrueConv1D
+
+    n, rank = dist.get_world_size(), dist.get_rank()
+    whole = filled(Gemma3TextScaledWordEmbedding(6, 4, 0, embed_scale=3.0), 1)
+    here = Gemma3TextScaledWordEmbedding(6 // n, 4, 0, embed_scale=3.0).double()
+    load(here, weight=own(whole.weight, 0))
+    vocab_parallel(here, rank * 6 // n, None, padding_row=0)
+    ids = torch.tensor([[0, 5, 3], [2, 1, 4]])
+    y, y_here = whole(ids), here(ids)
+    close(y_here, y)
+    backward(y, 1)
+    backward(y_here, 1)
+    close(here.weight.grad, own(whole.weight.grad, 0))
+
+    norm, norm_here = filled(Olmo2RMSNorm(6), 1), Olmo2RMSNorm(6 // n).double()
+    load(norm_here, weight=own(norm.weight, 0))
+    x = randn(5, 6, seed=1)
+    assert torch.equal(parallel_norm(norm_here, None)(own(x, -1)), own(norm(x), -1)), "to the last bit"
+
+    conv, conv_here = filled(TrueConv1D(3, 6), 1), TrueConv1D(3, 6 // n).double()
+    load(conv_here, weight=own(conv.weight, 0), bias=conv.bias)
+    close(row_parallel(conv_here, None)(own(x, -1)), conv(x))
+
+
+def test_modules_of_transformers():
+    pytest.importorskip("transformers")
+    run_ranks(transformers_modules, 2)
+
+
+# Data x tensor parallel, and training
+
+
+def mesh_of_data_and_tensor() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    data, tensor = mesh.get_group("data"), mesh.get_group("tensor")
+    whole = whole_mlp(4, 6, True, 1)
+    mlp = parallel_mlp(whole, tensor)
+    x = randn(6, 4, seed=2)
+    y = whole(x)
+    y.square().mean().backward()
+    y_here = mlp(own(x, 0, data))
+    close(y_here, own(y, 0, data))
+    y_here.square().mean().backward()
+    for p in mlp.parameters():
+        dist.all_reduce(p.grad, group=data)
+        p.grad /= 2
+    compare_mlps(whole, mlp, lambda p: p.grad, tensor)
+
+
+def test_a_mesh_of_data_and_tensor_parallel_ranks():
+    run_ranks(mesh_of_data_and_tensor, 4)
+
+
+def training() -> tuple[float, float]:
+    wholes = nn.Sequential(*(whole_mlp(5, 12, True, seed) for seed in range(3)))
+    heres = nn.Sequential(*(parallel_mlp(mlp, None) for mlp in wholes))
+    losses = []
+    for model in (wholes, heres):
+        with torch.no_grad():
+            for p in model.parameters():
+                p *= 0.5
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step in range(20):
+            optimizer.zero_grad()
+            loss = (model(randn(7, 5, seed=step)) - randn(7, 5, seed=100 + step)).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    for whole, here, seed in zip(wholes, heres, range(3), strict=True):
+        compare_mlps(whole, here, lambda p: p.detach())
+        start = 0.5 * whole_mlp(5, 12, True, seed).down.weight.detach()
+        assert (whole.down.weight - start).abs().max() > 1e-2, "training went somewhere"
+    return losses[19], losses[39]
+
+
+@pytest.mark.parametrize("degree", DEGREES)
+def test_twenty_steps_of_training_end_in_the_same_weights(degree):
+    for whole, here in run_ranks(training, degree):
+        assert math.isclose(whole, here, rel_tol=1e-12)

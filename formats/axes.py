@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Union
 
 from formats.errors import NotationError
@@ -55,14 +55,18 @@ class Block:
 
 @dataclass(frozen=True)
 class Dim:
-    """One dimension: blocks laid one after the other."""
+    """One dimension: products laid one after the other, counted in blocks of ``step`` indices (the last may be shorter).
+
+    ``step`` is 1 but for what belongs to quantized weights: a scale for 128 rows, an integer that packs 8 of them.
+    """
 
     blocks: tuple[Block, ...]
+    step: int = 1
 
     @property
     def axis(self) -> str | None:
         """The axis that stands alone in this dimension, if one does."""
-        if len(self.blocks) == 1 and len(self.blocks[0].factors) == 1:
+        if len(self.blocks) == 1 and len(self.blocks[0].factors) == 1 and self.step == 1:
             factor = self.blocks[0].factors[0]
             return factor if isinstance(factor, str) else None
         return None
@@ -82,12 +86,14 @@ class Dim:
 
     def size(self, sizes: Mapping[str, int]) -> int:
         """The number of indices. Raises NotationError for an axis without a size."""
-        return sum(math.prod(_factor_size(factor, sizes) for factor in block.factors) for block in self.blocks)
+        whole = sum(math.prod(_factor_size(factor, sizes) for factor in block.factors) for block in self.blocks)
+        return -(-whole // self.step)
 
     def __str__(self) -> str:
         single = len(self.blocks) == 1 and len(self.blocks[0].factors) == 1 and not self.blocks[0].label
         text = " + ".join(str(block) for block in self.blocks)
-        return text if single else f"({text})"
+        text = text if single else f"({text})"
+        return text if self.step == 1 else f"{text}/{self.step}"
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,14 @@ class Shape:
     dims: tuple[Dim, ...]
     arrow: int | None = None
 
-    @property
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.dims, self.arrow))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
     def axes(self) -> frozenset[str]:
         """Every axis named in the shape."""
         return frozenset().union(*(dim.axes for dim in self.dims))
@@ -122,7 +135,7 @@ class Shape:
 
 # --------------------------------------------------------------------------------------------------- parsing
 
-_TOKEN = re.compile(r"\s*(->|[()+]|[A-Za-z_][A-Za-z0-9_]*\s*:|[A-Za-z_][A-Za-z0-9_]*|\d+)")
+_TOKEN = re.compile(r"\s*(->|[()+/]|[A-Za-z_][A-Za-z0-9_]*\s*:|[A-Za-z_][A-Za-z0-9_]*|\d+)")
 
 
 @lru_cache(maxsize=None)
@@ -145,6 +158,12 @@ def parse(text: str) -> Shape:
         elif token == "(":
             dim, position = _parse_sum(text, tokens, position + 1)
             dims.append(dim)
+        elif token == "/":
+            step = tokens[position + 1] if position + 1 < len(tokens) else ""
+            if not dims or dims[-1].step != 1 or not step.isdigit() or int(step) < 1:
+                raise NotationError(f"shape '{text}': '/' stands between a dimension and the size of its blocks")
+            dims[-1] = replace(dims[-1], step=int(step))
+            position += 2
         else:
             dims.append(Dim((Block((_atom(text, token),)),)))
             position += 1
@@ -217,9 +236,20 @@ def _factor_size(factor: Factor, sizes: Mapping[str, int]) -> int:
 def owned(dim: Dim, sizes: Mapping[str, int], shares: Mapping[str, Share]) -> tuple[Run, ...]:
     """The runs of a dimension that a rank owns, increasing and disjoint, given its share of each dealt axis.
 
-    Axes without a share are owned whole. The rank's own index of an element is its place in this list.
+    Axes without a share are owned whole. The rank's own index of an element is its place in this list. Raises NotationError
+    where a block of the dimension's step would be cut.
     """
-    return tuple(merge_runs(_dim_runs(dim, sizes, shares)))
+    runs = merge_runs(_dim_runs(dim, sizes, shares))
+    return tuple(runs) if dim.step == 1 else tuple(merge_runs(_in_steps(dim, sizes, runs)))
+
+
+def _in_steps(dim: Dim, sizes: Mapping[str, int], runs: Iterable[Run]) -> Iterator[Run]:
+    whole = replace(dim, step=1)
+    size = whole.size(sizes)
+    for run in runs:
+        if run.offset % dim.step or (run.end % dim.step and run.end != size):
+            raise NotationError(f"rows {run.offset} to {run.end} of '{whole}' cut a block of {dim.step}")
+        yield Run(run.offset // dim.step, -(-run.end // dim.step) - run.offset // dim.step)
 
 
 def _dim_runs(dim: Dim, sizes: Mapping[str, int], shares: Mapping[str, Share]) -> Iterator[Run]:

@@ -12,6 +12,7 @@ from formats.architecture import Architecture, Match
 from formats.axes import Dim, Factor, Run, Shape, Share, deal, degrees, owned, share
 from formats.errors import NotationError, PlanError
 from formats.mesh import Mesh
+from formats.quantization import companion, shape_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +90,16 @@ class AxisSizes:
                 return found
             found = more
 
+    @cached_property
+    def counts(self) -> dict[str, int]:
+        """How many indices a name may have, of each axis that stands in names."""
+        sizes = self.of({})
+        return {axis: sizes[axis] for axis in self._index_names if axis in sizes and axis in self._architecture.sizes}
+
     def key(self, indices: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
         """What of a tensor's indices its sizes depend on."""
+        if not self._used_indices:
+            return ()
         return tuple((name, indices[name]) for name in sorted(self._used_indices) if name in indices)
 
     def of(self, indices: Mapping[str, int]) -> dict[str, int]:
@@ -152,6 +161,12 @@ class Model:
         return frozenset(tensor.template for tensor in self.tensors)
 
     @cached_property
+    def in_blocks(self) -> tuple[BoundTensor, ...]:
+        """One tensor of each kind that counts a dimension in blocks (scales and packed integers)."""
+        blocked = [t for t in self.tensors if any(dim.step > 1 for dim in t.rule.dims)]
+        return tuple({(tensor.rule, tensor.indices): tensor for tensor in reversed(blocked)}.values())
+
+    @cached_property
     def axis_sets(self) -> tuple[Mapping[str, int], ...]:
         """The distinct sizes of axes that occur (one, unless sizes depend on the layer)."""
         axes: dict[tuple[tuple[str, int], ...], set[str]] = {}
@@ -198,19 +213,33 @@ def bind(
 
 def _rule_of(tensor: FullTensor, architecture: Architecture, sizes: AxisSizes) -> tuple[Match, Shape]:
     match = architecture.match(tensor.name)
-    shown = "x".join(map(str, tensor.shape)) if tensor.shape is not None else "?"
+    belonging = companion(tensor.name, sizes.settings) if match is None else None
+    if belonging is not None:
+        match = architecture.match(belonging.weight)
     if match is None:
-        hint = (
-            "save the plan with 'reshard plan SOURCE --save FILE', add a line such as "
-            f"\"{tensor.name}\" = \"{' '.join(map(str, tensor.shape or ()))}\", and pass it with --plan FILE"
-        )
-        raise PlanError(
-            f"{tensor.where}: tensor '{tensor.name}' ({tensor.dtype}, {shown}) has no rule in plan '{architecture.name}'", hint
-        )
+        raise _no_rule(tensor, architecture)
     shape = sizes.holds(match)
     if shape is None:
         raise PlanError(f"{tensor.where}: tensor '{tensor.name}': no condition of the rule '{match.template}' holds")
-    return match, shape
+    if belonging is None:
+        return match, shape
+    derived = shape_of(belonging.patterns, shape, tensor.shape)
+    if derived is None:
+        shown = list(tensor.shape or ())
+        raise PlanError(
+            f"{tensor.where}: tensor '{tensor.name}' has shape {shown}; for a weight '{shape}' it should be one of "
+            + ", ".join(f"'{pattern}'" for pattern in belonging.patterns)
+        )
+    return match, derived
+
+
+def _no_rule(tensor: FullTensor, architecture: Architecture) -> PlanError:
+    shown = "x".join(map(str, tensor.shape)) if tensor.shape is not None else "?"
+    line = f"\"{tensor.name}\" = \"{' '.join(map(str, tensor.shape or ()))}\""
+    return PlanError(
+        f"{tensor.where}: tensor '{tensor.name}' ({tensor.dtype}, {shown}) has no rule in plan '{architecture.name}'",
+        f"save the plan with 'reshard plan SOURCE --save FILE', add a line such as {line}, and pass it with --plan FILE",
+    )
 
 
 def _measure(sizes: AxisSizes, found: Iterable[tuple[FullTensor, Shape, Match]]) -> None:
@@ -254,8 +283,9 @@ def _fit(tensor: FullTensor, rule: Shape, sizes: Mapping[str, int]) -> tuple[int
 
 
 def _check_indices(tensor: FullTensor, match: Match, sizes: AxisSizes) -> None:
+    counts = sizes.counts
     for axis, index in match.indices.items():
-        size = sizes.of(match.indices).get(axis) if axis in sizes._architecture.sizes else None
+        size = counts.get(axis)
         if size is not None and index >= size:
             raise PlanError(f"{tensor.where}: tensor '{tensor.name}': {axis} {index} is out of range, config.json says {size}")
 
@@ -315,7 +345,10 @@ def _layout(model: Model, mesh: Mesh, tensor: BoundTensor, padding: Mapping[str,
     boxes = []
     for rank in range(mesh.size):
         shares = _shares(model.architecture, mesh, rank, padded_sizes)
-        runs = [owned(dim, padded_sizes, shares) for dim in tensor.rule.dims]
+        try:
+            runs = [owned(dim, padded_sizes, shares) for dim in tensor.rule.dims]
+        except NotationError as error:
+            raise PlanError(f"tensor '{tensor.name}' cannot be split over {mesh}: {error.message}", error.hint) from None
         shape = tuple(sum(run.length for run in dim) for dim in runs)
         boxes.append(Box(tuple(runs), shape))
     dealt = {axis for axis, part in _shares(model.architecture, mesh, 0, padded_sizes).items() if part.parts > 1}
@@ -391,8 +424,11 @@ class Refusal:
 
     degree: int
     family: tuple[tuple[str, int], ...]
+    cut: str | None = None
 
     def __str__(self) -> str:
+        if self.cut is not None:
+            return self.cut
         names = " x ".join(f"{axis} {size}" for axis, size in self.family)
         return f"{names} cannot be dealt to {self.degree} ranks"
 
@@ -402,6 +438,22 @@ def refusal(model: Model, mesh_dim: str, degree: int, *, pad: bool = True) -> Re
     for family, sizes in _families(model, mesh_dim, pad=pad):
         if deal(family, sizes, degree) is None:
             return Refusal(degree, tuple((axis, sizes[axis]) for axis in family))
+    return _cut_block(model, mesh_dim, degree, pad=pad)
+
+
+def _cut_block(model: Model, mesh_dim: str, degree: int, *, pad: bool) -> Refusal | None:
+    """The first tensor of a quantized weight in which this degree would cut a block."""
+    mesh = Mesh(((mesh_dim, degree),))
+    padding = _padding(model, mesh, 1) if pad else {}
+    for tensor in model.in_blocks:
+        sizes = _padded(model.sizes.of(dict(tensor.indices)), padding)
+        try:
+            for rank in range(degree):
+                shares = _shares(model.architecture, mesh, rank, sizes)
+                for dim in tensor.rule.dims:
+                    owned(dim, sizes, shares)
+        except NotationError as error:
+            return Refusal(degree, (), f"tensor '{tensor.name}': {error.message}")
     return None
 
 
@@ -411,7 +463,8 @@ def valid_degrees(model: Model, mesh_dim: str = "tp", *, pad: bool = True, limit
     if not families:
         return [1]
     common = set.intersection(*(degrees(family, sizes) for family, sizes in families))
-    return sorted(degree for degree in common if degree <= limit)
+    found = sorted(degree for degree in common if degree <= limit)
+    return [degree for degree in found if _cut_block(model, mesh_dim, degree, pad=pad) is None]
 
 
 def _families(model: Model, mesh_dim: str, *, pad: bool) -> Iterable[tuple[list[str], Mapping[str, int]]]:

@@ -413,7 +413,7 @@ _DSA: dict[str, Any] = {**_MLA_MOE, "index_n_heads": 3, "index_head_dim": 16, "i
 _add("deepseek_v32", (2, 4, 8), **_DSA)
 _add("glm_moe_dsa", (2, 4, 8), **_DSA)
 _add("minicpm3", (2, 4, 8), **_MLA)
-_add("youtu", (2, 4, 8), **{**_MLA, "tie_word_embeddings": True})
+_add("youtu", (2, 4, 8), **{**_MLA, "tie_word_embeddings": True, "pad_token_id": None})
 _SHARED: dict[str, Any] = {
     **_DENSE,
     "moe_intermediate_size": 24,
@@ -478,6 +478,127 @@ _add(
     ffn_config={"ffn_hidden_size": 40, "moe_num_experts": 5, "moe_top_k": 2, "hidden_size": 80},
     vocab_size=101,
     max_seq_len=64,
+)
+
+# ---------------------------------------------------------------------------------------------------------- hybrids
+
+_DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 7,
+    "linear_conv_kernel_dim": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+_DELTA_MOE: dict[str, Any] = {**_MOE, **_DELTA, "shared_expert_intermediate_size": 40}
+_add("qwen3_next", (2, 4, 8), attention_bias=True, **_DELTA_MOE)
+_add("qwen3_next-dense-layer", (2, 4, 8), model_type="qwen3_next", mlp_only_layers=[1], **_DELTA_MOE)
+_add("qwen3_5_text", (2, 4, 8), **_DENSE, **_DELTA)
+_add("qwen3_5_moe_text", (2, 4, 8), **_DELTA_MOE)
+_add("olmo_hybrid", (2, 4, 8), loads_alone=False, **_DENSE, **{**_DELTA, "linear_num_value_heads": 4})
+_CONV: dict[str, Any] = {"layer_types": ["conv", "full_attention", "conv"], "conv_bias": True}
+_add("lfm2", (2, 4, 8), loads_alone=False, block_ff_dim=72, block_auto_adjust_ff_dim=False, **_DENSE, **_CONV)
+_add("lfm2_moe", (2, 4, 8), loads_alone=False, num_dense_layers=1, **{**_MOE, "num_experts": 4}, **_CONV)
+_add(
+    "mamba2",
+    (2, 4, 8),
+    loads_alone=False,
+    hidden_size=48,
+    num_heads=8,
+    head_dim=12,
+    n_groups=2,
+    state_size=5,
+    expand=2,
+    num_hidden_layers=3,
+    vocab_size=101,
+    conv_kernel=3,
+    tie_word_embeddings=False,
+    **_TOKENS,
+)
+for _name in ("mamba", "falcon_mamba"):
+    _add(
+        _name,
+        (2, 3, 4, 6, 8),
+        loads_alone=False,
+        hidden_size=48,
+        state_size=5,
+        num_hidden_layers=3,
+        vocab_size=101,
+        conv_kernel=3,
+        time_step_rank=7,
+        use_mambapy=False,
+        **_TOKENS,
+    )
+_MIXER: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 20,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 5,
+    "mamba_expand": 2,
+    "mamba_d_conv": 3,
+}
+_add("bamba", (2, 4, 8), loads_alone=False, attn_layer_indices=[1], **_DENSE, **_MIXER)
+_add(
+    "granitemoehybrid",
+    (2, 4, 8),
+    loads_alone=False,
+    num_local_experts=3,
+    shared_intermediate_size=56,
+    layer_types=["mamba", "attention", "mamba"],
+    **{**_EXPERTS, **_MIXER, "mamba_n_groups": 1},
+)
+_add(
+    "granitemoehybrid-dense",
+    (2, 4, 8),
+    model_type="granitemoehybrid",
+    loads_alone=False,
+    num_local_experts=0,
+    shared_intermediate_size=56,
+    layer_types=["mamba", "attention", "mamba"],
+    **{**_DENSE, **_MIXER},
+)
+_add("falcon_h1", (2, 4, 8), mamba_d_ssm=88, **_DENSE, **{**_MIXER, "mamba_d_head": 11})
+_add(
+    "nemotron_h",
+    (2, 4, 8),
+    layers_block_type=["mamba", "attention", "moe", "mlp"],
+    mamba_num_heads=8,
+    mamba_head_dim=9,
+    n_groups=2,
+    ssm_state_size=5,
+    conv_kernel=3,
+    moe_shared_expert_intermediate_size=40,
+    **{key: value for key, value in _SHARED.items() if key != "num_hidden_layers"},
+)
+_add(
+    "nemotron_h-latent",
+    (2, 4, 8),
+    model_type="nemotron_h",
+    layers_block_type=["mamba", "attention", "moe"],
+    mamba_num_heads=8,
+    mamba_head_dim=9,
+    n_groups=4,
+    ssm_state_size=5,
+    conv_kernel=3,
+    moe_latent_size=36,
+    moe_shared_expert_intermediate_size=40,
+    **{key: value for key, value in _SHARED.items() if key != "num_hidden_layers"},
+)
+_add(
+    "jamba",
+    (2, 4, 8),
+    loads_alone=False,
+    num_experts=3,
+    attn_layer_period=3,
+    attn_layer_offset=1,
+    expert_layer_period=2,
+    expert_layer_offset=1,
+    mamba_d_state=5,
+    mamba_dt_rank=7,
+    mamba_d_conv=3,
+    mamba_expand=2,
+    use_mamba_kernels=False,
+    **{key: value for key, value in _EXPERTS.items() if key != "head_dim"},
 )
 
 # --------------------------------------------------------------------------------------------------------- encoders

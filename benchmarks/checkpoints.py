@@ -1,0 +1,161 @@
+"""Large checkpoints of random bytes with real names and shapes, for benchmarks."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from formats.safetensors import build_header, tensor_bytes
+
+Tensor = tuple[str, str, tuple[int, ...]]
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 32000,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+
+
+def llama_tensors(layers: int) -> Iterator[Tensor]:
+    """The tensors of a Llama-shaped model of about 0.2 GB a layer, in bfloat16."""
+    hidden, ff, heads, kv, vocab = 3072, 8192, 24 * 128, 8 * 128, 32000
+    yield "model.embed_tokens.weight", "BF16", (vocab, hidden)
+    for i in range(layers):
+        layer = f"model.layers.{i}"
+        yield f"{layer}.input_layernorm.weight", "BF16", (hidden,)
+        yield f"{layer}.mlp.down_proj.weight", "BF16", (hidden, ff)
+        yield f"{layer}.mlp.gate_proj.weight", "BF16", (ff, hidden)
+        yield f"{layer}.mlp.up_proj.weight", "BF16", (ff, hidden)
+        yield f"{layer}.post_attention_layernorm.weight", "BF16", (hidden,)
+        yield f"{layer}.self_attn.k_proj.weight", "BF16", (kv, hidden)
+        yield f"{layer}.self_attn.o_proj.weight", "BF16", (hidden, heads)
+        yield f"{layer}.self_attn.q_proj.weight", "BF16", (heads, hidden)
+        yield f"{layer}.self_attn.v_proj.weight", "BF16", (kv, hidden)
+    yield "model.norm.weight", "BF16", (hidden,)
+    yield "lm_head.weight", "BF16", (vocab, hidden)
+
+
+def write_llama(folder: Path, gigabytes: float, files: int = 3) -> Path:
+    """Write a checkpoint of about ``gigabytes`` GB in ``files`` files; an existing one is taken as it is."""
+    if (folder / "config.json").exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    layers = max(1, round((gigabytes - 0.39) / 0.2013))
+    tensors = list(llama_tensors(layers))
+    total = sum(tensor_bytes(*t) for t in tensors)
+    groups: list[list[Tensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if size >= total / files and len(groups) < files:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += tensor_bytes(*tensor)
+    weight_map = {}
+    for i, group in enumerate(groups, 1):
+        name = f"model-{i:05d}-of-{len(groups):05d}.safetensors"
+        write_random(folder / name, group)
+        weight_map |= {tensor[0]: name for tensor in group}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": layers}, indent=2))
+    return folder
+
+
+def write_random(path: Path, tensors: list[Tensor]) -> None:
+    """A safetensors file of random bytes."""
+    with path.open("wb") as file:
+        file.write(build_header(tensors, {"format": "pt"}))
+        left = sum(tensor_bytes(*t) for t in tensors)
+        while left:
+            file.write(os.urandom(min(left, 64 << 20)))
+            left -= min(left, 64 << 20)
+
+
+# ---------------------------------------------------------------------------------------------- DeepSeek-V3, real layout
+
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432,
+    "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_nextn_predict_layers": 1, "first_k_dense_replace": 3,
+    "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "num_attention_heads": 128,
+    "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "v_head_dim": 128, "vocab_size": 129280, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "quantization_config": {
+        "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
+    },
+}  # fmt: skip
+
+
+def deepseek_v3_tensors() -> Iterator[Tensor]:
+    """The tensors of the published DeepSeek-V3: fp8 in 128 x 128 blocks, 256 experts by name, one MTP layer."""
+    hidden, vocab = 7168, 129280
+    yield "model.embed_tokens.weight", "BF16", (vocab, hidden)
+    for i in range(62):
+        yield from _deepseek_layer(f"model.layers.{i}", dense=i < 3)
+    mtp = "model.layers.61"
+    yield f"{mtp}.embed_tokens.weight", "BF16", (vocab, hidden)
+    yield f"{mtp}.enorm.weight", "BF16", (hidden,)
+    yield f"{mtp}.hnorm.weight", "BF16", (hidden,)
+    yield f"{mtp}.eh_proj.weight", "BF16", (hidden, 2 * hidden)
+    yield f"{mtp}.shared_head.norm.weight", "BF16", (hidden,)
+    yield f"{mtp}.shared_head.head.weight", "BF16", (vocab, hidden)
+    yield "model.norm.weight", "BF16", (hidden,)
+    yield "lm_head.weight", "BF16", (vocab, hidden)
+
+
+def _deepseek_layer(layer: str, *, dense: bool) -> Iterator[Tensor]:
+    hidden = 7168
+    yield f"{layer}.input_layernorm.weight", "BF16", (hidden,)
+    yield f"{layer}.post_attention_layernorm.weight", "BF16", (hidden,)
+    yield f"{layer}.self_attn.q_a_layernorm.weight", "BF16", (1536,)
+    yield f"{layer}.self_attn.kv_a_layernorm.weight", "BF16", (512,)
+    yield from _fp8(f"{layer}.self_attn.q_a_proj", 1536, hidden)
+    yield from _fp8(f"{layer}.self_attn.q_b_proj", 128 * 192, 1536)
+    yield from _fp8(f"{layer}.self_attn.kv_a_proj_with_mqa", 576, hidden)
+    yield from _fp8(f"{layer}.self_attn.kv_b_proj", 128 * 256, 512)
+    yield from _fp8(f"{layer}.self_attn.o_proj", hidden, 128 * 128)
+    if dense:
+        yield from _mlp(f"{layer}.mlp", 18432)
+        return
+    yield f"{layer}.mlp.gate.weight", "BF16", (256, hidden)
+    yield f"{layer}.mlp.gate.e_score_correction_bias", "F32", (256,)
+    yield from _mlp(f"{layer}.mlp.shared_experts", 2048)
+    for expert in range(256):
+        yield from _mlp(f"{layer}.mlp.experts.{expert}", 2048)
+
+
+def _mlp(name: str, ff: int) -> Iterator[Tensor]:
+    yield from _fp8(f"{name}.gate_proj", ff, 7168)
+    yield from _fp8(f"{name}.up_proj", ff, 7168)
+    yield from _fp8(f"{name}.down_proj", 7168, ff)
+
+
+def _fp8(name: str, rows: int, columns: int) -> Iterator[Tensor]:
+    yield f"{name}.weight", "F8_E4M3", (rows, columns)
+    yield f"{name}.weight_scale_inv", "F32", (-(-rows // 128), -(-columns // 128))
+
+
+def write_sparse(folder: Path, config: dict[str, object], tensors: list[Tensor], files: int) -> Path:
+    """A checkpoint of sparse files: true headers and true sizes, no data."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weight_map = {}
+    for i in range(files):
+        name = f"model-{i + 1:05d}-of-{files:06d}.safetensors"
+        group = tensors[len(tensors) * i // files : len(tensors) * (i + 1) // files]
+        header = build_header(group, {"format": "pt"})
+        with (folder / name).open("wb") as file:
+            file.write(header)
+            file.truncate(len(header) + sum(tensor_bytes(*t) for t in group))
+        weight_map |= {tensor[0]: name for tensor in group}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

@@ -1,0 +1,119 @@
+"""Split, merge and re-split against ``cp -r`` of the same bytes, in one run, on the same files.
+
+    python -m benchmarks.speed [--gigabytes 4] [--rounds 5] [--folder DIR] [--script]
+
+Prints for each operation the median of the seconds, the ratio to ``cp -r`` (timed alternately), and the peak resident memory. Outputs are
+removed after each round; the page cache is warm. ``--script`` also times the script that everybody writes, with ``safe_open`` and ``save_file``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.checkpoints import write_llama
+
+NAIVE = """
+import sys, torch
+from pathlib import Path
+from safetensors import safe_open
+from safetensors.torch import save_file
+source, out, tp = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+for rank in range(tp):
+    shard = {}
+    for file in sorted(source.glob('*.safetensors')):
+        with safe_open(file, 'pt') as f:
+            for name in f.keys():
+                t = f.get_slice(name)
+                shape = t.get_shape()
+                if len(shape) == 1:
+                    shard[name] = f.get_tensor(name)
+                elif 'o_proj' in name or 'down_proj' in name:
+                    n = shape[1] // tp
+                    shard[name] = t[:, rank * n:(rank + 1) * n].contiguous()
+                else:
+                    n = shape[0] // tp
+                    shard[name] = t[rank * n:(rank + 1) * n].contiguous()
+    out.mkdir(exist_ok=True)
+    save_file(shard, out / f'rank{rank}.safetensors')
+"""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of wall time and peak resident bytes of one run."""
+
+    seconds: float
+    peak: int
+
+
+def run(command: list[str]) -> Timing:
+    """Run a command to its end."""
+    begin = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        sys.exit(f"{' '.join(command)}: exit status {status}")
+    scale = 1 if sys.platform == "darwin" else 1024
+    return Timing(time.perf_counter() - begin, usage.ru_maxrss * scale)
+
+
+def compare(name: str, source: Path, command: list[str], out: Path, rounds: int) -> None:
+    """Time a command and ``cp -r`` of its source, alternately, and print both."""
+    copy = out.with_name("copy")
+    ours, theirs = [], []
+    for i in range(rounds + 1):
+        first = run(["cp", "-r", str(source), str(copy)])
+        shutil.rmtree(copy)
+        second = run(command)
+        shutil.rmtree(out) if out.is_dir() else out.unlink()
+        if i:  # the first round warms the page cache
+            theirs.append(first.seconds)
+            ours.append(second.seconds)
+            peak = second.peak
+    mine, base = statistics.median(ours), statistics.median(theirs)
+    ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
+    print(
+        f"{name:16} {mine:6.2f} s   cp -r {base:6.2f} s   ratio {mine / base:5.2f}"
+        f"   (per round {ratios[0]:.2f} to {ratios[-1]:.2f})   peak {peak / 1e6:5.0f} MB",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--gigabytes", type=float, default=4.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "reshard-benchmark")
+    parser.add_argument("--script", action="store_true")
+    parser.add_argument("--only", nargs="*", default=["split", "merge", "re-split"])
+    arguments = parser.parse_args()
+    folder: Path = arguments.folder
+    source = write_llama(folder / f"llama-{arguments.gigabytes:g}gb", arguments.gigabytes)
+    shards, out = folder / "shards-4", folder / "out"
+    for leftover in (shards, out, folder / "copy"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    reshard = [sys.executable, "-m", "reshard"]
+    if "split" in arguments.only:
+        compare("split --tp 4", source, [*reshard, "split", str(source), str(out), "--tp", "4"], out, arguments.rounds)
+    run([*reshard, "split", str(source), str(shards), "--tp", "4"])
+    if "merge" in arguments.only:
+        compare("merge of 4", shards, [*reshard, "merge", str(shards), str(out)], out, arguments.rounds)
+    if "re-split" in arguments.only:
+        compare("re-split 4 -> 8", shards, [*reshard, "split", str(shards), str(out), "--tp", "8"], out, arguments.rounds)
+    shutil.rmtree(shards)
+    if arguments.script:
+        naive = [sys.executable, "-c", NAIVE, str(source), str(out), "4"]
+        compare("safe_open script", source, naive, out, arguments.rounds)
+
+
+if __name__ == "__main__":
+    main()

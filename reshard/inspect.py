@@ -1,0 +1,334 @@
+"""What lies in a folder: a full checkpoint, a split one, one rank of it, unfinished output, and whether it is complete.
+
+Works for architectures without rules, too, and for checkpoints of which something is missing: that is what it is there to say.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from formats.architecture import built_in_architectures
+from formats.checkpoint import open_checkpoint
+from formats.errors import CheckpointError, MismatchError, PlanError, ReshardError
+from formats.mesh import Mesh, mesh_from_document
+from formats.safetensors import TensorInfo, parse_header, read_header
+from formats.sharded import MANIFEST, METADATA_KEY, Manifest, is_sharded, rank_folders, read_manifest
+
+STAGING_SUFFIX = ".partial"
+
+
+@dataclass
+class Report:
+    """What a path is. Bytes are those of the weight files; ``parameters`` and ``dtypes`` count elements of the full model.
+
+    Where a split checkpoint does not say what the full model was, they count what the ranks hold: ``counts_ranks`` is set.
+    ``complete`` is the answer to "can this be used": ``problems`` say why not.
+    """
+
+    path: Path
+    kind: str
+    format: str = ""
+    model_type: str | None = None
+    architecture: str | None = None
+    dtypes: dict[str, int] = field(default_factory=dict)
+    tensors: int = 0
+    counts_ranks: bool = False
+    nbytes: int = 0
+    files: int = 0
+    mesh: Mesh | None = None
+    rank: int | None = None
+    ranks_present: tuple[int, ...] = ()
+    ranks_missing: tuple[int, ...] = ()
+    padding: dict[str, tuple[int, int]] = field(default_factory=dict)
+    source: str | None = None
+    commit: str | None = None
+    problems: list[str] = field(default_factory=list)
+    hint: str | None = None
+
+    @property
+    def parameters(self) -> int:
+        """The number of elements."""
+        return sum(self.dtypes.values())
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is missing or damaged, as far as headers and sizes tell."""
+        return not self.problems
+
+
+def inspect(path: Path) -> Report:
+    """Look at a path. Raises CheckpointError only for what is no checkpoint at all."""
+    if not path.exists():
+        staging = path.with_name(path.name + STAGING_SUFFIX)
+        hint = f"{staging} is there, its unfinished output: inspect that, or run the command again to finish it" if staging.is_dir() else None
+        raise CheckpointError(f"{path}: no such file or folder", hint)
+    if path.is_file():
+        return _file(path)
+    if (path / "state" / "task.json").is_file():
+        return _staging(path)
+    if is_sharded(path):
+        return _split(path)
+    return _full(path)
+
+
+# ----------------------------------------------------------------------------------------------------- full, or a file
+
+
+def _full(path: Path) -> Report:
+    report = Report(path, "full checkpoint")
+    _take_config(report, path)
+    try:
+        checkpoint = open_checkpoint(path)
+    except CheckpointError as error:
+        if not _has_weights(path):
+            raise
+        return _damaged(report, error)
+    report.files, report.nbytes = len(checkpoint.files), sum(file.size for file in checkpoint.files)
+    report.format = "safetensors" if all(file.header for file in checkpoint.files) else "PyTorch .bin"
+    _count(report, checkpoint.tensors.values())
+    header = checkpoint.files[0].header
+    if header is not None:
+        _take_shard(report, parse_header(header, checkpoint.files[0].path, None).metadata)
+    return report
+
+
+def _has_weights(path: Path) -> bool:
+    return any(p.name.endswith((".safetensors", ".safetensors.index.json", ".bin.index.json")) or p.suffix == ".bin" for p in path.iterdir())
+
+
+def _damaged(report: Report, error: CheckpointError) -> Report:
+    """A checkpoint of which something is missing: what can be counted all the same."""
+    report.problems.append(error.message)
+    report.hint = error.hint
+    files = sorted(report.path.glob("*.safetensors"))
+    report.format = "safetensors" if files or list(report.path.glob("*.safetensors.index.json")) else "PyTorch .bin"
+    found = files or sorted(report.path.glob("*.bin"))
+    report.files, report.nbytes = len(found), sum(file.stat().st_size for file in found)
+    for file in files:
+        try:
+            _count(report, read_header(file).tensors.values())
+        except CheckpointError as other:
+            if other.message not in report.problems:
+                report.problems.append(other.message)
+    return report
+
+
+def _file(path: Path) -> Report:
+    if path.suffix != ".safetensors":
+        raise CheckpointError(f"{path}: not a folder and no .safetensors file", "give the folder that holds config.json and the weights")
+    report = Report(path, "one file", "safetensors", files=1, nbytes=path.stat().st_size)
+    try:
+        header = read_header(path)
+    except CheckpointError as error:
+        report.problems.append(error.message)
+        report.hint = error.hint
+        return report
+    _count(report, header.tensors.values())
+    _take_shard(report, header.metadata)
+    return report
+
+
+def _take_shard(report: Report, metadata: Mapping[str, str]) -> None:
+    """Take in what a shard's header says, if it is one."""
+    shard = _shard(metadata, report.path)
+    if shard is not None:
+        report.kind = "one rank of a split checkpoint" if report.kind == "full checkpoint" else "one file of a split checkpoint"
+        report.mesh, report.rank, report.padding = shard.mesh, shard.rank, shard.padding
+        report.source = shard.source
+
+
+# ----------------------------------------------------------------------------------------------------------- split
+
+
+@dataclass(frozen=True)
+class _Shard:
+    source: str
+    mesh: Mesh
+    rank: int
+    padding: dict[str, tuple[int, int]]
+
+
+def _shard(metadata: Mapping[str, str], where: Path) -> _Shard | None:
+    try:
+        document = json.loads(metadata[METADATA_KEY])
+        padding = _padding(document["padding"], document["sizes"])
+        mesh = mesh_from_document(document["mesh"], str(where))
+        return _Shard(f"fingerprint {document['source'][:16]}", mesh, int(document["rank"]), padding)
+    except (KeyError, TypeError, ValueError, ReshardError):
+        return None
+
+
+def _padding(padded: Mapping[str, int], sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    return {axis: (sizes[axis], size) for axis, size in padded.items()}
+
+
+def _split(path: Path) -> Report:
+    report = Report(path, "split checkpoint", "safetensors")
+    _take_config(report, path)
+    try:
+        manifest = read_manifest(path / MANIFEST) if (path / MANIFEST).is_file() else None
+    except ReshardError as error:
+        report.problems.append(error.message)
+        report.hint = error.hint
+        manifest = None
+    ranks = _from_manifest(report, manifest) if manifest else _from_folders(report)
+    _take_ranks(report, ranks)
+    _count_full(report, manifest, ranks)
+    if report.complete:
+        _check_whole(report)
+    return report
+
+
+def _from_manifest(report: Report, manifest: Manifest) -> dict[int, list[TensorInfo]]:
+    identity = manifest.identity
+    report.mesh, report.padding = identity.mesh, _padding(identity.padding, identity.sizes)
+    report.source, report.commit = manifest.source.location, manifest.source.commit
+    report.architecture = str(manifest.architecture.get("name", "")) or report.architecture
+    found: dict[int, list[TensorInfo]] = {}
+    for rank, records in manifest.ranks.items():
+        tensors: list[TensorInfo] = []
+        problems: list[str] = []
+        for record in records:
+            file = report.path / record.name
+            if not file.is_file():
+                problems.append(f"{file} is missing, {MANIFEST} lists it")
+            elif file.stat().st_size != record.size:
+                problems.append(f"{file} has {file.stat().st_size:,} bytes, {MANIFEST} says {record.size:,}")
+            elif file.suffix == ".safetensors":
+                tensors += _read(report, file, problems)
+        whole_folder = (report.path / identity.mesh.folder(rank)).is_dir()
+        if whole_folder:
+            report.problems += problems
+            found[rank] = tensors
+    return found
+
+
+def _from_folders(report: Report) -> dict[int, list[TensorInfo]]:
+    found: dict[int, list[TensorInfo]] = {}
+    for folder in rank_folders(report.path):
+        tensors: list[TensorInfo] = []
+        for file in sorted(folder.glob("*.safetensors")):
+            try:
+                header = read_header(file)
+            except CheckpointError as error:
+                report.problems.append(error.message)
+                continue
+            shard = _shard(header.metadata, file)
+            if shard is None:
+                report.problems.append(f"{file}: its header does not say which rank of what it is")
+                continue
+            if report.mesh is None:
+                report.mesh, report.padding, report.source = shard.mesh, shard.padding, shard.source
+            report.files += 1
+            report.nbytes += file.stat().st_size
+            tensors += header.tensors.values()
+            found.setdefault(shard.rank, tensors)
+    return found
+
+
+def _read(report: Report, file: Path, problems: list[str]) -> Iterable[TensorInfo]:
+    report.files += 1
+    report.nbytes += file.stat().st_size
+    try:
+        return read_header(file).tensors.values()
+    except CheckpointError as error:
+        problems.append(error.message)
+        return ()
+
+
+def _take_ranks(report: Report, ranks: Mapping[int, object]) -> None:
+    if report.mesh is None:
+        return
+    report.ranks_present = tuple(sorted(ranks))
+    report.ranks_missing = tuple(rank for rank in range(report.mesh.size) if rank not in ranks)
+    if report.ranks_missing:
+        missing = ", ".join(map(str, report.ranks_missing))
+        many = len(report.ranks_missing) > 1
+        report.problems.append(f"rank{'s' if many else ''} {missing} of {report.mesh} {'are' if many else 'is'} missing")
+        report.hint = "write them with 'reshard split … --rank R', or bring the folders of all ranks together"
+
+
+def _count_full(report: Report, manifest: Manifest | None, ranks: Mapping[int, list[TensorInfo]]) -> None:
+    """Count the full model's tensors, as the headers of the source's files in the manifest say; else those of the ranks."""
+    files = manifest.source.files if manifest else ()
+    if files:
+        for file in files:
+            _count(report, parse_header(file.header, Path(file.name), file.size).tensors.values())
+        return
+    report.counts_ranks = True
+    for tensors in ranks.values():
+        _count(report, tensors)
+    report.tensors = max((len(tensors) for tensors in ranks.values()), default=0)
+
+
+def _check_whole(report: Report) -> None:
+    """All that a merge would check before it moves a byte."""
+    from reshard.source import open_source
+
+    try:
+        source = open_source(report.path)
+    except PlanError:
+        return  # no rules for it (any more): nothing is missing, it needs --plan
+    except (CheckpointError, MismatchError) as error:
+        report.problems.append(error.message)
+        report.hint = error.hint
+        return
+    if report.counts_ranks:
+        report.counts_ranks, report.dtypes, report.tensors = False, {}, len(source.model.tensors)
+        for tensor in source.model.tensors:
+            report.dtypes[tensor.dtype] = report.dtypes.get(tensor.dtype, 0) + math.prod(tensor.shape)
+
+
+# --------------------------------------------------------------------------------------------------------- staging
+
+
+def _staging(path: Path) -> Report:
+    """The folder in which an output is built."""
+    report = Report(path, "unfinished output", "safetensors")
+    task = _object(path / "state" / "task.json")
+    command = task.get("command", "a command")
+    report.kind = f"unfinished output of {command}"
+    if isinstance(task.get("mesh"), dict):
+        report.mesh = mesh_from_document(task["mesh"], str(path))
+    report.source = f"fingerprint {str(task.get('source', ''))[:16]}"
+    _take_config(report, path / "files")
+    finished = [file for file in (path / "files").rglob("*.safetensors") if file.is_file()]
+    begun = [file for file in (path / "files").rglob("*.incomplete") if file.is_file()]
+    report.files, report.nbytes = len(finished), sum(file.stat().st_size for file in finished)
+    out = path.with_name(path.name.removesuffix(STAGING_SUFFIX))
+    report.problems.append(f"it is not finished: {len(finished)} weight files are written, {len(begun)} are begun")
+    report.hint = f"the 'reshard {command}' that writes {out} is still running, or was stopped: the same command goes on where it stopped"
+    return report
+
+
+# --------------------------------------------------------------------------------------------------------- common
+
+
+def _take_config(report: Report, folder: Path) -> None:
+    config = _object(folder / "config.json")
+    model_type = config.get("model_type")
+    report.model_type = model_type if isinstance(model_type, str) else None
+    known = built_in_architectures().get(report.model_type or "")
+    report.architecture = known.stem if known else None
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _count(report: Report, tensors: Iterable[TensorInfo]) -> None:
+    dtypes: Counter[str] = Counter(report.dtypes)
+    for tensor in tensors:
+        dtypes[tensor.dtype] += math.prod(tensor.shape)
+        report.tensors += 1
+    report.dtypes = dict(dtypes.most_common())

@@ -1,0 +1,293 @@
+"""A plan as a table that a person can read: what each rule does to its tensors, and the totals one decides by.
+
+Pure: rows and totals are computed from a plan, text from rows and a width. Nothing is read or printed here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from formats.architecture import Architecture
+from formats.axes import Shape
+from formats.safetensors import tensor_bytes
+from reshard.plan import Entry, Plan
+
+_SCALES = ("_scales", "_scale", "_scale_inv", ".scales", ".qzeros", ".g_idx", "_bias", ".bias")
+_ACTIVATION_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+
+
+@dataclass(frozen=True)
+class Row:
+    """All tensors that one rule covers and that have one dtype and shape. Sizes in bytes.
+
+    ``copies`` is the number of ranks that hold the same part: 1 where nothing is held twice, the degree where
+    everything is, something between where there are fewer KV heads than ranks.
+    """
+
+    name: str
+    rule: str
+    kind: str
+    dtype: str
+    full: tuple[int, ...]
+    local: tuple[int, ...]
+    tensors: int
+    copies: int
+    bytes_full: int
+    bytes_per_rank: int
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """The all-reduces of one pass: how many, and the bytes of one token that each rank puts into them together."""
+
+    count: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What a person decides by. Sizes in bytes; ``replicated`` are those on a rank that another rank holds too."""
+
+    tensors: int
+    parameters: int
+    bytes_full: int
+    bytes_per_rank: int
+    replicated: int
+    forward: AllReduce
+    backward: AllReduce
+
+    @property
+    def share_replicated(self) -> float:
+        """The part of a rank's bytes that another rank holds too, 0 to 1."""
+        return self.replicated / self.bytes_per_rank if self.bytes_per_rank else 0.0
+
+
+# --------------------------------------------------------------------------------------------------------- kinds
+
+
+def kind_of(entry: Entry, architecture: Architecture) -> str:
+    """``column``, ``row``, ``vocabulary`` or ``replicated``; those of experts are called ``expert column`` and so on.
+
+    Column-parallel: split along the output (or along its only dimension, as its bias is); row-parallel: along the input. Vocabulary:
+    split along the vocabulary, which is the output of an LM head and what an embedding is looked up by.
+    """
+    kind = _plain_kind(entry, architecture)
+    of_experts = {axis for family in architecture.families.get("ep", ()) for axis in family}
+    named = {segment[1:-1] for segment in entry.template.split(".") if segment.startswith("{")}
+    return f"expert {kind}" if of_experts & (named | entry.layout.rule.axes) else kind
+
+
+def _plain_kind(entry: Entry, architecture: Architecture) -> str:
+    layout = entry.layout
+    if layout.is_replicated:
+        return "replicated"
+    axes = frozenset().union(*(layout.rule.dims[i].axes for i in layout.parallel_dims))
+    if axes & {"vocab", *architecture.pad}:
+        return "vocabulary"
+    return "row" if layout.parallel_dims & _input_dims(layout.rule) else "column"
+
+
+def _input_dims(rule: Shape) -> frozenset[int]:
+    """The dimensions of a matrix that are its input: the last, or those before an arrow; packing (a plain number at the end) aside."""
+    if rule.arrow is not None:
+        return frozenset(range(rule.arrow))
+    count = len(rule.dims)
+    while count > 2 and not rule.dims[count - 1].axes:
+        count -= 1
+    return frozenset({count - 1}) if count > 1 else frozenset()
+
+
+def _output_size(entry: Entry) -> int:
+    rule, inputs = entry.layout.rule, _input_dims(entry.layout.rule)
+    if rule.arrow is not None:
+        return math.prod(entry.layout.full[rule.arrow :])
+    return entry.layout.full[min(inputs) - 1]
+
+
+# ---------------------------------------------------------------------------------------------------- rows, totals
+
+
+def rows_of(plan: Plan) -> list[Row]:
+    """One row for each rule, dtype and shape, in the order in which they occur in the checkpoint."""
+    groups: dict[tuple[object, ...], list[Entry]] = {}
+    for entry in plan.entries.values():
+        groups.setdefault((entry.template, entry.dtype, entry.layout), []).append(entry)
+    return [_row(plan, entries) for entries in groups.values()]
+
+
+def _row(plan: Plan, entries: Sequence[Entry]) -> Row:
+    entry = entries[0]
+    layout, local = entry.layout, entry.layout.boxes[0].shape
+    padded = math.prod(layout.padded)
+    return Row(
+        name=entry.template,
+        rule=str(layout.rule),
+        kind=kind_of(entry, plan.model.architecture),
+        dtype=entry.dtype,
+        full=layout.full,
+        local=local,
+        tensors=len(entries),
+        copies=plan.mesh.size * math.prod(local) // padded if padded else 1,
+        bytes_full=len(entries) * tensor_bytes(entry.name, entry.dtype, layout.full),
+        bytes_per_rank=len(entries) * tensor_bytes(entry.name, entry.dtype, local),
+    )
+
+
+def totals_of(plan: Plan, rows: Sequence[Row]) -> Totals:
+    """The sums of the rows, and the all-reduces of a token's way forward and back."""
+    forward, backward = all_reduces(plan)
+    return Totals(
+        tensors=sum(row.tensors for row in rows),
+        parameters=sum(row.tensors * math.prod(row.full) for row in rows),
+        bytes_full=sum(row.bytes_full for row in rows),
+        bytes_per_rank=sum(row.bytes_per_rank for row in rows),
+        replicated=sum(row.bytes_per_rank for row in rows if row.copies > 1),
+        forward=forward,
+        backward=backward,
+    )
+
+
+def all_reduces(plan: Plan) -> tuple[AllReduce, AllReduce]:
+    """What tensor parallelism adds up over the ranks for one token, forward and backward.
+
+    With ``w`` the bytes of one activation (the checkpoint's own dtype; 2 for quantized weights) and ``d`` the output size of a weight:
+
+        forward  = sum over layers and row-parallel weights of (d w), plus one hidden vector for a vocabulary-parallel embedding
+        backward = the same sum, since each block that ends in a row-parallel weight begins with column-parallel ones whose
+                   input gradient is added up, plus one hidden vector for a column-parallel LM head
+
+    (Megatron-LM, arXiv:1909.08053, section 3.) The experts of a layer count once: their outputs are added before the all-reduce.
+    These are the bytes that each rank puts in; a ring all-reduce over N ranks moves 2 (N - 1) / N times as many through each link. An
+    engine may need fewer (parallel attention and MLP, shared experts: one all-reduce for both), and a norm over
+    heads that are split one number more.
+    """
+    width, architecture = activation_bytes(plan), plan.model.architecture
+    blocks: dict[tuple[object, ...], int] = {}
+    vocabulary: dict[str, int] = {}
+    for entry in plan.entries.values():
+        layout = entry.layout
+        if layout.is_replicated or len(layout.full) < 2 or entry.name.endswith(_SCALES):
+            continue
+        kind = _plain_kind(entry, architecture)
+        if kind == "row":
+            match = architecture.match(entry.name)
+            layer = next(iter(match.indices.items()), None) if match else None
+            blocks[entry.template, layer] = _output_size(entry)
+        elif kind == "vocabulary":
+            vocabulary[entry.template] = max(n for i, n in enumerate(layout.full) if i not in layout.parallel_dims)
+    body, hidden = sum(blocks.values()), max(vocabulary.values(), default=0)
+    head = hidden if len(vocabulary) > 1 or plan.model.sizes.settings.get("tie_word_embeddings") is not False else 0
+    return (
+        AllReduce(len(blocks) + (hidden > 0), (body + hidden) * width),
+        AllReduce(len(blocks) + (head > 0), (body + head) * width),
+    )
+
+
+def activation_bytes(plan: Plan) -> int:
+    """Bytes of one activation: by the config's dtype, else by that of the largest floating-point weight, else 2."""
+    settings = plan.model.sizes.settings
+    named = str(settings.get("dtype") or settings.get("torch_dtype")).removeprefix("torch.")
+    if named in _ACTIVATION_BYTES:
+        return _ACTIVATION_BYTES[named]
+    floats = [entry for entry in plan.entries.values() if entry.dtype in _ACTIVATION_BYTES]
+    largest = max(floats, key=lambda entry: math.prod(entry.layout.full), default=None)
+    return _ACTIVATION_BYTES[largest.dtype] if largest else 2
+
+
+# ----------------------------------------------------------------------------------------------------------- text
+
+
+def human_bytes(count: float) -> str:
+    """``1.23 GB``, in decimal units as the Hub has them."""
+    if count < 1000:
+        return f"{count:.0f} B"
+    for unit in ("kB", "MB", "GB", "TB"):
+        count /= 1000
+        if count < 999.995 or unit == "TB":
+            break
+    return f"{count:.2f} {unit}"
+
+
+def plural(count: int, word: str) -> str:
+    """``1 file``, ``2 files``."""
+    return f"{count:,} {word}{'' if count == 1 else 's'}"
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """``4096x1024``; ``scalar`` for no dimensions."""
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def format_table(rows: Sequence[Row], width: int | None) -> list[str]:
+    """The table's lines, within ``width`` columns (None: as wide as it needs)."""
+    cells = [("tensor", "rule", "kind", "dtype", "full -> rank", "tensors", "per rank")]
+    for row in rows:
+        copies = f" {row.copies}x" if row.copies > 1 and row.kind.split()[-1] != "replicated" else ""
+        change = shape_text(row.full) if row.full == row.local else f"{shape_text(row.full)} -> {shape_text(row.local)}"
+        cells.append(
+            (row.name, row.rule or "(scalar)", row.kind + copies, row.dtype, change, f"{row.tensors:,}", human_bytes(row.bytes_per_rank))
+        )
+    return align(cells, right=(5, 6), width=width, elastic=(0, 1))
+
+
+def align(cells: Sequence[Sequence[str]], *, right: Sequence[int], width: int | None, elastic: Sequence[int] = ()) -> list[str]:
+    """Lay cells out in columns, two spaces apart; if too wide, the ``elastic`` ones lose their middle, the widest first."""
+    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
+    while width is not None and sum(widths) + 2 * (len(widths) - 1) > width:
+        widest = max(elastic, key=lambda i: widths[i], default=None)
+        if widest is None or widths[widest] <= 16:
+            break
+        widths[widest] -= 1
+    lines = []
+    for line in cells:
+        shown = [_shorten(cell, widths[i]) for i, cell in enumerate(line)]
+        padded = [cell.rjust(widths[i]) if i in right else cell.ljust(widths[i]) for i, cell in enumerate(shown)]
+        lines.append("  ".join(padded).rstrip())
+    return lines
+
+
+def _shorten(text: str, width: int) -> str:
+    if len(text) <= width:
+        return text
+    tail = (width - 1) * 2 // 3
+    return f"{text[: width - 1 - tail]}…{text[len(text) - tail :]}"
+
+
+def totals_lines(plan: Plan, totals: Totals) -> list[str]:
+    """The totals, one a line."""
+    ranks, width = plan.mesh.size, activation_bytes(plan)
+    average = totals.bytes_per_rank / totals.bytes_full if totals.bytes_full else 0.0
+    pairs = [
+        ("bytes per rank", f"{human_bytes(totals.bytes_per_rank)} on each of {plural(ranks, 'rank')} ({totals.bytes_per_rank:,} bytes), "
+         f"{average:.1%} of {human_bytes(totals.bytes_full)}"),
+        ("replicated", f"{human_bytes(totals.replicated)} of that on other ranks too ({totals.share_replicated:.1%})"),
+    ]  # fmt: skip
+    full = plan.model.sizes.of({})
+    for axis, size in plan.padding.items():
+        pairs.append(("padding", f"{axis} {full[axis]:,} -> {size:,} with zeros; merge strips them"))
+    if ranks > 1:
+        for name, pass_ in (("forward", totals.forward), ("backward", totals.backward)):
+            many = plural(pass_.count, "all-reduce")
+            pairs.append((f"{name}, a token", f"{human_bytes(pass_.nbytes)} in {many}, {width} bytes an activation"))
+    wide = max(len(label) for label, _ in pairs)
+    return [f"{label.ljust(wide)}  {text}" for label, text in pairs]
+
+
+def row_document(row: Row) -> Mapping[str, Any]:
+    """A row for ``--json``."""
+    as_is: Callable[[tuple[int, ...]], list[int]] = list
+    return {
+        "tensor": row.name,
+        "rule": row.rule,
+        "kind": row.kind,
+        "dtype": row.dtype,
+        "full_shape": as_is(row.full),
+        "rank_shape": as_is(row.local),
+        "tensors": row.tensors,
+        "copies": row.copies,
+        "bytes_full": row.bytes_full,
+        "bytes_per_rank": row.bytes_per_rank,
+    }

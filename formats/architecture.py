@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -32,6 +32,19 @@ class Rule:
     """The shape of a tensor, where ``when`` holds (always, if it is None)."""
 
     shape: Shape
+    when: Expression | None = None
+
+
+@dataclass(frozen=True)
+class ModuleRule:
+    """What a rank's module of transformers has that the rank's own config.json cannot say, where ``when`` holds.
+
+    ``attributes`` are set to the rank's own numbers; ``split`` gives the shape of what the module shares with all ranks
+    (an argument of its forward, a buffer, a list of modules) and a rank has its part of.
+    """
+
+    attributes: Mapping[str, Expression]
+    split: Mapping[str, Shape]
     when: Expression | None = None
 
 
@@ -66,28 +79,38 @@ class Architecture:
     pad: tuple[str, ...]
     config: Mapping[str, Expression]
     tensors: Mapping[str, tuple[Rule, ...]]
+    modules: Mapping[str, tuple[ModuleRule, ...]] = field(default_factory=dict)
     _root: _Node = field(repr=False, compare=False, default_factory=_Node)
+    _module_root: _Node = field(repr=False, compare=False, default_factory=_Node)
 
     def match(self, name: str) -> Match | None:
         """The line that covers a tensor of this name, or None."""
-        node = self._root
-        indices: dict[str, int] = {}
-        for segment in name.split("."):
-            if segment in node.literal:
-                node = node.literal[segment]
-            elif node.index is not None and segment.isdigit():
-                indices[node.index[0]] = int(segment)
-                node = node.index[1]
-            else:
-                return None
-        if node.template is None:
-            return None
-        return Match(node.template, self.tensors[node.template], indices)
+        found = _find(self._root, name)
+        return Match(found[0], self.tensors[found[0]], found[1]) if found else None
+
+    def match_module(self, name: str) -> tuple[tuple[ModuleRule, ...], Mapping[str, int]] | None:
+        """The rules under ``[modules]`` for a module of this name, and the indices in it, or None."""
+        found = _find(self._module_root, name)
+        return (self.modules[found[0]], found[1]) if found else None
 
     def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """The part of ``config.json`` that speaks of the language model; the rest of it stands behind."""
         inner = config.get(self.section) if self.section else None
         return {**config, **inner} if isinstance(inner, dict) else config
+
+
+def _find(node: _Node, name: str) -> tuple[str, dict[str, int]] | None:
+    """The template that covers a name, and the indices found in the name."""
+    indices: dict[str, int] = {}
+    for segment in name.split("."):
+        if segment in node.literal:
+            node = node.literal[segment]
+        elif node.index is not None and segment.isdigit():
+            indices[node.index[0]] = int(segment)
+            node = node.index[1]
+        else:
+            return None
+    return None if node.template is None else (node.template, indices)
 
 
 def load_architecture(path: Path) -> Architecture:
@@ -124,6 +147,7 @@ def _build(document: Mapping[str, Any], name: str) -> Architecture:
     tensors = {template: _rules(template, value) for template, value in document.get("tensors", {}).items()}
     if not tensors:
         raise NotationError("no rules under [tensors]")
+    modules = {template: _module_rules(template, value) for template, value in document.get("modules", {}).items()}
     return Architecture(
         name=document.get("name", name),
         model_types=tuple(document.get("model_types", ())),
@@ -134,7 +158,9 @@ def _build(document: Mapping[str, Any], name: str) -> Architecture:
         pad=pad,
         config={key: read_expression(str(text)) for key, text in document.get("config", {}).items()},
         tensors=tensors,
+        modules=modules,
         _root=_trie(tensors, prefixes),
+        _module_root=_trie(modules, prefixes),
     )
 
 
@@ -153,7 +179,20 @@ def _rules(template: str, value: Any) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
-def _trie(tensors: Mapping[str, tuple[Rule, ...]], prefixes: tuple[str, ...]) -> _Node:
+def _module_rules(template: str, value: Any) -> tuple[ModuleRule, ...]:
+    rules = []
+    for line in value if isinstance(value, list) else [value]:
+        try:
+            when = read_expression(line["when"]) if "when" in line else None
+            split = {name: parse(shape) for name, shape in line.get("split", {}).items()}
+            texts = {name: str(text) for name, text in line.items() if name not in {"when", "split"}}
+            rules.append(ModuleRule({name: read_expression(text) for name, text in texts.items()}, split, when))
+        except NotationError as error:
+            raise NotationError(f"module '{template}': {error.message}") from None
+    return tuple(rules)
+
+
+def _trie(tensors: Iterable[str], prefixes: tuple[str, ...]) -> _Node:
     root = _Node()
     for template in tensors:
         for spelling in _spellings(template, prefixes):
@@ -219,7 +258,10 @@ def find_architecture(config: Mapping[str, Any], where: Path) -> Architecture:
 
 
 def to_document(architecture: Architecture) -> dict[str, Any]:
-    """The parsed form of an architecture's file: plain strings, lists and dicts."""
+    """The parsed form of an architecture's file: plain strings, lists and dicts.
+
+    Without ``[modules]``: shards do not depend on it.
+    """
     parallel: dict[str, Any] = {dim: [list(family) for family in fams] for dim, fams in architecture.families.items()}
     if architecture.pad:
         parallel["pad"] = list(architecture.pad)
@@ -244,10 +286,21 @@ def _rule_document(rules: tuple[Rule, ...]) -> Any:
     return lines
 
 
+def _module_document(rules: tuple[ModuleRule, ...]) -> Any:
+    lines = []
+    for rule in rules:
+        line: dict[str, Any] = {"when": rule.when.text} if rule.when else {}
+        line |= {name: expression.text for name, expression in rule.attributes.items()}
+        lines.append(line | ({"split": {name: str(shape) for name, shape in rule.split.items()}} if rule.split else {}))
+    return lines[0] if len(lines) == 1 else lines
+
+
 def to_toml(architecture: Architecture) -> str:
     """The text of an architecture file, in the form that ``load_architecture`` reads."""
     document = to_document(architecture)
     tables = {key: document.pop(key) for key in ("sizes", "parallel", "config", "tensors")}
+    if architecture.modules:
+        tables["modules"] = {name: _module_document(rules) for name, rules in architecture.modules.items()}
     lines = [f"{key} = {_toml(value)}" for key, value in document.items()]
     for key, table in tables.items():
         lines += ["", f"[{key}]"]
@@ -259,5 +312,5 @@ def _toml(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + " }"
+        return "{ " + ", ".join(f"{_toml(key) if '.' in key else key} = {_toml(item)}" for key, item in value.items()) + " }"
     return json.dumps(value, ensure_ascii=False)

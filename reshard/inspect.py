@@ -1,6 +1,6 @@
-"""What lies in a folder: a full checkpoint, a split one, one rank of it, unfinished output, and whether it is complete.
+"""What lies in a folder: a full checkpoint, a split one, one rank of it, unfinished output; and whether it is complete.
 
-Works for architectures without rules, too, and for checkpoints of which something is missing: that is what it is there to say.
+Works without rules for the architecture, and for checkpoints of which something is missing: it is there to say what.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ STAGING_SUFFIX = ".partial"
 
 @dataclass
 class Report:
-    """What a path is. Bytes are those of the weight files; ``parameters`` and ``dtypes`` count elements of the full model.
+    """What a path is.
 
-    Where a split checkpoint does not say what the full model was, they count what the ranks hold: ``counts_ranks`` is set.
-    ``complete`` is the answer to "can this be used": ``problems`` say why not.
+    ``nbytes`` are those of the weight files; ``parameters`` and ``dtypes`` count elements of the full model, or with
+    ``counts_ranks``, where a split checkpoint does not say what that was, of the ranks. ``problems`` say why the answer
+    to "is it complete" is no.
     """
 
     path: Path
@@ -66,7 +67,8 @@ def inspect(path: Path) -> Report:
     """Look at a path. Raises CheckpointError only for what is no checkpoint at all."""
     if not path.exists():
         staging = path.with_name(path.name + STAGING_SUFFIX)
-        hint = f"{staging} is there, its unfinished output: inspect that, or run the command again to finish it" if staging.is_dir() else None
+        unfinished = f"{staging} is there, its unfinished output: inspect that, or run the same command to finish it"
+        hint = unfinished if staging.is_dir() else None
         raise CheckpointError(f"{path}: no such file or folder", hint)
     if path.is_file():
         return _file(path)
@@ -99,7 +101,8 @@ def _full(path: Path) -> Report:
 
 
 def _has_weights(path: Path) -> bool:
-    return any(p.name.endswith((".safetensors", ".safetensors.index.json", ".bin.index.json")) or p.suffix == ".bin" for p in path.iterdir())
+    endings = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
+    return path.is_dir() and any(file.name.endswith(endings) for file in path.iterdir())
 
 
 def _damaged(report: Report, error: CheckpointError) -> Report:
@@ -121,7 +124,8 @@ def _damaged(report: Report, error: CheckpointError) -> Report:
 
 def _file(path: Path) -> Report:
     if path.suffix != ".safetensors":
-        raise CheckpointError(f"{path}: not a folder and no .safetensors file", "give the folder that holds config.json and the weights")
+        hint = "give the folder that holds config.json and the weights"
+        raise CheckpointError(f"{path}: not a folder and no .safetensors file", hint)
     report = Report(path, "one file", "safetensors", files=1, nbytes=path.stat().st_size)
     try:
         header = read_header(path)
@@ -138,7 +142,8 @@ def _take_shard(report: Report, metadata: Mapping[str, str]) -> None:
     """Take in what a shard's header says, if it is one."""
     shard = _shard(metadata, report.path)
     if shard is not None:
-        report.kind = "one rank of a split checkpoint" if report.kind == "full checkpoint" else "one file of a split checkpoint"
+        part = "rank" if report.kind == "full checkpoint" else "file"
+        report.kind = f"one {part} of a split checkpoint"
         report.mesh, report.rank, report.padding = shard.mesh, shard.rank, shard.padding
         report.source = shard.source
 
@@ -250,12 +255,14 @@ def _take_ranks(report: Report, ranks: Mapping[int, object]) -> None:
     if report.ranks_missing:
         missing = ", ".join(map(str, report.ranks_missing))
         many = len(report.ranks_missing) > 1
-        report.problems.append(f"rank{'s' if many else ''} {missing} of {report.mesh} {'are' if many else 'is'} missing")
+        report.problems.append(
+            f"rank{'s' if many else ''} {missing} of {report.mesh} {'are' if many else 'is'} missing"
+        )
         report.hint = "write them with 'reshard split … --rank R', or bring the folders of all ranks together"
 
 
 def _count_full(report: Report, manifest: Manifest | None, ranks: Mapping[int, list[TensorInfo]]) -> None:
-    """Count the full model's tensors, as the headers of the source's files in the manifest say; else those of the ranks."""
+    """Count the full model's tensors, by the headers of the source that the manifest keeps; else those of the ranks."""
     files = manifest.source.files if manifest else ()
     if files:
         for file in files:
@@ -303,7 +310,7 @@ def _staging(path: Path) -> Report:
     report.files, report.nbytes = len(finished), sum(file.stat().st_size for file in finished)
     out = path.with_name(path.name.removesuffix(STAGING_SUFFIX))
     report.problems.append(f"it is not finished: {len(finished)} weight files are written, {len(begun)} are begun")
-    report.hint = f"the 'reshard {command}' that writes {out} is still running, or was stopped: the same command goes on where it stopped"
+    report.hint = f"'reshard {command}' to {out} is running or was stopped; the same command goes on where it stopped"
     return report
 
 

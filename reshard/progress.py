@@ -1,4 +1,4 @@
-"""How far a long command is, on stderr: a bar on a terminal, elsewhere a plain line now and then, with ``--quiet`` nothing."""
+"""How far a long command is, on stderr: a bar on a terminal, elsewhere a plain line now and then."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ class Progress:
             else:
                 self._line(done, total)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._bar is not None:
             self._bar.leave = False
             self._bar.close()
@@ -59,7 +61,13 @@ class Progress:
             from tqdm import tqdm
 
             self._bar = tqdm(
-                desc=self._title, total=total, initial=done, unit="B", unit_scale=True, dynamic_ncols=True, file=sys.stderr
+                desc=self._title,
+                total=total,
+                initial=done,
+                unit="B",
+                unit_scale=True,
+                dynamic_ncols=True,
+                file=sys.stderr,
             )
 
     def _line(self, done: int, total: int) -> None:

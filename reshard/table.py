@@ -71,8 +71,8 @@ class Totals:
 def kind_of(entry: Entry, architecture: Architecture) -> str:
     """``column``, ``row``, ``vocabulary`` or ``replicated``; those of experts are called ``expert column`` and so on.
 
-    Column-parallel: split along the output (or along its only dimension, as its bias is); row-parallel: along the input. Vocabulary:
-    split along the vocabulary, which is the output of an LM head and what an embedding is looked up by.
+    Column-parallel: split along the output (or along its only dimension, as its bias is); row-parallel: along the
+    input. Vocabulary: along the vocabulary, which is the output of an LM head and what an embedding is looked up by.
     """
     kind = _plain_kind(entry, architecture)
     of_experts = {axis for family in architecture.families.get("ep", ()) for axis in family}
@@ -91,7 +91,7 @@ def _plain_kind(entry: Entry, architecture: Architecture) -> str:
 
 
 def _input_dims(rule: Shape) -> frozenset[int]:
-    """The dimensions of a matrix that are its input: the last, or those before an arrow; packing (a plain number at the end) aside."""
+    """The dimensions of a matrix that are its input: the last (plain numbers at the end aside), or before an arrow."""
     if rule.arrow is not None:
         return frozenset(range(rule.arrow))
     count = len(rule.dims)
@@ -153,16 +153,19 @@ def totals_of(plan: Plan, rows: Sequence[Row]) -> Totals:
 def all_reduces(plan: Plan) -> tuple[AllReduce, AllReduce]:
     """What tensor parallelism adds up over the ranks for one token, forward and backward.
 
-    With ``w`` the bytes of one activation (the checkpoint's own dtype; 2 for quantized weights) and ``d`` the output size of a weight:
+    With ``w`` the bytes of one activation (the checkpoint's own dtype; 2 for quantized weights) and ``d`` the output
+    size of a weight:
 
-        forward  = sum over layers and row-parallel weights of (d w), plus one hidden vector for a vocabulary-parallel embedding
-        backward = the same sum, since each block that ends in a row-parallel weight begins with column-parallel ones whose
-                   input gradient is added up, plus one hidden vector for a column-parallel LM head
+        forward  = sum of d w over layers and their row-parallel weights
+                   + one hidden vector for a vocabulary-parallel embedding
+        backward = the same sum, since each block that ends in a row-parallel weight begins with column-parallel ones,
+                   whose input gradient is added up
+                   + one hidden vector for a vocabulary-parallel LM head
 
-    (Megatron-LM, arXiv:1909.08053, section 3.) The experts of a layer count once: their outputs are added before the all-reduce.
-    These are the bytes that each rank puts in; a ring all-reduce over N ranks moves 2 (N - 1) / N times as many through each link. An
-    engine may need fewer (parallel attention and MLP, shared experts: one all-reduce for both), and a norm over
-    heads that are split one number more.
+    (Megatron-LM, arXiv:1909.08053, section 3.) The experts of a layer count once: their outputs are added before the
+    all-reduce. These are the bytes that each rank puts in; a ring over N ranks moves 2 (N - 1) / N times as many through
+    each link. An engine may need fewer (parallel attention and MLP, or shared and routed experts, in one all-reduce),
+    and a norm over heads that are split one number more.
     """
     width, architecture = activation_bytes(plan), plan.model.architecture
     blocks: dict[tuple[object, ...], int] = {}
@@ -225,16 +228,19 @@ def format_table(rows: Sequence[Row], width: int | None) -> list[str]:
     """The table's lines, within ``width`` columns (None: as wide as it needs)."""
     cells = [("tensor", "rule", "kind", "dtype", "full -> rank", "tensors", "per rank")]
     for row in rows:
-        copies = f" {row.copies}x" if row.copies > 1 and row.kind.split()[-1] != "replicated" else ""
+        copies = f" {row.copies}x" if row.copies > 1 and not row.kind.endswith("replicated") else ""
         change = shape_text(row.full) if row.full == row.local else f"{shape_text(row.full)} -> {shape_text(row.local)}"
-        cells.append(
-            (row.name, row.rule or "(scalar)", row.kind + copies, row.dtype, change, f"{row.tensors:,}", human_bytes(row.bytes_per_rank))
-        )
-    return align(cells, right=(5, 6), width=width, elastic=(0, 1))
+        size = human_bytes(row.bytes_per_rank)
+        cells.append((row.name, row.rule or "scalar", row.kind + copies, row.dtype, change, f"{row.tensors:,}", size))
+    lines = align(cells, right=(5, 6), width=width, elastic=(0, 1))
+    counts = sorted({row.copies for row in rows if row.copies > 1 and not row.kind.endswith("replicated")})
+    return lines + [f"{count}x: each part is on {count} ranks" for count in counts]
 
 
-def align(cells: Sequence[Sequence[str]], *, right: Sequence[int], width: int | None, elastic: Sequence[int] = ()) -> list[str]:
-    """Lay cells out in columns, two spaces apart; if too wide, the ``elastic`` ones lose their middle, the widest first."""
+def align(
+    cells: Sequence[Sequence[str]], *, right: Sequence[int], width: int | None, elastic: Sequence[int] = ()
+) -> list[str]:
+    """Lay cells out in columns, two spaces apart; if too wide, ``elastic`` ones lose their middle, the widest first."""
     widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
     while width is not None and sum(widths) + 2 * (len(widths) - 1) > width:
         widest = max(elastic, key=lambda i: widths[i], default=None)
@@ -259,19 +265,19 @@ def _shorten(text: str, width: int) -> str:
 def totals_lines(plan: Plan, totals: Totals) -> list[str]:
     """The totals, one a line."""
     ranks, width = plan.mesh.size, activation_bytes(plan)
-    average = totals.bytes_per_rank / totals.bytes_full if totals.bytes_full else 0.0
+    share = totals.bytes_per_rank / totals.bytes_full if totals.bytes_full else 0.0
+    exact = f"{human_bytes(totals.bytes_per_rank)} ({totals.bytes_per_rank:,} bytes) on each of {plural(ranks, 'rank')}"
     pairs = [
-        ("bytes per rank", f"{human_bytes(totals.bytes_per_rank)} on each of {plural(ranks, 'rank')} ({totals.bytes_per_rank:,} bytes), "
-         f"{average:.1%} of {human_bytes(totals.bytes_full)}"),
+        ("bytes per rank", f"{exact}, {share:.1%} of {human_bytes(totals.bytes_full)}"),
         ("replicated", f"{human_bytes(totals.replicated)} of that on other ranks too ({totals.share_replicated:.1%})"),
-    ]  # fmt: skip
+    ]
     full = plan.model.sizes.of({})
     for axis, size in plan.padding.items():
         pairs.append(("padding", f"{axis} {full[axis]:,} -> {size:,} with zeros; merge strips them"))
     if ranks > 1:
-        for name, pass_ in (("forward", totals.forward), ("backward", totals.backward)):
-            many = plural(pass_.count, "all-reduce")
-            pairs.append((f"{name}, a token", f"{human_bytes(pass_.nbytes)} in {many}, {width} bytes an activation"))
+        for name, one_pass in (("forward", totals.forward), ("backward", totals.backward)):
+            count, nbytes = plural(one_pass.count, "all-reduce"), human_bytes(one_pass.nbytes)
+            pairs.append((name, f"{nbytes} a token in {count}, {width} bytes an activation"))
     wide = max(len(label) for label, _ in pairs)
     return [f"{label.ljust(wide)}  {text}" for label, text in pairs]
 

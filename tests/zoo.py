@@ -495,7 +495,7 @@ _add("qwen3_next", (2, 4, 8), attention_bias=True, **_DELTA_MOE)
 _add("qwen3_next-dense-layer", (2, 4, 8), model_type="qwen3_next", mlp_only_layers=[1], **_DELTA_MOE)
 _add("qwen3_5_text", (2, 4, 8), **_DENSE, **_DELTA)
 _add("qwen3_5_moe_text", (2, 4, 8), **_DELTA_MOE)
-_add("olmo_hybrid", (2, 4, 8), loads_alone=False, **_DENSE, **{**_DELTA, "linear_num_value_heads": 4})
+_add("olmo_hybrid", (2, 4), **_DENSE, **{**_DELTA, "linear_num_value_heads": 4, "linear_key_head_dim": 7})
 _CONV: dict[str, Any] = {"layer_types": ["conv", "full_attention", "conv"], "conv_bias": True}
 _add("lfm2", (2, 4, 8), loads_alone=False, block_ff_dim=72, block_auto_adjust_ff_dim=False, **_DENSE, **_CONV)
 _add("lfm2_moe", (2, 4, 8), loads_alone=False, num_dense_layers=1, **{**_MOE, "num_experts": 4}, **_CONV)
@@ -518,7 +518,7 @@ _add(
 for _name in ("mamba", "falcon_mamba"):
     _add(
         _name,
-        (2, 3, 4, 6, 8),
+        (2, 3, 4, 6, 8, 12, 16),
         loads_alone=False,
         hidden_size=48,
         state_size=5,

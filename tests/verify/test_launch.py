@@ -60,7 +60,7 @@ def test_a_rank_that_raises_is_the_one_reported(tmp_path, culprit):
     assert info.value.rank == culprit
     assert info.value.message.startswith(f"rank {culprit} of 3 failed: ValueError: layer 7")
     assert "in raises" in info.value.details
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 30
     assert_gone(pids_in(tmp_path))
 
 
@@ -110,12 +110,12 @@ def sleeps_long() -> None:
 def test_a_hang_names_rank_and_collective(tmp_path):
     start = time.monotonic()
     with pytest.raises(RankTimeoutError) as info:
-        run_ranks(hangs, 3, str(tmp_path), timeout=2)
+        run_ranks(hangs, 3, str(tmp_path), timeout=3)
     assert info.value.rank == 1
     assert info.value.message.startswith("rank 1 did not come to all_reduce (test_launch.py:")
-    assert "in hangs), where ranks 0, 2 waited 2 s; rank 1 was at test_launch.py:" in info.value.message
+    assert "in hangs), where ranks 0, 2 waited 3 s; rank 1 was at test_launch.py:" in info.value.message
     assert info.value.message.endswith("in sleeps_long")
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 30
     assert_gone(pids_in(tmp_path))
 
 
@@ -132,7 +132,7 @@ def hangs_in_backward() -> None:
 
 def test_a_hang_in_a_backward_is_named(tmp_path):
     with pytest.raises(RankTimeoutError, match=r"^rank 0 did not come to all_reduce \(.* in hangs_in_backward\)"):
-        run_ranks(hangs_in_backward, 2, timeout=2)
+        run_ranks(hangs_in_backward, 2, timeout=3)
 
 
 def hangs_last() -> None:
@@ -142,7 +142,7 @@ def hangs_last() -> None:
 
 def test_a_hang_after_the_last_collective_ends_too():
     with pytest.raises(RankTimeoutError, match="rank 0 did not come to the end of the run"):
-        run_ranks(hangs_last, 2, timeout=2)
+        run_ranks(hangs_last, 2, timeout=3)
 
 
 def disagrees() -> None:
@@ -154,7 +154,7 @@ def disagrees() -> None:
 
 def test_ranks_in_different_collectives_are_told_apart():
     with pytest.raises(RankTimeoutError, match=r"different collectives: rank 0 broadcast \(.*; rank 1 recv \("):
-        run_ranks(disagrees, 2, timeout=2)
+        run_ranks(disagrees, 2, timeout=3)
 
 
 def test_no_function_to_import_no_ranks():

@@ -1,0 +1,33 @@
+# Needs Python 3.10 or later and nothing else: the first command makes .venv. PYTHON=python3.12 chooses another Python.
+PYTHON ?= python3
+BIN := .venv/bin
+JOBS ?= 2
+
+.PHONY: demo test check format bench clean
+
+demo: .venv/ready
+	$(BIN)/reshard demo
+
+test: .venv/ready
+	$(BIN)/pytest -n $(JOBS)
+
+check: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: .venv/ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: .venv/ready
+	$(BIN)/python -m benchmarks.speed
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# torch's CPU build is enough; to have pip take it, set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "reshard needs Python 3.10 or later")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[verify,dev]'
+	touch $@

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from formats.architecture import (
+    architecture_from_document,
+    built_in_architectures,
+    find_architecture,
+    load_architecture,
+    to_document,
+    to_toml,
+)
+from formats.errors import PlanError
+
+FILE = """
+model_types = ["tiny"]
+prefixes = ["model.", ""]
+[sizes]
+hidden = "hidden_size"
+ff = "ffs[layer]"
+[parallel]
+tp = [["ff"], ["vocab"]]
+pad = ["vocab"]
+[config]
+intermediate_size = "ff"
+[tensors]
+"model.embed.weight" = "vocab hidden"
+"model.layers.{layer}.up.weight" = [{ when = "kinds[layer] == 'a'", shape = "ff hidden" }, { shape = "hidden ff" }]
+"model.layers.{layer}.0.weight" = "hidden"
+"model.layers.{layer}.{expert}.weight" = "1 hidden"
+"head.weight" = "vocab hidden"
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path: Path):
+    path = tmp_path / "tiny.toml"
+    path.write_text(FILE)
+    return load_architecture(path)
+
+
+def test_names_are_matched_whole_and_literals_win_over_indices(tiny):
+    assert tiny.match("model.layers.11.up.weight").indices == {"layer": 11}
+    assert tiny.match("layers.3.up.weight").template == "model.layers.{layer}.up.weight"
+    assert tiny.match("model.layers.3.0.weight").template == "model.layers.{layer}.0.weight"
+    assert tiny.match("model.layers.3.1.weight").indices == {"layer": 3, "expert": 1}
+    assert tiny.match("model.head.weight") is None
+    for name in ("model.layers.3.up", "model.layers.x.up.weight", "model.layers.3.up.weight.more", "layers.3.up.weights", ""):
+        assert tiny.match(name) is None
+
+
+def test_text_and_document_and_back(tiny, tmp_path):
+    again = tmp_path / "again.toml"
+    again.write_text(to_toml(tiny))
+    assert to_document(load_architecture(again)) == to_document(tiny)
+    assert to_document(architecture_from_document(to_document(tiny), "x", "x")) == to_document(tiny)
+
+
+@pytest.mark.parametrize("path", sorted(set(built_in_architectures().values())), ids=lambda p: p.stem)
+def test_built_in_files_are_read_and_written_back(path, tmp_path):
+    architecture = load_architecture(path)
+    again = tmp_path / path.name
+    again.write_text(to_toml(architecture))
+    assert to_document(load_architecture(again)) == to_document(architecture)
+    named = {axis for rules in architecture.tensors.values() for rule in rules for axis in rule.shape.axes}
+    dealt = {axis for families in architecture.families.values() for family in families for axis in family}
+    assert dealt - {s[1:-1] for t in architecture.tensors for s in t.split(".") if s[0] == "{"} <= named, "an axis is dealt that no tensor has"
+    assert set(architecture.pad) <= dealt
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (('"ff hidden"', '"ff hidden("'), "is not closed"),
+        (('pad = ["vocab"]', "pad = 3"), "does not have the form"),
+        (("[config]", "[confg]"), "unknown key 'confg'"),
+        (('"hidden_size"', '"hidden_size +"'), "is not an expression"),
+        (('"1 hidden"', "{ form = 1 }"), "a rule is a shape, or a table"),
+        (('"model.layers.{layer}.0.weight"', '"layers.{layer}.up.weight"'), "cover the same names"),
+        (('"model.layers.{layer}.0.weight"', '"model.layers.{other}.0.weight"'), "is called '{layer}' elsewhere"),
+        (("[tensors]", "[tensors"), "cannot be read"),
+    ],
+)
+def test_bad_files_are_refused(tmp_path, change, complaint):
+    path = tmp_path / "bad.toml"
+    assert change[0] in FILE
+    path.write_text(FILE.replace(*change))
+    with pytest.raises(PlanError) as error:
+        load_architecture(path)
+    assert complaint in error.value.message
+    assert "bad.toml" in error.value.message
+    assert "\n" not in error.value.message
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(PlanError, match="does not exist"):
+        load_architecture(tmp_path / "none.toml")
+
+
+def test_unknown_model_type_names_the_nearest(tmp_path):
+    with pytest.raises(PlanError, match=r"unknown model_type 'lama' in .*config.json \(nearest known: .*llama") as error:
+        find_architecture({"model_type": "lama"}, tmp_path)
+    assert "--plan" in str(error.value.hint)
+    with pytest.raises(PlanError, match="no model_type"):
+        find_architecture({}, tmp_path)

@@ -1,0 +1,183 @@
+"""Laws of the notation: an oracle lays out the full tensor's indices with numpy, and every operation must agree with it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from formats.axes import Block, Dim, Run, Shape, Share, deal, degrees, owned, parse, share
+from formats.errors import NotationError
+
+AXES = ("kv", "group", "head", "ff", "vocab")
+
+factors = st.deferred(lambda: st.one_of(st.sampled_from(AXES), st.integers(1, 3), sums(2)))
+
+
+def sums(max_blocks: int) -> st.SearchStrategy[Dim]:
+    blocks = st.lists(factors, min_size=1, max_size=3).map(lambda fs: Block(tuple(fs)))
+    return st.lists(blocks, min_size=1, max_size=max_blocks).map(lambda bs: Dim(tuple(bs)))
+
+
+dims = sums(3)
+sizes = st.fixed_dictionaries({axis: st.sampled_from([1, 2, 3, 4, 6]) for axis in AXES})
+
+
+def oracle(dim: Dim, sizes: dict[str, int], shares: dict[str, Share]) -> list[int]:
+    """The owned indices, by enumerating every index of every factor."""
+    found: list[int] = []
+    start = 0
+    for block in dim.blocks:
+        indices = np.zeros(1, dtype=np.int64)
+        size = 1
+        for factor in block.factors:
+            if isinstance(factor, Dim):
+                own, length = oracle(factor, sizes, shares), factor.size(sizes)
+            else:
+                length = factor if isinstance(factor, int) else sizes[factor]
+                own = list(range(length))
+                if isinstance(factor, str) and factor in shares:
+                    part = length // shares[factor].parts
+                    own = own[shares[factor].index * part : (shares[factor].index + 1) * part]
+            indices = (indices[:, None] * length + np.array(own, dtype=np.int64)[None, :]).reshape(-1)
+            size *= length
+        found += (start + indices).tolist()
+        start += size
+    return found
+
+
+def expand(runs: tuple[Run, ...]) -> list[int]:
+    return [index for run in runs for index in range(run.offset, run.end)]
+
+
+@given(dims, sizes, st.data())
+def test_owned_runs_are_those_of_the_enumeration(dim, sizes, data):
+    shares = {}
+    for axis in AXES:
+        parts = data.draw(st.sampled_from([p for p in range(1, sizes[axis] + 1) if sizes[axis] % p == 0]))
+        shares[axis] = Share(parts, data.draw(st.integers(0, parts - 1)))
+    assume(dim.size(sizes) < 5000)
+    runs = owned(dim, sizes, shares)
+    assert expand(runs) == oracle(dim, sizes, shares)
+    assert all(a.end < b.offset for a, b in zip(runs, runs[1:], strict=False)), "runs are maximal and increasing"
+
+
+@given(st.lists(dims, min_size=1, max_size=3), st.integers(0, 3))
+def test_text_and_back(dims, arrow):
+    shape = Shape(tuple(dims), arrow if 0 < arrow < len(dims) else None)
+    again = parse(str(shape))
+    assert str(again) == str(shape)
+    assert again.sizes(dict.fromkeys(AXES, 3)) == shape.sizes(dict.fromkeys(AXES, 3))
+
+
+@given(sizes, st.integers(1, 48))
+def test_every_element_is_owned_and_ranks_share_only_whole_replicas(sizes, degree):
+    family = ("kv", "group")
+    parts = deal(family, sizes, degree)
+    assume(parts is not None)
+    assert math.prod(parts.values()) == degree
+    query, key = parse("(kv group head)").dims[0], parse("(kv head)").dims[0]
+    owners: dict[int, list[int]] = {}
+    for rank in range(degree):
+        shares = share(parts, rank)
+        q, k = expand(owned(query, sizes, shares)), expand(owned(key, sizes, shares))
+        for index in q:
+            owners.setdefault(index, []).append(rank)
+        kv_of_q = {index // (sizes["group"] * sizes["head"]) for index in q}
+        assert kv_of_q == {index // sizes["head"] for index in k}, "a query head sits with its KV head"
+        assert all(sum(i // sizes["head"] == h for i in q) == sizes["head"] for h in {i // sizes["head"] for i in q}), (
+            "no head is cut"
+        )
+    assert sorted(owners) == list(range(query.size(sizes)))
+    assert all(len(ranks) == 1 for ranks in owners.values())
+
+
+@given(st.lists(st.sampled_from(AXES), min_size=1, max_size=3, unique=True), sizes)
+def test_degrees_are_exactly_those_that_can_be_dealt(family, sizes):
+    valid = degrees(family, sizes)
+    most = math.prod(sizes[axis] for axis in family)
+    assert valid == {d for d in range(1, most + 2) if deal(family, sizes, d) is not None}
+    assert 1 in valid and most in valid
+
+
+def test_uneven_kv_and_tp():
+    assert deal(["kv", "group"], {"kv": 6, "group": 4}, 4) == {"kv": 2, "group": 2}
+    assert deal(["kv", "group"], {"kv": 6, "group": 1}, 4) is None
+    assert deal(["kv", "group"], {"kv": 2, "group": 8}, 8) == {"kv": 2, "group": 4}
+
+
+def test_first_axis_is_slowest():
+    parts = {"kv": 2, "group": 2}
+    assert [share(parts, rank)["kv"].index for rank in range(4)] == [0, 0, 1, 1]
+    assert [share(parts, rank)["group"].index for rank in range(4)] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes", "shares", "expected"),
+    [
+        # GPT-2: each block of q, k, v is dealt on its own
+        ("(kv head + kv head + kv head)", {"kv": 4, "head": 2}, {"kv": Share(2, 1)}, [4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23]),
+        # GPT-NeoX: q, k, v of a head lie together
+        ("(kv 3 head)", {"kv": 4, "head": 2}, {"kv": Share(2, 1)}, list(range(12, 24))),
+        # Falcon: KV heads used up, the query heads of a group are dealt, k and v replicated
+        ("(kv (group + 1 + 1) head)", {"kv": 1, "group": 2, "head": 2}, {"kv": Share(1, 0), "group": Share(2, 1)}, [2, 3, 4, 5, 6, 7]),
+        # gpt-oss: gate and up interleaved
+        ("(ff 2)", {"ff": 4}, {"ff": Share(2, 1)}, [4, 5, 6, 7]),
+        # scales for blocks of 2 rows, the last one short
+        ("ff/2", {"ff": 6}, {"ff": Share(3, 2)}, [2]),
+        ("ff/4", {"ff": 6}, {}, [0, 1]),
+    ],
+)
+def test_known_layouts(text, sizes, shares, expected):
+    assert expand(owned(parse(text).dims[0], sizes, shares)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("(kv head", "not closed"),
+        ("kv head)", "stands where an axis"),
+        ("(kv + )", "nothing stands before ')'"),
+        ("( )", "nothing stands before ')'"),
+        ("kv * head", "cannot read '* head'"),
+        ("-> hidden", "an arrow stands once"),
+        ("hidden ->", "an arrow stands once"),
+        ("a -> b -> c", "an arrow stands once"),
+        ("(kv q: head)", "a label stands at the start"),
+        ("0 hidden", "a size of 0"),
+        ("/8", "'/' stands between"),
+        ("ff/ff", "'/' stands between"),
+    ],
+)
+def test_bad_notation_is_refused_with_its_text(text, complaint):
+    with pytest.raises(NotationError) as error:
+        parse(text)
+    assert complaint in error.value.message
+    assert text in error.value.message
+
+
+def test_labels_change_nothing():
+    plain, labelled = parse("(kv (group + 1 + 1) head) hidden"), parse("(kv (q: group + k: 1 + v: 1) head) hidden")
+    sizes = {"kv": 2, "group": 3, "head": 4, "hidden": 5}
+    assert plain.sizes(sizes) == labelled.sizes(sizes) == (40, 5)
+    assert "q: group" in str(labelled)
+
+
+def test_output_dimension():
+    assert parse("ff hidden").output_dim == 0
+    assert parse("hidden -> ff").output_dim == 1
+    assert parse("expert hidden -> (ff 2)").output_dim == 2
+    assert parse("expert ff hidden").output_dim == 1
+    assert parse("hidden").output_dim is None
+
+
+def test_an_axis_without_size_and_a_cut_block_are_named():
+    with pytest.raises(NotationError, match="axis 'ff' has no size"):
+        parse("ff").sizes({})
+    with pytest.raises(NotationError, match="rows 0 to 3 of 'ff' cut a block of 2"):
+        owned(parse("ff/2").dims[0], {"ff": 6}, {"ff": Share(2, 0)})
+    with pytest.raises(NotationError, match="axis 'ff' of size 6 does not divide into 4"):
+        owned(parse("ff").dims[0], {"ff": 6}, {"ff": Share(4, 0)})

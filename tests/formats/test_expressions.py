@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import pytest
+
+from formats.errors import NotationError
+from formats.expressions import read_expression
+
+NAMES = {
+    "hidden_size": 64, "heads": 4, "kinds": ["full", "linear", "full"], "layer": 1, "rope": {"factor": 2}, "flag": False, "zero": 0,
+}  # fmt: skip
+
+
+def value(text: str):
+    return read_expression(text).evaluate(NAMES.get)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("hidden_size / heads", 16),
+        ("head_dim or hidden_size / heads", 16),
+        ("missing", None),
+        ("missing * 2 + 1", None),
+        ("-missing", None),
+        ("kinds[layer]", "linear"),
+        ("kinds[-1]", "full"),
+        ("kinds[layer] == 'linear' and layer in [1, 2]", True),
+        ("layer not in [1, 2]", False),
+        ("missing > 1", False),
+        ("1 if flag else 2", 2),
+        ("rope.factor", 2),
+        ("missing.factor", None),
+        ("rope['factor'] * len(kinds)", 6),
+        ("max(heads, 7) // 2 % 2", 1),
+        ("not flag", True),
+        ("missing is None", True),
+        ("1 < heads <= 4", True),
+        ("zero or heads", 4),
+    ],
+)
+def test_values(text, expected):
+    assert value(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("hidden_size / 3", "64 / 3 is not a whole number"),
+        ("kinds[9]", "cannot be evaluated"),
+        ("hidden_size +", "is not an expression"),
+        ("__import__('os')", "is not allowed"),
+        ("heads ** 9", "is not allowed"),
+        ("[x for x in kinds]", "is not allowed"),
+        ("(lambda: 1)()", "is not allowed"),
+        ("hidden_size / zero", "cannot be evaluated"),
+        ("kinds + 1", "cannot be evaluated"),
+    ],
+)
+def test_what_is_refused(text, complaint):
+    with pytest.raises(NotationError) as error:
+        value(text)
+    assert complaint in error.value.message
+    assert text in error.value.message
+
+
+def test_attributes_reach_nothing_of_python():
+    assert value("rope.__class__") is None
+    with pytest.raises(NotationError):
+        value("hidden_size.__class__")

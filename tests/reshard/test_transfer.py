@@ -1,0 +1,148 @@
+"""Laws of the transfer planner, against an oracle that indexes the full tensor with numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from formats.architecture import architecture_from_document
+from formats.axes import Run, parse
+from formats.errors import PlanError
+from formats.mesh import Mesh
+from reshard.plan import Box, FullTensor, Layout, Model, bind, make_plan
+from reshard.transfer import Transfer
+
+SIZES = {"kv": 6, "group": 4, "head": 4, "vocab": 13, "hidden": 5, "ff": 24, "expert": 6}
+RULES = {
+    "q": "(kv group head) hidden",
+    "k": "(kv head) hidden",
+    "o": "hidden (kv group head)",
+    "embed": "vocab hidden",
+    "head": "hidden -> vocab",
+    "c_attn": "hidden -> (kv group head + kv head + kv head)",
+    "falcon": "(kv (group + 1 + 1) head) hidden",
+    "qkv": "(kv group head + kv head + kv head) hidden",
+    "experts": "expert hidden -> (ff 2)",
+    "down": "expert ff hidden",
+    "scalar": "",
+    "norm": "hidden",
+    "sinks": "(kv group)",
+    "empty": "hidden none",
+}
+MESHES = [Mesh((("tp", n),)) for n in (1, 2, 3, 4, 6, 8, 12, 24)] + [
+    Mesh((("ep", e), ("tp", t))) for e in (2, 3) for t in (1, 2, 4)
+]
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    document = {
+        "sizes": {axis: axis for axis in SIZES} | {"none": "0"},
+        "parallel": {"tp": [["kv", "group"], ["ff"], ["vocab"]], "ep": [["expert"]], "pad": ["vocab"]},
+        "tensors": RULES,
+    }
+    architecture = architecture_from_document(document, "test", "test")
+    tensors = [FullTensor(n, "F32", parse(r).sizes(SIZES | {"none": 0}), "file") for n, r in RULES.items()]
+    return bind(architecture, SIZES, tensors)
+
+
+def take(full: np.ndarray, box: Box) -> np.ndarray:
+    """What a rank holds of a tensor, with zeros in the padding."""
+    for d, runs in enumerate(box.dims):
+        indices = [i for run in runs for i in range(run.offset, run.end)]
+        padded = np.zeros((*full.shape[:d], max([full.shape[d], *(i + 1 for i in indices)]), *full.shape[d + 1 :]), full.dtype)
+        padded[tuple(slice(0, n) for n in full.shape)] = full
+        full = np.take(padded, indices, axis=d) if indices else padded[(*[slice(None)] * d, slice(0, 0))]
+    return np.ascontiguousarray(full)
+
+
+def raw(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def carry_out(transfer: Transfer, sources: list[np.ndarray], targets: list[np.ndarray], budget: int) -> list[np.ndarray]:
+    """Run all slabs in memory; how often each byte of each target was written."""
+    times = [np.zeros(target.size, int) for target in targets]
+    reads = [np.zeros(source.size, int) for source in sources]
+    for slab in transfer.slabs(budget):
+        read, write, count = {}, {}, {}
+        for r in slab.reads:
+            read[r.rank] = sources[r.rank][r.offset : r.offset + r.nbytes].reshape(r.shape)
+            mask = np.zeros(r.shape, int)
+            for run in r.wanted if r.wanted is not None else [slice(None)]:
+                mask[..., run if isinstance(run, slice) else slice(run.offset, run.end)] = 1
+            reads[r.rank][r.offset : r.offset + r.nbytes] += mask.reshape(-1)
+            if r.wanted is not None:
+                read[r.rank] = np.where(mask, read[r.rank], 99)
+        for r in slab.writes:
+            write[r.rank] = targets[r.rank][r.offset : r.offset + r.nbytes].reshape(r.shape)
+            count[r.rank] = times[r.rank][r.offset : r.offset + r.nbytes].reshape(r.shape)
+        for c in slab.checks:
+            other = read[c.other][c.other_slices] if c.other is not None else 0
+            assert np.array_equal(read[c.source][c.slices], np.broadcast_to(other, read[c.source][c.slices].shape))
+        for c in slab.copies:
+            write[c.target][c.target_slices] = 0 if c.source is None else read[c.source][c.source_slices]
+            count[c.target][c.target_slices] += 1
+    assert all((r <= 1).all() for r in reads), "no source byte is read twice"
+    return [*times, *reads]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    name=st.sampled_from(sorted(RULES)),
+    before=st.sampled_from(MESHES),
+    after=st.sampled_from(MESHES),
+    budget=st.sampled_from([1, 64, 100, 1000, 100_000]),
+    data=st.data(),
+)
+def test_any_mesh_to_any_mesh_equals_indexing_the_full_tensor(model, name, before, after, budget, data):
+    source, target = (make_plan(model, mesh).entries[name].layout for mesh in (before, after))
+    ranks = data.draw(st.frozensets(st.integers(0, after.size - 1), min_size=1))
+    if data.draw(st.booleans()):
+        ranks = frozenset(range(after.size))
+    full = np.arange(1, 1 + int(np.prod(source.full)), dtype=np.float32).reshape(source.full)
+    sources = [raw(take(full, box)) for box in source.boxes]
+    expected = [raw(take(full, box)) for box in target.boxes]
+    targets = [np.full(e.size, 255, np.uint8) for e in expected]
+    counts = carry_out(Transfer(source, target, 32, ranks), sources, targets, budget)
+    for rank in ranks:
+        assert np.array_equal(targets[rank], expected[rank])
+        assert (counts[rank] == 1).all(), "every target byte is written once"
+    if len(ranks) == after.size:
+        assert all((count == 1).all() for count in counts[after.size :]), "every source byte is read once"
+
+
+@given(name=st.sampled_from(sorted(RULES)), mesh=st.sampled_from(MESHES))
+@settings(max_examples=60, deadline=None)
+def test_a_rank_alone_reads_only_what_it_owns(model, name, mesh):
+    plan = make_plan(model, mesh)
+    source, target = make_plan(model, MESHES[0]).entries[name].layout, plan.entries[name].layout
+    transfer = Transfer(source, target, 32, frozenset({mesh.size - 1}))
+    wanted = 0
+    for slab in transfer.slabs(1000):
+        for r in slab.reads:
+            rows = r.nbytes // r.shape[-1] if r.shape[-1] else 0
+            wanted += r.nbytes if r.wanted is None else rows * sum(run.length for run in r.wanted)
+    box = target.boxes[-1]
+    owned = [sum(min(run.end, size) - run.offset for run in runs if run.offset < size) for runs, size in zip(box.dims, source.full, strict=True)]
+    assert wanted == 4 * int(np.prod(owned))
+
+
+@given(name=st.sampled_from(sorted(RULES)), mesh=st.sampled_from(MESHES), budget=st.sampled_from([64, 4096]))
+@settings(max_examples=60, deadline=None)
+def test_slabs_stay_within_the_budget(model, name, mesh, budget):
+    layout = make_plan(model, mesh).entries[name].layout
+    full = make_plan(model, MESHES[0]).entries[name].layout
+    for before, after in ((full, layout), (layout, full)):
+        every = frozenset(range(len(after.boxes)))
+        transfer = Transfer(before, after, 32, every)
+        assert all(slab.nbytes <= max(budget, len(before.boxes) + len(after.boxes)) for slab in transfer.slabs(budget))
+
+
+def test_a_byte_is_never_cut():
+    whole = Layout(parse("ff"), (6,), (6,), (Box(((Run(0, 6),),), (6,)),), frozenset())
+    halves = Layout(parse("ff"), (6,), (6,), tuple(Box(((Run(i, 3),),), (3,)) for i in (0, 3)), frozenset({0}))
+    with pytest.raises(PlanError, match="cut within a byte"):
+        Transfer(whole, halves, 4, frozenset({0, 1}))

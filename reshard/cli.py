@@ -108,16 +108,22 @@ output_options = _options(
 _VERIFY_HELP = "Prove that shards are equivalent to the original."
 
 
+def _has_verify() -> bool:
+    """Whether the package of ``verify`` is installed with its command; without importing it."""
+    spec = find_spec("verify")
+    return any((Path(place) / "cli.py").is_file() for place in spec.submodule_search_locations or ()) if spec else False
+
+
 class Commands(click.Group):
     """The group, with ``verify`` loaded from its own package, and only when it is asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Names in the order of use."""
-        return [*self.commands, *(["verify"] if find_spec("verify.cli") else [])]
+        return [*self.commands, *(["verify"] if _has_verify() else [])]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command of a name, or None."""
-        if cmd_name == "verify" and find_spec("verify.cli"):
+        if cmd_name == "verify" and _has_verify():
             command: click.Command = import_module("verify.cli").verify_command
             return command
         return super().get_command(ctx, cmd_name)
@@ -125,7 +131,7 @@ class Commands(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The list of commands in --help, without loading any."""
         rows = [(name, command.get_short_help_str(80)) for name, command in self.commands.items()]
-        if find_spec("verify.cli"):
+        if _has_verify():
             rows.append(("verify", _VERIFY_HELP))
         with formatter.section("Commands"):
             formatter.write_dl(rows)
@@ -386,7 +392,7 @@ def _print_json(document: dict[str, Any]) -> None:
 
 def _width() -> int | None:
     """Columns of the terminal that stdout is; None if it is none."""
-    return os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else None
+    return (os.get_terminal_size(sys.stdout.fileno()).columns or None) if sys.stdout.isatty() else None
 
 
 def _print_summary(summary: Summary, source: str, seconds: float, as_json: bool, quiet: bool) -> None:

@@ -13,6 +13,7 @@ from formats.axes import Dim, Factor, Run, Shape, Share, deal, degrees, owned, s
 from formats.errors import NotationError, PlanError
 from formats.mesh import Mesh
 from formats.quantization import companion, shape_of
+from formats.safetensors import DTYPE_BITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,9 +332,10 @@ def make_plan(
     layouts: dict[tuple[object, ...], Layout] = {}
     entries: dict[str, Entry] = {}
     for tensor in model.tensors:
-        key = (tensor.rule, tensor.indices, tensor.shape)
+        key = (tensor.rule, tensor.indices, tensor.shape, DTYPE_BITS[tensor.dtype] % 8)
         if key not in layouts:
             layouts[key] = _layout(model, mesh, tensor, padding)
+            _check_whole_bytes(tensor, layouts[key])
         entries[tensor.name] = Entry(tensor.name, tensor.dtype, tensor.template, layouts[key])
     return Plan(model, mesh, padding, entries)
 
@@ -356,6 +358,18 @@ def _layout(model: Model, mesh: Mesh, tensor: BoundTensor, padding: Mapping[str,
     _check_padding(tensor, padding)
     _check_every_element_is_owned(model.architecture, tensor, dealt)
     return Layout(tensor.rule, tensor.shape, padded, tuple(boxes), parallel)
+
+
+def _check_whole_bytes(tensor: BoundTensor, layout: Layout) -> None:
+    """Elements smaller than a byte are not cut within one."""
+    bits = DTYPE_BITS[tensor.dtype]
+    for box in layout.boxes if bits % 8 else ():
+        for run in box.dims[-1] if box.dims else ():
+            if run.offset * bits % 8 or run.length * bits % 8:
+                raise PlanError(
+                    f"tensor '{tensor.name}' ({tensor.dtype}): elements {run.offset} to {run.end} of '{tensor.rule.dims[-1]}' "
+                    "begin or end within a byte"
+                )
 
 
 def _check_padding(tensor: BoundTensor, padding: Mapping[str, int]) -> None:

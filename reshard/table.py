@@ -163,8 +163,8 @@ def all_reduces(plan: Plan) -> tuple[AllReduce, AllReduce]:
                    + one hidden vector for a vocabulary-parallel LM head
 
     (Megatron-LM, arXiv:1909.08053, section 3.) The experts of a layer count once: their outputs are added before the
-    all-reduce. These are the bytes that each rank puts in; a ring over N ranks moves 2 (N - 1) / N times as many through
-    each link. An engine may need fewer (parallel attention and MLP, or shared and routed experts, in one all-reduce),
+    all-reduce. These are the bytes that each rank puts in; a ring over N ranks moves 2 (N - 1) / N times as many
+    through each link. An engine may need fewer (parallel attention and MLP, or shared and routed experts, together),
     and a norm over heads that are split one number more.
     """
     width, architecture = activation_bytes(plan), plan.model.architecture
@@ -232,19 +232,31 @@ def format_table(rows: Sequence[Row], width: int | None) -> list[str]:
         change = shape_text(row.full) if row.full == row.local else f"{shape_text(row.full)} -> {shape_text(row.local)}"
         size = human_bytes(row.bytes_per_rank)
         cells.append((row.name, row.rule or "scalar", row.kind + copies, row.dtype, change, f"{row.tensors:,}", size))
-    lines = align(cells, right=(5, 6), width=width, elastic=(0, 1))
+    lines = _fit_columns(cells, width)
     counts = sorted({row.copies for row in rows if row.copies > 1 and not row.kind.endswith("replicated")})
     return lines + [f"{count}x: each part is on {count} ranks" for count in counts]
+
+
+def _fit_columns(cells: Sequence[Sequence[str]], width: int | None) -> list[str]:
+    """All columns if they fit, else without the dtype, else without the rule, too."""
+    lines: list[str] = []
+    for kept in ((0, 1, 2, 3, 4, 5, 6), (0, 1, 2, 4, 5, 6), (0, 2, 4, 5, 6)):
+        columns = [[line[i] for i in kept] for line in cells]
+        elastic = [kept.index(i) for i in (0, 1) if i in kept]
+        lines = align(columns, right=(len(kept) - 2, len(kept) - 1), width=width, elastic=elastic)
+        if width is None or max(map(len, lines)) <= width:
+            break
+    return lines
 
 
 def align(
     cells: Sequence[Sequence[str]], *, right: Sequence[int], width: int | None, elastic: Sequence[int] = ()
 ) -> list[str]:
-    """Lay cells out in columns, two spaces apart; if too wide, ``elastic`` ones lose their middle, the widest first."""
+    """Lay cells out in columns, two spaces apart; if too wide, ``elastic`` ones lose their beginning."""
     widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
     while width is not None and sum(widths) + 2 * (len(widths) - 1) > width:
         widest = max(elastic, key=lambda i: widths[i], default=None)
-        if widest is None or widths[widest] <= 16:
+        if widest is None or widths[widest] <= 20:
             break
         widths[widest] -= 1
     lines = []
@@ -256,10 +268,7 @@ def align(
 
 
 def _shorten(text: str, width: int) -> str:
-    if len(text) <= width:
-        return text
-    tail = (width - 1) * 2 // 3
-    return f"{text[: width - 1 - tail]}…{text[len(text) - tail :]}"
+    return text if len(text) <= width else f"…{text[len(text) - width + 1 :]}"
 
 
 def totals_lines(plan: Plan, totals: Totals) -> list[str]:

@@ -480,6 +480,50 @@ _add(
     max_seq_len=64,
 )
 
+_add(
+    "afmoe",
+    (2, 4, 8),
+    num_dense_layers=1,
+    layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    **{**_SHARED, "num_experts": 3, "n_routed_experts": 3},
+)
+_add("hy_v3", (2, 4, 8), **{**_SHARED, "num_shared_experts": 1})
+_add(
+    "mimo_v2_flash",
+    (2, 4, 8),
+    loads_alone=False,
+    v_head_dim=10,
+    layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+    **{**_SHARED, "num_attention_heads": 16, "num_experts": 3, "n_routed_experts": 3, "n_group": 1},
+)
+_add(
+    "laguna",
+    (2, 4, 8),
+    layer_types=["full_attention", "sliding_attention", "full_attention"],
+    num_attention_heads_per_layer=[8, 16, 8],
+    mlp_layer_types=["dense", "sparse", "sparse"],
+    shared_expert_intermediate_size=40,
+    **{**_SHARED, "num_experts": 4, "n_routed_experts": 4},
+)
+_add(
+    "cohere2_moe",
+    (2, 4, 8),
+    num_experts=3,
+    num_shared_experts=2,
+    prefix_dense_intermediate_size=56,
+    first_k_dense_replace=1,
+    **{**_EXPERTS, "tie_word_embeddings": True},
+)
+_add(
+    "kimi_linear",
+    (2, 4, 8),
+    linear_num_heads=8,
+    linear_head_dim=11,
+    linear_conv_kernel_dim=3,
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+    **{**_MLA_MOE, "q_lora_rank": None, "num_shared_experts": 2, "num_experts": 6},
+)
+
 # ---------------------------------------------------------------------------------------------------------- hybrids
 
 _DELTA: dict[str, Any] = {
@@ -601,6 +645,119 @@ _add(
     **{key: value for key, value in _EXPERTS.items() if key != "head_dim"},
 )
 
+# ----------------------------------------------------------------------------------------------- more than text
+
+_add("llama4_text", (2, 4, 8), intermediate_size_mlp=88, interleave_moe_layer_step=2, num_local_experts=4, **_EXPERTS)
+_PER_LAYER: dict[str, Any] = {
+    **_DENSE,
+    "num_hidden_layers": 4,
+    "tie_word_embeddings": True,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "hidden_size_per_layer_input": 6,
+    "vocab_size_per_layer_input": 88,
+}
+_add(
+    "gemma3n_text",
+    (2, 4, 8),
+    num_kv_shared_layers=0,
+    laurel_rank=5,
+    altup_num_inputs=3,
+    activation_sparsity_pattern=[0.0] * 4,
+    **{**_PER_LAYER, "intermediate_size": [72] * 4},
+)
+_add(
+    "gemma4_text",
+    (2, 4, 8),
+    global_head_dim=20,
+    num_kv_shared_layers=2,
+    use_double_wide_mlp=True,
+    **{**_PER_LAYER, "vocab_size_per_layer_input": 101},
+)
+_add(
+    "gemma4_text-experts",
+    (2, 4, 8),
+    model_type="gemma4_text",
+    global_head_dim=20,
+    attention_k_eq_v=True,
+    num_global_key_value_heads=4,
+    enable_moe_block=True,
+    num_experts=2,
+    top_k_experts=1,
+    moe_intermediate_size=24,
+    **{**_PER_LAYER, "hidden_size_per_layer_input": 0},
+)
+_IMAGES = "AutoModelForImageTextToText"
+_SIGLIP: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 20,
+    "patch_size": 4,
+}
+_QWEN_TOWER: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 32,
+    "num_heads": 4,
+    "intermediate_size": 44,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "in_channels": 3,
+    "out_hidden_size": 80,
+    "num_position_embeddings": 16,
+}
+_DEEP = {**_QWEN_TOWER, "deepstack_visual_indexes": [0, 1]}
+_add("gemma3", (2, 4, 8), model=_IMAGES, text_config=_DENSE, vision_config=_SIGLIP, mm_tokens_per_image=4)
+_add(
+    "mistral3",
+    (2, 4, 8),
+    model=_IMAGES,
+    text_config={**_DENSE, "model_type": "mistral"},
+    vision_config={**_SIGLIP, "model_type": "pixtral", "head_dim": 8},
+)
+_add(
+    "llava",
+    (2, 4, 8),
+    model=_IMAGES,
+    text_config={**_DENSE, "model_type": "llama"},
+    vision_config={**_SIGLIP, "model_type": "clip_vision_model"},
+)
+_MROPE = {**_PLAIN, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 2, 2]}}
+_add(
+    "qwen2_vl",
+    (2, 4, 8),
+    loads_alone=False,
+    model=_IMAGES,
+    text_config=_MROPE,
+    vision_config={**_QWEN_TOWER, "embed_dim": 32, "hidden_size": 80},
+)
+_add(
+    "qwen2_5_vl",
+    (2, 4, 8),
+    loads_alone=False,
+    model=_IMAGES,
+    text_config=_MROPE,
+    vision_config={**_QWEN_TOWER, "fullatt_block_indexes": [1]},
+)
+_add("qwen3_vl", (2, 4, 8), model=_IMAGES, text_config=_DENSE, vision_config=_DEEP)
+_add("qwen3_vl_moe", (2, 4, 8), model=_IMAGES, text_config={**_MOE, "num_experts": 3}, vision_config=_DEEP)
+_add("qwen3_5", (2, 4, 8), model=_IMAGES, text_config={**_DENSE, **_DELTA}, vision_config=_QWEN_TOWER)
+_add("qwen3_5_moe", (2, 4, 8), model=_IMAGES, text_config={**_DELTA_MOE, "num_experts": 3}, vision_config=_QWEN_TOWER)
+_add(
+    "llama4",
+    (2, 4, 8),
+    model=_IMAGES,
+    text_config={**_EXPERTS, "intermediate_size_mlp": 88, "interleave_moe_layer_step": 2, "num_local_experts": 4},
+    vision_config={
+        **_SIGLIP,
+        "vision_output_dim": 36,
+        "projector_input_dim": 40,
+        "projector_output_dim": 36,
+        "pixel_shuffle_ratio": 0.5,
+    },
+)
+
 # --------------------------------------------------------------------------------------------------------- encoders
 
 _BERT: dict[str, Any] = {
@@ -634,3 +791,32 @@ _add(
     num_labels=5,
     **_BERT,
 )
+
+for _name in ("roberta", "xlm-roberta", "camembert"):
+    _add(_name, (2, 4, 8), loads_alone=False, model="AutoModelForMaskedLM", **_BERT)
+_add("electra", (2, 4, 8), loads_alone=False, model="ElectraForMaskedLM", embedding_size=28, **_BERT)
+_add(
+    "electra-discriminator",
+    (2, 4, 8),
+    model_type="electra",
+    loads_alone=False,
+    model="ElectraForPreTraining",
+    embedding_size=28,
+    **_BERT,
+)
+_add(
+    "distilbert",
+    (2, 4, 8),
+    loads_alone=False,
+    model="DistilBertForMaskedLM",
+    dim=80,
+    n_heads=8,
+    n_layers=3,
+    hidden_dim=72,
+    vocab_size=101,
+    max_position_embeddings=64,
+    pad_token_id=0,
+)
+_MODERN = {**_BERT, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+_add("modernbert", (2, 4, 8), loads_alone=False, model="AutoModelForMaskedLM", **_MODERN)
+_add("modernbert-decoder", (2, 4, 8), loads_alone=False, **_MODERN)

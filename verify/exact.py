@@ -30,8 +30,8 @@ from formats.sharded import is_sharded
 from reshard.plan import Layout, Plan, make_plan, rank_config
 from reshard.source import Source, open_source
 
-CHUNK = 1 << 20
-"""Bytes of the original that are compared at a time: what a core's own cache holds, together with the shards' parts."""
+CHUNK = 2 << 20
+"""Bytes of the original that are compared at a time: few enough for the cache, enough for Python not to matter."""
 
 Progress = Callable[[int, int], None]
 """Called with the bytes of the shards compared so far and in all, from any thread."""

@@ -76,9 +76,11 @@ def model_class(config: Mapping[str, Any]) -> Any:
     return transformers.AutoModelForCausalLM
 
 
-def load_original(folder: Path, config: Mapping[str, Any], dtype: torch.dtype, device_map: Any) -> Loaded:
-    """Load a full checkpoint. Raises CheckpointError if it does not fill its model."""
-    return _from_pretrained(model_class(config), folder, dtype, {"device_map": device_map})
+def load_original(folder: Path, config: Mapping[str, Any], plan: Plan, dtype: torch.dtype, device_map: Any) -> Loaded:
+    """Load the full checkpoint of a plan. Raises CheckpointError if it does not fill its model."""
+    loaded = _from_pretrained(model_class(config), folder, dtype, {"device_map": device_map})
+    placed = placements(loaded.model, {name: entry.layout.full for name, entry in plan.entries.items()})
+    return Loaded(loaded.model, {name: p.sources for name, p in placed.items()}, loaded.unused)
 
 
 def load_rank(folder: Path, rank: Rank, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None) -> Loaded:
@@ -93,8 +95,7 @@ def load_rank(folder: Path, rank: Rank, dtype: torch.dtype, device: torch.device
         more["config"] = transformers.AutoConfig.for_model(**_settings(rank.config))
     loaded = _from_pretrained(cls, folder, dtype, more)
     modules.split(loaded.model)
-    parallelise(loaded, rank, group)
-    return loaded
+    return parallelise(loaded, rank, group)
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,7 +113,13 @@ def _from_pretrained(cls: Any, folder: Path, dtype: torch.dtype, more: Mapping[s
     with _quiet_transformers():
         try:
             model, info = cls.from_pretrained(
-                folder, dtype=dtype, attn_implementation="eager", output_loading_info=True, local_files_only=True, **more
+                folder,
+                dtype=dtype,
+                attn_implementation="eager",
+                experts_implementation="eager",
+                output_loading_info=True,
+                local_files_only=True,
+                **more,
             )
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             text = " ".join(str(error).split())

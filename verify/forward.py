@@ -1,0 +1,455 @@
+"""Whether shards compute what the original model computes: both run on the same tokens, as many processes as there are ranks.
+
+The original runs whole, in its own dtype and in higher precision; each rank loads only its own folder. Hidden states after
+each block and the outputs are compared, see verify/noise.py for what counts as equal.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+
+from formats.architecture import Architecture
+from formats.errors import CheckpointError, ReshardError
+from reshard.loading import TORCH_DTYPES
+from reshard.plan import Plan
+from reshard.source import Source
+from verify.launch import rank_device, run_ranks, start_fork_server
+from verify.noise import FACTOR, Distance, measure
+
+Progress = Callable[[str], None]
+"""Called with what is being done."""
+
+_PATIENCE = timedelta(hours=24)  # for the original's run, in which the other ranks have nothing to do
+
+
+def _no_progress(message: str) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class ForwardOptions:
+    """What to run. ``dtype`` is ``float32``, ``bfloat16`` or ``float16``, by default that of the checkpoint.
+
+    ``batch`` x ``seq`` random tokens from ``seed``, or those of ``prompt``. ``timeout`` is in seconds, of one collective.
+    """
+
+    device: str = "auto"
+    dtype: str | None = None
+    batch: int = 2
+    seq: int = 32
+    seed: int = 0
+    prompt: str | None = None
+    backward: bool = False
+    streamed: bool = False
+    timeout: float = 300.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One place in the model, or the gradient of one weight: error beside noise, the worst of all ranks."""
+
+    name: str
+    error: float
+    noise: float
+    ratio: float
+    worst: str
+    rank: int
+    is_same: bool
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """A position where the most likely token differs. ``margin`` is the reference's, from first to second, in logits."""
+
+    position: int
+    expected: int
+    found: int
+    margin: float
+
+
+@dataclass(frozen=True)
+class Logits:
+    """The shards' logits against the high-precision original's, each beside the original's own in its dtype (``own_``)."""
+
+    max_error: float
+    own_max_error: float
+    relative_error: float
+    own_relative_error: float
+    kl: float
+    own_kl: float
+    agreement: float
+    own_agreement: float
+    positions: int
+    mismatches: tuple[Mismatch, ...]
+    histogram: tuple[tuple[float, int, int], ...]
+
+
+@dataclass(frozen=True)
+class ForwardReport:
+    """The answer: ``is_same``, or ``first`` names the first place that leaves the noise; and what was run on what."""
+
+    is_same: bool
+    verdict: str
+    first: str | None
+    factor: float
+    layers: tuple[Row, ...]
+    gradients: tuple[Row, ...]
+    logits: Logits | None
+    choices: int
+    own_overruled: int
+    overruled: int
+    unused: tuple[str, ...]
+    mesh: Mapping[str, int]
+    ranks: int
+    dtype: str
+    exact_dtype: str
+    device: str
+    backend: str
+    batch: int
+    seq: int
+    seed: int
+    seconds: float
+    versions: Mapping[str, str]
+
+
+def run_forward(
+    original: Source, shards: Source, options: ForwardOptions = ForwardOptions(), progress: Progress = _no_progress
+) -> ForwardReport:
+    """Run the original and its shards, and compare. Raises ReshardError if that cannot be done."""
+    return run_forwards([(original, shards)], options, progress)[0]
+
+
+def run_forwards(
+    pairs: Sequence[tuple[Source, Source]],
+    options: ForwardOptions = ForwardOptions(),
+    progress: Progress = _no_progress,
+) -> list[ForwardReport]:
+    """Compare several pairs of the same number of ranks in one launch of processes."""
+    start_fork_server("transformers.modeling_utils", "transformers.models.auto.modeling_auto", "verify.forward")
+    jobs = [_job(original, shards, options) for original, shards in pairs]
+    world = jobs[0].plan.mesh.size
+    if any(job.plan.mesh.size != world for job in jobs):
+        raise ValueError("all pairs need the same number of ranks")
+    device = _device(options.device)
+    progress(f"forward on {world} ranks, {device}")
+    results = run_ranks(_run_jobs, world, jobs, device, device=device, timeout=options.timeout)
+    return [_report(job, [ranks[i] for ranks in results], device) for i, job in enumerate(jobs)]
+
+
+def _device(wanted: str) -> str:
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ReshardError("--device cuda: torch finds no CUDA device", "use --device cpu")
+    if wanted not in {"cpu", "cuda"}:
+        raise ReshardError(f"--device {wanted} is not possible", "auto, cpu or cuda")
+    return wanted
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A comparison, as it is sent to the ranks."""
+
+    original: Path
+    original_config: Mapping[str, Any]
+    shards: Path
+    plan: Plan
+    modules: Architecture
+    dtype: torch.dtype
+    ids: Any
+    options: ForwardOptions
+
+    @property
+    def exact_dtype(self) -> torch.dtype:
+        return torch.float64 if self.dtype == torch.float32 else torch.float32
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        return self.plan.model.config
+
+
+def _job(original: Source, shards: Source, options: ForwardOptions) -> _Job:
+    if original.checkpoint is None:
+        raise CheckpointError(f"{original.path} is split: the forward needs the full checkpoint that it is compared with")
+    if shards.sharded is None:
+        raise CheckpointError(f"{shards.path} is a full checkpoint, not shards", "give the folder that 'reshard split' wrote")
+    dims = {name for name, degree in shards.plan.mesh.degrees if degree > 1}
+    if dims - {"tp"}:
+        raise ReshardError(f"{shards.path}: the forward of a mesh of {shards.plan.mesh} is not known, only of tp")
+    ids = _prompt(original.path, options.prompt) if options.prompt is not None else None
+    config = original.checkpoint.config
+    return _Job(
+        original.path, config, shards.path, shards.plan, original.model.architecture, _dtype(original, options), ids, options
+    )
+
+
+def _dtype(original: Source, options: ForwardOptions) -> torch.dtype:
+    """The dtype asked for, or the one of most of the checkpoint's numbers."""
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if options.dtype is not None:
+        if options.dtype not in known:
+            raise ReshardError(f"--dtype {options.dtype} is not possible", "float32, bfloat16 or float16")
+        return known[options.dtype]
+    count: dict[torch.dtype, int] = {}
+    for tensor in original.ranks[0].values():
+        dtype = TORCH_DTYPES.get(tensor.dtype)
+        if dtype in known.values() and dtype is not None:
+            count[dtype] = count.get(dtype, 0) + tensor.nbytes
+    return max(count, key=lambda dtype: count[dtype], default=torch.float32)
+
+
+def _prompt(folder: Path, text: str) -> Any:
+    import transformers
+
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder}: no tokenizer for --prompt: {' '.join(str(error).split())}") from None
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    if ids.numel() == 0:
+        raise ReshardError("--prompt has no tokens")
+    return ids
+
+
+# In a rank
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """What the original did, as rank 0 sends it to all."""
+
+    ids: torch.Tensor
+    exact: Mapping[str, torch.Tensor]
+    own: Mapping[str, torch.Tensor]
+    chosen: Sequence[torch.Tensor]
+    choices: int
+    overruled: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What a rank found. ``logits`` from rank 0 alone."""
+
+    rows: tuple[tuple[str, Distance], ...]
+    logits: Logits | None
+    choices: int
+    own_overruled: int
+    overruled: int
+    unused: tuple[str, ...]
+    backend: str
+    seq: int
+    batch: int
+    seconds: float
+    gradients: tuple[tuple[str, Distance], ...] = field(default=())
+
+
+def _run_jobs(jobs: Sequence[_Job], device: str) -> list[_Result]:
+    patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    return [_run_job(job, rank_device(device), patient) for job in jobs]
+
+
+def _run_job(job: _Job, device: torch.device, patient: dist.ProcessGroup | None) -> _Result:
+    from verify.model import Rank, load_rank
+    from verify.trace import run
+
+    started = time.monotonic()
+    reference = _shared(_run_original(job, device) if dist.get_rank() == 0 else None, patient)
+    rank = Rank(job.plan, dist.get_rank(), job.modules, job.config)
+    folder = job.shards / job.plan.mesh.folder(rank.rank)
+    loaded = load_rank(folder, rank, job.dtype, device, None)
+    trace = run(loaded.model, reference.ids.to(device), _blocks(loaded, job.plan), reference.chosen)
+    rows = _compare(trace.states, reference, job.dtype)
+    logits = _vocabulary_output(reference, job) if rank.rank == 0 else None
+    return _Result(
+        rows=rows,
+        logits=_logits(trace.states[logits], reference.own[logits], reference.exact[logits]) if logits else None,
+        choices=reference.choices,
+        own_overruled=reference.overruled,
+        overruled=trace.overruled,
+        unused=loaded.unused,
+        backend=dist.get_backend(),
+        batch=reference.ids.shape[0],
+        seq=reference.ids.shape[1],
+        seconds=time.monotonic() - started,
+    )
+
+
+def _shared(reference: _Reference | None, patient: dist.ProcessGroup | None) -> _Reference:
+    found = [reference]
+    dist.broadcast_object_list(found, src=0, group=patient)
+    assert found[0] is not None
+    return found[0]
+
+
+def _blocks(loaded: Any, plan: Plan) -> dict[str, Any]:
+    from verify.trace import blocks_of
+
+    layered = {
+        name: sources
+        for name, sources in loaded.sources.items()
+        if any("{layer}" in plan.entries[source].template for source in sources)
+    }
+    return blocks_of(loaded.model, layered)
+
+
+def _run_original(job: _Job, device: torch.device) -> _Reference:
+    from verify.model import load_original
+    from verify.trace import Trace, run
+
+    started = time.monotonic()
+    traces: list[Trace] = []
+    ids = job.ids
+    for dtype in (job.exact_dtype, job.dtype):
+        loaded = load_original(job.original, job.original_config, job.plan, dtype, {"": device})
+        if ids is None:
+            ids = _random_ids(loaded.model, job.options)
+        chosen = traces[0].chosen if traces else None
+        traces.append(run(loaded.model, ids.to(device), _blocks(loaded, job.plan), chosen))
+        del loaded
+    exact, own = traces
+    return _Reference(ids, exact.states, own.states, exact.chosen, exact.choices, own.overruled, time.monotonic() - started)
+
+
+def _random_ids(model: Any, options: ForwardOptions) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(options.seed)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    longest = min(options.seq, getattr(model.config, "max_position_embeddings", None) or options.seq)
+    return torch.randint(vocabulary, (options.batch, longest), generator=generator)
+
+
+def _compare(
+    states: Mapping[str, torch.Tensor], reference: _Reference, dtype: torch.dtype
+) -> tuple[tuple[str, Distance], ...]:
+    for name, exact in reference.exact.items():
+        if name not in states or states[name].shape != exact.shape:
+            found = list(states[name].shape) if name in states else "nothing"
+            raise CheckpointError(f"the shards' model has {found} at '{name}', the original {list(exact.shape)}")
+    return tuple((name, measure(states[name], reference.own[name], e, dtype)) for name, e in reference.exact.items())
+
+
+def _vocabulary_output(reference: _Reference, job: _Job) -> str | None:
+    size = job.plan.model.sizes.of({}).get("vocab")
+    found = [name for name, state in reference.exact.items() if "logits" in name and state.shape[-1] == size]
+    return found[0] if found else None
+
+
+def _logits(sharded: torch.Tensor, own: torch.Tensor, exact: torch.Tensor) -> Logits:
+    sharded, own, exact = (x.double().flatten(0, -2) for x in (sharded, own, exact))
+    expected, found = exact.argmax(-1), sharded.argmax(-1)
+    two = exact.topk(2, -1).values
+    mismatches = [
+        Mismatch(int(i), int(expected[i]), int(found[i]), float(two[i, 0] - two[i, 1]))
+        for i in (expected != found).nonzero().flatten().tolist()
+    ]
+    log = F.log_softmax(exact, -1)
+    scale = float(exact.square().mean().sqrt()) or 1.0
+
+    def kl(x: torch.Tensor) -> float:
+        return float(F.kl_div(F.log_softmax(x, -1), log, log_target=True, reduction="batchmean"))
+
+    def rms(x: torch.Tensor) -> float:
+        return float((x - exact).square().mean().sqrt()) / scale
+
+    return Logits(
+        max_error=float((sharded - exact).abs().max()),
+        own_max_error=float((own - exact).abs().max()),
+        relative_error=rms(sharded),
+        own_relative_error=rms(own),
+        kl=kl(sharded),
+        own_kl=kl(own),
+        agreement=float((found == expected).double().mean()),
+        own_agreement=float((own.argmax(-1) == expected).double().mean()),
+        positions=len(expected),
+        mismatches=tuple(mismatches),
+        histogram=_histogram(sharded - exact, own - exact),
+    )
+
+
+def _histogram(error: torch.Tensor, noise: torch.Tensor, bins: int = 41) -> tuple[tuple[float, int, int], ...]:
+    """The differences of the logits, shards' and original's own: the centre of each bin, and how many of each lie in it."""
+    reach = float(torch.maximum(error.abs().max(), noise.abs().max())) or 1.0
+    if not reach < float("inf"):
+        return ()
+    counts = [torch.histc(x, bins, -reach, reach).to(torch.int64).tolist() for x in (error, noise)]
+    step = 2 * reach / bins
+    return tuple((-reach + step * (i + 0.5), *pair) for i, pair in enumerate(zip(*counts, strict=True)))
+
+
+# The report
+
+
+def _report(job: _Job, results: Sequence[_Result], device: str) -> ForwardReport:
+    layers = _worst([result.rows for result in results])
+    gradients = _worst([result.gradients for result in results])
+    first = next((row for row in layers if not row.is_same), None) or next((r for r in gradients if not r.is_same), None)
+    result = results[0]
+    return ForwardReport(
+        is_same=first is None,
+        verdict=_verdict(layers, gradients, first),
+        first=first.name if first else None,
+        factor=FACTOR,
+        layers=layers,
+        gradients=gradients,
+        logits=result.logits,
+        choices=result.choices,
+        own_overruled=result.own_overruled,
+        overruled=max(r.overruled for r in results),
+        unused=result.unused,
+        mesh=job.plan.mesh.to_document(),
+        ranks=job.plan.mesh.size,
+        dtype=str(job.dtype).removeprefix("torch."),
+        exact_dtype=str(job.exact_dtype).removeprefix("torch."),
+        device=torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        backend=result.backend,
+        batch=result.batch,
+        seq=result.seq,
+        seed=job.options.seed,
+        seconds=max(r.seconds for r in results),
+        versions=_versions(),
+    )
+
+
+def _worst(ranks: Sequence[Sequence[tuple[str, Distance]]]) -> tuple[Row, ...]:
+    """The worst of all ranks at each place: what should be the same on all is looked at on all."""
+    rows = []
+    for i, (name, _) in enumerate(ranks[0]):
+        rank = max(range(len(ranks)), key=lambda r: ranks[r][i][1].ratio)
+        found = ranks[rank][i][1]
+        rows.append(Row(name, found.error, found.noise, found.ratio, found.worst, rank, found.is_same))
+    return tuple(rows)
+
+
+def _verdict(layers: Sequence[Row], gradients: Sequence[Row], first: Row | None) -> str:
+    if first is None:
+        largest = max((row.ratio for row in (*layers, *gradients)), default=0.0)
+        return f"The shards are the same model: no error exceeds {largest:.2f} times the original's own rounding noise."
+    what = "gradient of" if first in gradients else "error at"
+    return (
+        f"The shards are not the same model: the {what} '{first.name}' is {first.ratio:.3g} times the original's own "
+        f"rounding noise (at most {FACTOR:g} is rounding), worst in {first.worst} on rank {first.rank}."
+    )
+
+
+def _versions() -> dict[str, str]:
+    import transformers
+
+    return {"python": platform.python_version(), "torch": str(torch.__version__), "transformers": transformers.__version__}
+
+
+def to_json(report: ForwardReport) -> str:
+    """The report as a JSON document."""
+    import dataclasses
+
+    return json.dumps(dataclasses.asdict(report), indent=2)

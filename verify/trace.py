@@ -1,0 +1,132 @@
+"""What is looked at while a model runs: the hidden states between its blocks, its outputs, and what it chose.
+
+A choice (the experts of a token, the keys that a sparse attention keeps) is a step: two scores that tie within the rounding are
+ranked either way, and all that follows differs. So the high-precision run's choices are kept, and the other runs take the same. That
+hides nothing: the scores that a choice is made from are compared like any hidden state, and how often a run would have
+chosen otherwise is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+EMBEDDING, FINAL = "embedding", "final hidden state"
+
+
+@dataclass
+class Trace:
+    """One run. ``states`` in the order of the model, on the CPU; ``chosen`` the indices of each choice, in order.
+
+    ``overruled`` counts the rows of choices that this run would have made otherwise, ``choices`` all of them.
+    """
+
+    states: dict[str, Tensor] = field(default_factory=dict)
+    chosen: list[Tensor] = field(default_factory=list)
+    choices: int = 0
+    overruled: int = 0
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+
+
+def blocks_of(model: Any, parameters: Mapping[str, Sequence[int]]) -> dict[str, nn.Module]:
+    """The decoder blocks by name: the lists of modules that ``parameters`` (name, and the layer that the plan found) run through."""
+    found: dict[str, nn.Module] = {}
+    for name in parameters:
+        segments = name.split(".")
+        for i, segment in enumerate(segments):
+            path = ".".join(segments[:i])
+            if segment.isdigit() and isinstance(model.get_submodule(path), nn.ModuleList):
+                found[f"{path}.{segment}"] = model.get_submodule(f"{path}.{segment}")
+                break
+    return dict(sorted(found.items(), key=lambda item: [int(s) if s.isdigit() else 0 for s in item[0].split(".")]))
+
+
+def run(
+    model: Any, ids: Tensor, blocks: Mapping[str, nn.Module], chosen: Sequence[Tensor] | None = None, *, grad: bool = False
+) -> Trace:
+    """Run a model and trace it; with ``chosen``, another run's choices are taken."""
+    trace = Trace()
+    path: list[str] = []
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            stack.callback(module.register_forward_pre_hook(_push(path, name)).remove)
+            stack.callback(module.register_forward_hook(_pop(path)).remove)
+        first = next(iter(blocks.values()), None)
+        if first is not None:
+            stack.callback(first.register_forward_pre_hook(_keep_input(trace), with_kwargs=True).remove)
+        for name, block in blocks.items():
+            stack.callback(block.register_forward_hook(_keep_output(trace, name)).remove)
+        stack.enter_context(torch.set_grad_enabled(grad))
+        stack.enter_context(_Choices(trace, path, chosen))
+        output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+    for name, value in output.items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            trace.outputs[name] = value
+            trace.states[FINAL if name == "last_hidden_state" else name] = _kept(value)
+    return trace
+
+
+def _push(path: list[str], name: str) -> Callable[..., None]:
+    return lambda *_: path.append(name)
+
+
+def _pop(path: list[str]) -> Callable[..., None]:
+    def pop(*_: Any) -> None:
+        path.pop()
+
+    return pop
+
+
+def _keep_input(trace: Trace) -> Callable[..., None]:
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        trace.states.setdefault(EMBEDDING, _kept(args[0] if args else kwargs["hidden_states"]))
+
+    return hook
+
+
+def _keep_output(trace: Trace, name: str) -> Callable[..., None]:
+    def hook(_: nn.Module, __: Any, output: Any) -> None:
+        trace.states[name] = _kept(output[0] if isinstance(output, tuple) else output)
+
+    return hook
+
+
+def _kept(x: Tensor) -> Tensor:
+    return x.detach().to("cpu", copy=True)
+
+
+class _Choices(TorchFunctionMode):
+    """Keeps, or replaces, the indices of each ``topk``, and the scores that they were chosen by."""
+
+    def __init__(self, trace: Trace, path: Sequence[str], chosen: Sequence[Tensor] | None) -> None:
+        super().__init__()
+        self._trace, self._path, self._given = trace, path, chosen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.topk, Tensor.topk):
+            scores = args[0] if args else kwargs["input"]
+            return self._choose(scores, result, *args[2:3], **(kwargs or {}))
+        return result
+
+    def _choose(self, scores: Tensor, result: Any, dim: int = -1, **_: Any) -> Any:
+        trace, at = self._trace, len(self._trace.chosen)
+        values, indices = result
+        if self._given is not None:
+            if at >= len(self._given) or self._given[at].shape != indices.shape:
+                raise ValueError(f"{self._path[-1]} chooses other than in the original model")
+            indices = self._given[at].to(indices.device)
+            taken = scores.gather(dim, indices)
+            differs = (taken.sort(dim).values != values.sort(dim).values).any(dim)
+            trace.overruled += int(differs.sum())
+            values = taken
+        trace.choices += indices.numel() // max(indices.shape[dim], 1)
+        trace.chosen.append(indices.detach().to("cpu", copy=True))
+        trace.states[f"{self._path[-1]} choice {at}"] = _kept(scores)
+        return torch.return_types.topk((values, indices))

@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 JOBS ?= 2
 
-.PHONY: demo test check format bench clean
+.PHONY: demo test check format docs bench clean
 
 demo: .venv/ready
 	$(BIN)/reshard demo
@@ -18,6 +18,9 @@ check: .venv/ready
 format: .venv/ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: .venv/ready
+	$(BIN)/python -m tests.test_readme
 
 bench: .venv/ready
 	$(BIN)/python -m benchmarks.speed

@@ -20,10 +20,15 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.checkpoints import write_llama
+PREPARE = """
+import sys
+from pathlib import Path
+from benchmarks.verify_exact import prepare
+prepare(Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))
+"""
 
 MEASURE = """
-import sys, time
+import sys
 from pathlib import Path
 from reshard.source import open_source
 from verify.exact import verify_exact
@@ -54,17 +59,23 @@ def run(*commands: list[str]) -> Timing:
     return Timing(time.perf_counter() - begin, processor, peak)
 
 
-def prepare(folder: Path, gigabytes: float, tp: int) -> tuple[Path, Path, Path]:
-    """The checkpoint, a copy of it, and its shards."""
+def places(folder: Path, gigabytes: float, tp: int) -> tuple[Path, Path, Path]:
+    """The folders of the checkpoint, a copy of it, and its shards."""
+    name = f"llama-{gigabytes:g}"
+    return folder / name, folder / f"{name}-copy", folder / f"{name}-tp{tp}"
+
+
+def prepare(folder: Path, gigabytes: float, tp: int) -> None:
+    """Write the checkpoint, a copy of it, and its shards, unless they are there."""
+    from benchmarks.checkpoints import write_llama
     from reshard.api import split
 
-    source = write_llama(folder / f"llama-{gigabytes:g}", gigabytes)
-    copy, shards = folder / f"{source.name}-copy", folder / f"{source.name}-tp{tp}"
+    source, copy, shards = places(folder, gigabytes, tp)
+    write_llama(source, gigabytes)
     if not copy.exists():
         shutil.copytree(source, copy)
     if not shards.exists():
         split(source, shards, tp)
-    return source, copy, shards
 
 
 def main() -> None:
@@ -76,21 +87,23 @@ def main() -> None:
     arguments = parser.parse_args()
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="reshard-bench-"))
     try:
-        source, copy, shards = prepare(folder, arguments.gigabytes, arguments.tp)
+        # in a process of its own: a child's peak is never less than its parent's size when it was started
+        run([sys.executable, "-c", PREPARE, str(folder), str(arguments.gigabytes), str(arguments.tp)])
+        source, copy, shards = places(folder, arguments.gigabytes, arguments.tp)
         files = sorted(source.glob("*.safetensors"))
         cmp = [["cmp", str(file), str(copy / file.name)] for file in files]
         ours = [sys.executable, "-c", MEASURE, str(source), str(shards)]
+        total = sum(file.stat().st_size for file in files)
         pairs = [(run(*cmp), run(ours)) for _ in range(arguments.rounds + 1)][1:]  # the first round warms the cache
     finally:
         if arguments.folder is None:
             shutil.rmtree(folder)
-    total = sum(file.stat().st_size for file in files) if arguments.folder else 0
     for name, timings in (("cmp", [a for a, _ in pairs]), ("verify --exact-only", [b for _, b in pairs])):
         wall, processor = (statistics.median(getattr(t, kind) for t in timings) for kind in ("wall", "processor"))
         print(f"{name:20} {wall:6.2f} s   processor {processor:6.2f} s   peak {max(t.peak for t in timings) / 1e6:4.0f} MB")
     ratios = sorted(b.wall / a.wall for a, b in pairs)
-    size = f"{total / 1e9:.1f} GB, " if total else ""
-    print(f"ratio {statistics.median(ratios):.2f} (median of {len(ratios)}, {ratios[0]:.2f} to {ratios[-1]:.2f}; {size}tp {arguments.tp})")
+    spread = f"median of {len(ratios)}, {ratios[0]:.2f} to {ratios[-1]:.2f}"
+    print(f"ratio {statistics.median(ratios):.2f} ({spread}; {total / 1e9:.1f} GB, tp {arguments.tp})")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from formats.mesh import Mesh
 from formats.safetensors import DTYPE_BITS, TensorInfo, build_header, parse_header, tensor_bytes
 from formats.sharded import (
     MANIFEST,
+    METADATA_KEY,
     FileRecord,
     Manifest,
     ShardFile,
@@ -88,7 +89,17 @@ def open_any(source: str | Path, access: Access, *, headers_only: bool = False) 
         str(source), revision=access.revision, token=access.token, cache_dir=access.cache_dir, quiet=access.quiet,
         headers_only=headers_only,
     )  # fmt: skip
-    return open_source(fetched.path, location=fetched.repo, commit=fetched.commit, plan_file=access.plan_file)
+    opened = open_source(fetched.path, location=fetched.repo, commit=fetched.commit, plan_file=access.plan_file)
+    _refuse_one_rank(opened)
+    return opened
+
+
+def _refuse_one_rank(source: Source) -> None:
+    """A rank's folder looks like a full checkpoint; its files' headers say what it is."""
+    file = source.checkpoint.files[0] if source.checkpoint else None
+    if file is not None and file.header is not None:
+        if METADATA_KEY in parse_header(file.header, file.path, None).metadata:
+            raise CheckpointError(f"{source.path} is one rank of a split checkpoint", "give the folder that holds all ranks")
 
 
 def plan(

@@ -72,6 +72,17 @@ def _options(*options: Callable[[_F], _F]) -> Callable[[_F], _F]:
     return decorate
 
 
+class Output(click.Path):
+    """A folder to be made: one that has a name of its own."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """Read the text."""
+        out = Path(value)
+        if out.name in {"", ".."}:
+            self.fail(f"'{value}' is no name for a new folder", param, ctx)
+        return out
+
+
 _PATH = click.Path(path_type=Path)
 
 hub_options = _options(
@@ -153,7 +164,7 @@ def cli(ctx: click.Context) -> None:
 
 @cli.command("split", short_help="Split a checkpoint into N ranks, or re-split one.")
 @click.argument("source")
-@click.argument("out", type=_PATH)
+@click.argument("out", type=Output())
 @click.option("--tp", type=int, required=True, metavar="N", help="Degree of tensor parallelism, the number of ranks.")
 @click.option("--rank", "ranks", type=int, multiple=True, metavar="R", help="Write only this rank (may be repeated).")
 @click.option("--max-shard-size", type=Size(), default="5GB", show_default=True, help="Largest file of a rank.")
@@ -191,7 +202,7 @@ def split_command(
 
 @cli.command("merge", short_help="Merge ranks into one full checkpoint again.")
 @click.argument("shards")
-@click.argument("out", type=_PATH)
+@click.argument("out", type=Output())
 @click.option("--max-shard-size", type=Size(), help="Write new files, of at most this size; default: the source's own.")
 @plan_option
 @hub_options
@@ -636,7 +647,7 @@ def _print_compared(compared: Sequence[Compared], folder: Path | None, as_json: 
     for file in compared:
         original, merged = ((digest or "missing")[:16] for digest in (file.original, file.merged))
         cells.append((file.name, original, merged, "same" if file.equal else "DIFFERENT"))
-    for line in align(cells, right=(), width=None):
+    for line in ("", *align(cells, right=(), width=None)):
         _echo(line)
     count = sum(file.equal for file in compared)
     _echo(f"\n{count} of {len(compared)} files came back byte for byte.")

@@ -120,11 +120,15 @@ class AxisSizes:
 
     def _config_size(self, axis: str, indices: Mapping[str, int], below: tuple[str, ...]) -> int | None:
         expression = self._architecture.sizes[axis]
-        value = expression.evaluate(lambda name: self._look_up(name, indices, (*below, axis)))
+        try:
+            value = expression.evaluate(lambda name: self._look_up(name, indices, (*below, axis)))
+        except NotationError as error:
+            plan = self._architecture.name
+            raise PlanError(f"config.json does not fit the plan '{plan}': axis '{axis}' = {error.message}", error.hint) from None
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise NotationError(f"axis '{axis}' = '{expression.text}' is {value!r}, not a size")
+            raise PlanError(f"config.json: axis '{axis}' = '{expression.text}' is {value!r}, not a size")
         return value
 
     def _look_up(self, name: str, indices: Mapping[str, int], below: tuple[str, ...]) -> Any:

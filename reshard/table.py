@@ -114,8 +114,15 @@ def rows_of(plan: Plan) -> list[Row]:
     """One row for each rule, dtype and shape, in the order in which they occur in the checkpoint."""
     groups: dict[tuple[object, ...], list[Entry]] = {}
     for entry in plan.entries.values():
-        groups.setdefault((entry.template, entry.dtype, entry.layout), []).append(entry)
+        groups.setdefault((_shown_name(entry), entry.dtype, entry.layout), []).append(entry)
     return [_row(plan, entries) for entries in groups.values()]
+
+
+def _shown_name(entry: Entry) -> str:
+    """The rule's line; with its own last word for what goes by the line of the quantized weight that it belongs to."""
+    before, dot, last = entry.template.rpartition(".")
+    own = entry.name.rpartition(".")[2]
+    return entry.template if last.startswith("{") else f"{before}{dot}{own}"
 
 
 def _row(plan: Plan, entries: Sequence[Entry]) -> Row:
@@ -123,7 +130,7 @@ def _row(plan: Plan, entries: Sequence[Entry]) -> Row:
     layout, local = entry.layout, entry.layout.boxes[0].shape
     padded = math.prod(layout.padded)
     return Row(
-        name=entry.template,
+        name=_shown_name(entry),
         rule=str(layout.rule),
         kind=kind_of(entry, plan.model.architecture),
         dtype=entry.dtype,

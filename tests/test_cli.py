@@ -256,10 +256,13 @@ def test_wrong_paths(model: Path, tp4: Path, tmp_path: Path) -> None:
     assert "no weights" in refused("split", tmp_path / "empty", tmp_path / "out", "--tp", "2")
     assert "no weights" in refused("inspect", tmp_path / "empty")
     assert "nothing to merge" in refused("merge", model, tmp_path / "out")
+    assert "one rank" in refused("split", tp4 / "rank-00-of-04", tmp_path / "out", "--tp", "2")
     assert "same folder" in refused("split", model, model, "--tp", "2")
     assert "lies in the other" in refused("split", model, model / "inside", "--tp", "2")
     assert "same folder" in refused("merge", tp4, tp4, "--overwrite")
     assert "no such folder" in refused("split", model, tmp_path / "a" / "b", "--tp", "2")
+    for name in (".", "..", "/"):
+        assert "no name for a new folder" in refused("split", model, name, "--tp", "2", cwd=tmp_path / "empty")
     assert list(tmp_path.iterdir()) == [tmp_path / "empty"]
 
 

@@ -1,8 +1,9 @@
 """Byte for byte: whether every byte of a split checkpoint is the byte of the original that it should be.
 
-The proof reads files and plans, never the engine that wrote them. A plan for the shards' mesh is made from the original, and from it
-follows what each rank should hold. The original is then read once, in chunks, and each chunk is compared with the parts of it that
-the ranks hold, as bytes (so that NaN payloads and the sign of zero count). Memory does not grow with the model.
+The proof reads files and plans, never the engine that wrote them. A plan for the shards' mesh is made from the
+original, and from it follows what each rank should hold. The original is then read once, in chunks, and each chunk is
+compared with the parts of it that the ranks hold, as bytes (so that NaN payloads and the sign of zero count). Memory
+does not grow with the model.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ def _no_progress(done: int, total: int) -> None:
 class FirstDifference:
     """The first element, in the order of the original's files, that is not as it should be.
 
-    ``index`` counts in the full tensor (where it lies in the padding, in the padded one). ``offset`` and ``original_offset`` are
-    where the element begins, in bytes of its file; the original is None in the padding, where zeros are expected.
+    ``index`` counts in the full tensor (where it lies in the padding, in the padded one). ``offset`` and
+    ``original_offset`` are where the element begins, in bytes of its file; the original is None in the padding, where
+    zeros are expected.
     """
 
     tensor: str
@@ -65,10 +67,10 @@ class FirstDifference:
     original_offset: int | None
 
     def __str__(self) -> str:
-        place = "" if self.original_file is None else f" ({self.original_file} byte {self.original_offset})"
+        place = "padding" if self.original_file is None else f"{self.original_file} byte {self.original_offset}"
         return (
-            f"{self.tensor}{list(self.index)} on rank {self.rank}: {self.file} byte {self.offset} has {self.found.hex(' ')}, "
-            f"expected {self.expected.hex(' ')}{place if place else ' (padding)'}"
+            f"{self.tensor}{list(self.index)} on rank {self.rank}: {self.file} byte {self.offset} "
+            f"has {self.found.hex(' ')}, expected {self.expected.hex(' ')} ({place})"
         )
 
 
@@ -100,8 +102,8 @@ class ConfigDifference:
 class ExactReport:
     """The result of a comparison. ``nbytes`` are the bytes of the shards' tensors that were compared.
 
-    ``missing`` and ``extra`` name tensors and files; ``problems`` are other contradictions, one line each; ``first`` and ``damages``
-    are about the content of tensors.
+    ``missing`` and ``extra`` name tensors and files; ``problems`` are other contradictions, one line each; ``first`` and
+    ``damages`` are about the content of tensors.
     """
 
     mesh: str
@@ -165,11 +167,13 @@ def open_shards(path: Path, *, plan_file: Path | None = None) -> Source | ExactR
         return ExactReport("unknown", 0, 0, 0, problems=(text,))
 
 
-def compare(original: Source, shards: Source, progress: Progress = _no_progress, *, workers: int | None = None) -> ExactReport:
+def compare(
+    original: Source, shards: Source, progress: Progress = _no_progress, *, workers: int | None = None
+) -> ExactReport:
     """Compare every byte of every shard with the byte of the original that it should be.
 
-    ``shards`` may also be a full checkpoint (a merged one). Raises CheckpointError for an ``original`` that is split itself and for
-    files that cannot be read.
+    ``shards`` may also be a full checkpoint (a merged one). Raises CheckpointError for an ``original`` that is split
+    itself and for files that cannot be read.
     """
     if original.sharded is not None:
         raise CheckpointError(f"{original.path} is split itself", "give the full checkpoint first, then the shards")
@@ -180,7 +184,8 @@ def compare(original: Source, shards: Source, progress: Progress = _no_progress,
         return ExactReport(str(shards.plan.mesh), ranks, 0, 0, problems=(error.message,))
     found = _Structure(original, shards, plan)
     found.check()
-    bytes_found = _compare_bytes(original, shards, plan, found.comparable, progress, workers or min(4, os.cpu_count() or 1))
+    workers = workers or min(4, os.cpu_count() or 1)
+    bytes_found = _compare_bytes(original, shards, plan, found.comparable, progress, workers)
     return replace(
         bytes_found,
         missing=tuple(found.missing),
@@ -249,20 +254,24 @@ class _Structure:
         assert self.shards.sharded is not None
         expected, found = self.original.identity(self.plan), self.shards.sharded.identity
         if found.source != expected.source:
+            has, should = found.source[:12], expected.source[:12]
             self.problems.append(
-                f"{self.shards.path}: the shards say that they come from {found.source[:12]}, the original is {expected.source[:12]}"
+                f"{self.shards.path}: the shards say that they come from {has}, the original is {should}"
             )
         for axis in sorted(expected.sizes.keys() | found.sizes.keys()):
-            has, should = found.sizes.get(axis), expected.sizes.get(axis)
-            if has != should:
-                self.problems.append(f"{self.shards.path}: the axis '{axis}' is said to have {has}, the original has {should}")
+            said, true = found.sizes.get(axis), expected.sizes.get(axis)
+            if said != true:
+                self.problems.append(
+                    f"{self.shards.path}: the axis '{axis}' is said to have {said}, the original has {true}"
+                )
 
     def _check_files(self) -> None:
         root, mesh = self.shards.path, self.plan.mesh
         folders = {mesh.folder(rank): rank for rank in range(mesh.size)}
         for path in sorted(root.iterdir()):
-            stray = RANK_FOLDER.fullmatch(path.name) if path.is_dir() else path.name.endswith((*WEIGHT_SUFFIXES, ".index.json"))
-            if stray and path.name not in folders:
+            is_weights = path.is_file() and path.name.endswith((*WEIGHT_SUFFIXES, ".index.json"))
+            is_rank = path.is_dir() and RANK_FOLDER.fullmatch(path.name)
+            if is_weights or (is_rank and path.name not in folders):
                 self.extra.append(path.name)
         for folder, rank in folders.items():
             weights = {info.file.relative_to(root).as_posix() for info in self.shards.ranks[rank].values()}
@@ -297,13 +306,12 @@ class _Structure:
                 self.configs.append(ConfigDifference(name, key, should.get(key), has.get(key)))
 
     def _check_side_files(self) -> None:
-        """Side files that both have (a tokenizer) are the same; the config has been compared already."""
+        """Side files that both have (a tokenizer) are the same; the config is compared elsewhere, as JSON."""
         for file in self.shards.side_files:
             name = file.relative_to(self.shards.path)
             twin = self.original.path / name
             if name.as_posix() != "config.json" and twin.is_file() and twin.read_bytes() != file.read_bytes():
                 self.problems.append(f"{file}: is not the original's")
-        # a missing one is refused when the shards are opened
 
 
 def _read_json(path: Path) -> Any:
@@ -327,7 +335,7 @@ def _flat(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Consecutive indices of one dimension that a rank holds, from ``start`` in the full tensor and ``local`` in its own."""
+    """Consecutive indices of a dimension that a rank holds, from ``start`` in the full tensor, ``local`` in its own."""
 
     start: int
     length: int
@@ -374,14 +382,12 @@ class _View:
         _check_all_owned(self)
         self.inner = [self.item * math.prod(self.padded[i + 1 :]) for i in range(len(self.padded))]
         self.axis = next(i for i, nbytes in enumerate(self.inner) if nbytes <= CHUNK or i == len(self.inner) - 1)
-        self.rows = max(8, CHUNK // self.inner[self.axis] // 8 * 8) if self._axis_is_last else CHUNK // self.inner[self.axis]
+        self.rows = max(1, CHUNK // self.inner[self.axis])
+        if self.axis == len(self.padded) - 1:  # so that chunks begin at a word
+            self.rows = max(8, self.rows // 8 * 8)
         last = [n for part in self.parts for piece in part.pieces[-1] for n in (piece.start, piece.length, piece.local)]
         last += [self.full[-1], *(part.shape[-1] for part in self.parts)]
         self.word = math.gcd(8, *(n * self.item for n in last))
-
-    @property
-    def _axis_is_last(self) -> bool:
-        return self.axis == len(self.padded) - 1
 
     @staticmethod
     def _is_whole(layout: Layout, dim: int) -> bool:
@@ -478,7 +484,12 @@ class _Chunk:
 
 
 def _compare_bytes(
-    original: Source, shards: Source, plan: Plan, comparable: Mapping[str, Sequence[int]], progress: Progress, workers: int
+    original: Source,
+    shards: Source,
+    plan: Plan,
+    comparable: Mapping[str, Sequence[int]],
+    progress: Progress,
+    workers: int,
 ) -> ExactReport:
     tensors = _tensors(original, shards, plan, comparable)
     total = sum(info.nbytes for tensor in tensors for info in tensor.shards if info is not None)
@@ -642,10 +653,12 @@ class _Worker:
                 self._compare_rows(chunk, rank, (start, local), expected, found)
         self._tally.compared(done)
 
-    def _compare_rows(self, chunk: _Chunk, rank: int, rows: tuple[int, int], expected: Array | None, found: Array) -> None:
+    def _compare_rows(
+        self, chunk: _Chunk, rank: int, rows: tuple[int, int], expected: Array | None, found: Array
+    ) -> None:
         """Compare rows of the chunk with those of a rank, piece by piece of the dimensions after the axis.
 
-        ``rows`` are the first one's index in the tensor's axis and, counted over all outer dimensions, in the rank's part.
+        ``rows`` are the first one's index in the tensor's axis and, counted over all outer dimensions, in the rank's.
         """
         view = chunk.tensor.view
         part, after = view.parts[rank], view.axis + 1
@@ -661,7 +674,13 @@ class _Worker:
                 self._count(chunk, rank, rows, pieces, left, right)
 
     def _count(
-        self, chunk: _Chunk, rank: int, rows: tuple[int, int], pieces: Sequence[_Piece], left: Array | None, right: Array
+        self,
+        chunk: _Chunk,
+        rank: int,
+        rows: tuple[int, int],
+        pieces: Sequence[_Piece],
+        left: Array | None,
+        right: Array,
     ) -> None:
         """Count what differs between a piece of the original (None: zeros) and of a rank, and find the first of it."""
         tensor, view = chunk.tensor, chunk.tensor.view
@@ -688,8 +707,8 @@ class _Worker:
         assert info is not None
         before = None if left is None else tensor.original.offset + _fold(0, view.full, coordinates, view.item)
         found = FirstDifference(
-            tensor.name, index, rank, str(info.file), info.offset + local, ours[first].tobytes(), theirs[first].tobytes(),
-            None if before is None else str(tensor.original.file), before,
+            tensor.name, index, rank, str(info.file), info.offset + local, ours[first].tobytes(),
+            theirs[first].tobytes(), None if before is None else str(tensor.original.file), before,
         )  # fmt: skip
         self._tally.differs(tensor, byte, int(differing.sum()), int(elements.sum()), found)
 

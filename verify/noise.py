@@ -45,11 +45,11 @@ class Distance:
 def measure(sharded: Tensor, own: Tensor, exact: Tensor, dtype: torch.dtype) -> Distance:
     """Compare two runs with an exact one, ``[..., channel]`` each; ``dtype`` is the one that the two were computed in.
 
-    Infinities (masked scores) must be the same in all three, NaN makes the ratio infinite.
+    Infinities (masked scores) must be the same in the shards' and the exact run, NaN makes the ratio infinite.
     """
     exact, own, sharded = (_matrix(x) for x in (exact, own, sharded))
     same = (sharded == exact) & torch.isinf(exact)
-    error, noise = (sharded - exact).masked_fill(same, 0), (own - exact).masked_fill(same & (own == exact), 0)
+    error, noise = (sharded - exact).masked_fill(same, 0), (own - exact).masked_fill((own == exact) & torch.isinf(own), 0)
     if not (error.isfinite().all() and noise.isfinite().all()):
         return Distance(_rms(noise.nan_to_num()), float("inf"), float("inf"), "all")
     finite = exact.masked_fill(same, 0)
@@ -68,7 +68,10 @@ def measure(sharded: Tensor, own: Tensor, exact: Tensor, dtype: torch.dtype) -> 
 
 
 def _matrix(x: Tensor) -> Tensor:
-    return x.detach().to("cpu", torch.float64).reshape(-1, x.shape[-1]) if x.dim() else x.detach().double().reshape(1, 1)
+    """Rows of channels in float64; what is near the end of its dtype's range (masks) counts as infinite."""
+    wide = x.detach().to("cpu", torch.float64).reshape(-1, x.shape[-1] if x.dim() else 1)
+    end = min(torch.finfo(x.dtype).max / 4, 1e30)
+    return wide.masked_fill(wide >= end, float("inf")).masked_fill(wide <= -end, -float("inf"))
 
 
 def _rms(x: Tensor) -> float:

@@ -8,8 +8,8 @@ chosen otherwise is counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,12 +64,24 @@ def run(
             stack.callback(block.register_forward_hook(_keep_output(trace, name)).remove)
         stack.enter_context(torch.set_grad_enabled(grad))
         stack.enter_context(_Choices(trace, path, chosen))
+        stack.enter_context(_default_dtype(model.dtype))
         output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
     for name, value in output.items():
         if isinstance(value, Tensor) and value.is_floating_point():
             trace.outputs[name] = value
             trace.states[FINAL if name == "last_hidden_state" else name] = _kept(value)
     return trace
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Let what a float64 model makes by itself be float64 too: some put its smallest number into a mask."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64 if dtype == torch.float64 else before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _push(path: list[str], name: str) -> Callable[..., None]:
@@ -92,7 +104,7 @@ def _keep_input(trace: Trace) -> Callable[..., None]:
 
 def _keep_output(trace: Trace, name: str) -> Callable[..., None]:
     def hook(_: nn.Module, __: Any, output: Any) -> None:
-        trace.states[name] = _kept(output[0] if isinstance(output, tuple) else output)
+        trace.states[name] = _kept(output[0] if isinstance(output, (tuple, list)) else output)
 
     return hook
 
@@ -102,31 +114,36 @@ def _kept(x: Tensor) -> Tensor:
 
 
 class _Choices(TorchFunctionMode):
-    """Keeps, or replaces, the indices of each ``topk``, and the scores that they were chosen by."""
+    """Keeps, or replaces, the indices of each ``topk`` (or largest score of a row), and the scores that they were chosen by."""
 
     def __init__(self, trace: Trace, path: Sequence[str], chosen: Sequence[Tensor] | None) -> None:
         super().__init__()
         self._trace, self._path, self._given = trace, path, chosen
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
         if func in (torch.topk, Tensor.topk):
-            scores = args[0] if args else kwargs["input"]
-            return self._choose(scores, result, *args[2:3], **(kwargs or {}))
+            dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
+            return torch.return_types.topk(self._choose(args[0] if args else kwargs["input"], dim, *result))
+        if func in (torch.max, Tensor.max) and isinstance(result, torch.return_types.max) and args and args[0].dim() == 2:
+            # Per token, so not the largest score of an attention that is subtracted before its softmax.
+            dim = args[1] if len(args) > 1 else kwargs["dim"]
+            keep = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
+            values, indices = self._choose(args[0], dim, *(x if keep else x.unsqueeze(dim) for x in result))
+            return torch.return_types.max((values, indices) if keep else (values.squeeze(dim), indices.squeeze(dim)))
         return result
 
-    def _choose(self, scores: Tensor, result: Any, dim: int = -1, **_: Any) -> Any:
+    def _choose(self, scores: Tensor, dim: int, values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
         trace, at = self._trace, len(self._trace.chosen)
-        values, indices = result
         if self._given is not None:
             if at >= len(self._given) or self._given[at].shape != indices.shape:
                 raise ValueError(f"{self._path[-1]} chooses other than in the original model")
             indices = self._given[at].to(indices.device)
             taken = scores.gather(dim, indices)
-            differs = (taken.sort(dim).values != values.sort(dim).values).any(dim)
-            trace.overruled += int(differs.sum())
+            trace.overruled += int((taken.sort(dim).values != values.sort(dim).values).any(dim).sum())
             values = taken
         trace.choices += indices.numel() // max(indices.shape[dim], 1)
         trace.chosen.append(indices.detach().to("cpu", copy=True))
         trace.states[f"{self._path[-1]} choice {at}"] = _kept(scores)
-        return torch.return_types.topk((values, indices))
+        return values, indices

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from formats.axes import Block, Dim
+from formats.axes import Dim
 from formats.safetensors import DTYPE_BITS, TensorInfo
 from formats.sharded import MANIFEST
 from reshard.checksum import file_checksum
@@ -122,10 +122,10 @@ class Shards:
 
     def permute(
         self, entry: Entry, dim: int, rank: int, *, axes: Mapping[str, Sequence[int]] | None = None,
-        labels: frozenset[str] | None = None, blocks: Callable[[Dim], Sequence[int]] | None = None,
+        labels: frozenset[str] | None = None, turned: bool = False,
     ) -> None:  # fmt: skip
         """Reorder a dimension of a rank's part: along axes (in blocks with these labels only), or whole blocks."""
-        order = _order(entry.layout.rule.dims[dim], self.sizes(entry.name, rank), axes or {}, labels, blocks)
+        order = _order(entry.layout.rule.dims[dim], self.sizes(entry.name, rank), axes or {}, labels, turned)
         self.write(entry.name, rank, self.local(entry.name, rank).take(order, dim))
 
 
@@ -142,55 +142,61 @@ def _labels(dim: Dim) -> frozenset[str]:
     return frozenset(found).union(*(_labels(f) for block in dim.blocks for f in block.factors if isinstance(f, Dim)))
 
 
+@dataclass(frozen=True)
+class _Place:
+    """An index of a dimension, by its coordinates, slowest first: (axis, value), or of a sum (None, block). Such places
+    sort as the indices do. ``label`` is that of the innermost block that has one.
+    """
+
+    coordinates: tuple[tuple[str | None, int], ...] = ()
+    label: str | None = None
+
+
+def _places(dim: Dim, sizes: Mapping[str, int]) -> list[_Place]:
+    """All indices of a dimension, in order."""
+    found = []
+    for number, block in enumerate(dim.blocks):
+        places = [_Place(((None, number),), block.label)]
+        for factor in block.factors:
+            if isinstance(factor, Dim):
+                inner = _places(factor, sizes)
+            else:
+                size = factor if isinstance(factor, int) else sizes[factor]
+                inner = [_Place(((str(factor), i),)) for i in range(size)]
+            places = [_Place(a.coordinates + b.coordinates, b.label or a.label) for a in places for b in inner]
+        found += places
+    return found
+
+
 def _order(
     dim: Dim, sizes: Mapping[str, int], axes: Mapping[str, Sequence[int]], labels: frozenset[str] | None,
-    blocks: Callable[[Dim], Sequence[int]] | None, label: str | None = None,
-) -> Array:  # fmt: skip
-    """For each new index of a dimension the old one."""
-    parts, start = [], 0
+    turned: bool,
+) -> list[int]:  # fmt: skip
+    """For each new index of a dimension the old one; with ``turned`` the blocks of labelled sums are turned by one."""
+    places = _places(dim, sizes)
+    counts = {len(d.blocks) for d in _sums(dim)}
+
+    def moved(place: _Place) -> list[int]:
+        new = []
+        for axis, value in place.coordinates:
+            if axis in axes and (labels is None or place.label in labels):
+                value = list(axes[axis]).index(value)
+            elif axis is None and turned and place.label and len(counts) == 1:
+                value = (value - 1) % max(counts)
+            new.append(value)
+        return new
+
+    return sorted(range(len(places)), key=lambda i: moved(places[i]))
+
+
+def _sums(dim: Dim) -> Iterator[Dim]:
+    """A dimension and those in it, if they have more than one block."""
+    if len(dim.blocks) > 1:
+        yield dim
     for block in dim.blocks:
-        inner = _block_order(block, sizes, axes, labels, blocks, block.label or label)
-        parts.append(start + inner)
-        start += inner.size
-    return np.concatenate([parts[i] for i in (blocks(dim) if blocks else range(len(parts)))])
-
-
-def _block_order(
-    block: Block, sizes: Mapping[str, int], axes: Mapping[str, Sequence[int]], labels: frozenset[str] | None,
-    blocks: Callable[[Dim], Sequence[int]] | None, label: str | None,
-) -> Array:  # fmt: skip
-    order: Array = np.zeros(1, int)
-    for factor in block.factors:
-        if isinstance(factor, Dim):
-            inner = _order(factor, sizes, axes, labels, blocks, label)
-        else:
-            inner = np.arange(factor if isinstance(factor, int) else sizes[factor])
-            if str(factor) in axes and (labels is None or label in labels):
-                inner = np.array(axes[str(factor)])
-        order = (order[:, None] * inner.size + inner).reshape(-1)
-    return order
-
-
-def _indices_of(dim: Dim, sizes: Mapping[str, int], labels: frozenset[str] | None) -> Array:
-    """The indices of a dimension that lie in blocks with these labels (all, if None)."""
-    if labels is None:
-        return np.arange(dim.size(sizes))
-
-    def marks(dim: Dim, label: str | None) -> Array:
-        found = []
-        for block in dim.blocks:
-            here = block.label or label
-            mark: Array = np.ones(1, bool)
-            for factor in block.factors:
-                if isinstance(factor, Dim):
-                    inner = marks(factor, here)
-                else:
-                    inner = np.full(factor if isinstance(factor, int) else sizes[factor], here in labels)
-                mark = (mark[:, None] & inner).reshape(-1)
-            found.append(mark)
-        return np.concatenate(found)
-
-    return np.flatnonzero(marks(dim, None))
+        for factor in block.factors:
+            if isinstance(factor, Dim):
+                yield from _sums(factor)
 
 
 # ----------------------------------------------------------------------------------------------------------- the faults
@@ -210,7 +216,7 @@ def packed_by_plain_chunks(shards: Shards) -> None:
 
 
 def _is_packed(dim: Dim) -> bool:
-    return len(dim.blocks) > 1 or any(isinstance(f, Dim) and _is_packed(f) for block in dim.blocks for f in block.factors)
+    return next(_sums(dim), None) is not None
 
 
 def qkv_order(shards: Shards) -> None:
@@ -219,14 +225,9 @@ def qkv_order(shards: Shards) -> None:
         for dim in entry.layout.parallel_dims:
             if _labels(entry.layout.rule.dims[dim]) & {"k"} and len(entry.layout.full) > 1:
                 for rank in range(shards.degree):
-                    shards.permute(entry, dim, rank, blocks=_turned)
+                    shards.permute(entry, dim, rank, turned=True)
     if not shards.damaged:
         _exchange_by_name(shards, "k_proj", "v_proj")
-
-
-def _turned(dim: Dim) -> list[int]:
-    order = list(range(len(dim.blocks)))
-    return [*order[1:], 0] if any(block.label == "k" for block in dim.blocks) else order
 
 
 def gate_and_up(shards: Shards) -> None:
@@ -237,7 +238,7 @@ def gate_and_up(shards: Shards) -> None:
             is_interleaved = any(block.factors[-1:] == (2,) for block in tokens.blocks)
             for rank in range(shards.degree):
                 if _labels(tokens) == {"gate", "up"}:
-                    shards.permute(entry, dim, rank, blocks=lambda _: [1, 0])
+                    shards.permute(entry, dim, rank, turned=True)
                 elif is_interleaved:
                     shards.permute(entry, dim, rank, axes={"2": [1, 0]})
     if not shards.damaged:
@@ -278,7 +279,8 @@ def kv_head_of_wrong_group(shards: Shards) -> None:
     for entry, dim, labels in shards.projections("k"):
         parts = [shards.local(entry.name, rank) for rank in range(shards.degree)]
         for rank in range(shards.degree):
-            index = _indices_of(entry.layout.rule.dims[dim], shards.sizes(entry.name, rank), labels)
+            places = _places(entry.layout.rule.dims[dim], shards.sizes(entry.name, rank))
+            index = [i for i, place in enumerate(places) if labels is None or place.label in labels]
             new = np.moveaxis(parts[rank].copy(), dim, 0)
             new[index] = np.moveaxis(parts[(rank + 1) % shards.degree], dim, 0)[index]
             shards.write(entry.name, rank, np.ascontiguousarray(np.moveaxis(new, 0, dim)))

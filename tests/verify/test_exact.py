@@ -98,12 +98,12 @@ def test_correct_shards_are_the_same(name: str, tmp_path: Path) -> None:
 
 def test_small_chunks_find_the_same(pairs: Callable[..., Pair], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the size of a chunk: correct shards pass, and the same difference is found."""
-    for name, tp in [("llama", 8), ("gpt2", 4), ("gpt_oss", 4), ("falcon-40b", 4)]:
+    for name, tp in [("llama", 8), ("gpt2", 4), ("gpt_oss", 4)]:
         pair = pairs(name, tp)
         damaged = Pair(pair.original, Path(shutil.copytree(pair.shards, tmp_path / name)))
         inject("another_ranks_file", damaged.shards, open_source(pair.original))
         expected = check(damaged)
-        for size in (16, 1000, 8192):
+        for size in (100, 8192):
             monkeypatch.setattr(exact, "CHUNK", size)
             assert check(pair).verdict == "same"
             assert check(damaged) == expected
@@ -329,9 +329,13 @@ def test_rank_config(llama: Pair) -> None:
     config |= {"num_attention_heads": 8, "extra": 1}
     del config["rms_norm_eps"]
     path.write_text(json.dumps(config))
+    assert f"{path} has" in check(llama).problems[0]  # already its size is not the manifest's
+    (llama.shards / "reshard.json").unlink()
     found = {(c.file, c.key, c.expected, c.found) for c in check(llama).configs}
     name = "rank-02-of-04/config.json"
-    assert found == {(name, "num_attention_heads", "2", "8"), (name, "extra", None, "1"), (name, "rms_norm_eps", "1e-06", None)}
+    assert found == {
+        (name, "num_attention_heads", "2", "8"), (name, "extra", None, "1"), (name, "rms_norm_eps", "1e-06", None)
+    }  # fmt: skip
 
 
 def test_side_file(pairs: Callable[..., Pair], tmp_path: Path) -> None:
@@ -384,11 +388,11 @@ def test_any_layout_and_any_byte(data: st.DataObject, tmp_path_factory: pytest.T
     sizes = {axis: data.draw(st.integers(1, 5)) for axis in "abcd"} | {"p": 4, "v": 4 * data.draw(st.integers(1, 4))}
     sizes["v"] = max(1, sizes["v"] - data.draw(st.integers(0, 3)))
     document = {"parallel": {"tp": [["p"], ["v"]], "pad": ["v"]}, "sizes": {k: str(n) for k, n in sizes.items()},
-                "tensors": {"w": rule}}  # fmt: skip
+                "tensors": {"w": rule, "x": "p"}}  # fmt: skip
     architecture = architecture_from_document(document, "any", "any")
     (shape,) = (r.shape.sizes(sizes) for r in architecture.tensors["w"])
     dtype = data.draw(st.sampled_from(["U8", "BF16", "F32", "F64"]))
-    model = bind(architecture, {}, [FullTensor("w", dtype, shape, "here")])
+    model = bind(architecture, {}, [FullTensor("w", dtype, shape, "here"), FullTensor("x", "U8", (4,), "here")])
     plan = make_plan(model, Mesh((("tp", data.draw(st.sampled_from([2, 4]))),)))
     folder = tmp_path_factory.mktemp("law")
     layout, item = plan.entries["w"].layout, {"U8": 1, "BF16": 2, "F32": 4, "F64": 8}[dtype]
@@ -484,11 +488,12 @@ def test_memory_is_bounded_and_torch_is_not_imported(tmp_path: Path) -> None:
     config = {"model_type": "llama", "hidden_size": hidden, "num_attention_heads": 32, "vocab_size": rows,
               "intermediate_size": 64, "num_hidden_layers": 1}  # fmt: skip
     (original / "config.json").write_text(json.dumps(config))
-    tensors = [("model.embed_tokens.weight", "BF16", (rows, hidden))]
+    names = {"model.embed_tokens.weight": (rows, hidden), "model.layers.0.self_attn.q_proj.weight": (hidden, hidden)}
+    tensors = [(name, "BF16", shape) for name, shape in names.items()]
     with (original / "model.safetensors").open("wb") as file:
         header = build_header(tensors, {"format": "pt"})
         file.write(header)
-        file.truncate(len(header) + rows * hidden * 2)
+        file.truncate(len(header) + (rows + hidden) * hidden * 2)
     split(original, tmp_path / "out", 4)
     command = [sys.executable, "-c", MEASURE, str(original), str(tmp_path / "out")]
     root = Path(__file__).parents[2]

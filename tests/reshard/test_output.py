@@ -1,0 +1,291 @@
+"""Never half a checkpoint: kills, interrupts, full disks, concurrent runs, overwriting."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from formats.errors import CheckpointError, MismatchError, PlanError
+from formats.sharded import is_sharded, open_sharded
+from formats.checkpoint import open_checkpoint
+from reshard.api import merge, split
+from reshard.move import Options
+from tests.support import contents, write_checkpoint
+
+SLOW = """
+import os, sys, time
+import reshard.move
+real = os.pwrite
+def slow(*arguments):
+    time.sleep(0.002)
+    return real(*arguments)
+os.pwrite = slow
+reshard.move.SLAB = 600
+from reshard.api import merge, split
+from reshard.move import Options
+command, source, out, *rest = sys.argv[1:]
+if command == "split":
+    split(source, out, 4, max_shard_size=2500, ranks=[int(r) for r in rest] or None)
+else:
+    merge(source, out)
+print("done")
+"""
+
+
+def start(*arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", SLOW, *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def await_files(process: subprocess.Popen[str], out: Path) -> float:
+    """Wait until a run has begun to write; the time at which it did."""
+    while process.poll() is None and not list(out.parent.glob(f"{out.name}.partial/files/**/*.incomplete")):
+        time.sleep(0.005)
+    return time.monotonic()
+
+
+def journals(out: Path) -> list[Path]:
+    return list(out.parent.glob(f"{out.name}.partial/state/journal-*"))
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether any command would take the folder for a finished checkpoint."""
+    if not folder.is_dir():
+        return False
+    try:
+        open_sharded(folder) if is_sharded(folder) else open_checkpoint(folder)
+    except (CheckpointError, MismatchError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("command", ["split", "merge"])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_killed_at_random_moments(command, how, tmp_path):
+    source = write_checkpoint(tmp_path / "source", files=3)
+    if command == "merge":
+        split(source, tmp_path / "shards", 4)
+        source = tmp_path / "shards"
+    reference = start(command, source, tmp_path / "reference")
+    begin = await_files(reference, tmp_path / "reference")
+    assert reference.wait() == 0, reference.stderr.read()
+    whole = time.monotonic() - begin
+    expected, out = contents(tmp_path / "reference"), tmp_path / "out"
+    moments = random.Random(f"{command}{how}")
+    killed = kept = 0
+    for attempt in range(6):
+        process = start(command, source, out)
+        await_files(process, out)
+        if attempt % 2:  # at any moment, or else when a file has just been finished
+            time.sleep(whole * moments.uniform(0, 0.95))
+        while not attempt % 2 and process.poll() is None and not any(p.stat().st_size for p in journals(out)):
+            time.sleep(0.002)
+        process.send_signal(how)
+        process.wait()
+        killed += process.returncode != 0
+        staged = out.with_name("out.partial")
+        assert not any(is_finished(p) for p in (staged, staged / "files") if p.exists()) or out.exists() or _all_there(staged, expected)
+        if out.exists():
+            assert contents(out) == expected
+            shutil.rmtree(out)
+            shutil.rmtree(staged, ignore_errors=True)
+            continue
+        done = {p: p.stat().st_mtime_ns for p in staged.rglob("*.safetensors")} if staged.exists() else {}
+        journal = "".join(p.read_text() for p in journals(out))
+        again = start(command, source, out)
+        assert again.wait() == 0, again.stderr.read()
+        assert contents(out) == expected
+        assert not staged.exists()
+        for path, time_ns in done.items():
+            name = path.relative_to(staged / "files").as_posix()
+            if f'"{name}"' in journal:
+                kept += 1
+                assert (out / name).stat().st_mtime_ns == time_ns, "a finished file is not written again"
+        shutil.rmtree(out)
+    assert killed >= 3 and (kept or command == "merge")
+
+
+def _all_there(staged: Path, expected: dict[str, bytes]) -> bool:
+    """The last moment: everything is built and only the rename is missing."""
+    return contents(staged / "files") == expected
+
+
+def test_ranks_written_alone_and_at_the_same_time_add_up(tmp_path):
+    source = write_checkpoint(tmp_path / "source", files=3)
+    split(source, tmp_path / "one", 4, max_shard_size=2500)
+    processes = [start("split", source, tmp_path / "out", rank) for rank in range(4)]
+    for process in processes:
+        assert process.wait() == 0, process.stderr.read()
+    assert contents(tmp_path / "out") == contents(tmp_path / "one")
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_ranks_one_after_the_other(tmp_path):
+    source = write_checkpoint(tmp_path / "source")
+    split(source, tmp_path / "one", 4)
+    out = tmp_path / "out"
+    for ranks in ([2], [0, 3]):
+        assert not split(source, out, 4, ranks=ranks).complete
+        with pytest.raises(CheckpointError, match="is missing, the mesh is tp 4"):
+            merge(out, tmp_path / "merged")
+    with pytest.raises(CheckpointError, match="rank-03-of-04 exists"):
+        split(source, out, 4, ranks=[3])
+    with pytest.raises(CheckpointError, match="another source, mesh or plan"):
+        split(source, out, 2, ranks=[1])
+    with pytest.raises(PlanError, match="--rank 4 is not possible"):
+        split(source, out, 4, ranks=[4])
+    assert split(source, out, 4, ranks=[3], overwrite=True).complete is False
+    assert split(source, out, 4, ranks=[1]).complete
+    assert contents(out) == contents(tmp_path / "one")
+
+
+def test_a_killed_rank_is_finished_by_the_same_command(tmp_path):
+    source = write_checkpoint(tmp_path / "source", files=3)
+    split(source, tmp_path / "one", 4, max_shard_size=2500)
+    out, moments = tmp_path / "out", random.Random(5)
+    for rank in range(4):
+        process = start("split", source, out, rank)
+        time.sleep(moments.uniform(0.2, 0.6))
+        process.kill()
+        process.wait()
+        assert not is_finished(out)
+    for rank in range(4):
+        process = start("split", source, out, rank)
+        error = process.communicate()[1]
+        assert process.returncode == 0 or "exists" in error, error
+    assert contents(out) == contents(tmp_path / "one")
+
+
+def test_two_runs_for_one_output(tmp_path):
+    source = write_checkpoint(tmp_path / "source", files=3)
+    other = write_checkpoint(tmp_path / "other", seed=9)
+    first = start("split", source, tmp_path / "out")
+    while not (tmp_path / "out.partial/files/rank-00-of-04").exists():
+        assert first.poll() is None
+        time.sleep(0.01)
+    with pytest.raises(CheckpointError, match="another run is writing"):
+        split(source, tmp_path / "out", 4, max_shard_size=2500)
+    with pytest.raises(CheckpointError, match="another run is writing"):
+        split(other, tmp_path / "out", 8)
+    assert first.wait() == 0
+    assert is_finished(tmp_path / "out")
+
+
+def test_leftovers_of_another_task_are_not_mixed_in(tmp_path):
+    source, other = write_checkpoint(tmp_path / "source"), write_checkpoint(tmp_path / "other", seed=9)
+    process = start("split", source, tmp_path / "out")
+    while not list((tmp_path).glob("out.partial/files/*/*.safetensors")):
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    split(other, tmp_path / "out", 4, max_shard_size=2500)
+    split(other, tmp_path / "expected", 4, max_shard_size=2500)
+    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+
+
+def test_a_full_disk_midway_and_then_room_again(tmp_path, monkeypatch):
+    source = write_checkpoint(tmp_path / "source", files=3)
+    split(source, tmp_path / "expected", 4, max_shard_size=2500)
+    real, room = os.pwrite, [45_000]
+
+    def write(descriptor, data, offset):
+        room[0] -= len(data)
+        if room[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", write)
+    with pytest.raises(CheckpointError, match="No space left on device") as error:
+        split(source, tmp_path / "out", 4, max_shard_size=2500)
+    assert "again" in str(error.value.hint)
+    assert not (tmp_path / "out").exists()
+    finished = {p: p.stat().st_mtime_ns for p in (tmp_path / "out.partial").rglob("*.safetensors")}
+    room[0] = 10**9
+    summary = split(source, tmp_path / "out", 4, max_shard_size=2500)
+    assert finished and summary.written < summary.nbytes
+    for path, time_ns in finished.items():
+        assert (tmp_path / "out" / path.relative_to(tmp_path / "out.partial/files")).stat().st_mtime_ns == time_ns
+    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+
+
+def test_free_space_is_checked_first(tmp_path, monkeypatch):
+    source = write_checkpoint(tmp_path / "source")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(CheckpointError, match=r"bytes are needed and 1,000 are free"):
+        split(source, tmp_path / "out", 4)
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_overwriting(tmp_path):
+    source, other = write_checkpoint(tmp_path / "source"), write_checkpoint(tmp_path / "other", seed=3)
+    out = tmp_path / "out"
+    split(source, out, 4)
+    before = contents(out)
+    with pytest.raises(CheckpointError, match="out exists"):
+        split(other, out, 2)
+    assert contents(out) == before
+    split(other, out, 2, overwrite=True)
+    split(other, tmp_path / "expected", 2)
+    assert contents(out) == contents(tmp_path / "expected")
+    assert not (tmp_path / "out.partial").exists()
+    merge(out, tmp_path / "merged")
+    merge(out, tmp_path / "merged", overwrite=True)
+
+
+def test_what_is_no_checkpoint_is_never_overwritten(tmp_path):
+    source = write_checkpoint(tmp_path / "source")
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "thesis.txt").write_text("years")
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        split(source, home, 4, overwrite=True)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        split(source, tmp_path / "file", 4, overwrite=True)
+    (tmp_path / "empty").mkdir()
+    assert split(source, tmp_path / "empty", 4).complete
+
+
+def test_source_and_output_must_lie_apart(tmp_path):
+    source = write_checkpoint(tmp_path / "source")
+    for out in (source, source / "inside", tmp_path, tmp_path / "x/../source"):
+        (tmp_path / "x").mkdir(exist_ok=True)
+        with pytest.raises(CheckpointError, match="the same folder, or one lies in the other"):
+            split(source, out, 4, overwrite=True)
+    (tmp_path / "link").symlink_to(source)
+    with pytest.raises(CheckpointError, match="the same folder"):
+        split(source, tmp_path / "link/out", 4)
+    with pytest.raises(CheckpointError, match="no such folder"):
+        split(source, tmp_path / "none/out", 4)
+
+
+def test_a_dry_run_writes_nothing_and_says_the_same(tmp_path):
+    source = write_checkpoint(tmp_path / "source")
+    dry = split(source, tmp_path / "out", 4, dry_run=True)
+    assert not list(tmp_path.glob("out*"))
+    wet = split(source, tmp_path / "out", 4)
+    assert (dry.nbytes, dry.files, dry.tensors, dry.padding) == (wet.nbytes, wet.files, wet.tensors, wet.padding)
+    assert wet.nbytes == sum(p.stat().st_size for p in (tmp_path / "out").rglob("*.safetensors"))
+    with pytest.raises(CheckpointError, match="exists"):
+        split(source, tmp_path / "out", 4, dry_run=True)
+    merge(tmp_path / "out", tmp_path / "merged", dry_run=True)
+    assert not list(tmp_path.glob("merged*"))
+
+
+def test_a_source_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
+    source = write_checkpoint(tmp_path / "source")
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: 0 if offset > 2500 else real(fd, buffers, offset))
+    with pytest.raises(CheckpointError, match=r"model.safetensors ended at byte"):
+        split(source, tmp_path / "out", 4, options=Options(workers=1))
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,145 @@
+"""The zoo against the architecture files: rules that fit are not yet rules that are right.
+
+A dimension's meaning is checked without any tensor parallelism: reorder one parallel axis in all tensors at once, by
+the rules, and the model must compute what it computed before. A rule that calls a dimension by the wrong name, or packs it
+in the wrong order, takes part in the reordering wrongly, and the outputs change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from formats.architecture import built_in_architectures
+from formats.axes import Dim
+from reshard.plan import Model, valid_degrees
+from reshard.source import open_source
+from tests import zoo
+
+DEGREES = (2, 3, 4, 6, 8, 12, 16)
+
+# what a reordering changes although the rule is right
+POSITIONAL = {
+    "bloom": {"kv": "ALiBi: a head's slope follows from its number"},
+    "mpt": {"kv": "ALiBi: a head's slope follows from its number"},
+    "falcon-rw": {"kv": "ALiBi: a head's slope follows from its number"},
+    "stablelm-norms": {"kv": "a head's norm has the head's number in its name", "group": "as kv"},
+    "gemma3n_text": {"vocab": "two tables are read with the same token", "layer_vocab": "as vocab"},
+    "gemma4_text": {"vocab": "two tables are read with the same token", "layer_vocab": "as vocab"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+
+
+def test_every_architecture_that_transformers_has_is_in_the_zoo():
+    known = {entry.model_type for entry in zoo.ZOO.values()}
+    remote = {
+        "RefinedWeb",
+        "RefinedWebModel",
+        "kimi_k2",
+        "internlm2",
+        "baichuan",
+        "qwen",
+        "chatglm",
+        "internlm3",
+        "iquestcoder",
+    }
+    assert {model_type for model_type in built_in_architectures() if model_type not in known | remote} <= NOT_IN_THE_ZOO
+
+
+NOT_IN_THE_ZOO = {
+    "llava_next", "vipllava", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_degrees(name: str, tmp_path: Path):
+    model = open_source(zoo.save(name, tmp_path)).plan.model
+    assert tuple(degree for degree in valid_degrees(model) if degree in DEGREES) == zoo.ZOO[name].degrees
+
+
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_reordering_an_axis_changes_nothing(name: str, tmp_path: Path):
+    folder = zoo.save(name, tmp_path)
+    model = open_source(folder).plan.model
+    tensors = load_file(folder / "model.safetensors")
+    config = model.sizes.settings
+    tokens = torch.randint(3, config["vocab_size"], (2, 23), generator=torch.Generator().manual_seed(0))
+    cls = type(zoo.ZOO[name].build())
+    dtype, expected = _first_forward(cls, folder, tokens)
+    tolerance = (1e-6 if dtype == torch.float64 else 1e-3) * expected.std()
+    used = frozenset().union(*(tensor.rule.axes for tensor in model.tensors))
+    for axis in (axis for family in model.architecture.families["tp"] for axis in family):
+        reordered = _reordered(model, tensors, axis)
+        if axis not in used or axis in POSITIONAL.get(name, {}) or all(reordered[k] is tensors[k] for k in tensors):
+            continue
+        save_file(reordered, folder / "model.safetensors", metadata={"format": "pt"})
+        found = _forward(cls, folder, _new_tokens(tokens, axis, config), dtype)
+        if axis == "vocab" and found.shape[-1] == config["vocab_size"]:
+            found = found[..., torch.argsort(_order(config["vocab_size"]))]
+        assert (found - expected).abs().max() < tolerance, f"reordering '{axis}' changes what {name} computes"
+
+
+def _order(size: int) -> torch.Tensor:
+    """A permutation that is not the identity, the same for the same size."""
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(size))
+    return order.roll(1) if torch.equal(order, torch.arange(size)) else order
+
+
+def _reordered(model: Model, tensors: Mapping[str, torch.Tensor], axis: str) -> dict[str, torch.Tensor]:
+    result = dict(tensors)
+    for bound in model.tensors:
+        sizes = model.sizes.of(dict(bound.indices))
+        if axis in bound.rule.axes and sizes[axis] > 1:
+            for number, dim in enumerate(bound.rule.dims):
+                if axis in dim.axes:
+                    result[bound.name] = result[bound.name].index_select(number, _places(dim, sizes, axis)).contiguous()
+    return result
+
+
+def _places(dim: Dim, sizes: Mapping[str, int], axis: str) -> torch.Tensor:
+    """Where each index of a dimension is taken from when ``axis`` is reordered."""
+    blocks, start = [], 0
+    for block in dim.blocks:
+        places = torch.zeros(1, dtype=torch.long)
+        for factor in block.factors:
+            if isinstance(factor, Dim):
+                inner = _places(factor, sizes, axis)
+            else:
+                size = factor if isinstance(factor, int) else sizes[factor]
+                inner = _order(size) if factor == axis else torch.arange(size)
+            places = (places[:, None] * len(inner) + inner).flatten()
+        blocks.append(places + start)
+        start += len(places)
+    return torch.cat(blocks)
+
+
+def _new_tokens(tokens: torch.Tensor, axis: str, config: Mapping[str, Any]) -> torch.Tensor:
+    return torch.argsort(_order(config["vocab_size"]))[tokens] if axis == "vocab" else tokens
+
+
+def _first_forward(cls: Any, folder: Path, tokens: torch.Tensor) -> tuple[torch.dtype, torch.Tensor]:
+    """In float64 where the model's kernels know it."""
+    try:
+        return torch.float64, _forward(cls, folder, tokens, torch.float64)
+    except RuntimeError:
+        return torch.float32, _forward(cls, folder, tokens, torch.float32)
+
+
+@torch.no_grad()
+def _forward(cls: Any, folder: Path, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    output = cls.from_pretrained(folder, dtype=dtype).eval()(input_ids=tokens)
+    for kind in ("logits", "prediction_logits", "last_hidden_state"):
+        if getattr(output, kind, None) is not None:
+            return getattr(output, kind)
+    raise AssertionError(f"{cls.__name__} has no output to compare")

@@ -2,9 +2,10 @@
 
     python -m benchmarks.verify_exact [--gigabytes 4] [--rounds 5] [--folder DIR]
 
-Splits a Llama-shaped checkpoint in three files to four ranks and proves the shards. The baseline is ``cmp`` of each of the three files
-with a copy of it: it reads the same bytes of the original, and as many others as the shards have. Both are run alternately. Prints the
-medians, the ratio, and the peak resident memory. Needs three times the checkpoint's size on the disk.
+Splits a Llama-shaped checkpoint in three files to four ranks and proves the shards. The baseline is ``cmp`` of each of
+the three files with a copy of it: it reads the same bytes of the original, and as many others as the shards have. Both
+are run alternately. Prints the medians, the ratio, and the peak resident memory. Needs three times the checkpoint's
+size on the disk.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=4)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tp", type=int, default=4)
-    parser.add_argument("--folder", type=Path, help="where to put the files, and leave them; default: a temporary folder")
+    parser.add_argument("--folder", type=Path, help="where to put the files, and leave them")
     arguments = parser.parse_args()
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="reshard-bench-"))
     try:

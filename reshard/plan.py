@@ -218,7 +218,7 @@ def bind(
 
 def _rule_of(tensor: FullTensor, architecture: Architecture, sizes: AxisSizes) -> tuple[Match, Shape]:
     match = architecture.match(tensor.name)
-    belonging = companion(tensor.name, sizes.settings) if match is None else None
+    belonging = companion(tensor.name, sizes.settings) if match is None or tensor.name.endswith(".weight") else None
     if belonging is not None:
         match = architecture.match(belonging.weight)
     if match is None:

@@ -645,6 +645,40 @@ _add(
     **{key: value for key, value in _EXPERTS.items() if key != "head_dim"},
 )
 
+_add(
+    "longcat_flash",
+    (2, 4, 8),
+    num_layers=3,
+    ffn_hidden_size=72,
+    expert_ffn_hidden_size=24,
+    zero_expert_num=2,
+    moe_topk=2,
+    **{key: value for key, value in _MLA_MOE.items() if key not in {"num_hidden_layers", "intermediate_size"}},
+)
+_add(
+    "recurrent_gemma",
+    (2, 4, 8),
+    lru_width=64,
+    conv1d_width=3,
+    block_types=["recurrent", "attention", "recurrent"],
+    **{**_DENSE, "num_key_value_heads": 1, "intermediate_size": 144, "tie_word_embeddings": True},
+)
+_add(
+    "zamba2",
+    (2, 4, 8),
+    loads_alone=False,
+    layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
+    n_mamba_heads=8,
+    mamba_d_state=5,
+    mamba_ngroups=2,
+    mamba_d_conv=3,
+    mamba_expand=2,
+    num_mem_blocks=1,
+    adapter_rank=6,
+    use_shared_attention_adapter=True,
+    **{**_PLAIN, "num_hidden_layers": 4, "tie_word_embeddings": True},
+)
+
 # ----------------------------------------------------------------------------------------------- more than text
 
 _add("llama4_text", (2, 4, 8), intermediate_size_mlp=88, interleave_moe_layer_step=2, num_local_experts=4, **_EXPERTS)
@@ -707,6 +741,18 @@ _QWEN_TOWER: dict[str, Any] = {
     "out_hidden_size": 80,
     "num_position_embeddings": 16,
 }
+_GLM_TOWER: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 32,
+    "num_heads": 4,
+    "intermediate_size": 44,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "in_channels": 3,
+    "out_hidden_size": 80,
+    "image_size": 16,
+}
 _DEEP = {**_QWEN_TOWER, "deepstack_visual_indexes": [0, 1]}
 _add("gemma3", (2, 4, 8), model=_IMAGES, text_config=_DENSE, vision_config=_SIGLIP, mm_tokens_per_image=4)
 _add(
@@ -755,6 +801,56 @@ _add(
         "projector_input_dim": 40,
         "projector_output_dim": 36,
         "pixel_shuffle_ratio": 0.5,
+    },
+)
+
+_add("glm4v", (2, 4, 8), model=_IMAGES, loads_alone=False, text_config=_MROPE, vision_config=_GLM_TOWER)
+_add(
+    "glm4v_moe",
+    (2, 4, 8),
+    model=_IMAGES,
+    text_config={
+        **_SHARED,
+        "use_qk_norm": True,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [1, 2, 3],
+            "partial_rotary_factor": 1.0,
+        },
+    },
+    vision_config=_GLM_TOWER,
+)
+_add("internvl", (2, 4, 8), model=_IMAGES, text_config={**_DENSE, "model_type": "qwen2"}, vision_config=_SIGLIP)
+_add(
+    "gemma4",
+    (2, 4, 8),
+    model=_IMAGES,
+    text_config={**_PER_LAYER, "global_head_dim": 20, "vocab_size_per_layer_input": 101},
+    vision_config={**_SIGLIP, "num_key_value_heads": 4, "head_dim": 8, "position_embedding_size": 30},
+    audio_config={
+        "hidden_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "subsampling_conv_channels": [6, 4],
+        "output_proj_dims": 28,
+        "conv_kernel_size": 3,
+    },
+)
+_add(
+    "kimi_k25",
+    (2, 4, 8),
+    model=_IMAGES,
+    text_config={**_MLA_MOE, "model_type": "deepseek_v3", "n_routed_experts": 4},
+    vision_config={
+        "hidden_size": 32,
+        "intermediate_size": 44,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "patch_size": 4,
+        "pos_emb_height": 5,
+        "pos_emb_width": 5,
+        "projection_hidden_size": 80,
     },
 )
 
@@ -820,3 +916,4 @@ _add(
 _MODERN = {**_BERT, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
 _add("modernbert", (2, 4, 8), loads_alone=False, model="AutoModelForMaskedLM", **_MODERN)
 _add("modernbert-decoder", (2, 4, 8), loads_alone=False, **_MODERN)
+_add("eurobert", (2, 4, 8), loads_alone=False, model="AutoModelForMaskedLM", **_DENSE)

@@ -109,17 +109,17 @@ def verify_command(
 ) -> None:
     """Prove that SHARDS are the model ORIGINAL: byte for byte, then forward for forward.
 
-    ORIGINAL is the full checkpoint, a folder or a Hub id; SHARDS the folder that 'reshard split' wrote. The bytes need no GPU and
-    no torch; the forward pass runs as many processes as there are ranks. Exit code 0: the same, 1: different, 2: could not
-    be checked.
+    ORIGINAL is the full checkpoint, a folder or a Hub id; SHARDS the folder that 'reshard split' wrote. The bytes need
+    no GPU and no torch; the forward pass runs as many processes as there are ranks. Exit code 0: the same, 1: different,
+    2: could not be checked.
     """
     from reshard.api import Access
 
     run = _Run(original, shards, is_json, quiet)
     access = Access(revision, token, cache_dir, plan_file, quiet or is_json)
     settings = {
-        "device": device, "dtype": dtype, "batch": batch, "seq": seq, "seed": seed, "prompt": prompt, "backward": backward,
-        "streamed": streamed, "timeout": timeout,
+        "device": device, "dtype": dtype, "batch": batch, "seq": seq, "seed": seed, "prompt": prompt,
+        "backward": backward, "streamed": streamed, "timeout": timeout,
     }  # fmt: skip
     try:
         _verify(run, access, None if exact_only else settings)
@@ -140,7 +140,7 @@ def _is_first_rank() -> bool:
 
 
 def _verify(run: _Run, access: Any, settings: dict[str, Any] | None) -> None:
-    """Compare bytes, then run the model, unless ``settings`` is None or the shards are not of a form that could be run."""
+    """Compare bytes, then run the model, unless ``settings`` is None or the shards could not be run."""
     from reshard.api import open_any
     from reshard.progress import Progress
     from verify.exact import ExactReport, compare, open_shards
@@ -203,10 +203,7 @@ def exact_summary(report: Any) -> str:
     lines += _some("", report.configs)
     if report.first is not None:
         lines.append(f"  first: {report.first}")
-    damages = [
-        f"{d.tensor} on rank {d.rank}: {d.elements} {'element' if d.elements == 1 else 'elements'} ({d.nbytes} bytes) differ"
-        for d in report.damages
-    ]
+    damages = [f"{d.tensor} on rank {d.rank}: {d.elements} elements differ ({d.nbytes} bytes)" for d in report.damages]
     return "\n".join(lines + _some("", damages))
 
 
@@ -216,7 +213,8 @@ def forward_summary(report: Any) -> str:
     width = max((len(row.name) for row in rows), default=5)
     lines = [f"{'layer':{width}}  {'error':>9}  {'noise':>9}  {'ratio':>7}"]
     lines += [
-        f"{row.name:{width}}  {row.error:9.2e}  {row.noise:9.2e}  {row.ratio:7.2f}{'' if row.is_same else '  <- different'}"
+        f"{row.name:{width}}  {row.error:9.2e}  {row.noise:9.2e}  {row.ratio:7.2f}"
+        f"{'' if row.is_same else '  <- different'}"
         for row in rows
     ]
     return "\n".join([*lines, f"forward: {report.verdict}"])

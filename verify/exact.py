@@ -102,8 +102,8 @@ class ConfigDifference:
 class ExactReport:
     """The result of a comparison. ``nbytes`` are the bytes of the shards' tensors that were compared.
 
-    ``missing`` and ``extra`` name tensors and files; ``problems`` are other contradictions, one line each; ``first`` and
-    ``damages`` are about the content of tensors.
+    ``missing`` and ``extra`` name tensors and files; ``problems`` are other contradictions, one line each; ``first``
+    and ``damages`` are about the content of tensors.
     """
 
     mesh: str

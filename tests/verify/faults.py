@@ -1,14 +1,15 @@
-"""Faults that happen when checkpoints are split, put into shards whose headers, shapes, configs and manifest stay right.
+"""Faults that happen when checkpoints are split, put into shards whose headers, shapes and configs stay right.
 
 ``FAULTS[name](shards)`` damages a split checkpoint as a buggy converter would; afterwards ``shards.damaged`` has the
-tensor and rank of everything whose bytes are others now. A fault that does not apply to a model changes nothing. Faults find
-their tensors by the plan's notation (a packed weight is a sum, a head-wise one has an axis of the first parallel family), and by
-names only where the notation does not tell (k from v, gate from up, where each has a tensor of its own).
+tensor and rank of everything whose bytes are others now. A fault that does not apply to a model changes nothing. Faults
+find their tensors by the plan's notation (a packed weight is a sum, a head-wise one has an axis of the first parallel
+family), and by names only where the notation does not tell (k from v, gate from up, where each has its own tensor).
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -117,7 +118,7 @@ class Shards:
             tokens, labels = entry.layout.rule.dims[dim], _labels(entry.layout.rule.dims[dim])
             if part in labels:
                 yield entry, dim, frozenset({part})
-            elif not labels and tokens.axes & self.head_axes and any(f"{part}{end}" in entry.name for end in ("_proj.", "_b_proj.")):
+            elif not labels and tokens.axes & self.head_axes and re.search(rf"\.{part}(_b)?_proj\.", entry.name):
                 yield entry, dim, None
 
     def permute(
@@ -179,10 +180,11 @@ def _order(
     def moved(place: _Place) -> list[int]:
         new = []
         for axis, value in place.coordinates:
-            if axis in axes and (labels is None or place.label in labels):
+            if axis is None:
+                if turned and place.label and len(counts) == 1:
+                    value = (value - 1) % max(counts)
+            elif axis in axes and (labels is None or place.label in labels):
                 value = list(axes[axis]).index(value)
-            elif axis is None and turned and place.label and len(counts) == 1:
-                value = (value - 1) % max(counts)
             new.append(value)
         return new
 
@@ -436,8 +438,8 @@ FAULTS: dict[str, Fault] = {
     fault.__name__: fault
     for fault in (
         packed_by_plain_chunks, qkv_order, gate_and_up, two_heads, kv_head_of_wrong_group, another_ranks_file,
-        row_bias_on_every_rank, row_split_by_columns, transposed_square, rotary_halves, one_expert, router, vocabulary_by_one,
-        norm_of_neighbour, lower_precision, exponent_bit,
+        row_bias_on_every_rank, row_split_by_columns, transposed_square, rotary_halves, one_expert, router,
+        vocabulary_by_one, norm_of_neighbour, lower_precision, exponent_bit,
     )
 }  # fmt: skip
 

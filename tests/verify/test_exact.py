@@ -37,8 +37,8 @@ MODELS = ("llama", "phi3", "gpt_neox", "gpt2", "mixtral", "gpt_oss", "deepseek_v
 
 # what does not apply: nothing packed in blocks, no gated MLP, no bias, not square, learned positions, no experts
 EXEMPT = {
-    "llama": {"packed_by_plain_chunks", "row_bias_on_every_rank", "row_split_by_columns", "transposed_square", "one_expert",
-              "router"},
+    "llama": {"packed_by_plain_chunks", "row_bias_on_every_rank", "row_split_by_columns", "transposed_square",
+              "one_expert", "router"},
     "phi3": {"row_bias_on_every_rank", "row_split_by_columns", "transposed_square", "one_expert", "router"},
     "gpt_neox": {"packed_by_plain_chunks", "gate_and_up", "one_expert", "router"},
     "gpt2": {"gate_and_up", "rotary_halves", "one_expert", "router"},
@@ -96,7 +96,9 @@ def test_correct_shards_are_the_same(name: str, tmp_path: Path) -> None:
         assert (report.ranks, report.tensors) == (tp, len(original.ranks[0]))
 
 
-def test_small_chunks_find_the_same(pairs: Callable[..., Pair], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_chunks_find_the_same(
+    pairs: Callable[..., Pair], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever the size of a chunk: correct shards pass, and the same difference is found."""
     for name, tp in [("llama", 8), ("gpt2", 4), ("gpt_oss", 4)]:
         pair = pairs(name, tp)
@@ -402,19 +404,20 @@ def test_any_layout_and_any_byte(data: st.DataObject, tmp_path_factory: pytest.T
     parts = []
     for rank, box in enumerate(layout.boxes):
         index = [np.concatenate([np.arange(run.offset, run.end) for run in dim]) for dim in box.dims]
-        parts.append(_saved(folder / f"{rank}.safetensors", dtype, padded[np.ix_(*index, range(item))]))
+        parts.append(_saved(folder / f"{rank}.safetensors", dtype, padded[np.ix_(*index, np.arange(item))]))
     wrong = data.draw(st.integers(0, len(parts) - 1))
     at = data.draw(st.integers(0, parts[wrong]["w"].nbytes - 1))
     before, exact.CHUNK = exact.CHUNK, data.draw(st.sampled_from([1, 8, 40, 1000, 1 << 20]))
     try:
-        sources: Any = [_FakeSource((one,)), _FakeSource(tuple(parts))]
+        one_source: Any = _Tensors((one,))
+        sources: Any = _Tensors(tuple(parts))
         ranks = {"w": range(len(parts))}
-        assert exact._compare_bytes(*sources, plan, ranks, lambda *_: None, 2).damages == ()
+        assert exact._compare_bytes(one_source, sources, plan, ranks, lambda *_: None, 2).damages == ()
         info = parts[wrong]["w"]
         content = bytearray(info.file.read_bytes())
         content[info.offset + at] ^= 255
         info.file.write_bytes(content)
-        report = exact._compare_bytes(*sources, plan, ranks, lambda *_: None, 2)
+        report = exact._compare_bytes(one_source, sources, plan, ranks, lambda *_: None, 2)
     finally:
         exact.CHUNK = before
     assert report.damages == (exact.Damage("w", wrong, 1, 1),)
@@ -425,7 +428,9 @@ def test_any_layout_and_any_byte(data: st.DataObject, tmp_path_factory: pytest.T
 
 
 @dataclass(frozen=True)
-class _FakeSource:
+class _Tensors:
+    """The part of a source that the byte comparison looks at."""
+
     ranks: tuple[Any, ...]
 
 

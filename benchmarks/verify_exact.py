@@ -101,7 +101,8 @@ def main() -> None:
             shutil.rmtree(folder)
     for name, timings in (("cmp", [a for a, _ in pairs]), ("verify --exact-only", [b for _, b in pairs])):
         wall, processor = (statistics.median(getattr(t, kind) for t in timings) for kind in ("wall", "processor"))
-        print(f"{name:20} {wall:6.2f} s   processor {processor:6.2f} s   peak {max(t.peak for t in timings) / 1e6:4.0f} MB")
+        peak = max(t.peak for t in timings) / 1e6
+        print(f"{name:20} {wall:6.2f} s   processor {processor:6.2f} s   peak {peak:4.0f} MB")
     ratios = sorted(b.wall / a.wall for a, b in pairs)
     spread = f"median of {len(ratios)}, {ratios[0]:.2f} to {ratios[-1]:.2f}"
     print(f"ratio {statistics.median(ratios):.2f} ({spread}; {total / 1e9:.1f} GB, tp {arguments.tp})")

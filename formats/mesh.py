@@ -12,17 +12,26 @@ from formats.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Named mesh dimensions with their degrees, slowest first; a full checkpoint is a mesh of one rank."""
+    """Named mesh dimensions with their degrees, slowest first; a full checkpoint is a mesh of one rank.
+
+    With ``same_ranks`` all dimensions run over the same ranks, each with the whole degree: experts are dealt whole, and all else is cut
+    (DeepSeek's inference layout, vLLM's ``--enable-expert-parallel``).
+    """
 
     degrees: tuple[tuple[str, int], ...] = (("tp", 1),)
+    same_ranks: bool = False
 
     @property
     def size(self) -> int:
         """The number of ranks."""
+        if self.same_ranks:
+            return self.degrees[0][1]
         return math.prod(degree for _, degree in self.degrees)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The place of a rank along each dimension; the last dimension is fastest."""
+        if self.same_ranks:
+            return {name: rank for name, _ in self.degrees}
         found: dict[str, int] = {}
         for name, degree in reversed(self.degrees):
             found[name] = rank % degree
@@ -31,17 +40,17 @@ class Mesh:
 
     def folder(self, rank: int) -> str:
         """``rank-02-of-04`` for tp alone, ``ep-00-of-02-tp-01-of-04`` for more than one dimension."""
-        if len(self.degrees) == 1:
+        if len(self.degrees) == 1 or self.same_ranks:
             return f"rank-{rank:02d}-of-{self.size:02d}"
         here = self.coordinates(rank)
         return "-".join(f"{name}-{here[name]:02d}-of-{degree:02d}" for name, degree in self.degrees)
 
-    def to_document(self) -> dict[str, int]:
+    def to_document(self) -> dict[str, int | bool]:
         """``{"tp": 4}``."""
-        return dict(self.degrees)
+        return dict(self.degrees) | ({"same_ranks": True} if self.same_ranks else {})
 
     def __str__(self) -> str:
-        return " x ".join(f"{name} {degree}" for name, degree in self.degrees)
+        return (" = " if self.same_ranks else " x ").join(f"{name} {degree}" for name, degree in self.degrees)
 
 
 RANK_FOLDER = re.compile(r"(?:rank-\d+-of-\d+|(?:(?:^|-)(?:ep|tp)-\d+-of-\d+)+)")
@@ -51,9 +60,14 @@ def mesh_from_document(document: Mapping[str, object], where: str) -> Mesh:
     """Read ``{"tp": 4}``. Raises CheckpointError that names ``where`` it stood."""
     degrees = []
     for name, degree in document.items():
+        if name == "same_ranks":
+            continue
         if name not in {"tp", "ep"} or not isinstance(degree, int) or not 1 <= degree <= 100_000:
             raise CheckpointError(f"{where}: '{name}: {degree}' is no mesh dimension")
         degrees.append((name, degree))
     if not degrees:
         raise CheckpointError(f"{where}: the mesh has no dimensions")
-    return Mesh(tuple(degrees))
+    same_ranks = document.get("same_ranks", False) is True
+    if same_ranks and len({degree for _, degree in degrees}) > 1:
+        raise CheckpointError(f"{where}: mesh dimensions over the same ranks have different degrees")
+    return Mesh(tuple(degrees), same_ranks)

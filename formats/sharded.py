@@ -253,8 +253,6 @@ def open_sharded(path: Path) -> ShardedCheckpoint:
             f"{path}: {missing[0]}{more} is missing, the mesh is {identity.mesh}", "bring the folders of all ranks together"
         )
     ranks = tuple(shards[rank] for rank in range(identity.mesh.size))
-    for shard in ranks[1:]:
-        _check_same_tensors(ranks[0], shard)
     side = tuple(path / record.name for record in manifest.side_files) if manifest else _side_files(path)
     for file in side:
         if not file.is_file():
@@ -359,15 +357,6 @@ def _check_identity(found: Identity, expected: Identity, file: Path, other: Path
         raise MismatchError(f"{file} belongs to the mesh {found.mesh}, {other} to {expected.mesh}")
     if found != expected:
         raise MismatchError(f"{file} and {other} were split by different plans, sizes or paddings")
-
-
-def _check_same_tensors(first: RankShards, other: RankShards) -> None:
-    if first.tensors.keys() == other.tensors.keys():
-        return
-    extra = first.tensors.keys() ^ other.tensors.keys()
-    name = min(extra)
-    has, lacks = (first, other) if name in first.tensors else (other, first)
-    raise MismatchError(f"tensor '{name}' stands in {has.folder.name} and is missing in {lacks.folder.name}")
 
 
 # --------------------------------------------------------------------------------------------------- shards of files

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -97,27 +98,37 @@ def open_any(source: str | Path, access: Access, *, headers_only: bool = False) 
 def _refuse_one_rank(source: Source) -> None:
     """A rank's folder looks like a full checkpoint; its files' headers say what it is."""
     file = source.checkpoint.files[0] if source.checkpoint else None
-    if file is not None and file.header is not None:
-        if METADATA_KEY in parse_header(file.header, file.path, None).metadata:
-            raise CheckpointError(f"{source.path} is one rank of a split checkpoint", "give the folder that holds all ranks")
+    metadata = parse_header(file.header, file.path, None).metadata if file and file.header else {}
+    if METADATA_KEY in metadata:
+        raise CheckpointError(f"{source.path} is one rank of a split checkpoint", "give the folder of all ranks")
 
 
 def plan(
-    source: str | Path, tp: int = 1, *, access: Access = Access(), padding: Padding = Padding()
+    source: str | Path, tp: int = 1, *, ep: int = 1, same_ranks: bool = False, access: Access = Access(), padding: Padding = Padding()
 ) -> Plan:
-    """What each of ``tp`` ranks would hold of each tensor of a checkpoint. Reads headers only.
+    """What each rank of a mesh of ``ep`` x ``tp`` would hold of each tensor of a checkpoint. Reads headers only.
 
     Raises CheckpointError for a source that is none, PlanError for a degree that is not possible.
     """
     opened = open_any(source, access, headers_only=True)
-    return make_plan(opened.model, tp_mesh(tp), pad=padding.allowed, pad_to=padding.to)
+    return make_plan(opened.model, mesh_of(tp, ep, same_ranks), pad=padding.allowed, pad_to=padding.to)
 
 
-def tp_mesh(tp: int) -> Mesh:
-    """The mesh of ``--tp``. Raises PlanError for a degree below 1."""
-    if tp < 1:
-        raise PlanError(f"--tp {tp} is not possible: a degree is at least 1")
-    return Mesh((("tp", tp),))
+def mesh_of(tp: int = 1, ep: int = 1, same_ranks: bool = False) -> Mesh:
+    """The mesh of ``--tp`` and ``--ep``: experts over ``ep``, all else over ``tp``; with ``same_ranks`` both over the same ranks.
+
+    Raises PlanError for a degree below 1, or two degrees over the same ranks that differ.
+    """
+    for name, degree in (("tp", tp), ("ep", ep)):
+        if degree < 1:
+            raise PlanError(f"--{name} {degree} is not possible: a degree is at least 1")
+    if same_ranks:
+        if tp != ep:
+            raise PlanError(f"--tp {tp} and --ep {ep} cannot be over the same ranks: give both the same degree")
+        return Mesh((("tp", tp), ("ep", ep)), same_ranks=True)
+    if ep == 1:
+        return Mesh((("tp", tp),))
+    return Mesh((("ep", ep), ("tp", tp))) if tp > 1 else Mesh((("ep", ep),))
 
 
 # ----------------------------------------------------------------------------------------------------------- split
@@ -126,8 +137,10 @@ def tp_mesh(tp: int) -> Mesh:
 def split(
     source: str | Path,
     out: str | Path,
-    tp: int,
+    tp: int = 1,
     *,
+    ep: int = 1,
+    same_ranks: bool = False,
     ranks: Sequence[int] | None = None,
     access: Access = Access(),
     padding: Padding = Padding(),
@@ -137,12 +150,12 @@ def split(
     dry_run: bool = False,
     progress: Progress = _no_progress,
 ) -> Summary:
-    """Split a checkpoint (full, or split already) into ``tp`` shards. See ``reshard split --help``.
+    """Split a checkpoint (full, or split already) into shards for ``ep`` x ``tp`` ranks. See ``reshard split --help``.
 
     ``ranks`` writes only these; runs for other ranks into the same ``out`` add up to the whole. Raises ReshardError; nothing is left
     under the name ``out`` that is not complete.
     """
-    out, mesh, options = Path(out), tp_mesh(tp), options or Options()
+    out, mesh, options = Path(out), mesh_of(tp, ep, same_ranks), options or Options()
     wanted = _wanted_ranks(ranks, mesh)
     opened = open_any(source, access)
     target = make_plan(opened.model, mesh, pad=padding.allowed, pad_to=padding.to)
@@ -217,7 +230,10 @@ class _Split:
     def _tensors(self, rank: int) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
         for name in self.source.names_in_order():
             entry = self.plan.entries[name]
-            shape = entry.layout.boxes[rank].shape
+            box = entry.layout.boxes[rank]
+            if box is None:
+                continue
+            shape = box.shape
             yield name, entry.dtype, shape, tensor_bytes(name, entry.dtype, shape)
 
     @property
@@ -436,12 +452,14 @@ def _move(
     """Move all bytes into the target files; the number of bytes written. Nothing built is kept if it cannot be trusted."""
     jobs = _jobs(source, targets)
     todo = sum(file.size for file in targets.files)
-    written = 0
+    done = total - todo
+    lock = threading.Lock()
 
     def count(nbytes: int) -> None:
-        nonlocal written
-        written += nbytes
-        progress(total - todo + written, total)
+        nonlocal done
+        with lock:
+            done += nbytes
+            progress(done, total)
 
     def finished(file: TargetFile, checksum: str | None) -> None:
         staging.note_finished(*targets.parts[file], file.size, checksum)
@@ -453,14 +471,14 @@ def _move(
     except MismatchError:
         staging.clear()
         raise
-    return written
+    return todo
 
 
 def _jobs(source: Source, targets: _Targets) -> list[Job]:
     """One job a tensor, in the order in which the source stores them."""
     transfers: dict[tuple[Layout, Layout, int, frozenset[int]], Transfer] = {}
     jobs = []
-    for name in source.ranks[0]:
+    for name in source.names:
         places = targets.places.get(name)
         if places is None:
             continue
@@ -468,9 +486,8 @@ def _jobs(source: Source, targets: _Targets) -> list[Job]:
         key = (before.layout, after.layout, DTYPE_BITS[before.dtype], frozenset(places))
         if key not in transfers:
             transfers[key] = Transfer(*key)
-        infos = [rank[name] for rank in source.ranks]
-        sources = [SourcePlace(source.files[info.file], info.offset) for info in infos]
-        jobs.append(Job(name, transfers[key], sources, [places.get(r) for r in range(targets.plan.mesh.size)]))
+        wanted = [places.get(rank) for rank in range(targets.plan.mesh.size)]
+        jobs.append(Job(name, transfers[key], source.places(name), wanted))
     return jobs
 
 
@@ -494,9 +511,11 @@ def _check_sources(jobs: Sequence[Job]) -> None:
 
 def load(
     source: str | Path,
-    tp: int,
-    rank: int,
+    tp: int = 1,
+    rank: int = 0,
     *,
+    ep: int = 1,
+    same_ranks: bool = False,
     access: Access = Access(),
     padding: Padding = Padding(),
 ) -> dict[str, torch.Tensor]:
@@ -506,7 +525,8 @@ def load(
     """
     from reshard.loading import load_rank
 
-    _wanted_ranks([rank], tp_mesh(tp))
+    mesh = mesh_of(tp, ep, same_ranks)
+    _wanted_ranks([rank], mesh)
     opened = open_any(source, access)
-    target = make_plan(opened.model, tp_mesh(tp), pad=padding.allowed, pad_to=padding.to)
+    target = make_plan(opened.model, mesh, pad=padding.allowed, pad_to=padding.to)
     return load_rank(opened, target, rank)

@@ -252,7 +252,7 @@ def plan_command(
     For an architecture that has no rules yet, or a tensor that none covers: save the file of a similar model with
     --save, edit it (docs/design.md describes its form) and pass it to any command with --plan.
     """
-    from reshard.api import open_any, tp_mesh
+    from reshard.api import mesh_of, open_any
     from reshard.plan import make_plan
 
     padding = _padding(pad_vocab_to, no_pad_vocab)
@@ -260,7 +260,7 @@ def plan_command(
     if save_file is not None:
         _save_plan(opened.model, save_file)
     if tp is not None:
-        planned = make_plan(opened.model, tp_mesh(tp), pad=padding.allowed, pad_to=padding.to)
+        planned = make_plan(opened.model, mesh_of(tp), pad=padding.allowed, pad_to=padding.to)
         _print_plan(planned, source, as_json)
     elif save_file is None or as_json:
         _print_degrees(opened.model, source, padding, as_json)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import _TYPES
 
 from formats.safetensors import DTYPE_BITS
-from reshard.move import SLAB, Job, Reader, SourcePlace, check_slab
+from reshard.move import SLAB, Job, Reader, check_slab
 from reshard.plan import Plan
 from reshard.source import Source
 from reshard.transfer import Transfer
@@ -22,20 +22,19 @@ def load_rank(source: Source, target: Plan, rank: int) -> dict[str, torch.Tensor
     """The tensors of ``rank``, of its local shapes. Reads only the bytes that the rank owns."""
     reader = Reader(checksum=False)
     try:
-        return {name: _load(source, target, rank, name, reader) for name in source.ranks[0]}
+        held = [name for name in source.names if target.entries[name].layout.boxes[rank] is not None]
+        return {name: _load(source, target, rank, name, reader) for name in held}
     finally:
         reader.close()
 
 
 def _load(source: Source, target: Plan, rank: int, name: str, reader: Reader) -> torch.Tensor:
     before, after = source.plan.entries[name], target.entries[name]
-    shape = after.layout.boxes[rank].shape
+    shape = after.layout.box(rank).shape
     bits = DTYPE_BITS[before.dtype]
     data = np.empty(math.prod(shape) * bits // 8, dtype=np.uint8)
-    infos = [tensors[name] for tensors in source.ranks]
-    job = Job(name, Transfer(before.layout, after.layout, bits, frozenset({rank}), compare=False), [
-        SourcePlace(source.files[info.file], info.offset) for info in infos
-    ], [])  # fmt: skip
+    transfer = Transfer(before.layout, after.layout, bits, frozenset({rank}), compare=False)
+    job = Job(name, transfer, source.places(name), [])
     for slab in job.transfer.slabs(SLAB):
         read = {r.rank: reader.read(job, r, np.empty(r.nbytes, dtype=np.uint8)) for r in slab.reads}
         check_slab(job, slab, read)

@@ -118,7 +118,7 @@ class Reader:
             if region.wanted is None:
                 self._fill(place.file.path, data, offset)
                 if self._checksum and place.file.expected is not None:
-                    place.file.sum.add(offset, data.size, crc32(data))
+                    place.file.sum.add(offset, data.size, crc32(data.data))
             else:
                 for row in range(0, data.size, region.shape[-1]):
                     for run in region.wanted:
@@ -132,7 +132,7 @@ class Reader:
         self._descriptors.clear()
 
     def _fill(self, path: Path, data: Bytes, offset: int) -> None:
-        descriptor, view, position = self._descriptor(path), memoryview(data), 0
+        descriptor, view, position = self._descriptor(path), data.data, 0
         while position < len(view):
             count = os.preadv(descriptor, [view[position:]], offset + position)
             if count == 0:
@@ -288,8 +288,8 @@ class _Mover:
             self._write(place.file, place.offset + region.offset, written[region.rank].reshape(-1))
 
     def _write(self, target: TargetFile, offset: int, data: Bytes) -> None:
-        crc = crc32(data) if self._options.checksum else 0
-        view, position = memoryview(data), 0
+        view, position = data.data, 0
+        crc = crc32(view) if self._options.checksum else 0
         with _disk_errors(target.path, "write"):
             descriptor = self._descriptors[target.staged]
             while position < len(view):

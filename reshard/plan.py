@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -38,19 +39,27 @@ class Box:
 class Layout:
     """One way in which tensors lie on a mesh, shared by all tensors of equal rule, sizes and shape.
 
-    ``full`` is the shape in the unsplit checkpoint, ``padded`` with the zeros that a degree needs; ``boxes`` has an entry a rank.
+    ``full`` is the shape in the unsplit checkpoint, ``padded`` with the zeros that a degree needs; ``boxes`` has an entry a rank, None
+    for a rank that holds nothing of it (another rank's expert). ``dealt_by_name`` says that there may be such ranks.
     """
 
     rule: Shape
     full: tuple[int, ...]
     padded: tuple[int, ...]
-    boxes: tuple[Box, ...]
+    boxes: tuple[Box | None, ...]
     parallel_dims: frozenset[int]
+    dealt_by_name: bool = False
 
     @property
     def is_replicated(self) -> bool:
         """Whether every rank holds all of it."""
-        return not self.parallel_dims
+        return not self.parallel_dims and not self.dealt_by_name
+
+    def box(self, rank: int) -> Box:
+        """What a rank holds that is known to hold some of it."""
+        box = self.boxes[rank]
+        assert box is not None
+        return box
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +95,7 @@ class AxisSizes:
         """The axes whose size depends on an index in the tensor's name."""
         sizes, found = self._architecture.sizes, frozenset[str]()
         while True:
-            more = frozenset(a for a, e in sizes.items() if e.names & self._index_names or e.names & found)
+            more = frozenset(axis for axis, e in sizes.items() if e.names & (self._index_names | found))
             if more == found:
                 return found
             found = more
@@ -141,14 +150,23 @@ class AxisSizes:
 
 @dataclass(frozen=True)
 class BoundTensor:
-    """A tensor with the shape that holds for it and the sizes of the axes in it."""
+    """A tensor with the shape that holds for it.
+
+    ``indices`` are those of its name that its sizes depend on, ``places`` those along axes that may be dealt to ranks (experts).
+    """
 
     name: str
     dtype: str
     template: str
     rule: Shape
     indices: tuple[tuple[str, int], ...]
+    places: tuple[tuple[str, int], ...]
     shape: tuple[int, ...]
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """The axes of its shape, and those of its name that may be dealt."""
+        return self.rule.axes | {axis for axis, _ in self.places}
 
 
 @dataclass(frozen=True)
@@ -172,11 +190,20 @@ class Model:
         return tuple({(tensor.rule, tensor.indices): tensor for tensor in reversed(blocked)}.values())
 
     @cached_property
-    def axis_sets(self) -> tuple[Mapping[str, int], ...]:
-        """The distinct sizes of axes that occur (one, unless sizes depend on the layer)."""
+    def expert_axes(self) -> frozenset[str]:
+        """The axes that expert parallelism deals."""
+        return frozenset(axis for family in self.architecture.families.get("ep", ()) for axis in family)
+
+    @cached_property
+    def _kinds(self) -> frozenset[tuple[frozenset[str], tuple[tuple[str, int], ...]]]:
+        return frozenset((tensor.axes, tensor.indices) for tensor in self.tensors)
+
+    def axis_sets(self, *, experts: bool = True) -> tuple[Mapping[str, int], ...]:
+        """The distinct sizes of axes that occur (one, unless sizes depend on the layer); without those of experts alone, if so asked."""
         axes: dict[tuple[tuple[str, int], ...], set[str]] = {}
-        for tensor in self.tensors:
-            axes.setdefault(tensor.indices, set()).update(tensor.rule.axes)
+        for names, indices in self._kinds:
+            if experts or not names & self.expert_axes:
+                axes.setdefault(indices, set()).update(names)
         restricted = []
         for indices, names in axes.items():
             sizes = self.sizes.of(dict(indices))
@@ -201,6 +228,7 @@ def bind(
     found = [(tensor, *_rule_of(tensor, architecture, sizes)) for tensor in tensors]
     _measure(sizes, ((tensor, shape, match) for tensor, match, shape in found))
     fitted: dict[tuple[object, ...], tuple[int, ...]] = {}
+    dealt = {axis for families in architecture.families.values() for family in families for axis in family}
     bound = []
     for tensor, match, rule in found:
         indices = sizes.key(match.indices)
@@ -208,7 +236,8 @@ def bind(
         if key not in fitted:
             fitted[key] = _fit(tensor, rule, sizes.of(match.indices))
         _check_indices(tensor, match, sizes)
-        bound.append(BoundTensor(tensor.name, tensor.dtype, match.template, rule, indices, fitted[key]))
+        places = tuple((axis, index) for axis, index in match.indices.items() if axis in dealt)
+        bound.append(BoundTensor(tensor.name, tensor.dtype, match.template, rule, indices, places, fitted[key]))
     model = Model(architecture, config, sizes, tuple(bound))
     unused = [template for template in architecture.tensors if template not in model.used_templates]
     if every_rule and unused:
@@ -313,7 +342,11 @@ class Plan:
     def rank_sizes(self, rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
         """The sizes of the axes as ``rank`` holds them."""
         padded = _padded(sizes, self.padding)
-        shares = _shares(self.model.architecture, self.mesh, rank, padded)
+        shares = _shares(self.model, self.mesh, rank, padded, frozenset())
+        if self.mesh.same_ranks:  # what only experts have is whole
+            outside = {axis for found in self.model.axis_sets(experts=False) for axis in found}
+            shares = {axis: part for axis, part in shares.items() if axis in outside}
+            shares |= _shares(self.model, self.mesh, rank, padded, self.model.expert_axes)
         return {axis: size // shares[axis].parts if axis in shares else size for axis, size in padded.items()}
 
 
@@ -334,41 +367,65 @@ def make_plan(
     if padding is None:
         padding = _padding(model, mesh, pad_to) if pad else {}
     layouts: dict[tuple[object, ...], Layout] = {}
+    owners_of: dict[tuple[object, ...], frozenset[int] | None] = {}
     entries: dict[str, Entry] = {}
     for tensor in model.tensors:
-        key = (tensor.rule, tensor.indices, tensor.shape, DTYPE_BITS[tensor.dtype] % 8)
+        expert = (tensor.places, tensor.indices, tensor.rule)
+        if tensor.places and expert not in owners_of:
+            owners_of[expert] = _owners(model, mesh, tensor)
+        owners = owners_of.get(expert) if tensor.places else None
+        key = (tensor.rule, tensor.indices, tensor.shape, DTYPE_BITS[tensor.dtype] % 8, owners)
         if key not in layouts:
-            layouts[key] = _layout(model, mesh, tensor, padding)
+            layouts[key] = _layout(model, mesh, tensor, padding, owners)
             _check_whole_bytes(tensor, layouts[key])
         entries[tensor.name] = Entry(tensor.name, tensor.dtype, tensor.template, layouts[key])
     return Plan(model, mesh, padding, entries)
 
 
-def _layout(model: Model, mesh: Mesh, tensor: BoundTensor, padding: Mapping[str, int]) -> Layout:
+def _owners(model: Model, mesh: Mesh, tensor: BoundTensor) -> frozenset[int] | None:
+    """The ranks that hold a tensor whose name says which expert's it is; None where every rank does."""
+    if mesh.degrees[0][0] == "tp" and len(mesh.degrees) == 1:
+        return None
+    sizes = model.sizes.of(dict(tensor.indices))
+    found = []
+    for rank in range(mesh.size):
+        shares = _shares(model, mesh, rank, sizes, tensor.axes)
+        parts = [(index * shares[axis].parts // sizes[axis], shares[axis].index) for axis, index in tensor.places if axis in shares]
+        if all(part == own for part, own in parts):
+            found.append(rank)
+    return None if len(found) == mesh.size else frozenset(found)
+
+
+def _layout(
+    model: Model, mesh: Mesh, tensor: BoundTensor, padding: Mapping[str, int], owners: frozenset[int] | None
+) -> Layout:
     sizes = model.sizes.of(dict(tensor.indices))
     padded_sizes = _padded(sizes, padding)
     padded = tensor.rule.sizes(padded_sizes)
-    boxes = []
+    boxes: list[Box | None] = []
     for rank in range(mesh.size):
-        shares = _shares(model.architecture, mesh, rank, padded_sizes)
+        if owners is not None and rank not in owners:
+            boxes.append(None)
+            continue
+        shares = _shares(model, mesh, rank, padded_sizes, tensor.axes)
         try:
             runs = [owned(dim, padded_sizes, shares) for dim in tensor.rule.dims]
         except NotationError as error:
             raise PlanError(f"tensor '{tensor.name}' cannot be split over {mesh}: {error.message}", error.hint) from None
         shape = tuple(sum(run.length for run in dim) for dim in runs)
         boxes.append(Box(tuple(runs), shape))
-    dealt = {axis for axis, part in _shares(model.architecture, mesh, 0, padded_sizes).items() if part.parts > 1}
+    dealt = {axis for axis, part in _shares(model, mesh, 0, padded_sizes, tensor.axes).items() if part.parts > 1}
     parallel = frozenset(i for i, dim in enumerate(tensor.rule.dims) if dim.axes & dealt)
     _check_padding(tensor, padding)
     _check_every_element_is_owned(model.architecture, tensor, dealt)
-    return Layout(tensor.rule, tensor.shape, padded, tuple(boxes), parallel)
+    return Layout(tensor.rule, tensor.shape, padded, tuple(boxes), parallel, owners is not None)
 
 
 def _check_whole_bytes(tensor: BoundTensor, layout: Layout) -> None:
     """Elements smaller than a byte are not cut within one."""
     bits = DTYPE_BITS[tensor.dtype]
     for box in layout.boxes if bits % 8 else ():
-        for run in box.dims[-1] if box.dims else ():
+        for run in box.dims[-1] if box and box.dims else ():
             if run.offset * bits % 8 or run.length * bits % 8:
                 raise PlanError(
                     f"tensor '{tensor.name}' ({tensor.dtype}): elements {run.offset} to {run.end} of '{tensor.rule.dims[-1]}' "
@@ -404,11 +461,16 @@ def _factor_times(factor: Factor, axis: str) -> int:
     return _times([factor], axis) if isinstance(factor, Dim) else int(factor == axis)
 
 
-def _shares(architecture: Architecture, mesh: Mesh, rank: int, sizes: Mapping[str, int]) -> dict[str, Share]:
+def _shares(
+    model: Model, mesh: Mesh, rank: int, sizes: Mapping[str, int], axes: AbstractSet[str]
+) -> dict[str, Share]:
+    """What a rank has of each axis, in a tensor with these axes."""
     shares: dict[str, Share] = {}
     coordinates = mesh.coordinates(rank)
     for mesh_dim, degree in mesh.degrees:
-        for family in architecture.families.get(mesh_dim, ()):
+        if mesh.same_ranks and (mesh_dim == "ep") != bool(axes & model.expert_axes):
+            continue
+        for family in model.architecture.families.get(mesh_dim, ()):
             known = [axis for axis in family if axis in sizes]
             parts = deal(known, sizes, degree) if known else None
             if parts is not None:
@@ -421,7 +483,7 @@ def _padding(model: Model, mesh: Mesh, pad_to: int) -> dict[str, int]:
     for mesh_dim, degree in mesh.degrees:
         axes = {axis for family in model.architecture.families.get(mesh_dim, ()) for axis in family}
         for axis in model.architecture.pad:
-            for sizes in model.axis_sets:
+            for sizes in model.axis_sets():
                 size = sizes.get(axis)
                 multiple = math.lcm(degree, pad_to)
                 if axis in axes and size is not None and size % multiple:
@@ -451,23 +513,25 @@ class Refusal:
         return f"{names} cannot be dealt to {self.degree} ranks"
 
 
-def refusal(model: Model, mesh_dim: str, degree: int, *, pad: bool = True) -> Refusal | None:
-    """Why ``degree`` is not possible along a mesh dimension, or None if it is."""
-    for family, sizes in _families(model, mesh_dim, pad=pad):
+def refusal(
+    model: Model, mesh_dim: str, degree: int, *, pad: bool = True, same_ranks: bool = False
+) -> Refusal | None:
+    """Why ``degree`` is not possible along a mesh dimension, or None if it is. With ``same_ranks``, experts stay whole."""
+    for family, sizes in _families(model, mesh_dim, pad=pad, same_ranks=same_ranks):
         if deal(family, sizes, degree) is None:
             return Refusal(degree, tuple((axis, sizes[axis]) for axis in family))
-    return _cut_block(model, mesh_dim, degree, pad=pad)
+    return _cut_block(model, mesh_dim, degree, pad=pad, same_ranks=same_ranks)
 
 
-def _cut_block(model: Model, mesh_dim: str, degree: int, *, pad: bool) -> Refusal | None:
+def _cut_block(model: Model, mesh_dim: str, degree: int, *, pad: bool, same_ranks: bool) -> Refusal | None:
     """The first tensor of a quantized weight in which this degree would cut a block."""
-    mesh = Mesh(((mesh_dim, degree),))
+    mesh = Mesh(((mesh_dim, degree),), same_ranks)
     padding = _padding(model, mesh, 1) if pad else {}
     for tensor in model.in_blocks:
         sizes = _padded(model.sizes.of(dict(tensor.indices)), padding)
         try:
             for rank in range(degree):
-                shares = _shares(model.architecture, mesh, rank, sizes)
+                shares = _shares(model, mesh, rank, sizes, tensor.axes)
                 for dim in tensor.rule.dims:
                     owned(dim, sizes, shares)
         except NotationError as error:
@@ -475,19 +539,23 @@ def _cut_block(model: Model, mesh_dim: str, degree: int, *, pad: bool) -> Refusa
     return None
 
 
-def valid_degrees(model: Model, mesh_dim: str = "tp", *, pad: bool = True, limit: int = 1024) -> list[int]:
+def valid_degrees(
+    model: Model, mesh_dim: str = "tp", *, pad: bool = True, same_ranks: bool = False, limit: int = 1024
+) -> list[int]:
     """Every degree that all families can absorb, in increasing order up to ``limit``."""
-    families = list(_families(model, mesh_dim, pad=pad))
+    families = list(_families(model, mesh_dim, pad=pad, same_ranks=same_ranks))
     if not families:
         return [1]
     common = set.intersection(*(degrees(family, sizes) for family, sizes in families))
     found = sorted(degree for degree in common if degree <= limit)
-    return [degree for degree in found if _cut_block(model, mesh_dim, degree, pad=pad) is None]
+    return [d for d in found if _cut_block(model, mesh_dim, d, pad=pad, same_ranks=same_ranks) is None]
 
 
-def _families(model: Model, mesh_dim: str, *, pad: bool) -> Iterable[tuple[list[str], Mapping[str, int]]]:
+def _families(
+    model: Model, mesh_dim: str, *, pad: bool, same_ranks: bool
+) -> Iterable[tuple[list[str], Mapping[str, int]]]:
     for family in model.architecture.families.get(mesh_dim, ()):
-        for sizes in model.axis_sets:
+        for sizes in model.axis_sets(experts=mesh_dim == "ep" or not same_ranks):
             present = [axis for axis in family if axis in sizes]
             if present and not (pad and set(present) <= set(model.architecture.pad)):
                 yield present, sizes
@@ -498,8 +566,8 @@ def check_degrees(model: Model, mesh: Mesh, *, pad: bool = True) -> None:
     for mesh_dim, degree in mesh.degrees:
         if degree == 1:
             continue
-        why = refusal(model, mesh_dim, degree, pad=pad)
-        valid = valid_degrees(model, mesh_dim, pad=pad)
+        why = refusal(model, mesh_dim, degree, pad=pad, same_ranks=mesh.same_ranks)
+        valid = valid_degrees(model, mesh_dim, pad=pad, same_ranks=mesh.same_ranks)
         if why is not None:
             raise PlanError(f"--{mesh_dim} {degree} is not possible: {why}", f"valid degrees: {', '.join(map(str, valid))}")
         if degree not in valid and valid == [1]:

@@ -14,7 +14,7 @@ from formats.architecture import Architecture, architecture_from_document, find_
 from formats.checkpoint import Checkpoint, fingerprint, open_checkpoint
 from formats.errors import MismatchError
 from formats.mesh import Mesh
-from formats.safetensors import DTYPE_BITS, TensorInfo
+from formats.safetensors import DTYPE_BITS, TensorInfo, parse_header
 from formats.sharded import (
     Identity,
     Manifest,
@@ -25,7 +25,7 @@ from formats.sharded import (
     open_sharded,
     plan_digest,
 )
-from reshard.move import SourceFile
+from reshard.move import SourceFile, SourcePlace
 from reshard.plan import FullTensor, Model, Plan, bind, make_plan
 
 UNSPLIT = Mesh((("tp", 1),))
@@ -35,7 +35,8 @@ UNSPLIT = Mesh((("tp", 1),))
 class Source:
     """A checkpoint to read from.
 
-    ``plan`` says how its tensors lie on its own mesh (one rank, for a full checkpoint); ``ranks`` has each rank's tensors by name;
+    ``plan`` says how its tensors lie on its own mesh (one rank, for a full checkpoint); ``names`` are those of all tensors in the order of the
+    original files; ``ranks`` has each rank's tensors by name;
     ``files`` are the files these lie in, by path. ``checkpoint`` is set for a full one, ``sharded`` for a split one.
     """
 
@@ -43,6 +44,7 @@ class Source:
     location: str
     commit: str | None
     plan: Plan
+    names: tuple[str, ...]
     ranks: tuple[Mapping[str, TensorInfo], ...]
     files: Mapping[Path, SourceFile]
     side_files: tuple[Path, ...]
@@ -82,10 +84,14 @@ class Source:
         sizes = self.model.sizes.of({})
         return Identity(self.record.id, plan.mesh, sizes, plan.padding, plan_digest(self.rules))
 
+    def places(self, name: str) -> list[SourcePlace | None]:
+        """Where each rank has a tensor."""
+        infos = [tensors.get(name) for tensors in self.ranks]
+        return [SourcePlace(self.files[info.file], info.offset) if info else None for info in infos]
+
     def names_in_order(self) -> list[str]:
         """The names of all tensors, in the order in which they are to be stored: wide items first, then as in the source."""
-        tensors = self.ranks[0]
-        return sorted(tensors, key=lambda name: -DTYPE_BITS[tensors[name].dtype])
+        return sorted(self.names, key=lambda name: -DTYPE_BITS[self.plan.entries[name].dtype])
 
 
 def open_source(path: Path, *, location: str | None = None, commit: str | None = None, plan_file: Path | None = None) -> Source:
@@ -105,15 +111,16 @@ def open_source(path: Path, *, location: str | None = None, commit: str | None =
     model = bind(architecture, checkpoint.config, full, every_rule=plan_file is not None)
     files = {file.path: SourceFile(file.path, file.size) for file in checkpoint.files}
     plan = make_plan(model, UNSPLIT)
-    return Source(path, where, commit, plan, (tensors,), files, checkpoint.side_files, checkpoint, None)
+    return Source(path, where, commit, plan, tuple(tensors), (tensors,), files, checkpoint.side_files, checkpoint, None)
 
 
 def _open_sharded(path: Path, location: str, plan_file: Path | None) -> Source:
     sharded = open_sharded(path)
     identity, manifest = sharded.identity, sharded.manifest
     architecture = _architecture(sharded, plan_file)
-    first = sharded.ranks[0]
-    full = [FullTensor(t.name, t.dtype, None, t.file.name) for t in first.tensors.values()]
+    holders = {name: info for rank in reversed(sharded.ranks) for name, info in rank.tensors.items()}
+    names = _names(sharded)
+    full = [FullTensor(name, holders[name].dtype, None, holders[name].file.name) for name in names]
     model = bind(architecture, sharded.config, full, known=identity.sizes)
     plan = make_plan(model, identity.mesh, padding=identity.padding)
     _check_shapes(sharded, plan)
@@ -123,7 +130,7 @@ def _open_sharded(path: Path, location: str, plan_file: Path | None) -> Source:
         header = file.header or b""
         files[file.path].sum.add(0, len(header), crc32(header))
     ranks = tuple(rank.tensors for rank in sharded.ranks)
-    source = Source(path, location, None, plan, ranks, files, sharded.side_files, None, sharded)
+    source = Source(path, location, None, plan, names, ranks, files, sharded.side_files, None, sharded)
     if plan_digest(source.rules) != identity.plan:
         raise MismatchError(
             f"{path}: the shards were split by another plan than '{architecture.name}'", "pass the plan file of the split with --plan"
@@ -139,19 +146,31 @@ def _architecture(sharded: ShardedCheckpoint, plan_file: Path | None) -> Archite
     return find_architecture(sharded.config, sharded.path)
 
 
+def _names(sharded: ShardedCheckpoint) -> tuple[str, ...]:
+    """The names of all tensors as the source ordered them; without a manifest, as the shards do, later ranks' own after the first's."""
+    held = dict.fromkeys(name for rank in sharded.ranks for name in rank.tensors)
+    files = sharded.manifest.source.files if sharded.manifest else ()
+    order = [name for f in files for name in parse_header(f.header, Path(f.name), f.size).tensors if name in held]
+    return tuple(dict.fromkeys([*order, *held]))
+
+
 def _check_shapes(sharded: ShardedCheckpoint, plan: Plan) -> None:
-    """Each shard has the dtype and the local shape that the plan gives it."""
+    """Each rank has the tensors that the plan gives it, of the planned dtypes and local shapes."""
     for rank in sharded.ranks:
+        planned = {name for name, entry in plan.entries.items() if entry.layout.boxes[rank.rank] is not None}
+        for name in sorted(planned ^ rank.tensors.keys())[:1]:
+            what = "is missing in" if name in planned else "does not belong in"
+            raise MismatchError(f"{sharded.path}: tensor '{name}' {what} {rank.folder.name}")
         for name, info in rank.tensors.items():
             entry = plan.entries[name]
-            expected = entry.layout.boxes[rank.rank].shape
+            expected = entry.layout.box(rank.rank).shape
             if info.shape != expected:
                 raise MismatchError(
                     f"{info.file}: tensor '{name}' has shape {list(info.shape)}, rank {rank.rank} of {plan.mesh} "
                     f"has {list(expected)} by the rule '{entry.layout.rule}'"
                 )
             if info.dtype != entry.dtype:
-                raise MismatchError(f"{info.file}: tensor '{name}' is {info.dtype}, it is {entry.dtype} in rank 0")
+                raise MismatchError(f"{info.file}: tensor '{name}' is {info.dtype}, it is {entry.dtype} in another rank")
 
 
 def _record_of(checkpoint: Checkpoint, location: str, commit: str | None) -> SourceRecord:

@@ -127,7 +127,7 @@ def _shown_name(entry: Entry) -> str:
 
 def _row(plan: Plan, entries: Sequence[Entry]) -> Row:
     entry = entries[0]
-    layout, local = entry.layout, entry.layout.boxes[0].shape
+    layout, local = entry.layout, next(box.shape for box in entry.layout.boxes if box)
     padded = math.prod(layout.padded)
     return Row(
         name=_shown_name(entry),

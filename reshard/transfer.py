@@ -131,10 +131,10 @@ class Transfer:
 
         Without ``compare`` only one of several equal replicas is read. Raises PlanError where elements smaller than a byte would be cut within a byte.
         """
-        dims = [
+        dims: list[_Raw] = [
             (
-                [box.dims[d] for box in source.boxes],
-                [box.dims[d] if rank in ranks else () for rank, box in enumerate(target.boxes)],
+                [box.dims[d] if box else () for box in source.boxes],
+                [box.dims[d] if box and rank in ranks else () for rank, box in enumerate(target.boxes)],
                 max(source.padded[d], target.padded[d]),
                 source.full[d],
             )
@@ -142,9 +142,10 @@ class Transfer:
         ]
         if not dims:
             one = (Run(0, 1),)
-            dims = [([one for _ in source.boxes], [one if r in ranks else () for r in range(len(target.boxes))], 1, 1)]
+            wanted = [one if box and rank in ranks else () for rank, box in enumerate(target.boxes)]
+            dims = [([one if box else () for box in source.boxes], wanted, 1, 1)]
         self._compare = compare
-        self.dims = tuple(_dimension(*dim) for dim in _join(dims, item_bits, ranks))
+        self.dims = tuple(_dimension(*dim) for dim in _join(dims, item_bits))
 
     def slabs(self, budget: int) -> Iterator[Slab]:
         """Steps of about ``budget`` bytes of buffer each, in the order of the source."""
@@ -327,15 +328,15 @@ def _common(sets: Sequence[frozenset[int] | None]) -> frozenset[int] | None:
 
 # ---------------------------------------------------------------------------------------------- joining dimensions
 
-_Raw = tuple[list[Sequence[Run]], list[Sequence[Run]], int, int]
+_Raw = tuple[Sequence[Sequence[Run]], Sequence[Sequence[Run]], int, int]
 """Runs of each source rank and of each target rank, the padded size and the true one."""
 
 
-def _join(dims: Sequence[_Raw], item_bits: int, ranks: frozenset[int]) -> list[_Raw]:
-    """Join each dimension that every rank holds whole to the one before it, and count the last one in bytes."""
+def _join(dims: Sequence[_Raw], item_bits: int) -> list[_Raw]:
+    """Join each dimension that every holder has whole to the one before it, and count the last one in bytes."""
     joined: list[_Raw] = []
     for dim in dims:
-        if joined and _is_whole(dim, ranks):
+        if joined and _is_whole(dim):
             joined[-1] = _scale(joined[-1], dim[2], 1)
         else:
             joined.append(dim)
@@ -343,11 +344,11 @@ def _join(dims: Sequence[_Raw], item_bits: int, ranks: frozenset[int]) -> list[_
     return joined
 
 
-def _is_whole(dim: _Raw, ranks: frozenset[int]) -> bool:
+def _is_whole(dim: _Raw) -> bool:
     sources, targets, padded, size = dim
     everything = (Run(0, size),)
-    wanted = [targets[rank] for rank in ranks]
-    return padded == size and all(tuple(runs) == everything for runs in (*sources, *wanted))
+    held = [runs for runs in (*sources, *targets) if runs]
+    return padded == size and all(tuple(runs) == everything for runs in held)
 
 
 def _scale(dim: _Raw, factor: int, divisor: int) -> _Raw:

@@ -36,7 +36,11 @@ def llama_tensors(config: dict = LLAMA, dtype: str = "BF16") -> list[Tensor]:
             (f"{layer}.mlp.up_proj.weight", dtype, (ff, hidden)),
             (f"{layer}.mlp.down_proj.weight", dtype, (hidden, ff)),
         ]
-    return [*tensors, ("model.norm.weight", dtype, (hidden,)), ("lm_head.weight", dtype, (config["vocab_size"], hidden))]
+    return [
+        *tensors,
+        ("model.norm.weight", dtype, (hidden,)),
+        ("lm_head.weight", dtype, (config["vocab_size"], hidden)),
+    ]
 
 
 def write_file(path: Path, tensors: list[Tensor], seed: int = 0) -> None:

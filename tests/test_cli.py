@@ -397,7 +397,7 @@ def test_interrupt_and_go_on(tmp_path: Path) -> None:
     assert errors.strip() == "reshard: interrupted: the same command goes on where it stopped"
     assert not (tmp_path / "out").exists()
     assert "unfinished output of split" in run("inspect", tmp_path / "out.partial").stdout
-    assert "out.partial" in refused("inspect", tmp_path / "out", code=1 if (tmp_path / "out").exists() else 2)
+    assert "out.partial" in refused("inspect", tmp_path / "out")
     ok(*command)
     assert not (tmp_path / "out.partial").exists()
     ok("merge", tmp_path / "out", tmp_path / "merged")
@@ -518,7 +518,8 @@ def test_saved_plan_is_the_same_plan(model: Path, tp4: Path, tmp_path: Path) -> 
 def test_a_rule_of_a_user_that_covers_nothing_is_refused(model: Path, tmp_path: Path) -> None:
     mine = tmp_path / "mine.toml"
     ok("plan", model, "--save", mine)
-    mine.write_text(mine.read_text() + '"model.layers.{layer}.mlp.gate.weight" = "ff hidden"\n')
+    rule = '"model.layers.{layer}.mlp.gate.weight" = "ff hidden"'
+    mine.write_text(mine.read_text().replace("[tensors]\n", f"[tensors]\n{rule}\n"))
     assert "covers no tensor" in refused("split", model, tmp_path / "out", "--tp", "2", "--plan", mine)
     assert "does not exist" in refused("split", model, tmp_path / "out", "--tp", "2", "--plan", tmp_path / "no.toml")
     mine.write_text("nonsense")

@@ -1,8 +1,8 @@
 """The zoo against the architecture files: rules that fit are not yet rules that are right.
 
 A dimension's meaning is checked without any tensor parallelism: reorder one parallel axis in all tensors at once, by
-the rules, and the model must compute what it computed before. A rule that calls a dimension by the wrong name, or packs it
-in the wrong order, takes part in the reordering wrongly, and the outputs change.
+the rules, and the model must compute what it computed before. A rule that calls a dimension by the wrong name, or packs
+it in the wrong order, takes part in the reordering wrongly, and the outputs change.
 """
 
 from __future__ import annotations
@@ -30,9 +30,23 @@ POSITIONAL = {
     "mpt": {"kv": "ALiBi: a head's slope follows from its number"},
     "falcon-rw": {"kv": "ALiBi: a head's slope follows from its number"},
     "stablelm-norms": {"kv": "a head's norm has the head's number in its name", "group": "as kv"},
+    **{
+        name: {"vocab": "positions are counted over the tokens that are not padding"}
+        for name in ("roberta", "xlm-roberta", "camembert")
+    },
     "gemma3n_text": {"vocab": "two tables are read with the same token", "layer_vocab": "as vocab"},
+    "gemma4": {"vocab": "two tables are read with the same token", "layer_vocab": "as vocab"},
     "gemma4_text": {"vocab": "two tables are read with the same token", "layer_vocab": "as vocab"},
 }
+
+
+# model types that transformers cannot build, knows by another name, or writes with other tensor names than the published ones
+NOT_IN_THE_ZOO = {
+    "RefinedWeb", "RefinedWebModel", "Yi", "aquila", "baichuan", "chatglm", "deepseek", "exaone", "internlm", "internlm2",
+    "internlm3", "iquestcoder", "kimi_k2", "kimi_k25", "minicpm", "orion", "qwen", "xverse",
+    "glm4v_moe_text", "glm4v_text", "llava_next", "qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_moe_text", "qwen3_vl_text",
+    "vipllava",
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -41,25 +55,9 @@ def _quiet() -> None:
     transformers.utils.logging.set_verbosity_error()
 
 
-def test_every_architecture_that_transformers_has_is_in_the_zoo():
-    known = {entry.model_type for entry in zoo.ZOO.values()}
-    remote = {
-        "RefinedWeb",
-        "RefinedWebModel",
-        "kimi_k2",
-        "internlm2",
-        "baichuan",
-        "qwen",
-        "chatglm",
-        "internlm3",
-        "iquestcoder",
-    }
-    assert {model_type for model_type in built_in_architectures() if model_type not in known | remote} <= NOT_IN_THE_ZOO
-
-
-NOT_IN_THE_ZOO = {
-    "llava_next", "vipllava", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text",
-}  # fmt: skip
+def test_every_model_type_is_in_the_zoo_or_excused():
+    in_zoo = {entry.model_type for entry in zoo.ZOO.values()}
+    assert built_in_architectures().keys() - in_zoo == NOT_IN_THE_ZOO
 
 
 @pytest.mark.parametrize("name", zoo.ZOO)
@@ -77,7 +75,7 @@ def test_reordering_an_axis_changes_nothing(name: str, tmp_path: Path):
     tokens = torch.randint(3, config["vocab_size"], (2, 23), generator=torch.Generator().manual_seed(0))
     cls = type(zoo.ZOO[name].build())
     dtype, expected = _first_forward(cls, folder, tokens)
-    tolerance = (1e-6 if dtype == torch.float64 else 1e-3) * expected.std()
+    tolerance = (1e-4 if dtype == torch.float64 else 1e-3) * expected.std()
     used = frozenset().union(*(tensor.rule.axes for tensor in model.tensors))
     for axis in (axis for family in model.architecture.families["tp"] for axis in family):
         reordered = _reordered(model, tensors, axis)

@@ -328,14 +328,14 @@ _add(
 
 # ---------------------------------------------------------------------------------------------------------- experts
 
-_add("mixtral", (2, 4, 8), num_local_experts=5, **_EXPERTS)
+_add("mixtral", (2, 4, 8), num_local_experts=6, **_EXPERTS)
 _add("mixtral-tied", (2, 4, 8), model_type="mixtral", num_local_experts=3, **{**_EXPERTS, "tie_word_embeddings": True})
 _add("qwen3_moe", (2, 4, 8), mlp_only_layers=[1], **_MOE)
 _add("qwen2_moe", (2, 4, 8), mlp_only_layers=[0], shared_expert_intermediate_size=40, **_MOE)
 _add("olmoe", (2, 4, 8), loads_alone=False, num_experts=5, **{**_EXPERTS, "head_dim": 10})
 _add("flex_olmo", (2, 4, 8), num_experts=5, **_EXPERTS)
 _add("mellum", (2, 4, 8), **_MOE)
-_add("gpt_oss", (2, 4, 8), num_local_experts=5, **_EXPERTS)
+_add("gpt_oss", (2, 4, 8), num_local_experts=6, **_EXPERTS)
 _MLA: dict[str, Any] = {
     **_TOKENS,
     "hidden_size": 80,
@@ -648,10 +648,11 @@ _add(
 _add(
     "longcat_flash",
     (2, 4, 8),
-    num_layers=3,
+    num_layers=1,
+    head_dim=6,
     ffn_hidden_size=72,
     expert_ffn_hidden_size=24,
-    zero_expert_num=2,
+    zero_expert_num=0,
     moe_topk=2,
     **{key: value for key, value in _MLA_MOE.items() if key not in {"num_hidden_layers", "intermediate_size"}},
 )
@@ -676,7 +677,14 @@ _add(
     num_mem_blocks=1,
     adapter_rank=6,
     use_shared_attention_adapter=True,
-    **{**_PLAIN, "num_hidden_layers": 4, "tie_word_embeddings": True},
+    **{
+        **_PLAIN,
+        "hidden_size": 64,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 4,
+        "tie_word_embeddings": True,
+        "vocab_size": 61,
+    },
 )
 
 # ----------------------------------------------------------------------------------------------- more than text
@@ -811,6 +819,7 @@ _add(
     model=_IMAGES,
     text_config={
         **_SHARED,
+        "n_routed_experts": 4,
         "use_qk_norm": True,
         "rope_parameters": {
             "rope_type": "default",
@@ -826,7 +835,14 @@ _add(
     "gemma4",
     (2, 4, 8),
     model=_IMAGES,
-    text_config={**_PER_LAYER, "global_head_dim": 20, "vocab_size_per_layer_input": 101},
+    text_config={
+        **_PER_LAYER,
+        "global_head_dim": 20,
+        "vocab_size": 61,
+        "vocab_size_per_layer_input": 61,
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    },
     vision_config={**_SIGLIP, "num_key_value_heads": 4, "head_dim": 8, "position_embedding_size": 30},
     audio_config={
         "hidden_size": 48,
@@ -837,23 +853,6 @@ _add(
         "conv_kernel_size": 3,
     },
 )
-_add(
-    "kimi_k25",
-    (2, 4, 8),
-    model=_IMAGES,
-    text_config={**_MLA_MOE, "model_type": "deepseek_v3", "n_routed_experts": 4},
-    vision_config={
-        "hidden_size": 32,
-        "intermediate_size": 44,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "patch_size": 4,
-        "pos_emb_height": 5,
-        "pos_emb_width": 5,
-        "projection_hidden_size": 80,
-    },
-)
-
 # --------------------------------------------------------------------------------------------------------- encoders
 
 _BERT: dict[str, Any] = {
@@ -916,4 +915,4 @@ _add(
 _MODERN = {**_BERT, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
 _add("modernbert", (2, 4, 8), loads_alone=False, model="AutoModelForMaskedLM", **_MODERN)
 _add("modernbert-decoder", (2, 4, 8), loads_alone=False, **_MODERN)
-_add("eurobert", (2, 4, 8), loads_alone=False, model="AutoModelForMaskedLM", **_DENSE)
+_add("eurobert", (2, 4, 8), model="AutoModelForMaskedLM", **_DENSE)

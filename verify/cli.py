@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -110,11 +111,13 @@ def verify_command(
     """Prove that SHARDS are the model ORIGINAL: byte for byte, then forward for forward.
 
     ORIGINAL is the full checkpoint, a folder or a Hub id; SHARDS the folder that 'reshard split' wrote. The bytes need
-    no GPU and no torch; the forward pass runs as many processes as there are ranks. Exit code 0: the same, 1: different,
-    2: could not be checked.
+    no GPU and no torch; the forward pass runs as many processes as there are ranks. Exit code 0: the same,
+    1: different, 2: could not be checked.
     """
     from reshard.api import Access
 
+    if report is not None and find_spec("verify.page") is None:
+        raise click.UsageError("--report is not available in this version")
     run = _Run(original, shards, is_json, quiet)
     access = Access(revision, token, cache_dir, plan_file, quiet or is_json)
     settings = {

@@ -239,11 +239,14 @@ class _Structure:
     def _check_tensors(self, rank: int, tensors: Mapping[str, TensorInfo]) -> None:
         where = self.plan.mesh.folder(rank) if self.shards.sharded else self.shards.path.name
         for name, entry in self.plan.entries.items():
-            info, shape = tensors.get(name), entry.layout.boxes[rank].shape
-            if info is None:
-                self.missing.append(f"{where}: {name}")
-            elif (info.dtype, info.shape) != (entry.dtype, shape):
-                has, planned = f"{info.dtype} {list(info.shape)}", f"{entry.dtype} {list(shape)}"
+            info, box = tensors.get(name), entry.layout.boxes[rank]
+            if box is None or info is None:
+                if box is not None:
+                    self.missing.append(f"{where}: {name}")
+                elif info is not None:
+                    self.extra.append(f"{where}: {name}")
+            elif (info.dtype, info.shape) != (entry.dtype, box.shape):
+                has, planned = f"{info.dtype} {list(info.shape)}", f"{entry.dtype} {list(box.shape)}"
                 self.problems.append(f"{info.file}: tensor '{name}' is {has}, the original gives {planned}")
             else:
                 self.comparable.setdefault(name, []).append(rank)
@@ -358,7 +361,7 @@ class _Part:
 class _View:
     """A layout in bytes: the last dimensions, if nobody splits them, are folded into an item of ``item`` bytes.
 
-    ``full``, ``padded`` and each part's shape are in items. Chunks are cut along dimension ``axis``, the first one of
+    ``full``, ``padded`` and each part's shape are in items; a rank that holds nothing has a part without pieces. Chunks are cut along dimension ``axis``, the first one of
     whose indices a chunk holds at least one. ``word`` divides, in bytes, every place at which something begins or ends.
     """
 
@@ -369,9 +372,9 @@ class _View:
             dims -= 1
             item_bits *= layout.full[dims]
         shapes = [layout.full[:dims], layout.padded[:dims]]
-        runs: list[tuple[tuple[Run, ...], ...]] = [box.dims[:dims] for box in layout.boxes]
+        runs: list[tuple[tuple[Run, ...], ...]] = [box.dims[:dims] if box else ((),) * dims for box in layout.boxes]
         if not dims:  # everyone holds all: one dimension of bytes
-            shapes, runs, item_bits = [(item_bits // 8,)] * 2, [((Run(0, item_bits // 8),),)] * len(layout.boxes), 8
+            shapes, runs, item_bits = [(item_bits // 8,)] * 2, [((Run(0, item_bits // 8),) if box else (),) for box in layout.boxes], 8
         elif item_bits % 8:  # several elements to a byte: the last dimension counts bytes
             shapes = [(*shape[:-1], _whole_bytes(shape[-1] * item_bits, layout)) for shape in shapes]
             scaled = [(*r[:-1], tuple(_scaled(run, item_bits, layout) for run in r[-1])) for r in runs]
@@ -392,7 +395,7 @@ class _View:
     @staticmethod
     def _is_whole(layout: Layout, dim: int) -> bool:
         size = layout.full[dim]
-        return layout.padded[dim] == size and all(box.dims[dim] == (Run(0, size),) for box in layout.boxes)
+        return layout.padded[dim] == size and all(box.dims[dim] == (Run(0, size),) for box in layout.boxes if box)
 
     def in_words(self, content: Array, rows: int, dims: Sequence[int]) -> Array:
         """Bytes of rows with these dimensions, as an array of words (of rows alone, flat)."""

@@ -25,10 +25,13 @@ from reshard.loading import TORCH_DTYPES
 from reshard.plan import Plan
 from reshard.source import Source
 from verify.launch import rank_device, run_ranks, start_fork_server
-from verify.noise import FACTOR, Distance, measure
+from verify.noise import FACTOR, Distance, Yardstick, measure, yardstick
 
 Progress = Callable[[str], None]
 """Called with what is being done."""
+
+DRAWS = 3
+"""How often the rounding of the original in its own dtype is drawn again."""
 
 _PATIENCE = timedelta(hours=24)  # for the original's run, in which the other ranks have nothing to do
 
@@ -230,8 +233,9 @@ class _Reference:
     """What the original did, as rank 0 sends it to all."""
 
     ids: torch.Tensor
-    exact: Mapping[str, torch.Tensor]
-    own: Mapping[str, torch.Tensor]
+    states: Mapping[str, Yardstick]
+    logits: str | None
+    own_logits: torch.Tensor | None
     chosen: Sequence[torch.Tensor]
     choices: int
     overruled: int
@@ -270,11 +274,14 @@ def _run_job(job: _Job, device: torch.device, patient: dist.ProcessGroup | None)
     folder = job.shards / job.plan.mesh.folder(rank.rank)
     loaded = load_rank(folder, rank, job.dtype, device, None)
     trace = run(loaded.model, reference.ids.to(device), _blocks(loaded, job.plan), reference.chosen)
-    rows = _compare(trace.states, reference, job.dtype)
-    logits = _vocabulary_output(reference, job) if rank.rank == 0 else None
+    rows = _compare(trace.states, reference)
+    logits = None
+    if reference.logits is not None and reference.own_logits is not None and rank.rank == 0:
+        exact = reference.states[reference.logits].exact
+        logits = _logits(trace.states[reference.logits], reference.own_logits, exact)
     return _Result(
         rows=rows,
-        logits=_logits(trace.states[logits], reference.own[logits], reference.exact[logits]) if logits else None,
+        logits=logits,
         choices=reference.choices,
         own_overruled=reference.overruled,
         overruled=trace.overruled,
@@ -306,20 +313,23 @@ def _blocks(loaded: Any, plan: Plan) -> dict[str, Any]:
 
 def _run_original(job: _Job, device: torch.device) -> _Reference:
     from verify.model import load_original
-    from verify.trace import Trace, run
+    from verify.trace import run
 
     started = time.monotonic()
-    traces: list[Trace] = []
-    ids = job.ids
-    for dtype in (job.exact_dtype, job.dtype):
-        loaded = load_original(job.original, job.original_config, job.plan, dtype, {"": device})
-        if ids is None:
-            ids = _random_ids(loaded.model, job.options)
-        chosen = traces[0].chosen if traces else None
-        traces.append(run(loaded.model, ids.to(device), _blocks(loaded, job.plan), chosen))
-        del loaded
-    exact, own = traces
-    return _Reference(ids, exact.states, own.states, exact.chosen, exact.choices, own.overruled, time.monotonic() - started)
+    loaded = load_original(job.original, job.original_config, job.plan, job.exact_dtype, {"": device})
+    ids = _random_ids(loaded.model, job.options) if job.ids is None else job.ids
+    exact = run(loaded.model, ids.to(device), _blocks(loaded, job.plan))
+    del loaded
+    loaded = load_original(job.original, job.original_config, job.plan, job.dtype, {"": device})
+    blocks = _blocks(loaded, job.plan)
+    own, *more = (run(loaded.model, ids.to(device), blocks, exact.chosen, draw=draw) for draw in range(DRAWS + 1))
+    states = {
+        name: yardstick(state, [run.states[name] for run in (own, *more)], job.dtype) for name, state in exact.states.items()
+    }
+    logits = _vocabulary_output(exact.states, job)
+    own_logits = own.states[logits] if logits else None
+    seconds = time.monotonic() - started
+    return _Reference(ids, states, logits, own_logits, exact.chosen, exact.choices, own.overruled, seconds)
 
 
 def _random_ids(model: Any, options: ForwardOptions) -> torch.Tensor:
@@ -329,20 +339,17 @@ def _random_ids(model: Any, options: ForwardOptions) -> torch.Tensor:
     return torch.randint(vocabulary, (options.batch, longest), generator=generator)
 
 
-def _compare(
-    states: Mapping[str, torch.Tensor], reference: _Reference, dtype: torch.dtype
-) -> tuple[tuple[str, Distance], ...]:
-    for name, exact in reference.exact.items():
-        if name not in states or states[name].shape != exact.shape:
+def _compare(states: Mapping[str, torch.Tensor], reference: _Reference) -> tuple[tuple[str, Distance], ...]:
+    for name, known in reference.states.items():
+        if name not in states or states[name].shape != known.exact.shape:
             found = list(states[name].shape) if name in states else "nothing"
-            raise CheckpointError(f"the shards' model has {found} at '{name}', the original {list(exact.shape)}")
-    return tuple((name, measure(states[name], reference.own[name], e, dtype)) for name, e in reference.exact.items())
+            raise CheckpointError(f"the shards' model has {found} at '{name}', the original {list(known.exact.shape)}")
+    return tuple((name, measure(states[name], known)) for name, known in reference.states.items())
 
 
-def _vocabulary_output(reference: _Reference, job: _Job) -> str | None:
+def _vocabulary_output(states: Mapping[str, torch.Tensor], job: _Job) -> str | None:
     size = job.plan.model.sizes.of({}).get("vocab")
-    found = [name for name, state in reference.exact.items() if "logits" in name and state.shape[-1] == size]
-    return found[0] if found else None
+    return next((name for name, state in states.items() if "logits" in name and state.shape[-1] == size), None)
 
 
 def _logits(sharded: torch.Tensor, own: torch.Tensor, exact: torch.Tensor) -> Logits:

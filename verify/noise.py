@@ -1,17 +1,24 @@
 """What counts as equal: not a guessed tolerance, but the model's own rounding, measured.
 
-Three runs see the same tokens: the original in its own dtype, the original in higher precision, and the shards in the
-original's dtype. At each place in the model the *noise* is how far the first is from the second, the *error* how far the
-third is from the second. Sharding changes the order of sums and so the rounding, but not its size: the error must stay within
-``FACTOR`` times the noise.
+The same tokens go through the original in its own dtype, the original in higher precision, and the shards in the original's
+dtype. At each place in the model the *noise* is how far the first is from the second, the *error* how far the third is from the
+second. Sharding changes the order of sums and so the rounding, but not its size: the error must stay within ``FACTOR`` times
+the noise.
 
-A fault may touch everything a little or one token, one channel a lot. So each distance is taken three ways: over all elements, and the
-largest over tokens and over channels (each of these a root mean square over the rest, so that it is no lottery). The noise of
-a token or a channel is at least that of all elements: one that was rounded well by chance is no yardstick.
+One run in the own dtype is one draw of the rounding, and says little of the token whose rounding happened to cancel, or of the
+one where a norm of something tiny magnifies it. So the rounding is drawn a few times more (see verify/trace.py), and the noise is
+the largest of the draws.
+
+A fault may touch everything a little, or one token or one channel a lot. So each distance is taken three ways: over all
+elements, and the largest over tokens and over channels (each of these a root mean square over the rest, so that it is no
+lottery; the largest of many short ones is given what chance gives it). The noise of a token or channel is at least that of all
+elements: one that was rounded well is no yardstick.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +33,7 @@ FLOOR = 0.25
 
 @dataclass(frozen=True)
 class Distance:
-    """How far two runs are from a third at one place: ``noise`` and ``error`` relative to its root mean square.
+    """How far the shards are from the exact run at one place: ``noise`` and ``error`` relative to its root mean square.
 
     ``ratio`` is the largest error over noise of the three ways; ``worst`` says where it is: ``all``, ``token 5`` or ``channel 7``.
     """
@@ -38,40 +45,69 @@ class Distance:
 
     @property
     def is_same(self) -> bool:
-        """Whether the error is within the noise."""
+        """Whether the error is within the noise. Not so of NaN."""
         return self.ratio <= FACTOR
 
 
-def measure(sharded: Tensor, own: Tensor, exact: Tensor, dtype: torch.dtype) -> Distance:
-    """Compare two runs with an exact one, ``[..., channel]`` each; ``dtype`` is the one that the two were computed in.
+@dataclass(frozen=True)
+class Yardstick:
+    """The exact values at one place, ``[tokens, channels]`` in their dtype, and how large errors the noise allows.
 
-    Infinities (masked scores) must be the same in the shards' and the exact run, NaN makes the ratio infinite.
+    ``noise`` and ``scale`` are root mean squares; ``typical``, ``of_token`` and ``of_channel`` are what an error may be at a ratio of 1.
     """
-    exact, own, sharded = (_matrix(x) for x in (exact, own, sharded))
-    same = (sharded == exact) & torch.isinf(exact)
-    error, noise = (sharded - exact).masked_fill(same, 0), (own - exact).masked_fill((own == exact) & torch.isinf(own), 0)
-    if not (error.isfinite().all() and noise.isfinite().all()):
-        return Distance(_rms(noise.nan_to_num()), float("inf"), float("inf"), "all")
-    finite = exact.masked_fill(same, 0)
+
+    exact: Tensor
+    scale: float
+    noise: float
+    typical: float
+    of_token: Tensor
+    of_channel: Tensor
+
+
+def yardstick(exact: Tensor, draws: Sequence[Tensor], dtype: torch.dtype) -> Yardstick:
+    """The noise at one place: ``draws`` are runs in ``dtype``, which is the one that shards run in. ``[..., channel]`` each."""
+    wide = _matrix(exact)
+    finite = wide.masked_fill(wide.isinf(), 0)
     scale = _rms(finite) or 1.0
     floor = FLOOR * torch.finfo(dtype).eps
-    typical = max(_rms(noise), floor * scale)
-    ratios = {"all": _rms(error) / typical}
-    for name, over in (("token", 1), ("channel", 0)):
-        size = finite.square().mean(over).sqrt()
-        allowed = noise.square().mean(over).sqrt().clamp(min=typical).maximum(floor * size)
+    noises = [_difference(_matrix(draw), wide) for draw in draws]
+    noise = max((_rms(x) for x in noises), default=0.0)
+    typical = max(noise, floor * scale)
+
+    def allowed(over: int) -> Tensor:
+        largest = torch.stack([x.square().mean(over).sqrt() for x in noises]).amax(0)
+        count, length = wide.shape[1 - over], wide.shape[over]
+        # What the largest of `count` root mean squares over `length` normal numbers exceeds 1 by.
+        chance = 1 + math.sqrt(math.log(max(count, 1)) / max(length, 1))
+        return torch.maximum(largest, floor * finite.square().mean(over).sqrt()).clamp(min=typical) * chance
+
+    return Yardstick(exact.detach().cpu(), scale, noise, typical, allowed(1), allowed(0))
+
+
+def measure(found: Tensor, known: Yardstick) -> Distance:
+    """Compare a run with the exact one. Masked scores (infinite) must be masked in both; NaN is at no distance."""
+    error = _difference(_matrix(found), _matrix(known.exact))
+    size = _rms(error)
+    if not math.isfinite(size):
+        return Distance(known.noise / known.scale, math.inf, math.inf, "all")
+    ratios = {"all": size / known.typical}
+    for name, over, allowed in (("token", 1, known.of_token), ("channel", 0, known.of_channel)):
         each = error.square().mean(over).sqrt() / allowed
         at = int(each.argmax())
         ratios[f"{name} {at}"] = float(each[at])
     worst = max(ratios, key=lambda key: ratios[key])
-    return Distance(_rms(noise) / scale, _rms(error) / scale, ratios[worst], worst)
+    return Distance(known.noise / known.scale, size / known.scale, ratios[worst], worst)
+
+
+def _difference(found: Tensor, exact: Tensor) -> Tensor:
+    return (found - exact).masked_fill((found == exact) & exact.isinf(), 0)
 
 
 def _matrix(x: Tensor) -> Tensor:
     """Rows of channels in float64; what is near the end of its dtype's range (masks) counts as infinite."""
     wide = x.detach().to("cpu", torch.float64).reshape(-1, x.shape[-1] if x.dim() else 1)
     end = min(torch.finfo(x.dtype).max / 4, 1e30)
-    return wide.masked_fill(wide >= end, float("inf")).masked_fill(wide <= -end, -float("inf"))
+    return wide.masked_fill(wide >= end, math.inf).masked_fill(wide <= -end, -math.inf)
 
 
 def _rms(x: Tensor) -> float:

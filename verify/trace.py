@@ -48,9 +48,19 @@ def blocks_of(model: Any, parameters: Mapping[str, Sequence[int]]) -> dict[str, 
 
 
 def run(
-    model: Any, ids: Tensor, blocks: Mapping[str, nn.Module], chosen: Sequence[Tensor] | None = None, *, grad: bool = False
+    model: Any,
+    ids: Tensor,
+    blocks: Mapping[str, nn.Module],
+    chosen: Sequence[Tensor] | None = None,
+    *,
+    draw: int = 0,
+    grad: bool = False,
 ) -> Trace:
-    """Run a model and trace it; with ``chosen``, another run's choices are taken."""
+    """Run a model and trace it.
+
+    With ``chosen``, another run's choices are taken. With ``draw``, the results of all layers that have weights are moved at random by as
+    much as rounding moves them: another draw of the rounding, with ``draw`` its seed.
+    """
     trace = Trace()
     path: list[str] = []
     with ExitStack() as stack:
@@ -62,6 +72,11 @@ def run(
             stack.callback(first.register_forward_pre_hook(_keep_input(trace), with_kwargs=True).remove)
         for name, block in blocks.items():
             stack.callback(block.register_forward_hook(_keep_output(trace, name)).remove)
+        if draw:
+            generator = torch.Generator().manual_seed(draw)
+            for module in model.modules():
+                if next(module.parameters(recurse=False), None) is not None:
+                    stack.callback(module.register_forward_hook(_round_again(generator)).remove)
         stack.enter_context(torch.set_grad_enabled(grad))
         stack.enter_context(_Choices(trace, path, chosen))
         stack.enter_context(_default_dtype(model.dtype))
@@ -109,8 +124,28 @@ def _keep_output(trace: Trace, name: str) -> Callable[..., None]:
     return hook
 
 
+def _round_again(generator: torch.Generator) -> Callable[..., Any]:
+    def hook(_: nn.Module, __: Any, output: Any) -> Any:
+        first, *others = output if isinstance(output, tuple) else (output,)
+        if not (isinstance(first, Tensor) and first.is_floating_point()):
+            return output
+        by = torch.rand(first.shape, generator=generator).to(first.device).sub_(0.5) * torch.finfo(first.dtype).eps
+        moved = (first * (1 + by.to(torch.promote_types(first.dtype, torch.float32)))).to(first.dtype)
+        return (moved, *others) if isinstance(output, tuple) else moved
+
+    return hook
+
+
 def _kept(x: Tensor) -> Tensor:
     return x.detach().to("cpu", copy=True)
+
+
+_COMPARISONS = {getattr(Tensor, form) for name in ("gt", "ge", "lt", "le") for form in (name, f"__{name}__")}
+_COMPARISONS |= {torch.gt, torch.ge, torch.lt, torch.le}
+
+
+def _is_real(x: Any) -> bool:
+    return x.is_floating_point() if isinstance(x, Tensor) else isinstance(x, float)
 
 
 class _Choices(TorchFunctionMode):
@@ -132,14 +167,30 @@ class _Choices(TorchFunctionMode):
             keep = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
             values, indices = self._choose(args[0], dim, *(x if keep else x.unsqueeze(dim) for x in result))
             return torch.return_types.max((values, indices) if keep else (values.squeeze(dim), indices.squeeze(dim)))
+        if func in _COMPARISONS and result.dim() == 2 and all(_is_real(x) for x in args):
+            return self._settle(result)
         return result
+
+    def _settle(self, mask: Tensor) -> Tensor:
+        """Take the other run's answer to which scores of a token lie above a threshold."""
+        if self._given is not None:
+            given = self._next(mask)
+            self._trace.overruled += int((given != mask).any(-1).sum())
+            mask = given
+        self._trace.choices += len(mask)
+        self._trace.chosen.append(mask.to("cpu", copy=True))
+        return mask
+
+    def _next(self, like: Tensor) -> Tensor:
+        at = len(self._trace.chosen)
+        if self._given is None or at >= len(self._given) or self._given[at].shape != like.shape:
+            raise ValueError(f"{self._path[-1]} chooses other than in the original model")
+        return self._given[at].to(like.device)
 
     def _choose(self, scores: Tensor, dim: int, values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
         trace, at = self._trace, len(self._trace.chosen)
         if self._given is not None:
-            if at >= len(self._given) or self._given[at].shape != indices.shape:
-                raise ValueError(f"{self._path[-1]} chooses other than in the original model")
-            indices = self._given[at].to(indices.device)
+            indices = self._next(indices)
             taken = scores.gather(dim, indices)
             trace.overruled += int((taken.sort(dim).values != values.sort(dim).values).any(dim).sum())
             values = taken

@@ -47,7 +47,13 @@ def test_names_are_matched_whole_and_literals_win_over_indices(tiny):
     assert tiny.match("model.layers.3.0.weight").template == "model.layers.{layer}.0.weight"
     assert tiny.match("model.layers.3.1.weight").indices == {"layer": 3, "expert": 1}
     assert tiny.match("model.head.weight") is None
-    for name in ("model.layers.3.up", "model.layers.x.up.weight", "model.layers.3.up.weight.more", "layers.3.up.weights", ""):
+    for name in (
+        "model.layers.3.up",
+        "model.layers.x.up.weight",
+        "model.layers.3.up.weight.more",
+        "layers.3.up.weights",
+        "",
+    ):
         assert tiny.match(name) is None
 
 
@@ -66,7 +72,9 @@ def test_built_in_files_are_read_and_written_back(path, tmp_path):
     assert to_document(load_architecture(again)) == to_document(architecture)
     named = {axis for rules in architecture.tensors.values() for rule in rules for axis in rule.shape.axes}
     dealt = {axis for families in architecture.families.values() for family in families for axis in family}
-    assert dealt - {s[1:-1] for t in architecture.tensors for s in t.split(".") if s[0] == "{"} <= named, "an axis is dealt that no tensor has"
+    assert dealt - {s[1:-1] for t in architecture.tensors for s in t.split(".") if s[0] == "{"} <= named, (
+        "an axis is dealt that no tensor has"
+    )
     assert set(architecture.pad) <= dealt
 
 
@@ -100,7 +108,9 @@ def test_missing_file(tmp_path):
 
 
 def test_unknown_model_type_names_the_nearest(tmp_path):
-    with pytest.raises(PlanError, match=r"unknown model_type 'lama' in .*config.json \(nearest known: .*llama") as error:
+    with pytest.raises(
+        PlanError, match=r"unknown model_type 'lama' in .*config.json \(nearest known: .*llama"
+    ) as error:
         find_architecture({"model_type": "lama"}, tmp_path)
     assert "--plan" in str(error.value.hint)
     with pytest.raises(PlanError, match="no model_type"):

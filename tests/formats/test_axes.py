@@ -119,11 +119,21 @@ def test_first_axis_is_slowest():
     ("text", "sizes", "shares", "expected"),
     [
         # GPT-2: each block of q, k, v is dealt on its own
-        ("(kv head + kv head + kv head)", {"kv": 4, "head": 2}, {"kv": Share(2, 1)}, [4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23]),
+        (
+            "(kv head + kv head + kv head)",
+            {"kv": 4, "head": 2},
+            {"kv": Share(2, 1)},
+            [4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23],
+        ),
         # GPT-NeoX: q, k, v of a head lie together
         ("(kv 3 head)", {"kv": 4, "head": 2}, {"kv": Share(2, 1)}, list(range(12, 24))),
         # Falcon: KV heads used up, the query heads of a group are dealt, k and v replicated
-        ("(kv (group + 1 + 1) head)", {"kv": 1, "group": 2, "head": 2}, {"kv": Share(1, 0), "group": Share(2, 1)}, [2, 3, 4, 5, 6, 7]),
+        (
+            "(kv (group + 1 + 1) head)",
+            {"kv": 1, "group": 2, "head": 2},
+            {"kv": Share(1, 0), "group": Share(2, 1)},
+            [2, 3, 4, 5, 6, 7],
+        ),
         # gpt-oss: gate and up interleaved
         ("(ff 2)", {"ff": 4}, {"ff": Share(2, 1)}, [4, 5, 6, 7]),
         # scales for blocks of 2 rows, the last one short

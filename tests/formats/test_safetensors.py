@@ -87,8 +87,10 @@ REFUSED: dict[str, tuple[object, str]] = {
     "not whole bytes": (entry(dtype="F4", shape=[3], data_offsets=[0, 2]), "1.5 bytes, not a whole number"),
     "hole at the start": (entry(data_offsets=[8, 24]), "tensor 'w' leaves a hole of 8 bytes"),
     "a name of two lines": ({"a\nb\x1b": {**F32, "shape": [5]}}, r"tensor 'a\nb\x1b': F32 of shape [5] has 20 bytes"),
-    "a shape nested deeply": (json.dumps(entry(shape=0)).replace("0,", "[" * 900 + "]" * 900 + ",", 1).encode(),
-                              "tensor 'w': the shape"),
+    "a shape nested deeply": (
+        json.dumps(entry(shape=0)).replace("0,", "[" * 900 + "]" * 900 + ",", 1).encode(),
+        "tensor 'w': the shape",
+    ),
     "no dtype": ({"w": {"shape": [4], "data_offsets": [0, 16]}}, "tensor 'w' has no 'dtype'"),
     "no shape": ({"w": {"dtype": "F32", "data_offsets": [0, 16]}}, "tensor 'w' has no 'shape'"),
     "no offsets": ({"w": {"dtype": "F32", "shape": [4]}}, "tensor 'w' has no 'data_offsets'"),

@@ -93,7 +93,11 @@ def test_killed_at_random_moments(command, how, tmp_path):
         process.wait()
         killed += process.returncode != 0
         staged = out.with_name("out.partial")
-        assert not any(is_finished(p) for p in (staged, staged / "files") if p.exists()) or out.exists() or _all_there(staged, expected)
+        assert (
+            not any(is_finished(p) for p in (staged, staged / "files") if p.exists())
+            or out.exists()
+            or _all_there(staged, expected)
+        )
         if out.exists():
             assert contents(out) == expected
             shutil.rmtree(out)

@@ -159,7 +159,10 @@ def test_a_file_that_was_not_written_by_split(shards, tmp_path):
         (lambda text: "[]", ("reshard.json", "is not a manifest")),
         (lambda text: text.replace('"version": 1', '"version": 99'), ("reshard.json", "version 99")),
         (lambda text: text.replace('"tp": 8', '"tp": -1'), ("reshard.json", "no mesh dimension")),
-        (lambda text: text.replace('"rank-03-of-08/model.safetensors"', '"../other/model.safetensors"'), ("points outside",)),
+        (
+            lambda text: text.replace('"rank-03-of-08/model.safetensors"', '"../other/model.safetensors"'),
+            ("points outside",),
+        ),
         (lambda text: text.replace('"name": "model.safetensors"', '"name": "/etc/passwd"'), ("points outside",)),
     ],
 )
@@ -206,7 +209,9 @@ def test_a_tensor_without_a_rule(tmp_path):
     assert "--plan" in str(error.value.hint) and '"model.extra.weight" = "3 5"' in str(error.value.hint)
 
 
-@pytest.mark.parametrize(("tp", "words"), [(3, ("kv 4 x group 2", "3 ranks")), (16, ("16 ranks",)), (0, ("at least 1",))])
+@pytest.mark.parametrize(
+    ("tp", "words"), [(3, ("kv 4 x group 2", "3 ranks")), (16, ("16 ranks",)), (0, ("at least 1",))]
+)
 def test_degrees_that_are_not_possible(source, tmp_path, tp, words):
     with refused(PlanError, f"--tp {tp} is not possible", *words):
         split(source, tmp_path / "out", tp)

@@ -100,14 +100,18 @@ def test_every_dtype_passes_untouched(tmp_path):
 
 def test_elements_smaller_than_a_byte_are_not_cut(tmp_path):
     source = write_checkpoint(tmp_path / "source", dtype="F4")
-    with pytest.raises(PlanError, match=r"down_proj.weight' \(F4\): elements 0 to 3 of 'ff' begin or end within a byte"):
+    with pytest.raises(
+        PlanError, match=r"down_proj.weight' \(F4\): elements 0 to 3 of 'ff' begin or end within a byte"
+    ):
         split(source, tmp_path / "out", 8)
     assert not list(tmp_path.glob("out*"))
 
 
 def test_mixed_dtypes_are_aligned_in_every_shard(tmp_path):
     config = LLAMA | {"num_hidden_layers": 1, "vocab_size": 37}
-    tensors = [(n, "F32" if "norm" in n else "F8_E4M3" if "proj" in n else "BF16", s) for n, _, s in llama_tensors(config)]
+    tensors = [
+        (n, "F32" if "norm" in n else "F8_E4M3" if "proj" in n else "BF16", s) for n, _, s in llama_tensors(config)
+    ]
     source = tmp_path / "source"
     source.mkdir()
     data = np.random.default_rng(0).bytes(sum(int(np.prod(s)) * DTYPE_BITS[d] // 8 for _, d, s in tensors))
@@ -196,7 +200,9 @@ def test_a_real_trained_checkpoint(tmp_path):
     split(source, tmp_path / "tp4", 4)
     split(tmp_path / "tp4", tmp_path / "tp3", 3)
     merge(tmp_path / "tp3", tmp_path / "merged")
-    before, after = ((hashlib.sha256((p / "model.safetensors").read_bytes()).hexdigest()) for p in (source, tmp_path / "merged"))
+    before, after = (
+        (hashlib.sha256((p / "model.safetensors").read_bytes()).hexdigest()) for p in (source, tmp_path / "merged")
+    )
     assert before == after
 
 
@@ -261,7 +267,9 @@ def test_a_users_plan(tmp_path):
     (source / "config.json").write_text(json.dumps(config))
     save_file({"up": torch.randn(12, 8), "down": torch.randn(8, 12)}, source / "model.safetensors")
     plan = tmp_path / "mine.toml"
-    plan.write_text('[sizes]\nhidden = "hidden_size"\n[parallel]\ntp = [["ff"]]\n[tensors]\nup = "ff hidden"\ndown = "hidden ff"\n')
+    plan.write_text(
+        '[sizes]\nhidden = "hidden_size"\n[parallel]\ntp = [["ff"]]\n[tensors]\nup = "ff hidden"\ndown = "hidden ff"\n'
+    )
     access = Access(plan_file=plan)
     split(source, tmp_path / "out", 3, access=access)
     assert load_file(tmp_path / "out/rank-02-of-03/model.safetensors")["down"].shape == (8, 4)

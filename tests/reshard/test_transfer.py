@@ -52,7 +52,9 @@ def take(full: np.ndarray, box: Box) -> np.ndarray:
     """What a rank holds of a tensor, with zeros in the padding."""
     for d, runs in enumerate(box.dims):
         indices = [i for run in runs for i in range(run.offset, run.end)]
-        padded = np.zeros((*full.shape[:d], max([full.shape[d], *(i + 1 for i in indices)]), *full.shape[d + 1 :]), full.dtype)
+        padded = np.zeros(
+            (*full.shape[:d], max([full.shape[d], *(i + 1 for i in indices)]), *full.shape[d + 1 :]), full.dtype
+        )
         padded[tuple(slice(0, n) for n in full.shape)] = full
         full = np.take(padded, indices, axis=d) if indices else padded[(*[slice(None)] * d, slice(0, 0))]
     return np.ascontiguousarray(full)
@@ -62,7 +64,9 @@ def raw(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def carry_out(transfer: Transfer, sources: list[np.ndarray], targets: list[np.ndarray], budget: int) -> list[np.ndarray]:
+def carry_out(
+    transfer: Transfer, sources: list[np.ndarray], targets: list[np.ndarray], budget: int
+) -> list[np.ndarray]:
     """Run all slabs in memory; how often each byte of each target was written."""
     times = [np.zeros(target.size, int) for target in targets]
     reads = [np.zeros(source.size, int) for source in sources]
@@ -126,7 +130,10 @@ def test_a_rank_alone_reads_only_what_it_owns(model, name, mesh):
             rows = r.nbytes // r.shape[-1] if r.shape[-1] else 0
             wanted += r.nbytes if r.wanted is None else rows * sum(run.length for run in r.wanted)
     box = target.boxes[-1]
-    owned = [sum(min(run.end, size) - run.offset for run in runs if run.offset < size) for runs, size in zip(box.dims, source.full, strict=True)]
+    owned = [
+        sum(min(run.end, size) - run.offset for run in runs if run.offset < size)
+        for runs, size in zip(box.dims, source.full, strict=True)
+    ]
     assert wanted == 4 * int(np.prod(owned))
 
 

@@ -218,7 +218,7 @@ def test_padding_is_zero(llama: Pair) -> None:
 
 
 def rewrite(file: Path, change: Callable[[list[Any], dict[str, Any]], bytes]) -> None:
-    """Write a shard file with a changed header; ``change`` gets its tensors and metadata, and returns what to append."""
+    """Write a shard file with a changed header; ``change`` gets tensors and metadata, and returns what to append."""
     raw = file.read_bytes()
     header = parse_header(read_header(file).raw, file, len(raw))
     tensors: list[Any] = [[t.name, t.dtype, t.shape] for t in header.tensors.values()]
@@ -384,7 +384,8 @@ def test_what_cannot_be_checked(llama: Pair, tmp_path: Path) -> None:
 def test_any_layout_and_any_byte(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Splits of any one dimension, with any chunk: the right shards pass, and one wrong byte is found where it is."""
     rule = data.draw(st.sampled_from([
-        "(p a) b", "b (p a)", "(p a + p b) c", "c (p a + p b) d", "c d (b p a)", "(b (p + p) a) 3", "(p 2)", "v a", "a v",
+        "(p a) b", "b (p a)", "(p a + p b) c", "c (p a + p b) d", "c d (b p a)", "(b (p + p) a) 3", "(p 2)", "v a",
+        "a v",
         "a b -> (p 2)", "(a p b) c d",
     ]))  # fmt: skip
     sizes = {axis: data.draw(st.integers(1, 5)) for axis in "abcd"} | {"p": 4, "v": 4 * data.draw(st.integers(1, 4))}
@@ -402,8 +403,8 @@ def test_any_layout_and_any_byte(data: st.DataObject, tmp_path_factory: pytest.T
     padded = np.pad(full, [*((0, p - n) for p, n in zip(layout.padded, shape, strict=True)), (0, 0)])
     one = _saved(folder / "full.safetensors", dtype, full)
     parts = []
-    for rank, box in enumerate(layout.boxes):
-        index = [np.concatenate([np.arange(run.offset, run.end) for run in dim]) for dim in box.dims]
+    for rank in range(len(layout.boxes)):
+        index = [np.concatenate([np.arange(run.offset, run.end) for run in dim]) for dim in layout.box(rank).dims]
         parts.append(_saved(folder / f"{rank}.safetensors", dtype, padded[np.ix_(*index, np.arange(item))]))
     wrong = data.draw(st.integers(0, len(parts) - 1))
     at = data.draw(st.integers(0, parts[wrong]["w"].nbytes - 1))
@@ -424,7 +425,7 @@ def test_any_layout_and_any_byte(data: st.DataObject, tmp_path_factory: pytest.T
     first = report.first
     assert first is not None and first.offset == info.offset + at // item * item
     assert padded[first.index].tobytes() == first.expected
-    assert layout.boxes[wrong].shape and _index_of(layout.boxes[wrong], at // item) == first.index
+    assert layout.box(wrong).shape and _index_of(layout.box(wrong), at // item) == first.index
 
 
 @dataclass(frozen=True)
@@ -441,7 +442,8 @@ def _saved(path: Path, dtype: str, content: np.ndarray[Any, Any]) -> Any:
 
 def _index_of(box: Box, element: int) -> tuple[int, ...]:
     local = np.unravel_index(element, box.shape)
-    return tuple([i for run in dim for i in range(run.offset, run.end)][n] for dim, n in zip(box.dims, local, strict=True))
+    owned = [[i for run in dim for i in range(run.offset, run.end)] for dim in box.dims]
+    return tuple(indices[n] for indices, n in zip(owned, local, strict=True))
 
 
 def test_elements_that_nobody_owns(llama: Pair) -> None:
@@ -505,5 +507,3 @@ def test_memory_is_bounded_and_torch_is_not_imported(tmp_path: Path) -> None:
     result = subprocess.run(command, capture_output=True, text=True, cwd=root, check=False)
     assert result.returncode == 0, result.stderr
     assert int(result.stdout) * 1024 <= 300e6
-
-

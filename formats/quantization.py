@@ -1,17 +1,20 @@
 """What belongs to a quantized weight: packed integers, scales, zero points, as functions of the weight's own rule.
 
 No tensor of a quantized checkpoint has a rule of its own. ``"in/8 -> out"`` says how GPTQ stores a weight whose rule is ``output input``: the
-input first, eight to an integer. ``out`` and ``in`` stand for the weight's two dimensions, ``lead`` for those before them (experts).
+input first, eight to an integer. ``out`` and ``in`` stand for the weight's two dimensions, ``lead`` for those before them (experts),
+``groups`` for the groups along the input where every rank keeps them all. ``stored`` at the start of a pattern says that out and in change
+places if the checkpoint stores the weight input first. See docs/quantization.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Union
 
-from formats.axes import Dim, Shape, parse
+from formats.axes import Block, Dim, Shape, parse
 from formats.errors import PlanError
 
 
@@ -23,27 +26,50 @@ class Companion:
     patterns: tuple[str, ...]
 
 
-def companion(name: str, config: Mapping[str, Any]) -> Companion | None:
+def companion(name: str, config: Mapping[str, Any], dtype: str | None = None) -> Companion | None:
     """The weight that a tensor belongs to, by the method in ``quantization_config``; None if it belongs to none.
 
-    Raises PlanError for a method that cannot be split.
+    A weight that is itself packed (``dtype`` U8: two values to a byte) belongs to itself. Where the config names no method, names and dtypes
+    are read as ModelOpt writes them, which puts its settings into a file of its own. Raises PlanError for a tensor of a method that
+    cannot be split.
     """
-    settings = config.get("quantization_config")
-    if not isinstance(settings, dict):
-        return None
-    method = _METHODS.get(str(settings.get("quant_method", "")).lower())
-    for suffix, patterns in method(settings).items() if method else ():
-        if name.endswith(suffix):
-            base = name[: -len(suffix)]
-            return Companion(base if suffix.startswith("_") else f"{base}.weight", patterns)
+    module, dot, last = name.rpartition(".")
+    scheme = _scheme(_Identical(config))
+    table = scheme.table(module)
+    for suffix in (dot + last, *_fused_suffixes(last), ""):
+        patterns = table.get(f"{suffix} {dtype}") or table.get(suffix)
+        if isinstance(patterns, _Refused):
+            raise PlanError(f"tensor '{name}' cannot be split: {patterns.reason}", patterns.hint)
+        if patterns is not None:
+            base = name.removesuffix(suffix)
+            return Companion(_weight_name(base) if suffix.startswith(".") else base, patterns)
     return None
+
+
+def _fused_suffixes(last: str) -> Iterable[str]:
+    """``_scale`` of ``gate_up_proj_scale``, the longest first: what belongs to a parameter that is no module's ``weight``."""
+    return (last[position:] for position, letter in enumerate(last) if letter == "_")
+
+
+def _weight_name(module: str) -> str:
+    """The weight of a module; of an attention as a whole (scales of its KV cache), the one that every attention has."""
+    return f"{module}.weight" if module.rpartition(".")[2] not in _ATTENTION else f"{module}.o_proj.weight"
+
+
+_ATTENTION = {"self_attn", "attn", "attention", "self_attention"}
+
+
+# ---------------------------------------------------------------------------------------------------------- shapes
 
 
 @lru_cache(maxsize=4096)
 def shape_of(patterns: tuple[str, ...], weight: Shape, shape: tuple[int, ...] | None) -> Shape | None:
-    """The rule of a weight's companion given the weight's, chosen among its patterns by the dimensions on disk."""
+    """The rule of a weight's companion given the weight's, chosen among its patterns by the dimensions on disk.
+
+    Only the number of dimensions and those that are plain numbers choose, so that a rank's own shape chooses the same.
+    """
     for pattern in patterns:
-        found = _substitute(parse(pattern), weight)
+        found = _substitute(pattern, weight)
         if found is not None and (shape is None or _fits(found, shape)):
             return found
     return None
@@ -55,8 +81,10 @@ def _fits(rule: Shape, shape: tuple[int, ...]) -> bool:
     return all(dim.axes or dim.size({}) == length for dim, length in zip(rule.dims, shape, strict=True))
 
 
-def _substitute(pattern: Shape, weight: Shape) -> Shape | None:
+def _substitute(text: str, weight: Shape) -> Shape | None:
     """Put the weight's dimensions in the place of ``lead``, ``out`` and ``in``; None if the weight is no matrix."""
+    as_stored = text.startswith("stored ")
+    pattern = parse(text.removeprefix("stored "))
     output = weight.output_dim
     if output is None:
         return pattern if not pattern.axes else None
@@ -66,44 +94,153 @@ def _substitute(pattern: Shape, weight: Shape) -> Shape | None:
         word = replace(dim, step=1).axis
         if word == "lead":
             dims += weight.dims[:-2]
+        elif word == "groups":
+            dims.append(_all_groups(weight.dims[inner]))
         elif word in {"out", "in"}:
             dims.append(replace(weight.dims[output if word == "out" else inner], step=dim.step))
         else:
             dims.append(dim)
+    if as_stored and weight.arrow is not None:
+        dims[-2:] = reversed(dims[-2:])
+        return Shape(tuple(dims), len(dims) - 1)
     arrow = None if pattern.arrow is None else pattern.arrow + len(dims) - len(pattern.dims)
     return Shape(tuple(dims), arrow)
 
 
-# -------------------------------------------------------------------------------------------------------- methods
+def _all_groups(inner: Dim) -> Dim:
+    """An axis of its own, never dealt and measured on disk, for the number of groups of an input dimension."""
+    return Dim((Block(("groups_" + "_".join(re.findall(r"\w+", str(inner))),)),))
 
-_Patterns = Mapping[str, tuple[str, ...]]
+
+# --------------------------------------------------------------------------------------------------------- schemes
+
+
+@dataclass(frozen=True)
+class _Refused:
+    """Why a tensor cannot be split, and what to do."""
+
+    reason: str
+    hint: str | None = None
+
+
+#: By the end of a tensor's name, alone or with a dtype after it ("_scale", ".weight_scale U8"; " U8" is the weight itself).
+_Table = Mapping[str, Union[tuple[str, ...], _Refused]]
+
+
+@dataclass(frozen=True)
+class _Scheme:
+    """What the settings say: for modules in general, and for those whose name matches an expression (the first one holds)."""
+
+    general: _Table
+    named: tuple[tuple[re.Pattern[str], _Table], ...] = ()
+
+    def table(self, module: str) -> _Table:
+        """The table for a module."""
+        for expression, table in self.named:
+            if expression.match(module):
+                return table
+        return self.general
+
+
+class _Identical:
+    """A config as a key of a cache: equal only to itself."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = config
+
+    def __hash__(self) -> int:
+        return id(self.config)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identical) and self.config is other.config
+
+
+@lru_cache(maxsize=64)
+def _scheme(key: _Identical) -> _Scheme:
+    settings = _settings(key.config)
+    if not settings:
+        return _Scheme(_modelopt({}))
+    name = settings.get("quant_method") or settings.get("quant_library") or (settings.get("producer") or {}).get("name") or ""
+    method = str(name).lower()
+    if method == "fp8" and key.config.get("expert_dtype") == "fp4":
+        settings = {**settings, "expert_dtype": "fp4"}
+    return _METHODS[method](settings) if method in _METHODS else _Scheme({})
+
+
+def _settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Where a config keeps its quantization: at its top or with the language model, under today's name or an older one."""
+    for place in (config, config.get("text_config")):
+        for key in ("quantization_config", "compression_config"):
+            found = place.get(key) if isinstance(place, Mapping) else None
+            if isinstance(found, dict) and found:
+                inner = [found[word] for word in ("quantization_config", "quantization") if isinstance(found.get(word), dict)]
+                return {**found, **inner[0]} if inner else found
+    return {}
+
+
+def _overrides(
+    method: Callable[[Mapping[str, Any]], _Table], settings: Mapping[str, Any], named: Iterable[tuple[str, Any]]
+) -> _Scheme:
+    """A scheme whose settings differ for some modules: (regular expression, settings that come over the general ones) each."""
+    found = ((re.compile(name), method({**settings, **own} if isinstance(own, dict) else settings)) for name, own in named)
+    return _Scheme(method(settings), tuple(found))
+
+
+def _exactly(module: str) -> str:
+    return rf"(.*\.)?{re.escape(module)}$"
+
+
+# --------------------------------------------------------------------------------------------------------- methods
+
 _SCALAR = ("", "1")
-_ACTIVATION_SCALES: _Patterns = {
-    suffix: _SCALAR
-    for suffix in (".input_scale", ".activation_scale", ".input_global_scale", ".output_scale", ".k_scale", ".v_scale")
-}
+_BY_ROW = ("lead out 1", "lead out")
+_ACTIVATION = (*_SCALAR, "lead", "lead 1 1")
+_SCALES_OF_ACTIVATIONS: _Table = {
+    mark + word: _ACTIVATION
+    for mark in "._"
+    for word in ("input_scale", "activation_scale", "input_global_scale", "input_zero_point", "output_scale", "output_zero_point")
+} | {f".{word}": _SCALAR for word in ("k_scale", "v_scale", "q_scale", "kv_scale", "k_zero_point", "v_zero_point", "input_scale_ub")}  # fmt: skip
 
 
-def _fp8(settings: Mapping[str, Any]) -> _Patterns:
-    """DeepSeek's scales for blocks of 128 x 128, and static ones: huggingface.co/deepseek-ai/DeepSeek-V3, README_WEIGHTS."""
-    block = settings.get("weight_block_size")
-    rows, columns = block or (128, 128)
-    blocks = f"lead out/{rows} in/{columns}"
-    static = (*_SCALAR, "out 1", "out")
-    return _ACTIVATION_SCALES | {
-        "_scale_inv": (blocks, *_SCALAR),
-        ".weight_scale": (blocks,) if block else static,
-        "_scale": (blocks,) if block else static,
-    }
+def _fp8(settings: Mapping[str, Any]) -> _Table:
+    """Scales for blocks of 128 x 128, or one for the tensor: transformers, integrations/finegrained_fp8.py; DeepSeek-V3, README_WEIGHTS.
 
-
-def _gptq(settings: Mapping[str, Any]) -> _Patterns:
-    """GPTQ: input first, ``32 / bits`` inputs to an integer; zero points packed along the output.
-
-    With act-order a row may belong to any group, so that every rank keeps all groups. ``g_idx`` keeps the original's group numbers.
+    DeepSeek V4 keeps its experts in fp4, two to a byte, with a scale for 32 (``expert_dtype``).
     """
-    pack = _per_integer(settings)
-    groups = "groups" if settings.get("desc_act") else _groups(settings)
+    block = settings.get("weight_block_size")
+    tensor = (*_SCALAR, "lead", "lead 1 1")
+    inverse = (_blocks(block or (128, 128)), *tensor)
+    scales = (_blocks(block),) if block else (*tensor, *_BY_ROW, "lead 1 out")
+    table: dict[str, tuple[str, ...]] = {".weight_scale_inv": inverse, "_scale_inv": inverse, ".weight_scale": scales, "_scale": scales}
+    if settings.get("expert_dtype") == "fp4":
+        table |= {" I8": ("stored lead out in/2",), ".weight_scale_inv F8_E8M0": ("stored lead out in/32",)}
+    return {**_SCALES_OF_ACTIVATIONS, **table}
+
+
+def _blocks(block: Any) -> str:
+    rows, columns = block
+    return f"stored lead out/{rows} in/{columns}"
+
+
+def _fbgemm(settings: Mapping[str, Any]) -> _Table:
+    """A scale for each output: transformers, integrations/fbgemm_fp8.py; Llama 4's fused experts too, stored input first."""
+    return {**_SCALES_OF_ACTIVATIONS, ".weight_scale": _BY_ROW, "_scale": ("lead 1 out", "lead out 1")}
+
+
+def _gptq(settings: Mapping[str, Any]) -> _Table:
+    """GPTQ: input first, ``32 / bits`` inputs to an integer; zero points packed along the output. AutoGPTQ, qlinear_cuda_old.py.
+
+    With act-order a row may belong to any group, so that every rank keeps all groups. Without, ``g_idx`` keeps the original's group numbers.
+    """
+    names = (".qweight", ".qzeros", ".scales", ".g_idx")
+    layout = str(settings.get("checkpoint_format") or "gptq").lower()
+    if layout not in {"gptq", "gptq_v2"} or settings.get("is_marlin_format"):
+        reason = f"GPTQ in the '{layout}' format is stored in an order of its kernel's own, not as rows and columns"
+        return dict.fromkeys(names, _Refused(reason, "take the checkpoint in the 'gptq' format")) | {".B": _Refused(reason), ".s": _Refused(reason)}
+    pack, size = _per_integer(settings), _group_size(settings)
+    if isinstance(pack, _Refused):
+        return dict.fromkeys(names, pack)
+    groups = "1" if size is None else "groups" if settings.get("desc_act") else f"in/{size}"
     return {
         ".qweight": (f"in/{pack} -> out",),
         ".qzeros": (f"{groups} -> out/{pack}",),
@@ -112,11 +249,22 @@ def _gptq(settings: Mapping[str, Any]) -> _Patterns:
     }
 
 
-def _awq(settings: Mapping[str, Any]) -> _Patterns:
-    """AWQ (gemm): input first, eight outputs to an integer, in an order of their own within it."""
-    if str(settings.get("version", "gemm")).lower() != "gemm":
-        raise PlanError(f"AWQ version '{settings['version']}' cannot be split: its layout is not known", "convert it to version 'gemm'")
-    pack, groups = _per_integer(settings), _groups(settings)
+def _gptq_scheme(settings: Mapping[str, Any]) -> _Scheme:
+    """GPTQModel's ``dynamic``: regular expressions with a mark, ``+:`` for other settings and ``-:`` for modules left as they are."""
+    dynamic = settings.get("dynamic") or {}
+    return _overrides(_gptq, settings, ((name.removeprefix("+:"), own) for name, own in dynamic.items() if not name.startswith("-:")))
+
+
+def _awq(settings: Mapping[str, Any]) -> _Table:
+    """AWQ (gemm): input first, eight outputs to an integer, in an order of their own within it. AutoAWQ, modules/linear/gemm.py."""
+    names = (".qweight", ".qzeros", ".scales")
+    version = str(settings.get("version") or settings.get("format") or "gemm").lower()
+    if version not in {"gemm", "exllama", "ipex"}:
+        return dict.fromkeys(names, _Refused(f"AWQ version '{version}' has a layout that is not known", "convert it to version 'gemm'"))
+    pack, size = _per_integer(settings), _group_size(settings)
+    if isinstance(pack, _Refused):
+        return dict.fromkeys(names, pack)
+    groups = "1" if size is None else f"in/{size}"
     return {
         ".qweight": (f"in -> out/{pack}",),
         ".qzeros": (f"{groups} -> out/{pack}",),
@@ -124,77 +272,171 @@ def _awq(settings: Mapping[str, Any]) -> _Patterns:
     }
 
 
-def _compressed(settings: Mapping[str, Any]) -> _Patterns:
-    """compressed-tensors: https://github.com/vllm-project/compressed-tensors, formats pack-, float-, int- and nvfp4-pack-quantized."""
-    patterns: dict[str, tuple[str, ...]] = {**_ACTIVATION_SCALES, ".weight_shape": ("2",), ".weight_global_scale": _SCALAR}
+def _auto_round(settings: Mapping[str, Any]) -> _Scheme:
+    """AutoRound writes the tensors of AWQ or GPTQ: ``packing_format`` says which."""
+    awq = "awq" in str(settings.get("packing_format") or settings.get("backend") or "")
+    named = ((_exactly(name), own) for name, own in (settings.get("extra_config") or {}).items())
+    return _overrides(_awq if awq else _gptq, settings, named)
+
+
+def _compressed_scheme(settings: Mapping[str, Any]) -> _Scheme:
+    """compressed-tensors: groups of modules by class, by name or by ``re:`` expression; what is named wins over what is of a class."""
+    general: dict[str, tuple[str, ...] | _Refused] = {}
+    named: list[tuple[re.Pattern[str], _Table]] = []
     for group in (settings.get("config_groups") or {}).values():
-        weights = group.get("weights") or {}
-        bits, strategy = int(weights.get("num_bits", 8)), weights.get("strategy", "tensor")
-        size = weights.get("group_size")
-        scale = {
-            "tensor": _SCALAR,
-            "channel": ("out 1", "out"),
-            "group": (f"out in/{size}",),
-            "tensor_group": (f"out in/{size}",),
-            "block": ("lead out/{} in/{}".format(*(weights.get("block_structure") or (128, 128))),),
-        }[strategy]
-        inner = "1" if strategy != "group" else f"in/{size}"
-        patterns |= {
-            ".weight_packed": ("out in/2",) if weights.get("type") == "float" else (f"out in/{_integers(bits)}",),
-            ".weight_scale": scale,
-            ".weight_zero_point": (*scale, f"out/{_integers(bits)} {inner}") if bits < 8 else scale,
-            ".weight_g_idx": ("in",),
-        }
-    return patterns
+        if not isinstance(group, dict):
+            continue
+        table = _compressed(group.get("weights") or {}, str(group.get("format") or settings.get("format") or ""))
+        for target in group.get("targets") or ():
+            if target.startswith("re:") or "." in target:
+                named.append((re.compile(target[3:] if target.startswith("re:") else _exactly(target)), table))
+            else:
+                general = _either(general, table)
+    return _Scheme(general or _compressed({}, str(settings.get("format") or "")), tuple(named))
 
 
-def _modelopt(settings: Mapping[str, Any]) -> _Patterns:
-    """NVIDIA ModelOpt: fp8 with one scale a tensor, NVFP4 with two values a byte and a scale for 16."""
-    if "NVFP4" in str(settings.get("quant_algo", "")).upper():
-        return _ACTIVATION_SCALES | {
-            ".weight": ("lead out in", "lead out in/2"),
-            ".weight_scale": ("lead out in/16", *_SCALAR),
-            ".weight_scale_2": _SCALAR,
-        }
-    return _ACTIVATION_SCALES | {".weight_scale": (*_SCALAR, "out 1", "out")}
+def _either(one: _Table, other: _Table) -> dict[str, tuple[str, ...] | _Refused]:
+    found = {**one, **other}
+    for key in one.keys() & other.keys():
+        a, b = one[key], other[key]
+        if isinstance(a, tuple) and isinstance(b, tuple):
+            found[key] = tuple(dict.fromkeys((*a, *b)))
+    return found
 
 
-def _mxfp4(settings: Mapping[str, Any]) -> _Patterns:
-    """MXFP4 of gpt-oss: 32 values in 16 bytes with one scale, along the input; output before input."""
+def _compressed(weights: Mapping[str, Any], layout: str) -> _Table:
+    """compressed-tensors: github.com/vllm-project/compressed-tensors, src/compressed_tensors/compressors and quantization/lifecycle.
+
+    Packed integers have their zero points packed too, along the output. With ``actorder`` "group" every rank keeps all groups.
+    """
+    table: dict[str, tuple[str, ...] | _Refused] = {**_SCALES_OF_ACTIVATIONS, ".weight_shape": ("2",), ".weight_global_scale": _ACTIVATION}
+    if "24" in layout or "bitmask" in layout:
+        refused = _Refused(f"compressed-tensors '{layout}' keeps sparse values, which do not lie in rows and columns")
+        names = (".compressed", ".bitmask", ".row_offsets", ".shape", ".meta", ".scale_packed", ".weight_packed", ".weight_scale")
+        return table | dict.fromkeys(names, refused)
+    bits, size = int(weights.get("num_bits") or 8), weights.get("group_size")
+    actorder = weights.get("actorder") in {True, "group", "dynamic"}
+    strategy = str(weights.get("strategy") or ("tensor" if size is None else "group" if size > 0 else "channel"))
+    inner = "1" if strategy not in {"group", "tensor_group"} else "groups" if actorder else f"in/{size}"
+    scale = {"tensor": (*_SCALAR, "lead", "lead 1 1"), "channel": _BY_ROW, "block": (_blocks(weights.get("block_structure") or (128, 128)),)}.get(
+        strategy, (f"lead out {inner}",)
+    )  # fmt: skip
+    floats = weights.get("type") == "float"
+    pack = 2 if floats else _integers(bits)
+    packed = layout == "pack-quantized" and not floats
+    zero = f"lead out/{pack} {inner}" if packed and strategy != "tensor" else None
+    return table | {
+        ".weight_packed": pack if isinstance(pack, _Refused) else (f"lead out in/{pack}",),
+        ".weight_scale": scale,
+        ".weight_zero_point": pack if isinstance(pack, _Refused) and packed else (zero,) if zero else scale,
+        ".weight_g_idx": ("in",),
+    }
+
+
+def _modelopt_scheme(settings: Mapping[str, Any]) -> _Scheme:
+    """ModelOpt; with MIXED_PRECISION the algorithm of each module by its name."""
+    layers = settings.get("quantized_layers") or {}
+    return _overrides(_modelopt, settings, ((_exactly(name), own) for name, own in layers.items()))
+
+
+def _modelopt(settings: Mapping[str, Any]) -> _Table:
+    """NVIDIA ModelOpt: github.com/NVIDIA/Model-Optimizer, modelopt/torch/export/quant_utils.py and unified_export_hf.py.
+
+    fp8 with a scale for the tensor, for each output or (FP8_PB_WO) for a block; NVFP4 and MXFP4 with two values a byte along the input and a
+    scale for 16 or 32; int4 AWQ with two values a byte along the output. The dtype of the scales tells NVFP4 (F8_E4M3) and MX (U8) from the others.
+    """
+    algorithm = str(settings.get("quant_algo") or "").upper()
+    size = int(settings.get("group_size") or 0)
+    awq = algorithm in {"W4A16_AWQ", "W4A8_AWQ"}
+    plain: tuple[str, ...] = (*_SCALAR, *_BY_ROW, "lead", "lead 1 1")
+    if algorithm == "FP8_PB_WO":
+        plain = ("out/128 1 in/128 1", "stored lead out/128 in/128")
+    elif awq:
+        plain = (f"lead out in/{size or 128}",)
+    table: dict[str, tuple[str, ...] | _Refused] = {**_SCALES_OF_ACTIVATIONS, ".pre_quant_scale": ("in",)}
+    table[" U8"] = ("lead out/2 in",) if awq else ("stored lead out in/2",)
+    for mark in "._":
+        table[f"{mark}weight_scale"] = (*plain, "out/128 1 in/128 1")
+        table[f"{mark}weight_scale F8_E4M3"] = (f"stored lead out in/{size or 16}",)
+        table[f"{mark}weight_scale U8"] = (f"stored lead out in/{size or 32}",)
+        table[f"{mark}weight_scale_2"] = _ACTIVATION
+    return table
+
+
+def _quark(settings: Mapping[str, Any]) -> _Table:
+    """AMD Quark: fp8 and int8 with a scale for the tensor or for each output, MXFP4 as ModelOpt's; int4 is packed in an order of its own.
+
+    Source: vLLM, model_executor/layers/quantization/quark/schemes.
+    """
+    weight = (settings.get("global_quant_config") or {}).get("weight") or {}
+    weight = weight if isinstance(weight, dict) else {}
+    size = int(weight.get("group_size") or 32)
+    scale = (f"lead out in/{size}",) if weight.get("qscheme") == "per_group" else (*_SCALAR, *_BY_ROW)
+    return {
+        **_SCALES_OF_ACTIVATIONS,
+        " U8": ("lead out in/2",),
+        " I32": _Refused("Quark packs integers of 4 bits in an order of its own"),
+        ".weight_scale": scale,
+        ".weight_scale U8": (f"lead out in/{size}",),
+        ".weight_zero_point": scale,
+    }
+
+
+def _mxfp4(settings: Mapping[str, Any]) -> _Table:
+    """MXFP4 of gpt-oss: 32 values in 16 bytes with one scale, along the input; output before input. transformers, integrations/mxfp4.py."""
     return {"_blocks": ("lead out in/32 16",), "_scales": ("lead out in/32",)}
 
 
-def _bitsandbytes(settings: Mapping[str, Any]) -> _Patterns:
-    raise PlanError(
-        "a checkpoint quantized by bitsandbytes cannot be split: each weight is one flat run of blocks whose full shape stands "
-        "in a serialized state beside it",
+def _bitsandbytes(settings: Mapping[str, Any]) -> _Table:
+    """bitsandbytes: int8 has a scale for each output (``SCB``); 4 bits are a flat run of blocks. bitsandbytes, nn/modules.py."""
+    refused = _Refused(
+        "bitsandbytes keeps a weight of 4 bits as one flat run of blocks whose full shape stands in a serialized state beside it",
         "split the unquantized checkpoint, and let each rank quantize on load",
     )
+    state = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", ".bitsandbytes__nf4", ".bitsandbytes__fp4")
+    return {**dict.fromkeys((*state, " U8"), refused), ".SCB": ("out",), ".weight_format": _SCALAR, ".weight_format U8": _SCALAR}
 
 
-def _per_integer(settings: Mapping[str, Any]) -> int:
-    return _integers(int(settings.get("bits", settings.get("w_bit", 4))))
+def _bitnet(settings: Mapping[str, Any]) -> _Table:
+    """BitNet: four outputs to a byte, a quarter of the rows apart. transformers, integrations/bitnet.py."""
+    reason = "BitNet packs into one byte four rows that lie a quarter of the matrix apart"
+    return {" U8": _Refused(reason, "split the bf16 checkpoint"), ".weight_scale": _SCALAR}
 
 
-def _integers(bits: int) -> int:
+def _per_integer(settings: Mapping[str, Any]) -> int | _Refused:
+    return _integers(int(settings.get("bits") or settings.get("w_bit") or 4))
+
+
+def _integers(bits: int) -> int | _Refused:
     """Values in a 32-bit integer."""
     if 32 % bits:
-        raise PlanError(f"weights of {bits} bits cannot be split: their values run across the 32-bit integers that hold them")
+        return _Refused(f"values of {bits} bits run across the 32-bit integers that hold them", "take a checkpoint of 4 or 8 bits")
     return 32 // bits
 
 
-def _groups(settings: Mapping[str, Any]) -> str:
-    """The input dimension in groups that share a scale; one group for all where the size is -1."""
-    size = int(settings.get("group_size", settings.get("q_group_size", 128)))
-    return f"in/{size}" if size > 0 else "1"
+def _group_size(settings: Mapping[str, Any]) -> int | None:
+    """How many inputs share a scale; None where all do (-1)."""
+    size = settings.get("group_size", settings.get("q_group_size"))
+    return 128 if size is None else int(size) if int(size) > 0 else None
 
 
-_METHODS = {
-    "fp8": _fp8,
-    "gptq": _gptq,
-    "awq": _awq,
-    "compressed-tensors": _compressed,
-    "modelopt": _modelopt,
-    "mxfp4": _mxfp4,
-    "bitsandbytes": _bitsandbytes,
+def _plain(method: Callable[[Mapping[str, Any]], _Table]) -> Callable[[Mapping[str, Any]], _Scheme]:
+    return lambda settings: _Scheme(method(settings))
+
+
+_METHODS: Mapping[str, Callable[[Mapping[str, Any]], _Scheme]] = {
+    "fp8": _plain(_fp8),
+    "fbgemm_fp8": _plain(_fbgemm),
+    "gptq": _gptq_scheme,
+    "awq": _plain(_awq),
+    "auto-round": _auto_round,
+    "compressed-tensors": _compressed_scheme,
+    "sparseml": _compressed_scheme,
+    "modelopt": _modelopt_scheme,
+    "modelopt_fp4": _modelopt_scheme,
+    "modelopt_fp8": _modelopt_scheme,
+    "quark": _plain(_quark),
+    "mxfp4": _plain(_mxfp4),
+    "bitsandbytes": _plain(_bitsandbytes),
+    "bitnet": _plain(_bitnet),
 }

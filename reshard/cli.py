@@ -91,6 +91,11 @@ hub_options = _options(
     click.option("--cache-dir", type=_PATH, metavar="DIR", help="The Hub's cache; default: HF_HUB_CACHE."),
 )
 plan_option = click.option("--plan", "plan_file", type=_PATH, metavar="FILE", help="Your own architecture file.")
+mesh_options = _options(
+    click.option("--tp", type=int, metavar="N", help="Degree of tensor parallelism."),
+    click.option("--ep", type=int, metavar="N", help="Degree of expert parallelism: deal whole experts over N ranks."),
+    click.option("--same-ranks", is_flag=True, help="Deal the experts over the ranks of --tp itself, not beside them."),
+)
 padding_options = _options(
     click.option(
         "--pad-vocab-to", type=click.IntRange(min=1), metavar="M",
@@ -165,7 +170,7 @@ def cli(ctx: click.Context) -> None:
 @cli.command("split", short_help="Split a checkpoint into N ranks, or re-split one.")
 @click.argument("source")
 @click.argument("out", type=Output())
-@click.option("--tp", type=int, required=True, metavar="N", help="Degree of tensor parallelism, the number of ranks.")
+@mesh_options
 @click.option("--rank", "ranks", type=int, multiple=True, metavar="R", help="Write only this rank (may be repeated).")
 @click.option("--max-shard-size", type=Size(), default="5GB", show_default=True, help="Largest file of a rank.")
 @padding_options
@@ -174,8 +179,8 @@ def cli(ctx: click.Context) -> None:
 @write_options
 @output_options
 def split_command(
-    source: str, out: Path, tp: int, ranks: tuple[int, ...], max_shard_size: int, pad_vocab_to: int | None,
-    no_pad_vocab: bool, plan_file: Path | None, revision: str | None, token: str | None, cache_dir: Path | None,
+    source: str, out: Path, tp: int | None, ep: int | None, same_ranks: bool, ranks: tuple[int, ...],
+    max_shard_size: int, pad_vocab_to: int | None, no_pad_vocab: bool, plan_file: Path | None, revision: str | None, token: str | None, cache_dir: Path | None,
     overwrite: bool, fsync: bool, no_checksum: bool, workers: int | None, dry_run: bool, as_json: bool, quiet: bool,
 ) -> None:  # fmt: skip
     """Split SOURCE into N ranks, one folder each, under OUT.
@@ -183,7 +188,12 @@ def split_command(
     SOURCE may be split already: then it is re-split directly, without a full checkpoint in between. With --rank, runs
     for different ranks into one OUT add up to the whole, also at the same time and on different machines that share the
     disk. A run that was interrupted goes on where it stopped when the same command is given again.
+
+    --tp N cuts every weight. --ep N deals whole experts over N ranks and repeats the rest; --ep E --tp T does both, on
+    E x T ranks; with --same-ranks on T ranks (T = E), as vLLM's --enable-expert-parallel and DeepSeek's inference do.
     """
+    if tp is None and ep is None:
+        raise click.UsageError("Missing option '--tp' (or '--ep').")
     from reshard.api import split
     from reshard.move import Options
     from reshard.progress import Progress
@@ -193,7 +203,7 @@ def split_command(
     started = time.monotonic()
     with _resumable(dry_run), Progress("split", quiet=quiet or as_json) as progress:
         summary = split(
-            source, out, tp, ranks=ranks or None, access=access, padding=padding,
+            source, out, 1 if tp is None else tp, ep=1 if ep is None else ep, same_ranks=same_ranks, ranks=ranks or None, access=access, padding=padding,
             options=Options(workers=workers, checksum=not no_checksum, fsync=fsync),
             max_shard_size=max_shard_size, overwrite=overwrite, dry_run=dry_run, progress=progress,
         )  # fmt: skip
@@ -234,9 +244,7 @@ def merge_command(
 
 @cli.command("plan", short_help="Show what a split would do, or which degrees are possible.")
 @click.argument("source")
-@click.option(
-    "--tp", type=int, metavar="N", help="Number of ranks. Without it: which are possible, and why not the others."
-)
+@mesh_options
 @click.option("--save", "save_file", type=_PATH, metavar="FILE", help="Write the architecture file in use.")
 @padding_options
 @plan_option
@@ -244,10 +252,12 @@ def merge_command(
 @json_option
 @debug_option
 def plan_command(
-    source: str, tp: int | None, save_file: Path | None, pad_vocab_to: int | None, no_pad_vocab: bool,
+    source: str, tp: int | None, ep: int | None, same_ranks: bool, save_file: Path | None, pad_vocab_to: int | None, no_pad_vocab: bool,
     plan_file: Path | None, revision: str | None, token: str | None, cache_dir: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Show what a split of SOURCE would do, tensor by tensor, from the headers alone.
+
+    Without --tp and --ep: which degrees are possible, and why not the others.
 
     For an architecture that has no rules yet, or a tensor that none covers: save the file of a similar model with
     --save, edit it (docs/design.md describes its form) and pass it to any command with --plan.
@@ -259,8 +269,9 @@ def plan_command(
     opened = open_any(source, _access(revision, token, cache_dir, plan_file, as_json), headers_only=True)
     if save_file is not None:
         _save_plan(opened.model, save_file)
-    if tp is not None:
-        planned = make_plan(opened.model, mesh_of(tp), pad=padding.allowed, pad_to=padding.to)
+    if tp is not None or ep is not None:
+        mesh = mesh_of(1 if tp is None else tp, 1 if ep is None else ep, same_ranks)
+        planned = make_plan(opened.model, mesh, pad=padding.allowed, pad_to=padding.to)
         _print_plan(planned, source, as_json)
     elif save_file is None or as_json:
         _print_degrees(opened.model, source, padding, as_json)
@@ -528,6 +539,7 @@ def _print_degrees(model: Model, source: str, padding: Padding, as_json: bool) -
                 "architecture": model.architecture.name,
                 "sizes": model.sizes.of({}),
                 "valid_degrees": more,
+                "valid_ep_degrees": valid_degrees(model, "ep"),
                 "degrees": degrees,
             }
         )
@@ -546,6 +558,9 @@ def _print_degrees(model: Model, source: str, padding: Padding, as_json: bool) -
     for line in align(cells, right=(0,), width=None):
         _echo(line)
     _echo()
+    experts = valid_degrees(model, "ep")
+    if len(experts) > 1:
+        _echo(f"Valid degrees of --ep: {', '.join(map(str, experts))}.")
     _echo(f"Valid degrees: {', '.join(map(str, more))}. 'reshard plan {source} --tp N' shows one in detail.")
 
 

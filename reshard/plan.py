@@ -101,10 +101,15 @@ class AxisSizes:
             found = more
 
     @cached_property
+    def configured(self) -> frozenset[str]:
+        """The axes in names whose size the config gives."""
+        return frozenset(axis for axis in self._index_names if axis in self.counts)
+
+    @cached_property
     def counts(self) -> dict[str, int]:
         """How many indices a name may have, of each axis that stands in names."""
-        sizes = self.of({})
-        return {axis: sizes[axis] for axis in self._index_names if axis in sizes and axis in self._architecture.sizes}
+        named = {axis: self._config_size(axis, {}, ()) for axis in self._index_names & self._architecture.sizes.keys()}
+        return {axis: size for axis, size in named.items() if size is not None}
 
     def key(self, indices: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
         """What of a tensor's indices its sizes depend on."""
@@ -277,15 +282,18 @@ def _no_rule(tensor: FullTensor, architecture: Architecture) -> PlanError:
 
 
 def _measure(sizes: AxisSizes, found: Iterable[tuple[FullTensor, Shape, Match]]) -> None:
-    """Take the size of an axis that the config does not give from a dimension in which it stands alone."""
+    """Take the size of an axis that the config does not give from a dimension in which it stands alone, or from the indices in names."""
     first: dict[str, str] = {}
     for tensor, rule, match in found:
+        for axis, index in match.indices.items():
+            if axis not in sizes.configured:
+                sizes.measured[axis] = max(sizes.measured.get(axis, 0), index + 1)
         if tensor.shape is None or len(rule.dims) != len(tensor.shape):
             continue
         configured: dict[str, int] | None = None
         for dim, length in zip(rule.dims, tensor.shape, strict=True):
             axis = dim.axis
-            if axis is None or axis in first and sizes.measured[axis] == length:
+            if axis is None or (axis in first and sizes.measured[axis] == length):
                 continue
             if configured is None:
                 configured = sizes.of(match.indices)

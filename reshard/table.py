@@ -69,7 +69,7 @@ class Totals:
 
 
 def kind_of(entry: Entry, architecture: Architecture) -> str:
-    """``column``, ``row``, ``vocabulary`` or ``replicated``; those of experts are called ``expert column`` and so on.
+    """``column``, ``row``, ``vocabulary``, ``replicated`` or, dealt expert by expert, ``whole``; for experts ``expert column`` and so on.
 
     Column-parallel: split along the output (or along its only dimension, as its bias is); row-parallel: along the
     input. Vocabulary: along the vocabulary, which is the output of an LM head and what an embedding is looked up by.
@@ -84,9 +84,13 @@ def _plain_kind(entry: Entry, architecture: Architecture) -> str:
     layout = entry.layout
     if layout.is_replicated:
         return "replicated"
+    if not layout.parallel_dims:
+        return "whole"
     axes = frozenset().union(*(layout.rule.dims[i].axes for i in layout.parallel_dims))
     if axes & {"vocab", *architecture.pad}:
         return "vocabulary"
+    if axes <= {axis for family in architecture.families.get("ep", ()) for axis in family}:
+        return "whole"
     return "row" if layout.parallel_dims & _input_dims(layout.rule) else "column"
 
 
@@ -114,7 +118,9 @@ def rows_of(plan: Plan) -> list[Row]:
     """One row for each rule, dtype and shape, in the order in which they occur in the checkpoint."""
     groups: dict[tuple[object, ...], list[Entry]] = {}
     for entry in plan.entries.values():
-        groups.setdefault((_shown_name(entry), entry.dtype, entry.layout), []).append(entry)
+        layout = entry.layout
+        key = (_shown_name(entry), entry.dtype, layout.rule, layout.full, layout.parallel_dims, layout.dealt_by_name)
+        groups.setdefault(key, []).append(entry)
     return [_row(plan, entries) for entries in groups.values()]
 
 
@@ -127,7 +133,8 @@ def _shown_name(entry: Entry) -> str:
 
 def _row(plan: Plan, entries: Sequence[Entry]) -> Row:
     entry = entries[0]
-    layout, local = entry.layout, next(box.shape for box in entry.layout.boxes if box)
+    layout, holders = entry.layout, [box for box in entry.layout.boxes if box]
+    local, on_first = holders[0].shape, sum(entry.layout.boxes[0] is not None for entry in entries)
     padded = math.prod(layout.padded)
     return Row(
         name=_shown_name(entry),
@@ -137,9 +144,9 @@ def _row(plan: Plan, entries: Sequence[Entry]) -> Row:
         full=layout.full,
         local=local,
         tensors=len(entries),
-        copies=plan.mesh.size * math.prod(local) // padded if padded else 1,
+        copies=len(holders) * math.prod(local) // padded if padded else 1,
         bytes_full=len(entries) * tensor_bytes(entry.name, entry.dtype, layout.full),
-        bytes_per_rank=len(entries) * tensor_bytes(entry.name, entry.dtype, local),
+        bytes_per_rank=on_first * tensor_bytes(entry.name, entry.dtype, local),
     )
 
 

@@ -361,8 +361,9 @@ class _Part:
 class _View:
     """A layout in bytes: the last dimensions, if nobody splits them, are folded into an item of ``item`` bytes.
 
-    ``full``, ``padded`` and each part's shape are in items; a rank that holds nothing has a part without pieces. Chunks are cut along dimension ``axis``, the first one of
-    whose indices a chunk holds at least one. ``word`` divides, in bytes, every place at which something begins or ends.
+    ``full``, ``padded`` and each part's shape are in items; a rank that holds nothing has a part without pieces. Chunks
+    are cut along dimension ``axis``, the first one of whose indices a chunk holds at least one. ``word`` divides, in
+    bytes, every place at which something begins or ends.
     """
 
     def __init__(self, layout: Layout, bits: int) -> None:
@@ -374,7 +375,9 @@ class _View:
         shapes = [layout.full[:dims], layout.padded[:dims]]
         runs: list[tuple[tuple[Run, ...], ...]] = [box.dims[:dims] if box else ((),) * dims for box in layout.boxes]
         if not dims:  # everyone holds all: one dimension of bytes
-            shapes, runs, item_bits = [(item_bits // 8,)] * 2, [((Run(0, item_bits // 8),) if box else (),) for box in layout.boxes], 8
+            whole = (Run(0, item_bits // 8),)
+            shapes, runs = [(item_bits // 8,)] * 2, [(whole if box else (),) for box in layout.boxes]
+            item_bits = 8
         elif item_bits % 8:  # several elements to a byte: the last dimension counts bytes
             shapes = [(*shape[:-1], _whole_bytes(shape[-1] * item_bits, layout)) for shape in shapes]
             scaled = [(*r[:-1], tuple(_scaled(run, item_bits, layout) for run in r[-1])) for r in runs]

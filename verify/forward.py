@@ -6,6 +6,7 @@ each block and the outputs are compared, see verify/noise.py for what counts as 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import platform
 import time
@@ -13,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,10 +28,13 @@ from reshard.source import Source
 from verify.launch import rank_device, run_ranks, start_fork_server
 from verify.noise import FACTOR, Distance, Yardstick, measure, yardstick
 
+if TYPE_CHECKING:
+    from verify.trace import Trace
+
 Progress = Callable[[str], None]
 """Called with what is being done."""
 
-DRAWS = 3
+DRAWS = 7
 """How often the rounding of the original in its own dtype is drawn again."""
 
 _PATIENCE = timedelta(hours=24)  # for the original's run, in which the other ranks have nothing to do
@@ -240,6 +244,7 @@ class _Reference:
     choices: int
     overruled: int
     seconds: float
+    gradients: Mapping[str, Yardstick] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -269,12 +274,16 @@ def _run_job(job: _Job, device: torch.device, patient: dist.ProcessGroup | None)
     from verify.trace import run
 
     started = time.monotonic()
-    reference = _shared(_run_original(job, device) if dist.get_rank() == 0 else None, patient)
+    original = _run_original(job, device) if dist.get_rank() == 0 else None
+    # The gradients are for rank 0 alone.
+    reference = _shared(dataclasses.replace(original, gradients={}) if original else None, patient)
     rank = Rank(job.plan, dist.get_rank(), job.modules, job.config)
     folder = job.shards / job.plan.mesh.folder(rank.rank)
     loaded = load_rank(folder, rank, job.dtype, device, None)
-    trace = run(loaded.model, reference.ids.to(device), _blocks(loaded, job.plan), reference.chosen)
+    ids = reference.ids.to(device)
+    trace = run(loaded.model, ids, _blocks(loaded, job.plan), reference.chosen, grad=job.options.backward)
     rows = _compare(trace.states, reference)
+    gradients = _backward(loaded, trace, ids, job, original, patient) if job.options.backward else ()
     logits = None
     if reference.logits is not None and reference.own_logits is not None and rank.rank == 0:
         exact = reference.states[reference.logits].exact
@@ -290,7 +299,30 @@ def _run_job(job: _Job, device: torch.device, patient: dist.ProcessGroup | None)
         batch=reference.ids.shape[0],
         seq=reference.ids.shape[1],
         seconds=time.monotonic() - started,
+        gradients=gradients,
     )
+
+
+def _backward(
+    loaded: Any, trace: Any, ids: torch.Tensor, job: _Job, original: _Reference | None, patient: dist.ProcessGroup | None
+) -> tuple[tuple[str, Distance], ...]:
+    """The gradients of all ranks, put together and compared on rank 0."""
+    from verify.gradients import gradients_on_disk, loss_of, sum_where_ranks_part, together
+
+    loss = loss_of(trace.outputs, ids)
+    sum_where_ranks_part(loss, loaded.parts, loaded.once, None)
+    loss.backward()  # type: ignore[no-untyped-call]
+    mine = gradients_on_disk(loaded.model, loaded.sources)
+    rows = []
+    for name in sorted(job.plan.entries):
+        of_ranks: list[Any] | None = [None] * dist.get_world_size() if original else None
+        dist.gather_object(mine.get(name), of_ranks, dst=0, group=patient)
+        if original and of_ranks and name in original.gradients:
+            layout = job.plan.entries[name].layout
+            zero = torch.zeros(layout.full, dtype=job.dtype)
+            found = together(layout, of_ranks) if any(x is not None for x in of_ranks) else zero
+            rows.append((name, measure(found, original.gradients[name])))
+    return tuple(rows)
 
 
 def _shared(reference: _Reference | None, patient: dist.ProcessGroup | None) -> _Reference:
@@ -313,30 +345,55 @@ def _blocks(loaded: Any, plan: Plan) -> dict[str, Any]:
 
 def _run_original(job: _Job, device: torch.device) -> _Reference:
     from verify.model import load_original
-    from verify.trace import run
 
     started = time.monotonic()
     loaded = load_original(job.original, job.original_config, job.plan, job.exact_dtype, {"": device})
-    ids = _random_ids(loaded.model, job.options) if job.ids is None else job.ids
-    exact = run(loaded.model, ids.to(device), _blocks(loaded, job.plan))
+    ids = _random_ids(loaded.model, job) if job.ids is None else job.ids
+    exact, exact_grads = _run_whole(loaded, ids.to(device), job, None, 0)
     del loaded
     loaded = load_original(job.original, job.original_config, job.plan, job.dtype, {"": device})
-    blocks = _blocks(loaded, job.plan)
-    own, *more = (run(loaded.model, ids.to(device), blocks, exact.chosen, draw=draw) for draw in range(DRAWS + 1))
-    states = {
-        name: yardstick(state, [run.states[name] for run in (own, *more)], job.dtype) for name, state in exact.states.items()
-    }
+    draws = [_run_whole(loaded, ids.to(device), job, exact.chosen, draw) for draw in range(DRAWS + 1)]
+    own = draws[0][0]
     logits = _vocabulary_output(exact.states, job)
-    own_logits = own.states[logits] if logits else None
-    seconds = time.monotonic() - started
-    return _Reference(ids, states, logits, own_logits, exact.chosen, exact.choices, own.overruled, seconds)
+    return _Reference(
+        ids=ids,
+        states={n: yardstick(x, [run.states[n] for run, _ in draws], job.dtype) for n, x in exact.states.items()},
+        logits=logits,
+        own_logits=own.states[logits] if logits else None,
+        chosen=exact.chosen,
+        choices=exact.choices,
+        overruled=own.overruled,
+        seconds=time.monotonic() - started,
+        gradients={n: yardstick(x, [grads[n] for _, grads in draws], job.dtype) for n, x in exact_grads.items()},
+    )
 
 
-def _random_ids(model: Any, options: ForwardOptions) -> torch.Tensor:
+def _run_whole(
+    loaded: Any, ids: torch.Tensor, job: _Job, chosen: Any, draw: int
+) -> tuple[Trace, dict[str, torch.Tensor]]:
+    """Run the original, and its loss backward if that is asked for."""
+    from verify.gradients import gradients_on_disk, loss_of
+    from verify.trace import run
+
+    trace = run(loaded.model, ids, _blocks(loaded, job.plan), chosen, draw=draw, grad=job.options.backward)
+    if not job.options.backward:
+        return trace, {}
+    loaded.model.zero_grad()
+    loss_of(trace.outputs, ids).backward()  # type: ignore[no-untyped-call]
+    return trace, gradients_on_disk(loaded.model, loaded.sources)
+
+
+def _random_ids(model: Any, job: _Job) -> torch.Tensor:
+    options = job.options
     generator = torch.Generator().manual_seed(options.seed)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     longest = min(options.seq, getattr(model.config, "max_position_embeddings", None) or options.seq)
-    return torch.randint(vocabulary, (options.batch, longest), generator=generator)
+    ids = torch.randint(vocabulary, (options.batch, longest), generator=generator)
+    padding = job.original_config.get("pad_token_id")
+    if options.backward and isinstance(padding, int):
+        # The row of padding takes no gradient in some models, and a rank's config cannot always say which it is.
+        ids = ids.where(ids != padding, (padding + 1) % vocabulary)
+    return ids
 
 
 def _compare(states: Mapping[str, torch.Tensor], reference: _Reference) -> tuple[tuple[str, Distance], ...]:
@@ -399,7 +456,7 @@ def _histogram(error: torch.Tensor, noise: torch.Tensor, bins: int = 41) -> tupl
 
 def _report(job: _Job, results: Sequence[_Result], device: str) -> ForwardReport:
     layers = _worst([result.rows for result in results])
-    gradients = _worst([result.gradients for result in results])
+    gradients = _worst([results[0].gradients])
     first = next((row for row in layers if not row.is_same), None) or next((r for r in gradients if not r.is_same), None)
     result = results[0]
     return ForwardReport(
@@ -457,6 +514,4 @@ def _versions() -> dict[str, str]:
 
 def to_json(report: ForwardReport) -> str:
     """The report as a JSON document."""
-    import dataclasses
-
     return json.dumps(dataclasses.asdict(report), indent=2)

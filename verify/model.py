@@ -20,7 +20,7 @@ import copy
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -57,11 +57,16 @@ class Rank:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model, what its parameters were made of, and the tensors on disk that it does not use."""
+    """A model, what its parameters were made of, and the tensors on disk that it does not use.
+
+    Of a rank's model, ``parts`` are the parameters that are its own, ``once`` those that count on one rank alone.
+    """
 
     model: Any
     sources: Mapping[str, tuple[str, ...]]
     unused: tuple[str, ...]
+    parts: tuple[torch.Tensor, ...] = ()
+    once: tuple[torch.Tensor, ...] = ()
 
 
 # Loading
@@ -94,8 +99,9 @@ def load_rank(folder: Path, rank: Rank, dtype: torch.dtype, device: torch.device
         cls = _localised(_concrete(cls, rank.config), rank, modules)
         more["config"] = transformers.AutoConfig.for_model(**_settings(rank.config))
     loaded = _from_pretrained(cls, folder, dtype, more)
-    modules.split(loaded.model)
-    return parallelise(loaded, rank, group)
+    own = modules.split(loaded.model)
+    loaded = parallelise(loaded, rank, group)
+    return replace(loaded, parts=(*loaded.parts, *own))
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -230,20 +236,28 @@ class ModuleTable:
                     raise PlanError(f"plan '{self._rank.modules.name}': {type(holder).__name__} has no attribute '{last}'")
                 setattr(holder, last, value)
 
-    def split(self, model: nn.Module) -> None:
-        """Let each module see this rank's part of what it shares with all ranks: lists of modules, buffers, arguments."""
+    def split(self, model: nn.Module) -> list[torch.Tensor]:
+        """Let each module see this rank's part of what it shares with all ranks: lists of modules, buffers, arguments.
+
+        Return the parameters that are this rank's own by that.
+        """
+        own: list[torch.Tensor] = []
         for module, rule, indices in list(self.lines(model)):
             arguments: dict[str, Sequence[Dim]] = {}
             for name, shape in rule.split.items():
                 held = getattr(module, name, None)
                 if isinstance(held, nn.ModuleList):
-                    setattr(module, name, nn.ModuleList(held[i] for i in self._indices(shape.dims[0], len(held), indices)))
+                    # Under their old numbers, as on disk.
+                    kept = self._indices(shape.dims[0], len(held), indices)
+                    held._modules = {str(i): held[i] for i in kept}
+                    own += list(held.parameters())
                 elif isinstance(held, torch.Tensor):
                     module._buffers[name] = self._part(held, shape.dims, indices)
                 else:
                     arguments[name] = shape.dims
             if arguments:
                 module.register_forward_pre_hook(self._argument_hook(module, arguments, indices), with_kwargs=True)
+        return own
 
     def _holds(self, rule: ModuleRule, indices: Mapping[str, int]) -> bool:
         return rule.when is None or bool(rule.when.evaluate(self._lookup(self._sizes.of(indices), indices)))
@@ -412,15 +426,20 @@ def parallelise(loaded: Loaded, rank: Rank, group: dist.ProcessGroup | None) -> 
     by_name = roles(rank.plan, sources)
     values = model.state_dict(keep_vars=True)
     by_tensor = {id(values[name]): role for name, role in by_name.items()}
+    parts = tuple(values[name] for name, role in by_name.items() if role.kind is not Kind.WHOLE)
+    once: list[torch.Tensor] = []
     for module in list(model.modules()):
         tensors = {**module._parameters, **module._buffers}
         own = {name: by_tensor[id(tensor)] for name, tensor in tensors.items() if id(tensor) in by_tensor}
         if own:
-            _make_parallel(module, own, rank, group)
-    return Loaded(model, sources, loaded.unused)
+            once += _make_parallel(module, own, rank, group)
+    return Loaded(model, sources, loaded.unused, parts, tuple(once))
 
 
-def _make_parallel(module: nn.Module, own: Mapping[str, Role], rank: Rank, group: dist.ProcessGroup | None) -> None:
+def _make_parallel(
+    module: nn.Module, own: Mapping[str, Role], rank: Rank, group: dist.ProcessGroup | None
+) -> list[torch.Tensor]:
+    """Make a module parallel; return its parameters that count on one rank alone."""
     kinds = {role.kind for role in own.values()}
     whole = [name for name, role in own.items() if role.kind is Kind.WHOLE and name in module._parameters]
     if Kind.COLUMN in kinds and isinstance(module, nn.Embedding):
@@ -428,6 +447,7 @@ def _make_parallel(module: nn.Module, own: Mapping[str, Role], rank: Rank, group
         vocab_parallel(module, rows[0].offset, group, padding_row=_padding_row(module, rank))
     elif {Kind.COLUMN, Kind.ROW} <= kinds:
         row_parallel(module, group, bias="", once=whole)
+        return [module.get_parameter(name) for name in whole]
     elif Kind.ROW in kinds:
         row_parallel(module, group, bias=whole[0] if whole else "bias")
     elif any(role.is_gathered for role in own.values()):
@@ -436,6 +456,7 @@ def _make_parallel(module: nn.Module, own: Mapping[str, Role], rank: Rank, group
         gather_logits(module, group, role.entry.layout.full[dim])
     elif kinds == {Kind.VECTOR} and not list(module.children()):
         parallel_norm(module, group)
+    return []
 
 
 def _padding_row(module: nn.Embedding, rank: Rank) -> int | None:

@@ -75,7 +75,8 @@ def run(
         if draw:
             generator = torch.Generator().manual_seed(draw)
             for module in model.modules():
-                if next(module.parameters(recurse=False), None) is not None:
+                # A lookup does not round.
+                if next(module.parameters(recurse=False), None) is not None and not isinstance(module, nn.Embedding):
                     stack.callback(module.register_forward_hook(_round_again(generator)).remove)
         stack.enter_context(torch.set_grad_enabled(grad))
         stack.enter_context(_Choices(trace, path, chosen))

@@ -96,6 +96,22 @@ def test_correct_shards_are_the_same(name: str, tmp_path: Path) -> None:
         assert (report.ranks, report.tensors) == (tp, len(original.ranks[0]))
 
 
+@pytest.mark.parametrize(("name", "tp", "ep"), [("mixtral", 2, 5), ("gpt_oss", 2, 5), ("deepseek_v3", 2, 3)])
+def test_experts_dealt_to_ranks(name: str, tp: int, ep: int, pairs: Callable[..., Pair], tmp_path: Path) -> None:
+    """Ranks that hold nothing of a tensor (another rank's expert), and tensors that two mesh dimensions split."""
+    original = pairs(name, 2).original
+    split(original, tmp_path / "out", tp, ep=ep)
+    pair = Pair(original, tmp_path / "out")
+    report = check(pair)
+    assert (report.verdict, report.ranks) == ("same", tp * ep), report
+    last = open_source(pair.shards).ranks[-1]
+    info = next(info for name, info in last.items() if "experts" in name)
+    put(info.file, info.name, 7, b"abcd")
+    found = check(pair)
+    assert [(d.tensor, d.rank, d.elements) for d in found.damages] == [(info.name, tp * ep - 1, 1)]
+    assert found.first is not None and found.first.offset == info.offset + 7 * 4
+
+
 def test_small_chunks_find_the_same(
     pairs: Callable[..., Pair], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

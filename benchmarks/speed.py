@@ -2,8 +2,9 @@
 
     python -m benchmarks.speed [--gigabytes 4] [--rounds 5] [--folder DIR] [--script]
 
-Prints for each operation the median of the seconds, the ratio to ``cp -r`` (timed alternately), and the peak resident memory. Outputs are
-removed after each round; the page cache is warm. ``--script`` also times the script that everybody writes, with ``safe_open`` and ``save_file``.
+Prints for each operation the median of the seconds, the ratio to ``cp -r`` (timed alternately), and the peak resident
+memory. Outputs are removed after each round; the page cache is warm. ``--script`` also times the script that
+everybody writes, with ``safe_open`` and ``save_file``.
 """
 
 from __future__ import annotations
@@ -108,7 +109,9 @@ def main() -> None:
     if "merge" in arguments.only:
         compare("merge of 4", shards, [*reshard, "merge", str(shards), str(out)], out, arguments.rounds)
     if "re-split" in arguments.only:
-        compare("re-split 4 -> 8", shards, [*reshard, "split", str(shards), str(out), "--tp", "8"], out, arguments.rounds)
+        compare(
+            "re-split 4 -> 8", shards, [*reshard, "split", str(shards), str(out), "--tp", "8"], out, arguments.rounds
+        )
     shutil.rmtree(shards)
     if arguments.script:
         naive = [sys.executable, "-c", NAIVE, str(source), str(out), "4"]

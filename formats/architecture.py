@@ -1,7 +1,7 @@
 """An architecture: what the dimensions of each of its tensors mean, read from one TOML file.
 
-The form of the file is described in docs/design.md; ``formats/architectures/`` holds the built-in ones, and a user's own plan
-file has the same form.
+The form of the file is described in docs/design.md; ``formats/architectures/`` holds the built-in ones, and a user's
+own plan file has the same form.
 """
 
 from __future__ import annotations
@@ -282,8 +282,7 @@ def to_document(architecture: Architecture) -> dict[str, Any]:
 def _rule_document(rules: tuple[Rule, ...]) -> Any:
     if len(rules) == 1 and rules[0].when is None:
         return str(rules[0].shape)
-    lines = [{"shape": str(rule.shape)} | ({"when": rule.when.text} if rule.when else {}) for rule in rules]
-    return lines
+    return [{"shape": str(rule.shape)} | ({"when": rule.when.text} if rule.when else {}) for rule in rules]
 
 
 def _module_document(rules: tuple[ModuleRule, ...]) -> Any:
@@ -312,5 +311,9 @@ def _toml(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{_toml(key) if '.' in key else key} = {_toml(item)}" for key, item in value.items()) + " }"
+        return (
+            "{ "
+            + ", ".join(f"{_toml(key) if '.' in key else key} = {_toml(item)}" for key, item in value.items())
+            + " }"
+        )
     return json.dumps(value, ensure_ascii=False)

@@ -1,9 +1,9 @@
 """The notation: a tensor's shape in named axes, and what a rank owns of it.
 
-``"(kv group head) hidden"`` names every dimension of a query projection. One token per dimension: an axis, an integer, or a
-parenthesised sum of products, in which the leftmost factor is slowest (row-major) and ``+`` concatenates blocks. From
-the text alone follow the size of each dimension and, once axes are dealt to the ranks of a mesh, the runs of
-indices that each rank owns. Everything here is pure and knows nothing of files. See docs/design.md.
+``"(kv group head) hidden"`` names every dimension of a query projection. One token per dimension: an axis, an
+integer, or a parenthesised sum of products, in which the leftmost factor is slowest (row-major) and ``+``
+concatenates blocks. From the text alone follow the size of each dimension and, once axes are dealt to the ranks of a
+mesh, the runs of indices that each rank owns. Everything here is pure and knows nothing of files. See docs/design.md.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from typing import Union
 
 from formats.errors import NotationError
@@ -55,7 +55,8 @@ class Block:
 
 @dataclass(frozen=True)
 class Dim:
-    """One dimension: products laid one after the other, counted in blocks of ``step`` indices (the last may be shorter).
+    """One dimension: products laid one after the other, counted in blocks of ``step`` indices (the last may be
+    shorter).
 
     ``step`` is 1 but for what belongs to quantized weights: a scale for 128 rows, an integer that packs 8 of them.
     """
@@ -138,7 +139,7 @@ class Shape:
 _TOKEN = re.compile(r"\s*(->|[()+/]|[A-Za-z_][A-Za-z0-9_]*\s*:|[A-Za-z_][A-Za-z0-9_]*|\d+)")
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse(text: str) -> Shape:
     """Read a shape such as ``"(kv group head) hidden"``.
 
@@ -236,8 +237,8 @@ def _factor_size(factor: Factor, sizes: Mapping[str, int]) -> int:
 def owned(dim: Dim, sizes: Mapping[str, int], shares: Mapping[str, Share]) -> tuple[Run, ...]:
     """The runs of a dimension that a rank owns, increasing and disjoint, given its share of each dealt axis.
 
-    Axes without a share are owned whole. The rank's own index of an element is its place in this list. Raises NotationError
-    where a block of the dimension's step would be cut.
+    Axes without a share are owned whole. The rank's own index of an element is its place in this list. Raises
+    NotationError where a block of the dimension's step would be cut.
     """
     runs = merge_runs(_dim_runs(dim, sizes, shares))
     return tuple(runs) if dim.step == 1 else tuple(merge_runs(_in_steps(dim, sizes, runs)))

@@ -14,8 +14,8 @@ from formats.errors import CheckpointError
 class Mesh:
     """Named mesh dimensions with their degrees, slowest first; a full checkpoint is a mesh of one rank.
 
-    With ``same_ranks`` all dimensions run over the same ranks, each with the whole degree: experts are dealt whole, and all else is cut
-    (DeepSeek's inference layout, vLLM's ``--enable-expert-parallel``).
+    With ``same_ranks`` all dimensions run over the same ranks, each with the whole degree: experts are dealt whole,
+    and all else is cut (DeepSeek's inference layout, vLLM's ``--enable-expert-parallel``).
     """
 
     degrees: tuple[tuple[str, int], ...] = (("tp", 1),)

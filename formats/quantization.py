@@ -1,9 +1,10 @@
 """What belongs to a quantized weight: packed integers, scales, zero points, as functions of the weight's own rule.
 
-No tensor of a quantized checkpoint has a rule of its own. ``"in/8 -> out"`` says how GPTQ stores a weight whose rule is ``output input``: the
-input first, eight to an integer. ``out`` and ``in`` stand for the weight's two dimensions, ``lead`` for those before them (experts),
-``groups`` for the groups along the input where every rank keeps them all. ``stored`` at the start of a pattern says that out and in change
-places if the checkpoint stores the weight input first. See docs/quantization.md.
+No tensor of a quantized checkpoint has a rule of its own. ``"in/8 -> out"`` says how GPTQ stores a weight whose rule is
+``output input``: the input first, eight to an integer. ``out`` and ``in`` stand for the weight's two dimensions, ``lead``
+for those before them (experts), ``groups`` for the groups along the input where every rank keeps them all. ``stored`` at
+the start of a pattern says that out and in change places if the checkpoint stores the weight input first. See
+docs/quantization.md.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Union
+from typing import Any, TypeAlias
 
 from formats.axes import Block, Dim, Shape, parse
 from formats.errors import PlanError
@@ -20,7 +21,7 @@ from formats.errors import PlanError
 
 @dataclass(frozen=True)
 class Companion:
-    """A tensor that belongs to a weight: the weight's name, and the shapes that it may have in terms of the weight's."""
+    """A tensor that belongs to a weight: the weight's name, and the shapes it may have in terms of the weight's."""
 
     weight: str
     patterns: tuple[str, ...]
@@ -29,14 +30,14 @@ class Companion:
 def companion(name: str, config: Mapping[str, Any], dtype: str | None = None) -> Companion | None:
     """The weight that a tensor belongs to, by the method in ``quantization_config``; None if it belongs to none.
 
-    A weight that is itself packed (``dtype`` U8: two values to a byte) belongs to itself. Where the config names no method, names and dtypes
-    are read as ModelOpt writes them, which puts its settings into a file of its own. Raises PlanError for a tensor of a method that
-    cannot be split.
+    A weight that is itself packed (``dtype`` U8: two values to a byte) belongs to itself. Where the config names no method,
+    scales are read as ModelOpt writes them, which puts its settings into a file of its own. Raises PlanError for a tensor
+    of a method that cannot be split.
     """
     module, dot, last = name.rpartition(".")
     scheme = _scheme(_Identical(config))
     table = scheme.table(module)
-    for suffix in (dot + last, *_fused_suffixes(last), ""):
+    for suffix in (dot + last, *_fused_suffixes(last), *([""] if last == "weight" or last.endswith("_proj") else [])):
         patterns = table.get(f"{suffix} {dtype}") or table.get(suffix)
         if isinstance(patterns, _Refused):
             raise PlanError(f"tensor '{name}' cannot be split: {patterns.reason}", patterns.hint)
@@ -47,7 +48,7 @@ def companion(name: str, config: Mapping[str, Any], dtype: str | None = None) ->
 
 
 def _fused_suffixes(last: str) -> Iterable[str]:
-    """``_scale`` of ``gate_up_proj_scale``, the longest first: what belongs to a parameter that is no module's ``weight``."""
+    """``_scale`` of ``gate_up_proj_scale``, the longest first: what belongs to a parameter that is not a ``weight``."""
     return (last[position:] for position, letter in enumerate(last) if letter == "_")
 
 
@@ -123,13 +124,15 @@ class _Refused:
     hint: str | None = None
 
 
-#: By the end of a tensor's name, alone or with a dtype after it ("_scale", ".weight_scale U8"; " U8" is the weight itself).
-_Table = Mapping[str, Union[tuple[str, ...], _Refused]]
+#: The patterns of one kind of tensor, or why it is refused.
+_Entry: TypeAlias = "tuple[str, ...] | _Refused"
+#: By the end of a tensor's name, alone or with a dtype after it (".weight_scale U8"; " U8" is the weight itself).
+_Table: TypeAlias = Mapping[str, _Entry]
 
 
 @dataclass(frozen=True)
 class _Scheme:
-    """What the settings say: for modules in general, and for those whose name matches an expression (the first one holds)."""
+    """What the settings say: for modules in general, and for those whose name matches an expression (the first does)."""
 
     general: _Table
     named: tuple[tuple[re.Pattern[str], _Table], ...] = ()
@@ -159,31 +162,29 @@ class _Identical:
 def _scheme(key: _Identical) -> _Scheme:
     settings = _settings(key.config)
     if not settings:
-        return _Scheme(_modelopt({}))
-    name = settings.get("quant_method") or settings.get("quant_library") or (settings.get("producer") or {}).get("name") or ""
-    method = str(name).lower()
-    if method == "fp8" and key.config.get("expert_dtype") == "fp4":
-        settings = {**settings, "expert_dtype": "fp4"}
+        return _Scheme({suffix: entry for suffix, entry in _modelopt({}).items() if suffix != " U8"})
+    producer = settings.get("producer") or {}
+    method = str(settings.get("quant_method") or settings.get("quant_library") or producer.get("name") or "").lower()
     return _METHODS[method](settings) if method in _METHODS else _Scheme({})
 
 
 def _settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Where a config keeps its quantization: at its top or with the language model, under today's name or an older one."""
+    """Where a config keeps its quantization: at its top or with the language model, under today's name or an older."""
     for place in (config, config.get("text_config")):
         for key in ("quantization_config", "compression_config"):
             found = place.get(key) if isinstance(place, Mapping) else None
             if isinstance(found, dict) and found:
-                inner = [found[word] for word in ("quantization_config", "quantization") if isinstance(found.get(word), dict)]
-                return {**found, **inner[0]} if inner else found
+                inner = found.get("quantization_config") or found.get("quantization")
+                return {**found, **inner} if isinstance(inner, dict) else found
     return {}
 
 
 def _overrides(
     method: Callable[[Mapping[str, Any]], _Table], settings: Mapping[str, Any], named: Iterable[tuple[str, Any]]
 ) -> _Scheme:
-    """A scheme whose settings differ for some modules: (regular expression, settings that come over the general ones) each."""
-    found = ((re.compile(name), method({**settings, **own} if isinstance(own, dict) else settings)) for name, own in named)
-    return _Scheme(method(settings), tuple(found))
+    """A scheme whose settings differ for some modules: (regular expression, settings over the general ones) each."""
+    found = ((re.compile(name), {**settings, **own} if isinstance(own, dict) else settings) for name, own in named)
+    return _Scheme(method(settings), tuple((expression, method(own)) for expression, own in found))
 
 
 def _exactly(module: str) -> str:
@@ -194,27 +195,35 @@ def _exactly(module: str) -> str:
 
 _SCALAR = ("", "1")
 _BY_ROW = ("lead out 1", "lead out")
-_ACTIVATION = (*_SCALAR, "lead", "lead 1 1")
-_SCALES_OF_ACTIVATIONS: _Table = {
-    mark + word: _ACTIVATION
-    for mark in "._"
-    for word in ("input_scale", "activation_scale", "input_global_scale", "input_zero_point", "output_scale", "output_zero_point")
-} | {f".{word}": _SCALAR for word in ("k_scale", "v_scale", "q_scale", "kv_scale", "k_zero_point", "v_zero_point", "input_scale_ub")}  # fmt: skip
+_BY_EXPERT = (*_SCALAR, "lead", "lead 1 1")
+_OF_ACTIVATIONS = ("input_scale", "activation_scale", "input_global_scale", "input_zero_point", "output_scale")
+_OF_CACHE = (
+    "k_scale",
+    "v_scale",
+    "q_scale",
+    "kv_scale",
+    "k_zero_point",
+    "v_zero_point",
+    "q_zero_point",
+    "input_scale_ub",
+)
+_SCALES_OF_ACTIVATIONS: dict[str, _Entry] = {
+    **{f".{word}": _BY_EXPERT for word in _OF_ACTIVATIONS},
+    **{f"_{word}": _BY_EXPERT for word in _OF_ACTIVATIONS},
+    **{f".{word}": _SCALAR for word in _OF_CACHE},
+}
 
 
 def _fp8(settings: Mapping[str, Any]) -> _Table:
-    """Scales for blocks of 128 x 128, or one for the tensor: transformers, integrations/finegrained_fp8.py; DeepSeek-V3, README_WEIGHTS.
+    """Scales for blocks of 128 x 128, or one for the tensor.
 
-    DeepSeek V4 keeps its experts in fp4, two to a byte, with a scale for 32 (``expert_dtype``).
+    Sources: transformers, integrations/finegrained_fp8.py; DeepSeek-V3, README_WEIGHTS.md.
     """
     block = settings.get("weight_block_size")
-    tensor = (*_SCALAR, "lead", "lead 1 1")
-    inverse = (_blocks(block or (128, 128)), *tensor)
-    scales = (_blocks(block),) if block else (*tensor, *_BY_ROW, "lead 1 out")
-    table: dict[str, tuple[str, ...]] = {".weight_scale_inv": inverse, "_scale_inv": inverse, ".weight_scale": scales, "_scale": scales}
-    if settings.get("expert_dtype") == "fp4":
-        table |= {" I8": ("stored lead out in/2",), ".weight_scale_inv F8_E8M0": ("stored lead out in/32",)}
-    return {**_SCALES_OF_ACTIVATIONS, **table}
+    inverse = (_blocks(block), "lead 1 1") if block else (*_BY_EXPERT, _blocks((128, 128)))
+    scales = inverse if block else (*_BY_EXPERT, *_BY_ROW, "lead 1 out")
+    kinds = {".weight_scale_inv": inverse, "_scale_inv": inverse, ".weight_scale": scales, "_scale": scales}
+    return {**_SCALES_OF_ACTIVATIONS, **kinds}
 
 
 def _blocks(block: Any) -> str:
@@ -223,20 +232,21 @@ def _blocks(block: Any) -> str:
 
 
 def _fbgemm(settings: Mapping[str, Any]) -> _Table:
-    """A scale for each output: transformers, integrations/fbgemm_fp8.py; Llama 4's fused experts too, stored input first."""
+    """A scale for each output, of Llama 4's fused experts too: transformers, integrations/fbgemm_fp8.py."""
     return {**_SCALES_OF_ACTIVATIONS, ".weight_scale": _BY_ROW, "_scale": ("lead 1 out", "lead out 1")}
 
 
 def _gptq(settings: Mapping[str, Any]) -> _Table:
-    """GPTQ: input first, ``32 / bits`` inputs to an integer; zero points packed along the output. AutoGPTQ, qlinear_cuda_old.py.
+    """GPTQ: input first, ``32 / bits`` inputs to an integer; zero points packed along the output.
 
-    With act-order a row may belong to any group, so that every rank keeps all groups. Without, ``g_idx`` keeps the original's group numbers.
+    With act-order a row may belong to any group, so that every rank keeps all groups. Without, ``g_idx`` keeps the
+    original's group numbers. Source: AutoGPTQ, nn_modules/qlinear/qlinear_cuda_old.py.
     """
     names = (".qweight", ".qzeros", ".scales", ".g_idx")
     layout = str(settings.get("checkpoint_format") or "gptq").lower()
     if layout not in {"gptq", "gptq_v2"} or settings.get("is_marlin_format"):
         reason = f"GPTQ in the '{layout}' format is stored in an order of its kernel's own, not as rows and columns"
-        return dict.fromkeys(names, _Refused(reason, "take the checkpoint in the 'gptq' format")) | {".B": _Refused(reason), ".s": _Refused(reason)}
+        return dict.fromkeys((*names, ".B", ".s"), _Refused(reason, "take the checkpoint in the 'gptq' format"))
     pack, size = _per_integer(settings), _group_size(settings)
     if isinstance(pack, _Refused):
         return dict.fromkeys(names, pack)
@@ -250,17 +260,19 @@ def _gptq(settings: Mapping[str, Any]) -> _Table:
 
 
 def _gptq_scheme(settings: Mapping[str, Any]) -> _Scheme:
-    """GPTQModel's ``dynamic``: regular expressions with a mark, ``+:`` for other settings and ``-:`` for modules left as they are."""
-    dynamic = settings.get("dynamic") or {}
-    return _overrides(_gptq, settings, ((name.removeprefix("+:"), own) for name, own in dynamic.items() if not name.startswith("-:")))
+    """GPTQModel's ``dynamic``: regular expressions, ``+:`` for other settings and ``-:`` for modules left as they are."""
+    dynamic = (settings.get("dynamic") or {}).items()
+    changed = ((name.removeprefix("+:"), own) for name, own in dynamic if not name.startswith("-:"))
+    return _overrides(_gptq, settings, changed)
 
 
 def _awq(settings: Mapping[str, Any]) -> _Table:
-    """AWQ (gemm): input first, eight outputs to an integer, in an order of their own within it. AutoAWQ, modules/linear/gemm.py."""
+    """AWQ: input first, eight outputs to an integer in an order of their own: AutoAWQ, awq/modules/linear/gemm.py."""
     names = (".qweight", ".qzeros", ".scales")
     version = str(settings.get("version") or settings.get("format") or "gemm").lower()
     if version not in {"gemm", "exllama", "ipex"}:
-        return dict.fromkeys(names, _Refused(f"AWQ version '{version}' has a layout that is not known", "convert it to version 'gemm'"))
+        refused = _Refused(f"AWQ version '{version}' has a layout that is not known", "convert it to version 'gemm'")
+        return dict.fromkeys(names, refused)
     pack, size = _per_integer(settings), _group_size(settings)
     if isinstance(pack, _Refused):
         return dict.fromkeys(names, pack)
@@ -280,8 +292,8 @@ def _auto_round(settings: Mapping[str, Any]) -> _Scheme:
 
 
 def _compressed_scheme(settings: Mapping[str, Any]) -> _Scheme:
-    """compressed-tensors: groups of modules by class, by name or by ``re:`` expression; what is named wins over what is of a class."""
-    general: dict[str, tuple[str, ...] | _Refused] = {}
+    """compressed-tensors: groups of modules by class, by name or by ``re:`` expression; names win over classes."""
+    general: dict[str, _Entry] = {}
     named: list[tuple[re.Pattern[str], _Table]] = []
     for group in (settings.get("config_groups") or {}).values():
         if not isinstance(group, dict):
@@ -295,7 +307,7 @@ def _compressed_scheme(settings: Mapping[str, Any]) -> _Scheme:
     return _Scheme(general or _compressed({}, str(settings.get("format") or "")), tuple(named))
 
 
-def _either(one: _Table, other: _Table) -> dict[str, tuple[str, ...] | _Refused]:
+def _either(one: _Table, other: _Table) -> dict[str, _Entry]:
     found = {**one, **other}
     for key in one.keys() & other.keys():
         a, b = one[key], other[key]
@@ -304,33 +316,56 @@ def _either(one: _Table, other: _Table) -> dict[str, tuple[str, ...] | _Refused]
     return found
 
 
-def _compressed(weights: Mapping[str, Any], layout: str) -> _Table:
-    """compressed-tensors: github.com/vllm-project/compressed-tensors, src/compressed_tensors/compressors and quantization/lifecycle.
+_SPARSE = (
+    ".compressed",
+    ".bitmask",
+    ".row_offsets",
+    ".shape",
+    ".meta",
+    ".scale_packed",
+    ".weight_packed",
+    ".weight_scale",
+)
 
-    Packed integers have their zero points packed too, along the output. With ``actorder`` "group" every rank keeps all groups.
+
+def _compressed(weights: Mapping[str, Any], layout: str) -> _Table:
+    """compressed-tensors, from its src/compressed_tensors/compressors and quantization/lifecycle/initialize.py.
+
+    Packed integers have their zero points packed too, along the output. With ``actorder`` "group" every rank keeps all
+    groups.
     """
-    table: dict[str, tuple[str, ...] | _Refused] = {**_SCALES_OF_ACTIVATIONS, ".weight_shape": ("2",), ".weight_global_scale": _ACTIVATION}
     if "24" in layout or "bitmask" in layout:
-        refused = _Refused(f"compressed-tensors '{layout}' keeps sparse values, which do not lie in rows and columns")
-        names = (".compressed", ".bitmask", ".row_offsets", ".shape", ".meta", ".scale_packed", ".weight_packed", ".weight_scale")
-        return table | dict.fromkeys(names, refused)
-    bits, size = int(weights.get("num_bits") or 8), weights.get("group_size")
+        reason = f"compressed-tensors '{layout}' keeps sparse values, which do not lie in rows and columns"
+        return {**_SCALES_OF_ACTIVATIONS, **dict.fromkeys(_SPARSE, _Refused(reason))}
+    bits, strategy, size = int(weights.get("num_bits") or 8), _strategy(weights), weights.get("group_size")
     actorder = weights.get("actorder") in {True, "group", "dynamic"}
-    strategy = str(weights.get("strategy") or ("tensor" if size is None else "group" if size > 0 else "channel"))
-    inner = "1" if strategy not in {"group", "tensor_group"} else "groups" if actorder else f"in/{size}"
-    scale = {"tensor": (*_SCALAR, "lead", "lead 1 1"), "channel": _BY_ROW, "block": (_blocks(weights.get("block_structure") or (128, 128)),)}.get(
-        strategy, (f"lead out {inner}",)
-    )  # fmt: skip
+    inner = "1" if not strategy.endswith("group") else "groups" if actorder else f"in/{size}"
+    scale: tuple[str, ...] = (f"lead out {inner}",)
+    if strategy == "tensor":
+        scale = ("1", "", "lead", "lead 1 1")
+    elif strategy == "channel":
+        scale = _BY_ROW
+    elif strategy == "block":
+        scale = (_blocks(weights.get("block_structure") or (128, 128)),)
     floats = weights.get("type") == "float"
     pack = 2 if floats else _integers(bits)
-    packed = layout == "pack-quantized" and not floats
-    zero = f"lead out/{pack} {inner}" if packed and strategy != "tensor" else None
-    return table | {
-        ".weight_packed": pack if isinstance(pack, _Refused) else (f"lead out in/{pack}",),
+    packed: _Entry = pack if isinstance(pack, _Refused) else (f"lead out in/{pack}",)
+    zero: _Entry = pack if isinstance(pack, _Refused) else (f"lead out/{pack} {inner}",)
+    return {
+        **_SCALES_OF_ACTIVATIONS,
+        ".weight_shape": ("2",),
+        ".weight_global_scale": ("1", "", "lead", "lead 1 1"),
+        ".input_global_scale": ("1", "", "lead", "lead 1 1"),
+        ".weight_packed": packed,
         ".weight_scale": scale,
-        ".weight_zero_point": pack if isinstance(pack, _Refused) and packed else (zero,) if zero else scale,
+        ".weight_zero_point": zero if layout == "pack-quantized" and strategy in {"group", "channel"} else scale,
         ".weight_g_idx": ("in",),
     }
+
+
+def _strategy(weights: Mapping[str, Any]) -> str:
+    size = weights.get("group_size")
+    return str(weights.get("strategy") or ("tensor" if size is None else "group" if size > 0 else "channel"))
 
 
 def _modelopt_scheme(settings: Mapping[str, Any]) -> _Scheme:
@@ -340,31 +375,32 @@ def _modelopt_scheme(settings: Mapping[str, Any]) -> _Scheme:
 
 
 def _modelopt(settings: Mapping[str, Any]) -> _Table:
-    """NVIDIA ModelOpt: github.com/NVIDIA/Model-Optimizer, modelopt/torch/export/quant_utils.py and unified_export_hf.py.
+    """NVIDIA ModelOpt, from its modelopt/torch/export/quant_utils.py and unified_export_hf.py.
 
-    fp8 with a scale for the tensor, for each output or (FP8_PB_WO) for a block; NVFP4 and MXFP4 with two values a byte along the input and a
-    scale for 16 or 32; int4 AWQ with two values a byte along the output. The dtype of the scales tells NVFP4 (F8_E4M3) and MX (U8) from the others.
+    fp8 with a scale for the tensor, for each output or (FP8_PB_WO) for a block; NVFP4 and MXFP4 with two values a byte
+    along the input and a scale for 16 or 32; int4 AWQ with two values a byte along the output. The dtype of the scales
+    tells NVFP4 (F8_E4M3) and MX (U8) from the others.
     """
     algorithm = str(settings.get("quant_algo") or "").upper()
     size = int(settings.get("group_size") or 0)
     awq = algorithm in {"W4A16_AWQ", "W4A8_AWQ"}
-    plain: tuple[str, ...] = (*_SCALAR, *_BY_ROW, "lead", "lead 1 1")
+    scale: tuple[str, ...] = (*_BY_EXPERT, *_BY_ROW, "out/128 1 in/128 1")
     if algorithm == "FP8_PB_WO":
-        plain = ("out/128 1 in/128 1", "stored lead out/128 in/128")
+        scale = ("out/128 1 in/128 1", _blocks((128, 128)))
     elif awq:
-        plain = (f"lead out in/{size or 128}",)
-    table: dict[str, tuple[str, ...] | _Refused] = {**_SCALES_OF_ACTIVATIONS, ".pre_quant_scale": ("in",)}
+        scale = (f"lead out in/{size or 128}",)
+    table = {**_SCALES_OF_ACTIVATIONS, ".pre_quant_scale": ("in",)}
     table[" U8"] = ("lead out/2 in",) if awq else ("stored lead out in/2",)
     for mark in "._":
-        table[f"{mark}weight_scale"] = (*plain, "out/128 1 in/128 1")
+        table[f"{mark}weight_scale"] = scale
         table[f"{mark}weight_scale F8_E4M3"] = (f"stored lead out in/{size or 16}",)
         table[f"{mark}weight_scale U8"] = (f"stored lead out in/{size or 32}",)
-        table[f"{mark}weight_scale_2"] = _ACTIVATION
+        table[f"{mark}weight_scale_2"] = _BY_EXPERT
     return table
 
 
 def _quark(settings: Mapping[str, Any]) -> _Table:
-    """AMD Quark: fp8 and int8 with a scale for the tensor or for each output, MXFP4 as ModelOpt's; int4 is packed in an order of its own.
+    """AMD Quark: fp8 and int8 with a scale for the tensor or each output, and MXFP4; its packed int4 is refused.
 
     Source: vLLM, model_executor/layers/quantization/quark/schemes.
     """
@@ -383,18 +419,21 @@ def _quark(settings: Mapping[str, Any]) -> _Table:
 
 
 def _mxfp4(settings: Mapping[str, Any]) -> _Table:
-    """MXFP4 of gpt-oss: 32 values in 16 bytes with one scale, along the input; output before input. transformers, integrations/mxfp4.py."""
+    """MXFP4 of gpt-oss, output before input: 32 values along the input in 16 bytes, and a scale for them.
+
+    Source: transformers, integrations/mxfp4.py.
+    """
     return {"_blocks": ("lead out in/32 16",), "_scales": ("lead out in/32",)}
 
 
 def _bitsandbytes(settings: Mapping[str, Any]) -> _Table:
-    """bitsandbytes: int8 has a scale for each output (``SCB``); 4 bits are a flat run of blocks. bitsandbytes, nn/modules.py."""
+    """bitsandbytes, nn/modules.py: int8 has a scale for each output (``SCB``), 4 bits are a flat run of blocks."""
     refused = _Refused(
-        "bitsandbytes keeps a weight of 4 bits as one flat run of blocks whose full shape stands in a serialized state beside it",
+        "bitsandbytes keeps a weight of 4 bits as one flat run of blocks, and its shape in a serialized state beside it",
         "split the unquantized checkpoint, and let each rank quantize on load",
     )
     state = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", ".bitsandbytes__nf4", ".bitsandbytes__fp4")
-    return {**dict.fromkeys((*state, " U8"), refused), ".SCB": ("out",), ".weight_format": _SCALAR, ".weight_format U8": _SCALAR}
+    return {**dict.fromkeys((*state, " U8"), refused), ".SCB": ("out",), ".weight_format": _SCALAR}
 
 
 def _bitnet(settings: Mapping[str, Any]) -> _Table:
@@ -410,7 +449,8 @@ def _per_integer(settings: Mapping[str, Any]) -> int | _Refused:
 def _integers(bits: int) -> int | _Refused:
     """Values in a 32-bit integer."""
     if 32 % bits:
-        return _Refused(f"values of {bits} bits run across the 32-bit integers that hold them", "take a checkpoint of 4 or 8 bits")
+        reason = f"values of {bits} bits run across the 32-bit integers that hold them"
+        return _Refused(reason, "take a checkpoint of 4 or 8 bits")
     return 32 // bits
 
 

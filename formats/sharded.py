@@ -1,7 +1,7 @@
 """A split checkpoint on disk: ``reshard.json``, side files, and a folder of safetensors files a rank.
 
-Each shard file says in its header's metadata which rank of which mesh of which source it is, so that the manifest can be
-rebuilt from the shards (all but the boundaries of the source's files).
+Each shard file says in its header's metadata which rank of which mesh of which source it is, so that the manifest can
+be rebuilt from the shards (all but the boundaries of the source's files).
 """
 
 from __future__ import annotations
@@ -207,7 +207,9 @@ def _int_dict(value: Mapping[str, Any]) -> dict[str, int]:
 
 def _source_file(entry: Mapping[str, Any], path: Path) -> SourceFileRecord:
     content = entry["header"].encode()
-    return SourceFileRecord(_inside(entry["name"], path), int(entry["size"]), len(content).to_bytes(8, "little") + content)
+    return SourceFileRecord(
+        _inside(entry["name"], path), int(entry["size"]), len(content).to_bytes(8, "little") + content
+    )
 
 
 def _record(entry: Mapping[str, Any], path: Path) -> FileRecord:
@@ -245,12 +247,15 @@ def open_sharded(path: Path) -> ShardedCheckpoint:
         identity, shards = _from_headers(path)
     else:
         identity = manifest.identity
-        shards = {rank: _open_rank(path, manifest, rank) for rank in range(identity.mesh.size) if rank in manifest.ranks}
+        shards = {
+            rank: _open_rank(path, manifest, rank) for rank in range(identity.mesh.size) if rank in manifest.ranks
+        }
     missing = [identity.mesh.folder(rank) for rank in range(identity.mesh.size) if rank not in shards]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise CheckpointError(
-            f"{path}: {missing[0]}{more} is missing, the mesh is {identity.mesh}", "bring the folders of all ranks together"
+            f"{path}: {missing[0]}{more} is missing, the mesh is {identity.mesh}",
+            "bring the folders of all ranks together",
         )
     ranks = tuple(shards[rank] for rank in range(identity.mesh.size))
     side = tuple(path / record.name for record in manifest.side_files) if manifest else _side_files(path)
@@ -264,7 +269,9 @@ def _config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{path / 'config.json'} is missing", "copy the one of the original model there") from None
+        raise CheckpointError(
+            f"{path / 'config.json'} is missing", "copy the one of the original model there"
+        ) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path / 'config.json'} cannot be read: {error}") from None
     if not isinstance(config, dict):
@@ -328,10 +335,14 @@ def _from_headers(path: Path) -> tuple[Identity, dict[int, RankShards]]:
             _check_identity(identity, first[0], files[0], first[1])
         first = first or (identity, files[0])
         if identity.mesh.folder(rank_shards.rank) != folder.name:
-            raise MismatchError(f"{files[0]} is a shard of {identity.mesh.folder(rank_shards.rank)}, not of {folder.name}")
+            raise MismatchError(
+                f"{files[0]} is a shard of {identity.mesh.folder(rank_shards.rank)}, not of {folder.name}"
+            )
         shards[rank_shards.rank] = rank_shards
     if first is None:
-        raise CheckpointError(f"{path}: neither {MANIFEST} nor a folder of a rank is there", "give the folder that 'reshard split' wrote")
+        raise CheckpointError(
+            f"{path}: neither {MANIFEST} nor a folder of a rank is there", "give the folder that 'reshard split' wrote"
+        )
     return first[0], shards
 
 
@@ -347,12 +358,16 @@ def _identity(metadata: Mapping[str, str], file: Path) -> tuple[Identity, int]:
         )
         return identity, int(document["rank"])
     except (KeyError, TypeError, ValueError, AttributeError):
-        raise CheckpointError(f"{file}: its header does not say which rank of what it is", "it was not written by reshard split") from None
+        raise CheckpointError(
+            f"{file}: its header does not say which rank of what it is", "it was not written by reshard split"
+        ) from None
 
 
 def _check_identity(found: Identity, expected: Identity, file: Path, other: Path) -> None:
     if found.source != expected.source:
-        raise MismatchError(f"{file} and {other} come from different sources ({found.source[:12]} and {expected.source[:12]})")
+        raise MismatchError(
+            f"{file} and {other} come from different sources ({found.source[:12]} and {expected.source[:12]})"
+        )
     if found.mesh != expected.mesh:
         raise MismatchError(f"{file} belongs to the mesh {found.mesh}, {other} to {expected.mesh}")
     if found != expected:
@@ -395,5 +410,8 @@ def partition(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], max_size
 def index_text(files: Sequence[ShardFile]) -> str:
     """The ``model.safetensors.index.json`` of several files, as transformers writes it."""
     weight_map = {name: file.name for file in files for name, _, _ in file.tensors}
-    document = {"metadata": {"total_size": sum(file.nbytes for file in files)}, "weight_map": dict(sorted(weight_map.items()))}
+    document = {
+        "metadata": {"total_size": sum(file.nbytes for file in files)},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
     return json.dumps(document, indent=2) + "\n"

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,6 @@ from formats.sharded import (
     METADATA_KEY,
     FileRecord,
     Manifest,
-    ShardFile,
     index_text,
     manifest_text,
     partition,
@@ -27,7 +25,7 @@ from formats.sharded import (
 )
 from reshard.checksum import file_checksum
 from reshard.hub import fetch
-from reshard.move import Job, Options, SourceFile, SourcePlace, TargetFile, TargetPlace, move
+from reshard.move import Job, Options, SourceFile, TargetFile, TargetPlace, move
 from reshard.output import Staging, check_output, check_space
 from reshard.plan import Layout, Plan, make_plan, rank_config
 from reshard.source import UNSPLIT, Source, open_source
@@ -67,7 +65,9 @@ class Padding:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a split or merge did, or would do. Sizes in bytes; ``written`` leaves out files that an earlier run had finished."""
+    """What a split or merge did, or would do. Sizes in bytes; ``written`` leaves out files that an earlier run had
+    finished.
+    """
 
     command: str
     source: str
@@ -104,7 +104,13 @@ def _refuse_one_rank(source: Source) -> None:
 
 
 def plan(
-    source: str | Path, tp: int = 1, *, ep: int = 1, same_ranks: bool = False, access: Access = Access(), padding: Padding = Padding()
+    source: str | Path,
+    tp: int = 1,
+    *,
+    ep: int = 1,
+    same_ranks: bool = False,
+    access: Access = Access(),
+    padding: Padding = Padding(),
 ) -> Plan:
     """What each rank of a mesh of ``ep`` x ``tp`` would hold of each tensor of a checkpoint. Reads headers only.
 
@@ -115,7 +121,8 @@ def plan(
 
 
 def mesh_of(tp: int = 1, ep: int = 1, same_ranks: bool = False) -> Mesh:
-    """The mesh of ``--tp`` and ``--ep``: experts over ``ep``, all else over ``tp``; with ``same_ranks`` both over the same ranks.
+    """The mesh of ``--tp`` and ``--ep``: experts over ``ep``, all else over ``tp``; with ``same_ranks`` both over the
+    same ranks.
 
     Raises PlanError for a degree below 1, or two degrees over the same ranks that differ.
     """
@@ -150,10 +157,11 @@ def split(
     dry_run: bool = False,
     progress: Progress = _no_progress,
 ) -> Summary:
-    """Split a checkpoint (full, or split already) into shards for ``ep`` x ``tp`` ranks. See ``reshard split --help``.
+    """Split a checkpoint (full, or split already) into shards for ``ep`` x ``tp`` ranks. See ``reshard split
+    --help``.
 
-    ``ranks`` writes only these; runs for other ranks into the same ``out`` add up to the whole. Raises ReshardError; nothing is left
-    under the name ``out`` that is not complete.
+    ``ranks`` writes only these; runs for other ranks into the same ``out`` add up to the whole. Raises ReshardError;
+    nothing is left under the name ``out`` that is not complete.
     """
     out, mesh, options = Path(out), mesh_of(tp, ep, same_ranks), options or Options()
     wanted = _wanted_ranks(ranks, mesh)
@@ -197,7 +205,9 @@ def _check_target(writer: _Split, source: Source, out: Path, by_rank: bool, over
             raise CheckpointError(f"{out} holds shards of another source, mesh or plan", "choose another folder")
         present = [rank for rank in writer.ranks if rank in existing.ranks]
         if present and not overwrite:
-            raise CheckpointError(f"{out / writer.plan.mesh.folder(present[0])} exists", "pass --overwrite to write it again")
+            raise CheckpointError(
+                f"{out / writer.plan.mesh.folder(present[0])} exists", "pass --overwrite to write it again"
+            )
     elif not (by_rank and _is_only_rank_folders(out)):
         check_output(out, [source.path], overwrite=overwrite)
     check_space(out.parent, writer.nbytes - _already_staged(out))
@@ -342,15 +352,18 @@ def merge(
     dry_run: bool = False,
     progress: Progress = _no_progress,
 ) -> Summary:
-    """Merge shards into one full Hugging Face checkpoint: the source's own files, byte for byte, where these are known.
+    """Merge shards into one full Hugging Face checkpoint: the source's own files, byte for byte, where these are
+    known.
 
-    With ``max_shard_size``, or where the manifest is lost or the source was no safetensors, new files of at most that size are written.
-    Raises ReshardError; nothing is left under the name ``out`` that is not complete.
+    With ``max_shard_size``, or where the manifest is lost or the source was no safetensors, new files of at most that
+    size are written. Raises ReshardError; nothing is left under the name ``out`` that is not complete.
     """
     out, options = Path(out), options or Options()
     opened = open_any(shards, access)
     if opened.sharded is None:
-        raise CheckpointError(f"{shards} is a full checkpoint, there is nothing to merge", "give the folder that 'reshard split' wrote")
+        raise CheckpointError(
+            f"{shards} is a full checkpoint, there is nothing to merge", "give the folder that 'reshard split' wrote"
+        )
     target = make_plan(opened.model, UNSPLIT)
     files = _merged_files(opened, target, max_shard_size)
     check_output(out, [opened.path], overwrite=overwrite)
@@ -358,8 +371,8 @@ def merge(
     check_space(out.parent, total - _already_staged(out))
     summary = Summary(
         command="merge", source=opened.location, out=out, source_mesh=opened.plan.mesh, mesh=UNSPLIT,
-        tensors=len(target.entries), files=len(files.weights), nbytes=total, written=0, padding={}, ranks=(0,), complete=False,
-        dry_run=dry_run,
+        tensors=len(target.entries), files=len(files.weights), nbytes=total, written=0, padding={}, ranks=(0,),
+        complete=False, dry_run=dry_run,
     )  # fmt: skip
     if dry_run:
         return summary
@@ -416,9 +429,13 @@ def _check_restorable(source: Source, plan: Plan) -> None:
     for name, entry in plan.entries.items():
         info = kept.pop(name, None)
         if info is None or info.shape != entry.layout.full or info.dtype != entry.dtype:
-            raise MismatchError(f"{source.path / MANIFEST}: its source files do not hold tensor '{name}' as the shards do")
+            raise MismatchError(
+                f"{source.path / MANIFEST}: its source files do not hold tensor '{name}' as the shards do"
+            )
     if kept:
-        raise MismatchError(f"{source.path}: tensor '{min(kept)}' stands in the manifest's source files and in no shard")
+        raise MismatchError(
+            f"{source.path}: tensor '{min(kept)}' stands in the manifest's source files and in no shard"
+        )
 
 
 # ----------------------------------------------------------------------------------------------------------- moving
@@ -446,10 +463,10 @@ class _Targets:
             self.places.setdefault(tensor.name, {})[rank] = TargetPlace(file, tensor.offset)
 
 
-def _move(
-    source: Source, targets: _Targets, staging: Staging, options: Options, total: int, progress: Progress
-) -> int:
-    """Move all bytes into the target files; the number of bytes written. Nothing built is kept if it cannot be trusted."""
+def _move(source: Source, targets: _Targets, staging: Staging, options: Options, total: int, progress: Progress) -> int:
+    """Move all bytes into the target files; the number of bytes written. Nothing built is kept if it cannot be
+    trusted.
+    """
     jobs = _jobs(source, targets)
     todo = sum(file.size for file in targets.files)
     done = total - todo
@@ -492,7 +509,9 @@ def _jobs(source: Source, targets: _Targets) -> list[Job]:
 
 
 def _check_sources(jobs: Sequence[Job]) -> None:
-    """Compare the checksum of each file that was read with the one in its manifest; what was not summed in passing is read now."""
+    """Compare the checksum of each file that was read with the one in its manifest; what was not summed in passing is
+    read now.
+    """
     touched: dict[Path, SourceFile] = {}
     for job in jobs:
         touched |= {place.file.path: place.file for place in job.sources if place is not None}
@@ -502,7 +521,8 @@ def _check_sources(jobs: Sequence[Job]) -> None:
         found = file.sum.value() if file.sum.is_complete else file_checksum(file.path)
         if found != file.expected:
             raise MismatchError(
-                f"{file.path} has the checksum {found}, its manifest says {file.expected}", "the file is damaged: fetch or split it again"
+                f"{file.path} has the checksum {found}, its manifest says {file.expected}",
+                "the file is damaged: fetch or split it again",
             )
 
 
@@ -519,7 +539,8 @@ def load(
     access: Access = Access(),
     padding: Padding = Padding(),
 ) -> dict[str, torch.Tensor]:
-    """The tensors of one rank, read straight from a checkpoint (full, or split to any degree): only the bytes that it owns.
+    """The tensors of one rank, read straight from a checkpoint (full, or split to any degree): only the bytes that it
+    owns.
 
     Returns a dict of CPU tensors of the rank's local shapes, in the checkpoint's dtypes. Raises ReshardError.
     """

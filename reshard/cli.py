@@ -180,8 +180,8 @@ def cli(ctx: click.Context) -> None:
 @output_options
 def split_command(
     source: str, out: Path, tp: int | None, ep: int | None, same_ranks: bool, ranks: tuple[int, ...],
-    max_shard_size: int, pad_vocab_to: int | None, no_pad_vocab: bool, plan_file: Path | None, revision: str | None, token: str | None, cache_dir: Path | None,
-    overwrite: bool, fsync: bool, no_checksum: bool, workers: int | None, dry_run: bool, as_json: bool, quiet: bool,
+    max_shard_size: int, pad_vocab_to: int | None, no_pad_vocab: bool, plan_file: Path | None, revision: str | None,
+    token: str | None, cache_dir: Path | None, overwrite: bool, fsync: bool, no_checksum: bool, workers: int | None, dry_run: bool, as_json: bool, quiet: bool,
 ) -> None:  # fmt: skip
     """Split SOURCE into N ranks, one folder each, under OUT.
 
@@ -203,7 +203,8 @@ def split_command(
     started = time.monotonic()
     with _resumable(dry_run), Progress("split", quiet=quiet or as_json) as progress:
         summary = split(
-            source, out, 1 if tp is None else tp, ep=1 if ep is None else ep, same_ranks=same_ranks, ranks=ranks or None, access=access, padding=padding,
+            source, out, 1 if tp is None else tp, ep=1 if ep is None else ep, same_ranks=same_ranks,
+            ranks=ranks or None, access=access, padding=padding,
             options=Options(workers=workers, checksum=not no_checksum, fsync=fsync),
             max_shard_size=max_shard_size, overwrite=overwrite, dry_run=dry_run, progress=progress,
         )  # fmt: skip
@@ -252,8 +253,8 @@ def merge_command(
 @json_option
 @debug_option
 def plan_command(
-    source: str, tp: int | None, ep: int | None, same_ranks: bool, save_file: Path | None, pad_vocab_to: int | None, no_pad_vocab: bool,
-    plan_file: Path | None, revision: str | None, token: str | None, cache_dir: Path | None, as_json: bool,
+    source: str, tp: int | None, ep: int | None, same_ranks: bool, save_file: Path | None,
+    pad_vocab_to: int | None, no_pad_vocab: bool, plan_file: Path | None, revision: str | None, token: str | None, cache_dir: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Show what a split of SOURCE would do, tensor by tensor, from the headers alone.
 

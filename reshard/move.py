@@ -1,8 +1,8 @@
 """The engine: carries out transfers between files, in one pass, in bounded memory, on a few threads.
 
-It knows byte ranges and nothing else: no dtype, no model. Jobs are tensors in the order of the source; each is cut into slabs
-(see ``reshard.transfer``) that are read, checked, rearranged and written by whichever thread is free. Reads, checksums, copies and writes
-all release the interpreter lock.
+It knows byte ranges and nothing else: no dtype, no model. Jobs are tensors in the order of the source; each is cut
+into slabs (see ``reshard.transfer``) that are read, checked, rearranged and written by whichever thread is free.
+Reads, checksums, copies and writes all release the interpreter lock.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Output that is either complete under its final name, or not there: staging, journal, locks, atomic publication.
 
-Everything is built in ``OUT.partial/files`` and renamed to ``OUT`` when complete. ``OUT.partial/state`` holds the task (so that another run can tell
-whether it may go on with the files), a journal of finished files with their checksums, and the locks. Ranks that are written alone
-(``--rank``) are renamed into ``OUT`` one by one; the manifest there lists those that are complete. Guarantees: POSIX rename is atomic;
-against power loss only with ``fsync``.
+Everything is built in ``OUT.partial/files`` and renamed to ``OUT`` when complete. ``OUT.partial/state`` holds the
+task (so that another run can tell whether it may go on with the files), a journal of finished files with their
+checksums, and the locks. Ranks that are written alone (``--rank``) are renamed into ``OUT`` one by one; the manifest
+there lists those that are complete. Guarantees: POSIX rename is atomic; against power loss only with ``fsync``.
 """
 
 from __future__ import annotations
@@ -123,7 +123,9 @@ class Staging:
                 continue
             lock = self._lock(path.name, wait=False)
             if lock is None:
-                raise CheckpointError(f"another run is writing something else to {self.out}", "wait for it, or choose another folder")
+                raise CheckpointError(
+                    f"another run is writing something else to {self.out}", "wait for it, or choose another folder"
+                )
             lock.close()
 
     def _load_journal(self, part: str) -> None:
@@ -234,7 +236,9 @@ def check_output(out: Path, sources: Sequence[Path], *, overwrite: bool) -> None
     for source in sources:
         other = source.resolve()
         if target == other or target in other.parents or other in target.parents:
-            raise CheckpointError(f"{out} and {source} are the same folder, or one lies in the other", "choose another output folder")
+            raise CheckpointError(
+                f"{out} and {source} are the same folder, or one lies in the other", "choose another output folder"
+            )
     if not out.parent.is_dir():
         raise CheckpointError(f"{out.parent}: no such folder", "make it first")
     if out.is_symlink() or (out.exists() and not out.is_dir()):
@@ -244,14 +248,18 @@ def check_output(out: Path, sources: Sequence[Path], *, overwrite: bool) -> None
     if not overwrite:
         raise CheckpointError(f"{out} exists", "remove it, choose another folder, or pass --overwrite")
     if not any((out / name).exists() for name in (MANIFEST, "config.json")):
-        raise CheckpointError(f"{out} exists and holds no checkpoint, it will not be overwritten", "choose another folder")
+        raise CheckpointError(
+            f"{out} exists and holds no checkpoint, it will not be overwritten", "choose another folder"
+        )
 
 
 def check_space(folder: Path, needed: int) -> None:
     """Refuse to begin where the disk has less free space than is needed (bytes)."""
     free = shutil.disk_usage(folder).free
     if needed > free:
-        raise CheckpointError(f"{folder}: {needed:,} bytes are needed and {free:,} are free", "free some space, or write to another disk")
+        raise CheckpointError(
+            f"{folder}: {needed:,} bytes are needed and {free:,} are free", "free some space, or write to another disk"
+        )
 
 
 def _replace_text(path: Path, text: str) -> None:
@@ -271,5 +279,6 @@ def _disk_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"cannot write {path}: {error.strerror or error}", "free some space and run the same command again: it goes on where it stopped"
+            f"cannot write {path}: {error.strerror or error}",
+            "free some space and run the same command again: it goes on where it stopped",
         ) from error

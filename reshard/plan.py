@@ -19,7 +19,9 @@ from formats.safetensors import DTYPE_BITS
 
 @dataclass(frozen=True, slots=True)
 class FullTensor:
-    """A tensor of the unsplit checkpoint; ``where`` names its file in errors, ``shape`` is None where only rules know it."""
+    """A tensor of the unsplit checkpoint; ``where`` names its file in errors, ``shape`` is None where only rules know
+    it.
+    """
 
     name: str
     dtype: str
@@ -39,8 +41,9 @@ class Box:
 class Layout:
     """One way in which tensors lie on a mesh, shared by all tensors of equal rule, sizes and shape.
 
-    ``full`` is the shape in the unsplit checkpoint, ``padded`` with the zeros that a degree needs; ``boxes`` has an entry a rank, None
-    for a rank that holds nothing of it (another rank's expert). ``dealt_by_name`` says that there may be such ranks.
+    ``full`` is the shape in the unsplit checkpoint, ``padded`` with the zeros that a degree needs; ``boxes`` has an
+    entry a rank, None for a rank that holds nothing of it (another rank's expert). ``dealt_by_name`` says that there
+    may be such ranks.
     """
 
     rule: Shape
@@ -138,7 +141,9 @@ class AxisSizes:
             value = expression.evaluate(lambda name: self._look_up(name, indices, (*below, axis)))
         except NotationError as error:
             plan = self._architecture.name
-            raise PlanError(f"config.json does not fit the plan '{plan}': axis '{axis}' = {error.message}", error.hint) from None
+            raise PlanError(
+                f"config.json does not fit the plan '{plan}': axis '{axis}' = {error.message}", error.hint
+            ) from None
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -157,7 +162,8 @@ class AxisSizes:
 class BoundTensor:
     """A tensor with the shape that holds for it.
 
-    ``indices`` are those of its name that its sizes depend on, ``places`` those along axes that may be dealt to ranks (experts).
+    ``indices`` are those of its name that its sizes depend on, ``places`` those along axes that may be dealt to ranks
+    (experts).
     """
 
     name: str
@@ -204,7 +210,9 @@ class Model:
         return frozenset((tensor.axes, tensor.indices) for tensor in self.tensors)
 
     def axis_sets(self, *, experts: bool = True) -> tuple[Mapping[str, int], ...]:
-        """The distinct sizes of axes that occur (one, unless sizes depend on the layer); without those of experts alone, if so asked."""
+        """The distinct sizes of axes that occur (one, unless sizes depend on the layer); without those of experts
+        alone, if so asked.
+        """
         axes: dict[tuple[tuple[str, int], ...], set[str]] = {}
         for names, indices in self._kinds:
             if experts or not names & self.expert_axes:
@@ -226,8 +234,8 @@ def bind(
 ) -> Model:
     """Find the rule of every tensor and check it against the shape on disk.
 
-    ``known`` gives sizes measured earlier. With ``every_rule`` a rule that covers no tensor is an error (a user's plan).
-    Raises PlanError that names the file, the tensor, the rule, and both shapes.
+    ``known`` gives sizes measured earlier. With ``every_rule`` a rule that covers no tensor is an error (a user's
+    plan). Raises PlanError that names the file, the tensor, the rule, and both shapes.
     """
     sizes = AxisSizes(architecture, config, known or {})
     found = [(tensor, *_rule_of(tensor, architecture, sizes)) for tensor in tensors]
@@ -246,7 +254,9 @@ def bind(
     model = Model(architecture, config, sizes, tuple(bound))
     unused = [template for template in architecture.tensors if template not in model.used_templates]
     if every_rule and unused:
-        raise PlanError(f"the rule '{unused[0]}' of plan '{architecture.name}' covers no tensor", "remove it from the plan file")
+        raise PlanError(
+            f"the rule '{unused[0]}' of plan '{architecture.name}' covers no tensor", "remove it from the plan file"
+        )
     return model
 
 
@@ -274,15 +284,17 @@ def _rule_of(tensor: FullTensor, architecture: Architecture, sizes: AxisSizes) -
 
 def _no_rule(tensor: FullTensor, architecture: Architecture) -> PlanError:
     shown = "x".join(map(str, tensor.shape)) if tensor.shape is not None else "?"
-    line = f"\"{tensor.name}\" = \"{' '.join(map(str, tensor.shape or ()))}\""
+    line = f'"{tensor.name}" = "{" ".join(map(str, tensor.shape or ()))}"'
     return PlanError(
         f"{tensor.where}: tensor '{tensor.name}' ({tensor.dtype}, {shown}) has no rule in plan '{architecture.name}'",
-        f"save the plan with 'reshard plan SOURCE --save FILE', add a line such as {line}, and pass it with --plan FILE",
+        f"save the plan with 'reshard plan SOURCE --save FILE', add a line such as {line}, pass it with --plan FILE",
     )
 
 
 def _measure(sizes: AxisSizes, found: Iterable[tuple[FullTensor, Shape, Match]]) -> None:
-    """Take the size of an axis that the config does not give from a dimension in which it stands alone, or from the indices in names."""
+    """Take the size of an axis that the config does not give from a dimension in which it stands alone, or from the
+    indices in names.
+    """
     first: dict[str, str] = {}
     for tensor, rule, match in found:
         for axis, index in match.indices.items():
@@ -317,8 +329,8 @@ def _fit(tensor: FullTensor, rule: Shape, sizes: Mapping[str, int]) -> tuple[int
     if tensor.shape is not None and tensor.shape != expected:
         named = " ".join(f"{axis}={sizes[axis]}" for axis in sorted(rule.axes))
         raise PlanError(
-            f"{tensor.where}: tensor '{tensor.name}' has shape {list(tensor.shape)}, but the rule '{rule}' gives {list(expected)}"
-            f"{' with ' + named if named else ''}",
+            f"{tensor.where}: tensor '{tensor.name}' has shape {list(tensor.shape)}, "
+            f"but the rule '{rule}' gives {list(expected)}{' with ' + named if named else ''}",
             "either config.json does not belong to these weights, or the rule is wrong for them (see --plan)",
         )
     return expected
@@ -329,7 +341,9 @@ def _check_indices(tensor: FullTensor, match: Match, sizes: AxisSizes) -> None:
     for axis, index in match.indices.items():
         size = counts.get(axis)
         if size is not None and index >= size:
-            raise PlanError(f"{tensor.where}: tensor '{tensor.name}': {axis} {index} is out of range, config.json says {size}")
+            raise PlanError(
+                f"{tensor.where}: tensor '{tensor.name}': {axis} {index} is out of range, config.json says {size}"
+            )
 
 
 # ------------------------------------------------------------------------------------------------------ on a mesh
@@ -368,8 +382,9 @@ def make_plan(
 ) -> Plan:
     """Deal a model's axes to the ranks of a mesh.
 
-    ``pad_to`` asks for padded axes (the vocabulary) in multiples of it; with ``pad=False`` an axis that does not divide is refused;
-    ``padding`` gives the padded sizes of shards that exist. Raises PlanError that names the axis, its size and the valid degrees.
+    ``pad_to`` asks for padded axes (the vocabulary) in multiples of it; with ``pad=False`` an axis that does not
+    divide is refused; ``padding`` gives the padded sizes of shards that exist. Raises PlanError that names the axis,
+    its size and the valid degrees.
     """
     check_degrees(model, mesh, pad=pad)
     if padding is None:
@@ -398,7 +413,11 @@ def _owners(model: Model, mesh: Mesh, tensor: BoundTensor) -> frozenset[int] | N
     found = []
     for rank in range(mesh.size):
         shares = _shares(model, mesh, rank, sizes, tensor.axes)
-        parts = [(index * shares[axis].parts // sizes[axis], shares[axis].index) for axis, index in tensor.places if axis in shares]
+        parts = [
+            (index * shares[axis].parts // sizes[axis], shares[axis].index)
+            for axis, index in tensor.places
+            if axis in shares
+        ]
         if all(part == own for part, own in parts):
             found.append(rank)
     return None if len(found) == mesh.size else frozenset(found)
@@ -419,7 +438,9 @@ def _layout(
         try:
             runs = [owned(dim, padded_sizes, shares) for dim in tensor.rule.dims]
         except NotationError as error:
-            raise PlanError(f"tensor '{tensor.name}' cannot be split over {mesh}: {error.message}", error.hint) from None
+            raise PlanError(
+                f"tensor '{tensor.name}' cannot be split over {mesh}: {error.message}", error.hint
+            ) from None
         shape = tuple(sum(run.length for run in dim) for dim in runs)
         boxes.append(Box(tuple(runs), shape))
     dealt = {axis for axis, part in _shares(model, mesh, 0, padded_sizes, tensor.axes).items() if part.parts > 1}
@@ -436,8 +457,8 @@ def _check_whole_bytes(tensor: BoundTensor, layout: Layout) -> None:
         for run in box.dims[-1] if box and box.dims else ():
             if run.offset * bits % 8 or run.length * bits % 8:
                 raise PlanError(
-                    f"tensor '{tensor.name}' ({tensor.dtype}): elements {run.offset} to {run.end} of '{tensor.rule.dims[-1]}' "
-                    "begin or end within a byte"
+                    f"tensor '{tensor.name}' ({tensor.dtype}): elements {run.offset} to {run.end} "
+                    f"of '{tensor.rule.dims[-1]}' begin or end within a byte"
                 )
 
 
@@ -445,7 +466,9 @@ def _check_padding(tensor: BoundTensor, padding: Mapping[str, int]) -> None:
     for dim in tensor.rule.dims:
         inside = dim.axes & padding.keys()
         if inside and dim.axis is None:
-            raise PlanError(f"tensor '{tensor.name}': the axis '{min(inside)}' is not alone in '{dim}', so it cannot be padded")
+            raise PlanError(
+                f"tensor '{tensor.name}': the axis '{min(inside)}' is not alone in '{dim}', so it cannot be padded"
+            )
 
 
 def _check_every_element_is_owned(architecture: Architecture, tensor: BoundTensor, dealt: set[str]) -> None:
@@ -455,8 +478,8 @@ def _check_every_element_is_owned(architecture: Architecture, tensor: BoundTenso
         repeated = any(_times(tensor.rule.dims, axis) > 1 for family in split for axis in dealt & {*family})
         if len(split) > 1 or repeated:
             raise PlanError(
-                f"tensor '{tensor.name}': '{tensor.rule}' is split by {mesh_dim} in more than one place, so that no rank would "
-                "own some of its elements"
+                f"tensor '{tensor.name}': '{tensor.rule}' is split by {mesh_dim} in more than one place, "
+                "so that no rank would own some of its elements"
             )
 
 
@@ -469,9 +492,7 @@ def _factor_times(factor: Factor, axis: str) -> int:
     return _times([factor], axis) if isinstance(factor, Dim) else int(factor == axis)
 
 
-def _shares(
-    model: Model, mesh: Mesh, rank: int, sizes: Mapping[str, int], axes: AbstractSet[str]
-) -> dict[str, Share]:
+def _shares(model: Model, mesh: Mesh, rank: int, sizes: Mapping[str, int], axes: AbstractSet[str]) -> dict[str, Share]:
     """What a rank has of each axis, in a tensor with these axes."""
     shares: dict[str, Share] = {}
     coordinates = mesh.coordinates(rank)
@@ -521,10 +542,10 @@ class Refusal:
         return f"{names} cannot be dealt to {self.degree} ranks"
 
 
-def refusal(
-    model: Model, mesh_dim: str, degree: int, *, pad: bool = True, same_ranks: bool = False
-) -> Refusal | None:
-    """Why ``degree`` is not possible along a mesh dimension, or None if it is. With ``same_ranks``, experts stay whole."""
+def refusal(model: Model, mesh_dim: str, degree: int, *, pad: bool = True, same_ranks: bool = False) -> Refusal | None:
+    """Why ``degree`` is not possible along a mesh dimension, or None if it is. With ``same_ranks``, experts stay
+    whole.
+    """
     for family, sizes in _families(model, mesh_dim, pad=pad, same_ranks=same_ranks):
         if deal(family, sizes, degree) is None:
             return Refusal(degree, tuple((axis, sizes[axis]) for axis in family))
@@ -552,8 +573,8 @@ def valid_degrees(
 ) -> list[int]:
     """Every degree that all families can absorb, in increasing order up to ``limit``."""
     families = list(_families(model, mesh_dim, pad=pad, same_ranks=same_ranks))
-    if not families:
-        return [1]
+    if not families:  # nothing is dealt, or only what may be padded
+        return list(range(1, limit + 1)) if _is_dealt(model, mesh_dim) else [1]
     common = set.intersection(*(degrees(family, sizes) for family, sizes in families))
     found = sorted(degree for degree in common if degree <= limit)
     return [d for d in found if _cut_block(model, mesh_dim, d, pad=pad, same_ranks=same_ranks) is None]
@@ -569,6 +590,11 @@ def _families(
                 yield present, sizes
 
 
+def _is_dealt(model: Model, mesh_dim: str) -> bool:
+    axes = {axis for family in model.architecture.families.get(mesh_dim, ()) for axis in family}
+    return any(axes & sizes.keys() for sizes in model.axis_sets())
+
+
 def check_degrees(model: Model, mesh: Mesh, *, pad: bool = True) -> None:
     """Raise PlanError for a degree that some family of axes does not absorb, with the valid ones."""
     for mesh_dim, degree in mesh.degrees:
@@ -577,8 +603,10 @@ def check_degrees(model: Model, mesh: Mesh, *, pad: bool = True) -> None:
         why = refusal(model, mesh_dim, degree, pad=pad, same_ranks=mesh.same_ranks)
         valid = valid_degrees(model, mesh_dim, pad=pad, same_ranks=mesh.same_ranks)
         if why is not None:
-            raise PlanError(f"--{mesh_dim} {degree} is not possible: {why}", f"valid degrees: {', '.join(map(str, valid))}")
-        if degree not in valid and valid == [1]:
+            raise PlanError(
+                f"--{mesh_dim} {degree} is not possible: {why}", f"valid degrees: {', '.join(map(str, valid))}"
+            )
+        if not _is_dealt(model, mesh_dim):
             raise PlanError(f"--{mesh_dim} {degree} is not possible: the plan deals no axis over {mesh_dim}")
 
 
@@ -588,7 +616,9 @@ def check_degrees(model: Model, mesh: Mesh, *, pad: bool = True) -> None:
 def rank_config(plan: Plan, rank: int) -> dict[str, Any]:
     """The ``config.json`` of a rank: the source's, with the counts that this rank holds."""
     architecture, config = plan.model.architecture, dict(plan.model.config)
-    section = architecture.section if architecture.section and isinstance(config.get(architecture.section), dict) else None
+    section = (
+        architecture.section if architecture.section and isinstance(config.get(architecture.section), dict) else None
+    )
     target = dict(config[section]) if section else config
     for key, expression in architecture.config.items():
         value = _config_value(plan, rank, expression, target.get(key))

@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from formats.architecture import Architecture, architecture_from_document, find_architecture, load_architecture, to_document
+from formats.architecture import (
+    Architecture,
+    architecture_from_document,
+    find_architecture,
+    load_architecture,
+    to_document,
+)
 from formats.checkpoint import Checkpoint, fingerprint, open_checkpoint
 from formats.errors import MismatchError
 from formats.mesh import Mesh
@@ -35,9 +41,9 @@ UNSPLIT = Mesh((("tp", 1),))
 class Source:
     """A checkpoint to read from.
 
-    ``plan`` says how its tensors lie on its own mesh (one rank, for a full checkpoint); ``names`` are those of all tensors in the order of the
-    original files; ``ranks`` has each rank's tensors by name;
-    ``files`` are the files these lie in, by path. ``checkpoint`` is set for a full one, ``sharded`` for a split one.
+    ``plan`` says how its tensors lie on its own mesh (one rank, for a full checkpoint); ``names`` are those of all
+    tensors in the order of the original files; ``ranks`` has each rank's tensors by name; ``files`` are the files
+    these lie in, by path. ``checkpoint`` is set for a full one, ``sharded`` for a split one.
     """
 
     path: Path
@@ -63,7 +69,9 @@ class Source:
 
     @cached_property
     def record(self) -> SourceRecord:
-        """Where the weights come from originally, as it stands in a manifest. Samples the weights of a full checkpoint."""
+        """Where the weights come from originally, as it stands in a manifest. Samples the weights of a full
+        checkpoint.
+        """
         if self.checkpoint is not None:
             return _record_of(self.checkpoint, self.location, self.commit)
         assert self.sharded is not None
@@ -90,11 +98,15 @@ class Source:
         return [SourcePlace(self.files[info.file], info.offset) if info else None for info in infos]
 
     def names_in_order(self) -> list[str]:
-        """The names of all tensors, in the order in which they are to be stored: wide items first, then as in the source."""
+        """The names of all tensors, in the order in which they are to be stored: wide items first, then as in the
+        source.
+        """
         return sorted(self.names, key=lambda name: -DTYPE_BITS[self.plan.entries[name].dtype])
 
 
-def open_source(path: Path, *, location: str | None = None, commit: str | None = None, plan_file: Path | None = None) -> Source:
+def open_source(
+    path: Path, *, location: str | None = None, commit: str | None = None, plan_file: Path | None = None
+) -> Source:
     """Open a full or a split checkpoint and bind it to its architecture, or to the user's plan file.
 
     Raises CheckpointError, MismatchError and PlanError.
@@ -133,7 +145,8 @@ def _open_sharded(path: Path, location: str, plan_file: Path | None) -> Source:
     source = Source(path, location, None, plan, names, ranks, files, sharded.side_files, None, sharded)
     if plan_digest(source.rules) != identity.plan:
         raise MismatchError(
-            f"{path}: the shards were split by another plan than '{architecture.name}'", "pass the plan file of the split with --plan"
+            f"{path}: the shards were split by another plan than '{architecture.name}'",
+            "pass the plan file of the split with --plan",
         )
     return source
 
@@ -147,7 +160,9 @@ def _architecture(sharded: ShardedCheckpoint, plan_file: Path | None) -> Archite
 
 
 def _names(sharded: ShardedCheckpoint) -> tuple[str, ...]:
-    """The names of all tensors as the source ordered them; without a manifest, as the shards do, later ranks' own after the first's."""
+    """The names of all tensors as the source ordered them; without a manifest, as the shards do, later ranks' own
+    after the first's.
+    """
     held = dict.fromkeys(name for rank in sharded.ranks for name in rank.tensors)
     files = sharded.manifest.source.files if sharded.manifest else ()
     order = [name for f in files for name in parse_header(f.header, Path(f.name), f.size).tensors if name in held]
@@ -170,7 +185,9 @@ def _check_shapes(sharded: ShardedCheckpoint, plan: Plan) -> None:
                     f"has {list(expected)} by the rule '{entry.layout.rule}'"
                 )
             if info.dtype != entry.dtype:
-                raise MismatchError(f"{info.file}: tensor '{name}' is {info.dtype}, it is {entry.dtype} in another rank")
+                raise MismatchError(
+                    f"{info.file}: tensor '{name}' is {info.dtype}, it is {entry.dtype} in another rank"
+                )
 
 
 def _record_of(checkpoint: Checkpoint, location: str, commit: str | None) -> SourceRecord:

@@ -69,7 +69,8 @@ class Totals:
 
 
 def kind_of(entry: Entry, architecture: Architecture) -> str:
-    """``column``, ``row``, ``vocabulary``, ``replicated`` or, dealt expert by expert, ``whole``; for experts ``expert column`` and so on.
+    """``column``, ``row``, ``vocabulary``, ``replicated`` or, dealt expert by expert, ``whole``; for experts ``expert
+    column`` and so on.
 
     Column-parallel: split along the output (or along its only dimension, as its bias is); row-parallel: along the
     input. Vocabulary: along the vocabulary, which is the output of an LM head and what an embedding is looked up by.

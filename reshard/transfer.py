@@ -1,9 +1,9 @@
 """Which bytes go where: the pure planner between two layouts of one tensor.
 
-Given what each source rank holds and each target rank shall hold of a tensor, this module intersects the two and yields
-slabs: bounded steps in which every byte range that is read is contiguous in its source file, every range that is written is
-contiguous in its target file, no source byte is read twice and no target byte written twice. It touches no file. Splitting (1 -> N),
-merging (N -> 1) and re-splitting (N -> M) are the same operation.
+Given what each source rank holds and each target rank shall hold of a tensor, this module intersects the two and
+yields slabs: bounded steps in which every byte range that is read is contiguous in its source file, every range that
+is written is contiguous in its target file, no source byte is read twice and no target byte written twice. It touches
+no file. Splitting (1 -> N), merging (N -> 1) and re-splitting (N -> M) are the same operation.
 """
 
 from __future__ import annotations
@@ -129,7 +129,8 @@ class Transfer:
     ) -> None:
         """Source and target are layouts of tensors with the same full shape; ``item_bits`` is the size of an element.
 
-        Without ``compare`` only one of several equal replicas is read. Raises PlanError where elements smaller than a byte would be cut within a byte.
+        Without ``compare`` only one of several equal replicas is read. Raises PlanError where elements smaller than a
+        byte would be cut within a byte.
         """
         dims: list[_Raw] = [
             (
@@ -150,9 +151,7 @@ class Transfer:
     def slabs(self, budget: int) -> Iterator[Slab]:
         """Steps of about ``budget`` bytes of buffer each, in the order of the source."""
         depth = self._depth(budget)
-        leading = (
-            itertools.product(*(self._indices(dim) for dim in self.dims[:depth])) if depth else iter([()])
-        )
+        leading = itertools.product(*(self._indices(dim) for dim in self.dims[:depth])) if depth else iter([()])
         for lead in leading:
             for group in self._groups(lead, depth, budget):
                 slab = self._slab(lead, depth, group)
@@ -217,7 +216,9 @@ class Transfer:
             holders = sorted(sources) if self._compare else sorted(sources)[:1]
             _block(regions, parts, holders, sorted(targets), is_data, copies, checks)
         flat = not below
-        return Slab(regions.reads(), regions.writes(), tuple(_coalesce(copies) if flat else copies), tuple(checks), flat)
+        return Slab(
+            regions.reads(), regions.writes(), tuple(_coalesce(copies) if flat else copies), tuple(checks), flat
+        )
 
 
 class _Regions:
@@ -303,7 +304,9 @@ def _coalesce(copies: Sequence[Copy]) -> Iterator[Copy]:
         before = last.get(copy.target)
         if before is not None and _follows(before, copy):
             source = _joined(before.source_slices, copy.source_slices) if copy.source is not None else ()
-            last[copy.target] = Copy(copy.source, source, copy.target, _joined(before.target_slices, copy.target_slices))
+            last[copy.target] = Copy(
+                copy.source, source, copy.target, _joined(before.target_slices, copy.target_slices)
+            )
             continue
         if before is not None:
             yield before
@@ -367,9 +370,7 @@ def _scaled(runs: Sequence[Run], factor: int, divisor: int) -> Sequence[Run]:
     return [Run(run.offset * factor // divisor, run.length * factor // divisor) for run in runs]
 
 
-def _dimension(
-    sources: Sequence[Sequence[Run]], targets: Sequence[Sequence[Run]], padded: int, size: int
-) -> Dimension:
+def _dimension(sources: Sequence[Sequence[Run]], targets: Sequence[Sequence[Run]], padded: int, size: int) -> Dimension:
     edges = {0, size, padded}
     for runs in (*sources, *targets):
         for run in runs:

@@ -52,7 +52,8 @@ class Rank:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each tensor in this rank's folder."""
-        return {name: entry.layout.boxes[self.rank].shape for name, entry in self.plan.entries.items()}
+        boxes = {name: entry.layout.boxes[self.rank] for name, entry in self.plan.entries.items()}
+        return {name: box.shape for name, box in boxes.items() if box is not None}
 
 
 @dataclass(frozen=True)
@@ -443,8 +444,9 @@ def _make_parallel(
     kinds = {role.kind for role in own.values()}
     whole = [name for name, role in own.items() if role.kind is Kind.WHOLE and name in module._parameters]
     if Kind.COLUMN in kinds and isinstance(module, nn.Embedding):
-        rows = own["weight"].entry.layout.boxes[rank.rank].dims[0]
-        vocab_parallel(module, rows[0].offset, group, padding_row=_padding_row(module, rank))
+        box = own["weight"].entry.layout.boxes[rank.rank]
+        assert box is not None
+        vocab_parallel(module, box.dims[0][0].offset, group, padding_row=_padding_row(module, rank))
     elif {Kind.COLUMN, Kind.ROW} <= kinds:
         row_parallel(module, group, bias="", once=whole)
         return [module.get_parameter(name) for name in whole]

@@ -1,7 +1,10 @@
-"""Laws of the notation: an oracle lays out the full tensor's indices with numpy, and every operation must agree with it."""
+"""Laws of the notation: an oracle lays out the full tensor's indices with numpy, and every operation must agree with
+it.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -62,7 +65,7 @@ def test_owned_runs_are_those_of_the_enumeration(dim, sizes, data):
     assume(dim.size(sizes) < 5000)
     runs = owned(dim, sizes, shares)
     assert expand(runs) == oracle(dim, sizes, shares)
-    assert all(a.end < b.offset for a, b in zip(runs, runs[1:], strict=False)), "runs are maximal and increasing"
+    assert all(a.end < b.offset for a, b in itertools.pairwise(runs)), "runs are maximal and increasing"
 
 
 @given(st.lists(dims, min_size=1, max_size=3), st.integers(0, 3))

@@ -6,7 +6,8 @@ from formats.errors import NotationError
 from formats.expressions import read_expression
 
 NAMES = {
-    "hidden_size": 64, "heads": 4, "kinds": ["full", "linear", "full"], "layer": 1, "rope": {"factor": 2}, "flag": False, "zero": 0,
+    "hidden_size": 64, "heads": 4, "kinds": ["full", "linear", "full"], "layer": 1, "rope": {"factor": 2},
+    "flag": False, "zero": 0,
 }  # fmt: skip
 
 

@@ -36,7 +36,9 @@ def test_any_mesh_to_any_mesh(name, tmp_path):
                 split(tmp_path / before, tmp_path / f"{before}-{after}", **arguments)
                 assert without_manifest(tmp_path / f"{before}-{after}") == without_manifest(tmp_path / after)
     for rank in range(4):
-        shard = load_file(next((tmp_path / "ep2-tp2").glob(f"ep-0{rank // 2}-of-02-tp-0{rank % 2}-of-02/*.safetensors")))
+        shard = load_file(
+            next((tmp_path / "ep2-tp2").glob(f"ep-0{rank // 2}-of-02-tp-0{rank % 2}-of-02/*.safetensors"))
+        )
         loaded = load(tmp_path / "tp4", 2, rank, ep=2)
         assert loaded.keys() >= shard.keys() and all(loaded[n].equal(t) for n, t in shard.items())
 
@@ -61,8 +63,9 @@ def test_over_the_same_ranks_experts_are_whole_and_all_else_is_cut(tmp_path):
     assert found.mesh.size == 2
     expert = found.entries["model.layers.1.mlp.experts.4.gate_proj.weight"].layout
     assert expert.boxes[0] is None and expert.box(1).shape == expert.full
-    assert found.entries["model.layers.1.mlp.shared_experts.gate_proj.weight"].layout.box(0).shape[0] * 2 == (
-        found.entries["model.layers.1.mlp.shared_experts.gate_proj.weight"].layout.full[0]
+    assert (
+        found.entries["model.layers.1.mlp.shared_experts.gate_proj.weight"].layout.box(0).shape[0] * 2
+        == (found.entries["model.layers.1.mlp.shared_experts.gate_proj.weight"].layout.full[0])
     )
     assert found.entries["model.layers.1.mlp.gate.weight"].layout.is_replicated
     split(source, tmp_path / "out", 2, ep=2, same_ranks=True)

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from formats.checkpoint import open_checkpoint
 from formats.errors import CheckpointError, MismatchError, PlanError
 from formats.sharded import is_sharded, open_sharded
-from formats.checkpoint import open_checkpoint
 from reshard.api import merge, split
 from reshard.move import Options
 from tests.support import contents, write_checkpoint

@@ -1,4 +1,6 @@
-"""Shards that do not belong together, sources that contradict themselves: each refused with one line that names the place."""
+"""Shards that do not belong together, sources that contradict themselves: each refused with one line that names the
+place.
+"""
 
 from __future__ import annotations
 

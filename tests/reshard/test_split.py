@@ -207,7 +207,9 @@ def test_a_real_trained_checkpoint(tmp_path):
 
 
 def test_one_pass(tmp_path, monkeypatch):
-    """Each source byte is read once and each target byte written once, headers and 64 bytes a tensor for the fingerprint aside."""
+    """Each source byte is read once and each target byte written once, headers and 64 bytes a tensor for the
+    fingerprint aside.
+    """
     source = write_checkpoint(tmp_path / "source", files=3)
     traffic = {"read": 0, "written": 0}
     real_read, real_write = os.preadv, os.pwrite
@@ -226,7 +228,7 @@ def test_one_pass(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pwrite", write)
 
     def check(folder: Path, out: Path) -> None:
-        files = [file for file in folder.rglob("*.safetensors")]
+        files = list(folder.rglob("*.safetensors"))
         data = sum(i.nbytes for f in files for i in read_header(f).tensors.values())
         assert traffic["read"] == data
         assert traffic["written"] == sum(f.stat().st_size for f in out.rglob("*.safetensors"))

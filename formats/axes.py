@@ -322,7 +322,7 @@ def deal(family: Sequence[str], sizes: Mapping[str, int], degree: int) -> dict[s
 def share(parts: Mapping[str, int], rank: int) -> dict[str, Share]:
     """What ``rank`` has of each axis of a family: its coordinates with the first axis slowest."""
     shares: dict[str, Share] = {}
-    for axis in reversed(parts):
+    for axis in reversed(list(parts)):
         shares[axis] = Share(parts[axis], rank % parts[axis])
         rank //= parts[axis]
     return shares

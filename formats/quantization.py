@@ -1,10 +1,10 @@
 """What belongs to a quantized weight: packed integers, scales, zero points, as functions of the weight's own rule.
 
-No tensor of a quantized checkpoint has a rule of its own. ``"in/8 -> out"`` says how GPTQ stores a weight whose rule is
-``output input``: the input first, eight to an integer. ``out`` and ``in`` stand for the weight's two dimensions, ``lead``
-for those before them (experts), ``groups`` for the groups along the input where every rank keeps them all. ``stored`` at
-the start of a pattern says that out and in change places if the checkpoint stores the weight input first. See
-docs/quantization.md.
+No tensor of a quantized checkpoint has a rule of its own. ``"in/8 -> out"`` says how GPTQ stores a weight whose rule
+is ``output input``: the input first, eight to an integer. ``out`` and ``in`` stand for the weight's two dimensions,
+``lead`` for those before them (experts), ``groups`` for the groups along the input where every rank keeps them all.
+``stored`` at the start of a pattern says that out and in change places if the checkpoint stores the weight input
+first. See docs/quantization.md.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Companion:
 def companion(name: str, config: Mapping[str, Any], dtype: str | None = None) -> Companion | None:
     """The weight that a tensor belongs to, by the method in ``quantization_config``; None if it belongs to none.
 
-    A weight that is itself packed (``dtype`` U8: two values to a byte) belongs to itself. Where the config names no method,
-    scales are read as ModelOpt writes them, which puts its settings into a file of its own. Raises PlanError for a tensor
-    of a method that cannot be split.
+    A weight that is itself packed (``dtype`` U8: two values to a byte) belongs to itself. Where the config names no
+    method, scales are read as ModelOpt writes them, which puts its settings into a file of its own. Raises PlanError
+    for a tensor of a method that cannot be split.
     """
     module, dot, last = name.rpartition(".")
     scheme = _scheme(_Identical(config))
@@ -132,7 +132,7 @@ _Table: TypeAlias = Mapping[str, _Entry]
 
 @dataclass(frozen=True)
 class _Scheme:
-    """What the settings say: for modules in general, and for those whose name matches an expression (the first does)."""
+    """What the settings say: for modules in general, and for those that an expression matches (the first does)."""
 
     general: _Table
     named: tuple[tuple[re.Pattern[str], _Table], ...] = ()
@@ -260,7 +260,7 @@ def _gptq(settings: Mapping[str, Any]) -> _Table:
 
 
 def _gptq_scheme(settings: Mapping[str, Any]) -> _Scheme:
-    """GPTQModel's ``dynamic``: regular expressions, ``+:`` for other settings and ``-:`` for modules left as they are."""
+    """GPTQModel's ``dynamic``: regular expressions, ``+:`` for other settings, ``-:`` for modules left as they are."""
     dynamic = (settings.get("dynamic") or {}).items()
     changed = ((name.removeprefix("+:"), own) for name, own in dynamic if not name.startswith("-:"))
     return _overrides(_gptq, settings, changed)
@@ -429,7 +429,7 @@ def _mxfp4(settings: Mapping[str, Any]) -> _Table:
 def _bitsandbytes(settings: Mapping[str, Any]) -> _Table:
     """bitsandbytes, nn/modules.py: int8 has a scale for each output (``SCB``), 4 bits are a flat run of blocks."""
     refused = _Refused(
-        "bitsandbytes keeps a weight of 4 bits as one flat run of blocks, and its shape in a serialized state beside it",
+        "bitsandbytes keeps a weight of 4 bits as one flat run of blocks, and its shape in a serialized state",
         "split the unquantized checkpoint, and let each rank quantize on load",
     )
     state = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", ".bitsandbytes__nf4", ".bitsandbytes__fp4")

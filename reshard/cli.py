@@ -181,7 +181,8 @@ def cli(ctx: click.Context) -> None:
 def split_command(
     source: str, out: Path, tp: int | None, ep: int | None, same_ranks: bool, ranks: tuple[int, ...],
     max_shard_size: int, pad_vocab_to: int | None, no_pad_vocab: bool, plan_file: Path | None, revision: str | None,
-    token: str | None, cache_dir: Path | None, overwrite: bool, fsync: bool, no_checksum: bool, workers: int | None, dry_run: bool, as_json: bool, quiet: bool,
+    token: str | None, cache_dir: Path | None, overwrite: bool, fsync: bool, no_checksum: bool, workers: int | None,
+    dry_run: bool, as_json: bool, quiet: bool,
 ) -> None:  # fmt: skip
     """Split SOURCE into N ranks, one folder each, under OUT.
 
@@ -254,7 +255,8 @@ def merge_command(
 @debug_option
 def plan_command(
     source: str, tp: int | None, ep: int | None, same_ranks: bool, save_file: Path | None,
-    pad_vocab_to: int | None, no_pad_vocab: bool, plan_file: Path | None, revision: str | None, token: str | None, cache_dir: Path | None, as_json: bool,
+    pad_vocab_to: int | None, no_pad_vocab: bool, plan_file: Path | None, revision: str | None, token: str | None,
+    cache_dir: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Show what a split of SOURCE would do, tensor by tensor, from the headers alone.
 

@@ -218,9 +218,9 @@ class Model:
             if experts or not names & self.expert_axes:
                 axes.setdefault(indices, set()).update(names)
         restricted = []
-        for indices, names in axes.items():
+        for indices, found in axes.items():
             sizes = self.sizes.of(dict(indices))
-            restricted.append({name: sizes[name] for name in sorted(names)})
+            restricted.append({name: sizes[name] for name in sorted(found)})
         return tuple(dict(pairs) for pairs in dict.fromkeys(tuple(sizes.items()) for sizes in restricted))
 
 
@@ -297,9 +297,9 @@ def _measure(sizes: AxisSizes, found: Iterable[tuple[FullTensor, Shape, Match]])
     """
     first: dict[str, str] = {}
     for tensor, rule, match in found:
-        for axis, index in match.indices.items():
-            if axis not in sizes.configured:
-                sizes.measured[axis] = max(sizes.measured.get(axis, 0), index + 1)
+        for counted, index in match.indices.items():
+            if counted not in sizes.configured:
+                sizes.measured[counted] = max(sizes.measured.get(counted, 0), index + 1)
         if tensor.shape is None or len(rule.dims) != len(tensor.shape):
             continue
         configured: dict[str, int] | None = None

@@ -11,7 +11,8 @@ from formats.safetensors import build_header, read_header, tensor_bytes
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 20, "intermediate_size": 24,
-    "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 6, "vocab_size": 37, "tie_word_embeddings": False,
+    "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 6, "vocab_size": 37,
+    "tie_word_embeddings": False,
     "rms_norm_eps": 1e-6, "hidden_act": "silu", "max_position_embeddings": 64,
 }  # fmt: skip
 

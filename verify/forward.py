@@ -29,7 +29,8 @@ from verify.launch import rank_device, run_ranks, start_fork_server
 from verify.noise import FACTOR, Distance, Yardstick, measure, yardstick
 
 if TYPE_CHECKING:
-    from verify.trace import Trace
+    from verify.model import Loaded
+    from verify.trace import Places, Trace
 
 Progress = Callable[[str], None]
 """Called with what is being done."""
@@ -281,7 +282,7 @@ def _run_job(job: _Job, device: torch.device, patient: dist.ProcessGroup | None)
     folder = job.shards / job.plan.mesh.folder(rank.rank)
     loaded = load_rank(folder, rank, job.dtype, device, None)
     ids = reference.ids.to(device)
-    trace = run(loaded.model, ids, _blocks(loaded, job.plan), reference.chosen, grad=job.options.backward)
+    trace = run(loaded.model, ids, _places(loaded, job.plan), reference.chosen, grad=job.options.backward)
     rows = _compare(trace.states, reference)
     gradients = _backward(loaded, trace, ids, job, original, patient) if job.options.backward else ()
     logits = None
@@ -304,7 +305,7 @@ def _run_job(job: _Job, device: torch.device, patient: dist.ProcessGroup | None)
 
 
 def _backward(
-    loaded: Any, trace: Any, ids: torch.Tensor, job: _Job, original: _Reference | None, patient: dist.ProcessGroup | None
+    loaded: Loaded, trace: Trace, ids: torch.Tensor, job: _Job, original: _Reference | None, patient: dist.ProcessGroup | None
 ) -> tuple[tuple[str, Distance], ...]:
     """The gradients of all ranks, put together and compared on rank 0."""
     from verify.gradients import gradients_on_disk, loss_of, sum_where_ranks_part, together
@@ -332,15 +333,22 @@ def _shared(reference: _Reference | None, patient: dist.ProcessGroup | None) -> 
     return found[0]
 
 
-def _blocks(loaded: Any, plan: Plan) -> dict[str, Any]:
-    from verify.trace import blocks_of
+def _places(loaded: Loaded, plan: Plan) -> Places:
+    """The blocks, and the modules whose outputs are summed over the ranks, which is where all that came before is whole again."""
+    from verify.model import Kind, roles
+    from verify.trace import Places, blocks_of
 
-    layered = {
-        name: sources
+    layered = [
+        name
         for name, sources in loaded.sources.items()
         if any("{layer}" in plan.entries[source].template for source in sources)
+    ]
+    summed = {
+        name.rpartition(".")[0]: loaded.model.get_submodule(name.rpartition(".")[0])
+        for name, role in roles(plan, loaded.sources).items()
+        if role.kind is Kind.ROW
     }
-    return blocks_of(loaded.model, layered)
+    return Places(blocks_of(loaded.model, layered), summed)
 
 
 def _run_original(job: _Job, device: torch.device) -> _Reference:
@@ -369,13 +377,13 @@ def _run_original(job: _Job, device: torch.device) -> _Reference:
 
 
 def _run_whole(
-    loaded: Any, ids: torch.Tensor, job: _Job, chosen: Any, draw: int
+    loaded: Loaded, ids: torch.Tensor, job: _Job, chosen: Any, draw: int
 ) -> tuple[Trace, dict[str, torch.Tensor]]:
     """Run the original, and its loss backward if that is asked for."""
     from verify.gradients import gradients_on_disk, loss_of
     from verify.trace import run
 
-    trace = run(loaded.model, ids, _blocks(loaded, job.plan), chosen, draw=draw, grad=job.options.backward)
+    trace = run(loaded.model, ids, _places(loaded, job.plan), chosen, draw=draw, grad=job.options.backward)
     if not job.options.backward:
         return trace, {}
     loaded.model.zero_grad()

@@ -8,7 +8,7 @@ chosen otherwise is counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,8 +34,16 @@ class Trace:
     outputs: dict[str, Tensor] = field(default_factory=dict)
 
 
-def blocks_of(model: Any, parameters: Mapping[str, Sequence[int]]) -> dict[str, nn.Module]:
-    """The decoder blocks by name: the lists of modules that ``parameters`` (name, and the layer that the plan found) run through."""
+@dataclass(frozen=True)
+class Places:
+    """Modules by name whose outputs are kept: the blocks, in order, and others within them."""
+
+    blocks: Mapping[str, nn.Module]
+    others: Mapping[str, nn.Module]
+
+
+def blocks_of(model: Any, parameters: Iterable[str]) -> dict[str, nn.Module]:
+    """The blocks by name: the members of the outermost lists of modules that these parameters run through."""
     found: dict[str, nn.Module] = {}
     for name in parameters:
         segments = name.split(".")
@@ -50,7 +58,7 @@ def blocks_of(model: Any, parameters: Mapping[str, Sequence[int]]) -> dict[str, 
 def run(
     model: Any,
     ids: Tensor,
-    blocks: Mapping[str, nn.Module],
+    places: Places,
     chosen: Sequence[Tensor] | None = None,
     *,
     draw: int = 0,
@@ -67,11 +75,11 @@ def run(
         for name, module in model.named_modules():
             stack.callback(module.register_forward_pre_hook(_push(path, name)).remove)
             stack.callback(module.register_forward_hook(_pop(path)).remove)
-        first = next(iter(blocks.values()), None)
+        first = next(iter(places.blocks.values()), None)
         if first is not None:
             stack.callback(first.register_forward_pre_hook(_keep_input(trace), with_kwargs=True).remove)
-        for name, block in blocks.items():
-            stack.callback(block.register_forward_hook(_keep_output(trace, name)).remove)
+        for name, module in {**places.blocks, **places.others}.items():
+            stack.callback(module.register_forward_hook(_keep_output(trace, name)).remove)
         if draw:
             generator = torch.Generator().manual_seed(draw)
             for module in model.modules():
@@ -119,8 +127,13 @@ def _keep_input(trace: Trace) -> Callable[..., None]:
 
 
 def _keep_output(trace: Trace, name: str) -> Callable[..., None]:
+    calls = 0
+
     def hook(_: nn.Module, __: Any, output: Any) -> None:
-        trace.states[name] = _kept(output[0] if isinstance(output, (tuple, list)) else output)
+        nonlocal calls
+        calls += 1
+        place = f"{name} call {calls}" if calls > 1 else name
+        trace.states[place] = _kept(output[0] if isinstance(output, (tuple, list)) else output)
 
     return hook
 

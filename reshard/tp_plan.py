@@ -1,0 +1,356 @@
+"""The ``tp_plan`` of transformers that a model's rules amount to.
+
+transformers splits a model by itself as it loads it: a plan names a style for each module (``layers.*.mlp.up_proj``:
+``colwise``). Its styles know linear layers, embeddings and fused experts, and cut a dimension into equal parts, or each
+half of it (``packed_colwise``). What a module does between two linear layers stays the model's own code, so
+
+- ``colwise`` and ``rowwise`` leave a part of the output on each rank. That is right where the code between is
+  elementwise (an MLP), and in an attention that takes its number of heads from the tensor it is given: transformers' own
+  plan says so, or an empty line under ``[modules]`` of the architecture file does, and each rank needs KV heads of its own.
+- ``colwise_gather_output`` and ``rowwise_split_input`` give the code between the whole vector: right everywhere.
+- what is no linear layer (GPT-2's Conv1D, convolutions, decay rates) stays whole on every rank.
+
+Needs transformers. The model is built without weights.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from formats.axes import Dim, Shape, deal
+from formats.errors import PlanError
+from reshard.plan import BoundTensor, Model
+
+if TYPE_CHECKING:
+    from torch import nn
+
+LOCAL = {"colwise", "rowwise"}
+_GRADIENT_ONLY = {"replicated_with_grad_allreduce", "mla_kv_a_proj"}
+"""Styles that change nothing on the way forward, and are meant for modules between local ones."""
+
+
+@dataclass(frozen=True)
+class TransformersPlan:
+    """A plan as transformers takes it, and the modules that do not lie as the rules say, each with the reason."""
+
+    styles: Mapping[str, str]
+    gathered: Mapping[str, str]
+    whole: Mapping[str, str]
+    degrees_of: tuple[int, ...]
+    """The plan is right for degrees that divide these; any degree, if there is none."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A parameter that the rules split: along its output or its input, and by which family of axes."""
+
+    name: str
+    owner: str
+    kind: str
+    family: int
+    tensor: BoundTensor
+    ndim: int
+
+    @property
+    def scope(self) -> tuple[str, int]:
+        """The block of a layer that works on one family's axes: by the layer's path and the family."""
+        return self.owner.rpartition("*")[0], self.family
+
+
+@dataclass
+class _Draft:
+    """A plan that grows."""
+
+    own: Mapping[str, str]
+    styles: dict[str, str] = field(default_factory=dict)
+    gathered: dict[str, str] = field(default_factory=dict)
+    whole: dict[str, str] = field(default_factory=dict)
+    local_parents: set[str] = field(default_factory=set)
+    degrees: set[int] = field(default_factory=set)
+
+
+def transformers_plan(model: Model, degree: int | None = None) -> TransformersPlan:
+    """The plan for a checkpoint; with ``degree``, for that many ranks.
+
+    Raises PlanError without transformers, for a type that it does not know, and for quantized weights.
+    """
+    if find_spec("transformers") is None:
+        raise PlanError("--as transformers needs transformers", "pip install 'reshard[verify]'")
+    if any(key in model.sizes.settings for key in ("quantization_config", "compression_config")):
+        raise PlanError("transformers' plan for a quantized checkpoint depends on its quantizer", "use its own plan")
+    network = _network(model)
+    draft = _Draft(dict(network.tp_plan or {}))
+    parts = list(_parts(model, network, degree))
+    blocks: dict[tuple[str, int], list[_Part]] = defaultdict(list)
+    for part in parts:
+        if part.tensor.rule.axes & {"vocab", *model.architecture.pad}:
+            blocks["vocabulary", part.family].append(part)
+        elif part.ndim > 2 or _expert_axis_leads(model, part.tensor.rule):
+            blocks[part.owner, -1].append(part)
+        else:
+            blocks[part.scope].append(part)
+    for (name, family), block in blocks.items():
+        if name == "vocabulary":
+            _plan_vocabulary(draft, network, block)
+        elif family == -1:
+            _plan_experts(draft, network, name, block)
+        else:
+            _plan_block(draft, model, network, block, degree)
+    _override_own(draft)
+    order = {name: i for i, name in enumerate(_generic_names(network))}
+    styles = dict(sorted(draft.styles.items(), key=lambda item: order.get(item[0], len(order))))
+    return TransformersPlan(styles, draft.gathered, draft.whole, tuple(sorted(draft.degrees)))
+
+
+# ------------------------------------------------------------------------------------------------- the model's parts
+
+
+def _network(model: Model) -> Any:
+    """transformers' model of a checkpoint, without weights."""
+    import torch
+    import transformers
+
+    from verify.model import model_class
+
+    settings = {key: value for key, value in model.config.items() if key not in {"transformers_version", "architectures"}}
+    try:
+        config = transformers.AutoConfig.for_model(**settings)
+        cls = model_class(model.config)
+        with torch.device("meta"):
+            return cls.from_config(config) if hasattr(cls, "_model_mapping") else cls._from_config(config)
+    except (KeyError, ValueError, TypeError, AttributeError, ImportError) as error:
+        text = " ".join(str(error).split())
+        raise PlanError(f"transformers cannot build a model of type '{model.config.get('model_type')}': {text}") from None
+
+
+def _parts(model: Model, network: Any, degree: int | None) -> Iterator[_Part]:
+    """The parameters that the rules split, one for all layers. One that lies differently from layer to layer is left out."""
+    from verify.model import placements
+
+    tensors = {tensor.name: tensor for tensor in model.tensors}
+    found: dict[str, set[tuple[str, int] | None]] = defaultdict(set)
+    first: dict[str, tuple[BoundTensor, int]] = {}
+    for name, placed in placements(network, {tensor.name: tensor.shape for tensor in model.tensors}).items():
+        generic = _generic(name)
+        sources = [tensors[source] for source in placed.sources]
+        found[generic] |= {_kind(model, source, degree) for source in sources}
+        first.setdefault(generic, (sources[0], len(placed.shape)))
+    for generic, kinds in found.items():
+        if len(kinds) == 1 and (kind := next(iter(kinds))) is not None:
+            tensor, ndim = first[generic]
+            yield _Part(generic, generic.rpartition(".")[0], *kind, tensor, ndim)
+
+
+def _kind(model: Model, tensor: BoundTensor, degree: int | None) -> tuple[str, int] | None:
+    """Whether a tensor is split along its output, its input, or its only dimension; and the number of the family."""
+    sizes = model.sizes.of(dict(tensor.indices))
+    for number, family in enumerate(model.architecture.families.get("tp", ())):
+        known = [axis for axis in family if axis in sizes]
+        dealt = set(known)
+        if degree is not None and not set(known) <= set(model.architecture.pad):
+            parts = deal(known, sizes, degree) or {}
+            dealt = {axis for axis in known if parts.get(axis, 1) > 1}
+        split = [i for i, dim in enumerate(tensor.rule.dims) if dim.axes & dealt]
+        if not split:
+            continue
+        matrix = len(tensor.rule.dims) - (1 if _expert_axis_leads(model, tensor.rule) else 0)
+        if matrix == 1:
+            return "vector", number
+        assert tensor.rule.output_dim is not None
+        return ("column" if tensor.rule.output_dim in split else "row"), number
+    return None
+
+
+def _expert_axis_leads(model: Model, rule: Shape) -> bool:
+    return len(rule.dims) > 1 and rule.dims[0].axis in model.expert_axes
+
+
+def _generic(name: str) -> str:
+    """A name as transformers' plans have it."""
+    from transformers.integrations.tensor_parallel import replace_layer_number_by_wildcard
+
+    return str(replace_layer_number_by_wildcard(name))
+
+
+def _generic_names(network: nn.Module) -> Iterator[str]:
+    for name, module in network.named_modules():
+        yield from (_generic(f"{name}.{key}") for key, _ in module.named_parameters(recurse=False))
+        yield _generic(name)
+
+
+def _modules(network: nn.Module, owner: str) -> Iterable[tuple[str, nn.Module]]:
+    """The modules of a name with wildcards."""
+    return ((name, module) for name, module in network.named_modules() if _generic(name) == owner)
+
+
+def _is_linear(network: nn.Module, owner: str) -> bool:
+    from torch import nn
+
+    return all(isinstance(module, nn.Linear) for _, module in _modules(network, owner))
+
+
+# ------------------------------------------------------------------------------------------------------- the styles
+
+
+def _plan_vocabulary(draft: _Draft, network: Any, parts: list[_Part]) -> None:
+    """Embeddings by their rows, LM heads by their outputs; where they are tied, both or neither."""
+    from torch import nn
+
+    users: dict[int, set[str]] = defaultdict(set)
+    for name, module in network.named_modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                users[id(parameter)].add(_generic(name))
+    together = {owner: {owner} for part in parts for owner in [part.owner]}
+    for owner in together:
+        for shared in users.values():
+            together[owner] |= shared if owner in shared else set()
+    for owners in together.values():
+        styles: dict[str, str] = {}
+        for owner in sorted(owners):
+            modules = [module for _, module in _modules(network, owner)]
+            if all(isinstance(module, nn.Embedding) for module in modules):
+                styles[owner] = "embedding_rowwise"
+            elif _is_linear(network, owner):
+                styles[owner] = "colwise_gather_output"
+            else:
+                draft.whole |= dict.fromkeys(owners, f"a parameter of it is {type(modules[0]).__name__}'s, too")
+        if styles.keys() == owners:
+            draft.styles |= styles
+
+
+def _plan_experts(draft: _Draft, network: Any, owner: str, parts: list[_Part]) -> None:
+    """Fused experts: as transformers' own plan has them, else by their shapes."""
+    own = {name: style for name, style in draft.own.items() if name == owner or name.rpartition(".")[0] == owner}
+    if own.get(owner) == "moe_tp_experts":
+        draft.styles |= own
+        return
+    styles: dict[str, str] = {}
+    for part in parts:
+        dims, rule = part.tensor.rule.dims, part.tensor.rule
+        packed = [dim for dim in dims if len(dim.blocks) > 1]
+        by_name = any(segment == "{expert}" for segment in part.tensor.template.split("."))
+        if part.ndim != 3 or rule.arrow is not None or (packed and not _is_pair(packed[0])):
+            draft.whole[owner] = "transformers has no style for experts of this form"
+            return
+        if part.kind == "row":
+            styles[part.name] = "rowwise"
+        else:
+            is_pair = bool(packed) or (by_name and "gate_up" in part.name)
+            styles[part.name] = "packed_colwise" if is_pair else "colwise"
+    if not all(_takes_routes(module) for _, module in _modules(network, owner)):
+        draft.whole[owner] = "transformers has no style for experts of this form"
+        return
+    draft.styles |= {**styles, owner: "moe_tp_experts"}
+
+
+def _takes_routes(module: Any) -> bool:
+    """Whether a module of experts is called as transformers' style for them expects: tokens, experts, weights."""
+    import inspect
+
+    return list(inspect.signature(module.forward).parameters)[1:3] == ["top_k_index", "top_k_weights"]
+
+
+def _is_pair(dim: Dim) -> bool:
+    """Two equal blocks, as gate and up are packed."""
+    return len(dim.blocks) == 2 and dim.blocks[0].factors == dim.blocks[1].factors
+
+
+def _plan_block(draft: _Draft, model: Model, network: Any, parts: list[_Part], degree: int | None) -> None:
+    """The linear layers of a layer's MLP or attention: with parts of the vector between them, or with the whole."""
+    linear: dict[str, list[_Part]] = defaultdict(list)
+    others: dict[str, _Part] = {}
+    for part in parts:
+        if _is_linear(network, part.owner):
+            linear[part.owner].append(part)
+        else:
+            others.setdefault(part.owner if part.name.rpartition(".")[2] == "weight" else part.name, part)
+    kinds = {owner: next((p.kind for p in found if p.kind != "vector"), "vector") for owner, found in linear.items()}
+    why = _why_not_local(draft, model, network, linear, kinds, others, degree)
+    for name in others:
+        draft.whole[name] = "no linear layer"
+    for owner, kind in kinds.items():
+        if kind == "vector":
+            continue
+        if why is None:
+            packed = any(len(dim.blocks) > 1 and _is_pair(dim) for part in linear[owner] for dim in part.tensor.rule.dims)
+            draft.styles[owner] = "rowwise" if kind == "row" else "packed_colwise" if packed else "colwise"
+            draft.local_parents.add(owner.rpartition(".")[0])
+        else:
+            draft.styles[owner] = "rowwise_split_input" if kind == "row" else "colwise_gather_output"
+            draft.gathered[owner] = why
+
+
+def _why_not_local(
+    draft: _Draft, model: Model, network: Any, linear: Mapping[str, list[_Part]], kinds: Mapping[str, str],
+    others: Mapping[str, _Part], degree: int | None,
+) -> str | None:  # fmt: skip
+    """Why a rank's part of the vector between two linear layers is not enough for the model's code; None if it is."""
+    if others:
+        return f"{min(others)} would need its part of what is between"
+    if {"column", "row"} - set(kinds.values()):
+        return "nothing takes the parts as its input" if "column" in kinds.values() else "nothing gives it parts"
+    own = {owner: draft.own[owner] for owner in kinds if owner in draft.own}
+    columns = [part.tensor.rule.dims[part.tensor.rule.output_dim or 0] for owner, found in linear.items() for part in found if part.kind == "column"]
+    is_plain = all(dim.axis is not None for dim in columns)
+    packed = [dim for dim in columns if len(dim.blocks) > 1]
+    if packed:
+        if not all(_is_pair(dim) and len(dim.blocks[0].factors) == 1 for dim in packed):
+            return "blocks are packed in a way that no style cuts"
+        if any(part.kind == "vector" for owner in kinds for part in linear[owner] if len(part.tensor.rule.dims[0].blocks) > 1):
+            return "no style cuts the bias of packed blocks"
+        return None if all(dim.axis is not None or dim in packed for dim in columns) else "its blocks are packed"
+    if own and not set(own.values()) <= LOCAL:
+        return "transformers' own plan gathers here"
+    if not is_plain:
+        if own.keys() != kinds.keys() and not all(_needs_nothing(model, network, owner) for owner in kinds):
+            return "the model's code counts the heads of the whole model"
+        return _why_heads_are_cut(draft, model, linear, degree)
+    return None
+
+
+def _why_heads_are_cut(draft: _Draft, model: Model, linear: Mapping[str, list[_Part]], degree: int | None) -> str | None:
+    """Attention works on parts where each rank has whole KV heads of its own."""
+    families = model.architecture.families["tp"]
+    number = next(part.family for found in linear.values() for part in found)
+    for sizes in model.axis_sets():
+        known = [axis for axis in families[number] if axis in sizes]
+        if known:
+            count = sizes[known[0]]
+            if degree is None:
+                draft.degrees.add(count)
+            elif count % degree:
+                return f"{known[0]} {count} is not divisible by {degree}"
+    return None
+
+
+def _needs_nothing(model: Model, network: nn.Module, owner: str) -> bool:
+    """Whether the architecture file says that a module around this one works on any number of heads."""
+    for name, _ in _modules(network, owner):
+        for path in _ancestors(name):
+            found = model.architecture.match_module(path)
+            if found is not None:
+                return all(not rule.attributes and not rule.split for rule in found[0])
+        return False
+    return False
+
+
+def _ancestors(name: str) -> Iterator[str]:
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+
+
+def _override_own(draft: _Draft) -> None:
+    """transformers merges a plan into the model's own: say what of that does not hold."""
+    for name, style in draft.own.items():
+        if name in draft.styles:
+            continue
+        parent = name.rpartition(".")[0]
+        keeps = style in _GRADIENT_ONLY and parent in draft.local_parents
+        keeps |= style == "moe_identity_expert"
+        draft.styles[name] = style if keeps else "replicate"

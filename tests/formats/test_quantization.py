@@ -1,0 +1,116 @@
+"""The shapes of what belongs to a quantized weight, against those of published checkpoints."""
+
+from __future__ import annotations
+
+import pytest
+
+from formats.axes import parse
+from formats.errors import PlanError
+from formats.quantization import companion, shape_of
+
+SIZES = {"out": 4096, "in": 2048, "e": 8, "groups_in": 16}
+
+
+def shape(name: str, settings: dict, dtype: str, found: tuple[int, ...], weight: str = "out in") -> str:
+    belonging = companion(name, {"quantization_config": settings}, dtype)
+    assert belonging is not None
+    rule = shape_of(belonging.patterns, parse(weight), found)
+    assert rule is not None, belonging
+    assert rule.sizes(SIZES) == found
+    return f"{belonging.weight}: {rule}"
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+
+
+def packed(strategy: str, layout: str = "pack-quantized", **weights) -> dict:
+    group = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": strategy, **weights}}
+    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}}
+
+
+@pytest.mark.parametrize(
+    "name, settings, dtype, found, expected",
+    [
+        ("p.qweight", GPTQ, "I32", (256, 4096), "p.weight: in/8 -> out"),
+        ("p.qzeros", GPTQ, "I32", (16, 512), "p.weight: in/128 -> out/8"),
+        ("p.scales", GPTQ, "F16", (16, 4096), "p.weight: in/128 -> out"),
+        ("p.g_idx", GPTQ, "I32", (2048,), "p.weight: in"),
+        ("p.scales", GPTQ | {"desc_act": True}, "F16", (16, 4096), "p.weight: groups_in -> out"),
+        ("p.scales", GPTQ | {"group_size": -1, "desc_act": True}, "F16", (1, 4096), "p.weight: 1 -> out"),
+        ("p.scales", GPTQ | {"dynamic": {"-:x": {}, "+:p": {"group_size": 64}}}, "F16", (32, 4096), "p.weight: in/64 -> out"),
+        ("p.qweight", {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"}, "I32", (2048, 512),
+         "p.weight: in -> out/8"),
+        ("p.qweight", AWQ, "I32", (2048, 512), "p.weight: in -> out/8"),
+        ("p.qzeros", AWQ, "I32", (16, 512), "p.weight: in/128 -> out/8"),
+        # Kimi K2 Thinking: 4 bits in groups of 32
+        ("p.weight_packed", packed("group", group_size=32), "I32", (4096, 256), "p.weight: out in/8"),
+        ("p.weight_scale", packed("group", group_size=32), "BF16", (4096, 64), "p.weight: out in/32"),
+        ("p.weight_shape", packed("group", group_size=32), "I32", (2,), "p.weight: 2"),
+        ("p.weight_zero_point", packed("group", group_size=128), "I32", (512, 16), "p.weight: out/8 in/128"),
+        ("p.weight_zero_point", packed("channel", "int-quantized", num_bits=8), "I8", (4096, 1), "p.weight: out 1"),
+        ("p.weight_scale", packed("group", group_size=128, actorder="group"), "F16", (4096, 16), "p.weight: out groups_in"),
+        ("p.weight_scale", packed("tensor", "float-quantized", type="float", num_bits=8), "F32", (1,), "p.weight: 1"),
+        ("p.weight_scale", packed("block", "float-quantized", type="float", num_bits=8, block_structure=[128, 128]),
+         "F32", (32, 16), "p.weight: out/128 in/128"),
+        ("p.weight_packed", packed("tensor_group", "nvfp4-pack-quantized", type="float", group_size=16), "U8", (4096, 1024),
+         "p.weight: out in/2"),
+        ("p.weight_scale", packed("tensor_group", "nvfp4-pack-quantized", type="float", group_size=16), "F8_E4M3", (4096, 128),
+         "p.weight: out in/16"),
+        ("p.weight_global_scale", packed("tensor_group", type="float", group_size=16), "F32", (1,), "p.weight: 1"),
+        ("p.input_global_scale", packed("tensor_group", type="float", group_size=16), "F32", (1,), "p.weight: 1"),
+        ("l.self_attn.k_scale", packed("channel"), "BF16", (1,), "l.self_attn.o_proj.weight: 1"),
+        # DeepSeek V3, Qwen 3, MiniMax M2
+        ("p.weight_scale_inv", FP8, "F32", (32, 16), "p.weight: out/128 in/128"),
+        ("p.weight_scale_inv", {"quant_method": "fp8"}, "F32", (), "p.weight: "),
+        ("p.weight_scale", {"quant_method": "fbgemm_fp8"}, "F32", (4096, 1), "p.weight: out 1"),
+        ("p.weight", NVFP4, "U8", (4096, 1024), "p.weight: out in/2"),
+        ("p.weight_scale", NVFP4, "F8_E4M3", (4096, 128), "p.weight: out in/16"),
+        ("p.weight_scale_2", NVFP4, "F32", (), "p.weight: "),
+        ("p.input_scale", NVFP4, "F32", (), "p.weight: "),
+        ("p.k_scale", NVFP4, "F32", (), "p.weight: "),
+        ("p.weight_scale", {"quant_library": "modelopt", "quant_algo": "FP8"}, "F32", (), "p.weight: "),
+        ("p.weight_scale", {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8_PB_WO"}}, "F32",
+         (32, 1, 16, 1), "p.weight: out/128 1 in/128 1"),
+        ("p.weight_scale", {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION",
+                            "quantized_layers": {"p": {"quant_algo": "W4A8_AWQ", "group_size": 128}}}, "F32", (4096, 16),
+         "p.weight: out in/128"),
+    ],
+)  # fmt: skip
+def test_a_module(name, settings, dtype, found, expected):
+    assert shape(name, settings, dtype, found) == expected
+
+
+@pytest.mark.parametrize(
+    "name, settings, dtype, found, weight, expected",
+    [
+        ("gate_up_proj_blocks", {"quant_method": "mxfp4"}, "U8", (8, 4096, 64, 16), "e in -> out", "e out in/32 16"),
+        ("gate_up_proj_scales", {"quant_method": "mxfp4"}, "U8", (8, 4096, 64), "e in -> out", "e out in/32"),
+        ("gate_up_proj_scale_inv", FP8, "F32", (8, 32, 16), "e out in", "e out/128 in/128"),
+        ("gate_up_proj_scale_inv", FP8, "F32", (8, 16, 32), "e in -> out", "e in/128 -> out/128"),
+        ("gate_up_proj_scale", {"quant_method": "fbgemm_fp8"}, "F32", (8, 1, 4096), "e in -> out", "e 1 out"),
+        ("gate_up_proj_scale", {"quant_method": "fbgemm_fp8"}, "F32", (8, 4096, 1), "e in -> out", "e out 1"),
+        ("gate_up_proj", NVFP4, "U8", (8, 1024, 4096), "e in -> out", "e in/2 -> out"),
+        ("gate_up_proj_weight_scale", NVFP4, "F8_E4M3", (8, 128, 4096), "e in -> out", "e in/16 -> out"),
+        ("gate_up_proj_input_scale", NVFP4, "F32", (), "e in -> out", ""),
+    ],
+)
+def test_fused_experts(name, settings, dtype, found, weight, expected):
+    assert shape(f"experts.{name}", settings, dtype, found, weight) == f"experts.gate_up_proj: {expected}"
+
+
+@pytest.mark.parametrize("name", ["p.weight", "p.bias", "norm.weight", "experts.gate_up_proj", "p.qweight", "x"])
+def test_what_belongs_to_nothing(name):
+    assert companion(name, {}, "BF16") is None
+    assert companion(name, {"quantization_config": {"quant_method": "unknown"}}, "U8") is None
+    assert companion(name, {"quantization_config": FP8}, "U8") is None
+
+
+def test_a_refusal_says_why_and_what_to_do():
+    settings = {"quantization_config": GPTQ | {"bits": 3}}
+    assert companion("p.weight", settings, "BF16") is None
+    with pytest.raises(PlanError, match="tensor 'p.qweight' cannot be split: values of 3 bits run across") as error:
+        companion("p.qweight", settings, "I32")
+    assert error.value.hint == "take a checkpoint of 4 or 8 bits"

@@ -1,0 +1,295 @@
+"""Quantized checkpoints: what a rank's tensors mean by themselves is the rank's part of what the whole model's mean."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from formats.architecture import find_architecture
+from formats.errors import PlanError
+from formats.mesh import Mesh
+from formats.safetensors import build_header, read_header
+from reshard.api import merge, split
+from reshard.move import Options
+from reshard.plan import FullTensor, bind, make_plan, valid_degrees
+from reshard.source import open_source
+from tests.dequantize import METHODS, NUMPY, Method, Stored, values
+from tests.support import contents, without_manifest
+
+FAST = Options(fsync=False)
+Weights = dict[str, tuple[int, ...]]
+
+
+def model(packing: str, block: int | None) -> tuple[dict, Weights, Weights]:
+    """A config, and the shapes of the weights that are quantized and of the others, output before input.
+
+    Eight query heads of one block each on four KV heads; twelve blocks in the MLP: 3 for each of four ranks, 1.5 for
+    each of eight.
+    """
+    unit = block or 8
+    hidden, ff, heads, kv = 2 * unit, 12 * unit, 8 * unit, 4 * unit
+    config = {
+        "hidden_size": hidden, "intermediate_size": ff, "num_hidden_layers": 1, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": unit, "vocab_size": 37, "tie_word_embeddings": False, }  # fmt: skip
+        plain = {"model.embed_tokens": (37, hidden), "model.norm": (hidden,), "lm_head": (37, hidden)} attention =
+        {"q_proj": (heads, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, heads)} if
+        packing == "column and row": config["model_type"] = "llama" mlp = {"mlp.gate_proj": (ff, hidden),
+        "mlp.up_proj": (ff, hidden), "mlp.down_proj": (hidden, ff)} elif packing == "packed": config["model_type"] =
+        "phi3" attention = {"qkv_proj": (heads + 2 * kv, hidden), "o_proj": (hidden, heads)} mlp =
+        {"mlp.gate_up_proj": (2 * ff, hidden), "mlp.down_proj": (hidden, ff)} elif packing == "experts by name":
+        config |= {"model_type": "qwen3_moe", "num_experts": 3, "moe_intermediate_size": ff} shapes = {"gate_proj":
+        (ff, hidden), "up_proj": (ff, hidden), "down_proj": (hidden, ff)} mlp = {f"mlp.experts.{expert}.{name}": shape
+        for expert in range(3) for name, shape in shapes.items()} plain["model.layers.0.mlp.gate"] = (3, hidden) else:
+        config |= {"model_type": "gpt_oss", "num_local_experts": 3} plain |= {f"model.layers.0.self_attn.{name}":
+        shape for name, shape in attention.items()} fused = {"gate_up_proj": (3, 2 * ff, hidden), "down_proj": (3,
+        hidden, ff)} named = {f"model.layers.0.mlp.experts.{name}": shape for name, shape in fused.items()} return
+        config, named, {f"{name}.weight": shape for name, shape in plain.items()} quantized =
+        {f"model.layers.0.self_attn.{name}.weight": shape for name, shape in attention.items()} quantized |=
+        {f"model.layers.0.{name}.weight": shape for name, shape in mlp.items()} return config, quantized,
+        {f"{name}.weight": shape for name, shape in plain.items()}
+
+
+def names_of(weight: str, suffixes: dict | list) -> dict[str, str]:
+    """The names of a weight's tensors by the end that the method gives them."""
+    return {suffix: weight.removesuffix(".weight") + suffix for suffix in suffixes}
+
+
+def write(folder: Path, config: dict, tensors: dict[str, Stored]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    header = build_header([(name, t.dtype, t.array.shape) for name, t in tensors.items()], {"format": "pt"})
+    (folder / "model.safetensors").write_bytes(header + b"".join(t.array.tobytes() for t in tensors.values()))
+    return folder
+
+
+def read(folder: Path) -> dict[str, Stored]:
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        data = file.read_bytes()
+        for info in read_header(file).tensors.values():
+            raw = np.frombuffer(data, NUMPY[info.dtype], offset=info.offset, count=int(np.prod(info.shape)))
+            found[info.name] = Stored(info.dtype, raw.reshape(info.shape))
+    return found
+
+
+def checkpoint(folder: Path, method: Method, packing: str, seed: int = 0) -> tuple[Path, dict[str, list[str]], dict]:
+    """A quantized checkpoint, the ends of the names of each weight's tensors, and the same model's config without
+    quantization."""
+    rng = np.random.default_rng(seed)
+    config, quantized, plain = model(packing, method.block)
+    tensors = {name: Stored("BF16", rng.integers(0, 2**16, shape, np.uint16)) for name, shape in plain.items()}
+    ends: dict[str, list[str]] = {}
+    for weight, shape in quantized.items():
+        found = method.encode(rng, shape)
+        ends[weight] = list(found)
+        named = names_of(weight, found)
+        tensors |= {named[suffix]: tensor for suffix, tensor in found.items()}
+    settings = {"quantization_config": method.settings} if method.settings else {}
+    return write(folder, config | settings, tensors), ends, config
+
+
+def dequantize(folder: Path, method: Method, ends: dict[str, list[str]], input_first: bool) -> dict[str, np.ndarray]:
+    """Every quantized weight, from the tensors of one folder alone, with its dimensions as the model has them."""
+    held = read(folder)
+    found = {}
+    for weight, suffixes in ends.items():
+        named = names_of(weight, suffixes)
+        whole = method.decode({suffix: held[name] for suffix, name in named.items()})
+        found[weight] = whole.swapaxes(-1, -2) if input_first else whole
+    return found
+
+
+def parts(config: dict, full: dict[str, np.ndarray], degree: int) -> list[dict[str, np.ndarray]]:
+    """What each rank holds of weights that are not quantized, by the rules of the weights themselves."""
+    architecture = find_architecture(config, Path("."))
+    tensors = [FullTensor(name, "F32", whole.shape, "here") for name, whole in full.items()]
+    plan = make_plan(bind(architecture, config, tensors), Mesh((("tp", degree),)))
+    cut = []
+    for rank in range(degree):
+        runs = {name: plan.entries[name].layout.boxes[rank].dims for name in full}
+        index = {n: [np.r_[tuple(slice(r.offset, r.end) for r in dim)] for dim in dims] for n, dims in runs.items()}
+        cut.append({name: whole[np.ix_(*index[name])] for name, whole in full.items()})
+    return cut
+
+
+PACKINGS = ("column and row", "packed", "experts by name", "fused and interleaved")
+CASES = [
+    pytest.param(name, packing, id=f"{name}-{packing}")
+    for name, method in METHODS.items()
+    for packing in PACKINGS
+    if method.fused == (packing == PACKINGS[3]) and not (method.block == 128 and packing != PACKINGS[0])
+]
+
+
+@pytest.mark.parametrize("name, packing", CASES)
+def test_shards_mean_their_part_of_the_model(name, packing, tmp_path):
+    method = METHODS[name]
+    source, ends, plain = checkpoint(tmp_path / "source", method, packing)
+    input_first = packing == PACKINGS[3]
+    full = dequantize(source, method, ends, input_first)
+    assert all(np.isfinite(whole).all() and whole.std() > 0 for whole in full.values())
+    degrees = (2, 4) if method.block else (2, 4, 8)
+    for degree in degrees:
+        split(source, tmp_path / f"tp{degree}", degree, options=FAST)
+        for rank, expected in enumerate(parts(plain, full, degree)):
+            found = dequantize(tmp_path / f"tp{degree}/rank-{rank:02d}-of-{degree:02d}", method, ends, input_first)
+            for weight, part in expected.items():
+                assert np.array_equal(found[weight], part), f"{weight} of rank {rank} of {degree}"
+    split(tmp_path / "tp4", tmp_path / "again", 2, options=FAST)
+    assert without_manifest(tmp_path / "again") == without_manifest(tmp_path / "tp2")
+    split(tmp_path / "tp2", tmp_path / "back", 4, options=FAST)
+    assert without_manifest(tmp_path / "back") == without_manifest(tmp_path / "tp4")
+    merge(tmp_path / "back", tmp_path / "merged", options=FAST)
+    assert contents(tmp_path / "merged") == contents(source)
+
+
+@pytest.mark.parametrize("name, packing", CASES)
+def test_a_degree_that_cuts_a_block_is_refused(name, packing, tmp_path):
+    method = METHODS[name]
+    source, _, _ = checkpoint(tmp_path / "source", method, packing)
+    bound = open_source(source).model
+    if method.block is None:
+        assert valid_degrees(bound) == [1, 2, 4, 8]
+        message = r"--tp 16 is not possible: kv 4 x group 2 cannot be dealt to 16 ranks"
+    else:
+        assert valid_degrees(bound) == [1, 2, 4]
+        message = r"--tp 8 is not possible: tensor 'model\.layers\.0\.\S+': rows \d+ to \d+ of '.*' cut a block of \d+"
+    with pytest.raises(PlanError, match=message):
+        split(source, tmp_path / "out", 16 if method.block is None else 8, options=FAST)
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_act_order_keeps_every_group_on_every_rank(tmp_path):
+    """A rank's rows use groups from everywhere, so a row-parallel weight cannot do with the scales of its own rows."""
+    method = METHODS["gptq-act-order"]
+    source, _, _ = checkpoint(tmp_path / "source", method, PACKINGS[0])
+    split(source, tmp_path / "out", 4, options=FAST)
+    whole, rank = read(source), read(tmp_path / "out/rank-01-of-04")
+    name = "model.layers.0.mlp.down_proj"
+    assert np.array_equal(rank[f"{name}.scales"].array, whole[f"{name}.scales"].array)
+    assert len(set(rank[f"{name}.g_idx"].array)) > 3, "its 24 rows are of more than their own 3 groups"
+    assert rank[f"{name}.qweight"].array.shape[0] * 4 == whole[f"{name}.qweight"].array.shape[0]
+
+
+def test_group_numbers_of_a_rank_are_the_whole_models(tmp_path):
+    source, _, _ = checkpoint(tmp_path / "source", METHODS["gptq"], PACKINGS[0])
+    split(source, tmp_path / "out", 4, options=FAST)
+    rank = read(tmp_path / "out/rank-01-of-04")
+    assert rank["model.layers.0.mlp.down_proj.g_idx"].array.min() == 3
+    assert rank["model.layers.0.mlp.down_proj.scales"].array.shape[0] == 3
+
+
+def _changed(tmp_path: Path, name: str, settings: dict, change=lambda tensors: tensors, **config) -> Path:
+    source, _, _ = checkpoint(tmp_path / "first", METHODS[name], PACKINGS[0])
+    whole = json.loads((source / "config.json").read_text())
+    whole.pop("quantization_config", None)
+    return write(tmp_path / "source", whole | settings | config, change(read(source)))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"compression_config": METHODS["packed-4"].settings},
+        {"text_config": {"quantization_config": METHODS["packed-4"].settings}},
+        {"quantization_config": {"quantization_config": METHODS["packed-4"].settings}},
+    ],
+)
+def test_settings_in_other_places(settings, tmp_path):
+    source = _changed(tmp_path, "packed-4", settings)
+    assert valid_degrees(open_source(source).model) == [1, 2, 4]
+
+
+def test_modules_that_are_not_quantized(tmp_path):
+    """A mixed checkpoint: the attention as it was, the MLP quantized, a scale for the KV cache beside them."""
+
+    def change(tensors: dict[str, Stored]) -> dict[str, Stored]:
+        kept = {name: t for name, t in tensors.items() if "self_attn" not in name}
+        _, shapes, _ = model(PACKINGS[0], 16)
+        for name, shape in shapes.items():
+            if "self_attn" in name:
+                kept[name] = Stored("BF16", np.arange(np.prod(shape), dtype=np.uint16).reshape(shape))
+        scale = Stored("F32", np.ones(1, np.float32))
+        return kept | {"model.layers.0.self_attn.k_scale": scale, "model.layers.0.self_attn.v_proj.v_scale": scale}
+
+    settings = METHODS["packed-4-zeros"].settings
+    source = _changed(tmp_path, "packed-4-zeros", {"quantization_config": settings}, change)
+    split(source, tmp_path / "out", 4, options=FAST)
+    rank = read(tmp_path / "out/rank-03-of-04")
+    assert rank["model.layers.0.self_attn.o_proj.weight"].array[0, 0] == 96
+    assert rank["model.layers.0.self_attn.k_scale"].array.tolist() == [1.0]
+    merge(tmp_path / "out", tmp_path / "merged", options=FAST)
+    assert contents(tmp_path / "merged") == contents(source)
+
+
+def test_groups_of_modules_with_schemes_of_their_own(tmp_path):
+    """compressed-tensors' mixed precision: 8 bits for down_proj, by an expression, and 4 for the other linear
+    layers."""
+    four, eight = METHODS["packed-4-zeros"], METHODS["packed-8-channel-zeros"]
+    config, quantized, plain = model(PACKINGS[0], 16)
+    rng = np.random.default_rng(0)
+    tensors = {name: Stored("BF16", rng.integers(0, 2**16, shape, np.uint16)) for name, shape in plain.items()}
+    ends: dict[str, list[str]] = {}
+    for weight, shape in quantized.items():
+        found = (eight if "down" in weight else four).encode(rng, shape)
+        ends[weight] = list(found)
+        tensors |= {names_of(weight, found)[suffix]: tensor for suffix, tensor in found.items()}
+    (one,), (other,) = (m.settings["config_groups"].values() for m in (four, eight))
+    groups = {"group_0": one, "group_1": other | {"targets": ["re:.*down_proj"]}}
+    config["quantization_config"] = four.settings | {"config_groups": groups}
+    source = write(tmp_path / "source", config, tensors)
+    split(source, tmp_path / "out", 4, options=FAST)
+    for weight in quantized:
+        method = eight if "down" in weight else four
+        full = dequantize(source, method, {weight: ends[weight]}, False)
+        for rank, part in enumerate(parts(config, full, 4)):
+            found = dequantize(tmp_path / f"out/rank-{rank:02d}-of-04", method, {weight: ends[weight]}, False)
+            assert np.array_equal(found[weight], part[weight])
+
+
+REFUSED = {
+    "3 bits": ({"quant_method": "gptq", "bits": 3}, "qweight", "I32", "values of 3 bits run across the 32-bit integers"),
+    "marlin": ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "B", "I32", "GPTQ in the 'marlin' format"),
+    "gemv": ({"quant_method": "awq", "version": "gemv"}, "qweight", "I32", "AWQ version 'gemv'"),
+    "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "weight.absmax", "F32", "one flat run of blocks"),
+    "sparse": ({"quant_method": "compressed-tensors", "format": "sparse-24-bitmask",
+                "config_groups": {"a": {"targets": ["Linear"], "weights": {}}}}, "bitmask", "U8", "keeps sparse values"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_methods_that_cannot_be_split(kind, tmp_path):
+    """Only such a tensor is refused: the same checkpoint without it has plain weights, and these can be split."""
+    settings, ending, dtype, message = REFUSED[kind]
+    config, quantized, plain = model(PACKINGS[0], 16)
+    config["quantization_config"] = settings
+    tensors = {name: Stored("BF16", np.zeros(shape, np.uint16)) for name, shape in (quantized | plain).items()}
+    split(write(tmp_path / "plain", config, tensors), tmp_path / "tp4", 4, options=FAST)
+    bad = f"model.layers.0.mlp.down_proj.{ending}"
+    tensors[bad] = Stored(dtype, np.zeros((8, 8), NUMPY[dtype]))
+    with pytest.raises(PlanError, match=re.escape(f"tensor '{bad}' cannot be split: ") + ".*" + message):
+        split(write(tmp_path / "source", config, tensors), tmp_path / "out", 4, options=FAST)
+
+
+def test_a_packed_weight_of_4_bits_is_named(tmp_path):
+    config, quantized, plain = model(PACKINGS[0], 16)
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    tensors = {name: Stored("BF16", np.zeros(shape, np.uint16)) for name, shape in (quantized | plain).items()}
+    tensors["model.layers.0.mlp.down_proj.weight"] = Stored("U8", np.zeros((99, 1), np.uint8))
+    with pytest.raises(PlanError, match=r"down_proj\.weight' cannot be split: bitsandbytes"):
+        split(write(tmp_path / "source", config, tensors), tmp_path / "out", 4, options=FAST)
+
+
+def test_decoders_agree_with_torch():
+    """The tables of small floats, against another implementation of them."""
+    torch = pytest.importorskip("torch")
+    codes = np.arange(256, dtype=np.uint8)
+    for name, dtype in {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu}.items():
+        theirs = torch.from_numpy(codes.copy()).view(dtype).float().numpy()
+        ours = values(Stored(name, codes))
+        kept = np.isfinite(theirs)
+        kept[0] = name == "F8_E4M3"  # 2 ** -127 is below float32's normal numbers
+        assert np.array_equal(ours[kept], theirs[kept])

@@ -1,0 +1,256 @@
+"""Correct shards are the same model, and what is wrong with wrong ones is named, by running both on real processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from formats.errors import CheckpointError, ReshardError
+from reshard.api import split
+from reshard.source import Source, open_source
+from tests import zoo
+from tests.verify.faults import inject
+from verify.forward import ForwardOptions, ForwardReport, run_forward, run_forwards
+from verify.launch import RankError, run_ranks
+from verify.noise import FACTOR, measure, yardstick
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+# what transformers' own modules do not let a rank say, yet
+UNSUPPORTED = {"codegen", "mamba2", "bamba", "granitemoehybrid", "granitemoehybrid-dense", "nemotron_h", "nemotron_h-latent",
+               "gemma3n_text"}  # fmt: skip
+MODELS = [name for name in zoo.ZOO if name not in UNSUPPORTED]
+# one of each kind of packing, attention, norm and experts
+KINDS = ["llama-biases", "llama-tied", "qwen3", "olmo2", "phi3", "gpt_neox", "gpt2", "bloom", "falcon-7b", "gemma3_text", "stablelm-norms",
+         "mixtral", "gpt_oss", "deepseek_v3", "bert"]  # fmt: skip
+
+Pairs = Callable[..., list[tuple[Source, Source]]]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
+    """Checkpoints of the zoo and their shards, made once."""
+    root = tmp_path_factory.mktemp("forward")
+
+    def get(names: Iterable[str], tp: int, dtype: str = "float32") -> list[tuple[Source, Source]]:
+        found = []
+        for name in names:
+            original, shards = root / f"{name}-{dtype}", root / f"{name}-{dtype}-{tp}"
+            if not original.exists():
+                zoo.save(name, original, DTYPES[dtype])
+            if not shards.exists():
+                split(original, shards, tp)
+            found.append((open_source(original), open_source(shards)))
+        return found
+
+    return get
+
+
+def show(report: ForwardReport) -> list[tuple[str, str, float]]:
+    return [(kind, row.name, row.ratio) for kind in ("layers", "gradients") for row in getattr(report, kind) if not row.is_same]
+
+
+# ------------------------------------------------------------------------------------------------------ correct shards
+
+
+@pytest.mark.parametrize(
+    ("names", "tp", "dtype"),
+    [(MODELS, 2, "float32"), (KINDS, 4, "bfloat16"), (KINDS, 8, "float32")],
+    ids=["all-2-float32", "kinds-4-bfloat16", "kinds-8-float32"],
+)
+def test_correct_shards_are_the_same_model(names: list[str], tp: int, dtype: str, pairs: Pairs) -> None:
+    """At 8 ranks two share each KV head; vocabularies are padded where they do not divide."""
+    names = [name for name in names if tp in zoo.ZOO[name].degrees]
+    for name, report in zip(names, run_forwards(pairs(names, tp, dtype)), strict=True):
+        assert report.is_same, (name, show(report))
+        assert report.first is None
+        assert (report.ranks, report.dtype) == (tp, dtype)
+        assert len(report.layers) >= 5, name
+        assert report.layers[0].error == 0 or "embedding" not in report.layers[0].name or "gemma" in name or tp > 1
+
+
+@pytest.mark.parametrize(("tp", "dtype"), [(2, "bfloat16"), (8, "float32")])
+def test_gradients_are_those_of_the_original(tp: int, dtype: str, pairs: Pairs) -> None:
+    options = ForwardOptions(backward=True, seq=16)
+    for name, report in zip(KINDS, run_forwards(pairs(KINDS, tp, dtype), options), strict=True):
+        assert report.is_same, (name, show(report))
+        tensors = pairs([name], tp, dtype)[0][0].model.tensors
+        assert {row.name for row in report.gradients} == {tensor.name for tensor in tensors}, name
+
+
+def test_report_says_what_was_measured(pairs: Pairs) -> None:
+    original, shards = pairs(["mixtral"], 2, "bfloat16")[0]
+    report = run_forward(original, shards, ForwardOptions(batch=3, seq=20, seed=5))
+    assert json.loads(json.dumps(dataclasses.asdict(report)))["is_same"] is True
+    logits = report.logits
+    assert logits is not None
+    assert (report.batch, report.seq, report.seed, logits.positions) == (3, 20, 5, 60)
+    assert (report.dtype, report.exact_dtype, report.backend, report.device) == ("bfloat16", "float32", "gloo", "cpu")
+    assert 0 < logits.kl < 0.1 and 0 < logits.own_kl < 0.1
+    assert 0 < logits.relative_error < 0.1 and 0 < logits.own_relative_error < 0.1
+    assert logits.agreement == 1 - len(logits.mismatches) / 60
+    assert sum(count for _, count, _ in logits.histogram) == 60 * 101
+    assert report.choices == 3 * 60
+    names = [row.name for row in report.layers]
+    assert names[0] == "embedding" and names[-1] == "logits"
+    assert {"model.layers.0.self_attn.o_proj", "model.layers.1.mlp.gate choice 1", "model.layers.2.mlp.experts", "model.layers.2"} < {*names}
+
+
+# -------------------------------------------------------------------------------------------------------- wrong shards
+
+WRONG = [
+    ("llama", "gate_and_up", "model.layers.1.mlp.down_proj"),
+    ("llama-biases", "row_bias_on_every_rank", "model.layers.1.self_attn.o_proj"),
+    ("phi3", "packed_by_plain_chunks", "model.layers.1.self_attn.o_proj"),
+    ("gpt2", "two_heads", "transformer.h.1.attn.c_proj"),
+    ("gpt_neox", "qkv_order", "gpt_neox.layers.1.attention.dense"),
+    ("mixtral", "one_expert", "model.layers.1.mlp.experts"),
+    ("mixtral", "router", "model.layers.1.mlp.gate choice 1"),
+    ("gpt_oss", "row_bias_on_every_rank", "model.layers.1.self_attn.o_proj"),
+    ("deepseek_v3", "rotary_halves", "model.layers.1.self_attn.o_proj"),
+    ("llama", "another_ranks_file", "embedding"),
+    ("llama", "vocabulary_by_one", "logits"),
+]
+
+
+def test_wrong_shards_are_not_and_the_place_is_named(pairs: Pairs, tmp_path: Path) -> None:
+    jobs = []
+    for name, fault, _ in WRONG:
+        original, shards = pairs([name], 2, "bfloat16")[0]
+        damaged = tmp_path / f"{name}-{fault}"
+        shutil.copytree(shards.path, damaged)
+        assert inject(fault, damaged, original)
+        jobs.append((original, open_source(damaged)))
+    for (name, fault, place), report in zip(WRONG, run_forwards(jobs), strict=True):
+        assert not report.is_same, (name, fault)
+        assert report.first == place, (name, fault, report.verdict)
+        assert place in report.verdict
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_norm_that_is_wrong_on_one_rank_only(rank: int, pairs: Pairs, tmp_path: Path) -> None:
+    original, shards = pairs(["llama"], 2)[0]
+    damaged = tmp_path / "shards"
+    shutil.copytree(shards.path, damaged)
+    file = next((damaged / shards.plan.mesh.folder(rank)).glob("*.safetensors"))
+    header = open_source(damaged).ranks[rank]
+    tensors = load_file(file)
+    tensors["model.norm.weight"] *= 1.5
+    metadata = json.loads(file.read_bytes()[8 : 8 + int.from_bytes(file.read_bytes()[:8], "little")])["__metadata__"]
+    save_file({name: tensors[name] for name in header}, file, metadata=metadata)
+    report = run_forward(original, open_source(damaged))
+    assert report.first == "logits"
+    assert {row.name for row in report.layers if not row.is_same} == {"logits"}
+
+
+def test_a_rank_that_cannot_load_is_one_error(pairs: Pairs, tmp_path: Path) -> None:
+    original, shards = pairs(["llama"], 2)[0]
+    damaged = tmp_path / "shards"
+    shutil.copytree(shards.path, damaged)
+    source = open_source(damaged)
+    config = damaged / "rank-01-of-02" / "config.json"
+    config.write_text(config.read_text().replace('"intermediate_size": 36', '"intermediate_size": 40'))
+    with pytest.raises(RankError, match="rank 1 of 2 failed: .*gate_proj.weight.* has shape .36, 80., .*40, 80") as error:
+        run_forward(original, source)
+    assert error.value.rank == 1
+
+
+def test_requests_that_make_no_sense(pairs: Pairs) -> None:
+    original, shards = pairs(["llama"], 2)[0]
+    with pytest.raises(CheckpointError, match="is a full checkpoint, not shards"):
+        run_forward(original, original)
+    with pytest.raises(CheckpointError, match="is split: the forward needs the full checkpoint"):
+        run_forward(shards, shards)
+    with pytest.raises(ReshardError, match="--dtype int8 is not possible"):
+        run_forward(original, shards, ForwardOptions(dtype="int8"))
+    with pytest.raises(CheckpointError, match="no tokenizer for --prompt"):
+        run_forward(original, shards, ForwardOptions(prompt="hello"))
+
+
+# ------------------------------------------------------------------------------------------------------ second opinion
+
+
+def _logits_by_transformers(folders: list[Path], ids: torch.Tensor) -> list[torch.Tensor]:
+    """What transformers' own tensor parallelism makes of the original checkpoint, in a rank."""
+    import transformers
+
+    found = []
+    for folder in folders:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", attn_implementation="eager")
+        with torch.no_grad():
+            logits = model.eval()(input_ids=ids, use_cache=False).logits
+        found.append(logits.full_tensor() if hasattr(logits, "full_tensor") else logits)
+    return found
+
+
+def _logits_of_shards(paths: list[tuple[Path, Path]], ids: torch.Tensor) -> list[torch.Tensor]:
+    """What a rank's own folder makes of the same tokens."""
+    import torch.distributed as dist
+
+    from verify.model import Rank, load_rank
+
+    found = []
+    for original, shards in paths:
+        source = open_source(shards)
+        rank = Rank(source.plan, dist.get_rank(), open_source(original).model.architecture, source.model.config)
+        folder = shards / source.plan.mesh.folder(rank.rank)
+        loaded = load_rank(folder, rank, torch.float32, torch.device("cpu"), None)
+        with torch.no_grad():
+            found.append(loaded.model(input_ids=ids, use_cache=False).logits)
+    return found
+
+
+def test_transformers_own_tensor_parallelism_agrees(pairs: Pairs) -> None:
+    names = ["llama", "qwen3", "phi3"]
+    paths = [(original.path, shards.path) for original, shards in pairs(names, 2)]
+    ids = torch.arange(60).reshape(2, 30)
+    theirs = run_ranks(_logits_by_transformers, 2, [original for original, _ in paths], ids)
+    ours = run_ranks(_logits_of_shards, 2, paths, ids)
+    for rank in range(2):
+        for name, one, other in zip(names, theirs[rank], ours[rank], strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+# --------------------------------------------------------------------------------------------------------------- noise
+
+
+def test_noise_is_the_yardstick() -> None:
+    generator = torch.Generator().manual_seed(0)
+    exact = torch.randn(64, 80, generator=generator, dtype=torch.float64)
+    own, other = (exact + 1e-6 * torch.randn(64, 80, generator=generator) for _ in range(2))
+    known = yardstick(exact, [own], torch.float32)
+    assert measure(other, known).ratio < 1.2
+    assert measure(exact + 10 * (other - exact), known).ratio == pytest.approx(10, rel=0.1)
+    assert measure(exact, known).ratio == 0
+
+
+@pytest.mark.parametrize(("at", "worst"), [((5, slice(None)), "token 5"), ((slice(None), 7), "channel 7")])
+def test_a_fault_of_one_token_or_channel_stands_out(at: tuple[int | slice, int | slice], worst: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    exact = torch.randn(64, 80, generator=generator, dtype=torch.float64)
+    own, wrong = (exact + 1e-6 * torch.randn(64, 80, generator=generator) for _ in range(2))
+    wrong[at] += 1e-5
+    found = measure(wrong, yardstick(exact, [own], torch.float32))
+    assert found.ratio > FACTOR and found.worst == worst
+
+
+def test_what_is_exact_must_be_exact_and_masks_must_agree() -> None:
+    exact = torch.randn(4, 6, dtype=torch.float64)
+    exact[0, 1:3] = torch.finfo(torch.float64).min
+    own = exact.clone()
+    own[0, 1:3] = torch.finfo(torch.float32).min
+    known = yardstick(exact, [own.float().double()], torch.float32)
+    assert measure(own.float(), known).ratio < 1
+    unmasked = own.float()
+    unmasked[0, 1] = 0.0
+    assert measure(unmasked, known).ratio == float("inf")
+    wrong = own.float()
+    wrong[3, 5] = float("nan")
+    assert not measure(wrong, known).is_same

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -54,11 +55,12 @@ class _Part:
     family: int
     tensor: BoundTensor
     ndim: int
+    is_mixed: bool
 
     @property
     def scope(self) -> tuple[str, int]:
         """The block of a layer that works on one family's axes: by the layer's path and the family."""
-        return self.owner.rpartition("*")[0], self.family
+        return self.owner.partition("*")[0], self.family
 
 
 @dataclass
@@ -116,7 +118,11 @@ def _network(model: Model) -> Any:
 
     from verify.model import model_class
 
-    settings = {key: value for key, value in model.config.items() if key not in {"transformers_version", "architectures"}}
+    settings = {
+        key: _with_floats(value)
+        for key, value in model.config.items()
+        if key not in {"transformers_version", "architectures"}
+    }
     try:
         config = transformers.AutoConfig.for_model(**settings)
         cls = model_class(model.config)
@@ -127,8 +133,15 @@ def _network(model: Model) -> Any:
         raise PlanError(f"transformers cannot build a model of type '{model.config.get('model_type')}': {text}") from None
 
 
+def _with_floats(value: Any) -> Any:
+    """A setting with the infinities that JSON cannot say, which transformers writes as ``{"__float__": "Infinity"}``."""
+    if isinstance(value, dict):
+        return float(value["__float__"]) if value.keys() == {"__float__"} else {k: _with_floats(v) for k, v in value.items()}
+    return [_with_floats(item) for item in value] if isinstance(value, list) else value
+
+
 def _parts(model: Model, network: Any, degree: int | None) -> Iterator[_Part]:
-    """The parameters that the rules split, one for all layers. One that lies differently from layer to layer is left out."""
+    """The parameters that the rules split, one for all layers; left out, if some layer's is not split."""
     from verify.model import placements
 
     tensors = {tensor.name: tensor for tensor in model.tensors}
@@ -140,9 +153,9 @@ def _parts(model: Model, network: Any, degree: int | None) -> Iterator[_Part]:
         found[generic] |= {_kind(model, source, degree) for source in sources}
         first.setdefault(generic, (sources[0], len(placed.shape)))
     for generic, kinds in found.items():
-        if len(kinds) == 1 and (kind := next(iter(kinds))) is not None:
-            tensor, ndim = first[generic]
-            yield _Part(generic, generic.rpartition(".")[0], *kind, tensor, ndim)
+        known = sorted(kind for kind in kinds if kind is not None)
+        if len(known) == len(kinds) and len({kind for kind, _ in known}) == 1:
+            yield _Part(generic, generic.rpartition(".")[0], *known[0], *first[generic], len(known) > 1)
 
 
 def _kind(model: Model, tensor: BoundTensor, degree: int | None) -> tuple[str, int] | None:
@@ -200,27 +213,57 @@ def _plan_vocabulary(draft: _Draft, network: Any, parts: list[_Part]) -> None:
     """Embeddings by their rows, LM heads by their outputs; where they are tied, both or neither."""
     from torch import nn
 
+    for owners in _tied(network, {part.owner for part in parts}):
+        styles: dict[str, str] = {}
+        for owner in sorted(owners):
+            modules = [module for _, module in _modules(network, owner)]
+            if _is_used_directly(network, owner):
+                draft.whole |= dict.fromkeys(owners, f"the model's code uses the weight of {owner} itself")
+            elif all(isinstance(module, nn.Embedding) for module in modules):
+                styles[owner] = "embedding_rowwise"
+            elif _is_linear(network, owner):
+                styles[owner] = "colwise_gather_output"
+            else:
+                draft.whole |= dict.fromkeys(owners, f"{type(modules[0]).__name__} has a parameter of it, too")
+        if styles.keys() == owners:
+            draft.styles |= styles
+
+
+def _tied(network: Any, owners: set[str]) -> list[set[str]]:
+    """The modules that share parameters with these, in groups."""
     users: dict[int, set[str]] = defaultdict(set)
     for name, module in network.named_modules():
         for parameter in module._parameters.values():
             if parameter is not None:
                 users[id(parameter)].add(_generic(name))
-    together = {owner: {owner} for part in parts for owner in [part.owner]}
-    for owner in together:
-        for shared in users.values():
-            together[owner] |= shared if owner in shared else set()
-    for owners in together.values():
-        styles: dict[str, str] = {}
-        for owner in sorted(owners):
-            modules = [module for _, module in _modules(network, owner)]
-            if all(isinstance(module, nn.Embedding) for module in modules):
-                styles[owner] = "embedding_rowwise"
-            elif _is_linear(network, owner):
-                styles[owner] = "colwise_gather_output"
-            else:
-                draft.whole |= dict.fromkeys(owners, f"a parameter of it is {type(modules[0]).__name__}'s, too")
-        if styles.keys() == owners:
-            draft.styles |= styles
+    groups: list[set[str]] = []
+    for owner in sorted(owners):
+        group = {owner}
+        while more := set().union(*(shared for shared in users.values() if shared & group)) - group:
+            group |= more
+        if group not in groups:
+            groups.append(group)
+    return groups
+
+
+def _is_used_directly(network: Any, owner: str) -> bool:
+    """Whether the model's code works with the weight of a linear layer or an embedding instead of calling it."""
+    import re
+    import sys
+
+    modules = {type(module).__module__ for _, module in network.named_modules()}
+    sources = [_source(name) for name in modules if name.startswith("transformers.models.") and name in sys.modules]
+    child = re.escape(owner.rpartition(".")[2])
+    pattern = re.compile(rf"\bself(?:\.\w+)*\.{child}\.weight\b(?!\.(?:device|dtype|shape|size))(?!\s*=[^=])")
+    return any(pattern.search(source) for source in sources)
+
+
+@lru_cache(maxsize=8)
+def _source(module: str) -> str:
+    import inspect
+    import sys
+
+    return inspect.getsource(sys.modules[module])
 
 
 def _plan_experts(draft: _Draft, network: Any, owner: str, parts: list[_Part]) -> None:
@@ -265,14 +308,15 @@ def _plan_block(draft: _Draft, model: Model, network: Any, parts: list[_Part], d
     linear: dict[str, list[_Part]] = defaultdict(list)
     others: dict[str, _Part] = {}
     for part in parts:
-        if _is_linear(network, part.owner):
+        if _is_linear(network, part.owner) and not _is_used_directly(network, part.owner):
             linear[part.owner].append(part)
         else:
             others.setdefault(part.owner if part.name.rpartition(".")[2] == "weight" else part.name, part)
     kinds = {owner: next((p.kind for p in found if p.kind != "vector"), "vector") for owner, found in linear.items()}
     why = _why_not_local(draft, model, network, linear, kinds, others, degree)
     for name in others:
-        draft.whole[name] = "no linear layer"
+        used = _is_linear(network, others[name].owner)
+        draft.whole[name] = "the model's code uses its weight itself" if used else "no linear layer"
     for owner, kind in kinds.items():
         if kind == "vector":
             continue
@@ -290,6 +334,8 @@ def _why_not_local(
     others: Mapping[str, _Part], degree: int | None,
 ) -> str | None:  # fmt: skip
     """Why a rank's part of the vector between two linear layers is not enough for the model's code; None if it is."""
+    if any(part.is_mixed for found in linear.values() for part in found):
+        return "it lies differently from layer to layer"
     if others:
         return f"{min(others)} would need its part of what is between"
     if {"column", "row"} - set(kinds.values()):

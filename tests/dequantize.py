@@ -140,8 +140,8 @@ def _exponents(rng: Rng, *shape: int, dtype: str = "U8") -> Stored:
 def _gptq(bits: int, size: int, act_order: bool = False, bias: int = 1, **settings: Any) -> Method:
     """GPTQ: AutoGPTQ, auto_gptq/nn_modules/qlinear/qlinear_cuda_old.py (``pack`` and ``forward``).
 
-    ``weight[i, o] = scales[g, o] * (qweight[i, o] - (qzeros[g, o] + 1))`` with ``g = g_idx[i]``; GPTQModel's "gptq_v2" does
-    not add the one.
+    ``weight[i, o] = scales[g, o] * (qweight[i, o] - (qzeros[g, o] + 1))`` with ``g = g_idx[i]``; GPTQModel's "gptq_v2"
+    does not add the one.
     """
 
     def encode(rng: Rng, shape: tuple[int, ...]) -> dict[str, Stored]:
@@ -209,8 +209,8 @@ def _packed(bits: int, size: int | None, symmetric: bool = True, actorder: str |
     """compressed-tensors "pack-quantized": compressors/pack_quantized/base.py and helpers.py;
     quantization/lifecycle/forward.py.
 
-    Numbers are stored with ``2 ** (bits - 1)`` added, ``weight = scale * (number - zero_point)``. Zero points are packed along
-    the output. ``weight_shape`` is the whole model's on every rank and not needed.
+    Numbers are stored with ``2 ** (bits - 1)`` added, ``weight = scale * (number - zero_point)``. Zero points are packed
+    along the output. ``weight_shape`` is the whole model's on every rank and not needed.
     """
     half = 2 ** (bits - 1)
 
@@ -405,7 +405,8 @@ def _gpt_oss() -> Method:
 
 
 _FLOAT = {"num_bits": 8, "type": "float", "symmetric": True}
-_CT_ACTIVATIONS = (".input_scale",)
+_INPUT = (".input_scale",)
+_COMPRESSED_FP4 = (".weight_packed", ".weight_scale", ".weight_global_scale")
 _MODELOPT = {"quant_method": "modelopt", "ignore": ["lm_head"]}
 _NV_WEIGHTS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 _MX_WEIGHTS = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
@@ -415,9 +416,16 @@ def _linear(weights: dict[str, Any], layout: str) -> dict[str, Any]:
     return _groups({"targets": ["Linear"], "weights": weights}, layout)
 
 
+_QUARK_FP8 = {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}
+_QUARK_FP4 = {"weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32}}
+_INT8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
+_BLOCKS = {**_FLOAT, "strategy": "block", "block_structure": [16, 32]}
+_NVFP4 = {**_MODELOPT, "quant_algo": "NVFP4"}
+_FP8 = {"quant_method": "fp8", "activation_scheme": "static"}
+
 METHODS: dict[str, Method] = {
     "gptq": _gptq(4, 16),
-    "gptq-8": _gptq(8, 16, bias=1),
+    "gptq-8": _gptq(8, 16),
     "gptq-v2": _gptq(4, 16, bias=0, checkpoint_format="gptq_v2"),
     "gptq-act-order": _gptq(4, 8, act_order=True),
     "gptq-one-group": _gptq(4, -1),
@@ -426,36 +434,39 @@ METHODS: dict[str, Method] = {
     "packed-4": _packed(4, 32),
     "packed-4-zeros": _packed(4, 16, symmetric=False),
     "packed-4-act-order": _packed(4, 8, actorder="group"),
-    "packed-4-static-order": _packed(4, 16),
     "packed-8-channel-zeros": _packed(8, None, symmetric=False),
-    "int8": _scaled(_linear({"num_bits": 8, "type": "int", "strategy": "channel"}, "int-quantized"), "out 1", dtype="I8"),
-    "int8-zeros": _scaled(
-        _linear({"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": False}, "int-quantized"),
-        "out 1", dtype="I8", zero=True,
-    ),
-    "float8-tensor": _scaled(_linear({**_FLOAT, "strategy": "tensor"}, "float-quantized"), "1", extra=_CT_ACTIVATIONS),
+    "int8": _scaled(_linear(_INT8, "int-quantized"), "out 1", dtype="I8"),
+    "int8-zeros": _scaled(_linear({**_INT8, "symmetric": False}, "int-quantized"), "out 1", dtype="I8", zero=True),
+    "float8-tensor": _scaled(_linear({**_FLOAT, "strategy": "tensor"}, "float-quantized"), "1", extra=_INPUT),
     "float8-channel": _scaled(_linear({**_FLOAT, "strategy": "channel"}, "float-quantized"), "out 1"),
-    "float8-block": _scaled(
-        _linear({**_FLOAT, "strategy": "block", "block_structure": [16, 32]}, "float-quantized"), "block", block=(16,
-        32) ), "compressed-nvfp4": _fp4( _linear(_NV_WEIGHTS, "nvfp4-pack-quantized"), (".weight_packed",
-        ".weight_scale", ".weight_global_scale"), 16 ), "compressed-mxfp4": _fp4(_linear(_MX_WEIGHTS,
-        "mxfp4-pack-quantized"), (".weight_packed", ".weight_scale", ""), 32), "fp8-block": _scaled( {"quant_method":
-        "fp8", "fmt": "e4m3", "weight_block_size": [32, 16]}, "block", scale=".weight_scale_inv", block=(32, 16) ),
-        "fp8-tensor": _scaled( {"quant_method": "fp8", "activation_scheme": "static"}, "", scale=".weight_scale_inv",
-        extra=(".activation_scale",) ), "fp8-static": _scaled({"quant_method": "fp8", "activation_scheme": "static"},
-        "1", extra=(".input_scale",)), "fbgemm": _scaled({"quant_method": "fbgemm_fp8", "activation_scale_ub":
-        1200.0}, "out 1"), "modelopt-fp8": _scaled({**_MODELOPT, "quant_algo": "FP8"}, "", extra=(".input_scale",)),
-        "modelopt-fp8-channel": _scaled({**_MODELOPT, "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, "out"),
-        "modelopt-fp8-block": _scaled({**_MODELOPT, "quant_algo": "FP8_PB_WO"}, "block 4", block=(128, 128)),
-        "modelopt-nvfp4": _fp4({**_MODELOPT, "quant_algo": "NVFP4"}, (".weight", ".weight_scale", ".weight_scale_2"),
-        16), "modelopt-int4-awq": _int4_awq(16), "no-config-fp8": _scaled({}, "", extra=(".input_scale",)),
-        "quark-fp8": _scaled( {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3",
-        "qscheme": "per_tensor"}}}, "", extra=(".input_scale", ".output_scale"), ), "quark-mxfp4": _fp4(
-        {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp4", "qscheme": "per_group",
-        "group_size": 32}}}, (".weight", ".weight_scale", ""), 32, ), "bitsandbytes-int8": _scaled({"quant_method":
-        "bitsandbytes", "load_in_8bit": True}, "out", scale=".SCB", dtype="I8"), "gpt-oss": _gpt_oss(),
-        "fused-fp8-block": _fused_fp8({"quant_method": "fp8", "weight_block_size": [16, 32]}, "block", "_scale_inv",
-        (16, 32)), "fused-fp8-expert": _fused_fp8({"quant_method": "fp8"}, "expert", "_scale_inv"), "fused-fbgemm":
-        _fused_fp8({"quant_method": "fbgemm_fp8"}, "1 out", "_scale"), "fused-modelopt-fp8": _fused_fp8({**_MODELOPT,
-        "quant_algo": "FP8"}, "", "_weight_scale"), "fused-modelopt-nvfp4": _fp4({**_MODELOPT, "quant_algo": "NVFP4"},
-        ("", "_weight_scale", "_weight_scale_2"), 16, input_first=True), }  # fmt: skip
+    "float8-block": _scaled(_linear(_BLOCKS, "float-quantized"), "block", block=(16, 32)),
+    "compressed-nvfp4": _fp4(_linear(_NV_WEIGHTS, "nvfp4-pack-quantized"), _COMPRESSED_FP4, 16),
+    "compressed-mxfp4": _fp4(_linear(_MX_WEIGHTS, "mxfp4-pack-quantized"), (".weight_packed", ".weight_scale", ""), 32),
+    "fp8-block": _scaled(
+        {"quant_method": "fp8", "weight_block_size": [32, 16]}, "block", scale=".weight_scale_inv", block=(32, 16)
+    ),
+    "fp8-tensor": _scaled(_FP8, "", scale=".weight_scale_inv", extra=(".activation_scale",)),
+    "fp8-static": _scaled(_FP8, "1", extra=_INPUT),
+    "fbgemm": _scaled({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, "out 1"),
+    "modelopt-fp8": _scaled({**_MODELOPT, "quant_algo": "FP8"}, "", extra=_INPUT),
+    "modelopt-fp8-channel": _scaled({**_MODELOPT, "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, "out"),
+    "modelopt-fp8-block": _scaled({**_MODELOPT, "quant_algo": "FP8_PB_WO"}, "block 4", block=(128, 128)),
+    "modelopt-nvfp4": _fp4(_NVFP4, (".weight", ".weight_scale", ".weight_scale_2"), 16),
+    "modelopt-int4-awq": _int4_awq(16),
+    "no-config-fp8": _scaled({}, "", extra=_INPUT),
+    "quark-fp8": _scaled({"quant_method": "quark", "global_quant_config": _QUARK_FP8}, "", extra=(".output_scale",)),
+    "quark-mxfp4": _fp4(
+        {"quant_method": "quark", "global_quant_config": _QUARK_FP4}, (".weight", ".weight_scale", ""), 32
+    ),
+    "bitsandbytes-int8": _scaled(
+        {"quant_method": "bitsandbytes", "load_in_8bit": True}, "out", scale=".SCB", dtype="I8"
+    ),
+    "gpt-oss": _gpt_oss(),
+    "fused-fp8-block": _fused_fp8(
+        {"quant_method": "fp8", "weight_block_size": [16, 32]}, "block", "_scale_inv", (16, 32)
+    ),
+    "fused-fp8-expert": _fused_fp8({"quant_method": "fp8"}, "expert", "_scale_inv"),
+    "fused-fbgemm": _fused_fp8({"quant_method": "fbgemm_fp8"}, "1 out", "_scale"),
+    "fused-modelopt-fp8": _fused_fp8({**_MODELOPT, "quant_algo": "FP8"}, "", "_weight_scale"),
+    "fused-modelopt-nvfp4": _fp4(_NVFP4, ("", "_weight_scale", "_weight_scale_2"), 16, input_first=True),
+}

@@ -35,9 +35,6 @@ if TYPE_CHECKING:
 Progress = Callable[[str], None]
 """Called with what is being done."""
 
-DRAWS = 7
-"""How often the rounding of the original in its own dtype is drawn again."""
-
 _PATIENCE = timedelta(hours=24)  # for the original's run, in which the other ranks have nothing to do
 
 
@@ -49,7 +46,8 @@ def _no_progress(message: str) -> None:
 class ForwardOptions:
     """What to run. ``dtype`` is ``float32``, ``bfloat16`` or ``float16``, by default that of the checkpoint.
 
-    ``batch`` x ``seq`` random tokens from ``seed``, or those of ``prompt``. ``timeout`` is in seconds, of one collective.
+    ``batch`` x ``seq`` random tokens from ``seed``, or those of ``prompt``. ``timeout`` is in seconds, of one collective. ``draws`` is
+    how often the rounding of the original in its own dtype is drawn again.
     """
 
     device: str = "auto"
@@ -61,6 +59,7 @@ class ForwardOptions:
     backward: bool = False
     streamed: bool = False
     timeout: float = 300.0
+    draws: int = 7
 
 
 @dataclass(frozen=True)
@@ -360,7 +359,7 @@ def _run_original(job: _Job, device: torch.device) -> _Reference:
     exact, exact_grads = _run_whole(loaded, ids.to(device), job, None, 0)
     del loaded
     loaded = load_original(job.original, job.original_config, job.plan, job.dtype, {"": device})
-    draws = [_run_whole(loaded, ids.to(device), job, exact.chosen, draw) for draw in range(DRAWS + 1)]
+    draws = [_run_whole(loaded, ids.to(device), job, exact.chosen, draw) for draw in range(job.options.draws + 1)]
     own = draws[0][0]
     logits = _vocabulary_output(exact.states, job)
     return _Reference(

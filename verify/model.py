@@ -125,6 +125,7 @@ def _from_pretrained(cls: Any, folder: Path, dtype: torch.dtype, more: Mapping[s
                 attn_implementation="eager",
                 experts_implementation="eager",
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are listed then, and an error of ours
                 local_files_only=True,
                 **more,
             )

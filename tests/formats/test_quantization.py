@@ -31,6 +31,9 @@ def packed(strategy: str, layout: str = "pack-quantized", **weights) -> dict:
     return {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}}
 
 
+NV = packed("tensor_group", "nvfp4-pack-quantized", type="float", group_size=16)
+
+
 @pytest.mark.parametrize(
     "name, settings, dtype, found, expected",
     [
@@ -40,7 +43,8 @@ def packed(strategy: str, layout: str = "pack-quantized", **weights) -> dict:
         ("p.g_idx", GPTQ, "I32", (2048,), "p.weight: in"),
         ("p.scales", GPTQ | {"desc_act": True}, "F16", (16, 4096), "p.weight: groups_in -> out"),
         ("p.scales", GPTQ | {"group_size": -1, "desc_act": True}, "F16", (1, 4096), "p.weight: 1 -> out"),
-        ("p.scales", GPTQ | {"dynamic": {"-:x": {}, "+:p": {"group_size": 64}}}, "F16", (32, 4096), "p.weight: in/64 -> out"),
+        ("p.scales", GPTQ | {"dynamic": {"-:x": {}, "+:p": {"group_size": 64}}}, "F16", (32, 4096),
+         "p.weight: in/64 -> out"),
         ("p.qweight", {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"}, "I32", (2048, 512),
          "p.weight: in -> out/8"),
         ("p.qweight", AWQ, "I32", (2048, 512), "p.weight: in -> out/8"),
@@ -51,16 +55,17 @@ def packed(strategy: str, layout: str = "pack-quantized", **weights) -> dict:
         ("p.weight_shape", packed("group", group_size=32), "I32", (2,), "p.weight: 2"),
         ("p.weight_zero_point", packed("group", group_size=128), "I32", (512, 16), "p.weight: out/8 in/128"),
         ("p.weight_zero_point", packed("channel", "int-quantized", num_bits=8), "I8", (4096, 1), "p.weight: out 1"),
-        ("p.weight_scale", packed("group", group_size=128, actorder="group"), "F16", (4096, 16), "p.weight: out groups_in"),
+        ("p.weight_scale", packed("group", group_size=128, actorder="group"), "F16", (4096, 16),
+         "p.weight: out groups_in"),
         ("p.weight_scale", packed("tensor", "float-quantized", type="float", num_bits=8), "F32", (1,), "p.weight: 1"),
         ("p.weight_scale", packed("block", "float-quantized", type="float", num_bits=8, block_structure=[128, 128]),
          "F32", (32, 16), "p.weight: out/128 in/128"),
-        ("p.weight_packed", packed("tensor_group", "nvfp4-pack-quantized", type="float", group_size=16), "U8", (4096, 1024),
+        ("p.weight_packed", NV, "U8", (4096, 1024),
          "p.weight: out in/2"),
-        ("p.weight_scale", packed("tensor_group", "nvfp4-pack-quantized", type="float", group_size=16), "F8_E4M3", (4096, 128),
+        ("p.weight_scale", NV, "F8_E4M3", (4096, 128),
          "p.weight: out in/16"),
-        ("p.weight_global_scale", packed("tensor_group", type="float", group_size=16), "F32", (1,), "p.weight: 1"),
-        ("p.input_global_scale", packed("tensor_group", type="float", group_size=16), "F32", (1,), "p.weight: 1"),
+        ("p.weight_global_scale", NV, "F32", (1,), "p.weight: 1"),
+        ("p.input_global_scale", NV, "F32", (1,), "p.weight: 1"),
         ("l.self_attn.k_scale", packed("channel"), "BF16", (1,), "l.self_attn.o_proj.weight: 1"),
         # DeepSeek V3, Qwen 3, MiniMax M2
         ("p.weight_scale_inv", FP8, "F32", (32, 16), "p.weight: out/128 in/128"),
@@ -75,7 +80,8 @@ def packed(strategy: str, layout: str = "pack-quantized", **weights) -> dict:
         ("p.weight_scale", {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8_PB_WO"}}, "F32",
          (32, 1, 16, 1), "p.weight: out/128 1 in/128 1"),
         ("p.weight_scale", {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION",
-                            "quantized_layers": {"p": {"quant_algo": "W4A8_AWQ", "group_size": 128}}}, "F32", (4096, 16),
+                            "quantized_layers": {"p": {"quant_algo": "W4A8_AWQ", "group_size": 128}}}, "F32",
+         (4096, 16),
          "p.weight: out in/128"),
     ],
 )  # fmt: skip
@@ -111,6 +117,6 @@ def test_what_belongs_to_nothing(name):
 def test_a_refusal_says_why_and_what_to_do():
     settings = {"quantization_config": GPTQ | {"bits": 3}}
     assert companion("p.weight", settings, "BF16") is None
-    with pytest.raises(PlanError, match="tensor 'p.qweight' cannot be split: values of 3 bits run across") as error:
+    with pytest.raises(PlanError, match=r"tensor 'p\.qweight' cannot be split: values of 3 bits run across") as error:
         companion("p.qweight", settings, "I32")
     assert error.value.hint == "take a checkpoint of 4 or 8 bits"

@@ -34,23 +34,31 @@ def model(packing: str, block: int | None) -> tuple[dict, Weights, Weights]:
     hidden, ff, heads, kv = 2 * unit, 12 * unit, 8 * unit, 4 * unit
     config = {
         "hidden_size": hidden, "intermediate_size": ff, "num_hidden_layers": 1, "num_attention_heads": 8,
-        "num_key_value_heads": 4, "head_dim": unit, "vocab_size": 37, "tie_word_embeddings": False, }  # fmt: skip
-        plain = {"model.embed_tokens": (37, hidden), "model.norm": (hidden,), "lm_head": (37, hidden)} attention =
-        {"q_proj": (heads, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, heads)} if
-        packing == "column and row": config["model_type"] = "llama" mlp = {"mlp.gate_proj": (ff, hidden),
-        "mlp.up_proj": (ff, hidden), "mlp.down_proj": (hidden, ff)} elif packing == "packed": config["model_type"] =
-        "phi3" attention = {"qkv_proj": (heads + 2 * kv, hidden), "o_proj": (hidden, heads)} mlp =
-        {"mlp.gate_up_proj": (2 * ff, hidden), "mlp.down_proj": (hidden, ff)} elif packing == "experts by name":
-        config |= {"model_type": "qwen3_moe", "num_experts": 3, "moe_intermediate_size": ff} shapes = {"gate_proj":
-        (ff, hidden), "up_proj": (ff, hidden), "down_proj": (hidden, ff)} mlp = {f"mlp.experts.{expert}.{name}": shape
-        for expert in range(3) for name, shape in shapes.items()} plain["model.layers.0.mlp.gate"] = (3, hidden) else:
-        config |= {"model_type": "gpt_oss", "num_local_experts": 3} plain |= {f"model.layers.0.self_attn.{name}":
-        shape for name, shape in attention.items()} fused = {"gate_up_proj": (3, 2 * ff, hidden), "down_proj": (3,
-        hidden, ff)} named = {f"model.layers.0.mlp.experts.{name}": shape for name, shape in fused.items()} return
-        config, named, {f"{name}.weight": shape for name, shape in plain.items()} quantized =
-        {f"model.layers.0.self_attn.{name}.weight": shape for name, shape in attention.items()} quantized |=
-        {f"model.layers.0.{name}.weight": shape for name, shape in mlp.items()} return config, quantized,
-        {f"{name}.weight": shape for name, shape in plain.items()}
+        "num_key_value_heads": 4, "head_dim": unit, "vocab_size": 37, "tie_word_embeddings": False,
+    }  # fmt: skip
+    plain = {"model.embed_tokens": (37, hidden), "model.norm": (hidden,), "lm_head": (37, hidden)}
+    attention = {"q_proj": (heads, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, heads)}
+    if packing == "column and row":
+        config["model_type"] = "llama"
+        mlp = {"mlp.gate_proj": (ff, hidden), "mlp.up_proj": (ff, hidden), "mlp.down_proj": (hidden, ff)}
+    elif packing == "packed":
+        config["model_type"] = "phi3"
+        attention = {"qkv_proj": (heads + 2 * kv, hidden), "o_proj": (hidden, heads)}
+        mlp = {"mlp.gate_up_proj": (2 * ff, hidden), "mlp.down_proj": (hidden, ff)}
+    elif packing == "experts by name":
+        config |= {"model_type": "qwen3_moe", "num_experts": 3, "moe_intermediate_size": ff}
+        shapes = {"gate_proj": (ff, hidden), "up_proj": (ff, hidden), "down_proj": (hidden, ff)}
+        mlp = {f"mlp.experts.{expert}.{name}": shape for expert in range(3) for name, shape in shapes.items()}
+        plain["model.layers.0.mlp.gate"] = (3, hidden)
+    else:
+        config |= {"model_type": "gpt_oss", "num_local_experts": 3}
+        plain |= {f"model.layers.0.self_attn.{name}": shape for name, shape in attention.items()}
+        fused = {"gate_up_proj": (3, 2 * ff, hidden), "down_proj": (3, hidden, ff)}
+        named = {f"model.layers.0.mlp.experts.{name}": shape for name, shape in fused.items()}
+        return config, named, {f"{name}.weight": shape for name, shape in plain.items()}
+    quantized = {f"model.layers.0.self_attn.{name}.weight": shape for name, shape in attention.items()}
+    quantized |= {f"model.layers.0.{name}.weight": shape for name, shape in mlp.items()}
+    return config, quantized, {f"{name}.weight": shape for name, shape in plain.items()}
 
 
 def names_of(weight: str, suffixes: dict | list) -> dict[str, str]:
@@ -105,7 +113,7 @@ def dequantize(folder: Path, method: Method, ends: dict[str, list[str]], input_f
 
 def parts(config: dict, full: dict[str, np.ndarray], degree: int) -> list[dict[str, np.ndarray]]:
     """What each rank holds of weights that are not quantized, by the rules of the weights themselves."""
-    architecture = find_architecture(config, Path("."))
+    architecture = find_architecture(config, Path())
     tensors = [FullTensor(name, "F32", whole.shape, "here") for name, whole in full.items()]
     plan = make_plan(bind(architecture, config, tensors), Mesh((("tp", degree),)))
     cut = []
@@ -251,12 +259,12 @@ def test_groups_of_modules_with_schemes_of_their_own(tmp_path):
 
 
 REFUSED = {
-    "3 bits": ({"quant_method": "gptq", "bits": 3}, "qweight", "I32", "values of 3 bits run across the 32-bit integers"),
+    "3 bits": ({"quant_method": "gptq", "bits": 3}, "qweight", "I32", "values of 3 bits run across"),
     "marlin": ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "B", "I32", "GPTQ in the 'marlin' format"),
     "gemv": ({"quant_method": "awq", "version": "gemv"}, "qweight", "I32", "AWQ version 'gemv'"),
     "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "weight.absmax", "F32", "one flat run of blocks"),
     "sparse": ({"quant_method": "compressed-tensors", "format": "sparse-24-bitmask",
-                "config_groups": {"a": {"targets": ["Linear"], "weights": {}}}}, "bitmask", "U8", "keeps sparse values"),
+                "config_groups": {"a": {"targets": ["Linear"], "weights": {}}}}, "bitmask", "U8", "keeps sparse"),
 }  # fmt: skip
 
 

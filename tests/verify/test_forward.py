@@ -31,6 +31,7 @@ MODELS = [name for name in zoo.ZOO if name not in UNSUPPORTED]
 KINDS = ["llama-biases", "llama-tied", "qwen3", "olmo2", "phi3", "gpt_neox", "gpt2", "bloom", "falcon-7b", "gemma3_text", "stablelm-norms",
          "mixtral", "gpt_oss", "deepseek_v3", "bert"]  # fmt: skip
 
+QUICK = ForwardOptions(seq=24, draws=4)
 Pairs = Callable[..., list[tuple[Source, Source]]]
 
 
@@ -68,21 +69,21 @@ def show(report: ForwardReport) -> list[tuple[str, str, float]]:
 def test_correct_shards_are_the_same_model(names: list[str], tp: int, dtype: str, pairs: Pairs) -> None:
     """At 8 ranks two share each KV head; vocabularies are padded where they do not divide."""
     names = [name for name in names if tp in zoo.ZOO[name].degrees]
-    for name, report in zip(names, run_forwards(pairs(names, tp, dtype)), strict=True):
+    for name, report in zip(names, run_forwards(pairs(names, tp, dtype), QUICK), strict=True):
         assert report.is_same, (name, show(report))
         assert report.first is None
         assert (report.ranks, report.dtype) == (tp, dtype)
         assert len(report.layers) >= 5, name
-        assert report.layers[0].error == 0 or "embedding" not in report.layers[0].name or "gemma" in name or tp > 1
 
 
 @pytest.mark.parametrize(("tp", "dtype"), [(2, "bfloat16"), (8, "float32")])
 def test_gradients_are_those_of_the_original(tp: int, dtype: str, pairs: Pairs) -> None:
-    options = ForwardOptions(backward=True, seq=16)
+    options = ForwardOptions(backward=True, seq=16, draws=4)
     for name, report in zip(KINDS, run_forwards(pairs(KINDS, tp, dtype), options), strict=True):
         assert report.is_same, (name, show(report))
         tensors = pairs([name], tp, dtype)[0][0].model.tensors
-        assert {row.name for row in report.gradients} == {tensor.name for tensor in tensors}, name
+        without = {tensor.name for tensor in tensors} - {row.name for row in report.gradients}
+        assert all("correction_bias" in tensor for tensor in without), (name, without)
 
 
 def test_report_says_what_was_measured(pairs: Pairs) -> None:
@@ -157,7 +158,7 @@ def test_a_rank_that_cannot_load_is_one_error(pairs: Pairs, tmp_path: Path) -> N
     source = open_source(damaged)
     config = damaged / "rank-01-of-02" / "config.json"
     config.write_text(config.read_text().replace('"intermediate_size": 36', '"intermediate_size": 40'))
-    with pytest.raises(RankError, match="rank 1 of 2 failed: .*gate_proj.weight.* has shape .36, 80., .*40, 80") as error:
+    with pytest.raises(RankError, match=r"rank 1 of 2 failed: .*gate_proj.weight' has shape \[36, 80\], .* \[40, 80\]") as error:
         run_forward(original, source)
     assert error.value.rank == 1
 

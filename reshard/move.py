@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from formats.errors import CheckpointError, MismatchError, ReshardError
 from reshard.checksum import PartialSum
-from reshard.transfer import Region, Slab, Transfer
+from reshard.transfer import Region, Slab, Way
 
 SLAB = 4 << 20
 """Bytes of buffer for a slab: small enough to stay in a processor's cache between read, checksum and write."""
@@ -82,7 +82,7 @@ class Job:
     """A tensor to move: where each source rank has it, and where each target rank wants it (None: not)."""
 
     name: str
-    transfer: Transfer
+    transfer: Way
     sources: Sequence[SourcePlace | None]
     targets: Sequence[TargetPlace | None]
 
@@ -280,8 +280,8 @@ class _Mover:
     def _write_blocks(self, job: Job, slab: Slab, read: dict[int, Bytes], arena: _Arena) -> None:
         written = {region.rank: arena.take(region.nbytes).reshape(region.shape) for region in slab.writes}
         for copy in slab.copies:
-            block = written[copy.target][copy.target_slices]
-            block[...] = 0 if copy.source is None else read[copy.source][copy.source_slices]
+            data: Any = 0 if copy.source is None else read[copy.source][copy.source_slices]
+            written[copy.target][copy.target_slices] = data
         for region in slab.writes:
             place = job.targets[region.rank]
             assert place is not None

@@ -11,6 +11,7 @@ from typing import Any
 
 from formats.architecture import Architecture, Match
 from formats.axes import Dim, Factor, Run, Shape, Share, deal, degrees, owned, share
+from formats.blocks import block_size
 from formats.errors import NotationError, PlanError
 from formats.mesh import Mesh
 from formats.quantization import companion, shape_of
@@ -364,11 +365,11 @@ class Plan:
     def rank_sizes(self, rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
         """The sizes of the axes as ``rank`` holds them."""
         padded = _padded(sizes, self.padding)
-        shares = _shares(self.model, self.mesh, rank, padded, frozenset())
+        shares = shares_of(self.model, self.mesh, rank, padded, frozenset())
         if self.mesh.same_ranks:  # what only experts have is whole
             outside = {axis for found in self.model.axis_sets(experts=False) for axis in found}
             shares = {axis: part for axis, part in shares.items() if axis in outside}
-            shares |= _shares(self.model, self.mesh, rank, padded, self.model.expert_axes)
+            shares |= shares_of(self.model, self.mesh, rank, padded, self.model.expert_axes)
         return {axis: size // shares[axis].parts if axis in shares else size for axis, size in padded.items()}
 
 
@@ -412,7 +413,7 @@ def _owners(model: Model, mesh: Mesh, tensor: BoundTensor) -> frozenset[int] | N
     sizes = model.sizes.of(dict(tensor.indices))
     found = []
     for rank in range(mesh.size):
-        shares = _shares(model, mesh, rank, sizes, tensor.axes)
+        shares = shares_of(model, mesh, rank, sizes, tensor.axes)
         parts = [
             (index * shares[axis].parts // sizes[axis], shares[axis].index)
             for axis, index in tensor.places
@@ -434,7 +435,7 @@ def _layout(
         if owners is not None and rank not in owners:
             boxes.append(None)
             continue
-        shares = _shares(model, mesh, rank, padded_sizes, tensor.axes)
+        shares = shares_of(model, mesh, rank, padded_sizes, tensor.axes)
         try:
             runs = [owned(dim, padded_sizes, shares) for dim in tensor.rule.dims]
         except NotationError as error:
@@ -443,7 +444,7 @@ def _layout(
             ) from None
         shape = tuple(sum(run.length for run in dim) for dim in runs)
         boxes.append(Box(tuple(runs), shape))
-    dealt = {axis for axis, part in _shares(model, mesh, 0, padded_sizes, tensor.axes).items() if part.parts > 1}
+    dealt = {axis for axis, part in shares_of(model, mesh, 0, padded_sizes, tensor.axes).items() if part.parts > 1}
     parallel = frozenset(i for i, dim in enumerate(tensor.rule.dims) if dim.axes & dealt)
     _check_padding(tensor, padding)
     _check_every_element_is_owned(model.architecture, tensor, dealt)
@@ -492,7 +493,9 @@ def _factor_times(factor: Factor, axis: str) -> int:
     return _times([factor], axis) if isinstance(factor, Dim) else int(factor == axis)
 
 
-def _shares(model: Model, mesh: Mesh, rank: int, sizes: Mapping[str, int], axes: AbstractSet[str]) -> dict[str, Share]:
+def shares_of(
+    model: Model, mesh: Mesh, rank: int, sizes: Mapping[str, int], axes: AbstractSet[str]
+) -> dict[str, Share]:
     """What a rank has of each axis, in a tensor with these axes."""
     shares: dict[str, Share] = {}
     coordinates = mesh.coordinates(rank)
@@ -560,7 +563,7 @@ def _cut_block(model: Model, mesh_dim: str, degree: int, *, pad: bool, same_rank
         sizes = _padded(model.sizes.of(dict(tensor.indices)), padding)
         try:
             for rank in range(degree):
-                shares = _shares(model, mesh, rank, sizes, tensor.axes)
+                shares = shares_of(model, mesh, rank, sizes, tensor.axes)
                 for dim in tensor.rule.dims:
                     owned(dim, sizes, shares)
         except NotationError as error:
@@ -603,9 +606,9 @@ def check_degrees(model: Model, mesh: Mesh, *, pad: bool = True) -> None:
         why = refusal(model, mesh_dim, degree, pad=pad, same_ranks=mesh.same_ranks)
         valid = valid_degrees(model, mesh_dim, pad=pad, same_ranks=mesh.same_ranks)
         if why is not None:
-            raise PlanError(
-                f"--{mesh_dim} {degree} is not possible: {why}", f"valid degrees: {', '.join(map(str, valid))}"
-            )
+            refine = ", or --refine-blocks" if why.cut is not None and block_size(model.config) else ""
+            hint = f"valid degrees: {', '.join(map(str, valid))}{refine}"
+            raise PlanError(f"--{mesh_dim} {degree} is not possible: {why}", hint)
         if not _is_dealt(model, mesh_dim):
             raise PlanError(f"--{mesh_dim} {degree} is not possible: the plan deals no axis over {mesh_dim}")
 

@@ -17,6 +17,7 @@ from formats.architecture import (
     load_architecture,
     to_document,
 )
+from formats.blocks import block_size
 from formats.checkpoint import Checkpoint, fingerprint, open_checkpoint
 from formats.errors import MismatchError
 from formats.mesh import Mesh
@@ -33,6 +34,7 @@ from formats.sharded import (
 )
 from reshard.move import SourceFile, SourcePlace
 from reshard.plan import FullTensor, Model, Plan, bind, make_plan
+from reshard.regrid import with_blocks
 
 UNSPLIT = Mesh((("tp", 1),))
 
@@ -41,15 +43,17 @@ UNSPLIT = Mesh((("tp", 1),))
 class Source:
     """A checkpoint to read from.
 
-    ``plan`` says how its tensors lie on its own mesh (one rank, for a full checkpoint); ``names`` are those of all
-    tensors in the order of the original files; ``ranks`` has each rank's tensors by name; ``files`` are the files
-    these lie in, by path. ``checkpoint`` is set for a full one, ``sharded`` for a split one.
+    ``plan`` says how its tensors lie on its own mesh (one rank, for a full checkpoint); ``unsplit`` is the model of
+    the full checkpoint (of other blocks, see ``reshard.regrid``); ``names`` are those of all tensors in the order of
+    the original files; ``ranks`` has each rank's tensors by name; ``files`` are the files these lie in, by path.
+    ``checkpoint`` is set for a full one, ``sharded`` for a split one.
     """
 
     path: Path
     location: str
     commit: str | None
     plan: Plan
+    unsplit: Model
     names: tuple[str, ...]
     ranks: tuple[Mapping[str, TensorInfo], ...]
     files: Mapping[Path, SourceFile]
@@ -59,8 +63,8 @@ class Source:
 
     @property
     def model(self) -> Model:
-        """The architecture bound to the tensors."""
-        return self.plan.model
+        """The architecture bound to the tensors of the full checkpoint."""
+        return self.unsplit
 
     @property
     def manifest(self) -> Manifest | None:
@@ -90,7 +94,9 @@ class Source:
     def identity(self, plan: Plan) -> Identity:
         """What the shards of a plan for this source have in common."""
         sizes = self.model.sizes.of({})
-        return Identity(self.record.id, plan.mesh, sizes, plan.padding, plan_digest(self.rules))
+        blocks = block_size(plan.model.config)
+        refined = blocks if blocks != block_size(self.model.config) else None
+        return Identity(self.record.id, plan.mesh, sizes, plan.padding, plan_digest(self.rules), refined)
 
     def places(self, name: str) -> list[SourcePlace | None]:
         """Where each rank has a tensor."""
@@ -123,7 +129,9 @@ def open_source(
     model = bind(architecture, checkpoint.config, full, every_rule=plan_file is not None)
     files = {file.path: SourceFile(file.path, file.size) for file in checkpoint.files}
     plan = make_plan(model, UNSPLIT)
-    return Source(path, where, commit, plan, tuple(tensors), (tensors,), files, checkpoint.side_files, checkpoint, None)
+    return Source(
+        path, where, commit, plan, model, tuple(tensors), (tensors,), files, checkpoint.side_files, checkpoint, None
+    )
 
 
 def _open_sharded(path: Path, location: str, plan_file: Path | None) -> Source:
@@ -134,7 +142,8 @@ def _open_sharded(path: Path, location: str, plan_file: Path | None) -> Source:
     names = _names(sharded)
     full = [FullTensor(name, holders[name].dtype, None, holders[name].file.name) for name in names]
     model = bind(architecture, sharded.config, full, known=identity.sizes)
-    plan = make_plan(model, identity.mesh, padding=identity.padding)
+    refined = with_blocks(model, identity.blocks) if identity.blocks else model
+    plan = make_plan(refined, identity.mesh, padding=identity.padding)
     _check_shapes(sharded, plan)
     expected = {path / f.name: f.crc32 for files in manifest.ranks.values() for f in files} if manifest else {}
     files = {f.path: SourceFile(f.path, f.size, expected.get(f.path)) for rank in sharded.ranks for f in rank.files}
@@ -142,7 +151,7 @@ def _open_sharded(path: Path, location: str, plan_file: Path | None) -> Source:
         header = file.header or b""
         files[file.path].sum.add(0, len(header), crc32(header))
     ranks = tuple(rank.tensors for rank in sharded.ranks)
-    source = Source(path, location, None, plan, names, ranks, files, sharded.side_files, None, sharded)
+    source = Source(path, location, None, plan, model, names, ranks, files, sharded.side_files, None, sharded)
     if plan_digest(source.rules) != identity.plan:
         raise MismatchError(
             f"{path}: the shards were split by another plan than '{architecture.name}'",

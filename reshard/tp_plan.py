@@ -5,8 +5,8 @@ transformers splits a model by itself as it loads it: a plan names a style for e
 half of it (``packed_colwise``). What a module does between two linear layers stays the model's own code, so
 
 - ``colwise`` and ``rowwise`` leave a part of the output on each rank. That is right where the code between is
-  elementwise (an MLP), and in an attention that takes its number of heads from the tensor it is given: transformers' own
-  plan says so, or an empty line under ``[modules]`` of the architecture file does, and each rank needs KV heads of its own.
+  elementwise (an MLP), and in an attention that takes its number of heads from the tensor it is given (transformers' own
+  plan says so, or an empty line under ``[modules]`` of the architecture file), if each rank has KV heads of its own.
 - ``colwise_gather_output`` and ``rowwise_split_input`` give the code between the whole vector: right everywhere.
 - what is no linear layer (GPT-2's Conv1D, convolutions, decay rates) stays whole on every rank.
 
@@ -15,10 +15,13 @@ Needs transformers. The model is built without weights.
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +57,7 @@ class _Part:
     kind: str
     family: int
     tensor: BoundTensor
-    ndim: int
+    shape: tuple[int, ...]
     is_mixed: bool
 
     @property
@@ -68,6 +71,7 @@ class _Draft:
     """A plan that grows."""
 
     own: Mapping[str, str]
+    used: frozenset[str]
     styles: dict[str, str] = field(default_factory=dict)
     gathered: dict[str, str] = field(default_factory=dict)
     whole: dict[str, str] = field(default_factory=dict)
@@ -85,13 +89,13 @@ def transformers_plan(model: Model, degree: int | None = None) -> TransformersPl
     if any(key in model.sizes.settings for key in ("quantization_config", "compression_config")):
         raise PlanError("transformers' plan for a quantized checkpoint depends on its quantizer", "use its own plan")
     network = _network(model)
-    draft = _Draft(dict(network.tp_plan or {}))
+    draft = _Draft(dict(network.tp_plan or {}), frozenset(_used_weights(network)))
     parts = list(_parts(model, network, degree))
     blocks: dict[tuple[str, int], list[_Part]] = defaultdict(list)
     for part in parts:
         if part.tensor.rule.axes & {"vocab", *model.architecture.pad}:
             blocks["vocabulary", part.family].append(part)
-        elif part.ndim > 2 or _expert_axis_leads(model, part.tensor.rule):
+        elif len(part.shape) > 2 or _expert_axis_leads(model, part.tensor.rule):
             blocks[part.owner, -1].append(part)
         else:
             blocks[part.scope].append(part)
@@ -129,14 +133,16 @@ def _network(model: Model) -> Any:
         with torch.device("meta"):
             return cls.from_config(config) if hasattr(cls, "_model_mapping") else cls._from_config(config)
     except (KeyError, ValueError, TypeError, AttributeError, ImportError) as error:
-        text = " ".join(str(error).split())
-        raise PlanError(f"transformers cannot build a model of type '{model.config.get('model_type')}': {text}") from None
+        kind, text = model.config.get("model_type"), " ".join(str(error).split())
+        raise PlanError(f"transformers cannot build a model of type '{kind}': {text}") from None
 
 
 def _with_floats(value: Any) -> Any:
-    """A setting with the infinities that JSON cannot say, which transformers writes as ``{"__float__": "Infinity"}``."""
+    """A setting with the infinities that JSON cannot say: transformers writes ``{"__float__": "Infinity"}``."""
     if isinstance(value, dict):
-        return float(value["__float__"]) if value.keys() == {"__float__"} else {k: _with_floats(v) for k, v in value.items()}
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _with_floats(item) for key, item in value.items()}
     return [_with_floats(item) for item in value] if isinstance(value, list) else value
 
 
@@ -146,12 +152,12 @@ def _parts(model: Model, network: Any, degree: int | None) -> Iterator[_Part]:
 
     tensors = {tensor.name: tensor for tensor in model.tensors}
     found: dict[str, set[tuple[str, int] | None]] = defaultdict(set)
-    first: dict[str, tuple[BoundTensor, int]] = {}
+    first: dict[str, tuple[BoundTensor, tuple[int, ...]]] = {}
     for name, placed in placements(network, {tensor.name: tensor.shape for tensor in model.tensors}).items():
         generic = _generic(name)
         sources = [tensors[source] for source in placed.sources]
         found[generic] |= {_kind(model, source, degree) for source in sources}
-        first.setdefault(generic, (sources[0], len(placed.shape)))
+        first.setdefault(generic, (sources[0], placed.shape))
     for generic, kinds in found.items():
         known = sorted(kind for kind in kinds if kind is not None)
         if len(known) == len(kinds) and len({kind for kind, _ in known}) == 1:
@@ -206,6 +212,63 @@ def _is_linear(network: nn.Module, owner: str) -> bool:
     return all(isinstance(module, nn.Linear) for _, module in _modules(network, owner))
 
 
+# --------------------------------------------------------------------------------------------------- the model's code
+
+
+def _used_weights(network: nn.Module) -> Iterator[str]:
+    """The linear layers and embeddings whose weight the model's code works with, instead of calling them.
+
+    ``self.dt_proj.weight @ x``: a style takes effect where a module is called. Read from the source, without the
+    branches that do not hold for this model.
+    """
+    seen: set[tuple[str, type]] = set()
+    for name, module in network.named_modules():
+        for cls in type(module).__mro__:
+            if cls.__module__.startswith("transformers.models.") and (_generic(name), cls) not in seen:
+                seen.add((_generic(name), cls))
+                for path in _weights_in(_code(cls), module):
+                    yield _generic(f"{name}.{path}" if name else path)
+
+
+_NO_FORWARD = {"__init__", "_init_weights", "reset_parameters", "tie_weights"}
+_ASKS_ONLY = {"device", "dtype", "shape", "size", "ndim"}
+
+
+@cache
+def _code(cls: type) -> ast.AST:
+    return ast.parse(textwrap.dedent(inspect.getsource(cls)))
+
+
+def _weights_in(node: ast.AST, module: nn.Module) -> Iterator[str]:
+    """The paths of the submodules whose ``weight`` a piece of code reads."""
+    children: Iterable[ast.AST] = ast.iter_child_nodes(node)
+    if isinstance(node, ast.FunctionDef) and node.name in _NO_FORWARD:
+        return
+    if isinstance(node, ast.Attribute):
+        if node.attr in _ASKS_ONLY:
+            return
+        if node.attr == "weight" and isinstance(node.ctx, ast.Load) and isinstance(node.value, ast.Attribute):
+            own, _, path = ast.unparse(node.value).partition(".")
+            if own == "self" and path.replace(".", "").isidentifier():
+                yield path
+    if isinstance(node, ast.If) and (holds := _holds(node.test, module)) is not None:
+        children = node.body if holds else node.orelse
+    for child in children:
+        yield from _weights_in(child, module)
+
+
+def _holds(test: ast.expr, module: nn.Module) -> bool | None:
+    """Whether a condition on nothing but a module's own settings holds; None if it is on anything else."""
+    if {node.id for node in ast.walk(test) if isinstance(node, ast.Name)} != {"self"}:
+        return None
+    if any(isinstance(node, ast.Call) for node in ast.walk(test)):
+        return None
+    try:
+        return bool(eval(compile(ast.Expression(test), "<condition>", "eval"), {"self": module, "__builtins__": {}}))
+    except (AttributeError, TypeError, RuntimeError, KeyError, IndexError):
+        return None
+
+
 # ------------------------------------------------------------------------------------------------------- the styles
 
 
@@ -217,7 +280,7 @@ def _plan_vocabulary(draft: _Draft, network: Any, parts: list[_Part]) -> None:
         styles: dict[str, str] = {}
         for owner in sorted(owners):
             modules = [module for _, module in _modules(network, owner)]
-            if _is_used_directly(network, owner):
+            if owner in draft.used:
                 draft.whole |= dict.fromkeys(owners, f"the model's code uses the weight of {owner} itself")
             elif all(isinstance(module, nn.Embedding) for module in modules):
                 styles[owner] = "embedding_rowwise"
@@ -246,28 +309,11 @@ def _tied(network: Any, owners: set[str]) -> list[set[str]]:
     return groups
 
 
-def _is_used_directly(network: Any, owner: str) -> bool:
-    """Whether the model's code works with the weight of a linear layer or an embedding instead of calling it."""
-    import re
-    import sys
-
-    modules = {type(module).__module__ for _, module in network.named_modules()}
-    sources = [_source(name) for name in modules if name.startswith("transformers.models.") and name in sys.modules]
-    child = re.escape(owner.rpartition(".")[2])
-    pattern = re.compile(rf"\bself(?:\.\w+)*\.{child}\.weight\b(?!\.(?:device|dtype|shape|size))(?!\s*=[^=])")
-    return any(pattern.search(source) for source in sources)
-
-
-@lru_cache(maxsize=8)
-def _source(module: str) -> str:
-    import inspect
-    import sys
-
-    return inspect.getsource(sys.modules[module])
-
-
 def _plan_experts(draft: _Draft, network: Any, owner: str, parts: list[_Part]) -> None:
     """Fused experts: as transformers' own plan has them, else by their shapes."""
+    if any(_is_transposed(network, part.name) for part in parts):
+        draft.whole[owner] = "transformers does not cut what it transposes as it loads it"
+        return
     own = {name: style for name, style in draft.own.items() if name == owner or name.rpartition(".")[0] == owner}
     if own.get(owner) == "moe_tp_experts":
         draft.styles |= own
@@ -277,7 +323,7 @@ def _plan_experts(draft: _Draft, network: Any, owner: str, parts: list[_Part]) -
         dims, rule = part.tensor.rule.dims, part.tensor.rule
         packed = [dim for dim in dims if len(dim.blocks) > 1]
         by_name = any(segment == "{expert}" for segment in part.tensor.template.split("."))
-        if part.ndim != 3 or rule.arrow is not None or (packed and not _is_pair(packed[0])):
+        if len(part.shape) != 3 or rule.arrow is not None or (packed and not _is_pair(packed[0])):
             draft.whole[owner] = "transformers has no style for experts of this form"
             return
         if part.kind == "row":
@@ -291,10 +337,19 @@ def _plan_experts(draft: _Draft, network: Any, owner: str, parts: list[_Part]) -
     draft.styles |= {**styles, owner: "moe_tp_experts"}
 
 
+def _is_transposed(network: Any, name: str) -> bool:
+    """Whether transformers turns a parameter around as it loads it."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    for entry in get_model_conversion_mapping(network):
+        turns = any(type(operation).__name__ == "Transpose" for operation in getattr(entry, "operations", ()))
+        if turns and any(str(target).strip("^$") in name for target in entry.target_patterns):
+            return True
+    return False
+
+
 def _takes_routes(module: Any) -> bool:
     """Whether a module of experts is called as transformers' style for them expects: tokens, experts, weights."""
-    import inspect
-
     return list(inspect.signature(module.forward).parameters)[1:3] == ["top_k_index", "top_k_weights"]
 
 
@@ -308,7 +363,7 @@ def _plan_block(draft: _Draft, model: Model, network: Any, parts: list[_Part], d
     linear: dict[str, list[_Part]] = defaultdict(list)
     others: dict[str, _Part] = {}
     for part in parts:
-        if _is_linear(network, part.owner) and not _is_used_directly(network, part.owner):
+        if _is_linear(network, part.owner) and part.owner not in draft.used:
             linear[part.owner].append(part)
         else:
             others.setdefault(part.owner if part.name.rpartition(".")[2] == "weight" else part.name, part)
@@ -321,7 +376,7 @@ def _plan_block(draft: _Draft, model: Model, network: Any, parts: list[_Part], d
         if kind == "vector":
             continue
         if why is None:
-            packed = any(len(dim.blocks) > 1 and _is_pair(dim) for part in linear[owner] for dim in part.tensor.rule.dims)
+            packed = any(_is_pair(dim) for part in linear[owner] for dim in part.tensor.rule.dims)
             draft.styles[owner] = "rowwise" if kind == "row" else "packed_colwise" if packed else "colwise"
             draft.local_parents.add(owner.rpartition(".")[0])
         else:
@@ -341,13 +396,15 @@ def _why_not_local(
     if {"column", "row"} - set(kinds.values()):
         return "nothing takes the parts as its input" if "column" in kinds.values() else "nothing gives it parts"
     own = {owner: draft.own[owner] for owner in kinds if owner in draft.own}
-    columns = [part.tensor.rule.dims[part.tensor.rule.output_dim or 0] for owner, found in linear.items() for part in found if part.kind == "column"]
+    rules = [part.tensor.rule for found in linear.values() for part in found if part.kind == "column"]
+    columns = [rule.dims[rule.output_dim or 0] for rule in rules]
     is_plain = all(dim.axis is not None for dim in columns)
     packed = [dim for dim in columns if len(dim.blocks) > 1]
     if packed:
         if not all(_is_pair(dim) and len(dim.blocks[0].factors) == 1 for dim in packed):
             return "blocks are packed in a way that no style cuts"
-        if any(part.kind == "vector" for owner in kinds for part in linear[owner] if len(part.tensor.rule.dims[0].blocks) > 1):
+        vectors = [part.tensor.rule for found in linear.values() for part in found if part.kind == "vector"]
+        if any(len(rule.dims[0].blocks) > 1 for rule in vectors):
             return "no style cuts the bias of packed blocks"
         return None if all(dim.axis is not None or dim in packed for dim in columns) else "its blocks are packed"
     if own and not set(own.values()) <= LOCAL:
@@ -359,7 +416,9 @@ def _why_not_local(
     return None
 
 
-def _why_heads_are_cut(draft: _Draft, model: Model, linear: Mapping[str, list[_Part]], degree: int | None) -> str | None:
+def _why_heads_are_cut(
+    draft: _Draft, model: Model, linear: Mapping[str, list[_Part]], degree: int | None
+) -> str | None:
     """Attention works on parts where each rank has whole KV heads of its own."""
     families = model.architecture.families["tp"]
     number = next(part.family for found in linear.values() for part in found)

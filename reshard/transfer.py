@@ -13,6 +13,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from formats.axes import Run, merge_runs
 from formats.errors import PlanError
@@ -79,7 +80,8 @@ class Region:
         return math.prod(self.shape)
 
 
-Slices = tuple[slice, ...]
+Slices = tuple[Any, ...]
+"""An index into a numpy array: slices, or (for scales, see ``reshard.regrid``) arrays of indices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,14 @@ class Slab:
     def nbytes(self) -> int:
         """Bytes read and written."""
         return sum(region.nbytes for region in self.reads) + sum(region.nbytes for region in self.writes)
+
+
+class Way(Protocol):
+    """How a tensor goes from one layout to another."""
+
+    def slabs(self, budget: int) -> Iterator[Slab]:
+        """Steps of about ``budget`` bytes of buffer each."""
+        ...
 
 
 class Transfer:

@@ -209,8 +209,8 @@ def _packed(bits: int, size: int | None, symmetric: bool = True, actorder: str |
     """compressed-tensors "pack-quantized": compressors/pack_quantized/base.py and helpers.py;
     quantization/lifecycle/forward.py.
 
-    Numbers are stored with ``2 ** (bits - 1)`` added, ``weight = scale * (number - zero_point)``. Zero points are packed
-    along the output. ``weight_shape`` is the whole model's on every rank and not needed.
+    Numbers are stored with ``2 ** (bits - 1)`` added, ``weight = scale * (number - zero_point)``. Zero points are
+    packed along the output. ``weight_shape`` is the whole model's on every rank and not needed.
     """
     half = 2 ** (bits - 1)
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import platform
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -191,6 +194,8 @@ def _job(original: Source, shards: Source, options: ForwardOptions) -> _Job:
         raise CheckpointError(f"{original.path} is split: the forward needs the full checkpoint that it is compared with")
     if shards.sharded is None:
         raise CheckpointError(f"{shards.path} is a full checkpoint, not shards", "give the folder that 'reshard split' wrote")
+    if options.streamed and options.backward:
+        raise ReshardError("--streamed and --backward cannot be had together: gradients need the whole model at once")
     dims = {name for name, degree in shards.plan.mesh.degrees if degree > 1}
     if dims - {"tp"}:
         raise ReshardError(f"{shards.path}: the forward of a mesh of {shards.plan.mesh} is not known, only of tp")
@@ -279,9 +284,13 @@ def _run_job(job: _Job, device: torch.device, patient: dist.ProcessGroup | None)
     reference = _shared(dataclasses.replace(original, gradients={}) if original else None, patient)
     rank = Rank(job.plan, dist.get_rank(), job.modules, job.config)
     folder = job.shards / job.plan.mesh.folder(rank.rank)
-    loaded = load_rank(folder, rank, job.dtype, device, None)
+    offload = tempfile.TemporaryDirectory(prefix="reshard-offload-") if job.options.streamed else None
+    loaded = load_rank(folder, rank, job.dtype, device, None, offload=Path(offload.name) if offload else None)
     ids = reference.ids.to(device)
-    trace = run(loaded.model, ids, _places(loaded, job.plan), reference.chosen, grad=job.options.backward)
+    feed = {name: known.exact for name, known in reference.states.items()} if job.options.streamed else None
+    trace = run(
+        loaded.model, ids, _places(loaded, job.plan), reference.chosen, grad=job.options.backward, feed=feed
+    )
     rows = _compare(trace.states, reference)
     gradients = _backward(loaded, trace, ids, job, original, patient) if job.options.backward else ()
     logits = None
@@ -351,15 +360,12 @@ def _places(loaded: Loaded, plan: Plan) -> Places:
 
 
 def _run_original(job: _Job, device: torch.device) -> _Reference:
-    from verify.model import load_original
-
     started = time.monotonic()
-    loaded = load_original(job.original, job.original_config, job.plan, job.exact_dtype, {"": device})
-    ids = _random_ids(loaded.model, job) if job.ids is None else job.ids
-    exact, exact_grads = _run_whole(loaded, ids.to(device), job, None, 0)
-    del loaded
-    loaded = load_original(job.original, job.original_config, job.plan, job.dtype, {"": device})
-    draws = [_run_whole(loaded, ids.to(device), job, exact.chosen, draw) for draw in range(job.options.draws + 1)]
+    with _original(job, job.exact_dtype, device) as loaded:
+        ids = _random_ids(loaded.model, job) if job.ids is None else job.ids
+        exact, exact_grads = _run_whole(loaded, ids.to(device), job, None, 0)
+    with _original(job, job.dtype, device) as loaded:
+        draws = [_run_whole(loaded, ids.to(device), job, exact, draw) for draw in range(job.options.draws + 1)]
     own = draws[0][0]
     logits = _vocabulary_output(exact.states, job)
     return _Reference(
@@ -375,14 +381,38 @@ def _run_original(job: _Job, device: torch.device) -> _Reference:
     )
 
 
+@contextmanager
+def _original(job: _Job, dtype: torch.dtype, device: torch.device) -> Iterator[Loaded]:
+    """The whole model: on one device if it fits, else over all devices and the CPU; streamed, on disk, loaded module by module."""
+    from verify.model import load_original, on_disk
+
+    with tempfile.TemporaryDirectory(prefix="reshard-offload-") as folder:
+        more: dict[str, Any] = {"device_map": {"": device}}
+        if job.options.streamed:
+            more = on_disk(Path(folder))
+        elif device.type == "cuda" and not _fits(job, dtype, device):
+            more = {"device_map": "auto", "offload_folder": folder}
+        yield load_original(job.original, job.original_config, job.plan, dtype, more)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _fits(job: _Job, dtype: torch.dtype, device: torch.device) -> bool:
+    numbers = sum(math.prod(entry.layout.full) for entry in job.plan.entries.values())
+    return numbers * dtype.itemsize * 1.2 < torch.cuda.mem_get_info(device)[0]
+
+
 def _run_whole(
-    loaded: Loaded, ids: torch.Tensor, job: _Job, chosen: Any, draw: int
+    loaded: Loaded, ids: torch.Tensor, job: _Job, exact: Trace | None, draw: int
 ) -> tuple[Trace, dict[str, torch.Tensor]]:
-    """Run the original, and its loss backward if that is asked for."""
+    """Run the original, and its loss backward if that is asked for. ``exact`` is the run whose choices are taken."""
     from verify.gradients import gradients_on_disk, loss_of
     from verify.trace import run
 
-    trace = run(loaded.model, ids, _places(loaded, job.plan), chosen, draw=draw, grad=job.options.backward)
+    chosen = exact.chosen if exact else None
+    feed = exact.states if exact and job.options.streamed else None
+    grad = job.options.backward
+    trace = run(loaded.model, ids, _places(loaded, job.plan), chosen, draw=draw, grad=grad, feed=feed)
     if not job.options.backward:
         return trace, {}
     loaded.model.zero_grad()

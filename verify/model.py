@@ -19,7 +19,8 @@ from __future__ import annotations
 import copy
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -82,20 +83,37 @@ def model_class(config: Mapping[str, Any]) -> Any:
     return transformers.AutoModelForCausalLM
 
 
-def load_original(folder: Path, config: Mapping[str, Any], plan: Plan, dtype: torch.dtype, device_map: Any) -> Loaded:
-    """Load the full checkpoint of a plan. Raises CheckpointError if it does not fill its model."""
-    loaded = _from_pretrained(model_class(config), folder, dtype, {"device_map": device_map})
+def on_disk(folder: Path) -> dict[str, Any]:
+    """How to load a model whose weights stay on disk; those that transformers fuses are written into ``folder``."""
+    return {"device_map": {"": "disk"}, "offload_folder": folder, "offload_buffers": True}
+
+
+def load_original(
+    folder: Path, config: Mapping[str, Any], plan: Plan, dtype: torch.dtype, more: Mapping[str, Any]
+) -> Loaded:
+    """Load the full checkpoint of a plan; ``more`` says where to. Raises CheckpointError if it does not fill its model."""
+    loaded = _from_pretrained(model_class(config), folder, dtype, more)
     placed = placements(loaded.model, {name: entry.layout.full for name, entry in plan.entries.items()})
     return Loaded(loaded.model, {name: p.sources for name, p in placed.items()}, loaded.unused)
 
 
-def load_rank(folder: Path, rank: Rank, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None) -> Loaded:
+def load_rank(
+    folder: Path,
+    rank: Rank,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    *,
+    offload: Path | None = None,
+) -> Loaded:
     """Load a rank's folder, and nothing else, into a model of that rank's sizes, and make it parallel.
+
+    With ``offload``, a folder, weights stay on disk, and are there for as long as their module computes.
 
     Raises CheckpointError if the folder does not fill the model, PlanError for what a plan cannot say.
     """
     modules = ModuleTable(rank)
-    cls, more = model_class(rank.config), {"device_map": {"": device}}
+    cls, more = model_class(rank.config), on_disk(offload) if offload else {"device_map": {"": device}}
     if modules.is_needed:
         cls = _localised(_concrete(cls, rank.config), rank, modules)
         more["config"] = transformers.AutoConfig.for_model(**_settings(rank.config))
@@ -146,16 +164,19 @@ def _check_filled(folder: Path, info: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{folder}: no tensor fills '{missing[0]}' of transformers' model ({len(missing)} in all)")
 
 
-class _quiet_transformers:  # noqa: N801
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
     """Keep transformers' reports and progress bars of loading to ourselves: what matters becomes an error."""
-
-    def __enter__(self) -> None:
-        self._level = transformers.logging.get_verbosity()
-        transformers.logging.set_verbosity(logging.CRITICAL)
-        transformers.logging.disable_progress_bar()
-
-    def __exit__(self, *_: object) -> None:
-        transformers.logging.set_verbosity(self._level)
+    level, accelerate = transformers.logging.get_verbosity(), logging.getLogger("accelerate.big_modeling")
+    transformers.logging.set_verbosity(logging.CRITICAL)
+    transformers.logging.disable_progress_bar()
+    before = accelerate.level
+    accelerate.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(level)
+        accelerate.setLevel(before)
 
 
 # Where tensors end
@@ -428,14 +449,34 @@ def parallelise(loaded: Loaded, rank: Rank, group: dist.ProcessGroup | None) -> 
     by_name = roles(rank.plan, sources)
     values = model.state_dict(keep_vars=True)
     by_tensor = {id(values[name]): role for name, role in by_name.items()}
+    for tied, kept in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        # One tensor, as a rule, but two where weights are on disk.
+        role = by_name.get(kept) or by_name.get(tied)
+        if role is not None:
+            by_tensor |= {id(values[tied]): role, id(values[kept]): role}
     parts = tuple(values[name] for name, role in by_name.items() if role.kind is not Kind.WHOLE)
     once: list[torch.Tensor] = []
     for module in list(model.modules()):
         tensors = {**module._parameters, **module._buffers}
         own = {name: by_tensor[id(tensor)] for name, tensor in tensors.items() if id(tensor) in by_tensor}
         if own:
-            once += _make_parallel(module, own, rank, group)
+            with _beneath_hook(module):
+                once += _make_parallel(module, own, rank, group)
     return Loaded(model, sources, loaded.unused, parts, tuple(once))
+
+
+@contextmanager
+def _beneath_hook(module: nn.Module) -> Iterator[None]:
+    """Change a module's forward beneath accelerate's hook, if it has one, which brings its weights."""
+    hook = getattr(module, "_hf_hook", None)
+    if hook is None:
+        yield
+        return
+    from accelerate.hooks import add_hook_to_module, remove_hook_from_module
+
+    remove_hook_from_module(module)
+    yield
+    add_hook_to_module(module, hook)
 
 
 def _make_parallel(

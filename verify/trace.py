@@ -63,8 +63,11 @@ def run(
     *,
     draw: int = 0,
     grad: bool = False,
+    feed: Mapping[str, Tensor] | None = None,
 ) -> Trace:
     """Run a model and trace it.
+
+    With ``feed``, another run's states, each block's output is kept and then replaced by that run's, so that the next block starts from it.
 
     With ``chosen``, another run's choices are taken. With ``draw``, the results of all layers that have weights are moved at random by as
     much as rounding moves them: another draw of the rounding, with ``draw`` its seed.
@@ -77,9 +80,10 @@ def run(
             stack.callback(module.register_forward_hook(_pop(path)).remove)
         first = next(iter(places.blocks.values()), None)
         if first is not None:
-            stack.callback(first.register_forward_pre_hook(_keep_input(trace), with_kwargs=True).remove)
-        for name, module in {**places.blocks, **places.others}.items():
-            stack.callback(module.register_forward_hook(_keep_output(trace, name)).remove)
+            stack.callback(first.register_forward_pre_hook(_keep_input(trace, feed), with_kwargs=True).remove)
+        for name, module in {**places.others, **places.blocks}.items():
+            instead = feed.get(name) if feed and name in places.blocks else None
+            stack.callback(module.register_forward_hook(_keep_output(trace, name, instead)).remove)
         if draw:
             generator = torch.Generator().manual_seed(draw)
             for module in model.modules():
@@ -119,21 +123,30 @@ def _pop(path: list[str]) -> Callable[..., None]:
     return pop
 
 
-def _keep_input(trace: Trace) -> Callable[..., None]:
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        trace.states.setdefault(EMBEDDING, _kept(args[0] if args else kwargs["hidden_states"]))
+def _keep_input(trace: Trace, feed: Mapping[str, Tensor] | None) -> Callable[..., Any]:
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = args[0] if args else kwargs["hidden_states"]
+        trace.states.setdefault(EMBEDDING, _kept(found))
+        if feed is None:
+            return None
+        instead = feed[EMBEDDING].to(found)
+        return ((instead, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": instead})
 
     return hook
 
 
-def _keep_output(trace: Trace, name: str) -> Callable[..., None]:
+def _keep_output(trace: Trace, name: str, instead: Tensor | None) -> Callable[..., Any]:
     calls = 0
 
-    def hook(_: nn.Module, __: Any, output: Any) -> None:
+    def hook(_: nn.Module, __: Any, output: Any) -> Any:
         nonlocal calls
         calls += 1
-        place = f"{name} call {calls}" if calls > 1 else name
-        trace.states[place] = _kept(output[0] if isinstance(output, (tuple, list)) else output)
+        first, *others = output if isinstance(output, (tuple, list)) else (output,)
+        trace.states[f"{name} call {calls}" if calls > 1 else name] = _kept(first)
+        if instead is None:
+            return None
+        first = instead.to(first)
+        return type(output)((first, *others)) if isinstance(output, (tuple, list)) else first
 
     return hook
 

@@ -23,12 +23,13 @@ from formats.sharded import (
     partition,
     read_manifest,
 )
+from reshard.blocks import finer_blocks, with_blocks
 from reshard.checksum import file_checksum
 from reshard.hub import fetch
 from reshard.move import Job, Options, SourceFile, TargetFile, TargetPlace, move
 from reshard.output import Staging, check_output, check_space
 from reshard.plan import Layout, Plan, make_plan, rank_config
-from reshard.regrid import Regrid, finer_blocks, with_blocks
+from reshard.regrid import Regrid
 from reshard.source import UNSPLIT, Source, open_source
 from reshard.transfer import Transfer, Way
 

@@ -7,43 +7,14 @@ that were one must be equal. These tensors are small, so that a whole one is a s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from formats.axes import Run, owned
-from formats.blocks import block_size, with_block_size
-from formats.mesh import Mesh
-from reshard.plan import FullTensor, Layout, Model, bind, shares_of
+from formats.axes import Run
+from reshard.plan import Layout
 from reshard.transfer import Check, Copy, Region, Slab, Slices
-
-
-def finer_blocks(model: Model, mesh: Mesh) -> tuple[int, int] | None:
-    """The largest block size of which every rank's boundaries are multiples; None if that is the model's own."""
-    block = block_size(model.config)
-    if block is None:
-        return None
-    common = list(block)
-    for tensor in model.in_blocks:
-        sizes = model.sizes.of(dict(tensor.indices))
-        for place, dim in zip((-2, -1), tensor.rule.dims[-2:], strict=True):
-            whole = replace(dim, step=1)
-            for rank in range(mesh.size):
-                runs = owned(whole, sizes, shares_of(model, mesh, rank, sizes, tensor.axes))
-                edges = {edge for run in runs for edge in (run.offset, run.end)} - {whole.size(sizes)}
-                common[place] = math.gcd(common[place], *edges)
-    return None if tuple(common) == block else (common[0], common[1])
-
-
-def with_blocks(model: Model, block: tuple[int, int]) -> Model:
-    """The same model with scales for blocks of another size."""
-    blocked = {tensor.name for tensor in model.tensors if any(dim.step > 1 for dim in tensor.rule.dims)}
-    tensors = [FullTensor(t.name, t.dtype, None if t.name in blocked else t.shape, "") for t in model.tensors]
-    return bind(model.architecture, with_block_size(model.config, block), tensors, known=model.sizes.measured)
-
 
 Indices = NDArray[np.int64]
 

@@ -32,9 +32,9 @@ from formats.sharded import (
     open_sharded,
     plan_digest,
 )
+from reshard.blocks import with_blocks
 from reshard.move import SourceFile, SourcePlace
 from reshard.plan import FullTensor, Model, Plan, bind, make_plan
-from reshard.regrid import with_blocks
 
 UNSPLIT = Mesh((("tp", 1),))
 

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
+import platform
 import sys
+import threading
+import time
 import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from formats.errors import ReshardError
+from verify.markup import number, printable, ratio
+
+if TYPE_CHECKING:
+    from reshard.progress import Progress
+    from verify.launch import Crew
 
 SCHEMA_VERSION = 1
 SHOWN = 10
@@ -27,12 +39,15 @@ class _Run:
 
     original: str
     shards: str
+    options: dict[str, Any]
     is_json: bool
     quiet: bool
+    report: Path | None = None
     exact: Any = None
     forward: Any = None
     error: ReshardError | None = None
     notes: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def exit_code(self) -> int:
@@ -48,21 +63,46 @@ class _Run:
         return ("same", "different", "unchecked")[self.exit_code]
 
     def to_document(self) -> dict[str, Any]:
-        """The document of ``--json``."""
+        """The document of ``--json``, which is also what the page is made from."""
+        from reshard import __version__
+
         error = {"message": self.error.message, "hint": self.error.hint} if self.error else None
-        return {
+        document = {
             "schema_version": SCHEMA_VERSION,
             "command": "verify",
             "original": self.original,
             "shards": self.shards,
             "verdict": self.verdict,
+            "summary": in_words(self.exact, self.forward, self.error),
             "exact": self.exact.to_document() if self.exact is not None else None,
             "forward": asdict(self.forward) if self.forward is not None else None,
             "error": error,
+            "notes": self.notes,
+            "options": {key: value for key, value in self.options.items() if value not in (None, False)},
+            "seconds": self.seconds,
+            "environment": {
+                "reshard": __version__,
+                "python": platform.python_version(),
+                "platform": platform.platform(terse=True),
+            },
+            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         }
+        cleaned: dict[str, Any] = _finite(document)
+        return cleaned
 
 
-@click.command("verify", context_settings={"help_option_names": ["-h", "--help"]})
+def _finite(value: Any) -> Any:
+    """The same without the numbers that JSON does not have: they become ``"inf"``, ``"-inf"`` and ``"nan"``."""
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+@click.command("verify", context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.argument("original", metavar="ORIGINAL")
 @click.argument("shards", metavar="SHARDS")
 @click.option("--exact-only", is_flag=True, help="Compare bytes alone: no torch, no GPU.")
@@ -77,14 +117,15 @@ class _Run:
 @click.option("--streamed", is_flag=True, help="One block at a time, for models larger than the memory.")
 @click.option("--timeout", type=click.FloatRange(0, min_open=True), default=300.0, show_default=True, metavar="SECONDS",
               help="How long a rank waits for the others.")  # fmt: skip
-@click.option("--report", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write an HTML page.")
+@click.option("--report", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+              help="Write an HTML page, which needs no network.")  # fmt: skip
 @click.option("--plan", "plan_file", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
               help="The plan file that the shards were split by.")  # fmt: skip
-@click.option("--revision", help="Of ORIGINAL on the Hub.")
-@click.option("--token", help="For the Hub.")
-@click.option("--cache-dir", type=click.Path(file_okay=False, path_type=Path), help="Of the Hub's files.")
+@click.option("--revision", metavar="REV", help="Of ORIGINAL on the Hub.")
+@click.option("--token", metavar="TOKEN", help="For the Hub.")
+@click.option("--cache-dir", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Of the Hub's files.")
 @click.option("--json", "is_json", is_flag=True, help="One JSON document on stdout.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress and no summary: the verdict alone.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress and no summary: print same, different or unchecked.")
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
 def verify_command(
     original: str,
@@ -113,116 +154,27 @@ def verify_command(
     ORIGINAL is the full checkpoint, a folder or a Hub id; SHARDS the folder that 'reshard split' wrote. The bytes need
     no GPU and no torch; the forward pass runs as many processes as there are ranks. Exit code 0: the same,
     1: different, 2: could not be checked.
+
+    Under a launcher of your own: torchrun --nproc-per-node N -m verify ORIGINAL SHARDS. Only the first rank prints.
+    (torchrun itself exits with 1 for every code but 0.)
     """
     from reshard.api import Access
 
-    if report is not None and find_spec("verify.page") is None:
-        raise click.UsageError("--report is not available in this version")
-    run = _Run(original, shards, is_json, quiet)
-    access = Access(revision, token, cache_dir, plan_file, quiet or is_json)
+    if report is not None and not report.absolute().parent.is_dir():
+        raise click.UsageError(f"--report: there is no folder {report.absolute().parent}")
     settings = {
         "device": device, "dtype": dtype, "batch": batch, "seq": seq, "seed": seed, "prompt": prompt,
         "backward": backward, "streamed": streamed, "timeout": timeout,
     }  # fmt: skip
-    try:
-        _verify(run, access, None if exact_only else settings)
-        if report is not None and _is_first_rank():
-            importlib.import_module("verify.page").write_page(report, run.to_document())
-    except ReshardError as error:
-        if debug:
-            traceback.print_exc()
-        run.error = error
-    if _is_first_rank():
-        _print(run)
-    sys.exit(run.exit_code if _is_first_rank() or run.error else 0)
-
-
-def _is_first_rank() -> bool:
-    """Whether this process is to compare bytes and to print: under torchrun, only one of them is."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def _verify(run: _Run, access: Any, settings: dict[str, Any] | None) -> None:
-    """Compare bytes, then run the model, unless ``settings`` is None or the shards could not be run."""
-    from reshard.api import open_any
-    from reshard.progress import Progress
-    from verify.exact import ExactReport, compare, open_shards
-
-    if settings is None and not _is_first_rank():
-        return
-    original = open_any(run.original, access)
-    shards = open_shards(Path(run.shards), plan_file=access.plan_file)
-    if isinstance(shards, ExactReport):
-        run.exact = shards
-        return
-    if _is_first_rank():
-        with Progress("comparing bytes", quiet=run.quiet) as progress:
-            run.exact = compare(original, shards, progress)
-        if settings is not None and not run.exact.comparable:
-            run.notes.append("forward: not run, these are not the original's tensors")
-            return
-    if settings is not None:
-        forward = importlib.import_module("verify.forward")
-        is_silent = run.quiet or not _is_first_rank()
-        run.forward = forward.run_forward(
-            original, shards, forward.ForwardOptions(**settings), (lambda _: None) if is_silent else _say
-        )
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-# ------------------------------------------------------------------------------------------------------------ printing
-
-
-def _print(run: _Run) -> None:
-    if run.error is not None:
-        print(f"Error: {run.error.message}", file=sys.stderr)
-        if run.error.hint:
-            print(f"Hint: {run.error.hint}", file=sys.stderr)
-    if run.is_json:
-        print(json.dumps(run.to_document(), indent=2, ensure_ascii=False, default=str))
-    elif run.quiet:
-        print(run.verdict)
-    else:
-        parts = [exact_summary(run.exact)] if run.exact is not None else []
-        parts += [*run.notes, *([forward_summary(run.forward)] if run.forward is not None else [])]
-        words = ("the same model", "different", "could not be checked")[run.exit_code]
-        print("\n".join([*parts, f"{run.shards}: {words}"]))
-
-
-def exact_summary(report: Any) -> str:
-    """What the byte comparison found, in words."""
-    from reshard.table import human_bytes
-
-    compared = f"{human_bytes(report.nbytes)} in {report.tensors} tensors on {report.ranks} ranks ({report.mesh})"
-    if report.verdict == "same":
-        return f"bytes: all equal, {compared}; nothing missing, nothing extra"
-    lines = [f"bytes: different ({compared} compared)"]
-    lines += _some("", report.problems)
-    lines += _some("missing: ", report.missing)
-    lines += _some("extra: ", report.extra)
-    lines += _some("", report.configs)
-    if report.first is not None:
-        lines.append(f"  first: {report.first}")
-    damages = [f"{d.tensor} on rank {d.rank}: {d.elements} elements differ ({d.nbytes} bytes)" for d in report.damages]
-    return "\n".join(lines + _some("", damages))
-
-
-def forward_summary(report: Any) -> str:
-    """What the forward pass (and the backward one) found: a table of places, and the verdict in words."""
-    rows = [*report.layers, *report.gradients]
-    width = max((len(row.name) for row in rows), default=5)
-    lines = [f"{'layer':{width}}  {'error':>9}  {'noise':>9}  {'ratio':>7}"]
-    lines += [
-        f"{row.name:{width}}  {row.error:9.2e}  {row.noise:9.2e}  {row.ratio:7.2f}"
-        f"{'' if row.is_same else '  <- different'}"
-        for row in rows
-    ]
-    return "\n".join([*lines, f"forward: {report.verdict}"])
-
-
-def _some(title: str, items: Any) -> list[str]:
-    lines = [f"  {title}{item}" for item in items[:SHOWN]]
-    return [*lines, f"  {title}and {len(items) - SHOWN} more"] if len(items) > SHOWN else lines
+    shown = {"exact-only": True} if exact_only else settings
+    run = _Run(original, shards, shown, is_json, quiet or is_json, report)
+    access = Access(revision, token, cache_dir, plan_file, quiet or is_json)
+    if exact_only:
+        if _rank() == 0:
+            _attempt(run, access, None, debug)
+            _finish(run, quiet)
+        sys.exit(run.exit_code if _rank() == 0 else 0)
+    if _rank() is None or find_spec("torch") is None:
+        _attempt(run, access, settings, debug)
+        _finish(run, quiet)
+        sys.exit(run.exit_code)

@@ -28,8 +28,10 @@ from formats.errors import CheckpointError, PlanError, ReshardError
 from formats.mesh import RANK_FOLDER
 from formats.safetensors import DTYPE_BITS, TensorInfo
 from formats.sharded import is_sharded
+from reshard.blocks import with_blocks
 from reshard.plan import Layout, Plan, make_plan, rank_config
 from reshard.source import Source, open_source
+from verify.scales import differing, refined
 
 CHUNK = 2 << 20
 """Bytes of the original that are compared at a time: few enough for the cache, enough for Python not to matter."""
@@ -184,6 +186,7 @@ def compare(
         return ExactReport(str(shards.plan.mesh), ranks, 0, 0, problems=(error.message,))
     found = _Structure(original, shards, plan)
     found.check()
+    found.problems += _check_refined(original, shards, plan, found.comparable)
     workers = workers or min(4, os.cpu_count() or 1)
     bytes_found = _compare_bytes(original, shards, plan, found.comparable, progress, workers)
     return replace(
@@ -195,13 +198,29 @@ def compare(
     )
 
 
+def _check_refined(original: Source, shards: Source, plan: Plan, comparable: dict[str, list[int]]) -> Iterator[str]:
+    """Compare the scales whose blocks were made smaller, and take them from what is compared byte for byte."""
+    for name in list(comparable):
+        coarse, finer = original.plan.entries[name].layout, plan.entries[name].layout
+        if coarse.full == finer.full:
+            continue
+        expected = refined(original.ranks[0][name], coarse, finer)
+        for rank in comparable.pop(name):
+            info = shards.ranks[rank][name]
+            wrong = list(differing(info, expected, finer, rank))
+            if wrong:
+                yield f"{info.file}: {len(wrong)} scales of '{name}' are not the original's, first at {list(map(int, wrong[0]))}"
+
+
 def _planned(original: Source, shards: Source) -> Plan:
     """What the ranks should hold, by the original's own plan; of the shards only mesh and padding are taken."""
     sizes, padding = original.model.sizes.of({}), shards.plan.padding
     for axis, padded in padding.items():
         if axis not in original.model.architecture.pad or padded < sizes.get(axis, 0):
             raise PlanError(f"{shards.path}: the axis '{axis}' of size {sizes.get(axis)} cannot be padded to {padded}")
-    return make_plan(original.model, shards.plan.mesh, padding=padding)
+    blocks = shards.sharded.identity.blocks if shards.sharded else None
+    model = with_blocks(original.model, blocks) if blocks else original.model
+    return make_plan(model, shards.plan.mesh, padding=padding)
 
 
 # ---------------------------------------------------------------------------------------------- all but the bytes

@@ -191,9 +191,13 @@ class _Job:
 
 def _job(original: Source, shards: Source, options: ForwardOptions) -> _Job:
     if original.checkpoint is None:
-        raise CheckpointError(f"{original.path} is split: the forward needs the full checkpoint that it is compared with")
+        raise CheckpointError(
+            f"{original.path} is split: the forward needs the full checkpoint that it is compared with"
+        )
     if shards.sharded is None:
-        raise CheckpointError(f"{shards.path} is a full checkpoint, not shards", "give the folder that 'reshard split' wrote")
+        raise CheckpointError(
+            f"{shards.path} is a full checkpoint, not shards", "give the folder that 'reshard split' wrote"
+        )
     if options.streamed and options.backward:
         raise ReshardError("--streamed and --backward cannot be had together: gradients need the whole model at once")
     dims = {name for name, degree in shards.plan.mesh.degrees if degree > 1}
@@ -202,7 +206,14 @@ def _job(original: Source, shards: Source, options: ForwardOptions) -> _Job:
     ids = _prompt(original.path, options.prompt) if options.prompt is not None else None
     config = original.checkpoint.config
     return _Job(
-        original.path, config, shards.path, shards.plan, original.model.architecture, _dtype(original, options), ids, options
+        original.path,
+        config,
+        shards.path,
+        shards.plan,
+        original.model.architecture,
+        _dtype(original, options),
+        ids,
+        options,
     )
 
 
@@ -288,9 +299,7 @@ def _run_job(job: _Job, device: torch.device, patient: dist.ProcessGroup | None)
     loaded = load_rank(folder, rank, job.dtype, device, None, offload=Path(offload.name) if offload else None)
     ids = reference.ids.to(device)
     feed = {name: known.exact for name, known in reference.states.items()} if job.options.streamed else None
-    trace = run(
-        loaded.model, ids, _places(loaded, job.plan), reference.chosen, grad=job.options.backward, feed=feed
-    )
+    trace = run(loaded.model, ids, _places(loaded, job.plan), reference.chosen, grad=job.options.backward, feed=feed)
     rows = _compare(trace.states, reference)
     gradients = _backward(loaded, trace, ids, job, original, patient) if job.options.backward else ()
     logits = None
@@ -313,7 +322,12 @@ def _run_job(job: _Job, device: torch.device, patient: dist.ProcessGroup | None)
 
 
 def _backward(
-    loaded: Loaded, trace: Trace, ids: torch.Tensor, job: _Job, original: _Reference | None, patient: dist.ProcessGroup | None
+    loaded: Loaded,
+    trace: Trace,
+    ids: torch.Tensor,
+    job: _Job,
+    original: _Reference | None,
+    patient: dist.ProcessGroup | None,
 ) -> tuple[tuple[str, Distance], ...]:
     """The gradients of all ranks, put together and compared on rank 0."""
     from verify.gradients import gradients_on_disk, loss_of, sum_where_ranks_part, together
@@ -494,7 +508,9 @@ def _histogram(error: torch.Tensor, noise: torch.Tensor, bins: int = 41) -> tupl
 def _report(job: _Job, results: Sequence[_Result], device: str) -> ForwardReport:
     layers = _worst([result.rows for result in results])
     gradients = _worst([results[0].gradients])
-    first = next((row for row in layers if not row.is_same), None) or next((r for r in gradients if not r.is_same), None)
+    first = next((row for row in layers if not row.is_same), None) or next(
+        (r for r in gradients if not r.is_same), None
+    )
     result = results[0]
     return ForwardReport(
         is_same=first is None,
@@ -546,7 +562,11 @@ def _verdict(layers: Sequence[Row], gradients: Sequence[Row], first: Row | None)
 def _versions() -> dict[str, str]:
     import transformers
 
-    return {"python": platform.python_version(), "torch": str(torch.__version__), "transformers": transformers.__version__}
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "transformers": transformers.__version__,
+    }
 
 
 def to_json(report: ForwardReport) -> str:

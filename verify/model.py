@@ -161,7 +161,9 @@ def _check_filled(folder: Path, info: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{folder}: '{name}' has shape {list(found)}, transformers' model has {list(expected)}")
     missing = sorted(info.get("missing_keys") or ())
     if missing:
-        raise CheckpointError(f"{folder}: no tensor fills '{missing[0]}' of transformers' model ({len(missing)} in all)")
+        raise CheckpointError(
+            f"{folder}: no tensor fills '{missing[0]}' of transformers' model ({len(missing)} in all)"
+        )
 
 
 @contextmanager
@@ -256,7 +258,9 @@ class ModuleTable:
                 for part in outer:
                     holder = getattr(holder, part)
                 if not hasattr(holder, last):
-                    raise PlanError(f"plan '{self._rank.modules.name}': {type(holder).__name__} has no attribute '{last}'")
+                    raise PlanError(
+                        f"plan '{self._rank.modules.name}': {type(holder).__name__} has no attribute '{last}'"
+                    )
                 setattr(holder, last, value)
 
     def split(self, model: nn.Module) -> list[torch.Tensor]:
@@ -325,7 +329,9 @@ class ModuleTable:
             rest = dim.size({**sizes, **dict.fromkeys(unknown, 1)})
             sizes |= {unknown[0]: length // rest, **dict.fromkeys(unknown[1:], 1)}
         if dim.size(sizes) != length:
-            raise PlanError(f"plan '{self._rank.modules.name}': '{dim}' is {dim.size(sizes)} under [modules], the model has {length}")
+            raise PlanError(
+                f"plan '{self._rank.modules.name}': '{dim}' is {dim.size(sizes)} under [modules], the model has {length}"
+            )
         shares = _shares(plan, self._rank.rank, sizes)
         return [i for run in owned(dim, sizes, shares) for i in range(run.offset, run.end)]
 
@@ -410,7 +416,9 @@ def roles(plan: Plan, sources: Mapping[str, tuple[str, ...]]) -> dict[str, Role]
     for parameter, names in sources.items():
         of_sources = {kinds[name] for name in names}
         if len(of_sources) > 1:
-            raise PlanError(f"the tensors {', '.join(names[:3])} become one parameter, but lie differently on the ranks")
+            raise PlanError(
+                f"the tensors {', '.join(names[:3])} become one parameter, but lie differently on the ranks"
+            )
         kind, entry = of_sources.pop(), plan.entries[names[0]]
         is_gathered = kind is Kind.COLUMN and not _dealt_axes(plan, [entry]) & consumed
         found[parameter] = Role(kind, entry, is_gathered)

@@ -188,7 +188,12 @@ class _Choices(TorchFunctionMode):
         if func in (torch.topk, Tensor.topk):
             dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
             return torch.return_types.topk(self._choose(args[0] if args else kwargs["input"], dim, *result))
-        if func in (torch.max, Tensor.max) and isinstance(result, torch.return_types.max) and args and args[0].dim() == 2:
+        if (
+            func in (torch.max, Tensor.max)
+            and isinstance(result, torch.return_types.max)
+            and args
+            and args[0].dim() == 2
+        ):
             # Per token, so not the largest score of an attention that is subtracted before its softmax.
             dim = args[1] if len(args) > 1 else kwargs["dim"]
             keep = kwargs.get("keepdim", args[2] if len(args) > 2 else False)

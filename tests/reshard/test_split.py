@@ -15,13 +15,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import reshard
-from formats.errors import PlanError
+from formats.errors import MismatchError, PlanError
 from formats.safetensors import DTYPE_BITS, build_header, read_header
 from formats.sharded import open_sharded
 from reshard.api import Access, Padding, load, merge, split
 from reshard.move import Options
+from reshard.source import open_source
 from tests import zoo
-from tests.support import LLAMA, contents, llama_tensors, without_manifest, write_checkpoint
+from tests.support import LLAMA, change_tensor, contents, llama_tensors, without_manifest, write_checkpoint
+from verify.exact import verify_exact
 
 
 @pytest.mark.parametrize("name", zoo.ZOO)
@@ -347,6 +349,7 @@ def test_blocks_are_refined_where_a_rank_would_cut_one(tmp_path):
                 dim = 1 if "o_proj" in name or "down_proj" in name else 0
                 expected = dequantized(full, name, (16, 8)).chunk(4, dim)[rank]
                 assert torch.equal(dequantized(state, name, tuple(block)), expected), name
+    assert verify_exact(open_source(source), tmp_path / "tp4").verdict == "same"
     split(tmp_path / "tp4", tmp_path / "again", 2, refine_blocks=True)
     assert without_manifest(tmp_path / "again") == without_manifest(tmp_path / "tp2")
     for lost in (False, True):
@@ -358,13 +361,13 @@ def test_blocks_are_refined_where_a_rank_would_cut_one(tmp_path):
 
 
 def test_scales_that_were_one_and_differ_are_refused(tmp_path):
-    from formats.errors import MismatchError
-    from tests.support import change_tensor
-
     source = write_fp8(tmp_path / "source")
     split(source, tmp_path / "tp4", 4, refine_blocks=True)
     name = "model.layers.0.mlp.gate_proj.weight_scale_inv"
     change_tensor(tmp_path / "tp4/rank-01-of-04/model.safetensors", name, at=2)
+    report = verify_exact(open_source(source), tmp_path / "tp4")
+    assert report.verdict == "different"
+    assert name in report.problems[0] and "rank-01-of-04" in report.problems[0]
     (tmp_path / "tp4/reshard.json").unlink()
     with pytest.raises(MismatchError, match=name):
         merge(tmp_path / "tp4", tmp_path / "merged")

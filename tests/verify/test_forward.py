@@ -25,7 +25,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # what transformers' own modules do not let a rank say, yet
 UNSUPPORTED = {"codegen", "mamba2", "bamba", "granitemoehybrid", "granitemoehybrid-dense", "nemotron_h", "nemotron_h-latent",
-               "gemma3n_text"}  # fmt: skip
+               "gemma3n_text", "zamba2"}  # fmt: skip
 MODELS = [name for name in zoo.ZOO if name not in UNSUPPORTED]
 # one of each kind of packing, attention, norm and experts
 KINDS = ["llama-biases", "llama-tied", "qwen3", "olmo2", "phi3", "gpt_neox", "gpt2", "bloom", "falcon-7b", "gemma3_text", "stablelm-norms",
@@ -55,7 +55,12 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
 
 
 def show(report: ForwardReport) -> list[tuple[str, str, float]]:
-    return [(kind, row.name, row.ratio) for kind in ("layers", "gradients") for row in getattr(report, kind) if not row.is_same]
+    return [
+        (kind, row.name, row.ratio)
+        for kind in ("layers", "gradients")
+        for row in getattr(report, kind)
+        if not row.is_same
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------ correct shards
@@ -86,6 +91,24 @@ def test_gradients_are_those_of_the_original(tp: int, dtype: str, pairs: Pairs) 
         assert all("correction_bias" in tensor for tensor in without), (name, without)
 
 
+def test_streamed_each_block_starts_from_the_original(pairs: Pairs, tmp_path: Path) -> None:
+    """The fault of one block is its own, and those after it are right."""
+    names = ["llama-tied", "gpt2", "mixtral", "olmo2", "gpt_oss"]
+    options = ForwardOptions(streamed=True, draws=4)
+    found = pairs(names, 2, "bfloat16")
+    original, shards = found[0]
+    damaged = tmp_path / "shards"
+    shutil.copytree(shards.path, damaged)
+    assert inject("qkv_order", damaged, original)
+    *right, wrong = run_forwards([*found, (original, open_source(damaged))], options)
+    for name, report in zip(names, right, strict=True):
+        assert report.is_same, (name, show(report))
+    assert wrong.first == "model.layers.1.self_attn.o_proj"
+    assert all(row.name.startswith("model.layers.1") for row in wrong.layers if not row.is_same)
+    with pytest.raises(ReshardError, match="--streamed and --backward cannot be had together"):
+        run_forward(original, shards, ForwardOptions(streamed=True, backward=True))
+
+
 def test_report_says_what_was_measured(pairs: Pairs) -> None:
     original, shards = pairs(["mixtral"], 2, "bfloat16")[0]
     report = run_forward(original, shards, ForwardOptions(batch=3, seq=20, seed=5))
@@ -101,7 +124,12 @@ def test_report_says_what_was_measured(pairs: Pairs) -> None:
     assert report.choices == 3 * 60
     names = [row.name for row in report.layers]
     assert names[0] == "embedding" and names[-1] == "logits"
-    assert {"model.layers.0.self_attn.o_proj", "model.layers.1.mlp.gate choice 1", "model.layers.2.mlp.experts", "model.layers.2"} < {*names}
+    assert {
+        "model.layers.0.self_attn.o_proj",
+        "model.layers.1.mlp.gate choice 1",
+        "model.layers.2.mlp.experts",
+        "model.layers.2",
+    } < {*names}
 
 
 # -------------------------------------------------------------------------------------------------------- wrong shards
@@ -158,7 +186,9 @@ def test_a_rank_that_cannot_load_is_one_error(pairs: Pairs, tmp_path: Path) -> N
     source = open_source(damaged)
     config = damaged / "rank-01-of-02" / "config.json"
     config.write_text(config.read_text().replace('"intermediate_size": 36', '"intermediate_size": 40'))
-    with pytest.raises(RankError, match=r"rank 1 of 2 failed: .*gate_proj.weight' has shape \[36, 80\], .* \[40, 80\]") as error:
+    with pytest.raises(
+        RankError, match=r"rank 1 of 2 failed: .*gate_proj.weight' has shape \[36, 80\], .* \[40, 80\]"
+    ) as error:
         run_forward(original, source)
     assert error.value.rank == 1
 

@@ -1,0 +1,35 @@
+"""Smaller blocks for the scales of quantized weights, where a rank's boundary would cut one (``--refine-blocks``)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from formats.axes import owned
+from formats.blocks import block_size, with_block_size
+from formats.mesh import Mesh
+from reshard.plan import FullTensor, Model, bind, shares_of
+
+
+def finer_blocks(model: Model, mesh: Mesh) -> tuple[int, int] | None:
+    """The largest block size of which every rank's boundaries are multiples; None if that is the model's own."""
+    block = block_size(model.config)
+    if block is None:
+        return None
+    common = list(block)
+    for tensor in model.in_blocks:
+        sizes = model.sizes.of(dict(tensor.indices))
+        for place, dim in zip((-2, -1), tensor.rule.dims[-2:], strict=True):
+            whole = replace(dim, step=1)
+            for rank in range(mesh.size):
+                runs = owned(whole, sizes, shares_of(model, mesh, rank, sizes, tensor.axes))
+                edges = {edge for run in runs for edge in (run.offset, run.end)} - {whole.size(sizes)}
+                common[place] = math.gcd(common[place], *edges)
+    return None if tuple(common) == block else (common[0], common[1])
+
+
+def with_blocks(model: Model, block: tuple[int, int]) -> Model:
+    """The same model with scales for blocks of another size."""
+    blocked = {tensor.name for tensor in model.tensors if any(dim.step > 1 for dim in tensor.rule.dims)}
+    tensors = [FullTensor(t.name, t.dtype, None if t.name in blocked else t.shape, "") for t in model.tensors]
+    return bind(model.architecture, with_block_size(model.config, block), tensors, known=model.sizes.measured)

@@ -243,7 +243,7 @@ def built_in_architectures() -> Mapping[str, Path]:
 def find_architecture(config: Mapping[str, Any], where: Path) -> Architecture:
     """The built-in architecture for a ``config.json``. Raises PlanError with the nearest known model types."""
     model_type = config.get("model_type")
-    hint = "write the rules yourself: 'reshard plan --help' and docs/design.md say how, then pass them with --plan FILE"
+    hint = "'reshard plan SOURCE --draft FILE' writes a draft; check it (docs/design.md), pass it with --plan FILE"
     if not isinstance(model_type, str):
         raise PlanError(f"{where / 'config.json'} has no model_type", hint)
     known = built_in_architectures()

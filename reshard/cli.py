@@ -251,6 +251,10 @@ def merge_command(
 @click.argument("source")
 @mesh_options
 @click.option("--save", "save_file", type=_PATH, metavar="FILE", help="Write the architecture file in use.")
+@click.option(
+    "--draft", "draft_file", type=_PATH, metavar="FILE", help="Write a draft of one, for a model without rules."
+)
+@click.option("--as", "as_form", type=click.Choice(["transformers"]), help="Print the tp_plan for another program.")
 @padding_options
 @plan_option
 @hub_options
@@ -258,24 +262,34 @@ def merge_command(
 @debug_option
 def plan_command(
     source: str, tp: int | None, ep: int | None, same_ranks: bool, save_file: Path | None,
-    pad_vocab_to: int | None, no_pad_vocab: bool, plan_file: Path | None, revision: str | None, token: str | None,
-    cache_dir: Path | None, as_json: bool,
+    draft_file: Path | None, as_form: str | None, pad_vocab_to: int | None, no_pad_vocab: bool,
+    plan_file: Path | None, revision: str | None, token: str | None, cache_dir: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Show what a split of SOURCE would do, tensor by tensor, from the headers alone.
 
     Without --tp and --ep: which degrees are possible, and why not the others.
 
-    For an architecture that has no rules yet, or a tensor that none covers: save the file of a similar model with
-    --save, edit it (docs/design.md describes its form) and pass it to any command with --plan.
+    For an architecture that has no rules yet, or a tensor that none covers: write a draft with --draft, or save the
+    file of a similar model with --save, check and edit it (docs/design.md describes its form) and pass it to any
+    command with --plan. --as transformers prints the tp_plan that transformers' own tensor parallelism takes.
     """
     from reshard.api import mesh_of, open_any
     from reshard.plan import make_plan
 
     padding = _padding(pad_vocab_to, no_pad_vocab)
+    if draft_file is not None:
+        if (tp, ep, save_file, as_form, plan_file) != (None,) * 5 or as_json:
+            raise click.UsageError("--draft goes alone: pass the file that it writes with --plan")
+        _write_draft(source, draft_file, revision, token, cache_dir)
+        return
     opened = open_any(source, _access(revision, token, cache_dir, plan_file, as_json), headers_only=True)
     if save_file is not None:
         _save_plan(opened.model, save_file)
-    if tp is not None or ep is not None:
+    if as_form is not None:
+        if ep is not None:
+            raise click.UsageError("--as transformers goes with --tp alone")
+        _print_tp_plan(opened.model, tp, as_json)
+    elif tp is not None or ep is not None:
         mesh = mesh_of(1 if tp is None else tp, 1 if ep is None else ep, same_ranks)
         planned = make_plan(opened.model, mesh, pad=padding.allowed, pad_to=padding.to)
         _print_plan(planned, source, as_json)
@@ -394,16 +408,38 @@ def _save_plan(model: Model, file: Path) -> None:
     from formats.architecture import to_toml
 
     tensors = {name: rules for name, rules in model.architecture.tensors.items() if name in model.used_templates}
-    text = to_toml(dataclasses.replace(model.architecture, tensors=tensors))
+    _write_new(file, to_toml(dataclasses.replace(model.architecture, tensors=tensors)), "--save")
+    click.echo(
+        f"Wrote {len(tensors)} rules of '{model.architecture.name}' to {file}. Use it with --plan {file}", err=True
+    )
+
+
+def _write_new(file: Path, text: str, option: str) -> None:
     try:
         with file.open("x", encoding="utf-8") as stream:
             stream.write(text)
     except FileExistsError:
-        raise CheckpointError(f"{file} exists, it will not be overwritten", "choose another name for --save") from None
+        raise CheckpointError(
+            f"{file} exists, it will not be overwritten", f"choose another name for {option}"
+        ) from None
     except OSError as error:
         raise CheckpointError(f"cannot write {file}: {error.strerror or error}") from None
+
+
+def _write_draft(source: str, file: Path, revision: str | None, token: str | None, cache_dir: Path | None) -> None:
+    from reshard.draft import draft_of
+    from reshard.hub import fetch
+    from reshard.plan import valid_degrees
+
+    fetched = fetch(source, revision=revision, token=token, cache_dir=cache_dir, quiet=True, headers_only=True)
+    draft = draft_of(fetched.path)
+    _write_new(file, draft.text, "--draft")
+    count, degrees = len(draft.model.architecture.tensors), valid_degrees(draft.model)
+    possible = ", ".join(map(str, degrees[:12])) if degrees != [1] else "1 alone: it splits nothing"
     click.echo(
-        f"Wrote {len(tensors)} rules of '{model.architecture.name}' to {file}. Use it with --plan {file}", err=True
+        f"Wrote a draft of {count} rules to {file}, {draft.checks} of its lines marked CHECK. It allows the degrees "
+        f"{possible}. Check it, split with --plan {file}, and let 'reshard verify' decide.",
+        err=True,
     )
 
 
@@ -517,6 +553,29 @@ def _print_plan(plan: Plan, source: str, as_json: bool) -> None:
     _echo()
     for line in (*table.format_table(rows, _width()), "", *table.totals_lines(plan, totals)):
         _echo(line)
+
+
+def _print_tp_plan(model: Model, tp: int | None, as_json: bool) -> None:
+    """The dict on stdout; on stderr what transformers does otherwise than the rules."""
+    from formats.mesh import Mesh
+    from reshard.plan import check_degrees
+    from reshard.tp_plan import transformers_plan
+
+    if tp is not None:
+        check_degrees(model, Mesh((("tp", tp),)))
+    plan = transformers_plan(model, tp)
+    if as_json:
+        notes = {"gathered": plan.gathered, "whole": plan.whole, "degree_divides": list(plan.degrees_of)}
+        _print_json({"tp_plan": plan.styles, **notes})
+    else:
+        _echo(json.dumps(plan.styles, indent=2))
+    for name, why in plan.gathered.items():
+        click.echo(f"{name}: split, its vector whole on every rank before and after: {why}", err=True)
+    for name, why in plan.whole.items():
+        click.echo(f"{name}: whole on every rank: {why}", err=True)
+    if plan.degrees_of:
+        counts = " and ".join(map(str, plan.degrees_of))
+        click.echo(f"For degrees that divide {counts}, the number of KV heads; for others give --tp N.", err=True)
 
 
 def _title(model: Model, source: str) -> str:

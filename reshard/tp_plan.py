@@ -5,8 +5,9 @@ transformers splits a model by itself as it loads it: a plan names a style for e
 half of it (``packed_colwise``). What a module does between two linear layers stays the model's own code, so
 
 - ``colwise`` and ``rowwise`` leave a part of the output on each rank. That is right where the code between is
-  elementwise (an MLP), and in an attention that takes its number of heads from the tensor it is given (transformers' own
-  plan says so, or an empty line under ``[modules]`` of the architecture file), if each rank has KV heads of its own.
+  elementwise (an MLP), and in an attention that takes its number of heads from the tensor it is given (transformers'
+  own plan says so, or an empty line under ``[modules]`` of the architecture file), if each rank has KV heads of its
+  own.
 - ``colwise_gather_output`` and ``rowwise_split_input`` give the code between the whole vector: right everywhere.
 - what is no linear layer (GPT-2's Conv1D, convolutions, decay rates) stays whole on every rank.
 
@@ -366,7 +367,8 @@ def _plan_block(draft: _Draft, model: Model, network: Any, parts: list[_Part], d
         if _is_linear(network, part.owner) and part.owner not in draft.used:
             linear[part.owner].append(part)
         else:
-            others.setdefault(part.owner if part.name.rpartition(".")[2] == "weight" else part.name, part)
+            is_own = part.name.rpartition(".")[2] in {"weight", "bias"}
+            others.setdefault(part.owner if is_own else part.name, part)
     kinds = {owner: next((p.kind for p in found if p.kind != "vector"), "vector") for owner, found in linear.items()}
     why = _why_not_local(draft, model, network, linear, kinds, others, degree)
     for name in others:

@@ -358,10 +358,9 @@ def _join(dims: Sequence[_Raw], item_bits: int) -> list[_Raw]:
 
 
 def _is_whole(dim: _Raw) -> bool:
-    sources, targets, padded, size = dim
+    sources, targets, _, size = dim
     everything = (Run(0, size),)
-    held = [runs for runs in (*sources, *targets) if runs]
-    return padded == size and all(tuple(runs) == everything for runs in held)
+    return all(tuple(runs) == everything for runs in (*sources, *targets) if runs)
 
 
 def _scale(dim: _Raw, factor: int, divisor: int) -> _Raw:

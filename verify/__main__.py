@@ -1,6 +1,8 @@
-"""``python -m verify ORIGINAL SHARDS``, alone or under torchrun."""
+"""``python -m verify ORIGINAL SHARDS``, alone or under torchrun: the same as ``reshard verify``."""
 
-from verify.cli import verify_command
+import sys
+
+from reshard.cli import main
 
 if __name__ == "__main__":
-    verify_command(prog_name="python -m verify")
+    main(["verify", *sys.argv[1:]])

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,8 @@ from formats.errors import ReshardError
 from verify.markup import number, printable, ratio
 
 if TYPE_CHECKING:
-    from reshard.progress import Progress
+    from reshard.api import Access
+    from reshard.source import Source
     from verify.launch import Crew
 
 SCHEMA_VERSION = 1
@@ -48,6 +48,11 @@ class _Run:
     error: ReshardError | None = None
     notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether no progress is shown."""
+        return self.quiet or self.is_json
 
     @property
     def exit_code(self) -> int:
@@ -123,7 +128,8 @@ def _finite(value: Any) -> Any:
               help="The plan file that the shards were split by.")  # fmt: skip
 @click.option("--revision", metavar="REV", help="Of ORIGINAL on the Hub.")
 @click.option("--token", metavar="TOKEN", help="For the Hub.")
-@click.option("--cache-dir", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Of the Hub's files.")
+@click.option("--cache-dir", type=click.Path(file_okay=False, path_type=Path), metavar="DIR",
+              help="Of the Hub's files.")  # fmt: skip
 @click.option("--json", "is_json", is_flag=True, help="One JSON document on stdout.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress and no summary: print same, different or unchecked.")
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
@@ -166,15 +172,262 @@ def verify_command(
         "device": device, "dtype": dtype, "batch": batch, "seq": seq, "seed": seed, "prompt": prompt,
         "backward": backward, "streamed": streamed, "timeout": timeout,
     }  # fmt: skip
-    shown = {"exact-only": True} if exact_only else settings
-    run = _Run(original, shards, shown, is_json, quiet or is_json, report)
+    run = _Run(original, shards, {"exact_only": True} if exact_only else settings, is_json, quiet, report)
     access = Access(revision, token, cache_dir, plan_file, quiet or is_json)
-    if exact_only:
-        if _rank() == 0:
-            _attempt(run, access, None, debug)
-            _finish(run, quiet)
-        sys.exit(run.exit_code if _rank() == 0 else 0)
-    if _rank() is None or find_spec("torch") is None:
-        _attempt(run, access, settings, debug)
-        _finish(run, quiet)
+    if not is_launched():
+        _attempt(run, access, debug)
+        _finish(run)
         sys.exit(run.exit_code)
+    if exact_only and os.environ["RANK"] != "0":
+        return
+    if exact_only:
+        _attempt(run, access, debug)
+        _finish(run)
+        sys.exit(run.exit_code)
+    _verify_as_rank(run, access, debug)
+
+
+def is_launched() -> bool:
+    """Whether a launcher such as torchrun started this process as one of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _verify_as_rank(run: _Run, access: Access, debug: bool) -> None:
+    """As one rank of a launcher's: the first compares the bytes and speaks for all, the others wait for its word."""
+    from verify.launch import Crew
+
+    def give_up(error: ReshardError) -> int:
+        run.error = error
+        _finish(run)
+        return run.exit_code
+
+    crew = Crew(give_up)
+    _attempt(run, access, debug, crew)
+    if not crew.is_first:
+        crew.leave(run.error)
+    run.error = crew.first_error(run.error)
+    _finish(run)
+    crew.end(run.exit_code)
+    sys.exit(run.exit_code)
+
+
+def _attempt(run: _Run, access: Access, debug: bool, crew: Crew | None = None) -> None:
+    try:
+        _verify(run, access, crew)
+    except ReshardError as error:
+        if debug:
+            traceback.print_exc()
+        run.error = error
+
+
+def _verify(run: _Run, access: Access, crew: Crew | None) -> None:
+    """Compare bytes, then run the model, unless that is not wanted or the shards could not be run."""
+    from reshard.api import open_any
+    from verify.exact import ExactReport, open_shards
+
+    is_first = crew is None or crew.is_first
+    original = open_any(run.original, access)
+    shards = open_shards(Path(run.shards), plan_file=access.plan_file)
+    if isinstance(shards, ExactReport):
+        run.exact = shards
+        return
+    if is_first:
+        _compare_bytes(run, original, shards)
+    is_wanted = "exact_only" not in run.options
+    if is_wanted and is_first and not run.exact.comparable:
+        run.notes.append("The forward was not run: these are not the original's tensors.")
+        is_wanted = False
+    if crew is not None:
+        is_wanted = crew.agree(is_wanted)
+    if is_wanted:
+        forward = importlib.import_module("verify.forward")
+        started = time.monotonic()
+        with _phases(is_silent=run.is_silent or not is_first) as progress:
+            run.forward = forward.run_forward(original, shards, forward.ForwardOptions(**run.options), progress)
+        run.seconds["forward"] = time.monotonic() - started
+
+
+def _compare_bytes(run: _Run, original: Source, shards: Source) -> None:
+    from reshard.progress import Progress
+    from verify.exact import compare
+
+    started = time.monotonic()
+    if not run.is_silent:
+        _say("comparing bytes")
+    with Progress("comparing bytes", quiet=run.is_silent) as progress:
+        run.exact = compare(original, shards, progress)
+    run.seconds["bytes"] = time.monotonic() - started
+
+
+# ------------------------------------------------------------------------------------------------------------ progress
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _phases(*, is_silent: bool) -> Iterator[Callable[[str], None]]:
+    """Show on stderr what is being done: on a terminal with the seconds that it takes, elsewhere a line each."""
+    from reshard.progress import bars_are_wanted
+
+    if is_silent or not bars_are_wanted():
+        yield (lambda _: None) if is_silent else _say
+        return
+    phase, started, done = "", time.monotonic(), threading.Event()
+
+    def begin(text: str) -> None:
+        nonlocal phase, started
+        phase, started = text, time.monotonic()
+        show()
+
+    def show(end: str = "") -> None:
+        if phase:
+            print(f"\r{phase}: {time.monotonic() - started:.0f} s\x1b[K", end=end, file=sys.stderr, flush=True)
+
+    def tick() -> None:
+        while not done.wait(1):
+            show()
+
+    thread = threading.Thread(target=tick, daemon=True)
+    thread.start()
+    try:
+        yield begin
+    finally:
+        done.set()
+        thread.join()
+        show("\n")
+
+
+# ------------------------------------------------------------------------------------------------------------ printing
+
+
+def _finish(run: _Run) -> None:
+    """Write the page, and print the answer."""
+    if run.report is not None:
+        from verify.page import write_page
+
+        try:
+            write_page(run.report, run.to_document())
+        except OSError as error:
+            run.error = run.error or ReshardError(f"--report {run.report}: {error.strerror or error}")
+    if run.error is not None:
+        _say(f"Error: {_one_line(run.error.message)}")
+        if run.error.hint:
+            _say(f"Hint: {_one_line(run.error.hint)}")
+    if run.is_json:
+        text = json.dumps(run.to_document(), indent=2, ensure_ascii=False, allow_nan=False)
+        click.echo(text.encode("utf-8", "backslashreplace"))
+    elif run.quiet:
+        click.echo(run.verdict)
+    else:
+        click.echo(printable("\n".join(_summary(run))))
+
+
+def _one_line(text: str) -> str:
+    return printable(" ".join(text.split()))
+
+
+def _summary(run: _Run) -> list[str]:
+    """What is printed for a person; the verdict comes last."""
+    parts = [exact_summary(run.exact)] if run.exact is not None else []
+    parts += [*run.notes, *([forward_summary(run.forward)] if run.forward is not None else [])]
+    if run.report is not None and run.report.exists():
+        parts.append(f"report: {run.report}")
+    return [*parts, "", f"{run.verdict.upper()}: {in_words(run.exact, run.forward, run.error)}"]
+
+
+def in_words(exact: Any, forward: Any, error: ReshardError | None) -> str:
+    """The verdict in a sentence or two, with the first tensor and the first layer that differ by name."""
+    parts = []
+    if exact is not None and exact.verdict == "different":
+        parts.append(_difference_in_words(exact))
+    elif exact is not None:
+        parts.append(f"Every byte is the original's ({_amount(exact)}).")
+    if forward is not None:
+        parts.append(forward.verdict)
+    if error is not None:
+        what = "The forward" if exact is not None else "It"
+        parts.append(f"{what} could not be checked: {_one_line(error.message)}")
+    return " ".join(parts) or "Nothing was checked."
+
+
+def _difference_in_words(exact: Any) -> str:
+    if exact.first is not None:
+        first, places = exact.first, len(exact.damages)
+        more = "" if places == 1 else f"; {places} parts of tensors differ"
+        return f"Bytes differ, first in tensor '{first.tensor}' at {list(first.index)} on rank {first.rank}{more}."
+    kinds = [("missing", exact.missing), ("extra", exact.extra), ("contradiction", exact.problems)]
+    for word, found in kinds:
+        if found:
+            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+            return f"The shards are not the original's: {word}: {found[0]}{more}."
+    return f"A config is not as planned: {exact.configs[0]}."
+
+
+def _amount(report: Any) -> str:
+    from reshard.table import human_bytes, plural
+
+    size, tensors, ranks = human_bytes(report.nbytes), plural(report.tensors, "tensor"), plural(report.ranks, "rank")
+    return f"{size} in {tensors} on {ranks}, {report.mesh}"
+
+
+def exact_summary(report: Any) -> str:
+    """What the byte comparison found, in words."""
+    if report.verdict == "same":
+        return f"bytes: all equal, {_amount(report)}; nothing missing, nothing extra"
+    lines = [f"bytes: different ({_amount(report)} compared)"]
+    lines += _some("", report.problems)
+    lines += _some("missing: ", report.missing)
+    lines += _some("extra: ", report.extra)
+    lines += _some("", report.configs)
+    if report.first is not None:
+        lines.append(f"  first: {report.first}")
+    damages = [f"{d.tensor} on rank {d.rank}: {d.elements} elements differ ({d.nbytes} bytes)" for d in report.damages]
+    return "\n".join(lines + _some("", damages))
+
+
+def forward_summary(report: Any) -> str:
+    """What the forward pass (and the backward one) found: tables of places, and the logits beside the original's."""
+    mesh = " x ".join(f"{name} {size}" for name, size in report.mesh.items())
+    lines = [
+        f"forward: {report.dtype} on {report.ranks} ranks ({mesh}), {report.device}, {report.backend}; "
+        f"{report.batch} x {report.seq} tokens, seed {report.seed}; measured against {report.exact_dtype}"
+    ]
+    lines += _places("layer", report.layers)
+    if report.gradients:
+        worst = sorted(report.gradients, key=lambda row: (row.is_same, -row.ratio))[:SHOWN]
+        lines += ["", *_places("gradient of", worst)]
+        if len(report.gradients) > SHOWN:
+            lines.append(f"and {len(report.gradients) - SHOWN} more weights with smaller ratios")
+    return "\n".join([*lines, *(["", *_logits(report.logits)] if report.logits is not None else [])])
+
+
+def _places(what: str, rows: Sequence[Any]) -> list[str]:
+    from reshard.table import align
+
+    cells = [(what, "error", "noise", "ratio", "")]
+    for row in rows:
+        worst = row.worst if what == "layer" else row.worst.replace("token", "row").replace("channel", "column")
+        mark = "" if row.is_same else f"<- different, worst in {worst} on rank {row.rank}"
+        cells.append((row.name, number(row.error), number(row.noise), ratio(row.ratio), mark))
+    return align(cells, right=(1, 2, 3), width=None)
+
+
+def _logits(logits: Any) -> list[str]:
+    from reshard.table import align
+
+    cells: list[tuple[str, ...]] = [("logits", "max error", "relative", "KL, nats", "same top token")]
+    for name, own in (("shards", ""), ("original's own", "own_")):
+        found = [getattr(logits, f"{own}{key}") for key in ("max_error", "relative_error", "kl", "agreement")]
+        cells.append((name, *(number(x) for x in found[:3]), number(found[3], ".2%")))
+    lines = align(cells, right=(1, 2, 3, 4), width=None)
+    for m in logits.mismatches[:SHOWN]:
+        lines.append(f"  position {m.position}: top token {m.found} for {m.expected}, which led by {number(m.margin)}")
+    more = len(logits.mismatches) - SHOWN
+    return [*lines, *([f"  and {more} more positions"] if more > 0 else [])]
+
+
+def _some(title: str, items: Any) -> list[str]:
+    lines = [f"  {title}{item}" for item in items[:SHOWN]]
+    return [*lines, f"  {title}and {len(items) - SHOWN} more"] if len(items) > SHOWN else lines

@@ -209,7 +209,8 @@ def _check_refined(original: Source, shards: Source, plan: Plan, comparable: dic
             info = shards.ranks[rank][name]
             wrong = list(differing(info, expected, finer, rank))
             if wrong:
-                yield f"{info.file}: {len(wrong)} scales of '{name}' are not the original's, first at {list(map(int, wrong[0]))}"
+                place = list(map(int, wrong[0]))
+                yield f"{info.file}: {len(wrong)} scales of '{name}' are not the original's, first at {place}"
 
 
 def _planned(original: Source, shards: Source) -> Plan:

@@ -1,7 +1,8 @@
-"""Whether shards compute what the original model computes: both run on the same tokens, as many processes as there are ranks.
+"""Whether shards compute what the original model computes: both run, on the same tokens.
 
-The original runs whole, in its own dtype and in higher precision; each rank loads only its own folder. Hidden states after
-each block and the outputs are compared, see verify/noise.py for what counts as equal.
+The original runs whole, in its own dtype and in higher precision; the shards run in as many processes as there are
+ranks, each of which loads only its own folder. Hidden states throughout the model and the outputs are compared; see
+verify/noise.py for what counts as equal.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def _no_progress(message: str) -> None:
 class ForwardOptions:
     """What to run. ``dtype`` is ``float32``, ``bfloat16`` or ``float16``, by default that of the checkpoint.
 
-    ``batch`` x ``seq`` random tokens from ``seed``, or those of ``prompt``. ``timeout`` is in seconds, of one collective. ``draws`` is
-    how often the rounding of the original in its own dtype is drawn again.
+    ``batch`` x ``seq`` random tokens from ``seed``, or those of ``prompt``. ``timeout`` is in seconds, of one
+    collective. ``draws`` is how often the rounding of the original in its own dtype is drawn again.
     """
 
     device: str = "auto"
@@ -80,7 +81,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A position where the most likely token differs. ``margin`` is the reference's, from first to second, in logits."""
+    """A position where the most likely token differs. ``margin`` is the reference's from first to second, in logits."""
 
     position: int
     expected: int
@@ -90,7 +91,7 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class Logits:
-    """The shards' logits against the high-precision original's, each beside the original's own in its dtype (``own_``)."""
+    """The shards' logits against the high-precision original's, beside the original's own in its dtype (``own_``)."""
 
     max_error: float
     own_max_error: float
@@ -356,7 +357,7 @@ def _shared(reference: _Reference | None, patient: dist.ProcessGroup | None) -> 
 
 
 def _places(loaded: Loaded, plan: Plan) -> Places:
-    """The blocks, and the modules whose outputs are summed over the ranks, which is where all that came before is whole again."""
+    """The blocks, and the modules whose outputs are summed over the ranks: there, values are whole again."""
     from verify.model import Kind, roles
     from verify.trace import Places, blocks_of
 
@@ -397,7 +398,7 @@ def _run_original(job: _Job, device: torch.device) -> _Reference:
 
 @contextmanager
 def _original(job: _Job, dtype: torch.dtype, device: torch.device) -> Iterator[Loaded]:
-    """The whole model: on one device if it fits, else over all devices and the CPU; streamed, on disk, loaded module by module."""
+    """The whole model: on one device if it fits, else over all and the CPU; streamed, its weights stay on disk."""
     from verify.model import load_original, on_disk
 
     with tempfile.TemporaryDirectory(prefix="reshard-offload-") as folder:
@@ -493,7 +494,7 @@ def _logits(sharded: torch.Tensor, own: torch.Tensor, exact: torch.Tensor) -> Lo
 
 
 def _histogram(error: torch.Tensor, noise: torch.Tensor, bins: int = 41) -> tuple[tuple[float, int, int], ...]:
-    """The differences of the logits, shards' and original's own: the centre of each bin, and how many of each lie in it."""
+    """The differences of the logits, shards' and original's own: each bin's centre, and how many of each it has."""
     reach = float(torch.maximum(error.abs().max(), noise.abs().max())) or 1.0
     if not reach < float("inf"):
         return ()

@@ -1,10 +1,11 @@
 """Gradients of a sharded model: what autograd must add between ranks, and how they are put together again.
 
-In a rank's graph each value is either *whole*, the same on every rank, or a *part*, its own on each. Parts come from split weights; a sum
-or a gather over the ranks makes them whole. Where a whole value enters the computation of a part, each rank's gradient of it
-is what came back through that rank's part, so the ranks' gradients are summed there. That one rule, applied to the graph as it was
-recorded, covers the input of a column-parallel layer, a norm's weight that every rank applies to its own heads, the
-rotary part that all heads of latent attention share, routing weights and the rest.
+In a rank's graph each value is either *whole*, the same on every rank, or a *part*, its own on each. Parts come
+from split weights; a sum or a gather over the ranks makes them whole. Where a whole value enters the computation of
+a part, each rank's gradient of it is what came back through that rank's part, so the ranks' gradients are summed
+there. That one rule, applied to the graph as it was recorded, covers the input of a column-parallel layer, a norm's
+weight that every rank applies to its own heads, the rotary part that all heads of latent attention share, routing
+weights and the rest.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from verify.collectives import reduce_from_group
 
 
 def loss_of(outputs: Mapping[str, Tensor], ids: Tensor) -> Tensor:
-    """A loss that every output has a part in: cross entropy with fixed random targets over the last dimension of each."""
+    """A loss that every output has a part in: cross entropy of its last dimension with fixed random targets."""
     total = torch.zeros((), device=ids.device)
     for name, output in sorted(outputs.items()):
         wide = output.to(torch.promote_types(output.dtype, torch.float32)).flatten(0, -2)
@@ -50,7 +51,8 @@ _MAKES_PART = {"_ScatterBackward", "_CopyBackward"}
 def sum_where_ranks_part(
     loss: Tensor, parts: Sequence[Tensor], once: Sequence[Tensor], group: dist.ProcessGroup | None
 ) -> None:
-    """Let the backward of ``loss`` sum gradients over the ranks wherever a whole value enters the computation of a part.
+    """Let the backward of ``loss`` sum gradients over the ranks wherever a whole value enters the computation of a
+    part.
 
     ``parts`` are the split weights, ``once`` those that count on one rank alone.
     """
@@ -104,7 +106,7 @@ def _summing(into: Sequence[bool], group: dist.ProcessGroup | None) -> Callable[
 
 
 def gradients_on_disk(model: Any, sources: Mapping[str, tuple[str, ...]]) -> dict[str, Tensor]:
-    """The gradients of a model's parameters under the names, and in the shapes, of the tensors that they are made of."""
+    """The gradients of a model's parameters, under the names and in the shapes of the tensors on disk."""
     names = {id(value): name for name, value in model.state_dict(keep_vars=True).items() if name in sources}
     found: dict[str, Tensor] = {}
     fused: dict[str, Tensor] = {}

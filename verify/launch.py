@@ -37,9 +37,11 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.rendezvous import rendezvous
 
 from formats.errors import ReshardError
 
@@ -83,7 +85,7 @@ def run_ranks(
     """
     if world_size < 1:
         raise ValueError(f"world_size is {world_size}")
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if _is_launched():
         return _run_as_rank(fn, world_size, args, device, timeout)
     with tempfile.TemporaryDirectory(prefix="reshard-ranks-") as name:
         folder = Path(name)
@@ -99,13 +101,17 @@ def start_fork_server(*modules: str) -> bool:
 
     It imports torch, and ``modules`` that every rank would otherwise import for itself. Worth calling early, as the
     imports then happen while the caller does something else; not at the top of a module, which the ranks import too.
-    Return whether the platform has such a thing.
+    Return whether the platform has such a thing, and a use for it: under another launcher there is none.
     """
-    if "forkserver" not in multiprocessing.get_all_start_methods():
+    if "forkserver" not in multiprocessing.get_all_start_methods() or _is_launched():
         return False
     multiprocessing.set_forkserver_preload(["torch", "torch.distributed.launcher.api", *modules])
     forkserver.ensure_running()
     return True
+
+
+def _is_launched() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def rank_device(device: str) -> torch.device:
@@ -412,3 +418,79 @@ def _write(path: Path, data: bytes) -> None:
     part = path.with_name(f"{path.name}.{threading.get_ident()}")
     part.write_bytes(data)
     part.replace(path)
+
+
+# Under another launcher
+
+
+class Crew:
+    """The ranks that a launcher started, before and after their collectives: the first of them speaks for all.
+
+    The others wait, without a limit, while it works alone. An error of any rank reaches it even while it is in a
+    collective: then it calls ``give_up`` with the error and ends with the exit code that this returns. All ranks end
+    with the code of the first, and not before it has spoken, as the launcher ends all of them at the first failure.
+    """
+
+    def __init__(self, give_up: Callable[[ReshardError], int]) -> None:
+        store, self.rank, self.size = next(rendezvous("env://", timeout=timedelta(minutes=10)))
+        self._store = PrefixStore("crew", store)
+        self._give_up = give_up
+        self._speaks = threading.Lock()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that speaks."""
+        return bool(self.rank == 0)
+
+    def agree(self, answer: bool) -> bool:
+        """What the first rank says, on all of them."""
+        if self.is_first:
+            self._store.set("answer", json.dumps(answer))
+        while not self._store.check(["answer"]):
+            time.sleep(_POLL)
+        return bool(json.loads(self._store.get("answer")))
+
+    def leave(self, error: ReshardError | None) -> NoReturn:
+        """Of a rank that is not the first: report the error, if there is one, and end when the first does."""
+        if error is not None and self._store.add("errors", 1) == 1:
+            self._store.set("error", json.dumps([error.message, error.hint]))
+        while True:
+            time.sleep(60)
+
+    def first_error(self, error: ReshardError | None) -> ReshardError | None:
+        """Of the first rank: take the word. Another rank's error, the cause of its own perhaps, goes before that."""
+        self._speaks.acquire()
+        deadline = time.monotonic() + (_SETTLE if error is not None else 0)
+        while not (found := self._error()) and time.monotonic() < deadline:
+            time.sleep(_POLL)
+        return found or error
+
+    def end(self, code: int) -> None:
+        """Of the first rank: let the others end with this exit code, and see them go."""
+        self._store.set("code", str(code))
+        deadline = time.monotonic() + _BLAME
+        while self._store.add("gone", 0) < self.size - 1 and time.monotonic() < deadline:
+            time.sleep(_POLL / 10)
+
+    def _error(self) -> ReshardError | None:
+        return ReshardError(*json.loads(self._store.get("error"))) if self._store.check(["error"]) else None
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                time.sleep(_POLL)
+                if not self.is_first and self._store.check(["code"]):
+                    code = int(self._store.get("code"))
+                    self._store.add("gone", 1)
+                    break
+                if self.is_first and (error := self._error()) and self._speaks.acquire(blocking=False):
+                    code = self._give_up(error)
+                    self.end(code)
+                    break
+        except dist.DistError:  # the first rank has gone without a word
+            code = 2
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        os._exit(code)

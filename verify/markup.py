@@ -16,17 +16,17 @@ class Html(str):
     __slots__ = ()
 
 
-def element(name: str, *content: object, **attributes: object) -> Html:
-    """``<name attributes>content</name>``. Attributes that are None are left out; ``class_`` is ``class``."""
-    written = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{_text(value)}"' for key, value in attributes.items() if value is not None
-    )
-    return Html(f"<{name}{written}>{joined(*content)}</{name}>")
+def element(tag: str, *content: object, **attributes: object) -> Html:
+    """``<tag attributes>content</tag>``. Attributes that are None are left out; ``class_`` is ``class``."""
+    names = {key: key.rstrip("_").replace("_", "-") for key in attributes}
+    given = ((names[key], value) for key, value in attributes.items() if value is not None)
+    written = "".join(f' {name}="{_text(value)}"' for name, value in given)
+    return Html(f"<{tag}{written}>{joined(*content)}</{tag}>")
 
 
-def void(name: str, **attributes: object) -> Html:
+def void(tag: str, **attributes: object) -> Html:
     """An element that has no content and no end, ``<meta …>``."""
-    return Html(element(name, **attributes).removesuffix(f"</{name}>"))
+    return Html(element(tag, **attributes).removesuffix(f"</{tag}>"))
 
 
 def joined(*content: object) -> Html:
@@ -39,7 +39,7 @@ def _text(value: object) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with every character that a terminal or browser would act upon (escapes, bidirectional marks) spelled out."""
+    """The text with each character that a terminal or browser would act upon (escapes, bidirectional marks) spelled."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)

@@ -2,16 +2,18 @@
 
 What the plan says about a weight decides what its module does:
 
-- the output dimension is parallel: nothing to do, the module returns this rank's part of the output (column-parallel). If no
-  weight takes that part as its input (the vocabulary), the parts are gathered.
-- the input dimension is parallel: the outputs are summed over the ranks and the bias is added once (row-parallel). A module
-  that holds both kinds, as fused experts do, sums what it returns, and what it adds inside counts on one rank alone.
+- the output dimension is parallel: nothing to do, the module returns this rank's part of the output
+  (column-parallel). If no weight takes that part as its input (the vocabulary), the parts are gathered.
+- the input dimension is parallel: the outputs are summed over the ranks and the bias is added once (row-parallel).
+  A module that holds both kinds, as fused experts do, sums what it returns, and what it adds inside counts on one
+  rank alone.
 - the rows of an embedding are parallel: a lookup of this rank's rows, summed over the ranks.
-- a vector is parallel that is all that a module holds: a norm over a dimension that is split, with statistics of the whole.
+- a vector is parallel that is all that a module holds: a norm over a dimension that is split, with statistics of
+  the whole.
 
-transformers renames and fuses weights as it loads them; its own conversion says which parameter a tensor on disk ends in. Where a
-model takes its sizes from elsewhere than a rank's config.json, the architecture file's ``[modules]`` table says what a
-rank has there.
+transformers renames and fuses weights as it loads them; its own conversion says which parameter a tensor on disk
+ends in. Where a model takes its sizes from elsewhere than a rank's config.json, the architecture file's
+``[modules]`` table says what a rank has there.
 """
 
 from __future__ import annotations
@@ -91,7 +93,7 @@ def on_disk(folder: Path) -> dict[str, Any]:
 def load_original(
     folder: Path, config: Mapping[str, Any], plan: Plan, dtype: torch.dtype, more: Mapping[str, Any]
 ) -> Loaded:
-    """Load the full checkpoint of a plan; ``more`` says where to. Raises CheckpointError if it does not fill its model."""
+    """Load a plan's full checkpoint; ``more`` says where to. Raises CheckpointError if it does not fill its model."""
     loaded = _from_pretrained(model_class(config), folder, dtype, more)
     placed = placements(loaded.model, {name: entry.layout.full for name, entry in plan.entries.items()})
     return Loaded(loaded.model, {name: p.sources for name, p in placed.items()}, loaded.unused)
@@ -330,7 +332,7 @@ class ModuleTable:
             sizes |= {unknown[0]: length // rest, **dict.fromkeys(unknown[1:], 1)}
         if dim.size(sizes) != length:
             raise PlanError(
-                f"plan '{self._rank.modules.name}': '{dim}' is {dim.size(sizes)} under [modules], the model has {length}"
+                f"plan '{self._rank.modules.name}', [modules]: '{dim}' is {dim.size(sizes)}, the model has {length}"
             )
         shares = _shares(plan, self._rank.rank, sizes)
         return [i for run in owned(dim, sizes, shares) for i in range(run.offset, run.end)]

@@ -48,10 +48,10 @@ def page(document: Document) -> str:
         element("title", f"{headline}: {Path(str(document.get('shards'))).name} · reshard verify"),
         element("style", Html(style)),
     )
-    sections = (_header(document, headline), _exact(document), _forward(document), _gradients(document), _setting(document))
+    parts = (_header(document, headline), _exact(document), _forward(document), _gradients(document))
     foot = element("footer", element("p", "Written by ", element("code", "reshard verify"), ". ",
                    "The same in numbers: ", element("code", "--json"), "."), class_="muted")  # fmt: skip
-    body = element("body", element("main", *sections), foot)
+    body = element("body", element("main", *parts, _setting(document)), foot)
     return f"<!DOCTYPE html>\n{element('html', head, body, lang='en')}\n"
 
 
@@ -150,9 +150,10 @@ def _forward(document: Document) -> Html | None:
 
 def _explanation(report: Document) -> str:
     return (
-        f"Error: how far the shards, in {report.get('dtype')}, are from the original in {report.get('exact_dtype')}. Noise: how far "
-        f"the original is from that when it runs in {report.get('dtype')} itself. Both relative to the size of the values. Ratio: the largest "
-        f"of error over noise, of all values, of any one token and of any one channel. Up to {number(report.get('factor'), 'g')} is rounding."
+        f"Error: how far the shards, in {report.get('dtype')}, are from the original in {report.get('exact_dtype')}. "
+        f"Noise: how far the original is from that when it runs in {report.get('dtype')} itself. Both are relative to "
+        "the size of the values. Ratio: the largest of error over noise, of all values, of any one token and of any "
+        f"one channel. Up to {number(report.get('factor'), 'g')} is rounding."
     )
 
 
@@ -180,7 +181,9 @@ def _places(rows: Sequence[Document], factor: float, what: str, caption: str) ->
         note = "" if row.get("is_same") else " ✗ the first that differs" if row is first else " ✗ differs"
         numbers = [number(row.get("error")), number(row.get("noise")), ratio(row.get("ratio"))]
         name = joined(_code(row.get("name")), element("span", note, class_="bad") if note else None)
-        cells.append([name, *numbers, row.get("worst"), row.get("rank")])
+        worst = str(row.get("worst"))
+        worst = worst if what == "layer" else worst.replace("token", "row").replace("channel", "column")
+        cells.append([name, *numbers, worst, row.get("rank")])
         marks.append(not row.get("is_same"))
     columns = [what, "error", "noise", "ratio", "largest in", "rank"]
     table = _table(caption, columns, cells, wide=1, marks=marks, left_out=len(rows) - len(shown))
@@ -194,7 +197,7 @@ def _logits(logits: Document | None, report: Document) -> Html | None:
         ("largest error", "max_error", number),
         ("error, relative", "relative_error", number),
         ("KL divergence, in nats a token", "kl", number),
-        ("same most likely token", "agreement", lambda x: number(x, ".2%")),
+        ("same most likely token", "agreement", _percent),
     ]
     rows: list[list[object]]
     rows = [[_words(name), text(logits.get(key)), text(logits.get(f"own_{key}"))] for name, key, text in pairs]
@@ -214,6 +217,10 @@ def _logits(logits: Document | None, report: Document) -> Html | None:
         element("figure", legend, histogram_plot(bins)) if bins else element("p", "The logits are not finite."),
         _mismatches(logits.get("mismatches") or ()),
     )
+
+
+def _percent(value: object) -> str:
+    return number(value, ".2%")
 
 
 def _mismatches(mismatches: Sequence[Document]) -> Html | None:

@@ -1,6 +1,7 @@
-"""The plots of the report, as SVG: places in the model with their error and noise, and the distribution of differences.
+"""The plots of the report, as SVG: places in the model with error and noise, and the distribution of differences.
 
-Each point can be hovered or tapped (or read in the table below it): without any script, so that the page may forbid them.
+Each point can be hovered or tapped (or read in the table below it), without any script, so that the page may forbid
+them.
 """
 
 from __future__ import annotations
@@ -100,8 +101,9 @@ def _place_plot(name: str, width: int, rows: Sequence[Mapping[str, Any]], factor
     title = f"Error and noise, {what} by {what}"
     worst = max(rows, key=_badness, default={})
     description = (
-        f"Two plots over {len(rows)} places, with logarithmic axes: error and noise, and their ratio with a line at {factor:g}. "
-        f"The largest ratio is {ratio(worst.get('ratio'))} at {worst.get('name')}. The table below has all numbers."
+        f"Two plots over {len(rows)} places, with logarithmic axes: error and noise, and their ratio with a line at "
+        f"{factor:g}. The largest ratio is {ratio(worst.get('ratio'))} at {worst.get('name')}. "
+        "The table below has all numbers."
     )
     return _svg(name, width, height, title, description, joined(*parts))
 
@@ -172,7 +174,7 @@ def _mark(x: float, y: float, is_same: bool, radius: float) -> Html:
 
 
 def histogram_plot(bins: Sequence[Sequence[Any]]) -> Html:
-    """How many logits differ by how much from the exact run: the shards', and those of the original in its own dtype."""
+    """How many logits differ by how much from the exact run: the shards', and the original's in its own dtype."""
     known = [(to_number(b[0]), int(b[1]), int(b[2])) for b in bins]
     return both_widths(lambda name, width: _histogram(name, width, known))
 
@@ -188,9 +190,7 @@ def _histogram(name: str, width: int, bins: Sequence[tuple[float, int, int]]) ->
     for i, (centre, found, own) in enumerate(bins):
         x, total = _LEFT + step * i, [total[0] + found, total[1] + own]
         y = axis.at(own)
-        bar = element(
-            "rect", class_="noise-area", x=_round(x), y=_round(y), width=_round(step), height=_round(bottom - y)
-        )
+        bar = _rectangle("noise-area", x, y, step, bottom - y)
         outline += [(x, axis.at(found)), (x + step, axis.at(found))]
         numbers = f"shards: {found:,} logits, original's own: {own:,}"
         parts.append(_hot(x + step / 2, step, bottom, bar, f"difference {number(centre)}", numbers, width))
@@ -216,9 +216,8 @@ def _histogram(name: str, width: int, bins: Sequence[tuple[float, int, int]]) ->
 def _svg(name: str, width: int, height: float, title: str, description: str, content: Html) -> Html:
     hint = element("g", element("text", "Hover or tap for numbers.", class_="label", x=4, y=12))
     head = joined(element("title", title), element("desc", description), hint)
-    return element(
-        "svg", head, content, class_=name, viewBox=f"0 0 {width} {height:g}", role="img", aria_label=f"{title}. {description}"
-    )
+    box, label = f"0 0 {width} {height:g}", f"{title}. {description}"
+    return element("svg", head, content, class_=name, viewBox=box, role="img", aria_label=label)
 
 
 def _hot(x: float, step: float, bottom: float, marks: Html, title: str, numbers: str, width: int) -> Html:
@@ -233,8 +232,12 @@ def _hot(x: float, step: float, bottom: float, marks: Html, title: str, numbers:
         element("text", numbers, x=4, y=27),
         class_="tip",
     )
-    hit = element("rect", class_="hit", x=_round(x - step / 2), y=_TOP, width=_round(step), height=_round(bottom + 9 - _TOP))
+    hit = _rectangle("hit", x - step / 2, _TOP, step, bottom + 9 - _TOP)
     return element("g", element("title", f"{title}: {numbers}"), hit, marks, tip, class_="place", tabindex=-1)
+
+
+def _rectangle(kind: str, x: float, y: float, width: float, height: float) -> Html:
+    return element("rect", class_=kind, x=_round(x), y=_round(y), width=_round(width), height=_round(height))
 
 
 def _text(x: float, y: float, text: str, kind: str, anchor: str | None = None) -> Html:

@@ -1,9 +1,9 @@
 """What is looked at while a model runs: the hidden states between its blocks, its outputs, and what it chose.
 
-A choice (the experts of a token, the keys that a sparse attention keeps) is a step: two scores that tie within the rounding are
-ranked either way, and all that follows differs. So the high-precision run's choices are kept, and the other runs take the same. That
-hides nothing: the scores that a choice is made from are compared like any hidden state, and how often a run would have
-chosen otherwise is counted.
+A choice (the experts of a token, the keys that a sparse attention keeps) is a step: two scores that tie within the
+rounding are ranked either way, and all that follows differs. So the high-precision run's choices are kept, and the
+other runs take the same. That hides nothing: the scores that a choice is made from are compared like any hidden
+state, and how often a run would have chosen otherwise is counted.
 """
 
 from __future__ import annotations
@@ -67,10 +67,11 @@ def run(
 ) -> Trace:
     """Run a model and trace it.
 
-    With ``feed``, another run's states, each block's output is kept and then replaced by that run's, so that the next block starts from it.
+    With ``feed``, another run's states, each block's output is kept and then replaced by that run's, so that the
+    next block starts from it.
 
-    With ``chosen``, another run's choices are taken. With ``draw``, the results of all layers that have weights are moved at random by as
-    much as rounding moves them: another draw of the rounding, with ``draw`` its seed.
+    With ``chosen``, another run's choices are taken. With ``draw``, the results of all layers that have weights are
+    moved at random by as much as rounding moves them: another draw of the rounding, with ``draw`` its seed.
     """
     trace = Trace()
     path: list[str] = []
@@ -176,7 +177,7 @@ def _is_real(x: Any) -> bool:
 
 
 class _Choices(TorchFunctionMode):
-    """Keeps, or replaces, the indices of each ``topk`` (or largest score of a row), and the scores that they were chosen by."""
+    """Keeps, or replaces, the indices of each ``topk`` (or largest score of a token), and keeps the scores."""
 
     def __init__(self, trace: Trace, path: Sequence[str], chosen: Sequence[Tensor] | None) -> None:
         super().__init__()

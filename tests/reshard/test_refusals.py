@@ -103,7 +103,7 @@ def test_one_rank_in_the_place_of_another(shards, tmp_path, manifest):
     shutil.copy(shards / "rank-02-of-08/model.safetensors", shards / "rank-03-of-08/model.safetensors")
     if not manifest:
         (shards / "reshard.json").unlink()
-    with refused(MismatchError, "rank-03-of-08", "rank"):
+    with refused(MismatchError, "rank-03-of-08", "is a shard of"):
         merge(shards, tmp_path / "out")
 
 

@@ -226,6 +226,10 @@ def test_one_pass(tmp_path, monkeypatch):
         traffic["written"] += count
         return count
 
+    def again(path):
+        raise AssertionError(f"{path} is read a second time for its checksum")
+
+    monkeypatch.setattr("reshard.api.file_checksum", again)
     monkeypatch.setattr(os, "preadv", read)
     monkeypatch.setattr(os, "pwrite", write)
 
@@ -282,6 +286,10 @@ def test_a_users_plan(tmp_path):
     (tmp_path / "out/reshard.json").unlink()
     with pytest.raises(PlanError, match="unknown model_type 'mine'"):
         merge(tmp_path / "out", tmp_path / "merged2")
+    other = tmp_path / "other.toml"
+    other.write_text(plan.read_text().replace('up = "ff hidden"', 'up = "(1 ff) hidden"'))
+    with pytest.raises(MismatchError, match="split by another plan than 'other'"):
+        merge(tmp_path / "out", tmp_path / "merged2", access=Access(plan_file=other))
     merge(tmp_path / "out", tmp_path / "merged2", access=access)
     plan.write_text(plan.read_text() + 'bias = "ff"\n')
     with pytest.raises(PlanError, match="the rule 'bias' of plan 'mine' covers no tensor"):

@@ -28,6 +28,7 @@ class FullTensor:
     dtype: str
     shape: tuple[int, ...] | None
     where: str
+    held: tuple[int, ...] | None = None  # what one rank has, where the full shape is not known
 
 
 @dataclass(frozen=True)
@@ -263,7 +264,8 @@ def bind(
 
 def _rule_of(tensor: FullTensor, architecture: Architecture, sizes: AxisSizes) -> tuple[Match, Shape]:
     match = architecture.match(tensor.name)
-    belonging = companion(tensor.name, sizes.settings) if match is None or tensor.name.endswith(".weight") else None
+    packed = tensor.dtype in {"U8", "I32"}  # several values in one element: the weight's own rule does not say its shape
+    belonging = companion(tensor.name, sizes.settings, tensor.dtype) if match is None or packed else None
     if belonging is not None:
         match = architecture.match(belonging.weight)
     if match is None:
@@ -273,7 +275,7 @@ def _rule_of(tensor: FullTensor, architecture: Architecture, sizes: AxisSizes) -
         raise PlanError(f"{tensor.where}: tensor '{tensor.name}': no condition of the rule '{match.template}' holds")
     if belonging is None:
         return match, shape
-    derived = shape_of(belonging.patterns, shape, tensor.shape)
+    derived = shape_of(belonging.patterns, shape, tensor.held if tensor.shape is None else tensor.shape)
     if derived is None:
         shown = list(tensor.shape or ())
         raise PlanError(

@@ -120,5 +120,5 @@ def test_packed_weights_of_a_quantized_checkpoint_are_refused() -> None:
         return name.replace("up_proj.weight", "up_proj.qweight"), shape
 
     config = LLAMA | {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 4}}
-    with pytest.raises(PlanError, match="no draft for 'model.layers.0.mlp.up_proj.qweight'"):
+    with pytest.raises(PlanError, match="no draft for"):
         draft(config, _tensors(pack))

@@ -25,7 +25,7 @@ NAMES = {
         "phi3", "bloom", "falcon-7b", "falcon-40b", "gpt_neox", "gpt2", "opt", "olmo2", "cohere", "stablelm", "mpt",
         "llama", "qwen3", "mixtral", "llama-mqa", "mamba", "bert", "gpt_oss", "jamba", "qwen3_vl_moe",
     ),
-    4: ("llama-6kv", "phi3", "bloom", "gpt_neox", "qwen2_moe", "deepseek_v3", "glm"),
+    4: ("llama-6kv", "phi3", "bloom", "qwen2_moe"),
 }  # fmt: skip
 WHOLE = {"gpt2", "mamba", "gpt_oss", "qwen3_vl_moe"}
 """Those of which much stays whole on every rank."""

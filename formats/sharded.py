@@ -266,9 +266,9 @@ def open_sharded(path: Path) -> ShardedCheckpoint:
         }
     missing = [identity.mesh.folder(rank) for rank in range(identity.mesh.size) if rank not in shards]
     if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        more = f" and {len(missing) - 1} more are" if len(missing) > 1 else " is"
         raise CheckpointError(
-            f"{path}: {missing[0]}{more} is missing, the mesh is {identity.mesh}",
+            f"{path}: {missing[0]}{more} missing, the mesh is {identity.mesh}",
             "bring the folders of all ranks together",
         )
     ranks = tuple(shards[rank] for rank in range(identity.mesh.size))

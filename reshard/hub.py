@@ -425,7 +425,8 @@ def _explain(error: Exception, request: _Request) -> CheckpointError:
             )
     if _is_outage(error):
         return CheckpointError(
-            f"the connection to the Hub ({constants.ENDPOINT}) failed while fetching {repo}{at}: {_first_line(error)}",
+            f"no folder {repo} is here, and the connection to the Hub ({constants.ENDPOINT}) failed while fetching "
+            f"{repo}{at}: {_first_line(error)}",
             "check the network, then run the same command again: files that are complete are not downloaded twice",
         )
     return CheckpointError(

@@ -264,7 +264,7 @@ def bind(
 
 def _rule_of(tensor: FullTensor, architecture: Architecture, sizes: AxisSizes) -> tuple[Match, Shape]:
     match = architecture.match(tensor.name)
-    packed = tensor.dtype in {"U8", "I32"}  # several values in one element: the weight's own rule does not say its shape
+    packed = tensor.dtype in {"U8", "I32"}  # several values in one element, so that the weight's own rule may not fit
     belonging = companion(tensor.name, sizes.settings, tensor.dtype) if match is None or packed else None
     if belonging is not None:
         match = architecture.match(belonging.weight)

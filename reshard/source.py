@@ -140,7 +140,8 @@ def _open_sharded(path: Path, location: str, plan_file: Path | None) -> Source:
     architecture = _architecture(sharded, plan_file)
     holders = {name: info for rank in reversed(sharded.ranks) for name, info in rank.tensors.items()}
     names = _names(sharded)
-    full = [FullTensor(name, t.dtype, None, t.file.name, t.shape) for name, t in ((name, holders[name]) for name in names)]
+    infos = [holders[name] for name in names]
+    full = [FullTensor(t.name, t.dtype, None, t.file.name, held=t.shape) for t in infos]
     model = bind(architecture, sharded.config, full, known=identity.sizes)
     refined = with_blocks(model, identity.blocks) if identity.blocks else model
     plan = make_plan(refined, identity.mesh, padding=identity.padding)

@@ -48,6 +48,7 @@ class _Run:
     error: ReshardError | None = None
     notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    created: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
 
     @property
     def is_silent(self) -> bool:
@@ -90,7 +91,7 @@ class _Run:
                 "python": platform.python_version(),
                 "platform": platform.platform(terse=True),
             },
-            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "created": self.created,
         }
         cleaned: dict[str, Any] = _finite(document)
         return cleaned
@@ -174,17 +175,12 @@ def verify_command(
     }  # fmt: skip
     run = _Run(original, shards, {"exact_only": True} if exact_only else settings, is_json, quiet, report)
     access = Access(revision, token, cache_dir, plan_file, quiet or is_json)
-    if not is_launched():
+    if not is_launched() or (exact_only and os.environ["RANK"] == "0"):
         _attempt(run, access, debug)
         _finish(run)
         sys.exit(run.exit_code)
-    if exact_only and os.environ["RANK"] != "0":
-        return
-    if exact_only:
-        _attempt(run, access, debug)
-        _finish(run)
-        sys.exit(run.exit_code)
-    _verify_as_rank(run, access, debug)
+    if not exact_only:
+        _verify_as_rank(run, access, debug)
 
 
 def is_launched() -> bool:
@@ -334,6 +330,8 @@ def _summary(run: _Run) -> list[str]:
     parts += [*run.notes, *([forward_summary(run.forward)] if run.forward is not None else [])]
     if run.report is not None and run.report.exists():
         parts.append(f"report: {run.report}")
+    if not parts:  # the error has been printed
+        return [run.verdict.upper()]
     return [*parts, "", f"{run.verdict.upper()}: {in_words(run.exact, run.forward, run.error)}"]
 
 

@@ -225,18 +225,23 @@ def parallel_norm(module: Module, group: dist.ProcessGroup | None) -> Module:
     """Let a norm whose last dimension is split normalise by the statistics of the whole.
 
     Inputs and weights are gathered and the module computes as it would unsharded, then each rank takes its slice: more
-    bytes than :class:`ParallelRMSNorm` sends, but the same for every kind of norm, and to the last bit.
+    bytes than :class:`ParallelRMSNorm` sends, but the same for every kind of norm, and to the last bit. Other tensors
+    of the input's shape (a gate) are split as it is.
     """
     local = module.forward
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def gathered(value: Any) -> Any:
+            is_alike = isinstance(value, Tensor) and value.shape == x.shape
+            return gather_from_group(value, group) if is_alike else value
+
         whole = {name: gather_from_group(p, group) for name, p in module.named_parameters(recurse=False)}
         shape = getattr(module, "normalized_shape", None)
         try:
             if shape is not None:  # torch's own norms, which are told their size
                 module.normalized_shape = (*shape[:-1], shape[-1] * dist.get_world_size(group))  # type: ignore[assignment]
             with _parameters(module, whole):
-                y: Tensor = local(gather_from_group(x, group), *args, **kwargs)
+                y: Tensor = local(gathered(x), *map(gathered, args), **{name: gathered(a) for name, a in kwargs.items()})
         finally:
             if shape is not None:
                 module.normalized_shape = shape

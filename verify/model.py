@@ -19,6 +19,7 @@ ends in. Where a model takes its sizes from elsewhere than a rank's config.json,
 from __future__ import annotations
 
 import copy
+import json
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -126,7 +127,14 @@ def load_rank(
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key not in {"transformers_version", "architectures"}}
+    kept = {key: value for key, value in config.items() if key not in {"transformers_version", "architectures"}}
+    found: dict[str, Any] = json.loads(json.dumps(kept), object_hook=_special_float)
+    return found
+
+
+def _special_float(value: dict[str, Any]) -> Any:
+    """transformers writes infinity as ``{"__float__": "Infinity"}``."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
 def _concrete(cls: Any, config: Mapping[str, Any]) -> Any:
@@ -234,8 +242,8 @@ class ModuleTable:
     @property
     def is_needed(self) -> bool:
         """Whether a rank's model differs from what its config.json says."""
-        rules = (rule for rules in self._rank.modules.modules.values() for rule in rules)
-        return any(self._holds(rule, {}) for rule in rules)
+        lines = ((name, rule) for name, rules in self._rank.modules.modules.items() for rule in rules)
+        return any(_is_indexed(rule, name) or self._holds(rule, {}) for name, rule in lines)
 
     def lines(self, model: nn.Module) -> Iterable[tuple[nn.Module, ModuleRule, dict[str, int]]]:
         """Each module that a line speaks of, with the line and the indices in the module's name."""
@@ -336,6 +344,11 @@ class ModuleTable:
             )
         shares = _shares(plan, self._rank.rank, sizes)
         return [i for run in owned(dim, sizes, shares) for i in range(run.offset, run.end)]
+
+
+def _is_indexed(rule: ModuleRule, template: str) -> bool:
+    """Whether a rule holds for some of the modules of a name, by the indices in it."""
+    return rule.when is not None and any(f"{{{name}}}" in template for name in rule.when.names)
 
 
 def _localised(cls: Any, rank: Rank, modules: ModuleTable) -> Any:

@@ -21,6 +21,7 @@ COLUMNS = 400
 """Points in a plot; of more places, the worst of several that are side by side is drawn."""
 
 _LEFT, _RIGHT, _TOP = 54, 10, 34
+_BEYOND = 14.0  # from an end of an axis to the place of zero, and of infinity
 _CHARACTER = 6.6  # width of a character, at most
 
 
@@ -36,9 +37,9 @@ class _Axis:
     def at(self, value: float) -> float:
         """The coordinate of a value."""
         if not math.isfinite(value):
-            return self.end + math.copysign(9, self.end - self.start)
+            return self.end + math.copysign(_BEYOND, self.end - self.start)
         if value <= 0 or math.log10(value) < self.low:
-            return self.start - math.copysign(9, self.end - self.start)
+            return self.start - math.copysign(_BEYOND, self.end - self.start)
         share = (math.log10(value) - self.low) / (self.high - self.low)
         return self.start + min(share, 1.0) * (self.end - self.start)
 
@@ -78,8 +79,8 @@ def _badness(row: Mapping[str, Any]) -> tuple[bool, float]:
 
 
 def _place_plot(name: str, width: int, rows: Sequence[Mapping[str, Any]], factor: float, what: str) -> Html:
-    upper, lower = (_TOP + 16, _TOP + 216), (_TOP + 264, _TOP + 374)
-    height = lower[1] + 44
+    upper, lower = (_TOP + 36, _TOP + 226), (_TOP + 296, _TOP + 400)
+    height = lower[1] + 52
     errors, noises, ratios = ([to_number(row.get(key)) for row in rows] for key in ("error", "noise", "ratio"))
     values = _axis((*errors, *noises), upper[1], upper[0])
     shares = _axis((*ratios, factor / 10, factor * 10), lower[1], lower[0])
@@ -91,13 +92,13 @@ def _place_plot(name: str, width: int, rows: Sequence[Mapping[str, Any]], factor
         _below(rows, xs, lower[1], width, what),
         _line(xs, [values.at(v) for v in noises], "noise"),
         _line(xs, [values.at(v) for v in errors], "error"),
-        _factor_line(shares, factor, width),
     ]
     radius = max(1.2, min(3.5, step / 2.5))
     for x, row, y, z in zip(xs, rows, errors, ratios, strict=True):
         marks = joined(*(_mark(x, at, bool(row.get("is_same")), radius) for at in (values.at(y), shares.at(z))))
         numbers = f"error {number(row.get('error'))}, noise {number(row.get('noise'))}, ratio {ratio(row.get('ratio'))}"
         parts.append(_hot(x, step, lower[1], marks, str(row.get("name")), numbers, width))
+    parts.append(_factor_line(shares, factor, width))
     title = f"Error and noise, {what} by {what}"
     worst = max(rows, key=_badness, default={})
     description = (
@@ -115,7 +116,7 @@ def _grid(axis: _Axis, width: int, title: str, values: Iterable[float]) -> Html:
         lines.append((axis.at(0.0), "0"))
     if any(not math.isfinite(v) for v in known):
         lines.append((axis.at(math.inf), "∞"))
-    parts = [_text(_LEFT - 46, axis.end - 16, title, "label")]
+    parts = [_text(_LEFT - 46, axis.end - _BEYOND - 10, title, "label")]
     for y, label in lines:
         parts.append(element("line", class_="grid", x1=_LEFT, x2=width - _RIGHT, y1=_round(y), y2=_round(y)))
         parts.append(_text(_LEFT - 6, y + 4, label, "label", "end"))
@@ -137,10 +138,10 @@ def _below(rows: Sequence[Mapping[str, Any]], xs: Sequence[float], bottom: float
         if x - half < free or x + half > width:
             continue
         free = x + half + 8
-        parts.append(element("line", class_="grid", x1=_round(x), x2=_round(x), y1=bottom + 9, y2=bottom + 13))
-        parts.append(_text(x, bottom + 24, label, "label", "middle"))
+        parts.append(element("line", class_="grid", x1=_round(x), x2=_round(x), y1=bottom + _BEYOND, y2=bottom + _BEYOND + 4))
+        parts.append(_text(x, bottom + _BEYOND + 16, label, "label", "middle"))
     order = "in the order of computation" if what == "layer" else "by name"
-    parts.append(_text((width + _LEFT) / 2, bottom + 40, f"{what}, {order}", "label", "middle"))
+    parts.append(_text((width + _LEFT) / 2, bottom + _BEYOND + 33, f"{what}, {order}", "label", "middle"))
     return joined(*parts)
 
 
@@ -180,10 +181,10 @@ def histogram_plot(bins: Sequence[Sequence[Any]]) -> Html:
 
 
 def _histogram(name: str, width: int, bins: Sequence[tuple[float, int, int]]) -> Html:
-    bottom, top = float(_TOP + 210), float(_TOP + 22)
+    bottom, top = float(_TOP + 220), float(_TOP + 36)
     height = _TOP + 262
     counts = [count for _, *pair in bins for count in pair]
-    axis = _Axis(0, max(1, math.ceil(math.log10(max(max(counts, default=1), 1)))), bottom - 9, top)
+    axis = _Axis(0, max(1, math.ceil(math.log10(max(max(counts, default=1), 1)))), bottom - _BEYOND, top)
     step = (width - _LEFT - _RIGHT) / max(len(bins), 1)
     parts = [_grid(axis, width, "logits", (0.0,))]
     outline, total = [], [0, 0]
@@ -232,7 +233,7 @@ def _hot(x: float, step: float, bottom: float, marks: Html, title: str, numbers:
         element("text", numbers, x=4, y=27),
         class_="tip",
     )
-    hit = _rectangle("hit", x - step / 2, _TOP, step, bottom + 9 - _TOP)
+    hit = _rectangle("hit", x - step / 2, _TOP, step, bottom + _BEYOND - _TOP)
     return element("g", element("title", f"{title}: {numbers}"), hit, marks, tip, class_="place", tabindex=-1)
 
 

@@ -1,0 +1,190 @@
+"""What a person sees of ``reshard verify``: alone, on a terminal, and under a launcher of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from reshard.api import split
+from reshard.source import open_source
+from tests import zoo
+from tests.verify.faults import inject
+
+ROOT = Path(__file__).parents[2]
+Done = subprocess.CompletedProcess[str]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ``full``, the right ``shards`` of it, and ``wrong`` ones."""
+    root = tmp_path_factory.mktemp("cli")
+    zoo.save("llama", root / "full", torch.bfloat16)
+    split(root / "full", root / "shards", 2)
+    shutil.copytree(root / "shards", root / "wrong")
+    assert inject("gate_and_up", root / "wrong", open_source(root / "full"))
+    return root
+
+
+def verify(*arguments: str | Path, launcher: tuple[str, ...] = ("-m", "verify"), **environment: str) -> Done:
+    command = [sys.executable, *launcher, *map(str, arguments)]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, env={**os.environ, **environment}
+    )  # fmt: skip
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "-m", "verify")
+
+
+def test_the_same(model: Path) -> None:
+    done = verify(model / "full", model / "shards", launcher=("-m", "reshard", "verify"))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines() == ["comparing bytes", "forward on 2 ranks, cpu"]
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("bytes: all equal, 276.80 kB in 30 tensors on 2 ranks, tp 2;")
+    assert lines[1].startswith("forward: bfloat16 on 2 ranks (tp 2), cpu, gloo; 2 x 32 tokens, seed 0; measured against")
+    assert lines[2].split() == ["layer", "error", "noise", "ratio"]
+    places = [line.split() for line in lines[3 : lines.index("")]]
+    assert [len(place) for place in places] == [4] * 11 and places[-1][0] == "logits"
+    shards, own = (next(line for line in lines if line.startswith(name)) for name in ("shards ", "original's own "))
+    assert shards.endswith("%") and len(shards.split()) == 5 and len(own.split()) == 6
+    assert lines[-1].startswith("SAME: Every byte is the original's (276.80 kB in 30 tensors on 2 ranks, tp 2). The shards are")
+
+
+def test_different_names_tensor_and_layer(model: Path) -> None:
+    done = verify(model / "full", model / "wrong")
+    assert done.returncode == 1
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("DIFFERENT: Bytes differ, first in tensor 'model.layers.1.mlp.gate_proj.weight' at [0, 0] on rank 0")
+    assert "'model.layers.1.mlp.down_proj'" in last
+    assert "<- different, worst in token" in done.stdout
+
+
+def test_bytes_alone(model: Path) -> None:
+    for folder, code, word in (("shards", 0, "same"), ("wrong", 1, "different"), ("none", 2, "unchecked")):
+        done = verify(model / "full", model / folder, "--exact-only", "--quiet")
+        assert (done.returncode, done.stdout) == (code, f"{word}\n"), folder
+        assert bool(done.stderr) == (code == 2)
+        document = json.loads(verify(model / "full", model / folder, "--exact-only", "--json").stdout)
+        assert (document["verdict"], document["forward"]) == (word, None)
+    assert verify(model / "full", model / "none", "--exact-only").stdout == "UNCHECKED\n"
+
+
+def test_what_could_not_be_run_is_no_difference(model: Path) -> None:
+    done = verify(model / "full", model / "shards", "--prompt", "hello")
+    assert done.returncode == 2
+    assert "Error: " in done.stderr and "no tokenizer for --prompt" in done.stderr
+    assert done.stdout.splitlines()[-1].startswith("UNCHECKED: Every byte is the original's")
+
+
+def test_a_report_that_cannot_be_written(model: Path, tmp_path: Path) -> None:
+    done = verify(model / "full", model / "shards", "--exact-only", "--report", tmp_path / "none" / "report.html")
+    assert done.returncode == 2
+    assert "Error: --report: there is no folder" in done.stderr and done.stdout == ""
+
+
+def test_hostile_names_do_not_reach_the_terminal(model: Path, tmp_path: Path) -> None:
+    done = verify(model / "full", tmp_path / "\x1b[31mred", "--exact-only")
+    assert done.returncode == 2 and "\x1b" not in done.stdout + done.stderr and "\\x1b[31mred" in done.stderr
+
+
+def test_progress_on_a_terminal(model: Path) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "verify", model / "full", model / "shards"]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=theirs, env={**os.environ, "TERM": "xterm"}
+    ) as process:
+        os.close(theirs)
+        shown = b""
+        while True:
+            try:
+                shown += os.read(ours, 65536)
+            except OSError:  # all of the other side is closed
+                break
+        assert process.wait(60) == 0
+    os.close(ours)
+    assert shown.count(b"\rforward on 2 ranks, cpu: ") >= 2 and shown.endswith(b" s\x1b[K\r\n")
+
+
+def test_interrupt_is_130(model: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "verify", model / "full", model / "shards"],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stderr is not None
+    while "forward" not in process.stderr.readline():
+        pass
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "") and "Traceback" not in err
+
+
+# ------------------------------------------------------------------------------------------------------ under torchrun
+
+
+def test_under_torchrun(model: Path, tmp_path: Path) -> None:
+    report = tmp_path / "report.html"
+    done = verify(model / "full", model / "shards", "--json", "--report", report, launcher=TORCHRUN)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)  # once, that is
+    assert (document["verdict"], document["forward"]["ranks"]) == ("same", 2)
+    assert "The same model" in report.read_text(encoding="utf-8")
+
+
+def test_under_torchrun_all_ranks_end_with_the_answer(model: Path) -> None:
+    done = verify(model / "full", model / "wrong", "--quiet", launcher=TORCHRUN)
+    assert (done.returncode, done.stdout) == (1, "different\n")
+    assert "exitcode  : 1" in done.stderr and "exitcode  : 2" not in done.stderr
+
+
+def by_hand(model: Path, shards: list[Path], *arguments: str) -> list[tuple[int, str, str]]:
+    """Exit code, stdout and stderr of each rank, started as by a launcher that is not torch's."""
+    import socket
+
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        port = found.getsockname()[1]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "verify", model / "full", path, *arguments],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(len(shards)), "LOCAL_RANK": str(rank),
+                 "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)},
+        )
+        for rank, path in enumerate(shards)
+    ]  # fmt: skip
+    ends = [process.communicate(timeout=200) for process in processes]
+    return [(process.returncode, out, err) for process, (out, err) in zip(processes, ends, strict=True)]
+
+
+def test_ranks_of_another_launcher_end_with_one_code(model: Path) -> None:
+    ranks = by_hand(model, [model / "wrong"] * 2, "--quiet")
+    assert [code for code, _, _ in ranks] == [1, 1]
+    assert [out for _, out, _ in ranks] == ["different\n", ""]
+
+
+def test_the_error_of_any_rank_is_told_once_and_soon(model: Path, tmp_path: Path) -> None:
+    """As on a node where the shards cannot be read, while the first rank waits in a collective for it."""
+    shutil.copytree(model / "shards", tmp_path / "shards")
+    (tmp_path / "shards" / "rank-01-of-02" / "config.json").unlink()
+    start = time.monotonic()
+    ranks = by_hand(model, [model / "shards", tmp_path / "shards"], "--json", "--timeout", "100")
+    assert time.monotonic() - start < 90
+    assert [code for code, _, _ in ranks] == [2, 2]
+    assert json.loads(ranks[0][1])["verdict"] == "unchecked" and ranks[1][1] == ""
+    assert "config.json" in ranks[0][2] and "Error" not in ranks[1][2]
+
+
+def test_the_wrong_number_of_ranks(model: Path) -> None:
+    ranks = by_hand(model, [model / "shards"])
+    assert ranks[0][0] == 2 and "the launcher started 1 ranks, but 2 are needed" in ranks[0][2]

@@ -1,0 +1,67 @@
+"""The forward alone sees what is wrong with shards and where, and says nothing against correct ones.
+
+A part of what ``python -m benchmarks.faults`` measures; docs/verification.md has all of it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.faults import ALL, check, damaged, largest, pair_of, place_of_row
+from tests.verify.faults import FAULTS
+from tests.verify.test_exact import EXEMPT
+from verify.forward import ForwardOptions, run_forwards
+from verify.noise import FACTOR
+
+MODELS = ("llama", "gpt2", "mixtral")
+CLEAR = 50.0  # what the faults measure at least, in float32: no one of them is seen by luck
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("power")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_fault_is_seen_and_its_layer_named(model: str, root: Path) -> None:
+    cases = damaged(root, model, 2, "float32", ALL)
+    assert {case.fault for case in cases} & {*FAULTS} == {*FAULTS} - EXEMPT[model]
+    for found in check(cases):
+        case = found.case
+        assert found.refused is None, (case.fault, found.refused)
+        assert found.is_named, (case.fault, case.place, found.named, found.ratio)
+        assert found.ratio > CLEAR > FACTOR, (case.fault, found.ratio)
+
+
+def test_what_16_bits_hide_is_seen_in_float32(root: Path) -> None:
+    """A weight rounded to fewer bits than bfloat16 has is near the noise of bfloat16, but not near that of float32."""
+    cases = [
+        case
+        for model in MODELS
+        for case in damaged(root, model, 2, "bfloat16", ["lower_precision", "lowest_exponent_bit"])
+    ]
+    assert len(cases) == 6
+    for found in check(cases, ForwardOptions(dtype="float32")):
+        assert found.is_named and found.ratio > CLEAR, (found.case.model, found.case.fault, found.ratio)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_correct_shards_raise_no_alarm(seed: int, root: Path) -> None:
+    runs = [(model, dtype) for model in MODELS for dtype in ("float32", "bfloat16")]
+    reports = run_forwards([pair_of(root, model, 2, dtype) for model, dtype in runs], ForwardOptions(seed=seed))
+    for run, report in zip(runs, reports, strict=True):
+        assert report.is_same, (run, report.verdict)
+        assert largest(report) <= FACTOR
+
+
+def test_places_of_rows() -> None:
+    names = {
+        "embedding": "embedding",
+        "model.layers.1.self_attn.o_proj": "layer 1",
+        "transformer.h.12": "layer 12",
+        "model.layers.1.mlp.gate choice 1": "layer 1",
+        "logits": "logits",
+    }
+    assert {name: place_of_row(name) for name in names} == names

@@ -81,7 +81,7 @@ def pair_of(root: Path, model: str, tp: int, dtype: str) -> tuple[Source, Source
     original, shards = root / f"{model}-{dtype}", root / f"{model}-{dtype}-{tp}"
     if not original.exists():
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)  # where a model's own random start remains in its vectors (gpt_oss's sinks)
+            torch.manual_seed(0)  # where a model's own random start remains in its vectors (gpt_oss: sinks)
             zoo.save(model, original, DTYPES[dtype])
     if not shards.exists():
         split(original, shards, tp)

@@ -9,6 +9,7 @@ import math
 import os
 import pty
 import re
+import resource
 import select
 import shutil
 import signal
@@ -623,12 +624,15 @@ def test_torch_is_not_loaded(model: Path, tp4: Path, tmp_path: Path) -> None:
 
 
 def test_help_answers_at_once() -> None:
-    def seconds() -> float:
-        started = time.perf_counter()
-        ok("--help")
-        return time.perf_counter() - started
+    """Under 0.2 s, in processor time: it is the same on a machine that is busy with other tests."""
 
-    assert any(seconds() < 0.2 for _ in range(20))
+    def seconds() -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        ok("--help")
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    assert min(seconds() for _ in range(5)) < 0.2
 
 
 def test_the_api_is_there_when_asked_for(model: Path) -> None:

@@ -241,7 +241,7 @@ def parallel_norm(module: Module, group: dist.ProcessGroup | None) -> Module:
             if shape is not None:  # torch's own norms, which are told their size
                 module.normalized_shape = (*shape[:-1], shape[-1] * dist.get_world_size(group))  # type: ignore[assignment]
             with _parameters(module, whole):
-                y: Tensor = local(gathered(x), *map(gathered, args), **{name: gathered(a) for name, a in kwargs.items()})
+                y: Tensor = local(gathered(x), *map(gathered, args), **{k: gathered(a) for k, a in kwargs.items()})
         finally:
             if shape is not None:
                 module.normalized_shape = shape

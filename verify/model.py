@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from formats.architecture import Architecture, ModuleRule
 from formats.axes import Dim, Share, deal, owned, share
 from formats.errors import CheckpointError, PlanError
 from reshard.plan import AxisSizes, Entry, Plan
+from verify.collectives import copy_to_group, gather_from_group
 from verify.layers import gather_logits, parallel_norm, row_parallel, vocab_parallel
 
 
@@ -121,7 +123,7 @@ def load_rank(
         cls = _localised(_concrete(cls, rank.config), rank, modules)
         more["config"] = transformers.AutoConfig.for_model(**_settings(rank.config))
     loaded = _from_pretrained(cls, folder, dtype, more)
-    own = modules.split(loaded.model)
+    own = modules.split(loaded.model, group)
     loaded = parallelise(loaded, rank, group)
     return replace(loaded, parts=(*loaded.parts, *own))
 
@@ -273,8 +275,11 @@ class ModuleTable:
                     )
                 setattr(holder, last, value)
 
-    def split(self, model: nn.Module) -> list[torch.Tensor]:
+    def split(self, model: nn.Module, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
         """Let each module see this rank's part of what it shares with all ranks: lists of modules, buffers, arguments.
+
+        The other way about, ``output`` is what a module returns a part of, and all parts are put together: what lies
+        between such a module and one that takes its part as an argument again is computed whole on every rank.
 
         Return the parameters that are this rank's own by that.
         """
@@ -283,17 +288,20 @@ class ModuleTable:
             arguments: dict[str, Sequence[Dim]] = {}
             for name, shape in rule.split.items():
                 held = getattr(module, name, None)
-                if isinstance(held, nn.ModuleList):
+                if name == "output":
+                    module.register_forward_hook(self._output_hook(shape.dims, indices, group))
+                elif isinstance(held, nn.ModuleList):
                     # Under their old numbers, as on disk.
                     kept = self._indices(shape.dims[0], len(held), indices)
                     held._modules = {str(i): held[i] for i in kept}
                     own += list(held.parameters())
                 elif isinstance(held, torch.Tensor):
-                    module._buffers[name] = self._part(held, shape.dims, indices)
+                    module._buffers[name] = self._part(held, shape.dims, indices, group)
                 else:
                     arguments[name] = shape.dims
             if arguments:
-                module.register_forward_pre_hook(self._argument_hook(module, arguments, indices), with_kwargs=True)
+                hook = self._argument_hook(module, arguments, indices, group)
+                module.register_forward_pre_hook(hook, with_kwargs=True)
         return own
 
     def _holds(self, rule: ModuleRule, indices: Mapping[str, int]) -> bool:
@@ -303,7 +311,11 @@ class ModuleTable:
         return lambda name: {**sizes, **indices}.get(name, self._sizes.settings.get(name))
 
     def _argument_hook(
-        self, module: nn.Module, arguments: Mapping[str, Sequence[Dim]], indices: Mapping[str, int]
+        self,
+        module: nn.Module,
+        arguments: Mapping[str, Sequence[Dim]],
+        indices: Mapping[str, int],
+        group: dist.ProcessGroup | None,
     ) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]:
         import inspect
 
@@ -312,7 +324,7 @@ class ModuleTable:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             parts = {
-                name: self._part(given[name], dims, indices)
+                name: self._part(given[name], dims, indices, group)
                 for name, dims in arguments.items()
                 if isinstance(given.get(name), torch.Tensor)
             }
@@ -321,17 +333,41 @@ class ModuleTable:
 
         return hook
 
-    def _part(self, tensor: torch.Tensor, dims: Sequence[Dim], indices: Mapping[str, int]) -> torch.Tensor:
-        """This rank's part of a tensor that is whole."""
+    def _output_hook(
+        self, dims: Sequence[Dim], indices: Mapping[str, int], group: dist.ProcessGroup | None
+    ) -> Callable[[nn.Module, Any, torch.Tensor], torch.Tensor]:
+        sizes, orders = self._sizes.of(indices), {}
         for i, dim in enumerate(dims):
-            if dim.axes:
-                wanted = self._indices(dim, tensor.shape[i], indices)
-                if len(wanted) < tensor.shape[i]:
-                    tensor = tensor.index_select(i, torch.tensor(wanted, device=tensor.device))
+            if not dim.axes or dim.axes - sizes.keys():
+                continue
+            length = dim.size(sizes)
+            parts = [self._indices(dim, length, indices, rank) for rank in range(self._rank.plan.mesh.size)]
+            if any(len(part) < length for part in parts):
+                # Of what several ranks have, the first one's is taken.
+                places = {index: place for place, index in reversed([*enumerate(chain(*parts))])}
+                orders[i] = torch.tensor([places[index] for index in range(length)])
+
+        def hook(_: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+            for i, order in orders.items():
+                out = gather_from_group(out, group, i).index_select(i, order.to(out.device))
+            return out
+
+        return hook
+
+    def _part(
+        self, tensor: torch.Tensor, dims: Sequence[Dim], indices: Mapping[str, int], group: dist.ProcessGroup | None
+    ) -> torch.Tensor:
+        """This rank's part of a tensor that is whole; its gradient is what comes back through the parts of all."""
+        wanted = {i: self._indices(dim, tensor.shape[i], indices) for i, dim in enumerate(dims) if dim.axes}
+        wanted = {i: own for i, own in wanted.items() if len(own) < tensor.shape[i]}
+        if wanted and tensor.requires_grad:
+            tensor = copy_to_group(tensor, group)
+        for i, own in wanted.items():
+            tensor = tensor.index_select(i, torch.tensor(own, device=tensor.device))
         return tensor
 
-    def _indices(self, dim: Dim, length: int, indices: Mapping[str, int]) -> list[int]:
-        """The indices that this rank owns of a dimension, of which one axis may be measured (a batch)."""
+    def _indices(self, dim: Dim, length: int, indices: Mapping[str, int], rank: int | None = None) -> list[int]:
+        """The indices that a rank (this one) owns of a dimension, of which one axis may be measured (a batch)."""
         plan = self._rank.plan
         sizes = {**self._sizes.of(indices), **plan.padding}
         unknown = sorted(dim.axes - sizes.keys())
@@ -342,7 +378,7 @@ class ModuleTable:
             raise PlanError(
                 f"plan '{self._rank.modules.name}', [modules]: '{dim}' is {dim.size(sizes)}, the model has {length}"
             )
-        shares = _shares(plan, self._rank.rank, sizes)
+        shares = _shares(plan, self._rank.rank if rank is None else rank, sizes)
         return [i for run in owned(dim, sizes, shares) for i in range(run.offset, run.end)]
 
 
@@ -443,13 +479,12 @@ def roles(plan: Plan, sources: Mapping[str, tuple[str, ...]]) -> dict[str, Role]
 def _dealt_axes(plan: Plan, entries: Iterable[Entry]) -> set[str]:
     axes: set[str] = set()
     for entry in entries:
+        match = plan.model.architecture.match(entry.name)
+        sizes = {**plan.model.sizes.of(match.indices if match else {}), **plan.padding}
+        dealt = {axis for axis, part in _shares(plan, 0, sizes).items() if part.parts > 1}
         for dim in entry.layout.parallel_dims:
-            axes |= entry.layout.rule.dims[dim].axes
-    return axes & {axis for axis, part in _shares(plan, 0, _padded(plan)).items() if part.parts > 1}
-
-
-def _padded(plan: Plan) -> dict[str, int]:
-    return {**plan.model.sizes.of({}), **plan.padding}
+            axes |= entry.layout.rule.dims[dim].axes & dealt
+    return axes
 
 
 def _shares(plan: Plan, rank: int, sizes: Mapping[str, int]) -> dict[str, Share]:

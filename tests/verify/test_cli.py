@@ -42,7 +42,7 @@ def verify(*arguments: str | Path, launcher: tuple[str, ...] = ("-m", "verify"),
     )  # fmt: skip
 
 
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "-m", "verify")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "verify")
 
 
 def test_the_same(model: Path) -> None:

@@ -478,7 +478,7 @@ def test_command(llama: Pair, tmp_path: Path) -> None:
         return CliRunner().invoke(verify_command, [*arguments, "--exact-only"])
 
     good = run(str(llama.original), str(llama.shards))
-    assert good.exit_code == 0 and "the same model" in good.stdout
+    assert good.exit_code == 0 and "SAME" in good.stdout
     assert run(str(llama.original), str(llama.shards), "-q").stdout == "same\n"
     put(llama.shards / "rank-03-of-04/model.safetensors", "model.norm.weight", 79, b"abcd")
     bad = run(str(llama.original), str(llama.shards))

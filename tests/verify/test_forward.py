@@ -23,13 +23,10 @@ from verify.noise import FACTOR, measure, yardstick
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-# what transformers' own modules do not let a rank say, yet
-UNSUPPORTED = {"codegen", "mamba2", "bamba", "granitemoehybrid", "granitemoehybrid-dense", "nemotron_h",
-               "nemotron_h-latent", "gemma3n_text", "zamba2"}  # fmt: skip
-MODELS = [name for name in zoo.ZOO if name not in UNSUPPORTED]
-# one of each kind of packing, attention, norm and experts
+MODELS = [*zoo.ZOO]
+# one of each kind of packing, attention, norm, experts and mixer
 KINDS = ["llama-biases", "llama-tied", "qwen3", "olmo2", "phi3", "gpt_neox", "gpt2", "bloom", "falcon-7b",
-         "gemma3_text", "stablelm-norms", "mixtral", "gpt_oss", "deepseek_v3", "bert"]  # fmt: skip
+         "gemma3_text", "stablelm-norms", "mixtral", "gpt_oss", "deepseek_v3", "bert", "bamba", "codegen"]  # fmt: skip
 
 QUICK = ForwardOptions(seq=24, draws=4)
 Pairs = Callable[..., list[tuple[Source, Source]]]

@@ -22,10 +22,13 @@ from numpy.typing import NDArray
 
 from formats.errors import CheckpointError, MismatchError, ReshardError
 from reshard.checksum import PartialSum
-from reshard.transfer import Region, Slab, Way
+from reshard.transfer import Copy, Region, Slab, Way
 
 SLAB = 4 << 20
-"""Bytes of buffer for a slab: small enough to stay in a processor's cache between read, checksum and write."""
+"""Bytes of buffer for a slab: large system calls, and still in a processor's cache between read, checksum and write."""
+
+STREAM = 1 << 19
+"""Bytes at a time where a slab is plain byte ranges: these need no buffer of their size, and stay in a core's own cache."""
 
 Bytes = NDArray[np.uint8]
 
@@ -248,6 +251,9 @@ class _Mover:
             raise
 
     def _carry_out(self, job: Job, slab: Slab) -> None:
+        if slab.is_flat and not slab.checks:
+            self._stream(job, slab)
+            return
         arena = _Arena(self._buffer(slab.nbytes))
         read = {region.rank: self._reader.read(job, region, arena.take(region.nbytes)) for region in slab.reads}
         check_slab(job, slab, read)
@@ -259,22 +265,50 @@ class _Mover:
     def _buffer(self, nbytes: int) -> Bytes:
         buffer: Bytes | None = getattr(self._local, "buffer", None)
         if buffer is None or buffer.size < nbytes:
-            buffer = self._local.buffer = np.empty(max(nbytes, 2 * SLAB), dtype=np.uint8)
+            buffer = self._local.buffer = np.empty(max(nbytes, STREAM), dtype=np.uint8)
         return buffer
 
     # -- reading and writing
 
+    def _stream(self, job: Job, slab: Slab) -> None:
+        """Move plain byte ranges piece by piece: each piece is read once and written to all that want some of it."""
+        offsets = {region.rank: region.offset for region in slab.writes}
+        for region in slab.reads:
+            copies = [copy for copy in slab.copies if copy.source == region.rank]
+            for begin in range(0, region.nbytes, STREAM):
+                length = min(STREAM, region.nbytes - begin)
+                piece = Region(region.rank, region.offset + begin, (length,))
+                data = self._reader.read(job, piece, self._buffer(length)[:length])
+                for copy in copies:
+                    first, last = copy.source_slices[0].start - begin, copy.source_slices[0].stop - begin
+                    start, stop = max(0, first), min(length, last)
+                    if start < stop:
+                        place = self._target(job, copy.target)
+                        at = offsets[copy.target] + copy.target_slices[0].start + start - first
+                        self._write(place.file, place.offset + at, data[start:stop])
+        for copy in slab.copies:
+            if copy.source is None:
+                self._write_zeros(job, copy, offsets[copy.target])
+
+    @staticmethod
+    def _target(job: Job, rank: int) -> TargetPlace:
+        place = job.targets[rank]
+        assert place is not None
+        return place
+
+    def _write_zeros(self, job: Job, copy: Copy, offset: int) -> None:
+        place, part = self._target(job, copy.target), copy.target_slices[0]
+        zeros = np.zeros(part.stop - part.start, dtype=np.uint8)
+        self._write(place.file, place.offset + offset + part.start, zeros)
+
     def _write_flat(self, job: Job, slab: Slab, read: dict[int, Bytes]) -> None:
         offsets = {region.rank: region.offset for region in slab.writes}
         for copy in slab.copies:
-            place = job.targets[copy.target]
-            assert place is not None
-            part = copy.target_slices[0]
-            data = (
-                np.zeros(part.stop - part.start, dtype=np.uint8)
-                if copy.source is None
-                else read[copy.source][copy.source_slices]
-            )
+            if copy.source is None:
+                self._write_zeros(job, copy, offsets[copy.target])
+                continue
+            place, part = self._target(job, copy.target), copy.target_slices[0]
+            data = read[copy.source][copy.source_slices]
             self._write(place.file, place.offset + offsets[copy.target] + part.start, data)
 
     def _write_blocks(self, job: Job, slab: Slab, read: dict[int, Bytes], arena: _Arena) -> None:
@@ -283,8 +317,7 @@ class _Mover:
             data: Any = 0 if copy.source is None else read[copy.source][copy.source_slices]
             written[copy.target][copy.target_slices] = data
         for region in slab.writes:
-            place = job.targets[region.rank]
-            assert place is not None
+            place = self._target(job, region.rank)
             self._write(place.file, place.offset + region.offset, written[region.rank].reshape(-1))
 
     def _write(self, target: TargetFile, offset: int, data: Bytes) -> None:

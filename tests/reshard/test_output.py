@@ -29,7 +29,7 @@ def slow(*arguments):
     time.sleep(0.002)
     return real(*arguments)
 os.pwrite = slow
-reshard.move.SLAB = 600
+reshard.move.SLAB = reshard.move.STREAM = 600
 from reshard.api import merge, split
 from reshard.move import Options
 command, source, out, *rest = sys.argv[1:]

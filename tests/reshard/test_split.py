@@ -379,3 +379,20 @@ def test_scales_that_were_one_and_differ_are_refused(tmp_path):
     (tmp_path / "tp4/reshard.json").unlink()
     with pytest.raises(MismatchError, match=name):
         merge(tmp_path / "tp4", tmp_path / "merged")
+
+
+@pytest.mark.parametrize(("slab", "stream"), [(300, 64), (5000, 100), (1 << 20, 7)])
+def test_the_size_of_a_step_changes_nothing(tmp_path, monkeypatch, slab, stream):
+    source = write_checkpoint(tmp_path / "source", files=3)
+    for tp in (4, 8):
+        split(source, tmp_path / f"tp{tp}", tp)
+    monkeypatch.setattr("reshard.move.SLAB", slab)
+    monkeypatch.setattr("reshard.move.STREAM", stream)
+    split(source, tmp_path / "small4", 4)
+    split(tmp_path / "tp4", tmp_path / "small8", 8)
+    split(tmp_path / "tp8", tmp_path / "again4", 4)
+    merge(tmp_path / "tp8", tmp_path / "merged")
+    assert contents(tmp_path / "small4") == contents(tmp_path / "tp4")
+    assert without_manifest(tmp_path / "small8") == without_manifest(tmp_path / "tp8")
+    assert without_manifest(tmp_path / "again4") == without_manifest(tmp_path / "tp4")
+    assert contents(tmp_path / "merged") == contents(source)

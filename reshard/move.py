@@ -28,7 +28,7 @@ SLAB = 4 << 20
 """Bytes of buffer for a slab: large system calls, and still in a processor's cache between read, checksum and write."""
 
 STREAM = 1 << 19
-"""Bytes at a time where a slab is plain byte ranges: these need no buffer of their size, and stay in a core's own cache."""
+"""Bytes at a time where a slab is plain byte ranges: they need no larger buffer, and stay in a core's own cache."""
 
 Bytes = NDArray[np.uint8]
 

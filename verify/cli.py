@@ -26,6 +26,7 @@ from verify.markup import number, printable, ratio
 if TYPE_CHECKING:
     from reshard.api import Access
     from reshard.source import Source
+    from verify.exact import ExactReport
     from verify.launch import Crew
 
 SCHEMA_VERSION = 1
@@ -224,17 +225,11 @@ def _verify(run: _Run, access: Access, crew: Crew | None) -> None:
     is_first = crew is None or crew.is_first
     original = open_any(run.original, access)
     shards = open_shards(Path(run.shards), plan_file=access.plan_file)
-    if isinstance(shards, ExactReport):
-        run.exact = shards
-        return
-    if is_first:
-        _compare_bytes(run, original, shards)
-    is_wanted = "exact_only" not in run.options
-    if is_wanted and is_first and not run.exact.comparable:
-        run.notes.append("The forward was not run: these are not the original's tensors.")
-        is_wanted = False
+    is_wanted = is_first and _compare_bytes(run, original, shards) and "exact_only" not in run.options
     if crew is not None:
         is_wanted = crew.agree(is_wanted)
+    if is_wanted and isinstance(shards, ExactReport):  # and the first rank has seen others, on a disk of its own
+        raise ReshardError(f"rank {os.environ['RANK']}: {'; '.join(shards.problems)}")
     if is_wanted:
         forward = importlib.import_module("verify.forward")
         started = time.monotonic()
@@ -243,16 +238,23 @@ def _verify(run: _Run, access: Access, crew: Crew | None) -> None:
         run.seconds["forward"] = time.monotonic() - started
 
 
-def _compare_bytes(run: _Run, original: Source, shards: Source) -> None:
+def _compare_bytes(run: _Run, original: Source, shards: Source | ExactReport) -> bool:
+    """Compare bytes, and return whether these shards can be run."""
     from reshard.progress import Progress
-    from verify.exact import compare
+    from verify.exact import ExactReport, compare
 
+    if isinstance(shards, ExactReport):
+        run.exact = shards
+        return False
     started = time.monotonic()
     if not run.is_silent:
         _say("comparing bytes")
     with Progress("comparing bytes", quiet=run.is_silent) as progress:
         run.exact = compare(original, shards, progress)
     run.seconds["bytes"] = time.monotonic() - started
+    if not run.exact.comparable and "exact_only" not in run.options:
+        run.notes.append("The forward was not run: these are not the original's tensors.")
+    return bool(run.exact.comparable)
 
 
 # ------------------------------------------------------------------------------------------------------------ progress

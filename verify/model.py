@@ -405,6 +405,9 @@ def _localised(cls: Any, rank: Rank, modules: ModuleTable) -> Any:
                     module._buffers[last] = new
         for module in self.modules():
             _say_size(module)
+            if module._parameters and not module._non_persistent_buffers_set:
+                # All of it comes from the folder; first values may have the original's sizes.
+                module._is_hf_initialized = True
         modules.set_attributes(self)
 
     return type(cls.__name__, (cls,), {"__init__": __init__, "__module__": cls.__module__})

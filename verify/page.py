@@ -294,9 +294,7 @@ def _table(
         cells = (element("td", cell, class_="number" if j >= wide else None) for j, cell in enumerate(others, 1))
         kind = "different" if marks and marks[i] else None
         lines.append(element("tr", element("th", first, scope="row"), *cells, class_=kind))
-    heads = (
-        element("th", name, scope="col", class_="number" if j >= wide else None) for j, name in enumerate(columns)
-    )
+    heads = (element("th", name, scope="col", class_="number" if j >= wide else None) for j, name in enumerate(columns))
     more = f"; {left_out:,} more lines are in --json" if left_out > 0 else ""
     table = element(
         "table",

@@ -138,7 +138,9 @@ def _below(rows: Sequence[Mapping[str, Any]], xs: Sequence[float], bottom: float
         if x - half < free or x + half > width:
             continue
         free = x + half + 8
-        parts.append(element("line", class_="grid", x1=_round(x), x2=_round(x), y1=bottom + _BEYOND, y2=bottom + _BEYOND + 4))
+        parts.append(
+            element("line", class_="grid", x1=_round(x), x2=_round(x), y1=bottom + _BEYOND, y2=bottom + _BEYOND + 4)
+        )
         parts.append(_text(x, bottom + _BEYOND + 16, label, "label", "middle"))
     order = "in the order of computation" if what == "layer" else "by name"
     parts.append(_text((width + _LEFT) / 2, bottom + _BEYOND + 33, f"{what}, {order}", "label", "middle"))

@@ -22,7 +22,7 @@ _FLAGS = (
     "--remote-debugging-pipe",
 )  # fmt: skip
 # The browser reads from descriptor 3 and writes to 4.
-_START = "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
+_START = "import os, sys; [os.dup2(int(sys.argv[i]), i + 2) for i in (1, 2)]; os.execv(sys.argv[3], sys.argv[3:])"
 
 Message = dict[str, Any]
 
@@ -98,7 +98,8 @@ class Browser:
 
     def open(self, page: Path, *, width: int = 1000, scheme: str = "light", media: str = "screen") -> None:
         """Show a file, as on a screen of this width (with touch, where that is a phone's) and in this colour scheme."""
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=width < 600)
+        screen = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.call("Emulation.setDeviceMetricsOverride", **screen)
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.call("Emulation.setEmulatedMedia", media=media, features=features)
         self.events.clear()

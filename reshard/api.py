@@ -387,7 +387,7 @@ def merge(
         found = _Targets(target)
         for file in files.weights:
             found.add("", file.name, 0, staging.path(file.name), file.header, staging)
-        written = _move(opened, found, staging, options, total, progress)
+        written = _move(opened, found, staging, dataclasses.replace(options, record=False), total, progress)
         for name, content in files.others.items():
             staging.write(name, content)
         for side in opened.side_files:

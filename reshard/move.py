@@ -27,7 +27,7 @@ from reshard.transfer import Copy, Region, Slab, Way
 SLAB = 4 << 20
 """Bytes of buffer for a slab: large system calls, and still in a processor's cache between read, checksum and write."""
 
-STREAM = 1 << 19
+STREAM = 1 << 20
 """Bytes at a time where a slab is plain byte ranges: they need no larger buffer, and stay in a core's own cache."""
 
 Bytes = NDArray[np.uint8]
@@ -97,6 +97,13 @@ class Options:
     workers: int | None = None
     checksum: bool = True
     fsync: bool = False
+    record: bool = True
+    """Whether the checksums of what is written are wanted: a merged checkpoint has no manifest to hold them."""
+
+    @property
+    def sums_targets(self) -> bool:
+        """Whether what is written is summed."""
+        return self.checksum and self.record
 
     @property
     def threads(self) -> int:
@@ -114,6 +121,11 @@ class Reader:
 
     def read(self, job: Job, region: Region, data: Bytes) -> Bytes:
         """Fill ``data`` with a region of a job's source rank, and return it in the region's shape."""
+        return self.read_and_sum(job, region, data)[0]
+
+    def read_and_sum(self, job: Job, region: Region, data: Bytes) -> tuple[Bytes, int | None]:
+        """As ``read``, with the CRC-32 of the region, if it was taken."""
+        crc: int | None = None
         place = job.sources[region.rank]
         assert place is not None
         offset = place.offset + region.offset
@@ -121,12 +133,13 @@ class Reader:
             if region.wanted is None:
                 self._fill(place.file.path, data, offset)
                 if self._checksum and place.file.expected is not None:
-                    place.file.sum.add(offset, data.size, crc32(data.data))
+                    crc = crc32(data.data)
+                    place.file.sum.add(offset, data.size, crc)
             else:
                 for row in range(0, data.size, region.shape[-1]):
                     for run in region.wanted:
                         self._fill(place.file.path, data[row + run.offset : row + run.end], offset + row + run.offset)
-        return data.reshape(region.shape)
+        return data.reshape(region.shape), crc
 
     def close(self) -> None:
         """Close the files."""
@@ -206,7 +219,7 @@ class _Mover:
                 os.fsync(descriptor)
             os.close(descriptor)
             target.staged.rename(target.path)
-        self._finished(target, target.sum.value() if self._options.checksum else None)
+        self._finished(target, target.sum.value() if self._options.sums_targets else None)
 
     def stop(self) -> None:
         self._stopped.set()
@@ -278,14 +291,15 @@ class _Mover:
             for begin in range(0, region.nbytes, STREAM):
                 length = min(STREAM, region.nbytes - begin)
                 piece = Region(region.rank, region.offset + begin, (length,))
-                data = self._reader.read(job, piece, self._buffer(length)[:length])
+                data, crc = self._reader.read_and_sum(job, piece, self._buffer(length)[:length])
                 for copy in copies:
                     first, last = copy.source_slices[0].start - begin, copy.source_slices[0].stop - begin
                     start, stop = max(0, first), min(length, last)
                     if start < stop:
                         place = self._target(job, copy.target)
                         at = offsets[copy.target] + copy.target_slices[0].start + start - first
-                        self._write(place.file, place.offset + at, data[start:stop])
+                        known = crc if stop - start == length else None
+                        self._write(place.file, place.offset + at, data[start:stop], known)
         for copy in slab.copies:
             if copy.source is None:
                 self._write_zeros(job, copy, offsets[copy.target])
@@ -298,8 +312,9 @@ class _Mover:
 
     def _write_zeros(self, job: Job, copy: Copy, offset: int) -> None:
         place, part = self._target(job, copy.target), copy.target_slices[0]
-        zeros = np.zeros(part.stop - part.start, dtype=np.uint8)
-        self._write(place.file, place.offset + offset + part.start, zeros)
+        zeros = np.zeros(min(STREAM, part.stop - part.start), dtype=np.uint8)
+        for begin in range(part.start, part.stop, STREAM):
+            self._write(place.file, place.offset + offset + begin, zeros[: part.stop - begin])
 
     def _write_flat(self, job: Job, slab: Slab, read: dict[int, Bytes]) -> None:
         offsets = {region.rank: region.offset for region in slab.writes}
@@ -320,9 +335,10 @@ class _Mover:
             place = self._target(job, region.rank)
             self._write(place.file, place.offset + region.offset, written[region.rank].reshape(-1))
 
-    def _write(self, target: TargetFile, offset: int, data: Bytes) -> None:
+    def _write(self, target: TargetFile, offset: int, data: Bytes, crc: int | None = None) -> None:
         view, position = data.data, 0
-        crc = crc32(view) if self._options.checksum else 0
+        if crc is None:
+            crc = crc32(view) if self._options.sums_targets else 0
         with _disk_errors(target.path, "write"):
             descriptor = self._descriptors[target.staged]
             while position < len(view):

@@ -12,12 +12,15 @@ import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from formats.axes import Run, merge_runs
 from formats.errors import PlanError
 from reshard.plan import Layout
+
+STREAM_SLAB = 64 << 20
+"""The budget of a slab that is moved piece by piece, so that it is a measure of work and not of memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +120,18 @@ class Slab:
     checks: tuple[Check, ...]
     is_flat: bool
 
+    def shifted(self, by: int) -> Slab:
+        """The same step, ``by`` indices of the first dimension further on."""
+        return replace(self, reads=_shifted(self.reads, by), writes=_shifted(self.writes, by))
+
     @property
     def nbytes(self) -> int:
         """Bytes read and written."""
         return sum(region.nbytes for region in self.reads) + sum(region.nbytes for region in self.writes)
+
+
+def _shifted(regions: Sequence[Region], by: int) -> tuple[Region, ...]:
+    return tuple(Region(r.rank, r.offset + by * math.prod(r.shape[1:]), r.shape, r.wanted) for r in regions)
 
 
 class Way(Protocol):
@@ -160,13 +171,25 @@ class Transfer:
 
     def slabs(self, budget: int) -> Iterator[Slab]:
         """Steps of about ``budget`` bytes of buffer each, in the order of the source."""
+        if self._is_stream:
+            budget = max(budget, STREAM_SLAB)
         depth = self._depth(budget)
         leading = itertools.product(*(self._indices(dim) for dim in self.dims[:depth])) if depth else iter([()])
         for lead in leading:
+            before: tuple[Segment, Slab] | None = None
             for group in self._groups(lead, depth, budget):
-                slab = self._slab(lead, depth, group)
+                if before is not None and len(group) == 1 and _continues(before[0], group[0]):
+                    slab = before[1].shifted(group[0].offset - before[0].offset)
+                else:
+                    slab = self._slab(lead, depth, group)
+                before = (group[0], slab) if len(group) == 1 else None
                 if slab.reads or slab.writes:
                     yield slab
+
+    @property
+    def _is_stream(self) -> bool:
+        """Whether there is nothing but byte ranges of which each has one source: these need no buffer of their size."""
+        return len(self.dims) == 1 and all(len(segment.sources) <= 1 for segment in self.dims[0].segments)
 
     def _depth(self, budget: int) -> int:
         """The first dimension of which a single index fits into the budget."""
@@ -229,6 +252,17 @@ class Transfer:
         return Slab(
             regions.reads(), regions.writes(), tuple(_coalesce(copies) if flat else copies), tuple(checks), flat
         )
+
+
+def _continues(before: Segment, segment: Segment) -> bool:
+    """Whether a part follows one of equal length in the same segment, so that all ranks' own indices advance alike."""
+    return (
+        segment.offset == before.offset + before.length
+        and segment.length == before.length
+        and segment.is_data == before.is_data
+        and segment.sources is before.sources
+        and segment.targets is before.targets
+    )
 
 
 class _Regions:

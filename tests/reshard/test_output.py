@@ -155,13 +155,13 @@ def test_ranks_one_after_the_other(tmp_path):
 def test_a_killed_rank_is_finished_by_the_same_command(tmp_path):
     source = write_checkpoint(tmp_path / "source", files=3)
     split(source, tmp_path / "one", 4, max_shard_size=2500)
-    out, moments = tmp_path / "out", random.Random(5)
+    out, moments, killed = tmp_path / "out", random.Random(5), 0
     for rank in range(4):
         process = start("split", source, out, rank)
-        time.sleep(moments.uniform(0.2, 0.6))
+        time.sleep(moments.uniform(0.1, 0.4))
         process.kill()
-        process.wait()
-        assert not is_finished(out)
+        killed += process.wait() != 0
+        assert not is_finished(out) or not killed
     for rank in range(4):
         process = start("split", source, out, rank)
         error = process.communicate()[1]

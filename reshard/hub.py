@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from formats.errors import CheckpointError
+from formats.mesh import RANK_FOLDER
 
 # Other frameworks' weights, other packagings of the same weights, archives and pictures: all else is small and may
 # be wanted (tokenizers, chat templates, licences, custom code), under names that nobody can list in advance.
@@ -34,7 +35,6 @@ _NOT_SIDE_FILES = (
     ".mov", ".webm", ".wav", ".mp3", ".flac", ".pdf",
 )
 # fmt: on
-_RANK_FOLDER = re.compile(r"rank-\d+-of-\d+/")
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _HTTP_LIBRARIES = ("httpx2", "httpx", "requests", "urllib3")  # whichever the client is built on
 _FIRST_READ = 100_000  # bytes of a safetensors file; holds most headers whole
@@ -156,7 +156,7 @@ def _belongs(name: str, listing: Iterable[str]) -> bool:
 
 def _is_split(listing: Iterable[str]) -> bool:
     """Whether a repository holds what ``reshard split`` wrote."""
-    return any(name == "reshard.json" or _RANK_FOLDER.match(name) for name in listing)
+    return any(name == "reshard.json" or RANK_FOLDER.fullmatch(name.partition("/")[0]) for name in listing)
 
 
 def _indices(listing: Iterable[str]) -> list[str]:

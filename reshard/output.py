@@ -46,7 +46,6 @@ class Staging:
         self._locks: list[TextIO] = []
         self._journals: dict[str, TextIO] = {}
         self.finished: dict[str, Finished] = {}
-        self.resumed = False
 
     def __enter__(self) -> Staging:
         with _disk_errors(self.work):
@@ -106,7 +105,6 @@ class Staging:
         assert lock is not None
         with lock:
             if path.exists() and path.read_text() == self._task:
-                self.resumed = True
                 return
             if any(self.files.iterdir()):
                 self._check_nobody_else_writes()
@@ -165,10 +163,6 @@ class Staging:
             path.write_bytes(content)
             self._sync(path)
         return FileRecord(name, len(content), f"{crc32(content):08x}")
-
-    def space_needed(self, sizes: Mapping[str, int]) -> int:
-        """Bytes that the files will take beyond what is already on the disk."""
-        return sum(size for name, size in sizes.items() if name not in self.finished)
 
     # -- publishing
 

@@ -8,7 +8,6 @@ verify/noise.py for what counts as equal.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import platform
 import tempfile
@@ -568,8 +567,3 @@ def _versions() -> dict[str, str]:
         "torch": str(torch.__version__),
         "transformers": transformers.__version__,
     }
-
-
-def to_json(report: ForwardReport) -> str:
-    """The report as a JSON document."""
-    return json.dumps(dataclasses.asdict(report), indent=2)

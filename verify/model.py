@@ -39,9 +39,9 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from transformers.pytorch_utils import Conv1D
 
 from formats.architecture import Architecture, ModuleRule
-from formats.axes import Dim, Share, deal, owned, share
+from formats.axes import Dim, owned
 from formats.errors import CheckpointError, PlanError
-from reshard.plan import AxisSizes, Entry, Plan
+from reshard.plan import AxisSizes, Entry, Plan, shares_of
 from verify.collectives import copy_to_group, gather_from_group
 from verify.layers import gather_logits, parallel_norm, row_parallel, vocab_parallel
 
@@ -378,7 +378,7 @@ class ModuleTable:
             raise PlanError(
                 f"plan '{self._rank.modules.name}', [modules]: '{dim}' is {dim.size(sizes)}, the model has {length}"
             )
-        shares = _shares(plan, self._rank.rank if rank is None else rank, sizes)
+        shares = shares_of(plan.model, plan.mesh, self._rank.rank if rank is None else rank, sizes, frozenset())
         return [i for run in owned(dim, sizes, shares) for i in range(run.offset, run.end)]
 
 
@@ -484,23 +484,11 @@ def _dealt_axes(plan: Plan, entries: Iterable[Entry]) -> set[str]:
     for entry in entries:
         match = plan.model.architecture.match(entry.name)
         sizes = {**plan.model.sizes.of(match.indices if match else {}), **plan.padding}
-        dealt = {axis for axis, part in _shares(plan, 0, sizes).items() if part.parts > 1}
+        shares = shares_of(plan.model, plan.mesh, 0, sizes, frozenset())
+        dealt = {axis for axis, part in shares.items() if part.parts > 1}
         for dim in entry.layout.parallel_dims:
             axes |= entry.layout.rule.dims[dim].axes & dealt
     return axes
-
-
-def _shares(plan: Plan, rank: int, sizes: Mapping[str, int]) -> dict[str, Share]:
-    """What a rank has of each axis that is dealt."""
-    shares: dict[str, Share] = {}
-    coordinates = plan.mesh.coordinates(rank)
-    for mesh_dim, degree in plan.mesh.degrees:
-        for family in plan.model.architecture.families.get(mesh_dim, ()):
-            known = [axis for axis in family if axis in sizes]
-            parts = deal(known, sizes, degree) if known else None
-            if parts is not None:
-                shares |= share(parts, coordinates[mesh_dim])
-    return shares
 
 
 def parallelise(loaded: Loaded, rank: Rank, group: dist.ProcessGroup | None) -> Loaded:

@@ -17,8 +17,6 @@ from tests.support import write_checkpoint
 from tests.test_cli import refused, run
 from tests.zoo import save
 
-pytest.importorskip("transformers.distributed.configuration_utils")
-
 # by degree: models for which transformers has no plan, one that gathers more, one that fails, and some that are fine
 NAMES = {
     2: (

@@ -488,7 +488,6 @@ def transformers_modules() -> None:
 
 
 def test_modules_of_transformers():
-    pytest.importorskip("transformers")
     run_ranks(transformers_modules, 2)
 
 

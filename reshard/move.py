@@ -27,8 +27,15 @@ from reshard.transfer import Copy, Region, Slab, Way
 SLAB = 4 << 20
 """Bytes of buffer for a slab: large system calls, and still in a processor's cache between read, checksum and write."""
 
-STREAM = 1 << 20
+STREAM = 1 << 18
 """Bytes at a time where a slab is plain byte ranges: they need no larger buffer, and stay in a core's own cache."""
+
+WRITE = 1 << 15
+"""Bytes of one system call that writes: the largest that Linux serves from a core's own lists of free pages (order 3).
+
+Larger ones take their pages from the free lists of the whole machine, which two threads contend for, and where a
+virtual machine keeps memory that its host has taken back: they are faster at best, and several times slower at worst.
+"""
 
 Bytes = NDArray[np.uint8]
 
@@ -342,7 +349,7 @@ class _Mover:
         with _disk_errors(target.path, "write"):
             descriptor = self._descriptors[target.staged]
             while position < len(view):
-                position += os.pwrite(descriptor, view[position:], offset + position)
+                position += os.pwrite(descriptor, view[position : position + WRITE], offset + position)
         self._progress(len(view))
         if target.sum.add(offset, len(view), crc):
             self._finish(target)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -233,7 +233,7 @@ def built_in_architectures() -> Mapping[str, Path]:
     """The file of each model type that has one."""
     found: dict[str, Path] = {}
     for path in sorted(BUILT_IN.glob("*.toml")):
-        for model_type in tomllib.loads(path.read_text(encoding="utf-8")).get("model_types", ()):
+        for model_type in _model_types(path):
             if model_type in found:
                 raise PlanError(f"model type '{model_type}' stands in {found[model_type].name} and in {path.name}")
             found[model_type] = path
@@ -246,12 +246,24 @@ def find_architecture(config: Mapping[str, Any], where: Path) -> Architecture:
     hint = "'reshard plan SOURCE --draft FILE' writes a draft; check it (docs/design.md), pass it with --plan FILE"
     if not isinstance(model_type, str):
         raise PlanError(f"{where / 'config.json'} has no model_type", hint)
-    known = built_in_architectures()
-    if model_type not in known:
-        near = difflib.get_close_matches(model_type, known, n=3, cutoff=0.4)
+    path = _file_of(model_type)
+    if path is None:
+        near = difflib.get_close_matches(model_type, built_in_architectures(), n=3, cutoff=0.4)
         names = f" (nearest known: {', '.join(near)})" if near else ""
         raise PlanError(f"unknown model_type '{model_type}' in {where / 'config.json'}{names}", hint)
-    return load_architecture(known[model_type])
+    return load_architecture(path)
+
+
+def _file_of(model_type: str) -> Path | None:
+    """The file that covers a model type. Parses those that mention it: parsing all takes longer than planning."""
+    quoted = json.dumps(model_type)
+    mentions = (path for path in sorted(BUILT_IN.glob("*.toml")) if quoted in path.read_text(encoding="utf-8"))
+    return next((path for path in mentions if model_type in _model_types(path)), None)
+
+
+def _model_types(path: Path) -> Sequence[str]:
+    types: Sequence[str] = tomllib.loads(path.read_text(encoding="utf-8")).get("model_types", ())
+    return types
 
 
 # ------------------------------------------------------------------------------------------------------- writing

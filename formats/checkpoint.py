@@ -86,9 +86,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         found = {name: places[info.file] for name, info in tensors.items()}
         found |= {alias: found[kept] for alias, kept in aliases.items()}
         _check_index(path / str(weights.index_name), weights.file_of, found)
-    return Checkpoint(
-        path, config, tensors, aliases, files, weights.index, weights.index_name, _find_side_files(path)
-    )
+    return Checkpoint(path, config, tensors, aliases, files, weights.index, weights.index_name, _find_side_files(path))
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:

@@ -232,9 +232,7 @@ def _decode(raw: bytes, path: Path) -> dict[str, Any]:
 
 def _check_metadata(metadata: Any, path: Path) -> dict[str, str]:
     if not isinstance(metadata, dict):
-        raise CheckpointError(
-            f"{path}: __metadata__ should map strings to strings and is {brief(metadata)}", _FOREIGN
-        )
+        raise CheckpointError(f"{path}: __metadata__ should map strings to strings and is {brief(metadata)}", _FOREIGN)
     for key, value in metadata.items():
         if not isinstance(value, str):
             raise CheckpointError(

@@ -511,7 +511,8 @@ def _jobs(source: Source, targets: _Targets) -> list[Job]:
             is_regridded = before.layout.full != after.layout.full
             transfers[key] = Regrid(*key) if is_regridded else Transfer(*key)
         wanted = [places.get(rank) for rank in range(targets.plan.mesh.size)]
-        jobs.append(Job(name, transfers[key], source.places(name), wanted))
+        nbytes = tensor_bytes(name, before.dtype, before.layout.full)
+        jobs.append(Job(name, transfers[key], source.places(name), wanted, nbytes))
     return jobs
 
 

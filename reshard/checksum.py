@@ -19,25 +19,29 @@ def combine(first: int, second: int, length: int) -> int:
 
     Multiplies the first by x^(8 length) modulo the polynomial (bits reflected), as zlib's crc32_combine does.
     """
-    return _multiply(_shift(length), first) ^ second
+    for power in _powers(length):
+        if first & _ONE:
+            second ^= power
+        first <<= 1
+    return second
 
 
-def _multiply(a: int, b: int) -> int:
-    product = 0
-    mask = 1 << 31
-    while a:
-        if a & mask:
-            product ^= b
-            a ^= mask
-        mask >>= 1
-        b = (b >> 1) ^ (_POLYNOMIAL if b & 1 else 0)
-    return product
+_ONE = 1 << 31
+"""The polynomial 1: the highest bit is the lowest power."""
 
 
 @lru_cache(maxsize=4096)
+def _powers(length: int) -> tuple[int, ...]:
+    """x^(8 length), x^(8 length + 1) … x^(8 length + 31) modulo the polynomial."""
+    powers = [_shift(length)]
+    while len(powers) < 32:
+        powers.append(_times_x(powers[-1]))
+    return tuple(powers)
+
+
 def _shift(length: int) -> int:
     """x^(8 length) modulo the polynomial."""
-    power, square = 1 << 31, 1 << 23
+    power, square = _ONE, _ONE >> 8
     while length:
         if length & 1:
             power = _multiply(square, power)
@@ -46,22 +50,53 @@ def _shift(length: int) -> int:
     return power
 
 
+def _multiply(a: int, b: int) -> int:
+    product = 0
+    while a:
+        if a & _ONE:
+            product ^= b
+        a = (a << 1) & 0xFFFFFFFF
+        b = _times_x(b)
+    return product
+
+
+def _times_x(a: int) -> int:
+    return (a >> 1) ^ _POLYNOMIAL if a & 1 else a >> 1
+
+
 class PartialSum:
-    """The checksum of a file of ``size`` bytes as its parts come in. Safe to use from several threads."""
+    """The checksum of a file of ``size`` bytes as its parts come in. Safe to use from several threads.
+
+    Parts that meet are joined at once: what is kept grows with the number of places at which threads work.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._parts: dict[int, tuple[int, int]] = {}
+        self._starts: dict[int, tuple[int, int]] = {}
+        self._ends: dict[int, int] = {}
         self._seen = 0
         self._lock = threading.Lock()
 
     def add(self, offset: int, length: int, crc: int) -> bool:
         """Take in a part; True if it was the last one missing."""
         with self._lock:
+            self._seen += length
             if length:
-                self._parts[offset] = (length, crc)
-                self._seen += length
+                self._join(offset, offset + length, crc)
             return self._seen == self.size
+
+    def _join(self, start: int, end: int, crc: int) -> None:
+        if start in self._ends:
+            before = self._ends.pop(start)
+            crc = combine(self._starts.pop(before)[1], crc, end - start)
+            start = before
+        if end in self._starts:
+            after, second = self._starts.pop(end)
+            del self._ends[after]
+            crc = combine(crc, second, after - end)
+            end = after
+        self._starts[start] = end, crc
+        self._ends[end] = start
 
     @property
     def is_complete(self) -> bool:
@@ -70,15 +105,10 @@ class PartialSum:
 
     def value(self) -> str:
         """The checksum as eight hex digits. Raises RuntimeError if the parts do not tile the file exactly."""
-        position = crc = 0
-        for offset in sorted(self._parts):
-            length, part = self._parts[offset]
-            if offset != position:
-                raise RuntimeError(f"parts of a file do not follow each other: {position} is followed by {offset}")
-            crc = combine(crc, part, length)
-            position += length
-        if position != self.size:
-            raise RuntimeError(f"parts of a file cover {position} of {self.size} bytes")
+        end, crc = self._starts.get(0, (0, 0))
+        if self.size and (end != self.size or len(self._starts) > 1):
+            parts = ", ".join(f"{start} to {end}" for start, (end, _) in sorted(self._starts.items()))
+            raise RuntimeError(f"parts of a file do not cover its {self.size} bytes: {parts}")
         return f"{crc:08x}"
 
 

@@ -39,7 +39,7 @@ def _load(source: Source, target: Plan, rank: int, name: str, reader: Reader) ->
         way: Way = Transfer(before.layout, after.layout, bits, ranks, compare=False)
     else:
         way = Regrid(before.layout, after.layout, bits, ranks)
-    job = Job(name, way, source.places(name), [])
+    job = Job(name, way, source.places(name), [], data.size)
     for slab in way.slabs(SLAB):
         read = {r.rank: reader.read(job, r, np.empty(r.nbytes, dtype=np.uint8)) for r in slab.reads}
         check_slab(job, slab, read)

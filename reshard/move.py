@@ -1,15 +1,18 @@
 """The engine: carries out transfers between files, in one pass, in bounded memory, on a few threads.
 
 It knows byte ranges and nothing else: no dtype, no model. Jobs are tensors in the order of the source; each is cut
-into slabs (see ``reshard.transfer``) that are read, checked, rearranged and written by whichever thread is free.
+into slabs (see ``reshard.transfer``) that are read, checked, rearranged and written. Each thread has a stretch of the
+jobs of its own, so that threads seldom write to the same file, and helps the others when it is done with that.
 Reads, checksums, copies and writes all release the interpreter lock.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -20,11 +23,11 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from formats.errors import CheckpointError, MismatchError, ReshardError
+from formats.errors import CheckpointError, MismatchError
 from reshard.checksum import PartialSum
 from reshard.transfer import Copy, Region, Slab, Way
 
-SLAB = 4 << 20
+SLAB = 2 << 20
 """Bytes of buffer for a slab: large system calls, and still in a processor's cache between read, checksum and write."""
 
 STREAM = 1 << 18
@@ -95,6 +98,8 @@ class Job:
     transfer: Way
     sources: Sequence[SourcePlace | None]
     targets: Sequence[TargetPlace | None]
+    nbytes: int
+    """Bytes of the full tensor: how much work it is, about."""
 
 
 @dataclass
@@ -114,7 +119,7 @@ class Options:
 
     @property
     def threads(self) -> int:
-        """The number of threads: as asked, or two for each of up to four cores."""
+        """The number of threads: as asked, or one for each core, at least two and at most eight."""
         return self.workers or max(2, min(8, os.cpu_count() or 1))
 
 
@@ -128,25 +133,26 @@ class Reader:
 
     def read(self, job: Job, region: Region, data: Bytes) -> Bytes:
         """Fill ``data`` with a region of a job's source rank, and return it in the region's shape."""
-        return self.read_and_sum(job, region, data)[0]
-
-    def read_and_sum(self, job: Job, region: Region, data: Bytes) -> tuple[Bytes, int | None]:
-        """As ``read``, with the CRC-32 of the region, if it was taken."""
-        crc: int | None = None
         place = job.sources[region.rank]
         assert place is not None
         offset = place.offset + region.offset
-        with _disk_errors(place.file.path, "read"):
-            if region.wanted is None:
-                self._fill(place.file.path, data, offset)
-                if self._checksum and place.file.expected is not None:
-                    crc = crc32(data.data)
-                    place.file.sum.add(offset, data.size, crc)
-            else:
-                for row in range(0, data.size, region.shape[-1]):
-                    for run in region.wanted:
-                        self._fill(place.file.path, data[row + run.offset : row + run.end], offset + row + run.offset)
-        return data.reshape(region.shape), crc
+        if region.wanted is None:
+            self.fill(place.file, offset, data.data)
+        else:
+            for row in range(0, data.size, region.shape[-1]):
+                for run in region.wanted:
+                    first = row + run.offset
+                    self._fill(place.file.path, offset + first, data.data[first : row + run.end])
+        return data.reshape(region.shape)
+
+    def fill(self, file: SourceFile, offset: int, view: memoryview) -> int | None:
+        """Fill ``view`` with the bytes of a file from ``offset`` on; their CRC-32, where it is wanted for this file."""
+        self._fill(file.path, offset, view)
+        if not self._checksum or file.expected is None:
+            return None
+        crc = crc32(view)
+        file.sum.add(offset, len(view), crc)
+        return crc
 
     def close(self) -> None:
         """Close the files."""
@@ -154,15 +160,19 @@ class Reader:
             os.close(descriptor)
         self._descriptors.clear()
 
-    def _fill(self, path: Path, data: Bytes, offset: int) -> None:
-        descriptor, view, position = self._descriptor(path), data.data, 0
-        while position < len(view):
-            count = os.preadv(descriptor, [view[position:]], offset + position)
-            if count == 0:
-                raise CheckpointError(f"{path} ended at byte {offset + position} while it was read")
-            position += count
+    def _fill(self, path: Path, offset: int, view: memoryview) -> None:
+        position, size = 0, len(view)
+        try:
+            descriptor = self._descriptors.get(path) or self._open(path)
+            while position < size:
+                count = os.preadv(descriptor, [view[position:]], offset + position)
+                if count == 0:
+                    raise CheckpointError(f"{path} ended at byte {offset + position} while it was read")
+                position += count
+        except OSError as error:
+            raise _refused("read", path, error) from error
 
-    def _descriptor(self, path: Path) -> int:
+    def _open(self, path: Path) -> int:
         with self._lock:
             if path not in self._descriptors:
                 self._descriptors[path] = os.open(path, os.O_RDONLY)
@@ -212,16 +222,16 @@ class _Mover:
 
     def start(self, target: TargetFile) -> None:
         """Create a target file of full size and write its header."""
-        with _disk_errors(target.staged, "write"):
+        with _disk_errors(target.staged):
             descriptor = os.open(target.staged, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
             self._descriptors[target.staged] = descriptor
             os.ftruncate(descriptor, target.size)
-        self._write(target, 0, np.frombuffer(target.header, dtype=np.uint8))
+        self._write(target, 0, memoryview(target.header))
 
     def _finish(self, target: TargetFile) -> None:
         with self._lock:
             descriptor = self._descriptors.pop(target.staged)
-        with _disk_errors(target.path, "write"):
+        with _disk_errors(target.path):
             if self._options.fsync:
                 os.fsync(descriptor)
             os.close(descriptor)
@@ -240,11 +250,10 @@ class _Mover:
     # -- running
 
     def run(self, jobs: Sequence[Job]) -> None:
-        """Let the threads draw slabs from one iterator; the first error stops them all."""
-        steps = self._steps(jobs)
-        draw = threading.Lock()
-        with ThreadPoolExecutor(self._options.threads) as pool:
-            futures = [pool.submit(self._work, steps, draw) for _ in range(self._options.threads)]
+        """Let the threads draw slabs, each from its own stretch of the jobs first; the first error stops them all."""
+        stretches = [_Stretch(part) for part in _stretches(jobs, self._options.threads)]
+        with ThreadPoolExecutor(len(stretches)) as pool:
+            futures = [pool.submit(self._work, stretches[i:] + stretches[:i]) for i in range(len(stretches))]
             try:
                 done, _ = wait(futures, return_when=FIRST_EXCEPTION)
             except BaseException:
@@ -253,19 +262,14 @@ class _Mover:
             for future in done:
                 future.result()
 
-    def _steps(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Slab]]:
-        for job in jobs:
-            for slab in job.transfer.slabs(SLAB):
-                yield job, slab
-
-    def _work(self, steps: Iterator[tuple[Job, Slab]], draw: threading.Lock) -> None:
+    def _work(self, stretches: Sequence[_Stretch]) -> None:
         try:
-            while not self._stopped.is_set():
-                with draw:
-                    step = next(steps, None)
-                if step is None:
-                    return
-                self._carry_out(*step)
+            for stretch in stretches:
+                while not self._stopped.is_set():
+                    step = stretch.draw()
+                    if step is None:
+                        break
+                    self._carry_out(*step)
         except BaseException:
             self.stop()
             raise
@@ -292,24 +296,26 @@ class _Mover:
 
     def _stream(self, job: Job, slab: Slab) -> None:
         """Move plain byte ranges piece by piece: each piece is read once and written to all that want some of it."""
-        offsets = {region.rank: region.offset for region in slab.writes}
+        view = self._buffer(STREAM).data
+        starts = {region.rank: region.offset for region in slab.writes}
         for region in slab.reads:
+            source = job.sources[region.rank]
+            assert source is not None
             copies = [copy for copy in slab.copies if copy.source == region.rank]
             for begin in range(0, region.nbytes, STREAM):
-                length = min(STREAM, region.nbytes - begin)
-                piece = Region(region.rank, region.offset + begin, (length,))
-                data, crc = self._reader.read_and_sum(job, piece, self._buffer(length)[:length])
+                end = min(begin + STREAM, region.nbytes)
+                crc = self._reader.fill(source.file, source.offset + region.offset + begin, view[: end - begin])
                 for copy in copies:
-                    first, last = copy.source_slices[0].start - begin, copy.source_slices[0].stop - begin
-                    start, stop = max(0, first), min(length, last)
-                    if start < stop:
+                    (held,), (wanted,) = copy.source_slices, copy.target_slices
+                    first, last = max(begin, held.start), min(end, held.stop)
+                    if first < last:
                         place = self._target(job, copy.target)
-                        at = offsets[copy.target] + copy.target_slices[0].start + start - first
-                        known = crc if stop - start == length else None
-                        self._write(place.file, place.offset + at, data[start:stop], known)
+                        at = place.offset + starts[copy.target] + wanted.start + first - held.start
+                        is_whole = last - first == end - begin
+                        self._write(place.file, at, view[first - begin : last - begin], crc if is_whole else None)
         for copy in slab.copies:
             if copy.source is None:
-                self._write_zeros(job, copy, offsets[copy.target])
+                self._write_zeros(job, copy, starts[copy.target])
 
     @staticmethod
     def _target(job: Job, rank: int) -> TargetPlace:
@@ -321,7 +327,7 @@ class _Mover:
         place, part = self._target(job, copy.target), copy.target_slices[0]
         zeros = np.zeros(min(STREAM, part.stop - part.start), dtype=np.uint8)
         for begin in range(part.start, part.stop, STREAM):
-            self._write(place.file, place.offset + offset + begin, zeros[: part.stop - begin])
+            self._write(place.file, place.offset + offset + begin, zeros[: part.stop - begin].data)
 
     def _write_flat(self, job: Job, slab: Slab, read: dict[int, Bytes]) -> None:
         offsets = {region.rank: region.offset for region in slab.writes}
@@ -331,7 +337,7 @@ class _Mover:
                 continue
             place, part = self._target(job, copy.target), copy.target_slices[0]
             data = read[copy.source][copy.source_slices]
-            self._write(place.file, place.offset + offsets[copy.target] + part.start, data)
+            self._write(place.file, place.offset + offsets[copy.target] + part.start, data.data)
 
     def _write_blocks(self, job: Job, slab: Slab, read: dict[int, Bytes], arena: _Arena) -> None:
         written = {region.rank: arena.take(region.nbytes).reshape(region.shape) for region in slab.writes}
@@ -340,19 +346,42 @@ class _Mover:
             written[copy.target][copy.target_slices] = data
         for region in slab.writes:
             place = self._target(job, region.rank)
-            self._write(place.file, place.offset + region.offset, written[region.rank].reshape(-1))
+            self._write(place.file, place.offset + region.offset, written[region.rank].reshape(-1).data)
 
-    def _write(self, target: TargetFile, offset: int, data: Bytes, crc: int | None = None) -> None:
-        view, position = data.data, 0
+    def _write(self, target: TargetFile, offset: int, view: memoryview, crc: int | None = None) -> None:
+        position, size = 0, len(view)
         if crc is None:
             crc = crc32(view) if self._options.sums_targets else 0
-        with _disk_errors(target.path, "write"):
+        try:
             descriptor = self._descriptors[target.staged]
-            while position < len(view):
+            while position < size:
                 position += os.pwrite(descriptor, view[position : position + WRITE], offset + position)
-        self._progress(len(view))
-        if target.sum.add(offset, len(view), crc):
+        except OSError as error:
+            raise _refused("write", target.path, error) from error
+        self._progress(size)
+        if target.sum.add(offset, size, crc):
             self._finish(target)
+
+
+class _Stretch:
+    """Neighbouring jobs, from which threads draw slabs."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self._steps = ((job, slab) for job in jobs for slab in job.transfer.slabs(SLAB))
+        self._lock = threading.Lock()
+
+    def draw(self) -> tuple[Job, Slab] | None:
+        """The next step; None if there is none left."""
+        with self._lock:
+            return next(self._steps, None)
+
+
+def _stretches(jobs: Sequence[Job], count: int) -> Iterator[Sequence[Job]]:
+    """Cut a sequence of jobs into ``count`` parts of about equal bytes."""
+    ends = list(itertools.accumulate(job.nbytes for job in jobs))
+    total = ends[-1] if ends else 0
+    cuts = [bisect_left(ends, total * i // count) for i in range(count)] + [len(jobs)]
+    return (jobs[first:last] for first, last in itertools.pairwise(cuts))
 
 
 class _Arena:
@@ -385,14 +414,14 @@ def check_slab(job: Job, slab: Slab, read: Mapping[int, Bytes]) -> None:
 
 
 @contextlib.contextmanager
-def _disk_errors(path: Path, verb: str) -> Iterator[None]:
-    """Say in one line what the operating system refused."""
+def _disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
-    except ReshardError:
-        raise
     except OSError as error:
-        hint: Any = None
-        if verb == "write":
-            hint = "free some space and run the same command again: it goes on where it stopped"
-        raise CheckpointError(f"cannot {verb} {path}: {error.strerror or error}", hint) from error
+        raise _refused("write", path, error) from error
+
+
+def _refused(verb: str, path: Path, error: OSError) -> CheckpointError:
+    """What the operating system refused, in one line."""
+    hint = "free some space and run the same command again: it goes on where it stopped" if verb == "write" else None
+    return CheckpointError(f"cannot {verb} {path}: {error.strerror or error}", hint)

@@ -13,6 +13,7 @@ test: .venv/ready
 
 check: .venv/ready
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 format: .venv/ready

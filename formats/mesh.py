@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from formats.errors import CheckpointError
@@ -37,6 +38,30 @@ class Mesh:
             found[name] = rank % degree
             rank //= degree
         return {name: found[name] for name, _ in self.degrees}
+
+    @property
+    def dimensions(self) -> tuple[str, ...]:
+        """The dimensions along which ranks differ; where all run over the same ranks, the first stands for all."""
+        names = tuple(name for name, degree in self.degrees if degree > 1)
+        return names[:1] if self.same_ranks else names
+
+    def peers(self, rank: int, along: AbstractSet[str]) -> tuple[int, ...]:
+        """The ranks, this one among them, that differ from it along these ``dimensions`` alone."""
+        fixed = [name for name in self.dimensions if name not in along]
+        places = [[self.coordinates(other)[name] for name in fixed] for other in range(self.size)]
+        return tuple(other for other in range(self.size) if places[other] == places[rank])
+
+    def varying(self, held: Sequence[object]) -> frozenset[str]:
+        """The ``dimensions`` along which ranks have different things; ``held`` is what each rank has."""
+        found = set()
+        for name in self.dimensions:
+            first: dict[tuple[int, ...], object] = {}
+            for rank, thing in enumerate(held):
+                here = self.coordinates(rank)
+                others = tuple(here[other] for other in self.dimensions if other != name)
+                if first.setdefault(others, thing) != thing:
+                    found.add(name)
+        return frozenset(found)
 
     def folder(self, rank: int) -> str:
         """``rank-02-of-04`` for tp alone, ``ep-00-of-02-tp-01-of-04`` for more than one dimension."""

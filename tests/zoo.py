@@ -27,7 +27,7 @@ class Entry:
     """A tiny model, and what is true of it."""
 
     name: str
-    build: Callable[[], PreTrainedModel]
+    build: Callable[..., PreTrainedModel]  # given a number of experts, with so many
     model_type: str
     degrees: tuple[int, ...]  # of 2, 3, 4, 6, 8, 12, 16: those that every family of parallel axes divides
     loads_alone: bool  # a rank's folder loads with plain from_pretrained
@@ -39,12 +39,21 @@ class Entry:
 ZOO: dict[str, Entry] = {}
 
 
-def save(name: str, folder: Path, dtype: torch.dtype = torch.float32, max_shard_size: str = "5GB") -> Path:
-    """Write the checkpoint of a model of the zoo into ``folder`` and return it; the same name gives the same bytes."""
+def save(
+    name: str,
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "5GB",
+    experts: int | None = None,
+) -> Path:
+    """Write the checkpoint of a model of the zoo into ``folder`` and return it; the same name gives the same bytes.
+
+    ``experts``: so many of them, whatever the model of the zoo has.
+    """
     logging.getLogger("transformers").setLevel(logging.ERROR)
     entry = ZOO[name]
     seed = zlib.crc32(name.encode())
-    model = entry.build()
+    model = entry.build(experts)
     randomize(model, seed)
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     if entry.extra:
@@ -96,15 +105,24 @@ def _add(
 ) -> None:
     kind = model_type or name
 
-    def build() -> PreTrainedModel:
+    def build(experts: int | None = None) -> PreTrainedModel:
         import transformers
 
-        config = transformers.AutoConfig.for_model(kind, **settings)
+        config = transformers.AutoConfig.for_model(kind, **(settings if experts is None else _of(settings, experts)))
         cls = getattr(transformers, model)
         return cls.from_config(config) if model.startswith("Auto") else cls(config)
 
     assert name not in ZOO, name
     ZOO[name] = Entry(name, build, kind, degrees, loads_alone, notes, extra or {})
+
+
+_COUNTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
+
+
+def _of(settings: Mapping[str, Any], experts: int) -> dict[str, Any]:
+    """The same settings, with another number of experts where they speak of it."""
+    inner = {key: _of(value, experts) for key, value in settings.items() if isinstance(value, Mapping)}
+    return {**settings, **inner, **dict.fromkeys(_COUNTS & settings.keys(), experts)}
 
 
 # 8 query heads on 4 KV heads: degree 8 gives two ranks the same KV head

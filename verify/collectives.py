@@ -19,11 +19,16 @@ Where gloo serves CUDA tensors (more ranks than GPUs), they travel through the C
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
+from datetime import timedelta
+from itertools import combinations
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from formats.mesh import Mesh
 
 
 def copy_to_group(x: Tensor, group: dist.ProcessGroup | None, *, in_float32: bool = False) -> Tensor:
@@ -57,6 +62,36 @@ def scatter_to_group(x: Tensor, group: dist.ProcessGroup | None, dim: int = -1) 
     """
     out: Tensor = _Scatter.apply(x, group, dim)  # type: ignore[no-untyped-call]
     return out
+
+
+class Groups:
+    """The groups of ranks of a mesh: for each choice of its dimensions, the ranks that differ along these alone.
+
+    All ranks must make them, and at the same time. Ranks wait ``timeout`` in a collective.
+    """
+
+    def __init__(self, mesh: Mesh, timeout: timedelta | None = None) -> None:
+        self._mesh = mesh
+        self._groups: dict[frozenset[str], dist.ProcessGroup | None] = {frozenset(mesh.dimensions): None}
+        for count in range(1, len(mesh.dimensions)):
+            for along in map(frozenset, combinations(mesh.dimensions, count)):
+                for ranks in dict.fromkeys(mesh.peers(rank, along) for rank in range(mesh.size)):
+                    group = dist.new_group(ranks, timeout=timeout)
+                    if dist.get_rank() in ranks:
+                        self._groups[along] = group
+
+    def along(self, dimensions: AbstractSet[str]) -> dist.ProcessGroup | None:
+        """This rank's group along some of the mesh's dimensions, at least one."""
+        return self._groups[frozenset(dimensions)]
+
+    def dimensions(self, group: dist.ProcessGroup | None) -> frozenset[str]:
+        """The dimensions along which the ranks of a group differ."""
+        return next(along for along, known in self._groups.items() if known is group)
+
+    def is_first(self, dimensions: AbstractSet[str]) -> bool:
+        """Whether this rank is the first of those that have the same, where these dimensions have different things."""
+        rank = dist.get_rank()
+        return self._mesh.peers(rank, frozenset(self._mesh.dimensions) - dimensions)[0] == rank
 
 
 class _Copy(torch.autograd.Function):

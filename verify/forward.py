@@ -28,6 +28,7 @@ from formats.errors import CheckpointError, ReshardError
 from reshard.loading import TORCH_DTYPES
 from reshard.plan import Plan
 from reshard.source import Source
+from verify.collectives import Groups
 from verify.launch import rank_device, run_ranks, start_fork_server
 from verify.noise import FACTOR, Distance, Yardstick, measure, yardstick
 
@@ -200,9 +201,6 @@ def _job(original: Source, shards: Source, options: ForwardOptions) -> _Job:
         )
     if options.streamed and options.backward:
         raise ReshardError("--streamed and --backward cannot be had together: gradients need the whole model at once")
-    dims = {name for name, degree in shards.plan.mesh.degrees if degree > 1}
-    if dims - {"tp"}:
-        raise ReshardError(f"{shards.path}: the forward of a mesh of {shards.plan.mesh} is not known, only of tp")
     ids = _prompt(original.path, options.prompt) if options.prompt is not None else None
     config = original.checkpoint.config
     return _Job(
@@ -282,10 +280,12 @@ class _Result:
 
 def _run_jobs(jobs: Sequence[_Job], device: str) -> list[_Result]:
     patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
-    return [_run_job(job, rank_device(device), patient) for job in jobs]
+    timeout = timedelta(seconds=jobs[0].options.timeout)
+    groups = {mesh: Groups(mesh, timeout) for mesh in dict.fromkeys(job.plan.mesh for job in jobs)}
+    return [_run_job(job, rank_device(device), groups[job.plan.mesh], patient) for job in jobs]
 
 
-def _run_job(job: _Job, device: torch.device, patient: dist.ProcessGroup | None) -> _Result:
+def _run_job(job: _Job, device: torch.device, groups: Groups, patient: dist.ProcessGroup | None) -> _Result:
     from verify.model import Rank, load_rank
     from verify.trace import run
 
@@ -296,12 +296,12 @@ def _run_job(job: _Job, device: torch.device, patient: dist.ProcessGroup | None)
     rank = Rank(job.plan, dist.get_rank(), job.modules, job.config)
     folder = job.shards / job.plan.mesh.folder(rank.rank)
     offload = tempfile.TemporaryDirectory(prefix="reshard-offload-") if job.options.streamed else None
-    loaded = load_rank(folder, rank, job.dtype, device, None, offload=Path(offload.name) if offload else None)
+    loaded = load_rank(folder, rank, job.dtype, device, groups, offload=Path(offload.name) if offload else None)
     ids = reference.ids.to(device)
     feed = {name: known.exact for name, known in reference.states.items()} if job.options.streamed else None
     trace = run(loaded.model, ids, _places(loaded, job.plan), reference.chosen, grad=job.options.backward, feed=feed)
     rows = _compare(trace.states, reference)
-    gradients = _backward(loaded, trace, ids, job, original, patient) if job.options.backward else ()
+    gradients = _backward(loaded, trace, ids, job, original, groups, patient) if job.options.backward else ()
     logits = None
     if reference.logits is not None and reference.own_logits is not None and rank.rank == 0:
         exact = reference.states[reference.logits].exact
@@ -327,15 +327,20 @@ def _backward(
     ids: torch.Tensor,
     job: _Job,
     original: _Reference | None,
+    groups: Groups,
     patient: dist.ProcessGroup | None,
 ) -> tuple[tuple[str, Distance], ...]:
     """The gradients of all ranks, put together and compared on rank 0."""
     from verify.gradients import gradients_on_disk, loss_of, sum_where_ranks_part, together
 
     loss = loss_of(trace.outputs, ids)
-    sum_where_ranks_part(loss, loaded.parts, loaded.once, None)
+    sum_where_ranks_part(loss, loaded.parts, groups)
     loss.backward()  # type: ignore[no-untyped-call]
-    mine = gradients_on_disk(loaded.model, loaded.sources)
+    along = {id(tensor): dimensions for tensor, dimensions in loaded.parts}
+    for parameter in loaded.model.parameters():
+        if not groups.is_first(along.get(id(parameter), frozenset())):
+            parameter.grad = None  # the same as another rank's
+    mine = gradients_on_disk(loaded.model, loaded.sources, loaded.experts)
     rows = []
     for name in sorted(job.plan.entries):
         of_ranks: list[Any] | None = [None] * dist.get_world_size() if original else None
@@ -368,7 +373,7 @@ def _places(loaded: Loaded, plan: Plan) -> Places:
     summed = {
         name.rpartition(".")[0]: loaded.model.get_submodule(name.rpartition(".")[0])
         for name, role in roles(plan, loaded.sources).items()
-        if role.kind is Kind.ROW
+        if role.kind is Kind.ROW or (role.experts_along and role.kind is Kind.WHOLE)
     }
     return Places(blocks_of(loaded.model, layered), summed)
 

@@ -1,27 +1,27 @@
 """Gradients of a sharded model: what autograd must add between ranks, and how they are put together again.
 
-In a rank's graph each value is either *whole*, the same on every rank, or a *part*, its own on each. Parts come
-from split weights; a sum or a gather over the ranks makes them whole. Where a whole value enters the computation of
-a part, each rank's gradient of it is what came back through that rank's part, so the ranks' gradients are summed
-there. That one rule, applied to the graph as it was recorded, covers the input of a column-parallel layer, a norm's
-weight that every rank applies to its own heads, the rotary part that all heads of latent attention share, routing
-weights and the rest.
+In a rank's graph each value is either *whole*, the same on every rank, or a *part*, its own on each rank along some
+dimensions of the mesh. Parts come from split weights; a sum or a gather over these ranks makes them whole. Where a
+whole value enters the computation of a part, each rank's gradient of it is what came back through that rank's part,
+so the ranks' gradients are summed there. That one rule, applied to the graph as it was recorded, covers the input of
+a column-parallel layer, a norm's weight that every rank applies to its own heads, the rotary part that all heads of
+latent attention share, routing weights and the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from reshard.plan import Layout
-from verify.collectives import reduce_from_group
+from verify.collectives import Groups, reduce_from_group
+from verify.layers import Part
 
 
 def loss_of(outputs: Mapping[str, Tensor], ids: Tensor) -> Tensor:
@@ -38,32 +38,24 @@ def loss_of(outputs: Mapping[str, Tensor], ids: Tensor) -> Tensor:
 # What autograd must add
 
 
-class _Value(Enum):
-    WHOLE = "whole"
-    ONCE = "once"  # a parameter that counts on one rank alone, and has its whole gradient on all
-    PART = "part"
-
-
 _MAKES_WHOLE = {"_ReduceBackward", "_GatherBackward"}
 _MAKES_PART = {"_ScatterBackward", "_CopyBackward"}
 
 
-def sum_where_ranks_part(
-    loss: Tensor, parts: Sequence[Tensor], once: Sequence[Tensor], group: dist.ProcessGroup | None
-) -> None:
+def sum_where_ranks_part(loss: Tensor, parts: Iterable[tuple[Tensor, frozenset[str]]], groups: Groups) -> None:
     """Let the backward of ``loss`` sum gradients over the ranks wherever a whole value enters the computation of a
     part.
 
-    ``parts`` are the split weights, ``once`` those that count on one rank alone.
+    ``parts`` are the split weights, with the mesh dimensions along which ranks have different parts of them.
     """
-    leaves = {id(x): _Value.PART for x in parts} | {id(x): _Value.ONCE for x in once}
-    kinds: dict[Any, _Value] = {}
+    leaves = {id(tensor): along for tensor, along in parts}
+    parted: dict[Any, frozenset[str]] = {}
     for node in _in_order(loss.grad_fn):
-        kinds[node] = kind = _kind(node, leaves, kinds)
-        if kind is _Value.PART and type(node).__name__ not in _MAKES_PART:
-            into = [child is not None and kinds[child] is _Value.WHOLE for child, _ in node.next_functions]
-            if any(into):
-                node.register_hook(_summing(into, group))
+        parted[node] = along = _parted_along(node, leaves, parted, groups)
+        if type(node).__name__ not in _MAKES_PART:
+            new = [along - parted[child] if child is not None else frozenset() for child, _ in node.next_functions]
+            if any(new):
+                node.register_hook(_summing(new, groups))
 
 
 def _in_order(root: Any) -> list[Any]:
@@ -80,23 +72,26 @@ def _in_order(root: Any) -> list[Any]:
     return list(found)
 
 
-def _kind(node: Any, leaves: Mapping[int, _Value], kinds: Mapping[Any, _Value]) -> _Value:
+def _parted_along(
+    node: Any, leaves: Mapping[int, frozenset[str]], parted: Mapping[Any, frozenset[str]], groups: Groups
+) -> frozenset[str]:
+    """The mesh dimensions along which ranks have parts of what a node makes; none if it is whole on all."""
     name = type(node).__name__
     if name == "AccumulateGrad":
-        return leaves.get(id(node.variable), _Value.WHOLE)
+        return leaves.get(id(node.variable), frozenset())
+    below = frozenset[str]().union(*(parted[child] for child, _ in node.next_functions if child is not None))
     if name in _MAKES_WHOLE:
-        return _Value.WHOLE
-    below = {kinds[child] for child, _ in node.next_functions if child is not None}
-    if name in _MAKES_PART or _Value.PART in below:
-        return _Value.PART
-    return _Value.ONCE if below == {_Value.ONCE} else _Value.WHOLE
+        return below - groups.dimensions(node.group)
+    return below | groups.dimensions(node.group) if name in _MAKES_PART else below
 
 
-def _summing(into: Sequence[bool], group: dist.ProcessGroup | None) -> Callable[..., Any]:
+def _summing(new: Sequence[frozenset[str]], groups: Groups) -> Callable[..., Any]:
     def hook(grad_inputs: tuple[Tensor | None, ...], _: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         return tuple(
-            reduce_from_group(grad.detach(), group, in_float32=True) if is_whole and grad is not None else grad
-            for grad, is_whole in zip(grad_inputs, into, strict=True)
+            reduce_from_group(grad.detach(), groups.along(along), in_float32=True)
+            if along and grad is not None
+            else grad
+            for grad, along in zip(grad_inputs, new, strict=True)
         )
 
     return hook
@@ -105,8 +100,13 @@ def _summing(into: Sequence[bool], group: dist.ProcessGroup | None) -> Callable[
 # By the names on disk
 
 
-def gradients_on_disk(model: Any, sources: Mapping[str, tuple[str, ...]]) -> dict[str, Tensor]:
-    """The gradients of a model's parameters, under the names and in the shapes of the tensors on disk."""
+def gradients_on_disk(
+    model: Any, sources: Mapping[str, tuple[str, ...]], experts: Mapping[str, Part] = MappingProxyType({})
+) -> dict[str, Tensor]:
+    """The gradients of a model's parameters, under the names and in the shapes of the tensors on disk.
+
+    ``experts``: where the experts in a parameter lie among all, of which each has a tensor of its own on disk.
+    """
     names = {id(value): name for name, value in model.state_dict(keep_vars=True).items() if name in sources}
     found: dict[str, Tensor] = {}
     fused: dict[str, Tensor] = {}
@@ -117,7 +117,8 @@ def gradients_on_disk(model: Any, sources: Mapping[str, tuple[str, ...]]) -> dic
         if len(sources[name]) == 1 and sources[name][0].rpartition(".")[2] == name.rpartition(".")[2]:
             found[sources[name][0]] = parameter.grad.detach().cpu()
         else:
-            fused[name] = parameter.grad.detach().cpu()
+            grad = parameter.grad.detach().cpu()
+            fused[name] = experts[name].among_zeros(grad) if name in experts else grad
     if fused:
         wanted = {source for name in fused for source in sources[name]}
         found |= {name: grad for name, grad in revert_weight_conversion(model, fused).items() if name in wanted}

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -162,32 +163,63 @@ def column_parallel(module: Module, group: dist.ProcessGroup | None) -> Module:
 
 
 def row_parallel(
-    module: Module, group: dist.ProcessGroup | None, *, bias: str = "bias", once: Sequence[str] = ()
+    module: Module, group: dist.ProcessGroup | None, *, bias: str = "bias", elsewhere: Sequence[str] = ()
 ) -> Module:
     """Sum the outputs of a module that has some of the inputs, and add its bias once after that.
 
     Of a tuple that the module returns, the first is the output. ``bias`` is the parameter that is added last, if the
-    module has one. ``once``: parameters that are added further in, as the biases of experts before they are weighted;
-    they count on the first rank alone, and have their whole gradient on all.
+    module has one. ``elsewhere``: parameters that are added further in, as the biases of experts before they are
+    weighted, and that count on another rank, which has the same: here they are zero, and have no gradient.
     """
     local = module.forward
-    missing = [name for name in once if getattr(module, name, None) is None]
+    missing = [name for name in elsewhere if getattr(module, name, None) is None]
     if missing:
-        raise ValueError(f"{type(module).__name__} has no parameter {', '.join(missing)} to count once")
+        raise ValueError(f"{type(module).__name__} has no parameter {', '.join(missing)} to count elsewhere")
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         last: Tensor | None = getattr(module, bias, None)
         # Zeros, not None: transformers' Conv1D needs a bias to add.
         instead = {} if last is None else {bias: torch.zeros_like(last)}
-        if dist.get_rank(group):
-            # Zero, with the gradient of the parameter: the sum's gradient is the same on every rank.
-            instead |= {name: getattr(module, name) - getattr(module, name).detach() for name in once}
+        instead |= {name: torch.zeros_like(getattr(module, name)) for name in elsewhere}
         with _parameters(module, instead):
             out = local(*args, **kwargs)
         partial, *others = out if isinstance(out, tuple) else (out,)
         total = reduce_from_group(partial, group)
         total = total if last is None else total + last
         return (total, *others) if isinstance(out, tuple) else total
+
+    return _with_forward(module, forward)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where a part of a tensor lies in the whole, which has ``length`` indices in its first dimension: at ``start``."""
+
+    start: int
+    length: int
+
+    def among_zeros(self, part: Tensor) -> Tensor:
+        """The whole tensor, zero but for this part; its gradient is the part of the whole one's."""
+        index = torch.arange(self.start, self.start + len(part), device=part.device)
+        return part.new_zeros(self.length, *part.shape[1:]).index_copy_(0, index, part)
+
+
+def with_all_experts(module: Module, holder: nn.Module, parts: Mapping[str, Part]) -> Module:
+    """Let a module's forward see all experts: those that this rank has not are zero, and so is what they compute.
+
+    ``parts`` are the parameters of ``holder``, the module itself or one in it, that have some of the experts.
+    """
+    local = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        whole = {}
+        for name, part in parts.items():
+            own = holder._parameters[name]
+            # Weights that are brought only for the holder's own forward are not there yet.
+            if own is not None and not own.is_meta and len(own) < part.length:
+                whole[name] = part.among_zeros(own)
+        with _parameters(holder, whole):
+            return local(*args, **kwargs)
 
     return _with_forward(module, forward)
 

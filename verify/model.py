@@ -7,9 +7,13 @@ What the plan says about a weight decides what its module does:
 - the input dimension is parallel: the outputs are summed over the ranks and the bias is added once (row-parallel).
   A module that holds both kinds, as fused experts do, sums what it returns, and what it adds inside counts on one
   rank alone.
+- the experts are dealt: the module sees all of them, those of other ranks as zeros, and its outputs are summed.
 - the rows of an embedding are parallel: a lookup of this rank's rows, summed over the ranks.
 - a vector is parallel that is all that a module holds: a norm over a dimension that is split, with statistics of
   the whole.
+
+Each of these goes over the ranks that differ along the mesh dimensions that deal the weight: attention over `tp`, and
+alike on all ranks of `ep`; experts over both.
 
 transformers renames and fuses weights as it loads them; its own conversion says which parameter a tensor on disk
 ends in. Where a model takes its sizes from elsewhere than a rank's config.json, the architecture file's
@@ -24,14 +28,14 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -39,11 +43,12 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from transformers.pytorch_utils import Conv1D
 
 from formats.architecture import Architecture, ModuleRule
-from formats.axes import Dim, owned
+from formats.axes import Dim, Share, owned
 from formats.errors import CheckpointError, PlanError
+from formats.mesh import Mesh
 from reshard.plan import AxisSizes, Entry, Plan, shares_of
-from verify.collectives import copy_to_group, gather_from_group
-from verify.layers import gather_logits, parallel_norm, row_parallel, vocab_parallel
+from verify.collectives import Groups, copy_to_group, gather_from_group
+from verify.layers import Part, gather_logits, parallel_norm, row_parallel, vocab_parallel, with_all_experts
 
 
 @dataclass(frozen=True)
@@ -55,25 +60,42 @@ class Rank:
     modules: Architecture
     config: Mapping[str, Any]
 
-    @property
+    @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each tensor in this rank's folder."""
         boxes = {name: entry.layout.boxes[self.rank] for name, entry in self.plan.entries.items()}
         return {name: box.shape for name, box in boxes.items() if box is not None}
+
+    @cached_property
+    def shapes_with_all_experts(self) -> dict[str, tuple[int, ...]]:
+        """The shape that each tensor would have here if this rank had all experts."""
+        model, found = self.plan.model, {}
+        for name, entry in self.plan.entries.items():
+            sizes = entry_sizes(self.plan, entry)
+            shares = entry_shares(self.plan, entry, self.rank)
+            parts = {axis: share.parts for axis, share in shares.items() if axis not in model.expert_axes}
+            found[name] = entry.layout.rule.sizes({axis: size // parts.get(axis, 1) for axis, size in sizes.items()})
+        return found
+
+    @property
+    def lacks_experts(self) -> bool:
+        """Whether other ranks have experts that this one has not."""
+        return bool(_experts_along(self.plan.mesh)) and self.shapes != self.shapes_with_all_experts
 
 
 @dataclass(frozen=True)
 class Loaded:
     """A model, what its parameters were made of, and the tensors on disk that it does not use.
 
-    Of a rank's model, ``parts`` are the parameters that are its own, ``once`` those that count on one rank alone.
+    Of a rank's model, ``parts`` are the parameters of which ranks have parts, with the mesh dimensions along which
+    these differ; ``experts`` says of those made of experts of its own, by name, where they lie among all.
     """
 
     model: Any
     sources: Mapping[str, tuple[str, ...]]
     unused: tuple[str, ...]
-    parts: tuple[torch.Tensor, ...] = ()
-    once: tuple[torch.Tensor, ...] = ()
+    parts: tuple[tuple[torch.Tensor, frozenset[str]], ...] = ()
+    experts: Mapping[str, Part] = field(default_factory=dict)
 
 
 # Loading
@@ -107,7 +129,7 @@ def load_rank(
     rank: Rank,
     dtype: torch.dtype,
     device: torch.device,
-    group: dist.ProcessGroup | None,
+    groups: Groups,
     *,
     offload: Path | None = None,
 ) -> Loaded:
@@ -117,14 +139,15 @@ def load_rank(
 
     Raises CheckpointError if the folder does not fill the model, PlanError for what a plan cannot say.
     """
-    modules = ModuleTable(rank)
+    modules = ModuleTable(rank, groups)
     cls, more = model_class(rank.config), on_disk(offload) if offload else {"device_map": {"": device}}
-    if modules.is_needed:
+    if modules.is_needed or rank.lacks_experts:
         cls = _localised(_concrete(cls, rank.config), rank, modules)
+    if modules.is_needed:
         more["config"] = transformers.AutoConfig.for_model(**_settings(rank.config))
     loaded = _from_pretrained(cls, folder, dtype, more)
-    own = modules.split(loaded.model, group)
-    loaded = parallelise(loaded, rank, group)
+    own = modules.split(loaded.model)
+    loaded = parallelise(loaded, rank, groups)
     return replace(loaded, parts=(*loaded.parts, *own))
 
 
@@ -159,13 +182,16 @@ def _from_pretrained(cls: Any, folder: Path, dtype: torch.dtype, more: Mapping[s
                 local_files_only=True,
                 **more,
             )
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
-            text = " ".join(str(error).split())
-            raise CheckpointError(f"{folder}: transformers cannot load it: {text}") from error
+        except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+            raise CheckpointError(f"{folder}: transformers cannot load it: {_one_line(error)}") from error
     _check_filled(folder, info)
     model.eval()
     model.config.use_cache = False
     return Loaded(model, {}, tuple(sorted(info["unexpected_keys"])))
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _check_filled(folder: Path, info: Mapping[str, Any]) -> None:
@@ -237,8 +263,9 @@ def placements(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, P
 class ModuleTable:
     """The lines of an architecture's ``[modules]`` table that hold for a checkpoint, evaluated for one rank."""
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: Rank, groups: Groups) -> None:
         self._rank = rank
+        self._groups = groups
         self._sizes: AxisSizes = rank.plan.model.sizes
 
     @property
@@ -275,32 +302,32 @@ class ModuleTable:
                     )
                 setattr(holder, last, value)
 
-    def split(self, model: nn.Module, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+    def split(self, model: nn.Module) -> list[tuple[torch.Tensor, frozenset[str]]]:
         """Let each module see this rank's part of what it shares with all ranks: lists of modules, buffers, arguments.
 
         The other way about, ``output`` is what a module returns a part of, and all parts are put together: what lies
         between such a module and one that takes its part as an argument again is computed whole on every rank.
 
-        Return the parameters that are this rank's own by that.
+        Return the parameters that are this rank's own by that, with the mesh dimensions along which they differ.
         """
-        own: list[torch.Tensor] = []
+        own: list[tuple[torch.Tensor, frozenset[str]]] = []
         for module, rule, indices in list(self.lines(model)):
             arguments: dict[str, Sequence[Dim]] = {}
             for name, shape in rule.split.items():
                 held = getattr(module, name, None)
                 if name == "output":
-                    module.register_forward_hook(self._output_hook(shape.dims, indices, group))
+                    module.register_forward_hook(self._output_hook(shape.dims, indices))
                 elif isinstance(held, nn.ModuleList):
                     # Under their old numbers, as on disk.
-                    kept = self._indices(shape.dims[0], len(held), indices)
-                    held._modules = {str(i): held[i] for i in kept}
-                    own += list(held.parameters())
+                    kept = self._of_ranks(shape.dims[0], len(held), indices)
+                    held._modules = {str(i): held[i] for i in kept[self._rank.rank]}
+                    own += [(tensor, self._rank.plan.mesh.varying(kept)) for tensor in held.parameters()]
                 elif isinstance(held, torch.Tensor):
-                    module._buffers[name] = self._part(held, shape.dims, indices, group)
+                    module._buffers[name] = self._part(held, shape.dims, indices)
                 else:
                     arguments[name] = shape.dims
             if arguments:
-                hook = self._argument_hook(module, arguments, indices, group)
+                hook = self._argument_hook(module, arguments, indices)
                 module.register_forward_pre_hook(hook, with_kwargs=True)
         return own
 
@@ -315,7 +342,6 @@ class ModuleTable:
         module: nn.Module,
         arguments: Mapping[str, Sequence[Dim]],
         indices: Mapping[str, int],
-        group: dist.ProcessGroup | None,
     ) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]:
         import inspect
 
@@ -324,7 +350,7 @@ class ModuleTable:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             parts = {
-                name: self._part(given[name], dims, indices, group)
+                name: self._part(given[name], dims, indices)
                 for name, dims in arguments.items()
                 if isinstance(given.get(name), torch.Tensor)
             }
@@ -334,40 +360,45 @@ class ModuleTable:
         return hook
 
     def _output_hook(
-        self, dims: Sequence[Dim], indices: Mapping[str, int], group: dist.ProcessGroup | None
+        self, dims: Sequence[Dim], indices: Mapping[str, int]
     ) -> Callable[[nn.Module, Any, torch.Tensor], torch.Tensor]:
-        sizes, orders = self._sizes.of(indices), {}
+        sizes, orders, mesh = self._sizes.of(indices), {}, self._rank.plan.mesh
         for i, dim in enumerate(dims):
             if not dim.axes or dim.axes - sizes.keys():
                 continue
             length = dim.size(sizes)
-            parts = [self._indices(dim, length, indices, rank) for rank in range(self._rank.plan.mesh.size)]
-            if any(len(part) < length for part in parts):
+            parts = self._of_ranks(dim, length, indices)
+            along = mesh.varying(parts)
+            if along:
                 # Of what several ranks have, the first one's is taken.
-                places = {index: place for place, index in reversed([*enumerate(chain(*parts))])}
-                orders[i] = torch.tensor([places[index] for index in range(length)])
+                joined = [*enumerate(chain(*(parts[rank] for rank in mesh.peers(self._rank.rank, along))))]
+                places = {index: place for place, index in reversed(joined)}
+                orders[i] = self._groups.along(along), torch.tensor([places[index] for index in range(length)])
 
         def hook(_: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
-            for i, order in orders.items():
+            for i, (group, order) in orders.items():
                 out = gather_from_group(out, group, i).index_select(i, order.to(out.device))
             return out
 
         return hook
 
-    def _part(
-        self, tensor: torch.Tensor, dims: Sequence[Dim], indices: Mapping[str, int], group: dist.ProcessGroup | None
-    ) -> torch.Tensor:
+    def _part(self, tensor: torch.Tensor, dims: Sequence[Dim], indices: Mapping[str, int]) -> torch.Tensor:
         """This rank's part of a tensor that is whole; its gradient is what comes back through the parts of all."""
-        wanted = {i: self._indices(dim, tensor.shape[i], indices) for i, dim in enumerate(dims) if dim.axes}
-        wanted = {i: own for i, own in wanted.items() if len(own) < tensor.shape[i]}
-        if wanted and tensor.requires_grad:
-            tensor = copy_to_group(tensor, group)
-        for i, own in wanted.items():
-            tensor = tensor.index_select(i, torch.tensor(own, device=tensor.device))
+        wanted = {i: self._of_ranks(dim, tensor.shape[i], indices) for i, dim in enumerate(dims) if dim.axes}
+        along = frozenset[str]().union(*(self._rank.plan.mesh.varying(parts) for parts in wanted.values()))
+        if along and tensor.requires_grad:
+            tensor = copy_to_group(tensor, self._groups.along(along))
+        for i, parts in wanted.items():
+            own = parts[self._rank.rank]
+            if len(own) < tensor.shape[i]:
+                tensor = tensor.index_select(i, torch.tensor(own, device=tensor.device))
         return tensor
 
-    def _indices(self, dim: Dim, length: int, indices: Mapping[str, int], rank: int | None = None) -> list[int]:
-        """The indices that a rank (this one) owns of a dimension, of which one axis may be measured (a batch)."""
+    def _of_ranks(self, dim: Dim, length: int, indices: Mapping[str, int]) -> list[list[int]]:
+        """The indices that each rank owns of a dimension, of which one axis may be measured (a batch)."""
+        return [self._indices(dim, length, indices, rank) for rank in range(self._rank.plan.mesh.size)]
+
+    def _indices(self, dim: Dim, length: int, indices: Mapping[str, int], rank: int) -> list[int]:
         plan = self._rank.plan
         sizes = {**self._sizes.of(indices), **plan.padding}
         unknown = sorted(dim.axes - sizes.keys())
@@ -378,7 +409,7 @@ class ModuleTable:
             raise PlanError(
                 f"plan '{self._rank.modules.name}', [modules]: '{dim}' is {dim.size(sizes)}, the model has {length}"
             )
-        shares = shares_of(plan.model, plan.mesh, self._rank.rank if rank is None else rank, sizes, frozenset())
+        shares = shares_of(plan.model, plan.mesh, rank, sizes, frozenset())
         return [i for run in owned(dim, sizes, shares) for i in range(run.offset, run.end)]
 
 
@@ -388,16 +419,20 @@ def _is_indexed(rule: ModuleRule, template: str) -> bool:
 
 
 def _localised(cls: Any, rank: Rank, modules: ModuleTable) -> Any:
-    """A subclass that is built from the original config and then cut to the sizes of a rank, before it is filled."""
+    """A subclass that is cut to the sizes of a rank before it is filled. Experts are in the first dimension."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         cls.__init__(self, config, *args, **kwargs)
-        for name, placed in placements(self, rank.shapes).items():
+        placed = placements(self, rank.shapes_with_all_experts)
+        experts = expert_shares(rank, {name: place.sources for name, place in placed.items()})
+        for name, place in placed.items():
             path, _, last = name.rpartition(".")
             module = self.get_submodule(path)
-            old = getattr(module, last)
-            if tuple(old.shape) != placed.shape:
-                new = torch.empty(placed.shape, dtype=old.dtype, device=old.device)
+            old, shape = getattr(module, last), place.shape
+            if name in experts:
+                shape = (shape[0] // experts[name].parts, *shape[1:])
+            if tuple(old.shape) != shape:
+                new = torch.empty(shape, dtype=old.dtype, device=old.device)
                 if last in module._parameters:
                     # In place, so that tied parameters stay one.
                     old.data = new
@@ -437,23 +472,58 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Role:
-    """The kind of a parameter, the plan's entry of a tensor in it, and whether its outputs are to be gathered."""
+    """The kind of a parameter, the plan's entry of a tensor in it, and what the plan says of all that it is made of.
+
+    ``along`` are the mesh dimensions along which ranks have different parts of it, ``experts_along`` those that deal
+    its experts. ``is_gathered``: nothing takes its outputs as they are, so they are to be gathered.
+    """
 
     kind: Kind
     entry: Entry
+    along: frozenset[str]
+    experts_along: frozenset[str]
     is_gathered: bool
+
+    @property
+    def summed_along(self) -> frozenset[str]:
+        """The mesh dimensions along which ranks have parts of a sum, not parts of the output."""
+        return self.along if self.kind is Kind.ROW else self.experts_along
+
+
+def entry_axes(plan: Plan, entry: Entry) -> frozenset[str]:
+    """The axes of a tensor's shape, and those of its name that may be dealt to ranks (experts)."""
+    match = plan.model.architecture.match(entry.name)
+    return entry.layout.rule.axes | (plan.model.expert_axes & match.indices.keys() if match else frozenset())
+
+
+def entry_sizes(plan: Plan, entry: Entry) -> dict[str, int]:
+    """The padded sizes of the axes for a tensor."""
+    match = plan.model.architecture.match(entry.name)
+    sizes = plan.model.sizes.of(match.indices if match else {})
+    return {axis: plan.padding.get(axis, size) for axis, size in sizes.items()}
+
+
+def entry_shares(plan: Plan, entry: Entry, rank: int) -> dict[str, Share]:
+    """What a rank has of each axis that is dealt, in a tensor."""
+    return shares_of(plan.model, plan.mesh, rank, entry_sizes(plan, entry), entry_axes(plan, entry))
+
+
+def dealt_axes(plan: Plan, entry: Entry) -> frozenset[str]:
+    """The axes of a tensor, or of its name, of which ranks have parts."""
+    shares = entry_shares(plan, entry, 0)
+    return frozenset(axis for axis, share in shares.items() if share.parts > 1) & entry_axes(plan, entry)
 
 
 def kind_of(plan: Plan, entry: Entry) -> Kind:
-    """What the parallel dimension of a tensor is to its module. Leading dimensions of experts do not count."""
-    rule, parallel = entry.layout.rule, entry.layout.parallel_dims
-    experts = {axis for family in plan.model.architecture.families.get("ep", ()) for axis in family}
+    """What the parallel dimension of a tensor is to its module. That experts are dealt does not count."""
+    rule, experts = entry.layout.rule, plan.model.expert_axes
+    dealt = dealt_axes(plan, entry) - experts
     leading = 0
     while leading < len(rule.dims) - 1 and rule.dims[leading].axis in experts:
         leading += 1
-    inner = {dim - leading for dim in parallel}
+    inner = {dim - leading for dim in range(len(rule.dims)) if rule.dims[dim].axes & dealt}
     count = len(rule.dims) - leading
-    if not parallel:
+    if not inner:
         return Kind.WHOLE
     if count == 1:
         return Kind.VECTOR
@@ -464,8 +534,13 @@ def kind_of(plan: Plan, entry: Entry) -> Kind:
 
 def roles(plan: Plan, sources: Mapping[str, tuple[str, ...]]) -> dict[str, Role]:
     """The role of each parameter, from the plan's entries of the tensors that it is made of."""
-    kinds = {name: kind_of(plan, entry) for name, entry in plan.entries.items()}
-    consumed = _dealt_axes(plan, (entry for name, entry in plan.entries.items() if kinds[name] is Kind.ROW))
+    known: dict[tuple[str, int], Kind] = {}
+    kinds: dict[str, Kind] = {}
+    for name, entry in plan.entries.items():
+        alike = entry.template, id(entry.layout)
+        kinds[name] = known[alike] = known[alike] if alike in known else kind_of(plan, entry)
+    rows = [entry for name, entry in plan.entries.items() if kinds[name] is Kind.ROW]
+    consumed = frozenset[str]().union(*(dealt_axes(plan, entry) for entry in rows))
     found = {}
     for parameter, names in sources.items():
         of_sources = {kinds[name] for name in names}
@@ -474,28 +549,29 @@ def roles(plan: Plan, sources: Mapping[str, tuple[str, ...]]) -> dict[str, Role]
                 f"the tensors {', '.join(names[:3])} become one parameter, but lie differently on the ranks"
             )
         kind, entry = of_sources.pop(), plan.entries[names[0]]
-        is_gathered = kind is Kind.COLUMN and not _dealt_axes(plan, [entry]) & consumed
-        found[parameter] = Role(kind, entry, is_gathered)
+        dealt = dealt_axes(plan, entry)
+        experts_along = _experts_along(plan.mesh) if dealt & plan.model.expert_axes else frozenset()
+        is_gathered = kind is Kind.COLUMN and not dealt & consumed
+        found[parameter] = Role(kind, entry, plan.mesh.varying(entry.layout.boxes), experts_along, is_gathered)
     return found
 
 
-def _dealt_axes(plan: Plan, entries: Iterable[Entry]) -> set[str]:
-    axes: set[str] = set()
-    for entry in entries:
-        match = plan.model.architecture.match(entry.name)
-        sizes = {**plan.model.sizes.of(match.indices if match else {}), **plan.padding}
-        shares = shares_of(plan.model, plan.mesh, 0, sizes, frozenset())
-        dealt = {axis for axis, part in shares.items() if part.parts > 1}
-        for dim in entry.layout.parallel_dims:
-            axes |= entry.layout.rule.dims[dim].axes & dealt
-    return axes
+def _experts_along(mesh: Mesh) -> frozenset[str]:
+    """The dimensions of a mesh that deal experts."""
+    return mesh.varying([mesh.coordinates(rank).get("ep") for rank in range(mesh.size)])
 
 
-def parallelise(loaded: Loaded, rank: Rank, group: dist.ProcessGroup | None) -> Loaded:
+def parallelise(loaded: Loaded, rank: Rank, groups: Groups) -> Loaded:
     """Give each module of a rank's model the behaviour that the plan's entries of its weights ask for."""
     model = loaded.model
-    sources = {name: placed.sources for name, placed in placements(model, rank.shapes).items()}
+    placed = placements(model, rank.shapes)
+    sources = {name: place.sources for name, place in placed.items()}
     by_name = roles(rank.plan, sources)
+    shares = expert_shares(rank, sources)
+    experts = {
+        name: Part(share.index * placed[name].shape[0], share.parts * placed[name].shape[0])
+        for name, share in shares.items()
+    }
     values = model.state_dict(keep_vars=True)
     by_tensor = {id(values[name]): role for name, role in by_name.items()}
     for tied, kept in (getattr(model, "all_tied_weights_keys", None) or {}).items():
@@ -503,15 +579,31 @@ def parallelise(loaded: Loaded, rank: Rank, group: dist.ProcessGroup | None) -> 
         role = by_name.get(kept) or by_name.get(tied)
         if role is not None:
             by_tensor |= {id(values[tied]): role, id(values[kept]): role}
-    parts = tuple(values[name] for name, role in by_name.items() if role.kind is not Kind.WHOLE)
-    once: list[torch.Tensor] = []
-    for module in list(model.modules()):
+    parts = [(values[name], role.along) for name, role in by_name.items() if role.along]
+    for path, module in list(model.named_modules()):
         tensors = {**module._parameters, **module._buffers}
         own = {name: by_tensor[id(tensor)] for name, tensor in tensors.items() if id(tensor) in by_tensor}
+        held = {name: experts[full] for name in own if (full := f"{path}.{name}") in experts}
+        if held:
+            # Some are read by the module around them.
+            for reader in (model.get_submodule(path.rpartition(".")[0]), module):
+                with _beneath_hook(reader):
+                    with_all_experts(reader, module, held)
         if own:
             with _beneath_hook(module):
-                once += _make_parallel(module, own, rank, group)
-    return Loaded(model, sources, loaded.unused, parts, tuple(once))
+                parts += _make_parallel(module, own, rank, groups)
+    by_name_on_disk = {name: part for name, part in experts.items() if by_name[name].entry.layout.dealt_by_name}
+    return Loaded(model, sources, loaded.unused, tuple(parts), by_name_on_disk)
+
+
+def expert_shares(rank: Rank, sources: Mapping[str, tuple[str, ...]]) -> dict[str, Share]:
+    """What a rank has of the experts in each parameter of which it has not all."""
+    plan, found = rank.plan, {}
+    for parameter, names in sources.items():
+        entry = plan.entries[names[0]]
+        for axis in dealt_axes(plan, entry) & plan.model.expert_axes:
+            found[parameter] = entry_shares(plan, entry, rank.rank)[axis]
+    return found
 
 
 @contextmanager
@@ -529,26 +621,33 @@ def _beneath_hook(module: nn.Module) -> Iterator[None]:
 
 
 def _make_parallel(
-    module: nn.Module, own: Mapping[str, Role], rank: Rank, group: dist.ProcessGroup | None
-) -> list[torch.Tensor]:
-    """Make a module parallel; return its parameters that count on one rank alone."""
+    module: nn.Module, own: Mapping[str, Role], rank: Rank, groups: Groups
+) -> list[tuple[torch.Tensor, frozenset[str]]]:
+    """Make a module parallel; return its parameters that are added within a sum over ranks, and its dimensions."""
     kinds = {role.kind for role in own.values()}
     whole = [name for name, role in own.items() if role.kind is Kind.WHOLE and name in module._parameters]
+    summed = frozenset[str]().union(*(role.summed_along for role in own.values()))
     if Kind.COLUMN in kinds and isinstance(module, nn.Embedding):
-        box = own["weight"].entry.layout.boxes[rank.rank]
-        assert box is not None
-        vocab_parallel(module, box.dims[0][0].offset, group, padding_row=_padding_row(module, rank))
-    elif {Kind.COLUMN, Kind.ROW} <= kinds:
-        row_parallel(module, group, bias="", once=whole)
-        return [module.get_parameter(name) for name in whole]
+        vocabulary = own["weight"]
+        first_row = vocabulary.entry.layout.box(rank.rank).dims[0][0].offset
+        group = groups.along(vocabulary.along)
+        vocab_parallel(module, first_row, group, padding_row=_padding_row(module, rank))
+    elif summed and ({Kind.COLUMN, Kind.ROW} <= kinds or any(role.experts_along for role in own.values())):
+        elsewhere = [name for name in whole if not groups.is_first(own[name].along)]
+        row_parallel(module, groups.along(summed), bias="", elsewhere=elsewhere)
+        return [(module.get_parameter(name), summed) for name in whole]
     elif Kind.ROW in kinds:
-        row_parallel(module, group, bias=whole[0] if whole else "bias")
+        row_parallel(module, groups.along(summed), bias=whole[0] if whole else "bias")
     elif any(role.is_gathered for role in own.values()):
         role = next(role for role in own.values() if role.is_gathered)
         dim = min(role.entry.layout.parallel_dims)
-        gather_logits(module, group, role.entry.layout.full[dim])
+        if role.entry.layout.rule.dims[dim].axis is None:
+            raise PlanError(
+                f"no forward of {rank.plan.mesh} is known: '{role.entry.name}' is cut, but no weight takes its parts"
+            )
+        gather_logits(module, groups.along(role.along), role.entry.layout.full[dim])
     elif kinds == {Kind.VECTOR} and not list(module.children()):
-        parallel_norm(module, group)
+        parallel_norm(module, groups.along(next(iter(own.values())).along))
     return []
 
 

@@ -56,6 +56,11 @@ class Shards:
         match = self.source.model.architecture.match(name)
         return match.indices if match else {}
 
+    def experts(self, rank: int) -> list[int]:
+        """The numbers of a rank's experts in that layer, if each has its own tensors."""
+        held = [entry.name for entry in self.entries() if entry.name in self.source.ranks[rank]]
+        return sorted({index for name in held if (index := self.indices(name).get("expert")) is not None})
+
     def entry(self, name: str) -> Entry:
         return self.source.plan.entries[name]
 
@@ -355,9 +360,9 @@ def one_expert(shards: Shards) -> None:
     """On the last rank two experts have changed places."""
     rank = shards.degree - 1
     for entry in shards.entries():
-        indices = shards.indices(entry.name)
-        if indices.get("expert") == 0:
-            other = entry.name.replace(".experts.0.", ".experts.1.")
+        numbers = shards.experts(rank)
+        if numbers and shards.indices(entry.name).get("expert") == numbers[0]:
+            other = entry.name.replace(f".experts.{numbers[0]}.", f".experts.{numbers[1]}.")
             first, second = shards.local(entry.name, rank), shards.local(other, rank)
             shards.write(entry.name, rank, second)
             shards.write(other, rank, first)

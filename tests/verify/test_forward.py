@@ -221,6 +221,7 @@ def _logits_of_shards(paths: list[tuple[Path, Path]], ids: torch.Tensor) -> list
     """What a rank's own folder makes of the same tokens."""
     import torch.distributed as dist
 
+    from verify.collectives import Groups
     from verify.model import Rank, load_rank
 
     found = []
@@ -228,7 +229,7 @@ def _logits_of_shards(paths: list[tuple[Path, Path]], ids: torch.Tensor) -> list
         source = open_source(shards)
         rank = Rank(source.plan, dist.get_rank(), open_source(original).model.architecture, source.model.config)
         folder = shards / source.plan.mesh.folder(rank.rank)
-        loaded = load_rank(folder, rank, torch.float32, torch.device("cpu"), None)
+        loaded = load_rank(folder, rank, torch.float32, torch.device("cpu"), Groups(source.plan.mesh))
         with torch.no_grad():
             found.append(loaded.model(input_ids=ids, use_cache=False).logits)
     return found

@@ -1,0 +1,164 @@
+"""Forward and backward where experts are dealt to the ranks: alone, beside tensor parallelism, over the same ranks."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+import torch
+
+from formats.architecture import find_architecture
+from reshard.api import split
+from reshard.source import Source, open_source
+from tests import zoo
+from tests.verify.faults import LAYER, Shards, inject
+from verify.forward import ForwardOptions, ForwardReport, run_forward, run_forwards
+from verify.launch import RankError
+
+EXPERTS = 8
+"""As many in each model, so that every mesh here has some on each rank."""
+MESHES = {
+    "ep2": {"ep": 2},
+    "ep4": {"ep": 4},
+    "ep2-tp2": {"ep": 2, "tp": 2},
+    "same2": {"ep": 2, "tp": 2, "same_ranks": True},
+}
+# by name; beside a shared expert; fused, with biases; latent attention; all tokens to all experts; stacked in a matrix
+# that the module around reads; in the attention too; fused in another order, or under other names, than in memory
+KINDS = ["mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3", "llama4_text", "dbrx", "jetmoe", "qwen3_vl_moe",
+         "granitemoe", "nemotron_h-latent"]  # fmt: skip
+QUICK = ForwardOptions(seq=24, draws=4)
+Pairs = Callable[..., list[tuple[Source, Source]]]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
+    """Checkpoints of the zoo and their shards, made once."""
+    root = tmp_path_factory.mktemp("experts")
+
+    def get(names: Iterable[str], mesh: str, dtype: str) -> list[tuple[Source, Source]]:
+        found = []
+        for name in names:
+            original, shards = root / f"{name}-{dtype}", root / f"{name}-{dtype}-{mesh}"
+            if not original.exists():
+                zoo.save(name, original, getattr(torch, dtype), experts=EXPERTS)
+            if not shards.exists():
+                split(original, shards, **MESHES[mesh])
+            found.append((open_source(original), open_source(shards)))
+        return found
+
+    return get
+
+
+def with_experts() -> list[str]:
+    """The models of the zoo whose experts can be dealt; one has a layer of its own with another number of them."""
+    found = []
+    for name, entry in zoo.ZOO.items():
+        with torch.device("meta"):
+            config = entry.build().config.to_dict()
+        text = {**config, **(config.get("text_config") or {}), **(config.get("ffn_config") or {})}
+        has_some = any(text.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts",
+                                                 "moe_num_experts"))  # fmt: skip
+        if has_some and "ep" in find_architecture(config, Path()).families and not entry.extra:
+            found.append(name)
+    return found
+
+
+def wrong(report: ForwardReport) -> list[tuple[str, float]]:
+    return [(row.name, row.ratio) for row in (*report.layers, *report.gradients) if not row.is_same]
+
+
+@pytest.mark.parametrize(
+    ("names", "mesh", "dtype"),
+    [
+        (None, "ep2", "float32"),
+        (KINDS, "ep4", "bfloat16"),
+        (KINDS, "ep2-tp2", "float32"),
+        ([name for name in KINDS if name != "jetmoe"], "same2", "bfloat16"),
+    ],
+    ids=["all-ep2", "kinds-ep4", "kinds-ep2-tp2", "kinds-same2"],
+)
+def test_correct_shards_are_the_same_model(names: list[str] | None, mesh: str, dtype: str, pairs: Pairs) -> None:
+    names = with_experts() if names is None else names
+    assert {*KINDS} - {"jetmoe"} <= {*names}
+    for name, report in zip(names, run_forwards(pairs(names, mesh, dtype), QUICK), strict=True):
+        assert report.is_same, (name, wrong(report))
+        assert report.dtype == dtype
+        places = [row.name for row in report.layers]
+        summed = ("experts", "experts.mlp", "output_linear")
+        assert any(place.endswith(summed) for place in places), (name, places)
+
+
+@pytest.mark.parametrize(("mesh", "dtype"), [("ep2-tp2", "bfloat16"), ("same2", "float32")])
+def test_gradients_are_those_of_the_original(mesh: str, dtype: str, pairs: Pairs) -> None:
+    names = [name for name in KINDS if name != "jetmoe" or mesh != "same2"]
+    options = ForwardOptions(seq=16, draws=4, backward=True)
+    for name, report in zip(names, run_forwards(pairs(names, mesh, dtype), options), strict=True):
+        assert report.is_same, (name, wrong(report))
+        tensors = pairs([name], mesh, dtype)[0][0].model.tensors
+        without = {tensor.name for tensor in tensors} - {row.name for row in report.gradients}
+        assert all("correction_bias" in tensor or ".visual." in tensor for tensor in without), (name, without)
+
+
+def test_streamed(pairs: Pairs) -> None:
+    names = ["mixtral", "gpt_oss"]
+    for name, report in zip(
+        names, run_forwards(pairs(names, "ep2", "bfloat16"), ForwardOptions(draws=4, streamed=True)), strict=True
+    ):
+        assert report.is_same, (name, wrong(report))
+
+
+def expert_of_another_rank(name: str, shards: Path, original: Source) -> bool:
+    """One expert of the first rank, and one of the last, have changed places."""
+    broken = Shards(shards, original)
+    here, there = 0, broken.degree - 1
+    for entry in list(broken.entries()):
+        numbers = [broken.experts(rank) for rank in (here, there)]
+        index = broken.indices(entry.name).get("expert")
+        if index is not None and index == numbers[0][0]:
+            other = entry.name.replace(f".experts.{index}.", f".experts.{numbers[1][0]}.")
+            mine, theirs = broken.local(entry.name, here), broken.local(other, there)
+            broken.write(entry.name, here, theirs)
+            broken.write(other, there, mine)
+        elif "expert" in entry.layout.rule.axes:
+            mine, theirs = broken.local(entry.name, here).copy(), broken.local(entry.name, there).copy()
+            mine[0], theirs[0] = theirs[0].copy(), mine[0].copy()
+            broken.write(entry.name, here, mine)
+            broken.write(entry.name, there, theirs)
+    broken.sign()
+    return bool(broken.damaged)
+
+
+def the_fault(fault: str) -> Callable[[str, Path, Source], bool]:
+    return lambda name, shards, original: bool(inject(fault, shards, original))
+
+
+@pytest.mark.parametrize("mesh", ["ep2", "same2"])
+def test_wrong_experts_and_routers_are_seen_and_named(mesh: str, pairs: Pairs, tmp_path: Path) -> None:
+    faults = {"expert_of_another_rank": expert_of_another_rank, "one_expert": the_fault("one_expert"),
+              "router": the_fault("router")}  # fmt: skip
+    places = {"router": {"mixtral": "mlp.gate choice 1", "gpt_oss": "mlp.router choice 1",
+                         "deepseek_v3": "mlp.gate choice 0"}}  # fmt: skip
+    cases, jobs = [], []
+    for name in ("mixtral", "gpt_oss", "deepseek_v3"):
+        ((original, shards),) = pairs([name], mesh, "bfloat16")
+        for fault, damage in faults.items():
+            damaged = tmp_path / f"{name}-{fault}"
+            shutil.copytree(shards.path, damaged)
+            assert damage(name, damaged, original), (name, fault)
+            cases.append((name, fault, f"model.layers.{LAYER}.{places.get(fault, {}).get(name, 'mlp.experts')}"))
+            jobs.append((original, open_source(damaged)))
+    for (name, fault, place), report in zip(cases, run_forwards(jobs), strict=True):
+        assert not report.is_same, (name, fault)
+        assert report.first == place, (name, fault, report.verdict)
+        row = next(row for row in report.layers if row.name == place)
+        assert fault != "router" or row.rank == 1, "the router of that rank alone"
+
+
+def test_a_layout_that_cannot_be_run(pairs: Pairs) -> None:
+    """Over the same ranks JetMoe's experts make all query heads, while keys and values are cut."""
+    ((original, shards),) = pairs(["jetmoe"], "same2", "float32")
+    with pytest.raises(RankError, match=r"no forward of tp 2 = ep 2 is known: '.*kv_proj.weight' is cut, but no"):
+        run_forward(original, shards)

@@ -160,7 +160,7 @@ class _Identical:
 
 @lru_cache(maxsize=64)
 def _scheme(key: _Identical) -> _Scheme:
-    settings = _settings(key.config)
+    settings = settings_of(key.config)
     if not settings:
         return _Scheme({suffix: entry for suffix, entry in _modelopt({}).items() if suffix != " U8"})
     producer = settings.get("producer") or {}
@@ -168,7 +168,7 @@ def _scheme(key: _Identical) -> _Scheme:
     return _METHODS[method](settings) if method in _METHODS else _Scheme({})
 
 
-def _settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def settings_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Where a config keeps its quantization: at its top or with the language model, under today's name or an older."""
     for place in (config, config.get("text_config")):
         for key in ("quantization_config", "compression_config"):
@@ -207,6 +207,13 @@ _OF_CACHE = (
     "q_zero_point",
     "input_scale_ub",
 )
+
+
+def is_of_activations(name: str) -> bool:
+    """Whether a tensor that belongs to a weight is for activations or the cache, and no part of what the weight is."""
+    return name.endswith((*_OF_ACTIVATIONS, *_OF_CACHE))
+
+
 _SCALES_OF_ACTIVATIONS: dict[str, _Entry] = {
     **{f".{word}": _BY_EXPERT for word in _OF_ACTIVATIONS},
     **{f"_{word}": _BY_EXPERT for word in _OF_ACTIVATIONS},

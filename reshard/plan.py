@@ -14,7 +14,7 @@ from formats.axes import Dim, Factor, Run, Shape, Share, deal, degrees, owned, s
 from formats.blocks import block_size
 from formats.errors import NotationError, PlanError
 from formats.mesh import Mesh
-from formats.quantization import companion, shape_of
+from formats.quantization import Companion, companion, shape_of
 from formats.safetensors import DTYPE_BITS
 
 
@@ -264,8 +264,7 @@ def bind(
 
 def _rule_of(tensor: FullTensor, architecture: Architecture, sizes: AxisSizes) -> tuple[Match, Shape]:
     match = architecture.match(tensor.name)
-    packed = tensor.dtype in {"U8", "I32"}  # several values in one element, so that the weight's own rule may not fit
-    belonging = companion(tensor.name, sizes.settings, tensor.dtype) if match is None or packed else None
+    belonging = belonging_of(tensor.name, tensor.dtype, architecture, sizes)
     if belonging is not None:
         match = architecture.match(belonging.weight)
     if match is None:
@@ -283,6 +282,29 @@ def _rule_of(tensor: FullTensor, architecture: Architecture, sizes: AxisSizes) -
             + ", ".join(f"'{pattern}'" for pattern in belonging.patterns)
         )
     return match, derived
+
+
+def belonging_of(name: str, dtype: str, architecture: Architecture, sizes: AxisSizes) -> Companion | None:
+    """The quantized weight that a tensor belongs to (a packed one to itself); None of a weight as rules have it."""
+    packed = dtype in {"U8", "I32"}  # several values in one element, so that the weight's own rule may not fit
+    return companion(name, sizes.settings, dtype) if packed or architecture.match(name) is None else None
+
+
+def dequantized(plan: Plan) -> Plan:
+    """The plan of the same model on the same mesh with plain weights in the place of quantized ones."""
+    model, kept, weights = plan.model, [], set()
+    for tensor in model.tensors:
+        belonging = belonging_of(tensor.name, tensor.dtype, model.architecture, model.sizes)
+        if belonging is None:
+            kept.append(FullTensor(tensor.name, tensor.dtype, tensor.shape, "plan"))
+        else:
+            weights.add(belonging.weight)
+    if not weights:
+        return plan
+    missing = sorted(weights - {tensor.name for tensor in kept})
+    tensors = [*kept, *(FullTensor(name, "BF16", None, "plan") for name in missing)]
+    plain = bind(model.architecture, model.config, tensors, known=model.sizes.measured)
+    return make_plan(plain, plan.mesh, padding=plan.padding)
 
 
 def _no_rule(tensor: FullTensor, architecture: Architecture) -> PlanError:

@@ -26,7 +26,7 @@ import torch.nn.functional as F  # noqa: N812
 from formats.architecture import Architecture
 from formats.errors import CheckpointError, ReshardError
 from reshard.loading import TORCH_DTYPES
-from reshard.plan import Plan
+from reshard.plan import Plan, dequantized
 from reshard.source import Source
 from verify.collectives import Groups
 from verify.launch import rank_device, run_ranks, start_fork_server
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 Progress = Callable[[str], None]
 """Called with what is being done."""
 
+_BYTES_ALONE = "--exact-only compares the bytes alone"
 _PATIENCE = timedelta(hours=24)  # for the original's run, in which the other ranks have nothing to do
 
 
@@ -202,29 +203,45 @@ def _job(original: Source, shards: Source, options: ForwardOptions) -> _Job:
     if options.streamed and options.backward:
         raise ReshardError("--streamed and --backward cannot be had together: gradients need the whole model at once")
     ids = _prompt(original.path, options.prompt) if options.prompt is not None else None
-    config = original.checkpoint.config
+    config, plan = original.checkpoint.config, dequantized(shards.plan)
+    if plan is not shards.plan:
+        _check_dequantizing(original, config, options)
     return _Job(
         original.path,
         config,
         shards.path,
-        shards.plan,
+        plan,
         original.model.architecture,
-        _dtype(original, options),
+        _dtype(original, plan, options),
         ids,
         options,
     )
 
 
-def _dtype(original: Source, options: ForwardOptions) -> torch.dtype:
-    """The dtype asked for, or the one of most of the checkpoint's numbers."""
+def _check_dequantizing(original: Source, config: Mapping[str, Any], options: ForwardOptions) -> None:
+    """Raise ReshardError unless transformers can load a quantized checkpoint with plain weights."""
+    from verify.model import dequantizing
+
+    if options.backward:
+        raise ReshardError(f"{original.path} is quantized: --backward needs weights that have gradients")
+    try:
+        can = dequantizing(config)
+    except ReshardError as error:
+        raise ReshardError(f"{original.path} is {error.message}", _BYTES_ALONE) from None
+    if not can:
+        raise ReshardError(f"{original.path} is quantized, and its config.json does not say how", _BYTES_ALONE)
+
+
+def _dtype(original: Source, plan: Plan, options: ForwardOptions) -> torch.dtype:
+    """The dtype asked for, or the one of most of the checkpoint's numbers, scales and packed ones aside."""
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if options.dtype is not None:
         if options.dtype not in known:
             raise ReshardError(f"--dtype {options.dtype} is not possible", "float32, bfloat16 or float16")
         return known[options.dtype]
     count: dict[torch.dtype, int] = {}
-    for tensor in original.ranks[0].values():
-        dtype = TORCH_DTYPES.get(tensor.dtype)
+    for name, tensor in original.ranks[0].items():
+        dtype = TORCH_DTYPES.get(tensor.dtype) if name in plan.entries else None
         if dtype in known.values() and dtype is not None:
             count[dtype] = count.get(dtype, 0) + tensor.nbytes
     return max(count, key=lambda dtype: count[dtype], default=torch.float32)

@@ -41,11 +41,13 @@ from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 
 from formats.architecture import Architecture, ModuleRule
 from formats.axes import Dim, Share, owned
-from formats.errors import CheckpointError, PlanError
+from formats.errors import CheckpointError, PlanError, ReshardError
 from formats.mesh import Mesh
+from formats.quantization import is_of_activations, settings_of
 from reshard.plan import AxisSizes, Entry, Plan, shares_of
 from verify.collectives import Groups, copy_to_group, gather_from_group
 from verify.layers import Part, gather_logits, parallel_norm, row_parallel, vocab_parallel, with_all_experts
@@ -110,6 +112,25 @@ def model_class(config: Mapping[str, Any]) -> Any:
     return transformers.AutoModelForCausalLM
 
 
+def dequantizing(config: Mapping[str, Any]) -> dict[str, Any]:
+    """How to load a quantized checkpoint with plain weights; of another, nothing is to be said.
+
+    Raises ReshardError where transformers cannot do that with what is installed.
+    """
+    settings = settings_of(config)
+    if not settings:
+        return {}
+    method = settings.get("quant_method", "a method that config.json does not name")
+    try:
+        how = AutoQuantizationConfig.from_dict({**settings, "dequantize": True})
+        AutoHfQuantizer.from_config(how, pre_quantized=True).validate_environment(device_map={"": "cpu"})
+    except (ImportError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        raise ReshardError(f"quantized by {method}, which transformers cannot load here: {_one_line(error)}") from None
+    if not getattr(how, "dequantize", False):
+        raise ReshardError(f"quantized by {method}, which transformers does not dequantize as it loads")
+    return {"quantization_config": how}
+
+
 def on_disk(folder: Path) -> dict[str, Any]:
     """How to load a model whose weights stay on disk; those that transformers fuses are written into ``folder``."""
     return {"device_map": {"": "disk"}, "offload_folder": folder, "offload_buffers": True}
@@ -118,8 +139,15 @@ def on_disk(folder: Path) -> dict[str, Any]:
 def load_original(
     folder: Path, config: Mapping[str, Any], plan: Plan, dtype: torch.dtype, more: Mapping[str, Any]
 ) -> Loaded:
-    """Load a plan's full checkpoint; ``more`` says where to. Raises CheckpointError if it does not fill its model."""
-    loaded = _from_pretrained(model_class(config), folder, dtype, more)
+    """Load a plan's full checkpoint; ``more`` says where to. A quantized one, whose plan is that of plain weights, is
+    dequantized.
+
+    Raises CheckpointError if it does not fill its model, or if that has no use for what belongs to a quantized weight.
+    """
+    loaded = _from_pretrained(model_class(config), folder, dtype, {**more, **dequantizing(config)})
+    lost = [name for name in loaded.unused if name not in plan.entries and not is_of_activations(name)]
+    if lost:
+        raise CheckpointError(f"{folder}: transformers does not dequantize with '{lost[0]}' ({len(lost)} such tensors)")
     placed = placements(loaded.model, {name: entry.layout.full for name, entry in plan.entries.items()})
     return Loaded(loaded.model, {name: p.sources for name, p in placed.items()}, loaded.unused)
 
@@ -145,7 +173,7 @@ def load_rank(
         cls = _localised(_concrete(cls, rank.config), rank, modules)
     if modules.is_needed:
         more["config"] = transformers.AutoConfig.for_model(**_settings(rank.config))
-    loaded = _from_pretrained(cls, folder, dtype, more)
+    loaded = _from_pretrained(cls, folder, dtype, {**more, **dequantizing(rank.config)})
     own = modules.split(loaded.model)
     loaded = parallelise(loaded, rank, groups)
     return replace(loaded, parts=(*loaded.parts, *own))
@@ -185,6 +213,10 @@ def _from_pretrained(cls: Any, folder: Path, dtype: torch.dtype, more: Mapping[s
         except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
             raise CheckpointError(f"{folder}: transformers cannot load it: {_one_line(error)}") from error
     _check_filled(folder, info)
+    for tensor in (*model.parameters(), *model.buffers()):
+        # Of a quantized checkpoint, what is not quantized stays as it is stored. Wider numbers are the same.
+        if tensor.is_floating_point() and tensor.dtype.itemsize < dtype.itemsize:
+            tensor.data = tensor.data.to(dtype)
     model.eval()
     model.config.use_cache = False
     return Loaded(model, {}, tuple(sorted(info["unexpected_keys"])))

@@ -190,11 +190,14 @@ def test_what_transformers_cannot_dequantize_is_refused(tmp_path: Path) -> None:
         assert error.value.hint == "--exact-only compares the bytes alone"
 
 
-def test_scales_that_transformers_leaves_aside_are_no_comparison(tmp_path: Path) -> None:
-    """It reads ``weight_scale_inv``; by another name the weights would be the bare codes, on every rank alike."""
-    source, _ = quantize(tmp_path / "model", "llama", "fp8-static")
+@pytest.mark.parametrize(("model", "method"), [("llama", "fp8-static"), ("gpt_oss", "fused-fp8-block")])
+def test_scales_that_transformers_leaves_aside_are_no_comparison(model: str, method: str, tmp_path: Path) -> None:
+    """It reads a module's ``weight_scale_inv``; without the scales the weights would be bare codes on every rank."""
+    source, _ = quantize(tmp_path / "model", model, method)
     split(source, tmp_path / "shards", 2)
-    with pytest.raises(RankError, match=r"transformers does not dequantize with '.*proj\.weight_scale' \(21 such"):
+    with pytest.raises(
+        RankError, match=r"transformers does not dequantize with 'model.layers.0.*_scale(_inv)?' \(\d+ such"
+    ):
         run_forward(open_source(source), open_source(tmp_path / "shards"))
 
 

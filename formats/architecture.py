@@ -59,11 +59,15 @@ class Match:
 
 @dataclass
 class _Node:
-    """A trie over the dot-separated segments of names: a literal segment wins over an index."""
+    """A trie over the dot-separated segments of names: a literal segment wins over an index.
+
+    ``rest`` is the template that covers every longer name for which there is no other.
+    """
 
     literal: dict[str, _Node] = field(default_factory=dict)
     index: tuple[str, _Node] | None = None
     template: str | None = None
+    rest: str | None = None
 
 
 @dataclass(frozen=True)
@@ -102,15 +106,18 @@ class Architecture:
 def _find(node: _Node, name: str) -> tuple[str, dict[str, int]] | None:
     """The template that covers a name, and the indices found in the name."""
     indices: dict[str, int] = {}
+    rest: tuple[str, dict[str, int]] | None = None
     for segment in name.split("."):
+        if node.rest is not None:
+            rest = node.rest, dict(indices)
         if segment in node.literal:
             node = node.literal[segment]
         elif node.index is not None and segment.isdigit():
             indices[node.index[0]] = int(segment)
             node = node.index[1]
         else:
-            return None
-    return None if node.template is None else (node.template, indices)
+            return rest
+    return rest if node.template is None else (node.template, indices)
 
 
 def load_architecture(path: Path) -> Architecture:
@@ -196,16 +203,19 @@ def _trie(tensors: Iterable[str], prefixes: tuple[str, ...]) -> _Node:
     root = _Node()
     for template in tensors:
         for spelling in _spellings(template, prefixes):
-            node = root
-            for segment in spelling.split("."):
+            node, segments = root, spelling.split(".")
+            kind = "rest" if segments[-1] == "*" else "template"
+            for segment in segments[: -1 if kind == "rest" else None]:
                 node = _child(node, segment, template)
-            if node.template not in {None, template}:
-                raise NotationError(f"the rules '{node.template}' and '{template}' cover the same names")
-            node.template = template
+            if getattr(node, kind) not in {None, template}:
+                raise NotationError(f"the rules '{getattr(node, kind)}' and '{template}' cover the same names")
+            setattr(node, kind, template)
     return root
 
 
 def _child(node: _Node, segment: str, template: str) -> _Node:
+    if segment == "*":
+        raise NotationError(f"tensor '{template}': '*' stands for the rest of a name, at its end")
     if not (segment.startswith("{") and segment.endswith("}")):
         return node.literal.setdefault(segment, _Node())
     axis = segment[1:-1]

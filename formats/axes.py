@@ -19,6 +19,8 @@ from formats.errors import NotationError
 
 Factor = Union[str, int, "Dim"]
 
+OPEN = "..."
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -99,10 +101,14 @@ class Dim:
 
 @dataclass(frozen=True)
 class Shape:
-    """A tensor's dimensions; those before ``arrow`` are input, if the checkpoint stores the input first."""
+    """A tensor's dimensions; those before ``arrow`` are input, if the checkpoint stores the input first.
+
+    An open shape (``...``) stands for whatever dimensions a tensor has, none of them dealt.
+    """
 
     dims: tuple[Dim, ...]
     arrow: int | None = None
+    is_open: bool = False
 
     @cached_property
     def _hash(self) -> int:
@@ -116,6 +122,10 @@ class Shape:
         """Every axis named in the shape."""
         return frozenset().union(*(dim.axes for dim in self.dims))
 
+    def closed(self, lengths: Sequence[int]) -> Shape:
+        """The shape of a tensor with dimensions of these lengths: those numbers, if the shape is open."""
+        return Shape(tuple(Dim((Block((length,)),)) for length in lengths)) if self.is_open else self
+
     @property
     def output_dim(self) -> int | None:
         """Which dimension of a matrix is its output: the second to last, or the last after an arrow."""
@@ -128,6 +138,8 @@ class Shape:
         return tuple(dim.size(sizes) for dim in self.dims)
 
     def __str__(self) -> str:
+        if self.is_open:
+            return OPEN
         words = [str(dim) for dim in self.dims]
         if self.arrow is not None:
             words.insert(self.arrow, "->")
@@ -145,6 +157,8 @@ def parse(text: str) -> Shape:
 
     Raises NotationError that shows the text and where it goes wrong.
     """
+    if text.strip() == OPEN:
+        return Shape((), is_open=True)
     tokens = _tokens(text)
     dims: list[Dim] = []
     arrow: int | None = None

@@ -272,6 +272,8 @@ def _rule_of(tensor: FullTensor, architecture: Architecture, sizes: AxisSizes) -
     shape = sizes.holds(match)
     if shape is None:
         raise PlanError(f"{tensor.where}: tensor '{tensor.name}': no condition of the rule '{match.template}' holds")
+    if shape.is_open:  # no dimension is dealt, so that one rank's shape is the full one
+        return match, shape.closed(tensor.shape or tensor.held or ())
     if belonging is None:
         return match, shape
     derived = shape_of(belonging.patterns, shape, tensor.held if tensor.shape is None else tensor.shape)

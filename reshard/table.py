@@ -129,7 +129,7 @@ def _shown_name(entry: Entry) -> str:
     """The rule's line; with its own last word for what goes by the line of the quantized weight that it belongs to."""
     before, dot, last = entry.template.rpartition(".")
     own = entry.name.rpartition(".")[2]
-    return entry.template if last.startswith("{") else f"{before}{dot}{own}"
+    return entry.template if last.startswith("{") or last == "*" else f"{before}{dot}{own}"
 
 
 def _row(plan: Plan, entries: Sequence[Entry]) -> Row:

@@ -31,6 +31,8 @@ intermediate_size = "ff"
 "model.layers.{layer}.0.weight" = "hidden"
 "model.layers.{layer}.{expert}.weight" = "1 hidden"
 "head.weight" = "vocab hidden"
+"tower.*" = "..."
+"tower.layers.{layer}.weight" = "hidden"
 """
 
 
@@ -55,6 +57,15 @@ def test_names_are_matched_whole_and_literals_win_over_indices(tiny):
         "",
     ):
         assert tiny.match(name) is None
+
+
+def test_a_star_covers_what_no_other_line_does(tiny):
+    assert tiny.match("tower.layers.3.weight").template == "tower.layers.{layer}.weight"
+    assert tiny.match("tower.layers.3.weight").indices == {"layer": 3}
+    for name in ("tower.weight", "tower.layers", "tower.layers.3", "tower.layers.x.weight", "tower.layers.3.weight.0"):
+        assert tiny.match(name).template == "tower.*"
+        assert tiny.match(name).indices == {}
+    assert tiny.match("tower") is None and tiny.match("towers.weight") is None
 
 
 def test_text_and_document_and_back(tiny, tmp_path):
@@ -88,6 +99,8 @@ def test_built_in_files_are_read_and_written_back(path, tmp_path):
         (('"1 hidden"', "{ form = 1 }"), "a rule is a shape, or a table"),
         (('"model.layers.{layer}.0.weight"', '"layers.{layer}.up.weight"'), "cover the same names"),
         (('"model.layers.{layer}.0.weight"', '"model.layers.{other}.0.weight"'), "is called '{layer}' elsewhere"),
+        (('"tower.*"', '"tower.*.bias"'), "'*' stands for the rest of a name, at its end"),
+        (('"head.weight" = "vocab hidden"', '"model.tower.*" = "..."'), "cover the same names"),
         (("[tensors]", "[tensors"), "cannot be read"),
     ],
 )

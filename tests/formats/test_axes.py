@@ -179,6 +179,18 @@ def test_labels_change_nothing():
     assert "q: group" in str(labelled)
 
 
+@given(st.lists(st.integers(0, 5), max_size=4), sizes)
+def test_an_open_shape_is_any_shape_and_owned_whole(lengths, sizes):
+    shape = parse("...")
+    assert parse(str(shape)) == shape and shape != parse("")
+    closed = shape.closed(lengths)
+    assert closed.sizes({}) == tuple(lengths) and not closed.axes
+    shares = {axis: Share(size, size - 1) for axis, size in sizes.items()}
+    for dim, length in zip(closed.dims, lengths, strict=True):
+        assert expand(owned(dim, sizes, shares)) == list(range(length))
+    assert parse("ff 3").closed(lengths) == parse("ff 3"), "only an open shape is what one finds"
+
+
 def test_output_dimension():
     assert parse("ff hidden").output_dim == 0
     assert parse("hidden -> ff").output_dim == 1

@@ -22,7 +22,15 @@ from reshard.api import Access, Padding, load, merge, split
 from reshard.move import Options
 from reshard.source import open_source
 from tests import zoo
-from tests.support import LLAMA, change_tensor, contents, llama_tensors, without_manifest, write_checkpoint
+from tests.support import (
+    LLAMA,
+    change_tensor,
+    contents,
+    llama_tensors,
+    without_manifest,
+    write_checkpoint,
+    write_file,
+)
 from verify.exact import verify_exact
 
 
@@ -88,6 +96,57 @@ def test_load_reads_what_split_writes_from_any_source(tmp_path):
             found = load(origin, 4, rank)
             assert found.keys() == expected.keys()
             assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+TOWER_PLAN = """
+[sizes]
+hidden = "hidden_size"
+ff = "intermediate_size"
+vocab = "vocab_size"
+layer = "num_hidden_layers"
+[parallel]
+tp = [["ff"], ["vocab"]]
+pad = ["vocab"]
+[tensors]
+"model.embed_tokens.weight" = "vocab hidden"
+"model.layers.{layer}.self_attn.*" = "..."
+"model.layers.{layer}.mlp.gate_proj.weight" = "ff hidden"
+"model.layers.{layer}.mlp.up_proj.weight" = "ff hidden"
+"model.layers.{layer}.mlp.down_proj.weight" = "hidden ff"
+"model.layers.{layer}.*" = "hidden"
+"model.norm.weight" = "hidden"
+"lm_head.weight" = "vocab hidden"
+"tower.*" = "..."
+"""
+
+
+def test_what_has_an_open_rule_is_whole_on_every_rank(tmp_path):
+    """A tower of any shapes, quantized or not, beside a language model that is split; a re-split and a merge know
+    them.
+    """
+    source = write_checkpoint(tmp_path / "source", files=2, dtype="F32")
+    tower = {
+        "tower.conv": (4, 3, 2, 2),
+        "tower.scale": (),
+        "tower.a.weight": (5, 7),
+        "tower.a.weight_scale_inv": (1, 1),
+    }
+    write_file(source / "model-00001-of-00001.safetensors", [(name, "F32", shape) for name, shape in tower.items()])
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    index["weight_map"] |= dict.fromkeys(tower, "model-00001-of-00001.safetensors")
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    plan_file = tmp_path / "mine.toml"
+    plan_file.write_text(TOWER_PLAN)
+    access = Access(plan_file=plan_file)
+    split(source, tmp_path / "tp4", 4, access=access)
+    whole = load_file(source / "model-00001-of-00001.safetensors")
+    for rank in range(4):
+        shard = load_file(tmp_path / f"tp4/rank-{rank:02d}-of-04/model.safetensors")
+        assert all(shard[name].numpy().tobytes() == whole[name].numpy().tobytes() for name in tower)
+        assert shard["lm_head.weight"].shape == (10, 20)
+    split(tmp_path / "tp4", tmp_path / "tp2", 2)
+    merge(tmp_path / "tp2", tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(source)
 
 
 def test_every_dtype_passes_untouched(tmp_path):

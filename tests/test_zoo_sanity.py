@@ -42,9 +42,9 @@ POSITIONAL = {
 
 # model types that transformers cannot build, knows by another name, or writes with other names than the published ones
 NOT_IN_THE_ZOO = {
-    "RefinedWeb", "RefinedWebModel", "Yi", "aquila", "baichuan", "chatglm", "deepseek", "exaone", "glm4v_moe_text",
+    "RefinedWeb", "RefinedWebModel", "Yi", "aquila", "baichuan", "chatglm", "deepseek", "exaone", "fast_vlm", "glm4v_moe_text",
     "glm4v_text", "internlm", "internlm2", "internlm3", "iquestcoder", "kimi_k2", "kimi_k25", "llava_next",
-    "minicpm", "orion", "qwen", "qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_moe_text", "qwen3_vl_text",
+    "minicpm", "orion", "perception_lm", "qwen", "qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_moe_text", "qwen3_vl_text",
     "vipllava", "xverse",
 }  # fmt: skip
 

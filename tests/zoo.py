@@ -871,6 +871,135 @@ _add(
         "conv_kernel_size": 3,
     },
 )
+# any tower beside the names of Llama
+_COHERE: dict[str, Any] = {**_DENSE, "model_type": "cohere2", "tie_word_embeddings": True}
+_add("aya_vision", (2, 4, 8), model=_IMAGES, text_config=_COHERE, vision_config=_SIGLIP, tie_word_embeddings=True)
+_add(
+    "cohere2_vision",
+    (2, 4, 8),
+    model=_IMAGES,
+    text_config=_COHERE,
+    vision_config=_SIGLIP,
+    alignment_intermediate_size=36,
+    tie_word_embeddings=True,
+)
+for _name in ("deepseek_vl", "llava_next_video", "llava_onevision", "video_llava", "idefics3", "smolvlm"):
+    _add(
+        _name,
+        (2, 4, 8),
+        model=_IMAGES,
+        text_config={**_DENSE, "model_type": "qwen2" if _name == "llava_onevision" else "llama"},
+        vision_config=_SIGLIP,
+        tie_word_embeddings=False,
+    )
+_add(
+    "deepseek_vl_hybrid",
+    (2, 4, 8),
+    model=_IMAGES,
+    text_config={**_DENSE, "model_type": "llama"},
+    vision_config=_SIGLIP,
+    high_res_vision_config={
+        **_SIGLIP,
+        "output_channels": 12,
+        "mlp_dim": 44,
+        "global_attn_indexes": [1],
+        "window_size": 2,
+        "image_size": 64,
+        "patch_size": 16,
+    },
+    tie_word_embeddings=False,
+)
+_add(
+    "exaone4_5",
+    (2, 4, 8),
+    model=_IMAGES,
+    text_config={**_DENSE, "model_type": "exaone4"},
+    vision_config={**_QWEN_TOWER, "fullatt_block_indexes": [1], "num_key_value_heads": 2},
+)
+for _name in ("got_ocr2", "pp_chart2table"):
+    _add(
+        _name,
+        (2, 4, 8),
+        model=_IMAGES,
+        text_config={**_PLAIN, "model_type": "qwen2", "tie_word_embeddings": True},
+        vision_config={**_SIGLIP, "output_channels": 12, "mlp_dim": 44, "global_attn_indexes": [1], "window_size": 2},
+        tie_word_embeddings=True,
+    )
+_add(
+    "granite_docling",
+    (2, 4, 8),
+    model=_IMAGES,
+    text_config=_DENSE,
+    vision_config={
+        **_SIGLIP,
+        "image_size": 64,
+        "patch_size": 8,
+        "out_hidden_size": 80,
+        "scale_factor": 2,
+        "deepstack_visual_indexes": [0],
+    },
+)
+_add(
+    "hyperclovax_vision_v2",
+    (2, 4, 8),
+    model=_IMAGES,
+    text_config=_DENSE,
+    vision_config={**_QWEN_TOWER, "fullatt_block_indexes": [1]},
+)
+_add(
+    "idefics2",
+    (2, 4, 8),
+    model=_IMAGES,
+    text_config={**_DENSE, "model_type": "mistral"},
+    vision_config=_SIGLIP,
+    perceiver_config={
+        "hidden_size": 80,
+        "resampler_n_latents": 3,
+        "resampler_depth": 2,
+        "resampler_n_heads": 4,
+        "resampler_head_dim": 6,
+        "num_key_value_heads": 2,
+    },
+)
+_add(
+    "janus",
+    (2, 4, 8),
+    model=_IMAGES,
+    text_config={**_DENSE, "model_type": "llama"},
+    vision_config={**_SIGLIP, "projection_dim": 80, "depth": 2, "num_image_tokens": 9, "hidden_dropout_rate": 0.0},
+    vq_config={
+        "embed_dim": 6,
+        "num_embeddings": 11,
+        "base_channels": 32,
+        "channel_multiplier": [1, 1],
+        "num_res_blocks": 1,
+        "image_token_embed_dim": 80,
+        "num_patches": 4,
+        "projection_dim": 80,
+    },
+)
+_PIXTRAL: dict[str, Any] = {**_SIGLIP, "model_type": "pixtral", "head_dim": 8}
+_add("lighton_ocr", (2, 4, 8), model=_IMAGES, text_config={**_DENSE, "model_type": "qwen3"}, vision_config=_PIXTRAL)
+_add("ovis2", (2, 4, 8), model=_IMAGES, text_config={**_DENSE, "model_type": "qwen2"}, vision_config=_SIGLIP)
+_SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 2, 3]}
+_add(
+    "paddleocr_vl",
+    (2, 4, 8),
+    model=_IMAGES,
+    text_config={**_DENSE, "rope_parameters": _SECTIONS},
+    vision_config=_SIGLIP,
+)
+_add(
+    "paligemma",
+    (2, 4, 8),
+    model=_IMAGES,
+    text_config={**_DENSE, "model_type": "gemma2", "tie_word_embeddings": True},
+    vision_config={**_SIGLIP, "projection_dim": 80},
+    projection_dim=80,
+)
+_add("qianfan_ocr", (2, 4, 8), model=_IMAGES, text_config={**_DENSE, "model_type": "qwen3"}, vision_config=_SIGLIP)
+_add("video_llama_3", (2, 4, 8), model=_IMAGES, text_config={**_DENSE, "model_type": "qwen2"}, vision_config=_SIGLIP)
+
 # --------------------------------------------------------------------------------------------------------- encoders
 
 _BERT: dict[str, Any] = {

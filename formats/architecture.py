@@ -40,12 +40,14 @@ class ModuleRule:
     """What a rank's module of transformers has that the rank's own config.json cannot say, where ``when`` holds.
 
     ``attributes`` are set to the rank's own numbers; ``split`` gives the shape of what the module shares with all ranks
-    (an argument of its forward, a buffer, a list of modules) and a rank has its part of.
+    (an argument of its forward, a buffer, a list of modules) and a rank has its part of. A module that is ``alone``
+    needs nothing of other ranks (a norm of each head).
     """
 
     attributes: Mapping[str, Expression]
     split: Mapping[str, Shape]
     when: Expression | None = None
+    alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -192,8 +194,9 @@ def _module_rules(template: str, value: Any) -> tuple[ModuleRule, ...]:
         try:
             when = read_expression(line["when"]) if "when" in line else None
             split = {name: parse(shape) for name, shape in line.get("split", {}).items()}
-            texts = {name: str(text) for name, text in line.items() if name not in {"when", "split"}}
-            rules.append(ModuleRule({name: read_expression(text) for name, text in texts.items()}, split, when))
+            texts = {name: str(text) for name, text in line.items() if name not in {"when", "split", "alone"}}
+            attributes = {name: read_expression(text) for name, text in texts.items()}
+            rules.append(ModuleRule(attributes, split, when, line.get("alone", False) is True))
         except NotationError as error:
             raise NotationError(f"module '{template}': {error.message}") from None
     return tuple(rules)
@@ -312,6 +315,7 @@ def _module_document(rules: tuple[ModuleRule, ...]) -> Any:
     for rule in rules:
         line: dict[str, Any] = {"when": rule.when.text} if rule.when else {}
         line |= {name: expression.text for name, expression in rule.attributes.items()}
+        line |= {"alone": True} if rule.alone else {}
         lines.append(line | ({"split": {name: str(shape) for name, shape in rule.split.items()}} if rule.split else {}))
     return lines[0] if len(lines) == 1 else lines
 

@@ -148,6 +148,8 @@ class AxisSizes:
             ) from None
         if value is None:
             return None
+        if isinstance(value, float) and value.is_integer():  # a width times a factor
+            value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise PlanError(f"config.json: axis '{axis}' = '{expression.text}' is {value!r}, not a size")
         return value

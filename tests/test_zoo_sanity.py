@@ -34,6 +34,11 @@ POSITIONAL = {
         name: {"vocab": "positions are counted over the tokens that are not padding"}
         for name in ("roberta", "xlm-roberta", "camembert")
     },
+    **{
+        name: {"kv": "dt_proj returns a number for each KV head, of which a rank takes its own"}
+        for name in ("doge", "doge-experts")
+    },
+    "mllama": {"vocab": "two tables are read with the same token", "rows": "as vocab"},
     "gemma3n_text": {"vocab": "two tables are read with the same token", "layer_vocab": "as vocab"},
     "gemma4": {"vocab": "two tables are read with the same token", "layer_vocab": "as vocab"},
     "gemma4_text": {"vocab": "two tables are read with the same token", "layer_vocab": "as vocab"},
@@ -42,10 +47,10 @@ POSITIONAL = {
 
 # model types that transformers cannot build, knows by another name, or writes with other names than the published ones
 NOT_IN_THE_ZOO = {
-    "RefinedWeb", "RefinedWebModel", "Yi", "aquila", "baichuan", "chatglm", "deepseek", "exaone", "fast_vlm", "glm4v_moe_text",
-    "glm4v_text", "internlm", "internlm2", "internlm3", "iquestcoder", "kimi_k2", "kimi_k25", "llava_next",
-    "minicpm", "orion", "perception_lm", "qwen", "qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_moe_text", "qwen3_vl_text",
-    "vipllava", "xverse",
+    "RefinedWeb", "RefinedWebModel", "Yi", "aquila", "baichuan", "chatglm", "deepseek", "exaone", "fast_vlm",
+    "gemma3n", "glm4v_moe_text", "glm4v_text", "internlm", "internlm2", "internlm3", "iquestcoder", "kimi_k2", "kimi_k25",
+    "llava_next", "minicpm", "orion", "perception_lm", "qwen", "qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_moe_text",
+    "qwen3_vl_text", "vipllava", "xverse",
 }  # fmt: skip
 
 

@@ -1000,6 +1000,132 @@ _add(
 _add("qianfan_ocr", (2, 4, 8), model=_IMAGES, text_config={**_DENSE, "model_type": "qwen3"}, vision_config=_SIGLIP)
 _add("video_llama_3", (2, 4, 8), model=_IMAGES, text_config={**_DENSE, "model_type": "qwen2"}, vision_config=_SIGLIP)
 
+# ------------------------------------------------------------------------------------- attention of another kind, or none
+
+_add("doge", (2, 4), **_DENSE)
+_add("doge-experts", (2, 4), model_type="doge", is_moe=True, num_experts=9, num_experts_per_tok=2, **_DENSE)
+_add(
+    "rwkv",
+    (2, 4, 8),
+    hidden_size=80,
+    intermediate_size=72,
+    num_hidden_layers=3,
+    vocab_size=101,
+    context_length=64,
+    rescale_every=2,
+    **_TOKENS,
+)
+_add("ctrl", (2, 4, 8), loads_alone=False, dff=72, **_GPT2)
+_XLSTM: dict[str, Any] = {
+    **_TOKENS,
+    "hidden_size": 128,  # its cache rounds to 64
+    "num_heads": 8,
+    "num_hidden_layers": 3,
+    "qk_dim_factor": 0.5,
+    "v_dim_factor": 1.0,
+    "ffn_proj_factor": 1.5,
+    "ffn_round_up_to_multiple_of": 8,
+    "chunk_size": 8,
+    "vocab_size": 101,
+    "tie_word_embeddings": False,
+}
+_add("xlstm", (2, 4, 8), loads_alone=False, use_bias=True, **_XLSTM)
+_add(
+    "deepseek_v4",
+    (2, 4, 8),
+    loads_alone=False,
+    hidden_size=80,
+    num_attention_heads=16,
+    num_key_value_heads=1,
+    head_dim=12,
+    q_lora_rank=28,
+    qk_rope_head_dim=4,
+    o_groups=8,
+    o_lora_rank=10,
+    moe_intermediate_size=24,
+    n_routed_experts=5,
+    num_experts_per_tok=2,
+    num_hidden_layers=4,
+    layer_types=[
+        "sliding_attention",
+        "compressed_sparse_attention",
+        "heavily_compressed_attention",
+        "compressed_sparse_attention",
+    ],
+    mlp_layer_types=["hash_moe", "moe", "moe", "moe"],
+    compress_rates={"compressed_sparse_attention": 2, "heavily_compressed_attention": 6},
+    index_n_heads=3,
+    index_head_dim=14,
+    index_topk=4,
+    hc_mult=2,
+    sliding_window=9,
+    vocab_size=101,
+    max_position_embeddings=64,
+    **_TOKENS,
+)
+_M3: dict[str, Any] = {
+    **_DENSE,
+    "dense_intermediate_size": 72,
+    "intermediate_size": 40,
+    "shared_intermediate_size": 56,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "index_n_heads": 4,
+    "index_head_dim": 6,
+    "index_block_size": 4,
+    "index_topk_blocks": 3,
+    "index_local_blocks": 1,
+    "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+}
+_add("minimax_m3_vl_text", (2, 4, 8), **_M3)
+_add("minimax_m3_vl", (2, 4, 8), model=_IMAGES, text_config=_M3, vision_config={**_SIGLIP, "projection_dim": 80})
+_ARIA: dict[str, Any] = {**_DENSE, "intermediate_size": 24, "moe_num_experts": 4, "moe_topk": 2}
+_add("aria_text", (2, 4, 8), **_ARIA)
+_add(
+    "aria",
+    (2, 4, 8),
+    model=_IMAGES,
+    text_config=_ARIA,
+    vision_config={**_SIGLIP, "model_type": "idefics3_vision"},
+    projector_patch_to_query_dict={25: 6},
+)
+_add(
+    "mllama",
+    (2, 4, 8),
+    loads_alone=False,
+    model=_IMAGES,
+    text_config={**_PLAIN, "cross_attention_layers": [1]},
+    vision_config={
+        "hidden_size": 32,
+        "intermediate_size": 44,
+        "num_hidden_layers": 2,
+        "num_global_layers": 1,
+        "attention_heads": 4,
+        "image_size": 20,
+        "patch_size": 4,
+        "vision_output_dim": 64,
+        "intermediate_layers_indices": [0],
+    },
+)
+_add(
+    "phi4_multimodal",
+    (2, 4, 8),
+    vision_config={**_SIGLIP, "crop_size": 20, "image_token_id": 99, "feature_layer": -2},
+    audio_config={
+        "hidden_size": 24,
+        "intermediate_size": 36,
+        "num_blocks": 2,
+        "num_attention_heads": 4,
+        "ext_pw_out_channel": 24,
+        "depthwise_separable_out_channel": 24,
+        "nemo_conv_channels": 24,
+        "input_size": 16,
+        "audio_token_id": 98,
+    },
+    **_DENSE,
+)
+
 # --------------------------------------------------------------------------------------------------------- encoders
 
 _BERT: dict[str, Any] = {

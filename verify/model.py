@@ -27,6 +27,7 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -175,7 +176,7 @@ def load_rank(
         more["config"] = transformers.AutoConfig.for_model(**_settings(rank.config))
     loaded = _from_pretrained(cls, folder, dtype, {**more, **dequantizing(rank.config)})
     own = modules.split(loaded.model)
-    loaded = parallelise(loaded, rank, groups)
+    loaded = parallelise(loaded, rank, groups, modules.alone(loaded.model))
     return replace(loaded, parts=(*loaded.parts, *own))
 
 
@@ -338,7 +339,8 @@ class ModuleTable:
         """Let each module see this rank's part of what it shares with all ranks: lists of modules, buffers, arguments.
 
         The other way about, ``output`` is what a module returns a part of, and all parts are put together: what lies
-        between such a module and one that takes its part as an argument again is computed whole on every rank.
+        between such a module and one that takes its part as an argument again is computed whole on every rank. ``part``
+        is what a module returns whole, and a rank takes its part of.
 
         Return the parameters that are this rank's own by that, with the mesh dimensions along which they differ.
         """
@@ -349,6 +351,8 @@ class ModuleTable:
                 held = getattr(module, name, None)
                 if name == "output":
                     module.register_forward_hook(self._output_hook(shape.dims, indices))
+                elif name == "part":
+                    module.register_forward_hook(self._part_hook(shape.dims, indices))
                 elif isinstance(held, nn.ModuleList):
                     # Under their old numbers, as on disk.
                     kept = self._of_ranks(shape.dims[0], len(held), indices)
@@ -362,6 +366,10 @@ class ModuleTable:
                 hook = self._argument_hook(module, arguments, indices)
                 module.register_forward_pre_hook(hook, with_kwargs=True)
         return own
+
+    def alone(self, model: nn.Module) -> set[nn.Module]:
+        """The modules that need nothing of other ranks, whatever lies on them."""
+        return {module for module, rule, _ in self.lines(model) if rule.alone}
 
     def _holds(self, rule: ModuleRule, indices: Mapping[str, int]) -> bool:
         return rule.when is None or bool(rule.when.evaluate(self._lookup(self._sizes.of(indices), indices)))
@@ -413,6 +421,11 @@ class ModuleTable:
             return out
 
         return hook
+
+    def _part_hook(
+        self, dims: Sequence[Dim], indices: Mapping[str, int]
+    ) -> Callable[[nn.Module, Any, torch.Tensor], torch.Tensor]:
+        return lambda _module, _args, out: self._part(out, dims, indices)
 
     def _part(self, tensor: torch.Tensor, dims: Sequence[Dim], indices: Mapping[str, int]) -> torch.Tensor:
         """This rank's part of a tensor that is whole; its gradient is what comes back through the parts of all."""
@@ -593,8 +606,10 @@ def _experts_along(mesh: Mesh) -> frozenset[str]:
     return mesh.varying([mesh.coordinates(rank).get("ep") for rank in range(mesh.size)])
 
 
-def parallelise(loaded: Loaded, rank: Rank, groups: Groups) -> Loaded:
-    """Give each module of a rank's model the behaviour that the plan's entries of its weights ask for."""
+def parallelise(loaded: Loaded, rank: Rank, groups: Groups, alone: AbstractSet[nn.Module] = frozenset()) -> Loaded:
+    """Give each module of a rank's model, but those ``alone``, the behaviour that the plan's entries of its weights ask
+    for.
+    """
     model = loaded.model
     placed = placements(model, rank.shapes)
     sources = {name: place.sources for name, place in placed.items()}
@@ -612,7 +627,7 @@ def parallelise(loaded: Loaded, rank: Rank, groups: Groups) -> Loaded:
         if role is not None:
             by_tensor |= {id(values[tied]): role, id(values[kept]): role}
     parts = [(values[name], role.along) for name, role in by_name.items() if role.along]
-    for path, module in list(model.named_modules()):
+    for path, module in [(path, module) for path, module in model.named_modules() if module not in alone]:
         tensors = {**module._parameters, **module._buffers}
         own = {name: by_tensor[id(tensor)] for name, tensor in tensors.items() if id(tensor) in by_tensor}
         held = {name: experts[full] for name in own if (full := f"{path}.{name}") in experts}

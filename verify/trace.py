@@ -84,7 +84,8 @@ def run(
             stack.callback(first.register_forward_pre_hook(_keep_input(trace, feed), with_kwargs=True).remove)
         for name, module in {**places.others, **places.blocks}.items():
             instead = feed.get(name) if feed and name in places.blocks else None
-            stack.callback(module.register_forward_hook(_keep_output(trace, name, instead)).remove)
+            # First of all hooks: of what some modules return whole, a rank takes its part.
+            stack.callback(module.register_forward_hook(_keep_output(trace, name, instead), prepend=True).remove)
         if draw:
             generator = torch.Generator().manual_seed(draw)
             for module in model.modules():

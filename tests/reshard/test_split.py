@@ -149,6 +149,32 @@ def test_what_has_an_open_rule_is_whole_on_every_rank(tmp_path):
     assert contents(tmp_path / "merged") == contents(source)
 
 
+def test_a_language_model_beside_towers_is_split_as_it_is_alone(tmp_path):
+    """Gemma 3n with its towers, which transformers builds of other packages, under the names of its checkpoints."""
+    alone = zoo.save("gemma3n_text", tmp_path / "alone")
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    config = json.loads((alone / "config.json").read_text())
+    (whole / "config.json").write_text(json.dumps({"model_type": "gemma3n", "text_config": config}))
+    towers = {"model.vision_tower.timm_model.conv_stem.conv.weight": torch.randn(4, 3, 3, 3),
+              "model.audio_tower.conformer.0.attention.attn.per_dim_scale": torch.randn(8),
+              "model.embed_vision.embedding.weight": torch.randn(5, 8)}  # fmt: skip
+    text = load_file(alone / "model.safetensors")
+    renamed = {name.replace("model.", "model.language_model."): tensor for name, tensor in text.items()}
+    save_file({**renamed, **towers}, whole / "model.safetensors")
+    split(alone, tmp_path / "alone4", 4)
+    split(whole, tmp_path / "whole4", 4)
+    for rank in range(4):
+        folder = f"rank-{rank:02d}-of-04"
+        expected = load_file(tmp_path / "alone4" / folder / "model.safetensors")
+        found = load_file(tmp_path / "whole4" / folder / "model.safetensors")
+        assert found.keys() == renamed.keys() | towers.keys()
+        assert all(found[name.replace("model.", "model.language_model.")].equal(t) for name, t in expected.items())
+        assert all(found[name].equal(tensor) for name, tensor in towers.items())
+        own = json.loads((tmp_path / "whole4" / folder / "config.json").read_text())
+        assert own["text_config"] == json.loads((tmp_path / "alone4" / folder / "config.json").read_text())
+
+
 def test_every_dtype_passes_untouched(tmp_path):
     """Random bits in every dtype of the format: NaN payloads, negative zeros, values that no arithmetic would keep."""
     config = LLAMA | {"num_hidden_layers": 1, "intermediate_size": 32, "head_dim": 8}

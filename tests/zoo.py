@@ -1000,7 +1000,7 @@ _add(
 _add("qianfan_ocr", (2, 4, 8), model=_IMAGES, text_config={**_DENSE, "model_type": "qwen3"}, vision_config=_SIGLIP)
 _add("video_llama_3", (2, 4, 8), model=_IMAGES, text_config={**_DENSE, "model_type": "qwen2"}, vision_config=_SIGLIP)
 
-# ------------------------------------------------------------------------------------- attention of another kind, or none
+# ------------------------------------------------------------------------------- attention of another kind, or none
 
 _add("doge", (2, 4), **_DENSE)
 _add("doge-experts", (2, 4), model_type="doge", is_moe=True, num_experts=9, num_experts_per_tok=2, **_DENSE)
@@ -1126,6 +1126,49 @@ _add(
     **_DENSE,
 )
 
+# more types of files that are there
+_add("shieldgemma2", (2, 4, 8), model=_IMAGES, text_config=_DENSE, vision_config=_SIGLIP, mm_tokens_per_image=4)
+for _name in ("glm46v", "glmga"):
+    _add(
+        _name,
+        (2, 4, 8),
+        model=_IMAGES,
+        loads_alone=False,
+        text_config={**_MROPE, "model_type": "glm4v_text"},
+        vision_config={**_GLM_TOWER, "model_type": "glm4v_vision"},
+    )
+_add(
+    "glm_ocr",
+    (2, 4, 8),
+    model=_IMAGES,
+    loads_alone=False,
+    text_config={**_DENSE, "head_dim": 10, "rope_parameters": _MROPE["rope_parameters"]},
+    vision_config=_GLM_TOWER,
+)
+for _name in ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"):
+    _add(
+        _name,
+        (2, 4, 8),
+        model=_IMAGES,
+        text_config={**_DENSE, **_DELTA, "model_type": "qwen3_5_text"},
+        vision_config={**_SIGLIP, "insert_layer_id": 0},
+    )
+_add(
+    "lfm2_vl",
+    (2, 4, 8),
+    loads_alone=False,
+    model=_IMAGES,
+    text_config={**_DENSE, **_CONV, "model_type": "lfm2", "block_ff_dim": 72, "block_auto_adjust_ff_dim": False},
+    vision_config={**_SIGLIP, "model_type": "siglip2_vision_model", "num_patches": 25},
+    projector_hidden_size=36,
+)
+_add("granitemoe_swa", (2, 4, 8), num_local_experts=5, attention_bias=True, **_EXPERTS)
+_add("fuyu", (2, 4, 8), loads_alone=False, text_config={**_PLAIN, "hidden_size": 96, "model_type": "persimmon"}, patch_size=4)
+_add("axk1", (2, 4, 8), **_MLA_MOE)
+_add("mistral4", (2, 4, 8), model=_IMAGES, **_MLA_MOE)
+_add("beam", (2, 4, 8), mlp_layer_types=["dense", "sparse", "sparse"], **_SHARED)
+_add("flint", (2, 4, 8), mlp_layer_types=["dense", "sparse", "sparse"], **_SHARED)
+
 # --------------------------------------------------------------------------------------------------------- encoders
 
 _BERT: dict[str, Any] = {
@@ -1189,3 +1232,43 @@ _MODERN = {**_BERT, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "se
 _add("modernbert", (2, 4, 8), loads_alone=False, model="AutoModelForMaskedLM", **_MODERN)
 _add("modernbert-decoder", (2, 4, 8), loads_alone=False, **_MODERN)
 _add("eurobert", (2, 4, 8), model="AutoModelForMaskedLM", **_DENSE)
+_MASKED = "AutoModelForMaskedLM"
+for _name in ("ernie", "megatron-bert", "roberta-prelayernorm", "data2vec-text", "xlm-roberta-xl", "roformer", "roc_bert"):
+    _add(_name, (2, 4, 8), loads_alone=False, model=_MASKED, **_BERT)
+_add("bert-generation", (2, 4, 8), loads_alone=False, is_decoder=True, **{**_BERT, "eos_token_id": 2})
+_add("big_bird", (2, 4, 8), loads_alone=False, model="BigBirdForPreTraining", attention_type="original_full", **_BERT)
+_add(
+    "rembert", (2, 4, 8), loads_alone=False, model=_MASKED, input_embedding_size=28, output_embedding_size=36, **_BERT
+)
+_add("xmod", (2, 4, 8), loads_alone=False, model=_MASKED, default_language="en_XX", adapter_layer_norm=True, **_BERT)
+_RELATIVE: dict[str, Any] = {**_BERT, "relative_attention": True, "pos_att_type": ["c2p", "p2c"]}
+_add("deberta", (2, 4, 8), loads_alone=False, model=_MASKED, **_RELATIVE)
+_add(
+    "deberta-v2",
+    (2, 4, 8),
+    loads_alone=False,
+    model=_MASKED,
+    position_buckets=8,
+    norm_rel_ebd="layer_norm",
+    conv_kernel_size=3,
+    **_RELATIVE,
+)
+_add(
+    "deberta-v3",
+    (2, 4, 8),
+    model_type="deberta-v2",
+    loads_alone=False,
+    model=_MASKED,
+    share_att_key=True,
+    position_buckets=8,
+    norm_rel_ebd="layer_norm",
+    notes="with the head of published checkpoints, which transformers leaves aside",
+    extra={
+        "lm_predictions.lm_head.dense.weight": (80, 80),
+        "lm_predictions.lm_head.dense.bias": (80,),
+        "lm_predictions.lm_head.LayerNorm.weight": (80,),
+        "lm_predictions.lm_head.LayerNorm.bias": (80,),
+        "lm_predictions.lm_head.bias": (101,),
+    },
+    **_RELATIVE,
+)

@@ -33,7 +33,13 @@ POSITIONAL = {
     **{
         name: {"vocab": "positions are counted over the tokens that are not padding"}
         for name in (
-            "roberta", "xlm-roberta", "camembert", "roberta-prelayernorm", "data2vec-text", "xlm-roberta-xl", "xmod",
+            "roberta",
+            "xlm-roberta",
+            "camembert",
+            "roberta-prelayernorm",
+            "data2vec-text",
+            "xlm-roberta-xl",
+            "xmod",
         )
     },
     **{
@@ -50,9 +56,9 @@ POSITIONAL = {
 # model types that transformers cannot build, knows by another name, or writes with other names than the published ones
 NOT_IN_THE_ZOO = {
     "RefinedWeb", "RefinedWebModel", "Yi", "aquila", "baichuan", "chatglm", "deepseek", "exaone", "fast_vlm",
-    "gemma3n", "glm4v_moe_text", "glm4v_text", "internlm", "internlm2", "internlm3", "iquestcoder", "kimi_k2",
-    "kimi_k25", "llava_next", "minicpm", "orion", "perception_lm", "qwen", "qwen2_5_vl_text", "qwen2_vl_text",
-    "qwen3_vl_moe_text", "qwen3_vl_text", "vipllava", "xverse",
+    "gemma3n", "glm4v_moe_text", "glm4v_text", "gpt-sw3", "internlm", "internlm2", "internlm3", "iquestcoder",
+    "kimi_k2", "kimi_k25", "llava_next", "minicpm", "orion", "perception_lm", "qwen", "qwen2_5_vl_text",
+    "qwen2_vl_text", "qwen3_vl_moe_text", "qwen3_vl_text", "shieldgemma2", "vipllava", "xverse",
 }  # fmt: skip
 
 

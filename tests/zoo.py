@@ -1127,7 +1127,6 @@ _add(
 )
 
 # more types of files that are there
-_add("shieldgemma2", (2, 4, 8), model=_IMAGES, text_config=_DENSE, vision_config=_SIGLIP, mm_tokens_per_image=4)
 for _name in ("glm46v", "glmga"):
     _add(
         _name,
@@ -1163,11 +1162,23 @@ _add(
     projector_hidden_size=36,
 )
 _add("granitemoe_swa", (2, 4, 8), num_local_experts=5, attention_bias=True, **_EXPERTS)
-_add("fuyu", (2, 4, 8), loads_alone=False, text_config={**_PLAIN, "hidden_size": 96, "model_type": "persimmon"}, patch_size=4)
+_add(
+    "fuyu",
+    (2, 4, 8),
+    loads_alone=False,
+    text_config={**_PLAIN, "hidden_size": 96, "model_type": "persimmon"},
+    patch_size=4,
+)
 _add("axk1", (2, 4, 8), **_MLA_MOE)
 _add("mistral4", (2, 4, 8), model=_IMAGES, **_MLA_MOE)
 _add("beam", (2, 4, 8), mlp_layer_types=["dense", "sparse", "sparse"], **_SHARED)
-_add("flint", (2, 4, 8), mlp_layer_types=["dense", "sparse", "sparse"], **_SHARED)
+_add(
+    "flint",
+    (2, 4, 8),
+    mlp_layer_types=["dense", "sparse", "sparse"],
+    shared_expert_intermediate_size=40,
+    **_SHARED,
+)
 
 # --------------------------------------------------------------------------------------------------------- encoders
 
@@ -1233,13 +1244,19 @@ _add("modernbert", (2, 4, 8), loads_alone=False, model="AutoModelForMaskedLM", *
 _add("modernbert-decoder", (2, 4, 8), loads_alone=False, **_MODERN)
 _add("eurobert", (2, 4, 8), model="AutoModelForMaskedLM", **_DENSE)
 _MASKED = "AutoModelForMaskedLM"
-for _name in ("ernie", "megatron-bert", "roberta-prelayernorm", "data2vec-text", "xlm-roberta-xl", "roformer", "roc_bert"):
+for _name in (
+    "ernie",
+    "megatron-bert",
+    "roberta-prelayernorm",
+    "data2vec-text",
+    "xlm-roberta-xl",
+    "roformer",
+    "roc_bert",
+):
     _add(_name, (2, 4, 8), loads_alone=False, model=_MASKED, **_BERT)
 _add("bert-generation", (2, 4, 8), loads_alone=False, is_decoder=True, **{**_BERT, "eos_token_id": 2})
 _add("big_bird", (2, 4, 8), loads_alone=False, model="BigBirdForPreTraining", attention_type="original_full", **_BERT)
-_add(
-    "rembert", (2, 4, 8), loads_alone=False, model=_MASKED, input_embedding_size=28, output_embedding_size=36, **_BERT
-)
+_add("rembert", (2, 4, 8), loads_alone=False, model=_MASKED, input_embedding_size=28, output_embedding_size=36, **_BERT)
 _add("xmod", (2, 4, 8), loads_alone=False, model=_MASKED, default_language="en_XX", adapter_layer_norm=True, **_BERT)
 _RELATIVE: dict[str, Any] = {**_BERT, "relative_attention": True, "pos_att_type": ["c2p", "p2c"]}
 _add("deberta", (2, 4, 8), loads_alone=False, model=_MASKED, **_RELATIVE)

@@ -81,6 +81,13 @@ def test_built_in_files_are_read_and_written_back(path, tmp_path):
     again = tmp_path / path.name
     again.write_text(to_toml(architecture))
     assert to_document(load_architecture(again)) == to_document(architecture)
+    assert load_architecture(again).modules.keys() == architecture.modules.keys()
+    for template, rules in load_architecture(again).modules.items():
+        for found, rule in zip(rules, architecture.modules[template], strict=True):
+            assert (found.split, found.alone) == (rule.split, rule.alone)
+            assert {key: e.text for key, e in found.attributes.items()} == {
+                k: e.text for k, e in rule.attributes.items()
+            }
     named = {axis for rules in architecture.tensors.values() for rule in rules for axis in rule.shape.axes}
     dealt = {axis for families in architecture.families.values() for family in families for axis in family}
     assert dealt - {s[1:-1] for t in architecture.tensors for s in t.split(".") if s[0] == "{"} <= named, (

@@ -29,9 +29,12 @@ BUILT_IN = Path(__file__).parent / "architectures"
 
 @dataclass(frozen=True)
 class Rule:
-    """The shape of a tensor, where ``when`` holds (always, if it is None)."""
+    """The shape of a tensor, where ``when`` holds (always, if it is None).
 
-    shape: Shape
+    Several ``shapes`` are layouts that occur on disk, of which one must fit the tensor's.
+    """
+
+    shapes: tuple[Shape, ...]
     when: Expression | None = None
 
 
@@ -182,7 +185,10 @@ def _rules(template: str, value: Any) -> tuple[Rule, ...]:
             raise NotationError(f"tensor '{template}': a rule is a shape, or a table of 'when' and 'shape'")
         try:
             when = read_expression(line["when"]) if "when" in line else None
-            rules.append(Rule(parse(line["shape"]), when))
+            shapes = line["shape"] if isinstance(line["shape"], list) else [line["shape"]]
+            if not shapes:
+                raise NotationError("no shape")
+            rules.append(Rule(tuple(parse(shape) for shape in shapes), when))
         except NotationError as error:
             raise NotationError(f"tensor '{template}': {error.message}") from None
     return tuple(rules)
@@ -305,9 +311,14 @@ def to_document(architecture: Architecture) -> dict[str, Any]:
 
 
 def _rule_document(rules: tuple[Rule, ...]) -> Any:
-    if len(rules) == 1 and rules[0].when is None:
-        return str(rules[0].shape)
-    return [{"shape": str(rule.shape)} | ({"when": rule.when.text} if rule.when else {}) for rule in rules]
+    if len(rules) == 1 and rules[0].when is None and len(rules[0].shapes) == 1:
+        return str(rules[0].shapes[0])
+    lines = []
+    for rule in rules:
+        shapes = [str(shape) for shape in rule.shapes]
+        line: dict[str, Any] = {"shape": shapes[0] if len(shapes) == 1 else shapes}
+        lines.append(line | ({"when": rule.when.text} if rule.when else {}))
+    return lines
 
 
 def _module_document(rules: tuple[ModuleRule, ...]) -> Any:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from formats.architecture import Architecture, Match
+from formats.architecture import Architecture, Match, Rule
 from formats.axes import Dim, Factor, Run, Shape, Share, deal, degrees, owned, share
 from formats.blocks import block_size
 from formats.errors import NotationError, PlanError
@@ -130,11 +130,11 @@ class AxisSizes:
             self._cache[key] = {axis: value for axis, value in values.items() if value is not None}
         return {**self.measured, **self._cache[key]}
 
-    def holds(self, match: Match) -> Shape | None:
-        """The shape of the first rule of a line whose condition holds."""
+    def holds(self, match: Match) -> Rule | None:
+        """The first rule of a line whose condition holds."""
         for rule in match.rules:
             if rule.when is None or rule.when.evaluate(lambda name: self._look_up(name, match.indices, ())):
-                return rule.shape
+                return rule
         return None
 
     def _config_size(self, axis: str, indices: Mapping[str, int], below: tuple[str, ...]) -> int | None:
@@ -235,19 +235,25 @@ def bind(
     *,
     known: Mapping[str, int] | None = None,
     every_rule: bool = False,
+    mesh: Mesh | None = None,
+    padding: Mapping[str, int] | None = None,
 ) -> Model:
     """Find the rule of every tensor and check it against the shape on disk.
 
-    ``known`` gives sizes measured earlier. With ``every_rule`` a rule that covers no tensor is an error (a user's
-    plan). Raises PlanError that names the file, the tensor, the rule, and both shapes.
+    Of a rule with several shapes the one that fits is kept, in the model's architecture too. ``known`` gives sizes
+    measured earlier; ``mesh`` and ``padding`` say how tensors lie of which only a rank's shape is known. With
+    ``every_rule`` a rule that covers no tensor is an error (a user's plan). Raises PlanError that names the file, the
+    tensor, the rule, and both shapes.
     """
     sizes = AxisSizes(architecture, config, known or {})
-    found = [(tensor, *_rule_of(tensor, architecture, sizes)) for tensor in tensors]
-    _measure(sizes, ((tensor, shape, match) for tensor, match, shape in found))
+    covered = [_rule_of(tensor, architecture, sizes) for tensor in tensors]
+    _measure(sizes, ((each.tensor, each.shapes[0], each.match) for each in covered if len(each.shapes) == 1))
+    architecture = _with_layouts_on_disk(architecture, covered, sizes, mesh or Mesh(), padding or {})
     fitted: dict[tuple[object, ...], tuple[int, ...]] = {}
     dealt = {axis for families in architecture.families.values() for family in families for axis in family}
     bound = []
-    for tensor, match, rule in found:
+    for each in covered:
+        tensor, match, rule = each.tensor, each.match, each.shapes[0]
         indices = sizes.key(match.indices)
         key = (rule, indices, tensor.shape)
         if key not in fitted:
@@ -264,28 +270,98 @@ def bind(
     return model
 
 
-def _rule_of(tensor: FullTensor, architecture: Architecture, sizes: AxisSizes) -> tuple[Match, Shape]:
+@dataclass
+class _Covered:
+    """A tensor, the line that covers it, the rule of that line, and the shapes that the tensor may have by it."""
+
+    tensor: FullTensor
+    match: Match
+    rule: Rule
+    shapes: tuple[Shape, ...]
+
+
+def _rule_of(tensor: FullTensor, architecture: Architecture, sizes: AxisSizes) -> _Covered:
     match = architecture.match(tensor.name)
     belonging = belonging_of(tensor.name, tensor.dtype, architecture, sizes)
     if belonging is not None:
         match = architecture.match(belonging.weight)
     if match is None:
         raise _no_rule(tensor, architecture)
-    shape = sizes.holds(match)
-    if shape is None:
+    rule = sizes.holds(match)
+    if rule is None:
         raise PlanError(f"{tensor.where}: tensor '{tensor.name}': no condition of the rule '{match.template}' holds")
     if shape.is_open:  # no dimension is dealt, so that one rank's shape is the full one
         return match, shape.closed(tensor.shape or tensor.held or ())
     if belonging is None:
-        return match, shape
-    derived = shape_of(belonging.patterns, shape, tensor.held if tensor.shape is None else tensor.shape)
-    if derived is None:
-        shown = list(tensor.shape or ())
+        return _Covered(tensor, match, rule, rule.shapes)
+    on_disk = tensor.held if tensor.shape is None else tensor.shape
+    derived = [shape_of(belonging.patterns, shape, on_disk) for shape in rule.shapes]
+    if None in derived:
         raise PlanError(
-            f"{tensor.where}: tensor '{tensor.name}' has shape {shown}; for a weight '{shape}' it should be one of "
+            f"{tensor.where}: tensor '{tensor.name}' has shape {list(tensor.shape or ())}; "
+            f"for a weight '{rule.shapes[derived.index(None)]}' it should be one of "
             + ", ".join(f"'{pattern}'" for pattern in belonging.patterns)
         )
-    return match, derived
+    return _Covered(tensor, match, rule, tuple(shape for shape in derived if shape is not None))
+
+
+def _with_layouts_on_disk(
+    architecture: Architecture,
+    covered: Iterable[_Covered],
+    sizes: AxisSizes,
+    mesh: Mesh,
+    padding: Mapping[str, int],
+) -> Architecture:
+    """Leave each tensor the one shape that fits, and each rule of the architecture those that its tensors have."""
+    chosen: dict[tuple[str, int], set[int]] = {}
+    for each in covered:
+        if len(each.shapes) > 1:
+            place = _layout_on_disk(each, architecture, sizes, mesh, padding)
+            chosen.setdefault((each.match.template, each.match.rules.index(each.rule)), set()).add(place)
+            each.shapes = (each.shapes[place],)
+    if not chosen:
+        return architecture
+    tensors = {
+        template: tuple(
+            replace(rule, shapes=tuple(shape for i, shape in enumerate(rule.shapes) if i in chosen[template, number]))
+            if (template, number) in chosen
+            else rule
+            for number, rule in enumerate(rules)
+        )
+        for template, rules in architecture.tensors.items()
+    }
+    return replace(architecture, tensors=tensors)
+
+
+def _layout_on_disk(
+    each: _Covered, architecture: Architecture, sizes: AxisSizes, mesh: Mesh, padding: Mapping[str, int]
+) -> int:
+    """Which of several shapes a tensor has: the only one that fits, as a whole or as a rank has its part of it."""
+    found, tensor = sizes.of(each.match.indices), each.tensor
+    if tensor.shape is None:
+        skeleton = Model(architecture, sizes.settings, sizes, ())
+        axes = frozenset().union(*(shape.axes for shape in each.shapes), each.match.indices)
+        found = _local(skeleton, mesh, 0, _padded(found, padding), axes)
+    on_disk = tensor.held if tensor.shape is None else tensor.shape
+    given = [_sizes_or_none(shape, found) for shape in each.shapes]
+    fitting = [place for place, lengths in enumerate(given) if lengths == on_disk]
+    if len(fitting) == 1:
+        return fitting[0]
+    shown = " and ".join(f"'{shape}' {list(lengths or ())}" for shape, lengths in zip(each.shapes, given, strict=True))
+    raise PlanError(
+        f"{tensor.where}: tensor '{tensor.name}' has shape {list(on_disk or ())}, "
+        + (f"which may be either of {shown}" if fitting else f"and the rule gives {shown}"),
+        "save the plan with 'reshard plan SOURCE --save FILE', leave one shape, pass it with --plan FILE"
+        if fitting
+        else "either config.json does not belong to these weights, or the rule is wrong for them (see --plan)",
+    )
+
+
+def _sizes_or_none(shape: Shape, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
+    try:
+        return shape.sizes(sizes)
+    except NotationError:
+        return None
 
 
 def belonging_of(name: str, dtype: str, architecture: Architecture, sizes: AxisSizes) -> Companion | None:
@@ -398,7 +474,7 @@ class Plan:
             outside = {axis for found in self.model.axis_sets(experts=False) for axis in found}
             shares = {axis: part for axis, part in shares.items() if axis in outside}
             shares |= shares_of(self.model, self.mesh, rank, padded, self.model.expert_axes)
-        return {axis: size // shares[axis].parts if axis in shares else size for axis, size in padded.items()}
+        return _parts(padded, shares)
 
 
 def make_plan(
@@ -536,6 +612,14 @@ def shares_of(
             if parts is not None:
                 shares |= share(parts, coordinates[mesh_dim])
     return shares
+
+
+def _local(model: Model, mesh: Mesh, rank: int, sizes: Mapping[str, int], axes: AbstractSet[str]) -> dict[str, int]:
+    return _parts(sizes, shares_of(model, mesh, rank, sizes, axes))
+
+
+def _parts(sizes: Mapping[str, int], shares: Mapping[str, Share]) -> dict[str, int]:
+    return {axis: size // shares[axis].parts if axis in shares else size for axis, size in sizes.items()}
 
 
 def _padding(model: Model, mesh: Mesh, pad_to: int) -> dict[str, int]:

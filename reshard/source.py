@@ -142,7 +142,7 @@ def _open_sharded(path: Path, location: str, plan_file: Path | None) -> Source:
     names = _names(sharded)
     infos = [holders[name] for name in names]
     full = [FullTensor(t.name, t.dtype, None, t.file.name, held=t.shape) for t in infos]
-    model = bind(architecture, sharded.config, full, known=identity.sizes)
+    model = bind(architecture, sharded.config, full, known=identity.sizes, mesh=identity.mesh, padding=identity.padding)
     refined = with_blocks(model, identity.blocks) if identity.blocks else model
     plan = make_plan(refined, identity.mesh, padding=identity.padding)
     _check_shapes(sharded, plan)

@@ -29,6 +29,7 @@ intermediate_size = "ff"
 "model.embed.weight" = "vocab hidden"
 "model.layers.{layer}.up.weight" = [{ when = "kinds[layer] == 'a'", shape = "ff hidden" }, { shape = "hidden ff" }]
 "model.layers.{layer}.0.weight" = "hidden"
+"model.layers.{layer}.down.weight" = { shape = ["hidden ff", "ff -> hidden"] }
 "model.layers.{layer}.{expert}.weight" = "1 hidden"
 "head.weight" = "vocab hidden"
 "tower.*" = "..."
@@ -88,7 +89,7 @@ def test_built_in_files_are_read_and_written_back(path, tmp_path):
             assert {key: e.text for key, e in found.attributes.items()} == {
                 k: e.text for k, e in rule.attributes.items()
             }
-    named = {axis for rules in architecture.tensors.values() for rule in rules for axis in rule.shape.axes}
+    named = {axis for line in architecture.tensors.values() for rule in line for s in rule.shapes for axis in s.axes}
     dealt = {axis for families in architecture.families.values() for family in families for axis in family}
     assert dealt - {s[1:-1] for t in architecture.tensors for s in t.split(".") if s[0] == "{"} <= named, (
         "an axis is dealt that no tensor has"
@@ -104,6 +105,7 @@ def test_built_in_files_are_read_and_written_back(path, tmp_path):
         (("[config]", "[confg]"), "unknown key 'confg'"),
         (('"hidden_size"', '"hidden_size +"'), "is not an expression"),
         (('"1 hidden"', "{ form = 1 }"), "a rule is a shape, or a table"),
+        (('["hidden ff", "ff -> hidden"]', "[]"), "no shape"),
         (('"model.layers.{layer}.0.weight"', '"layers.{layer}.up.weight"'), "cover the same names"),
         (('"model.layers.{layer}.0.weight"', '"model.layers.{other}.0.weight"'), "is called '{layer}' elsewhere"),
         (('"tower.*"', '"tower.*.bias"'), "'*' stands for the rest of a name, at its end"),

@@ -382,6 +382,68 @@ def test_a_users_plan(tmp_path):
         split(source, tmp_path / "out2", 3, access=access)
 
 
+TWO_LAYOUTS = """
+model_types = ["two"]
+[sizes]
+hidden = "hidden"
+ff = "ff"
+[parallel]
+tp = [["ff"]]
+[tensors]
+"w" = { shape = ["hidden -> (gate: ff + up: ff)", "(gate: ff + up: ff) hidden"] }
+"v" = "ff"
+"""
+
+
+def _two_layouts(folder: Path, shape: tuple[int, int], hidden: int, ff: int) -> tuple[Path, dict[str, torch.Tensor]]:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "two", "hidden": hidden, "ff": ff}))
+    tensors = {"w": torch.arange(shape[0] * shape[1]).reshape(shape).float(), "v": torch.arange(float(ff))}
+    save_file(tensors, folder / "model.safetensors")
+    return folder, tensors
+
+
+@pytest.mark.parametrize("input_first", [True, False])
+def test_of_several_layouts_the_one_on_disk_is_taken(tmp_path, input_first):
+    plan = tmp_path / "two.toml"
+    plan.write_text(TWO_LAYOUTS)
+    source, full = _two_layouts(tmp_path / "full", (5, 24) if input_first else (24, 5), 5, 12)
+    for tp in (4, 2):
+        split(source, tmp_path / f"tp{tp}", tp, access=Access(plan_file=plan))
+        for rank in range(tp):
+            held = load_file(tmp_path / f"tp{tp}/rank-{rank:02d}-of-{tp:02d}/model.safetensors")["w"]
+            halves = full["w"].chunk(2, dim=int(input_first))
+            mine = [half.chunk(tp, dim=int(input_first))[rank] for half in halves]
+            assert torch.equal(held, torch.cat(mine, dim=int(input_first)))
+    split(tmp_path / "tp4", tmp_path / "again", 2)
+    assert without_manifest(tmp_path / "again") == without_manifest(tmp_path / "tp2")
+    (tmp_path / "again/reshard.json").unlink()
+    merge(tmp_path / "again", tmp_path / "back", access=Access(plan_file=plan))
+    assert {k: v.tolist() for k, v in load_file(tmp_path / "back/model.safetensors").items()} == {
+        k: v.tolist() for k, v in full.items()
+    }
+
+
+def test_a_layout_that_shapes_do_not_tell_is_refused(tmp_path):
+    plan = tmp_path / "two.toml"
+    plan.write_text(TWO_LAYOUTS)
+    source, _ = _two_layouts(tmp_path / "square", (8, 8), 8, 4)
+    with pytest.raises(PlanError, match=r"'w' has shape \[8, 8\], which may be either of .* and") as error:
+        split(source, tmp_path / "out", 2, access=Access(plan_file=plan))
+    assert "leave one shape" in str(error.value.hint)
+    source, _ = _two_layouts(tmp_path / "odd", (8, 9), 8, 4)
+    with pytest.raises(PlanError, match=r"'w' has shape \[8, 9\], and the rule gives .* \[8, 8\] and .* \[8, 8\]"):
+        split(source, tmp_path / "out", 2, access=Access(plan_file=plan))
+    # whole, the shape tells; of a rank, only the manifest does
+    source, full = _two_layouts(tmp_path / "wide", (8, 16), 8, 8)
+    split(source, tmp_path / "out", 2, access=Access(plan_file=plan))
+    merge(tmp_path / "out", tmp_path / "back")
+    assert torch.equal(load_file(tmp_path / "back/model.safetensors")["w"], full["w"])
+    (tmp_path / "out/reshard.json").unlink()
+    with pytest.raises(PlanError, match="may be either of"):
+        merge(tmp_path / "out", tmp_path / "lost", access=Access(plan_file=plan))
+
+
 def test_identity_is_the_same_on_every_route(tmp_path):
     source = write_checkpoint(tmp_path / "source")
     split(source, tmp_path / "a", 2)

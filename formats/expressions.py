@@ -16,7 +16,13 @@ from formats.errors import NotationError
 
 Lookup = Callable[[str], Any]
 
-_CALLS: dict[str, Callable[..., Any]] = {"len": len, "min": min, "max": max, "sum": sum}
+
+
+def _int(value: Any) -> int | None:
+    return None if value is None else int(value)
+
+
+_CALLS: dict[str, Callable[..., Any]] = {"int": _int, "len": len, "max": max, "min": min, "sum": sum}
 _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

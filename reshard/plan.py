@@ -290,11 +290,11 @@ def _rule_of(tensor: FullTensor, architecture: Architecture, sizes: AxisSizes) -
     rule = sizes.holds(match)
     if rule is None:
         raise PlanError(f"{tensor.where}: tensor '{tensor.name}': no condition of the rule '{match.template}' holds")
-    if shape.is_open:  # no dimension is dealt, so that one rank's shape is the full one
-        return match, shape.closed(tensor.shape or tensor.held or ())
+    on_disk = tensor.held if tensor.shape is None else tensor.shape
+    if rule.shapes[0].is_open:  # no dimension is dealt, so that one rank's shape is the full one
+        return _Covered(tensor, match, rule, (rule.shapes[0].closed(on_disk or ()),))
     if belonging is None:
         return _Covered(tensor, match, rule, rule.shapes)
-    on_disk = tensor.held if tensor.shape is None else tensor.shape
     derived = [shape_of(belonging.patterns, shape, on_disk) for shape in rule.shapes]
     if None in derived:
         raise PlanError(

@@ -144,6 +144,29 @@ _PLAIN: dict[str, Any] = {key: value for key, value in _DENSE.items() if key != 
 _EXPERTS: dict[str, Any] = {**_DENSE, "intermediate_size": 40, "num_experts_per_tok": 2}
 _MOE: dict[str, Any] = {**_DENSE, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
+
+def _further(prefix: str, *others: str, width: int = 80) -> dict[str, tuple[int, ...]]:
+    """The norms of a layer that predicts one token further, and the matrix that joins an embedding and a state."""
+    return {
+        **{f"{prefix}.{name}.weight": (width,) for name in ("enorm", "hnorm", *others)},
+        f"{prefix}.eh_proj.weight": (width, 2 * width),
+    }
+
+
+def _layer(prefix: str, q: int, kv: int, out: int, mlp: Mapping[str, int], v: int | None = None) -> dict[str, Any]:
+    """Attention with ``q``, ``kv`` and ``v`` rows of q, k and v and ``out`` inputs, and gated MLPs of these widths."""
+    rows = {"q": q, "k": kv, "v": v or kv}
+    return {
+        **{f"{prefix}.self_attn.{name}_proj.weight": (size, 80) for name, size in rows.items()},
+        f"{prefix}.self_attn.o_proj.weight": (80, out),
+        **{
+            f"{prefix}.{name}.{part}_proj.weight": (80, width) if part == "down" else (width, 80)
+            for name, width in mlp.items()
+            for part in ("gate", "up", "down")
+        },
+    }
+
+
 # ---------------------------------------------------------------------------------------- the names of Llama
 
 _add("llama", (2, 4, 8), **_DENSE)
@@ -447,7 +470,22 @@ _SHARED: dict[str, Any] = {
 _add("glm4_moe", (2, 4, 8), use_qk_norm=True, attention_bias=True, **_SHARED)
 _add("dots1", (2, 4, 8), layer_types=["full_attention"] * 3, **_SHARED)
 _add("solar_open", (2, 4, 8), **_SHARED)
-_add("exaone_moe", (2, 4, 8), is_moe_layer=[False, True, True], **_SHARED)
+_MTP_NORMS = {"mtp.norm": 80, "mtp.pre_fc_norm_embedding": 80, "mtp.pre_fc_norm_hidden": 80}
+_add(
+    "exaone_moe",
+    (2, 4, 8),
+    is_moe_layer=[False, True, True],
+    extra={
+        "mtp.fc.weight": (80, 160),
+        **{f"{name}.weight": (width,) for name, width in _MTP_NORMS.items()},
+        **_layer("mtp.layers.0", 96, 48, 96, {"mlp": 72}),
+        "mtp.layers.0.self_attn.q_norm.weight": (12,),
+        "mtp.layers.0.self_attn.k_norm.weight": (12,),
+        "mtp.layers.0.input_layernorm.weight": (80,),
+        "mtp.layers.0.post_attention_layernorm.weight": (80,),
+    },
+    **_SHARED,
+)
 _add(
     "ernie4_5_moe",
     (2, 4, 8),
@@ -456,6 +494,15 @@ _add(
     moe_num_shared_experts=2,
     moe_k=2,
     moe_intermediate_size=24,
+    num_nextn_predict_layers=1,
+    extra={
+        **_layer("model.mtp_block.0", 96, 48, 96, {"mlp": 72}),
+        "model.mtp_block.0.input_layernorm.weight": (80,),
+        "model.mtp_block.0.post_attention_layernorm.weight": (80,),
+        "model.mtp_emb_norm.0.weight": (80,),
+        "model.mtp_hidden_norm.0.weight": (80,),
+        "model.mtp_linear_proj.0.weight": (80, 160),
+    },
     **{**_DENSE, "tie_word_embeddings": True},
 )
 _add("hunyuan_v1_moe", (2, 4, 8), num_experts=4, moe_topk=2, **_EXPERTS)
@@ -505,13 +552,29 @@ _add(
     layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     **{**_SHARED, "num_experts": 3, "n_routed_experts": 3},
 )
-_add("hy_v3", (2, 4, 8), **{**_SHARED, "num_shared_experts": 1})
+_add(
+    "hy_v3",
+    (2, 4, 8),
+    num_nextn_predict_layers=1,
+    extra={
+        **_further("model.layers.3", "final_layernorm", "input_layernorm", "post_attention_layernorm"),
+        **_layer("model.layers.3", 96, 48, 96, {"mlp.experts.0": 24, "mlp.experts.5": 24, "mlp.shared_mlp": 24}),
+        "model.layers.3.mlp.router.gate.weight": (6, 80),
+        "model.layers.3.mlp.expert_bias": (6,),
+    },
+    **{**_SHARED, "num_shared_experts": 1},
+)
 _add(
     "mimo_v2_flash",
     (2, 4, 8),
     loads_alone=False,
     v_head_dim=10,
     layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+    extra={
+        **_further("model.mtp.layers.0", "final_layernorm", "input_layernorm", "pre_mlp_layernorm"),
+        **_layer("model.mtp.layers.0", 192, 96, 160, {"mlp": 72}, v=80),
+        "model.mtp.layers.0.self_attn.attention_sink_bias": (16,),
+    },
     **{**_SHARED, "num_attention_heads": 16, "num_experts": 3, "n_routed_experts": 3, "n_group": 1},
 )
 _add(
@@ -542,6 +605,29 @@ _add(
     **{**_MLA_MOE, "q_lora_rank": None, "num_shared_experts": 2, "num_experts": 6},
 )
 
+_add(
+    "bailing_hybrid",
+    (2, 4, 8),
+    notes="transformers reads back the size of a rotary head, whatever that of a linear one was",
+    layer_group_size=3,
+    short_conv_kernel_size=3,
+    num_nextn_predict_layers=1,
+    extra={
+        **_further("model.layers.3", "final_layernorm", "input_layernorm", "post_attention_layernorm"),
+        "model.layers.3.attention.q_proj.weight": (160, 80),
+        "model.layers.3.attention.g_proj.weight": (8, 80),
+        "model.layers.3.attention.dense.weight": (80, 80),
+        "model.layers.3.mlp.shared_experts.up_proj.weight": (24, 80),
+    },
+    **{
+        **{key: value for key, value in _MLA_MOE.items() if key not in {"n_routed_experts", "n_shared_experts"}},
+        "q_lora_rank": None,
+        "num_experts": 6,
+        "n_shared_experts": 1,
+        "head_dim": 6,
+    },
+)
+
 # ---------------------------------------------------------------------------------------------------------- hybrids
 
 _DELTA: dict[str, Any] = {
@@ -553,7 +639,19 @@ _DELTA: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
 _DELTA_MOE: dict[str, Any] = {**_MOE, **_DELTA, "shared_expert_intermediate_size": 40}
-_add("qwen3_next", (2, 4, 8), attention_bias=True, **_DELTA_MOE)
+_add(
+    "qwen3_next",
+    (2, 4, 8),
+    attention_bias=True,
+    extra={
+        "mtp.fc.weight": (80, 160),
+        **{f"{name}.weight": (width,) for name, width in _MTP_NORMS.items()},
+        **_layer("mtp.layers.0", 192, 48, 96, {"mlp.experts.4": 24, "mlp.shared_expert": 40}),
+        "mtp.layers.0.mlp.gate.weight": (5, 80),
+        "mtp.layers.0.mlp.shared_expert_gate.weight": (1, 80),
+    },
+    **_DELTA_MOE,
+)
 _add("qwen3_next-dense-layer", (2, 4, 8), model_type="qwen3_next", mlp_only_layers=[1], **_DELTA_MOE)
 _add("qwen3_5_text", (2, 4, 8), **_DENSE, **_DELTA)
 _add("qwen3_5_moe_text", (2, 4, 8), **_DELTA_MOE)
@@ -644,6 +742,23 @@ _add(
     conv_kernel=3,
     moe_latent_size=36,
     moe_shared_expert_intermediate_size=40,
+    num_nextn_predict_layers=1,
+    mtp_layers_block_type=["attention", "moe"],
+    extra={
+        **_further("mtp.layers.0", "norm"),
+        **{f"mtp.layers.0.mixer.{name}_proj.weight": (rows, 80) for name, rows in {"q": 96, "k": 48, "v": 48}.items()},
+        "mtp.layers.0.mixer.o_proj.weight": (80, 96),
+        "mtp.layers.1.norm.weight": (80,),
+        "mtp.layers.1.final_layernorm.weight": (80,),
+        "mtp.layers.1.mixer.gate.weight": (6, 80),
+        "mtp.layers.1.mixer.gate.e_score_correction_bias": (6,),
+        "mtp.layers.1.mixer.fc1_latent_proj.weight": (36, 80),
+        "mtp.layers.1.mixer.fc2_latent_proj.weight": (80, 36),
+        "mtp.layers.1.mixer.experts.5.up_proj.weight": (24, 36),
+        "mtp.layers.1.mixer.experts.5.down_proj.weight": (36, 24),
+        "mtp.layers.1.mixer.shared_experts.up_proj.weight": (40, 80),
+        "mtp.layers.1.mixer.shared_experts.down_proj.weight": (80, 40),
+    },
     **{key: value for key, value in _SHARED.items() if key != "num_hidden_layers"},
 )
 _add(
@@ -847,6 +962,31 @@ _add(
         },
     },
     vision_config=_GLM_TOWER,
+)
+_add(
+    "step3p7",
+    (2, 4, 8),
+    model=_IMAGES,
+    loads_alone=False,
+    text_config={
+        **_DENSE,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "num_sliding_attention_heads": 16,
+        "sliding_window": 16,
+        "n_routed_experts": 3,
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "share_expert_dim": 40,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+    },
+    vision_config={
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "image_size": 32,
+        "patch_size": 4,
+    },
 )
 _add("internvl", (2, 4, 8), model=_IMAGES, text_config={**_DENSE, "model_type": "qwen2"}, vision_config=_SIGLIP)
 _add(

@@ -1,0 +1,629 @@
+"""Tiny checkpoints of architectures whose modelling code transformers does not have: published names, random numbers.
+
+The shapes are written down as numbers, independently of the rules. For packed tensors ``parts`` says which rows (or
+columns, of a row-parallel one) the second of two ranks holds, since a wrong order of blocks has the same shape.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A config, its tensors (``[0-2]`` in a name stands for 0, 1 and 2), and what is true of them."""
+
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Shape]
+    degrees: tuple[int, ...] = (2, 4, 8)
+    parts: Mapping[str, tuple[int, list[tuple[int, int]]]] = field(default_factory=dict)  # dimension, ranges
+
+
+def shapes(remote: Remote) -> dict[str, Shape]:
+    return {name: shape for key, shape in remote.tensors.items() for name in _names(key)}
+
+
+def _names(key: str) -> Iterator[str]:
+    found = re.search(r"\[(\d+)-(\d+)\]", key)
+    if not found:
+        yield key
+        return
+    for number in range(int(found[1]), int(found[2]) + 1):
+        yield from _names(key[: found.start()] + str(number) + key[found.end() :])
+
+
+def save(name: str, folder: Path) -> Path:
+    """Write a checkpoint of REMOTE into ``folder`` and return it; the same name gives the same bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    remote = REMOTE[name]
+    tensors = {key: torch.randn(shape, generator=generator) for key, shape in shapes(remote).items()}
+    (folder / "config.json").write_text(json.dumps(remote.config, indent=2))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _at(prefix: str, tensors: Mapping[str, Shape]) -> dict[str, Shape]:
+    return {f"{prefix}.{name}": shape for name, shape in tensors.items()}
+
+
+def _mlp(width: int, hidden: int = 80, names: str = "gate_proj up_proj down_proj") -> dict[str, Shape]:
+    gate, up, down = names.split()
+    return {f"{gate}.weight": (width, hidden), f"{up}.weight": (width, hidden), f"{down}.weight": (hidden, width)}
+
+
+# 8 query heads of 12 on 4 KV heads, 3 layers, as in the zoo
+_DENSE: dict[str, Any] = {
+    "hidden_size": 80,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 12,
+    "intermediate_size": 72,
+    "vocab_size": 101,
+    "num_hidden_layers": 3,
+}
+_NORMS: dict[str, Shape] = {"input_layernorm.weight": (80,), "post_attention_layernorm.weight": (80,)}
+_ENDS: dict[str, Shape] = {
+    "model.embed_tokens.weight": (101, 80),
+    "model.norm.weight": (80,),
+    "lm_head.weight": (101, 80),
+}
+_QKV: dict[str, Shape] = {
+    "self_attn.q_proj.weight": (96, 80),
+    "self_attn.k_proj.weight": (48, 80),
+    "self_attn.v_proj.weight": (48, 80),
+    "self_attn.o_proj.weight": (80, 96),
+}
+_QKV_BIAS: dict[str, Shape] = {f"self_attn.{n}_proj.bias": (w,) for n, w in {"q": 96, "k": 48, "v": 48}.items()}
+_MORE: dict[str, Shape] = {"enorm.weight": (80,), "hnorm.weight": (80,), "eh_proj.weight": (80, 160)}
+# of q, k and v in one matrix: the second half of each
+_PACKED = (0, [(48, 96), (120, 144), (168, 192)])
+
+REMOTE: dict[str, Remote] = {}
+
+# ----------------------------------------------------------------------------------------------------- Ling and Ring
+
+_LING: dict[str, Any] = {
+    **_DENSE,
+    "model_type": "bailing_moe_v2",
+    "moe_intermediate_size": 24,
+    "num_experts": 6,
+    "num_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
+_LING_ENDS = {key.replace("embed_tokens", "word_embeddings"): shape for key, shape in _ENDS.items()}
+_LING_ATTENTION: dict[str, Shape] = {
+    "attention.query_key_value.weight": (192, 80),
+    "attention.dense.weight": (80, 96),
+    "attention.query_layernorm.weight": (12,),
+    "attention.key_layernorm.weight": (12,),
+}
+_LING_MOE: dict[str, Shape] = {
+    "mlp.gate.weight": (6, 80),
+    "mlp.gate.expert_bias": (6,),
+    **_at("mlp.experts.[0-5]", _mlp(24)),
+    **_at("mlp.shared_experts", _mlp(48)),
+}
+REMOTE["bailing_moe"] = Remote(
+    {**_LING, "model_type": "bailing_moe", "use_qkv_bias": True},
+    {
+        **_LING_ENDS,
+        **_at("model.layers.[0-2]", {**_NORMS, **_LING_ATTENTION, "attention.query_key_value.bias": (192,)}),
+        **_at("model.layers.0.mlp", _mlp(72)),
+        **_at("model.layers.[1-2]", _LING_MOE),
+    },
+    parts={"model.layers.1.attention.query_key_value.weight": _PACKED},
+)
+REMOTE["bailing_moe_v2"] = Remote(
+    {**_LING, "num_nextn_predict_layers": 1, "moe_shared_expert_intermediate_size": 24},
+    {
+        **_LING_ENDS,
+        **_at("model.layers.[0-3]", {**_NORMS, **_LING_ATTENTION}),
+        **_at("model.layers.0.mlp", _mlp(72)),
+        **_at("model.layers.[1-3]", _LING_MOE),
+        **_at("model.layers.3", {**_MORE, "final_layernorm.weight": (80,)}),
+    },
+)
+_RING: dict[str, Shape] = {
+    "attention.query_key_value.weight": (288, 80),
+    "attention.dense.weight": (80, 96),
+    "attention.query_layernorm.weight": (12,),
+    "attention.key_layernorm.weight": (12,),
+    "attention.g_proj.weight": (96, 80),
+    "attention.g_norm.weight": (96,),
+}
+REMOTE["bailing_moe_linear"] = Remote(
+    {**_LING, "model_type": "bailing_moe_linear", "num_hidden_layers": 5, "layer_group_size": 2, "group_norm_size": 4},
+    {
+        **_LING_ENDS,
+        **_at("model.layers.[0-4]", {**_NORMS, **_LING_MOE}),
+        **{key: shape for i in (0, 2) for key, shape in _at(f"model.layers.{i}", _RING).items()},
+        **{key: shape for i in (1, 3, 4) for key, shape in _at(f"model.layers.{i}", _LING_ATTENTION).items()},
+    },
+    parts={
+        "model.layers.0.attention.query_key_value.weight": (0, [(48, 96), (144, 192), (240, 288)]),
+        "model.layers.4.attention.query_key_value.weight": _PACKED,
+    },
+)
+REMOTE["bailing_hybrid-2.5"] = Remote(
+    {
+        **_LING,
+        "model_type": "bailing_hybrid",
+        "layer_group_size": 3,
+        "q_lora_rank": 28,
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 14,
+        "qk_rope_head_dim": 6,
+        "v_head_dim": 10,
+    },
+    {
+        **_LING_ENDS,
+        **_at("model.layers.[0-2]", _NORMS),
+        **_at("model.layers.0.mlp", _mlp(72)),
+        **_at("model.layers.[1-2]", _LING_MOE),
+        **_at("model.layers.[0-1]", _RING),
+        **_at(
+            "model.layers.2.attention",
+            {
+                "q_a_proj.weight": (28, 80),
+                "q_a_layernorm.weight": (28,),
+                "q_b_proj.weight": (160, 28),
+                "kv_a_proj_with_mqa.weight": (26, 80),
+                "kv_a_layernorm.weight": (20,),
+                "kv_b_proj.weight": (192, 20),
+                "dense.weight": (80, 80),
+            },
+        ),
+    },
+    parts={"model.layers.0.attention.query_key_value.weight": (0, [(48, 96), (144, 192), (240, 288)])},
+)
+
+# -------------------------------------------------------------------------------- sizes that differ from layer to layer
+
+
+def _block(group: int | None, mult: float | None, attention: str = "", ffn: str = "") -> dict[str, Any]:
+    return {
+        "attention": {
+            "n_heads_in_group": group,
+            "no_op": attention == "none",
+            "replace_with_linear": attention == "linear",
+        },
+        "ffn": {"ffn_mult": mult, "no_op": ffn == "none", "replace_with_linear": ffn == "linear"},
+    }
+
+
+REMOTE["nemotron-nas"] = Remote(
+    {
+        "model_type": "nemotron-nas",
+        "hidden_size": 96,
+        "num_attention_heads": 8,
+        "num_key_value_heads": None,
+        "intermediate_size": None,
+        "vocab_size": 101,
+        "num_hidden_layers": 4,
+        "block_configs": [
+            _block(2, 2.625),
+            _block(1, 5.25),
+            _block(None, 1.3125, attention="linear"),
+            _block(None, None, attention="none", ffn="linear"),
+        ],
+    },
+    {
+        "model.embed_tokens.weight": (101, 96),
+        "model.norm.weight": (96,),
+        "lm_head.weight": (101, 96),
+        **_at("model.layers.[0-2]", {"input_layernorm.weight": (96,)}),
+        **_at("model.layers.[0-3]", {"post_attention_layernorm.weight": (96,)}),
+        **_at("model.layers.0.self_attn", {"q_proj.weight": (96, 96), "o_proj.weight": (96, 96)}),
+        **_at("model.layers.0.self_attn", {"k_proj.weight": (48, 96), "v_proj.weight": (48, 96)}),
+        **_at("model.layers.1.self_attn", {"q_proj.weight": (96, 96), "o_proj.weight": (96, 96)}),
+        **_at("model.layers.1.self_attn", {"k_proj.weight": (96, 96), "v_proj.weight": (96, 96)}),
+        "model.layers.2.self_attn.linear_attn.weight": (96, 96),
+        "model.layers.3.mlp.linear_mlp.weight": (96, 96),
+        **_at("model.layers.0.mlp", _mlp(256, 96)),  # 2 * 2.625 * 96 / 3 = 168, in multiples of 256
+        **_at("model.layers.1.mlp", _mlp(512, 96)),
+        **_at("model.layers.2.mlp", _mlp(256, 96)),
+    },
+)
+REMOTE["openelm"] = Remote(
+    {
+        "model_type": "openelm",
+        "model_dim": 80,
+        "head_dim": 12,
+        "num_transformer_layers": 2,
+        "num_query_heads": [8, 16],
+        "num_kv_heads": [4, 8],
+        "ffn_multipliers": [0.5, 1.25],
+        "ffn_dim_divisor": 16,
+        "vocab_size": 101,
+    },
+    {
+        "transformer.token_embeddings.weight": (101, 80),
+        "transformer.norm.weight": (80,),
+        **_at(
+            "transformer.layers.[0-1]",
+            {
+                "attn_norm.weight": (80,),
+                "ffn_norm.weight": (80,),
+                "attn.q_norm.weight": (12,),
+                "attn.k_norm.weight": (12,),
+            },
+        ),
+        "transformer.layers.0.attn.qkv_proj.weight": (192, 80),
+        "transformer.layers.0.attn.out_proj.weight": (80, 96),
+        "transformer.layers.1.attn.qkv_proj.weight": (384, 80),
+        "transformer.layers.1.attn.out_proj.weight": (80, 192),
+        "transformer.layers.0.ffn.proj_1.weight": (96, 80),  # 0.5 * 80 = 40: 48 to the nearest 16
+        "transformer.layers.0.ffn.proj_2.weight": (80, 48),
+        "transformer.layers.1.ffn.proj_1.weight": (192, 80),  # 100: 96
+        "transformer.layers.1.ffn.proj_2.weight": (80, 96),
+    },
+    parts={
+        "transformer.layers.0.attn.qkv_proj.weight": _PACKED,
+        "transformer.layers.1.ffn.proj_1.weight": (0, [(48, 96), (144, 192)]),
+    },
+)
+
+# ------------------------------------------------------------------------------------------------------------- Step
+
+_STEP: dict[str, Any] = {
+    **{key: value for key, value in _DENSE.items() if key != "num_key_value_heads"},
+    "num_attention_groups": 4,
+    "moe_num_experts": 3,
+    "moe_intermediate_size": 24,
+    "share_expert_dim": 40,
+}
+_STEP_MOE: dict[str, Shape] = {
+    "moe.gate.weight": (3, 80),
+    "moe.gate_proj.weight": (3, 24, 80),
+    "moe.up_proj.weight": (3, 24, 80),
+    "moe.down_proj.weight": (3, 80, 24),
+    **_at("share_expert", _mlp(40)),
+}
+_STEP_SLIDING: dict[str, Shape] = {
+    **_QKV,
+    "self_attn.q_proj.weight": (192, 80),
+    "self_attn.o_proj.weight": (80, 192),
+    "self_attn.g_proj.weight": (16, 80),
+}
+REMOTE["step3p5"] = Remote(
+    {
+        **_STEP,
+        "model_type": "step3p5",
+        "num_nextn_predict_layers": 1,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        "attention_other_setting": {
+            "attention_type": "sliding_attention",
+            "num_attention_heads": 16,
+            "num_attention_groups": 4,
+            "head_dim": 12,
+        },
+    },
+    {
+        **_ENDS,
+        **_at("model.layers.[0-3]", {**_NORMS, "self_attn.q_norm.weight": (12,), "self_attn.k_norm.weight": (12,)}),
+        **{
+            k: s
+            for i in (0, 2)
+            for k, s in _at(f"model.layers.{i}", {**_QKV, "self_attn.g_proj.weight": (8, 80)}).items()
+        },
+        **{k: s for i in (1, 3) for k, s in _at(f"model.layers.{i}", _STEP_SLIDING).items()},
+        **_at("model.layers.0.mlp", _mlp(72)),
+        **_at("model.layers.[1-2]", {**_STEP_MOE, "moe.router_bias": (3,)}),
+        **_at("model.layers.3", {**_MORE, **_at("mlp", _mlp(72))}),
+        **_at("model.layers.3.transformer.shared_head", {"norm.weight": (80,), "output.weight": (101, 80)}),
+    },
+)
+REMOTE["step3_vl"] = Remote(
+    {
+        "model_type": "step3_vl",
+        "text_config": {**_STEP, "model_type": "step3_text", "head_dim": 12, "share_q_dim": 28},
+        "vision_config": {"hidden_size": 32},
+    },
+    {
+        **_ENDS,
+        **_at("model.layers.[0-2]", _NORMS),
+        **_at("model.layers.[0-2].self_attn", {"q_proj.weight": (28, 80), "k_proj.weight": (12, 80)}),
+        **_at("model.layers.[0-2].self_attn", {"v_proj.weight": (12, 80), "inter_norm.weight": (28,)}),
+        **_at("model.layers.[0-2].self_attn", {"wq.weight": (96, 28), "o_proj.weight": (80, 96)}),
+        **_at("model.layers.0.mlp", _mlp(72)),
+        **_at("model.layers.[1-2]", _STEP_MOE),
+        "vision_model.embeddings.patch_embedding.weight": (32, 3, 4, 4),
+        "vit_downsampler.weight": (48, 32, 2, 2),
+        "vit_downsampler2.bias": (96,),
+        "vit_large_projector.weight": (80, 96),
+    },
+)
+
+# ---------------------------------------------------------------------------------------------------- Kimi and LongCat
+
+_MLA: dict[str, Any] = {
+    "hidden_size": 80,
+    "num_attention_heads": 8,
+    "q_lora_rank": 28,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 14,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 10,
+    "vocab_size": 101,
+}
+_MLA_TENSORS: dict[str, Shape] = {
+    "q_a_proj.weight": (28, 80),
+    "q_a_layernorm.weight": (28,),
+    "q_b_proj.weight": (160, 28),
+    "kv_a_proj_with_mqa.weight": (26, 80),
+    "kv_a_layernorm.weight": (20,),
+    "kv_b_proj.weight": (192, 20),
+    "o_proj.weight": (80, 80),
+}
+_KDA: dict[str, Shape] = {
+    **{f"{name}_proj.weight": (88, 80) for name in "qkvg"},
+    **{f"{name}_conv1d.weight": (88, 1, 3) for name in "qkv"},
+    "A_log": (11,),
+    "dt_bias": (88,),
+    "f_a_proj.weight": (11, 80),
+    "f_b_proj.weight": (88, 11),
+    "b_proj.weight": (8, 80),
+    "o_norm.weight": (11,),
+    "o_proj.weight": (80, 88),
+}
+REMOTE["kimi_k3"] = Remote(
+    {
+        "model_type": "kimi_k3",
+        "text_config": {
+            **_MLA,
+            "model_type": "kimi_linear",
+            "num_key_value_heads": 8,
+            "intermediate_size": 72,
+            "moe_intermediate_size": 24,
+            "routed_expert_hidden_size": 36,
+            "num_experts": 3,
+            "num_shared_experts": 2,
+            "num_hidden_layers": 3,
+            "linear_attn_config": {
+                "kda_layers": [1, 3],
+                "full_attn_layers": [2],
+                "num_heads": 8,
+                "head_dim": 11,
+                "short_conv_kernel_size": 3,
+            },
+        },
+        "vision_config": {"vt_hidden_size": 32},
+    },
+    {
+        **{f"language_model.{key}": shape for key, shape in _ENDS.items()},
+        "language_model.model.output_attn_res_norm.weight": (80,),
+        "language_model.model.output_attn_res_proj.weight": (1, 80),
+        **_at(
+            "language_model.model.layers.[0-2]",
+            {
+                **_NORMS,
+                "self_attention_res_norm.weight": (80,),
+                "self_attention_res_proj.weight": (1, 80),
+                "mlp_res_norm.weight": (80,),
+                "mlp_res_proj.weight": (1, 80),
+            },
+        ),
+        **_at("language_model.model.layers.0.self_attn", _KDA),
+        **_at("language_model.model.layers.1.self_attn", {**_MLA_TENSORS, "g_proj.weight": (80, 80)}),
+        **_at("language_model.model.layers.2.self_attn", _KDA),
+        **_at("language_model.model.layers.0.mlp", _mlp(72)),
+        **_at(
+            "language_model.model.layers.[1-2].block_sparse_moe",
+            {
+                "gate.weight": (3, 80),
+                "gate.e_score_correction_bias": (3,),
+                "routed_expert_down_proj.weight": (36, 80),
+                "routed_expert_norm.weight": (36,),
+                "routed_expert_up_proj.weight": (80, 36),
+                **_at("experts.[0-2]", _mlp(24, 36, "w1 w3 w2")),
+                **_at("shared_experts", _mlp(48)),
+            },
+        ),
+        "vision_tower.encoder.blocks.0.wqkv.weight": (96, 32),
+        "mm_projector.proj.0.weight": (64, 64),
+    },
+    parts={"language_model.model.layers.0.self_attn.A_log": (0, [(4, 8), (8, 11)])},
+)
+REMOTE["longcat_flash_ngram"] = Remote(
+    {
+        **_MLA,
+        "model_type": "longcat_flash_ngram",
+        "hidden_size": 96,
+        "num_layers": 1,
+        "ffn_hidden_size": 72,
+        "expert_ffn_hidden_size": 24,
+        "n_routed_experts": 3,
+        "zero_expert_num": 2,
+        "ngram_vocab_size_ratio": 2,
+        "emb_neighbor_num": 3,
+        "emb_split_num": 3,
+    },
+    {
+        "model.embed_tokens.weight": (101, 96),
+        "model.norm.weight": (96,),
+        "lm_head.weight": (101, 96),
+        **{f"model.ngram_embeddings.embedders.{i}.weight": (203 + 2 * i, 16) for i in range(6)},
+        "model.ngram_embeddings.post_projs.[0-5].weight": (96, 16),
+        "model.layers.0.input_layernorm.[0-1].weight": (96,),
+        "model.layers.0.post_attention_layernorm.[0-1].weight": (96,),
+        **_at("model.layers.0.mlps.[0-1]", _mlp(72, 96)),
+        **_at("model.layers.0.mlp.experts.[0-2]", _mlp(24, 96)),
+        "model.layers.0.mlp.router.classifier.weight": (5, 96),
+        "model.layers.0.mlp.router.e_score_correction_bias": (5,),
+        **{
+            f"model.{place}.{name}": tuple(96 if size == 80 else size for size in shape[:1]) + shape[1:]
+            for place in ("layers.0.self_attn.[0-1]", "mtp.layers.0.self_attn")
+            for name, shape in {
+                **{key: tuple(96 if size == 80 else size for size in shape) for key, shape in _MLA_TENSORS.items()},
+                "o_proj.weight": (96, 80),
+            }.items()
+        },
+        "model.mtp.embed_tokens.weight": (101, 96),
+        "model.mtp.norm.weight": (96,),
+        **_at("model.mtp.layers.0", {"enorm.m.weight": (96,), "hnorm.m.weight": (96,), "eh_proj.weight": (96, 192)}),
+        **_at("model.mtp.layers.0", {"input_layernorm.weight": (96,), "post_attention_layernorm.weight": (96,)}),
+        **_at("model.mtp.layers.0.transformer_layer.mlp", _mlp(72, 96)),
+    },
+    parts={"model.ngram_embeddings.post_projs.5.weight": (1, [(8, 16)])},
+)
+
+# ------------------------------------------------------------------------------------------------------------ others
+
+REMOTE["mimo"] = Remote(
+    {**_DENSE, "model_type": "mimo", "num_nextn_predict_layers": 1},
+    {
+        **_ENDS,
+        **_at("model.layers.[0-2]", {**_NORMS, **_QKV, **_QKV_BIAS, **_at("mlp", _mlp(72))}),
+        **_at("model.mtp_layers.0", {**_NORMS, **_QKV, **_QKV_BIAS, **_at("mlp", _mlp(72))}),
+        **_at("model.mtp_layers.0", {"token_layernorm.weight": (80,), "hidden_layernorm.weight": (80,)}),
+        **_at("model.mtp_layers.0", {"input_proj.weight": (80, 160), "final_layernorm.weight": (80,)}),
+    },
+)
+REMOTE["telechat"] = Remote(
+    {
+        "model_type": "telechat",
+        "hidden_size": 96,
+        "n_head": 8,
+        "num_key_value_heads": 4,
+        "n_layer": 2,
+        "ffn_hidden_size": 72,
+        "vocab_size": 101,
+    },
+    {
+        "transformer.word_embeddings.weight": (101, 96),
+        "transformer.ln_f.weight": (96,),
+        "lm_head.weight": (101, 96),
+        **_at(
+            "transformer.h.[0-1]",
+            {
+                "input_layernorm.weight": (96,),
+                "post_attention_layernorm.weight": (96,),
+                "self_attention.query.weight": (96, 96),
+                "self_attention.key_value.weight": (96, 96),
+                "self_attention.dense.weight": (96, 96),
+                "self_attention.dense.bias": (96,),
+                **_at("mlp", _mlp(72, 96)),
+                "mlp.down_proj.bias": (96,),
+            },
+        ),
+    },
+    parts={"transformer.h.0.self_attention.key_value.weight": (0, [(48, 96)])},
+)
+REMOTE["arctic"] = Remote(
+    {**_DENSE, "model_type": "arctic", "head_dim": None, "num_local_experts": 3, "num_hidden_layers": 2},
+    {
+        **_ENDS,
+        **_at("model.layers.[0-1]", _NORMS),
+        **_at("model.layers.[0-1].self_attn", {"q_proj.weight": (80, 80), "k_proj.weight": (40, 80)}),
+        **_at("model.layers.[0-1].self_attn", {"v_proj.weight": (40, 80), "o_proj.weight": (80, 80)}),
+        **_at("model.layers.0.block_sparse_moe.mlp", _mlp(72, 80, "w1 w3 w2")),
+        "model.layers.1.block_sparse_moe.gate.weight": (3, 80),
+        **_at("model.layers.1.block_sparse_moe.experts.[0-2]", _mlp(72, 80, "w1 w3 w2")),
+        "model.layers.1.residual_layernorm.weight": (80,),
+        **_at("model.layers.1.residual_mlp", _mlp(80, 80, "w1 w3 w2")),
+    },
+)
+REMOTE["phi3small"] = Remote(
+    {
+        "model_type": "phi3small",
+        "hidden_size": 96,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "ff_intermediate_size": 72,
+        "vocab_size": 101,
+        "num_hidden_layers": 2,
+    },
+    {
+        "model.embed_tokens.weight": (101, 96),
+        "model.final_layernorm.weight": (96,),
+        "model.final_layernorm.bias": (96,),
+        **_at(
+            "model.layers.[0-1]",
+            {
+                **{
+                    f"{name}.{part}": (96,)
+                    for name in ("input_layernorm", "post_attention_layernorm")
+                    for part in ("weight", "bias")
+                },
+                "self_attn.query_key_value.weight": (192, 96),
+                "self_attn.query_key_value.bias": (192,),
+                "self_attn.dense.weight": (96, 96),
+                "self_attn.dense.bias": (96,),
+                "mlp.up_proj.weight": (144, 96),
+                "mlp.up_proj.bias": (144,),
+                "mlp.down_proj.weight": (96, 72),
+                "mlp.down_proj.bias": (96,),
+            },
+        ),
+    },
+    parts={
+        "model.layers.0.self_attn.query_key_value.weight": (0, [(96, 192)]),
+        "model.layers.0.mlp.up_proj.weight": (0, [(72, 144)]),
+    },
+)
+REMOTE["plamo2"] = Remote(
+    {
+        "model_type": "plamo2",
+        "hidden_size": 80,
+        "hidden_size_per_head": 12,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "mamba_num_heads": 16,
+        "mamba_d_state": 5,
+        "mamba_d_conv": 3,
+        "intermediate_size": 72,
+        "vocab_size": 101,
+        "num_hidden_layers": 2,
+    },
+    {
+        "model.embed_tokens.weight": (101, 80),
+        "model.norm.weight": (80,),
+        **_at(
+            "model.layers.layers.[0-1]",
+            {
+                **{f"{name}_norm.weight": (80,) for name in ("pre_mixer", "post_mixer", "pre_mlp", "post_mlp")},
+                "mlp.gate_up_proj.weight": (144, 80),
+                "mlp.down_proj.weight": (80, 72),
+            },
+        ),
+        **_at(
+            "model.layers.layers.0.mixer",
+            {
+                "in_proj.weight": (384, 80),
+                "conv1d.weight": (192, 1, 3),
+                "bcdt_proj.weight": (74, 192),
+                "dt_proj.weight": (16, 64),
+                "dt_bias": (16,),
+                "A_log": (16,),
+                "D": (16,),
+                "dt_norm_weight": (64,),
+                "B_norm_weight": (5,),
+                "C_norm_weight": (5,),
+                "out_proj.weight": (80, 192),
+            },
+        ),
+        **_at(
+            "model.layers.layers.1.mixer",
+            {"qkv_proj.weight": (192, 80), "o_proj.weight": (80, 96), "q_weight": (8, 12), "k_weight": (4, 12)},
+        ),
+    },
+    parts={
+        "model.layers.layers.0.mixer.in_proj.weight": (0, [(192, 384)]),
+        "model.layers.layers.0.mixer.bcdt_proj.weight": (1, [(96, 192)]),
+        "model.layers.layers.1.mixer.qkv_proj.weight": _PACKED,
+        "model.layers.layers.1.mixer.k_weight": (0, [(2, 4)]),
+        "model.layers.layers.0.mlp.gate_up_proj.weight": (0, [(36, 72), (108, 144)]),
+    },
+)

@@ -1,0 +1,42 @@
+"""Architectures whose modelling code transformers does not have: every route, every byte, and where packed rows go."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from reshard.api import merge, split
+from reshard.plan import valid_degrees
+from reshard.source import open_source
+from tests import remote
+from tests.support import contents, without_manifest
+
+DEGREES = (2, 3, 4, 6, 8, 12, 16)
+
+
+@pytest.mark.parametrize("name", remote.REMOTE)
+def test_every_route_gives_the_same_bytes(name, tmp_path):
+    entry = remote.REMOTE[name]
+    original = remote.save(name, tmp_path / "original")
+    before = contents(original)
+    model = open_source(original).plan.model
+    assert tuple(degree for degree in valid_degrees(model) if degree in DEGREES) == entry.degrees
+    low, high = entry.degrees[0], entry.degrees[-1]
+    for tp in (low, high):
+        split(original, tmp_path / f"tp{tp}", tp)
+    split(tmp_path / f"tp{low}", tmp_path / "again", high)
+    assert without_manifest(tmp_path / "again") == without_manifest(tmp_path / f"tp{high}")
+    merge(tmp_path / "again", tmp_path / "merged")
+    assert contents(tmp_path / "merged") == before
+
+
+@pytest.mark.parametrize("name", [name for name, entry in remote.REMOTE.items() if entry.parts])
+def test_packed_tensors_are_taken_apart_as_the_model_does(name, tmp_path):
+    original = remote.save(name, tmp_path / "original")
+    split(original, tmp_path / "tp2", 2)
+    full = load_file(original / "model.safetensors")
+    held = load_file(tmp_path / "tp2/rank-01-of-02/model.safetensors")
+    for key, (dim, ranges) in remote.REMOTE[name].parts.items():
+        wanted = torch.cat([full[key].narrow(dim, begin, end - begin) for begin, end in ranges], dim)
+        assert torch.equal(held[key], wanted), key

@@ -40,6 +40,7 @@ class Listed:
     config: str
     source: str
     exact: bool = True
+    remote: Callable[[Mapping[str, Any]], Tensors] | None = None  # where transformers has no class for it
     more: Callable[[Tensors, Mapping[str, Any]], Tensors] | None = None
     stored: Callable[[Tensors, Mapping[str, Any]], Tensors] | None = None
     weights: str = ""
@@ -121,6 +122,98 @@ def _settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**config, **config.get("text_config", {})}
 
 
+# ----------------------------------------------------------------------------- where transformers has no class
+
+
+def _bf16(shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
+    return {name: ("BF16", shape) for name, shape in shapes.items()}
+
+
+def _ends(prefix: str, head: str, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    table = (config["vocab_size"], config["hidden_size"])
+    return {f"{prefix}embed_tokens.weight": table, f"{prefix}norm.weight": table[1:], f"{head}lm_head.weight": table}
+
+
+def nemotron_nas(config: Mapping[str, Any]) -> Tensors:
+    """Llama with heads and widths by ``block_configs``, as vLLM and mlx-lm load it."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    found = _ends("model.", "", config)
+    for number, block in enumerate(config["block_configs"]):
+        layer, attention, ffn = f"model.layers.{number}.", block["attention"], block["ffn"]
+        if not attention["no_op"]:
+            found[f"{layer}input_layernorm.weight"] = (hidden,)
+        if attention["replace_with_linear"]:
+            found[f"{layer}self_attn.linear_attn.weight"] = (hidden, hidden)
+        elif not attention["no_op"]:
+            narrow = hidden // attention["n_heads_in_group"]
+            rows = {"q": hidden, "k": narrow, "v": narrow, "o": hidden}
+            found |= {f"{layer}self_attn.{name}_proj.weight": (size, hidden) for name, size in rows.items()}
+        if not ffn["no_op"]:
+            found[f"{layer}post_attention_layernorm.weight"] = (hidden,)
+        if ffn["replace_with_linear"]:
+            found[f"{layer}mlp.linear_mlp.weight"] = (hidden, hidden)
+        elif not ffn["no_op"]:
+            found |= _gated(f"{layer}mlp.", math.ceil(int(2 * ffn["ffn_mult"] * hidden / 3) / 256) * 256, hidden)
+    assert hidden % heads == 0
+    return _bf16(found)
+
+
+def _gated(
+    prefix: str, width: int, hidden: int, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> dict[str, tuple[int, ...]]:
+    gate, up, down = (f"{prefix}{name}.weight" for name in names)
+    return {gate: (width, hidden), up: (width, hidden), down: (hidden, width)}
+
+
+def kimi_k3(config: Mapping[str, Any]) -> Tensors:
+    """The text of Kimi K3, with the names and shapes that tpu-inference's tests list; its small tower is left out."""
+    c = config["text_config"]
+    hidden, heads, linear = c["hidden_size"], c["num_attention_heads"], c["linear_attn_config"]
+    nope, rope, vdim, qrank, kvrank = (
+        c[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank", "kv_lora_rank")
+    )
+    head, inner = linear["head_dim"], linear["num_heads"] * linear["head_dim"]
+    latent, shared = c["routed_expert_hidden_size"], c["moe_intermediate_size"] * c["num_shared_experts"]
+    delta: dict[str, tuple[int, ...]] = {
+        **{f"{name}_proj.weight": (inner, hidden) for name in "qkvg"},
+        **{f"{name}_conv1d.weight": (inner, 1, linear["short_conv_kernel_size"]) for name in "qkv"},
+        "A_log": (head,), "dt_bias": (inner,), "f_a_proj.weight": (head, hidden), "f_b_proj.weight": (inner, head),
+        "b_proj.weight": (linear["num_heads"], hidden), "o_norm.weight": (head,), "o_proj.weight": (hidden, inner),
+    }  # fmt: skip
+    latents: dict[str, tuple[int, ...]] = {
+        "q_a_proj.weight": (qrank, hidden), "q_a_layernorm.weight": (qrank,),
+        "q_b_proj.weight": (heads * (nope + rope), qrank),
+        "kv_a_proj_with_mqa.weight": (kvrank + rope, hidden), "kv_a_layernorm.weight": (kvrank,),
+        "kv_b_proj.weight": (heads * (nope + vdim), kvrank),
+        "g_proj.weight": (heads * vdim, hidden), "o_proj.weight": (hidden, heads * vdim),
+    }  # fmt: skip
+    experts: dict[str, tuple[int, ...]] = {
+        "gate.weight": (c["num_experts"], hidden), "gate.e_score_correction_bias": (c["num_experts"],),
+        "routed_expert_down_proj.weight": (latent, hidden), "routed_expert_norm.weight": (latent,),
+        "routed_expert_up_proj.weight": (hidden, latent),
+        **_gated("shared_experts.", shared, hidden),
+    }  # fmt: skip
+    for number in range(c["num_experts"]):
+        experts |= _gated(f"experts.{number}.", c["moe_intermediate_size"], latent, ("w1", "w3", "w2"))
+    each: dict[str, tuple[int, ...]] = {
+        **{f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")},
+        **{f"{name}_res_norm.weight": (hidden,) for name in ("self_attention", "mlp")},
+        **{f"{name}_res_proj.weight": (1, hidden) for name in ("self_attention", "mlp")},
+    }
+    model = "language_model.model."
+    found = _ends(model, "language_model.", c)
+    found |= {f"{model}output_attn_res_norm.weight": (hidden,), f"{model}output_attn_res_proj.weight": (1, hidden)}
+    for number in range(c["num_hidden_layers"]):
+        layer = f"{model}layers.{number}."
+        attention = delta if number + 1 in linear["kda_layers"] else latents
+        dense = number < c["first_k_dense_replace"]
+        mlp = _gated("mlp.", c["intermediate_size"], hidden) if dense else experts
+        found |= {layer + name: shape for name, shape in each.items()}
+        found |= {f"{layer}self_attn.{name}": shape for name, shape in attention.items()}
+        found |= {layer + ("" if dense else "block_sparse_moe.") + name: shape for name, shape in mlp.items()}
+    return _bf16(found)
+
+
 # ------------------------------------------------------------------------- layers that predict one token further
 
 
@@ -184,7 +277,28 @@ def nemotron_mtp(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
     return tensors | found | {key: (_dtype(config), shape) for key, shape in own.items()}
 
 
+def mimo_mtp(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
+    """Three dense layers with sliding attention under ``model.mtp.`` (MiMo V2)."""
+    hidden, layer = config["hidden_size"], config["hybrid_layer_pattern"].index(1)
+    attention, mlp = f"model.layers.{layer}.self_attn.", "model.layers.0.mlp."
+    norms = ("enorm", "hnorm", "input_layernorm", "pre_mlp_layernorm", "final_layernorm")
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for here, there in ((attention, "self_attn."), (mlp, "mlp.")):
+        found |= {there + key.removeprefix(here): value for key, value in tensors.items() if key.startswith(here)}
+    found |= {f"{norm}.weight": (_dtype(config), (hidden,)) for norm in norms}
+    found["eh_proj.weight"] = (_dtype(config), (hidden, 2 * hidden))
+    return tensors | {f"model.mtp.layers.{i}.{key}": value for i in range(3) for key, value in found.items()}
+
+
 # -------------------------------------------------------------------------------------------- as the weights are stored
+
+
+def experts_input_first(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
+    """Qwen3-VL: the published experts are fused with the input first, transformers 5 writes them output first."""
+    return {
+        name: (dtype, (shape[0], shape[2], shape[1]) if ".mlp.experts." in name else shape)
+        for name, (dtype, shape) in tensors.items()
+    }
 
 
 def fp8_blocks(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
@@ -211,6 +325,19 @@ def mxfp4(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
             found[f"{name}_scales"] = ("U8", (experts, outputs, inputs // 32))
         else:
             found[name] = (dtype, shape)
+    return found
+
+
+def packed_mxfp4(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
+    """compressed-tensors: experts by name of 4 bits, two to a byte, and a scale for each 32 along the input."""
+    found: Tensors = {}
+    for name, (dtype, shape) in tensors.items():
+        module = name.removesuffix(".weight")
+        if ".experts." not in name:
+            found[name] = (dtype, shape)
+            continue
+        found[f"{module}.weight_packed"] = ("U8", (shape[0], shape[1] // 2))
+        found[f"{module}.weight_scale"] = ("U8", (shape[0], shape[1] // 32))
     return found
 
 
@@ -269,15 +396,29 @@ MODELS = (
     Listed("Qwen3-Next 80B-A3B", "qwen3-next-80b", _INFER, more=mtp_block),
     Listed("Qwen3.5 27B", "qwen3.5-27b", _AIC, more=mtp_block),
     Listed("Qwen3.5 35B-A3B", "qwen3.5-35b-a3b", _AIC, more=mtp_block),
+    Listed("Qwen3.5 122B-A10B", "qwen3.5-122b-a10b", _AIC, more=mtp_block),
     Listed("Qwen3.5 397B-A17B", "qwen3.5-397b-a17b", _AIC, more=mtp_block),
+    Listed("Qwen3-VL 32B", "qwen3-vl-32b", _AIC),
+    Listed("Qwen3-VL 30B-A3B", "qwen3-vl-30b-a3b", _AIC, more=experts_input_first),
+    Listed("Qwen3-VL 235B-A22B", "qwen3-vl-235b-a22b", _AIC, more=experts_input_first),
     Listed("DeepSeek V3, R1", "deepseek-v3", _AIC, more=next_token_layer, stored=fp8_blocks, weights="fp8 blocks"),
     Listed("DeepSeek V3.2", "deepseek-v3.2", _AIC, more=next_token_layer, stored=fp8_blocks, weights="fp8 blocks"),
     Listed("DeepSeek V4 Flash", "deepseek-v4-flash", _AIC),
     Listed("Kimi K2", "kimi-k2", _AIC, stored=fp8_blocks, weights="fp8 blocks"),
     Listed("Kimi K2.5", "kimi-k2.5", _AIC, more=kimi_names, stored=packed_int4, weights="int4 experts"),
+    Listed(
+        "Kimi K3",
+        "kimi-k3",
+        f"{_AIC}; vision tower left out",
+        exact=False,
+        remote=kimi_k3,
+        stored=packed_mxfp4,
+        weights="MXFP4 experts",
+    ),
     Listed("GLM 4.5 Air", "glm-4.5-air", f"{_HUB}a fine-tune, PrimeIntellect/INTELLECT-3-Base", more=next_token_layer),
     Listed("GLM 4.5, 4.6, 4.7", "glm-4.6", f"{_HUB}zai-org/GLM-4.7", more=next_token_layer),
     Listed("GLM 5", "glm-5", _AIC, more=next_token_layer_without_head),
+    Listed("GLM 5.2", "glm-5.2", _AIC, more=next_token_layer_without_head),
     Listed("gpt-oss 20B", "gpt-oss-20b", _AIC, stored=mxfp4, weights="MXFP4 experts"),
     Listed("gpt-oss 120B", "gpt-oss-120b", _AIC, stored=mxfp4, weights="MXFP4 experts"),
     Listed("Mistral Small 3.2 24B", "mistral-small-3.2", f"{_HUB}the text model of 2501, tower unchecked", exact=False),
@@ -292,10 +433,13 @@ MODELS = (
     Listed("Phi-4 14B", "phi-4", "quoted in a GitHub repository"),
     Listed("MiniMax M2.5 (M2)", "minimax-m2.5", _AIC, stored=fp8_blocks, weights="fp8 blocks"),
     Listed("Granite 4.0 H Small", "granite-4.0-h-small", "put together from a page that quotes it", exact=False),
+    Listed("Nemotron Super 49B", "nemotron-super-49b", _AIC, remote=nemotron_nas),
     Listed("Nemotron-H 56B", "nemotron-h-56b", _AIC),
     Listed("Nemotron Nano 9B v2", "nemotron-nano-9b-v2", "put together from a repository's tests", exact=False),
     Listed("Nemotron 3 Nano 30B-A3B", "nemotron-3-nano-30b", _AIC),
     Listed("Nemotron 3 Super 120B-A12B", "nemotron-3-super-120b", f"{_AIC}, that of the fp8 copy", more=nemotron_mtp),
+    Listed("Nemotron 3 Ultra 550B-A55B", "nemotron-3-ultra-550b", _AIC, more=nemotron_mtp),
+    Listed("MiMo V2 Flash", "mimo-v2-flash", _AIC, more=mimo_mtp, stored=fp8_blocks, weights="fp8 blocks"),
     Listed("OLMo 2 32B", "olmo-2-32b", f"{_HUB}allenai/OLMo-2-0325-32B"),
     Listed("OLMo 3 32B", "olmo-3-32b", "that of OLMo 2 with the layers of 3", exact=False),
     Listed("Command R 08-2024 35B", "command-r-08-2024", f"{_HUB}a copy, unsloth/c4ai-command-r-08-2024"),
@@ -309,7 +453,7 @@ MODELS = (
 
 def published_tensors(listed: Listed, config: Mapping[str, Any]) -> tuple[Tensors, int]:
     """The tensors as they are published, and the number of parameters they stand for."""
-    tensors = saved_tensors(config)
+    tensors = listed.remote(config) if listed.remote else saved_tensors(config)
     if listed.more:
         tensors = listed.more(tensors, config)
     parameters = sum(math.prod(shape) for _, shape in tensors.values())
@@ -377,9 +521,9 @@ _HEAD = """\
 # Popular models, planned at their real sizes
 
 Written by `python -m benchmarks.models`, from each model's config.json alone: no weights were read. The names and
-shapes are those that transformers writes for the model; what publishers add to them (layers that predict further
-tokens, scales of quantized weights) follows their published formats. Vision towers are included, and the same on every
-rank.
+shapes are those that transformers writes for the model, or other loaders read where it has no class for it; what
+publishers add to them (layers that predict further tokens, scales of quantized weights) follows their published
+formats. Vision towers are included, and the same on every rank.
 
 - **tp**, **ep**: the valid degrees above 1, up to 64, of tensor and of expert parallelism. A vocabulary that does not
   divide is padded.

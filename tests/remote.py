@@ -627,3 +627,102 @@ REMOTE["plamo2"] = Remote(
         "model.layers.layers.0.mlp.gate_up_proj.weight": (0, [(36, 72), (108, 144)]),
     },
 )
+REMOTE["deci"] = Remote(
+    {**_DENSE, "model_type": "deci", "num_key_value_heads_per_layer": [4, 8], "num_hidden_layers": 2},
+    {
+        **_ENDS,
+        **_at("model.layers.[0-1]", {**_NORMS, **_at("mlp", _mlp(72))}),
+        **_at("model.layers.0", _QKV),
+        **_at("model.layers.1", {**_QKV, "self_attn.k_proj.weight": (96, 80), "self_attn.v_proj.weight": (96, 80)}),
+    },
+)
+
+# ----------------------------------------------------------------------------------------------- packed q, k and v
+
+# 8 heads of 12, each with a key and a value of its own
+_ALL = (0, [(48, 96), (144, 192), (240, 288)])
+_WIDE: dict[str, Any] = {**_DENSE, "hidden_size": 96, "num_hidden_layers": 2}
+REMOTE["baichuan"] = Remote(
+    {**_WIDE, "model_type": "baichuan"},
+    {
+        "model.embed_tokens.weight": (101, 96),
+        "model.norm.weight": (96,),
+        "lm_head.weight": (101, 96),
+        **_at("model.layers.[0-1]", {"input_layernorm.weight": (96,), "post_attention_layernorm.weight": (96,)}),
+        **_at("model.layers.[0-1].self_attn", {"W_pack.weight": (288, 96), "o_proj.weight": (96, 96)}),
+        **_at("model.layers.[0-1].mlp", _mlp(72, 96)),
+    },
+    parts={"model.layers.0.self_attn.W_pack.weight": _ALL},
+)
+REMOTE["qwen"] = Remote(
+    {**_WIDE, "model_type": "qwen", "intermediate_size": 144},
+    {
+        "transformer.wte.weight": (101, 96),
+        "transformer.ln_f.weight": (96,),
+        "lm_head.weight": (101, 96),
+        **_at("transformer.h.[0-1]", {"ln_1.weight": (96,), "ln_2.weight": (96,)}),
+        **_at(
+            "transformer.h.[0-1].attn", {"c_attn.weight": (288, 96), "c_attn.bias": (288,), "c_proj.weight": (96, 96)}
+        ),
+        **_at("transformer.h.[0-1].mlp", _mlp(72, 96, "w2 w1 c_proj")),
+    },
+    parts={"transformer.h.0.attn.c_attn.weight": _ALL, "transformer.h.0.attn.c_attn.bias": _ALL},
+)
+REMOTE["chatglm"] = Remote(
+    {
+        "model_type": "chatglm",
+        "hidden_size": 80,
+        "num_attention_heads": 8,
+        "multi_query_attention": True,
+        "multi_query_group_num": 4,
+        "kv_channels": 12,
+        "ffn_hidden_size": 72,
+        "padded_vocab_size": 101,
+        "num_layers": 2,
+    },
+    {
+        "transformer.embedding.word_embeddings.weight": (101, 80),
+        "transformer.rotary_pos_emb.inv_freq": (3,),
+        "transformer.encoder.final_layernorm.weight": (80,),
+        "transformer.output_layer.weight": (101, 80),
+        **_at("transformer.encoder.layers.[0-1]", _NORMS),
+        **_at(
+            "transformer.encoder.layers.[0-1]",
+            {
+                "self_attention.query_key_value.weight": (192, 80),
+                "self_attention.query_key_value.bias": (192,),
+                "self_attention.dense.weight": (80, 96),
+                "mlp.dense_h_to_4h.weight": (144, 80),
+                "mlp.dense_4h_to_h.weight": (80, 72),
+            },
+        ),
+    },
+    parts={
+        "transformer.encoder.layers.0.self_attention.query_key_value.weight": _PACKED,
+        "transformer.encoder.layers.0.mlp.dense_h_to_4h.weight": (0, [(36, 72), (108, 144)]),
+    },
+)
+REMOTE["internlm2"] = Remote(
+    {**_DENSE, "model_type": "internlm2"},
+    {
+        "model.tok_embeddings.weight": (101, 80),
+        "model.norm.weight": (80,),
+        "output.weight": (101, 80),
+        **_at("model.layers.[0-2]", {"attention_norm.weight": (80,), "ffn_norm.weight": (80,)}),
+        **_at("model.layers.[0-2].attention", {"wqkv.weight": (192, 80), "wo.weight": (80, 96)}),
+        **_at("model.layers.[0-2].feed_forward", _mlp(72, 80, "w1 w3 w2")),
+    },
+    parts={"model.layers.0.attention.wqkv.weight": (0, [(96, 192)])},
+)
+REMOTE["exaone"] = Remote(
+    {**_WIDE, "model_type": "exaone", "num_layers": 2},
+    {
+        "transformer.wte.weight": (101, 96),
+        "transformer.ln_f.weight": (96,),
+        "lm_head.weight": (101, 96),
+        **_at("transformer.h.[0-1]", {"ln_1.weight": (96,), "ln_2.weight": (96,)}),
+        **_at("transformer.h.[0-1].attn.attention", {"q_proj.weight": (96, 96), "k_proj.weight": (48, 96)}),
+        **_at("transformer.h.[0-1].attn.attention", {"v_proj.weight": (48, 96), "out_proj.weight": (96, 96)}),
+        **_at("transformer.h.[0-1].mlp", _mlp(72, 96, "c_fc_0 c_fc_1 c_proj")),
+    },
+)

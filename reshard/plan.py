@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -730,25 +731,41 @@ def check_degrees(model: Model, mesh: Mesh, *, pad: bool = True) -> None:
 
 def rank_config(plan: Plan, rank: int) -> dict[str, Any]:
     """The ``config.json`` of a rank: the source's, with the counts that this rank holds."""
-    architecture, config = plan.model.architecture, dict(plan.model.config)
+    architecture, config = plan.model.architecture, copy.deepcopy(dict(plan.model.config))
     section = (
         architecture.section if architecture.section and isinstance(config.get(architecture.section), dict) else None
     )
     target = dict(config[section]) if section else config
     for key, expression in architecture.config.items():
-        value = _config_value(plan, rank, expression, target.get(key))
-        if value is not None or key in target:
-            target[key] = value
+        for inner, last, indices in _places(target, key.split("."), {}):
+            value = _config_value(plan, rank, expression, inner.get(last), indices)
+            if last in inner or (value is not None and inner is target):
+                inner[last] = value
     if section:
         config[section] = target
     return config
 
 
-def _config_value(plan: Plan, rank: int, expression: Any, original: Any) -> Any:
+def _places(
+    settings: dict[str, Any], path: Sequence[str], indices: Mapping[str, int]
+) -> Iterable[tuple[dict[str, Any], str, Mapping[str, int]]]:
+    """Where a key of ``[config]`` is kept: the settings, the last part of the key, and the indices on the way."""
+    first, *rest = path
+    if not rest:
+        yield settings, first, indices
+        return
+    keys = [key for key in settings if key.isdigit()] if first.startswith("{") else [first]
+    for key in keys:
+        if isinstance(settings.get(key), dict):
+            found = {first[1:-1]: int(key)} if first.startswith("{") else {}
+            yield from _places(settings[key], rest, {**indices, **found})
+
+
+def _config_value(plan: Plan, rank: int, expression: Any, original: Any, indices: Mapping[str, int]) -> Any:
     sizes = plan.model.sizes
     if isinstance(original, list) and expression.names & sizes.varying:
         return [_at(plan, rank, expression, {"layer": i}) for i in range(len(original))]
-    return _at(plan, rank, expression, {})
+    return _at(plan, rank, expression, indices)
 
 
 def _at(plan: Plan, rank: int, expression: Any, indices: Mapping[str, int]) -> Any:

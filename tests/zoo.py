@@ -967,7 +967,6 @@ _add(
     "step3p7",
     (2, 4, 8),
     model=_IMAGES,
-    loads_alone=False,
     text_config={
         **_DENSE,
         "layer_types": ["full_attention", "sliding_attention", "full_attention"],

@@ -37,6 +37,8 @@ def value(text: str):
         ("missing is None", True),
         ("1 < heads <= 4", True),
         ("zero or heads", 4),
+        ("int(hidden_size * 2.5 // 3)", 53),
+        ("int(missing)", None),
     ],
 )
 def test_values(text, expected):

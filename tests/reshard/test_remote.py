@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -40,3 +42,23 @@ def test_packed_tensors_are_taken_apart_as_the_model_does(name, tmp_path):
     for key, (dim, ranges) in remote.REMOTE[name].parts.items():
         wanted = torch.cat([full[key].narrow(dim, begin, end - begin) for begin, end in ranges], dim)
         assert torch.equal(held[key], wanted), key
+
+
+def test_a_ranks_config_says_its_own_numbers_where_the_source_keeps_them(tmp_path):
+    kimi = remote.save("kimi_k3", tmp_path / "kimi")
+    split(kimi, tmp_path / "kimi2", 2)
+    full, held = (
+        json.loads((tmp_path / place / "config.json").read_text()) for place in ("kimi", "kimi2/rank-00-of-02")
+    )
+    full["text_config"]["linear_attn_config"]["num_heads"] = 4
+    full["text_config"] |= {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 51}
+    full["text_config"] |= {"intermediate_size": 36, "moe_intermediate_size": 12}
+    assert held == full
+    step = remote.save("step3p5", tmp_path / "step")
+    split(step, tmp_path / "step8", 8)
+    held = json.loads((tmp_path / "step8/rank-07-of-08/config.json").read_text())
+    assert held["attention_other_setting"] == {
+        "attention_type": "sliding_attention", "num_attention_heads": 2, "num_attention_groups": 1, "head_dim": 12
+    }  # fmt: skip
+    assert (held["num_attention_heads"], held["num_attention_groups"]) == (1, 1)
+    assert "per_layer_config" not in held

@@ -726,3 +726,91 @@ REMOTE["exaone"] = Remote(
         **_at("transformer.h.[0-1].mlp", _mlp(72, 96, "c_fc_0 c_fc_1 c_proj")),
     },
 )
+
+REMOTE["baichuan_m1"] = Remote(
+    {
+        **_WIDE,
+        "model_type": "baichuan_m1",
+        "sliding_window_layers": [1],
+        "num_swa_attention_heads": 16,
+        "num_swa_key_value_heads": 8,
+        "conv_window": 2,
+    },
+    {
+        "model.embed_tokens.weight": (101, 96),
+        "model.norm.weight": (96,),
+        "lm_head.weight": (101, 96),
+        **_at("model.layers.[0-1]", {"input_layernorm.weight": (96,), "post_attention_layernorm.weight": (96,)}),
+        **_at("model.layers.[0-1].self_attn", {"W_pack.weight": (192, 96), "o_proj.weight": (96, 96)}),
+        **_at("model.layers.0.self_attn", {"conv_k": (1, 1, 4, 1, 2), "conv_v": (1, 1, 4, 1, 2)}),
+        **_at("model.layers.1.self_attn", {"conv_k": (1, 1, 8, 1, 2), "conv_v": (1, 1, 8, 1, 2)}),
+        **_at("model.layers.[0-1].mlp", _mlp(72, 96)),
+    },
+    parts={
+        "model.layers.0.self_attn.W_pack.weight": _PACKED,
+        "model.layers.1.self_attn.W_pack.weight": _PACKED,
+        "model.layers.1.self_attn.conv_v": (2, [(4, 8)]),
+    },
+)
+REMOTE["hunyuan"] = Remote(
+    {
+        **_DENSE,
+        "model_type": "hunyuan",
+        "num_experts": 3,
+        "num_shared_expert": 1,
+        "use_cla": True,
+        "cla_share_factor": 2,
+    },
+    {
+        **_ENDS,
+        **_at("model.layers.[0-2]", {**_NORMS, "self_attn.query_layernorm.weight": (12,)}),
+        **_at("model.layers.0", {**_QKV, "self_attn.key_layernorm.weight": (12,)}),
+        **_at("model.layers.1", {"self_attn.q_proj.weight": (96, 80), "self_attn.o_proj.weight": (80, 96)}),
+        **_at("model.layers.2.self_attn", {"qkv_proj.weight": (192, 80), "o_proj.weight": (80, 96)}),
+        **_at("model.layers.[0-1].mlp.experts.[0-2]", _mlp(72)),
+        **_at("model.layers.[0-1].mlp.shared_mlp", _mlp(72)),
+        "model.layers.[0-1].mlp.gate.wg.weight": (3, 80),
+        "model.layers.2.mlp.gate_and_up_proj.weight": (144, 80),
+        "model.layers.2.mlp.down_proj.weight": (80, 72),
+    },
+    parts={
+        "model.layers.2.self_attn.qkv_proj.weight": (0, [(96, 192)]),
+        "model.layers.2.mlp.gate_and_up_proj.weight": (0, [(36, 72), (108, 144)]),
+    },
+)
+
+# -------------------------------------------------------------------------------------------------- the names of Llama
+
+REMOTE["telechat3"] = Remote(
+    {**_DENSE, "model_type": "telechat3"},
+    {**_ENDS, **_at("model.layers.[0-2]", {**_NORMS, **_QKV, **_at("mlp", _mlp(72))})},
+)
+REMOTE["iquestloopcoder"] = Remote(
+    {**_DENSE, "model_type": "iquestloopcoder", "loop_num": 2},
+    {
+        **_ENDS,
+        **_at("model.layers.[0-2]", {**_NORMS, **_QKV, **_at("mlp", _mlp(72))}),
+        **_at("model.gate_projections.[0-2]", {"weight": (8, 12), "bias": (8,)}),
+    },
+    parts={"model.gate_projections.2.weight": (0, [(4, 8)])},
+)
+REMOTE["Klear"] = Remote(
+    {
+        **_DENSE,
+        "model_type": "Klear",
+        "num_experts": 3,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 24,
+        "mlp_only_layers": [0],
+    },
+    {
+        **_ENDS,
+        **_at("model.layers.[0-2]", {**_NORMS, **_QKV}),
+        **_at("model.layers.[0-2].self_attn", {"q_norm.weight": (12,), "k_norm.weight": (12,)}),
+        **_at("model.layers.0.mlp", _mlp(72)),
+        **_at("model.layers.[1-2].mlp", {"gate.weight": (3, 80), "expert_bias": (3,)}),
+        **_at("model.layers.[1-2].mlp", {"coefficient.weight": (2, 80), "coefficient.bias": (2,)}),
+        **_at("model.layers.[1-2].mlp.experts.[0-2]", _mlp(24)),
+        **_at("model.layers.[1-2].mlp.shared_experts", _mlp(48)),
+    },
+)

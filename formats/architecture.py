@@ -82,7 +82,7 @@ class Architecture:
     name: str
     model_types: tuple[str, ...]
     prefixes: tuple[str, ...]
-    section: str | None
+    sections: tuple[str, ...]
     sizes: Mapping[str, Expression]
     families: Mapping[str, tuple[tuple[str, ...], ...]]
     pad: tuple[str, ...]
@@ -104,8 +104,12 @@ class Architecture:
 
     def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """The part of ``config.json`` that speaks of the language model; the rest of it stands behind."""
-        inner = config.get(self.section) if self.section else None
-        return {**config, **inner} if isinstance(inner, dict) else config
+        section = self.section(config)
+        return {**config, **config[section]} if section else config
+
+    def section(self, config: Mapping[str, Any]) -> str | None:
+        """Where ``config.json`` keeps the language model's settings, if not at its top: the first of those named."""
+        return next((name for name in self.sections if isinstance(config.get(name), dict)), None)
 
 
 def _find(node: _Node, name: str) -> tuple[str, dict[str, int]] | None:
@@ -155,7 +159,7 @@ def _build(document: Mapping[str, Any], name: str) -> Architecture:
         raise NotationError(f"unknown key '{min(unknown)}' (known: {', '.join(sorted(_KEYS))})")
     parallel = dict(document.get("parallel", {}))
     pad = tuple(parallel.pop("pad", ()))
-    prefixes = tuple(document.get("prefixes", ("",)))
+    prefixes, section = tuple(document.get("prefixes", ("",))), document.get("section", ())
     tensors = {template: _rules(template, value) for template, value in document.get("tensors", {}).items()}
     if not tensors:
         raise NotationError("no rules under [tensors]")
@@ -164,7 +168,7 @@ def _build(document: Mapping[str, Any], name: str) -> Architecture:
         name=document.get("name", name),
         model_types=tuple(document.get("model_types", ())),
         prefixes=prefixes,
-        section=document.get("section"),
+        sections=(section,) if isinstance(section, str) else tuple(section),
         sizes={axis: read_expression(str(text)) for axis, text in document.get("sizes", {}).items()},
         families={dim: tuple(tuple(family) for family in families) for dim, families in parallel.items()},
         pad=pad,
@@ -305,8 +309,8 @@ def to_document(architecture: Architecture) -> dict[str, Any]:
         "config": {key: expression.text for key, expression in architecture.config.items()},
         "tensors": {template: _rule_document(rules) for template, rules in architecture.tensors.items()},
     }
-    if architecture.section:
-        document["section"] = architecture.section
+    if architecture.sections:
+        document["section"] = architecture.sections[0] if len(architecture.sections) == 1 else [*architecture.sections]
     return document
 
 

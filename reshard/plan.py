@@ -732,9 +732,7 @@ def check_degrees(model: Model, mesh: Mesh, *, pad: bool = True) -> None:
 def rank_config(plan: Plan, rank: int) -> dict[str, Any]:
     """The ``config.json`` of a rank: the source's, with the counts that this rank holds."""
     architecture, config = plan.model.architecture, copy.deepcopy(dict(plan.model.config))
-    section = (
-        architecture.section if architecture.section and isinstance(config.get(architecture.section), dict) else None
-    )
+    section = architecture.section(config)
     target = dict(config[section]) if section else config
     for key, expression in architecture.config.items():
         for inner, last, indices in _places(target, key.split("."), {}):

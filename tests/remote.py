@@ -814,3 +814,23 @@ REMOTE["Klear"] = Remote(
         **_at("model.layers.[1-2].mlp.shared_experts", _mlp(48)),
     },
 )
+REMOTE["NemotronH_Nano_VL_V2"] = Remote(
+    {
+        "model_type": "NemotronH_Nano_VL_V2",
+        "llm_config": {**_DENSE, "model_type": "nemotron_h", "num_hidden_layers": 2, "hybrid_override_pattern": "*-"},
+        "vision_config": {"hidden_size": 32},
+    },
+    {
+        "language_model.backbone.embeddings.weight": (101, 80),
+        "language_model.backbone.norm_f.weight": (80,),
+        "language_model.lm_head.weight": (101, 80),
+        "language_model.backbone.layers.[0-1].norm.weight": (80,),
+        **_at(
+            "language_model.backbone.layers.0.mixer",
+            {key.removeprefix("self_attn."): shape for key, shape in _QKV.items()},
+        ),
+        **_at("language_model.backbone.layers.1.mixer", {"up_proj.weight": (72, 80), "down_proj.weight": (80, 72)}),
+        "vision_model.radio_model.model.blocks.0.attn.qkv.weight": (96, 32),
+        "mlp1.1.weight": (64, 128),
+    },
+)

@@ -964,6 +964,31 @@ _add(
     vision_config=_GLM_TOWER,
 )
 _add(
+    "nemotron_h_omni",
+    (2, 4, 8),
+    model=_IMAGES,
+    loads_alone=False,
+    text_config={
+        "model_type": "nemotron_h",
+        "layers_block_type": ["mamba", "attention", "mlp"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 9,
+        "n_groups": 2,
+        "ssm_state_size": 5,
+        "conv_kernel": 3,
+        **{key: value for key, value in _DENSE.items() if key != "num_hidden_layers"},
+    },
+    vision_config={
+        **{key: value for key, value in _SIGLIP.items() if key != "image_size"},
+        "model_type": "radio",
+        "max_img_size": 20,
+        "image_size": 20,
+        "video_temporal_patch_size": 2,
+    },
+    vision_hidden_size=32,
+    projector_hidden_size=64,
+)
+_add(
     "step3p7",
     (2, 4, 8),
     model=_IMAGES,

@@ -17,7 +17,6 @@ from formats.errors import NotationError
 Lookup = Callable[[str], Any]
 
 
-
 def _int(value: Any) -> int | None:
     return None if value is None else int(value)
 

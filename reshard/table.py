@@ -5,15 +5,18 @@ Pure: rows and totals are computed from a plan, text from rows and a width. Noth
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from formats.architecture import Architecture
 from formats.axes import Shape
-from formats.safetensors import tensor_bytes
-from reshard.plan import Entry, Plan
+from formats.safetensors import DTYPE_BITS, tensor_bytes
+from reshard.plan import Entry, Layout, Plan
+from reshard.transfer import segments_of
 
 _SCALES = ("_scales", "_scale", "_scale_inv", ".scales", ".qzeros", ".g_idx", "_bias", ".bias")
 _ACTIVATION_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "F64": 8, "F32": 4, "BF16": 2, "F16": 2}
@@ -23,8 +26,9 @@ _ACTIVATION_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "F
 class Row:
     """All tensors that one rule covers and that have one dtype and shape. Sizes in bytes.
 
-    ``copies`` is the number of ranks that hold the same part: 1 where nothing is held twice, the degree where
-    everything is, something between where there are fewer KV heads than ranks.
+    ``copies`` are the numbers of ranks that hold one element, increasing: 1 where nothing is held twice, the degree
+    where everything is, something between where there are fewer KV heads than ranks, and (1, 2) where only the keys
+    and values of a packed weight are on two. ``replicated`` counts the bytes of a rank that another holds too.
     """
 
     name: str
@@ -34,9 +38,10 @@ class Row:
     full: tuple[int, ...]
     local: tuple[int, ...]
     tensors: int
-    copies: int
+    copies: tuple[int, ...]
     bytes_full: int
     bytes_per_rank: int
+    replicated: int
 
 
 @dataclass(frozen=True)
@@ -134,9 +139,10 @@ def _shown_name(entry: Entry) -> str:
 
 def _row(plan: Plan, entries: Sequence[Entry]) -> Row:
     entry = entries[0]
-    layout, holders = entry.layout, [box for box in entry.layout.boxes if box]
-    local, on_first = holders[0].shape, sum(entry.layout.boxes[0] is not None for entry in entries)
-    padded = math.prod(layout.padded)
+    layout, rank = entry.layout, next(rank for rank, box in enumerate(entry.layout.boxes) if box)
+    local, on_first = layout.box(rank).shape, [entry for entry in entries if entry.layout.boxes[0]]
+    counts = copies_of(layout, rank)
+    shared = sum(length for copies, length in counts.items() if copies > 1)
     return Row(
         name=_shown_name(entry),
         rule=str(layout.rule),
@@ -145,10 +151,25 @@ def _row(plan: Plan, entries: Sequence[Entry]) -> Row:
         full=layout.full,
         local=local,
         tensors=len(entries),
-        copies=len(holders) * math.prod(local) // padded if padded else 1,
+        copies=tuple(sorted(counts)),
         bytes_full=len(entries) * tensor_bytes(entry.name, entry.dtype, layout.full),
-        bytes_per_rank=on_first * tensor_bytes(entry.name, entry.dtype, local),
+        bytes_per_rank=len(on_first) * tensor_bytes(entry.name, entry.dtype, local),
+        replicated=len(on_first) * shared * DTYPE_BITS[entry.dtype] // 8,
     )
+
+
+def copies_of(layout: Layout, rank: int) -> Counter[int]:
+    """How many ranks hold an element that ``rank`` holds -> how many such elements it has."""
+    dims = []
+    for i, padded in enumerate(layout.padded):
+        segments = segments_of([box.dims[i] if box else () for box in layout.boxes], (), padded, padded)
+        dims.append([segment for segment in segments if rank in segment.sources])
+    everyone = frozenset(place for place, box in enumerate(layout.boxes) if box)
+    found: Counter[int] = Counter()
+    for parts in itertools.product(*dims):
+        holders = everyone.intersection(*(part.sources for part in parts))
+        found[len(holders)] += math.prod(part.length for part in parts)
+    return found
 
 
 def totals_of(plan: Plan, rows: Sequence[Row]) -> Totals:
@@ -159,7 +180,7 @@ def totals_of(plan: Plan, rows: Sequence[Row]) -> Totals:
         parameters=sum(row.tensors * math.prod(row.full) for row in rows),
         bytes_full=sum(row.bytes_full for row in rows),
         bytes_per_rank=sum(row.bytes_per_rank for row in rows),
-        replicated=sum(row.bytes_per_rank for row in rows if row.copies > 1),
+        replicated=sum(row.replicated for row in rows),
         forward=forward,
         backward=backward,
     )
@@ -242,14 +263,24 @@ def shape_text(shape: Sequence[int]) -> str:
 def format_table(rows: Sequence[Row], width: int | None) -> list[str]:
     """The table's lines, within ``width`` columns (None: as wide as it needs)."""
     cells = [("tensor", "rule", "kind", "dtype", "full -> rank", "tensors", "per rank")]
+    notes: dict[str, str] = {}
     for row in rows:
-        copies = f" {row.copies}x" if row.copies > 1 and not row.kind.endswith("replicated") else ""
+        copies, note = _copies_text(row)
+        notes |= {copies: note} if copies else {}
         change = shape_text(row.full) if row.full == row.local else f"{shape_text(row.full)} -> {shape_text(row.local)}"
-        size = human_bytes(row.bytes_per_rank)
-        cells.append((row.name, row.rule or "scalar", row.kind + copies, row.dtype, change, f"{row.tensors:,}", size))
-    lines = _fit_columns(cells, width)
-    counts = sorted({row.copies for row in rows if row.copies > 1 and not row.kind.endswith("replicated")})
-    return lines + [f"{count}x: each part is on {count} ranks" for count in counts]
+        kind, size = f"{row.kind} {copies}".rstrip(), human_bytes(row.bytes_per_rank)
+        cells.append((row.name, row.rule or "scalar", kind, row.dtype, change, f"{row.tensors:,}", size))
+    return _fit_columns(cells, width) + [f"{copies}: {note}" for copies, note in sorted(notes.items())]
+
+
+def _copies_text(row: Row) -> tuple[str, str]:
+    """How many ranks hold what a row's tensors have, in short and in words; empty where it goes without saying."""
+    least, most = min(row.copies, default=1), max(row.copies, default=1)
+    if most == 1 or row.kind.endswith("replicated"):
+        return "", ""
+    if least == most:
+        return f"{most}x", f"each part is on {most} ranks"
+    return f"{least}-{most}x", f"some of it is on {plural(least, 'rank')}, some on {most}"
 
 
 def _fit_columns(cells: Sequence[Sequence[str]], width: int | None) -> list[str]:
@@ -317,7 +348,8 @@ def row_document(row: Row) -> Mapping[str, Any]:
         "full_shape": as_is(row.full),
         "rank_shape": as_is(row.local),
         "tensors": row.tensors,
-        "copies": row.copies,
+        "copies": max(row.copies, default=1),
         "bytes_full": row.bytes_full,
         "bytes_per_rank": row.bytes_per_rank,
+        "bytes_replicated": row.replicated,
     }

@@ -414,6 +414,16 @@ def _scaled(runs: Sequence[Run], factor: int, divisor: int) -> Sequence[Run]:
 
 
 def _dimension(sources: Sequence[Sequence[Run]], targets: Sequence[Sequence[Run]], padded: int, size: int) -> Dimension:
+    segments = segments_of(sources, targets, padded, size)
+    return Dimension(segments, tuple(Holding(runs) for runs in sources), tuple(Holding(runs) for runs in targets))
+
+
+def segments_of(
+    sources: Sequence[Sequence[Run]], targets: Sequence[Sequence[Run]], padded: int, size: int
+) -> tuple[Segment, ...]:
+    """A dimension of ``padded`` indices, ``size`` of them data, cut where another set of ranks begins to hold or to
+    want it, given the runs of each rank.
+    """
     edges = {0, size, padded}
     for runs in (*sources, *targets):
         for run in runs:
@@ -421,11 +431,10 @@ def _dimension(sources: Sequence[Sequence[Run]], targets: Sequence[Sequence[Run]
     starts = sorted(edges)
     held = _covering(sources, starts)
     wanted = _covering(targets, starts)
-    segments = tuple(
+    return tuple(
         Segment(begin, end - begin, frozenset(held[i]), frozenset(wanted[i]), begin < size)
         for i, (begin, end) in enumerate(itertools.pairwise(starts))
     )
-    return Dimension(segments, tuple(Holding(runs) for runs in sources), tuple(Holding(runs) for runs in targets))
 
 
 def _covering(holders: Sequence[Sequence[Run]], starts: Sequence[int]) -> list[list[int]]:

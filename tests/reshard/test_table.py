@@ -1,0 +1,67 @@
+"""The numbers and words of ``reshard plan``, for plans whose answers can be counted by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from formats.architecture import find_architecture
+from formats.mesh import Mesh
+from reshard.plan import FullTensor, Plan, bind, make_plan
+from reshard.table import format_table, rows_of, totals_of
+
+# 8 query heads of 6 on 4 KV heads
+PHI3 = {
+    "model_type": "phi3", "hidden_size": 20, "intermediate_size": 24, "num_hidden_layers": 1,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 6, "vocab_size": 40,
+}  # fmt: skip
+QKV = "model.layers.0.self_attn.qkv_proj.weight"
+
+
+def plan_of(config: dict, tensors: dict[str, tuple[int, ...]], mesh: Mesh) -> Plan:
+    full = [FullTensor(name, "BF16", shape, "here") for name, shape in tensors.items()]
+    return make_plan(bind(find_architecture(config, Path()), config, full), mesh)
+
+
+@pytest.mark.parametrize(
+    "degree, copies, replicated, shown",
+    [
+        (4, (1,), 0, []),
+        # of the 3 heads of a rank, its key and its value are on one more
+        (8, (1, 2), 2 * 6 * 20 * 2, ["1-2x: some of it is on 1 rank, some on 2"]),
+    ],
+)
+def test_a_packed_weight_counts_as_replicated_where_it_is(degree, copies, replicated, shown):
+    plan = plan_of(PHI3, {QKV: (96, 20)}, Mesh((("tp", degree),)))
+    (row,) = rows_of(plan)
+    assert (row.copies, row.replicated) == (copies, replicated)
+    assert totals_of(plan, [row]).replicated == replicated
+    lines = format_table([row], None)
+    assert lines[2:] == shown
+    assert ("column 1-2x" in lines[1]) == bool(shown)
+
+
+def test_several_ranks_that_hold_the_same_whole_part():
+    config = PHI3 | {"model_type": "llama"}
+    shapes = {"model.layers.0.self_attn.k_proj.weight": (24, 20), "model.norm.weight": (20,)}
+    plan = plan_of(config, shapes | {"model.layers.0.self_attn.q_proj.weight": (48, 20)}, Mesh((("tp", 8),)))
+    keys, norm, queries = rows_of(plan)
+    assert (keys.copies, keys.replicated, keys.bytes_per_rank) == ((2,), 240, 240)
+    assert (norm.copies, norm.replicated) == ((8,), 40)
+    assert (queries.copies, queries.replicated) == ((1,), 0)
+    lines = format_table([keys, norm, queries], None)
+    assert lines[4:] == ["2x: each part is on 2 ranks"]
+
+
+def test_experts_of_other_ranks_are_not_counted_on_the_first():
+    config = {
+        "model_type": "qwen3_moe", "hidden_size": 20, "moe_intermediate_size": 12, "num_experts": 4, "vocab_size": 40,
+        "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6,
+    }  # fmt: skip
+    experts = {f"model.layers.0.mlp.experts.{i}.up_proj.weight": (12, 20) for i in range(4)}
+    plan = plan_of(config, experts | {"model.norm.weight": (20,)}, Mesh((("ep", 2), ("tp", 2))))
+    *rows, norm = rows_of(plan)
+    assert sum(row.bytes_per_rank for row in rows) == 2 * 6 * 20 * 2
+    assert {(row.copies, row.replicated) for row in rows} == {((1,), 0)}
+    assert (norm.copies, norm.replicated) == ((4,), 40)

@@ -97,6 +97,14 @@ class Architecture:
         found = _find(self._root, name)
         return Match(found[0], self.tensors[found[0]], found[1]) if found else None
 
+    def around(self, module: str) -> Iterator[Match]:
+        """The lines of a module's tensors, then of what it is a part of, and so on outwards, with the module's own
+        indices.
+        """
+        for node, indices in reversed(list(_walk(self._root, module))):
+            for template in _below(node):
+                yield Match(template, self.tensors[template], indices)
+
     def match_module(self, name: str) -> tuple[tuple[ModuleRule, ...], Mapping[str, int]] | None:
         """The rules under ``[modules]`` for a module of this name, and the indices in it, or None."""
         found = _find(self._module_root, name)
@@ -112,21 +120,38 @@ class Architecture:
         return next((name for name in self.sections if isinstance(config.get(name), dict)), None)
 
 
-def _find(node: _Node, name: str) -> tuple[str, dict[str, int]] | None:
-    """The template that covers a name, and the indices found in the name."""
+def _walk(node: _Node, name: str) -> Iterator[tuple[_Node, dict[str, int]]]:
+    """The nodes on the way of a name, as far as there is one, with the indices found so far."""
     indices: dict[str, int] = {}
-    rest: tuple[str, dict[str, int]] | None = None
+    yield node, indices
     for segment in name.split("."):
         if node.rest is not None:
             rest = node.rest, dict(indices)
         if segment in node.literal:
             node = node.literal[segment]
         elif node.index is not None and segment.isdigit():
-            indices[node.index[0]] = int(segment)
+            indices = {**indices, node.index[0]: int(segment)}
             node = node.index[1]
         else:
-            return rest
-    return rest if node.template is None else (node.template, indices)
+            return
+        yield node, indices
+
+
+def _find(node: _Node, name: str) -> tuple[str, dict[str, int]] | None:
+    """The template that covers a name, and the indices found in the name."""
+    way, length = list(_walk(node, name)), name.count(".") + 1
+    last, indices = way[-1]
+    if len(way) > length and last.template is not None:
+        return last.template, indices
+    return next(((node.rest, found) for node, found in reversed(way[:length]) if node.rest is not None), None)
+
+
+def _below(node: _Node) -> Iterator[str]:
+    """The templates below a node that need no further index."""
+    for child in node.literal.values():
+        if child.template is not None:
+            yield child.template
+        yield from _below(child)
 
 
 def load_architecture(path: Path) -> Architecture:

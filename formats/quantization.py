@@ -2,7 +2,8 @@
 
 No tensor of a quantized checkpoint has a rule of its own. ``"in/8 -> out"`` says how GPTQ stores a weight whose rule
 is ``output input``: the input first, eight to an integer. ``out`` and ``in`` stand for the weight's two dimensions,
-``lead`` for those before them (experts), ``groups`` for the groups along the input where every rank keeps them all.
+``lead`` for those before them (experts), ``groups`` for the groups along the input where every rank keeps them all,
+``heads`` and ``kvheads`` for the heads that are the input of an attention's last weight, of queries and of keys.
 ``stored`` at the start of a pattern says that out and in change places if the checkpoint stores the weight input
 first. See docs/quantization.md.
 """
@@ -21,10 +22,15 @@ from formats.errors import PlanError
 
 @dataclass(frozen=True)
 class Companion:
-    """A tensor that belongs to a weight: the weight's name, and the shapes it may have in terms of the weight's."""
+    """A tensor that belongs to a weight: the weight's name, and the shapes it may have in terms of the weight's.
+
+    With ``of_attention`` it belongs to an attention, of which ``weight`` is the module or one within; its shapes are in
+    terms of the weight that takes the heads in (see ``takes_heads``).
+    """
 
     weight: str
     patterns: tuple[str, ...]
+    of_attention: bool = False
 
 
 def companion(name: str, config: Mapping[str, Any], dtype: str | None = None) -> Companion | None:
@@ -43,7 +49,9 @@ def companion(name: str, config: Mapping[str, Any], dtype: str | None = None) ->
             raise PlanError(f"tensor '{name}' cannot be split: {patterns.reason}", patterns.hint)
         if patterns is not None:
             base = name.removesuffix(suffix)
-            return Companion(_weight_name(base) if suffix.startswith(".") else base, patterns)
+            if suffix.removeprefix(".") in _OF_ATTENTION:
+                return Companion(base, patterns, of_attention=True)
+            return Companion(f"{base}.weight" if suffix.startswith(".") else base, patterns)
     return None
 
 
@@ -52,12 +60,12 @@ def _fused_suffixes(last: str) -> Iterable[str]:
     return (last[position:] for position, letter in enumerate(last) if letter == "_")
 
 
-def _weight_name(module: str) -> str:
-    """The weight of a module; of an attention as a whole (scales of its KV cache), the one that every attention has."""
-    return f"{module}.weight" if module.rpartition(".")[2] not in _ATTENTION else f"{module}.o_proj.weight"
-
-
-_ATTENTION = {"self_attn", "attn", "attention", "self_attention"}
+def takes_heads(weight: Shape) -> bool:
+    """Whether a weight is what an attention ends in: its input is a product of axes, heads first."""
+    if weight.output_dim is None:
+        return False
+    blocks = weight.dims[2 * len(weight.dims) - 3 - weight.output_dim].blocks
+    return len(blocks) == 1 and len(blocks[0].factors) > 1 and isinstance(blocks[0].factors[0], str)
 
 
 # ---------------------------------------------------------------------------------------------------------- shapes
@@ -83,7 +91,7 @@ def _fits(rule: Shape, shape: tuple[int, ...]) -> bool:
 
 
 def _substitute(text: str, weight: Shape) -> Shape | None:
-    """Put the weight's dimensions in the place of ``lead``, ``out`` and ``in``; None if the weight is no matrix."""
+    """Put the weight's dimensions in the place of ``lead``, ``out``, ``in``; None if the weight is no matrix."""
     as_stored = text.startswith("stored ")
     pattern = parse(text.removeprefix("stored "))
     output = weight.output_dim
@@ -97,6 +105,9 @@ def _substitute(text: str, weight: Shape) -> Shape | None:
             dims += weight.dims[:-2]
         elif word == "groups":
             dims.append(_all_groups(weight.dims[inner]))
+        elif word in {"heads", "kvheads"}:
+            (heads,) = weight.dims[inner].blocks
+            dims.append(Dim((Block(heads.factors[:-1] if word == "heads" else heads.factors[:1]),)))
         elif word in {"out", "in"}:
             dims.append(replace(weight.dims[output if word == "out" else inner], step=dim.step))
         else:
@@ -160,7 +171,7 @@ class _Identical:
 
 @lru_cache(maxsize=64)
 def _scheme(key: _Identical) -> _Scheme:
-    settings = settings_of(key.config)
+    settings = quantization_settings(key.config)
     if not settings:
         return _Scheme({suffix: entry for suffix, entry in _modelopt({}).items() if suffix != " U8"})
     producer = settings.get("producer") or {}
@@ -168,7 +179,7 @@ def _scheme(key: _Identical) -> _Scheme:
     return _METHODS[method](settings) if method in _METHODS else _Scheme({})
 
 
-def settings_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def quantization_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Where a config keeps its quantization: at its top or with the language model, under today's name or an older."""
     for place in (config, config.get("text_config")):
         for key in ("quantization_config", "compression_config"):
@@ -195,29 +206,35 @@ def _exactly(module: str) -> str:
 
 _SCALAR = ("", "1")
 _BY_ROW = ("lead out 1", "lead out")
-_BY_EXPERT = (*_SCALAR, "lead", "lead 1 1")
+# "lead" before "1": of fused experts a rank may hold one alone; without experts "lead" is "", and does not fit
+_BY_EXPERT = ("", "lead", "1", "lead 1 1")
 _OF_ACTIVATIONS = ("input_scale", "activation_scale", "input_global_scale", "input_zero_point", "output_scale")
-_OF_CACHE = (
-    "k_scale",
-    "v_scale",
-    "q_scale",
-    "kv_scale",
-    "k_zero_point",
-    "v_zero_point",
-    "q_zero_point",
-    "input_scale_ub",
-)
+_OF_KEYS = ("k_scale", "v_scale", "kv_scale", "k_zero_point", "v_zero_point")
+_OF_QUERIES = ("q_scale", "q_zero_point", "prob_scale", "prob_output_scale")
+_OF_ATTENTION = {*_OF_KEYS, *_OF_QUERIES}
 
 
 def is_of_activations(name: str) -> bool:
     """Whether a tensor that belongs to a weight is for activations or the cache, and no part of what the weight is."""
-    return name.endswith((*_OF_ACTIVATIONS, *_OF_CACHE))
+    return name.endswith((*_OF_ACTIVATIONS, *_OF_ATTENTION, "input_scale_ub"))
+
+
+def _of_attention(shapes: tuple[str, ...]) -> dict[str, _Entry]:
+    """Scales of the cache, of the queries and of the attention's own probabilities; ``{}`` is the number of heads.
+
+    One for the tensor or, in compressed-tensors ("attn_head"), one for each head, with two dimensions of 1 behind it.
+    ``prob_output_scale`` is Quark's name. Sources: vLLM, model_executor/model_loader/weight_utils.py;
+    compressed-tensors, quantization/lifecycle/initialize.py.
+    """
+    kinds = {"kvheads": _OF_KEYS, "heads": _OF_QUERIES}
+    return {f".{w}": tuple(t.format(heads) for t in shapes) for heads, words in kinds.items() for w in words}
 
 
 _SCALES_OF_ACTIVATIONS: dict[str, _Entry] = {
     **{f".{word}": _BY_EXPERT for word in _OF_ACTIVATIONS},
     **{f"_{word}": _BY_EXPERT for word in _OF_ACTIVATIONS},
-    **{f".{word}": _SCALAR for word in _OF_CACHE},
+    ".input_scale_ub": _SCALAR,
+    **_of_attention((*_SCALAR, "{} 1 1")),
 }
 
 
@@ -349,7 +366,7 @@ def _compressed(weights: Mapping[str, Any], layout: str) -> _Table:
     inner = "1" if not strategy.endswith("group") else "groups" if actorder else f"in/{size}"
     scale: tuple[str, ...] = (f"lead out {inner}",)
     if strategy == "tensor":
-        scale = ("1", "", "lead", "lead 1 1")
+        scale = _BY_EXPERT
     elif strategy == "channel":
         scale = _BY_ROW
     elif strategy == "block":
@@ -361,8 +378,8 @@ def _compressed(weights: Mapping[str, Any], layout: str) -> _Table:
     return {
         **_SCALES_OF_ACTIVATIONS,
         ".weight_shape": ("2",),
-        ".weight_global_scale": ("1", "", "lead", "lead 1 1"),
-        ".input_global_scale": ("1", "", "lead", "lead 1 1"),
+        ".weight_global_scale": _BY_EXPERT,
+        ".input_global_scale": _BY_EXPERT,
         ".weight_packed": packed,
         ".weight_scale": scale,
         ".weight_zero_point": zero if layout == "pack-quantized" and strategy in {"group", "channel"} else scale,

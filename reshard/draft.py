@@ -306,7 +306,7 @@ def _belongs_to_a_weight(tensor: FullTensor, tensors: Iterable[FullTensor], size
     weight = companion(tensor.name, sizes.settings)
     if weight is None:
         return False
-    if not any(other.name == weight.weight for other in tensors):
+    if not weight.of_attention and not any(other.name == weight.weight for other in tensors):
         raise PlanError(
             f"no draft for '{tensor.name}': its weight is packed, so that its shape does not show",
             "make the draft from the model before it was quantized, and use that",

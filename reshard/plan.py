@@ -15,7 +15,7 @@ from formats.axes import Dim, Factor, Run, Shape, Share, deal, degrees, owned, s
 from formats.blocks import block_size
 from formats.errors import NotationError, PlanError
 from formats.mesh import Mesh
-from formats.quantization import Companion, companion, shape_of
+from formats.quantization import Companion, companion, shape_of, takes_heads
 from formats.safetensors import DTYPE_BITS
 
 
@@ -285,7 +285,7 @@ def _rule_of(tensor: FullTensor, architecture: Architecture, sizes: AxisSizes) -
     match = architecture.match(tensor.name)
     belonging = belonging_of(tensor.name, tensor.dtype, architecture, sizes)
     if belonging is not None:
-        match = architecture.match(belonging.weight)
+        match = _weight_of(belonging, architecture, sizes)
     if match is None:
         raise _no_rule(tensor, architecture)
     rule = sizes.holds(match)
@@ -386,6 +386,14 @@ def dequantized(plan: Plan) -> Plan:
     tensors = [*kept, *(FullTensor(name, "BF16", None, "plan") for name in missing)]
     plain = bind(model.architecture, model.config, tensors, known=model.sizes.measured)
     return make_plan(plain, plan.mesh, padding=plan.padding)
+
+
+def _weight_of(belonging: Companion, architecture: Architecture, sizes: AxisSizes) -> Match | None:
+    """The line of the weight that a tensor belongs to."""
+    if not belonging.of_attention:
+        return architecture.match(belonging.weight)
+    shapes = ((match, sizes.holds(match)) for match in architecture.around(belonging.weight))
+    return next((match for match, shape in shapes if shape is not None and takes_heads(shape)), None)
 
 
 def _no_rule(tensor: FullTensor, architecture: Architecture) -> PlanError:

@@ -48,7 +48,7 @@ from formats.architecture import Architecture, ModuleRule
 from formats.axes import Dim, Share, owned
 from formats.errors import CheckpointError, PlanError, ReshardError
 from formats.mesh import Mesh
-from formats.quantization import is_of_activations, settings_of
+from formats.quantization import is_of_activations, quantization_settings
 from reshard.plan import AxisSizes, Entry, Plan, shares_of
 from verify.collectives import Groups, copy_to_group, gather_from_group
 from verify.layers import Part, gather_logits, parallel_norm, row_parallel, vocab_parallel, with_all_experts
@@ -118,7 +118,7 @@ def dequantizing(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises ReshardError where transformers cannot do that with what is installed.
     """
-    settings = settings_of(config)
+    settings = quantization_settings(config)
     if not settings:
         return {}
     method = settings.get("quant_method", "a method that config.json does not name")

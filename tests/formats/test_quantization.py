@@ -66,7 +66,7 @@ NV = packed("tensor_group", "nvfp4-pack-quantized", type="float", group_size=16)
          "p.weight: out in/16"),
         ("p.weight_global_scale", NV, "F32", (1,), "p.weight: 1"),
         ("p.input_global_scale", NV, "F32", (1,), "p.weight: 1"),
-        ("l.self_attn.k_scale", packed("channel"), "BF16", (1,), "l.self_attn.o_proj.weight: 1"),
+        ("l.self_attn.k_scale", packed("channel"), "BF16", (1,), "l.self_attn: 1"),
         # DeepSeek V3, Qwen 3, MiniMax M2
         ("p.weight_scale_inv", FP8, "F32", (32, 16), "p.weight: out/128 in/128"),
         ("p.weight_scale_inv", {"quant_method": "fp8"}, "F32", (), "p.weight: "),
@@ -75,7 +75,7 @@ NV = packed("tensor_group", "nvfp4-pack-quantized", type="float", group_size=16)
         ("p.weight_scale", NVFP4, "F8_E4M3", (4096, 128), "p.weight: out in/16"),
         ("p.weight_scale_2", NVFP4, "F32", (), "p.weight: "),
         ("p.input_scale", NVFP4, "F32", (), "p.weight: "),
-        ("p.k_scale", NVFP4, "F32", (), "p.weight: "),
+        ("p.k_scale", NVFP4, "F32", (), "p: "),
         ("p.weight_scale", {"quant_library": "modelopt", "quant_algo": "FP8"}, "F32", (), "p.weight: "),
         ("p.weight_scale", {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8_PB_WO"}}, "F32",
          (32, 1, 16, 1), "p.weight: out/128 1 in/128 1"),
@@ -105,6 +105,35 @@ def test_a_module(name, settings, dtype, found, expected):
 )
 def test_fused_experts(name, settings, dtype, found, weight, expected):
     assert shape(f"experts.{name}", settings, dtype, found, weight) == f"experts.gate_up_proj: {expected}"
+
+
+@pytest.mark.parametrize(
+    "word, found, expected",
+    [
+        ("k_scale", (4, 1, 1), "kv 1 1"),
+        ("v_zero_point", (4, 1, 1), "kv 1 1"),
+        ("q_scale", (8, 1, 1), "(kv group) 1 1"),
+        ("prob_scale", (8, 1, 1), "(kv group) 1 1"),
+        ("kv_scale", (), ""),
+        ("prob_output_scale", (1,), "1"),
+    ],
+)
+def test_an_attention(word, found, expected):
+    """A scale for each head, as compressed-tensors has it, or one for all: in terms of the output projection."""
+    belonging = companion(f"l.attn.{word}", {"quantization_config": packed("channel")}, "BF16")
+    assert belonging is not None and belonging.of_attention and belonging.weight == "l.attn"
+    for weight in ("hidden (kv group head)", "(kv group head) -> hidden"):
+        rule = shape_of(belonging.patterns, parse(weight), found)
+        assert str(rule) == expected
+        assert rule.sizes({"kv": 4, "group": 2, "head": 6, "hidden": 20}) == found
+
+
+def test_one_scale_of_fused_experts_is_that_of_one_expert():
+    """A rank with a single expert has what looks like one scale for the tensor, and it is not."""
+    belonging = companion("experts.gate_up_proj_input_scale", {"quantization_config": FP8})
+    assert belonging is not None
+    assert str(shape_of(belonging.patterns, parse("e out in"), (1,))) == "e"
+    assert str(shape_of(belonging.patterns, parse("out in"), (1,))) == "1"
 
 
 @pytest.mark.parametrize("name", ["p.weight", "p.bias", "norm.weight", "experts.gate_up_proj", "p.qweight", "x"])

@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from formats.errors import CheckpointError
+from formats.quantization import quantization_settings
 from formats.safetensors import TensorInfo, brief, read_header, strict_json
 
 #: Endings of files that hold weights in some format; such files are never side files.
@@ -21,6 +22,7 @@ WEIGHT_SUFFIXES = (
 
 _SAFE, _SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 _BIN, _BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_MODELOPT = "hf_quant_config.json"
 _SAMPLE = 64
 
 
@@ -41,6 +43,7 @@ class WeightFile:
 class Checkpoint:
     """A checkpoint as it lies on disk.
 
+    ``config`` is the content of ``config.json``, with ModelOpt's settings (see ``with_modelopt``).
     ``tensors`` are in source order: file by file as sorted by name, by offset within a file. ``aliases`` maps the name
     of a tensor that shares its bytes with another (tied, ``.bin`` only) to the name under which these are kept.
     ``index`` is the content of ``index_name``, the ``*.index.json`` of the weights, if there is one. ``side_files`` are
@@ -79,7 +82,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not path.is_dir():
         raise CheckpointError(f"{path}: not a folder", "give the folder that holds config.json and the weights")
     weights = _find_weights(path)
-    config = _read_config(path / "config.json")
+    config = with_modelopt(_read_config(path / "config.json"), path)
     files, tensors, aliases = _read_files(path, weights.names)
     if weights.file_of is not None:
         places = {file.path: file.name for file in files}
@@ -200,6 +203,22 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"{path}: missing", "a checkpoint needs the config.json that describes its model")
     return _read_object(path)[1]
+
+
+def with_modelopt(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The config with the settings of NVIDIA ModelOpt, which also stand in ``hf_quant_config.json`` or only there.
+
+    That file holds ``{"producer": {"name": "modelopt", …}, "quantization": {"quant_algo": "NVFP4", …}}``: ModelOpt,
+    modelopt/torch/export/unified_export_hf.py; vLLM, model_executor/layers/quantization/modelopt.py. Raises
+    CheckpointError if it is damaged.
+    """
+    path = folder / _MODELOPT
+    if quantization_settings(config) or not path.is_file():
+        return config
+    found = _read_object(path)[1]
+    if not isinstance(found.get("quantization"), dict):
+        return config
+    return {**config, "quantization_config": {"quant_method": "modelopt", **found}}
 
 
 def _read_object(path: Path) -> tuple[bytes, dict[str, Any]]:

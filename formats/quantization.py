@@ -37,8 +37,7 @@ def companion(name: str, config: Mapping[str, Any], dtype: str | None = None) ->
     """The weight that a tensor belongs to, by the method in ``quantization_config``; None if it belongs to none.
 
     A weight that is itself packed (``dtype`` U8: two values to a byte) belongs to itself. Where the config names no
-    method, scales are read as ModelOpt writes them, which puts its settings into a file of its own. Raises PlanError
-    for a tensor of a method that cannot be split.
+    method, scales are read as ModelOpt writes them. Raises PlanError for a tensor of a method that cannot be split.
     """
     module, dot, last = name.rpartition(".")
     scheme = _scheme(_Identical(config))

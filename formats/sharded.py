@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from formats.checkpoint import WeightFile
+from formats.checkpoint import WeightFile, with_modelopt
 from formats.errors import CheckpointError, MismatchError
 from formats.mesh import RANK_FOLDER, Mesh, mesh_from_document
 from formats.safetensors import TensorInfo, read_header, strict_json
@@ -290,7 +290,7 @@ def _config(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path / 'config.json'} cannot be read: {error}") from None
     if not isinstance(config, dict):
         raise CheckpointError(f"{path / 'config.json'} is not a JSON object")
-    return config
+    return with_modelopt(config, path)
 
 
 def _side_files(path: Path) -> tuple[Path, ...]:

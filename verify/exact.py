@@ -247,7 +247,8 @@ class _Structure:
         """Fill in everything."""
         for rank, tensors in enumerate(self.shards.ranks):
             self._check_tensors(rank, tensors)
-        self._check_config("config.json", self.original.model.config, self.shards.path / "config.json")
+        config = "config.json"
+        self._check_config(config, _read_json(self.original.path / config), self.shards.path / config)
         self._check_side_files()
         if self.shards.sharded is not None:
             self._check_identity()

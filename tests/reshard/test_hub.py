@@ -56,6 +56,7 @@ def write_repository(folder: Path, seed: int = 0) -> Path:
         weight_map |= dict.fromkeys(part_tensors, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "seed": seed}))
+    (folder / "hf_quant_config.json").write_text('{"quantization": {}}')
     (folder / "tokenizer.json").write_text("{}")
     for unwanted in ("pytorch_model.bin", "consolidated.safetensors", "tiny.Q4_0.gguf", "logo.PNG", ".gitattributes"):
         (folder / unwanted).write_bytes(b"not to be fetched")
@@ -68,6 +69,7 @@ def write_repository(folder: Path, seed: int = 0) -> Path:
 
 WANTED = {
     "config.json",
+    "hf_quant_config.json",
     "tokenizer.json",
     "model.safetensors.index.json",
     "model-00001-of-00002.safetensors",
@@ -234,7 +236,7 @@ def test_headers_only(hub: HubServer, client: Client) -> None:
         save_file(tensors(1, 40), file, metadata={"pad": "x" * pad})
     first = client(headers_only=True)
     assert first.got["stand_in"] and not any(r.range is None for r in hub.requests if r.host == "cdn")
-    assert names(first.path) == {*SHARDS, "config.json", "model.safetensors.index.json"}
+    assert names(first.path) == {*SHARDS, "config.json", "hf_quant_config.json", "model.safetensors.index.json"}
     for shard in SHARDS:
         full, stand_in = (repository / shard).read_bytes(), (first.path / shard).read_bytes()
         header = 8 + int.from_bytes(full[:8], "little")

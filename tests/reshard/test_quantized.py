@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from formats.architecture import find_architecture
-from formats.errors import PlanError
+from formats.errors import CheckpointError, PlanError
 from formats.mesh import Mesh
 from formats.safetensors import build_header, read_header
 from reshard.api import merge, split
@@ -207,6 +207,54 @@ def _changed(tmp_path: Path, name: str, settings: dict, change=lambda tensors: t
 def test_settings_in_other_places(settings, tmp_path):
     source = _changed(tmp_path, "packed-4", settings)
     assert valid_degrees(open_source(source).model) == [1, 2, 4]
+
+
+MODELOPT_FILES = {
+    # as ModelOpt 0.2x writes it: nothing of this stands in config.json
+    "modelopt-nvfp4": {
+        "producer": {"name": "modelopt", "version": "0.23.0"},
+        "quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16,
+                         "exclude_modules": ["lm_head"]},
+    },
+    "modelopt-int4-awq": {"quantization": {"quant_algo": "W4A8_AWQ", "group_size": 16}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELOPT_FILES)
+def test_settings_in_a_file_of_modelopts_own(name, tmp_path):
+    from verify.exact import compare
+
+    method = METHODS[name]
+    source, ends, plain = checkpoint(tmp_path / "source", method, PACKINGS[0])
+    (source / "config.json").write_text(json.dumps(plain))
+    (source / "hf_quant_config.json").write_text(json.dumps(MODELOPT_FILES[name]))
+    full = dequantize(source, method, ends, False)
+    split(source, tmp_path / "tp4", 4, options=FAST)
+    for rank, expected in enumerate(parts(plain, full, 4)):
+        folder = tmp_path / f"tp4/rank-{rank:02d}-of-04"
+        found = dequantize(folder, method, ends, False)
+        assert all(np.array_equal(found[weight], part) for weight, part in expected.items())
+        settings = json.loads((folder / "config.json").read_text())["quantization_config"]
+        assert settings == {"quant_method": "modelopt", **MODELOPT_FILES[name]}
+    assert json.loads((tmp_path / "tp4/config.json").read_text()) == plain
+    assert compare(open_source(source), open_source(tmp_path / "tp4")).verdict == "same"
+    split(tmp_path / "tp4", tmp_path / "tp2", 2, options=FAST)
+    merge(tmp_path / "tp2", tmp_path / "merged", options=FAST)
+    assert contents(tmp_path / "merged") == contents(source)
+
+
+def test_settings_in_the_config_come_before_modelopts_file(tmp_path):
+    source, _, _ = checkpoint(tmp_path / "source", METHODS["modelopt-nvfp4"], PACKINGS[0])
+    (source / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "W4A8_AWQ"}}))
+    split(source, tmp_path / "tp4", 4, options=FAST)
+    (source / "hf_quant_config.json").write_text("{")
+    split(source, tmp_path / "again", 4, options=FAST)
+    (source / "config.json").write_text(json.dumps(model(PACKINGS[0], 16)[0]))
+    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json: not valid JSON"):
+        split(source, tmp_path / "broken", 4, options=FAST)
+    (source / "hf_quant_config.json").write_text('{"quantization": null}')
+    with pytest.raises(PlanError, match="has shape"):
+        split(source, tmp_path / "broken", 4, options=FAST)
 
 
 def test_modules_that_are_not_quantized(tmp_path):

@@ -450,10 +450,13 @@ def _mxfp4(settings: Mapping[str, Any]) -> _Table:
 
 
 def _bitsandbytes(settings: Mapping[str, Any]) -> _Table:
-    """bitsandbytes, nn/modules.py: int8 has a scale for each output (``SCB``), 4 bits are a flat run of blocks."""
+    """bitsandbytes, nn/modules.py: int8 has a scale for each output (``SCB``); 4 bits are refused, docs/quantization.md
+    says why.
+    """
     refused = _Refused(
-        "bitsandbytes keeps a weight of 4 bits as one flat run of blocks, and its shape in a serialized state",
-        "split the unquantized checkpoint, and let each rank quantize on load",
+        "bitsandbytes keeps a weight of 4 bits as one flat run of blocks, and its shape inside a serialized state "
+        "(quant_state), which each rank would need written anew",
+        "split the unquantized checkpoint and let each rank quantize on load, or take a GPTQ or AWQ checkpoint",
     )
     state = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", ".bitsandbytes__nf4", ".bitsandbytes__fp4")
     return {**dict.fromkeys((*state, " U8"), refused), ".SCB": ("out",), ".weight_format": _SCALAR}
@@ -473,7 +476,7 @@ def _integers(bits: int) -> int | _Refused:
     """Values in a 32-bit integer."""
     if 32 % bits:
         reason = f"values of {bits} bits run across the 32-bit integers that hold them"
-        return _Refused(reason, "take a checkpoint of 4 or 8 bits")
+        return _Refused(reason, "take a checkpoint of 2, 4 or 8 bits, or split the unquantized one")
     return 32 // bits
 
 

@@ -148,4 +148,24 @@ def test_a_refusal_says_why_and_what_to_do():
     assert companion("p.weight", settings, "BF16") is None
     with pytest.raises(PlanError, match=r"tensor 'p\.qweight' cannot be split: values of 3 bits run across") as error:
         companion("p.qweight", settings, "I32")
-    assert error.value.hint == "take a checkpoint of 4 or 8 bits"
+    assert error.value.hint == "take a checkpoint of 2, 4 or 8 bits, or split the unquantized one"
+
+
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        ("p.weight", "U8"),
+        ("p.weight.absmax", "U8"),
+        ("p.weight.nested_absmax", "F32"),
+        ("p.weight.quant_map", "F32"),
+        ("p.weight.nested_quant_map", "F32"),
+        ("p.weight.quant_state.bitsandbytes__nf4", "U8"),
+        ("p.weight.quant_state.bitsandbytes__fp4", "U8"),
+    ],
+)
+def test_every_tensor_of_bitsandbytes_4_bit_is_refused_by_name(name, dtype):
+    settings = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    with pytest.raises(PlanError, match=r"cannot be split: bitsandbytes keeps .* one flat run of blocks") as error:
+        companion(name, settings, dtype)
+    assert f"tensor '{name}'" in error.value.message
+    assert "split the unquantized checkpoint" in error.value.hint

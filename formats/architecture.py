@@ -125,8 +125,6 @@ def _walk(node: _Node, name: str) -> Iterator[tuple[_Node, dict[str, int]]]:
     indices: dict[str, int] = {}
     yield node, indices
     for segment in name.split("."):
-        if node.rest is not None:
-            rest = node.rest, dict(indices)
         if segment in node.literal:
             node = node.literal[segment]
         elif node.index is not None and segment.isdigit():

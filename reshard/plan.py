@@ -392,8 +392,8 @@ def _weight_of(belonging: Companion, architecture: Architecture, sizes: AxisSize
     """The line of the weight that a tensor belongs to."""
     if not belonging.of_attention:
         return architecture.match(belonging.weight)
-    shapes = ((match, sizes.holds(match)) for match in architecture.around(belonging.weight))
-    return next((match for match, shape in shapes if shape is not None and takes_heads(shape)), None)
+    rules = ((match, sizes.holds(match)) for match in architecture.around(belonging.weight))
+    return next((match for match, rule in rules if rule is not None and any(map(takes_heads, rule.shapes))), None)
 
 
 def _no_rule(tensor: FullTensor, architecture: Architecture) -> PlanError:

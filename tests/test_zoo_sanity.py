@@ -21,6 +21,7 @@ from formats.axes import Dim
 from reshard.plan import Model, valid_degrees
 from reshard.source import open_source
 from tests import remote, zoo
+from tests.support import contents
 
 DEGREES = (2, 3, 4, 6, 8, 12, 16)
 
@@ -72,6 +73,13 @@ def test_every_model_type_is_in_the_zoo_or_excused():
     in_zoo = {entry.model_type for entry in zoo.ZOO.values()}
     in_zoo |= {str(entry.config["model_type"]) for entry in remote.REMOTE.values()}
     assert built_in_architectures().keys() - in_zoo == NOT_IN_THE_ZOO
+
+
+# whose classes draw something at random that ``randomize`` only adds to
+@pytest.mark.parametrize("name", ["gpt_oss", "llama"])
+def test_the_same_name_gives_the_same_bytes(name: str, tmp_path: Path):
+    first, second = (contents(zoo.save(name, tmp_path / folder)) for folder in ("first", "second"))
+    assert first == second
 
 
 @pytest.mark.parametrize("name", zoo.ZOO)

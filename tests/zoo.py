@@ -53,7 +53,9 @@ def save(
     logging.getLogger("transformers").setLevel(logging.ERROR)
     entry = ZOO[name]
     seed = zlib.crc32(name.encode())
-    model = entry.build(experts)
+    with torch.random.fork_rng(devices=[]):  # some classes draw their vectors at random
+        torch.manual_seed(seed)
+        model = entry.build(experts)
     randomize(model, seed)
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     if entry.extra:
@@ -698,14 +700,13 @@ _MIXER: dict[str, Any] = {
     "mamba_d_conv": 3,
 }
 _add("bamba", (2, 4, 8), loads_alone=False, attn_layer_indices=[1], **_DENSE, **_MIXER)
+_GRANITE: dict[str, Any] = {"shared_intermediate_size": 56, "layer_types": ["mamba", "attention", "mamba"]}
 _add(
     "granitemoehybrid",
     (2, 4, 8),
     loads_alone=False,
     num_local_experts=3,
-    shared_intermediate_size=56,
-    layer_types=["mamba", "attention", "mamba"],
-    **{**_EXPERTS, **_MIXER, "mamba_n_groups": 1},
+    **{**_EXPERTS, **_MIXER, **_GRANITE, "mamba_n_groups": 1},
 )
 _add(
     "granitemoehybrid-dense",
@@ -713,35 +714,25 @@ _add(
     model_type="granitemoehybrid",
     loads_alone=False,
     num_local_experts=0,
-    shared_intermediate_size=56,
-    layer_types=["mamba", "attention", "mamba"],
-    **{**_DENSE, **_MIXER},
+    **{**_DENSE, **_MIXER, **_GRANITE},
 )
 _add("falcon_h1", (2, 4, 8), mamba_d_ssm=88, **_DENSE, **{**_MIXER, "mamba_d_head": 11})
-_add(
-    "nemotron_h",
-    (2, 4, 8),
-    layers_block_type=["mamba", "attention", "moe", "mlp"],
-    mamba_num_heads=8,
-    mamba_head_dim=9,
-    n_groups=2,
-    ssm_state_size=5,
-    conv_kernel=3,
-    moe_shared_expert_intermediate_size=40,
+_NEMOTRON: dict[str, Any] = {
     **{key: value for key, value in _SHARED.items() if key != "num_hidden_layers"},
-)
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 9,
+    "n_groups": 2,
+    "ssm_state_size": 5,
+    "conv_kernel": 3,
+    "moe_shared_expert_intermediate_size": 40,
+}
+_add("nemotron_h", (2, 4, 8), layers_block_type=["mamba", "attention", "moe", "mlp"], **_NEMOTRON)
 _add(
     "nemotron_h-latent",
     (2, 4, 8),
     model_type="nemotron_h",
     layers_block_type=["mamba", "attention", "moe"],
-    mamba_num_heads=8,
-    mamba_head_dim=9,
-    n_groups=4,
-    ssm_state_size=5,
-    conv_kernel=3,
     moe_latent_size=36,
-    moe_shared_expert_intermediate_size=40,
     num_nextn_predict_layers=1,
     mtp_layers_block_type=["attention", "moe"],
     extra={
@@ -759,7 +750,7 @@ _add(
         "mtp.layers.1.mixer.shared_experts.up_proj.weight": (40, 80),
         "mtp.layers.1.mixer.shared_experts.down_proj.weight": (80, 40),
     },
-    **{key: value for key, value in _SHARED.items() if key != "num_hidden_layers"},
+    **{**_NEMOTRON, "n_groups": 4},
 )
 _add(
     "jamba",
@@ -870,7 +861,7 @@ _SIGLIP: dict[str, Any] = {
     "image_size": 20,
     "patch_size": 4,
 }
-_QWEN_TOWER: dict[str, Any] = {
+_TOWER: dict[str, Any] = {
     "depth": 2,
     "hidden_size": 32,
     "num_heads": 4,
@@ -880,20 +871,9 @@ _QWEN_TOWER: dict[str, Any] = {
     "temporal_patch_size": 2,
     "in_channels": 3,
     "out_hidden_size": 80,
-    "num_position_embeddings": 16,
 }
-_GLM_TOWER: dict[str, Any] = {
-    "depth": 2,
-    "hidden_size": 32,
-    "num_heads": 4,
-    "intermediate_size": 44,
-    "patch_size": 4,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "in_channels": 3,
-    "out_hidden_size": 80,
-    "image_size": 16,
-}
+_QWEN_TOWER: dict[str, Any] = {**_TOWER, "num_position_embeddings": 16}
+_GLM_TOWER: dict[str, Any] = {**_TOWER, "image_size": 16}
 _DEEP = {**_QWEN_TOWER, "deepstack_visual_indexes": [0, 1]}
 _add("gemma3", (2, 4, 8), model=_IMAGES, text_config=_DENSE, vision_config=_SIGLIP, mm_tokens_per_image=4)
 _add(

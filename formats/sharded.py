@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from formats.axes import Run, merge_runs
 from formats.checkpoint import WeightFile, with_modelopt
 from formats.errors import CheckpointError, MismatchError
 from formats.mesh import RANK_FOLDER, Mesh, mesh_from_document
-from formats.safetensors import TensorInfo, read_header, strict_json
+from formats.safetensors import Header, TensorInfo, read_header, strict_json
 
 MANIFEST = "reshard.json"
 VERSION = 1
@@ -71,8 +72,10 @@ class Identity:
     plan: str
     blocks: tuple[int, int] | None = None
 
-    def metadata(self, rank: int) -> dict[str, str]:
-        """The metadata of a shard file's header."""
+    def metadata(self, rank: int, places: Sequence[int] = ()) -> dict[str, str]:
+        """The metadata of a shard file's header. ``places`` are those of its tensors among all of the model's, for a
+        rank that does not hold each of them.
+        """
         document = {
             "version": VERSION,
             "source": self.source,
@@ -81,7 +84,9 @@ class Identity:
             "sizes": dict(sorted(self.sizes.items())),
             "padding": dict(sorted(self.padding.items())),
             "plan": self.plan,
-        } | ({"blocks": list(self.blocks)} if self.blocks else {})
+        }
+        document |= {"blocks": list(self.blocks)} if self.blocks else {}
+        document |= {"places": _runs(places)} if places else {}
         return {"format": "pt", METADATA_KEY: json.dumps(document, separators=(",", ":"))}
 
 
@@ -101,12 +106,16 @@ class Manifest:
 
 @dataclass(frozen=True)
 class RankShards:
-    """The files of one rank and the tensors in them, in the order of the files."""
+    """The files of one rank and the tensors in them, in the order of the files.
+
+    ``places`` are those of the tensors among all of the model's; empty where the files do not say them.
+    """
 
     rank: int
     folder: Path
     files: tuple[WeightFile, ...]
     tensors: Mapping[str, TensorInfo]
+    places: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -316,6 +325,7 @@ def _read_rank(path: Path, files: Sequence[Path], rank: int | None) -> tuple[Ran
     """Read the headers of a rank's files; without ``rank`` the first header says which rank it is."""
     weight_files: list[WeightFile] = []
     tensors: dict[str, TensorInfo] = {}
+    places: dict[str, int] = {}
     first: Identity | None = None
     for file in files:
         header = read_header(file)
@@ -330,10 +340,11 @@ def _read_rank(path: Path, files: Sequence[Path], rank: int | None) -> tuple[Ran
         if twice:
             raise CheckpointError(f"{file}: tensor '{min(twice)}' also stands in {tensors[min(twice)].file.name}")
         tensors.update(header.tensors)
+        places.update(_places(header, file))
         weight_files.append(WeightFile(file.relative_to(path).as_posix(), file, file.stat().st_size, header.raw))
     if first is None or rank is None:
         raise CheckpointError(f"{path}: rank {rank} has no safetensors file")
-    return RankShards(rank, files[0].parent, tuple(weight_files), tensors), first
+    return RankShards(rank, files[0].parent, tuple(weight_files), tensors, places), first
 
 
 def _from_headers(path: Path) -> tuple[Identity, dict[int, RankShards]]:
@@ -376,6 +387,25 @@ def _identity(metadata: Mapping[str, str], file: Path) -> tuple[Identity, int]:
         raise CheckpointError(
             f"{file}: its header does not say which rank of what it is", "it was not written by reshard split"
         ) from None
+
+
+def _places(header: Header, file: Path) -> dict[str, int]:
+    """The places of a file's tensors among all of the model's, where its header says them."""
+    runs = json.loads(header.metadata[METADATA_KEY]).get("places")
+    if runs is None:
+        return {}
+    try:
+        if sum(length for _, length in runs) != len(header.tensors):
+            raise ValueError
+        places = [place for start, length in runs for place in range(start, start + length)]
+        return dict(zip(header.tensors, places, strict=True))
+    except (TypeError, ValueError):
+        raise CheckpointError(f"{file}: its header gives the places of other tensors than it holds") from None
+
+
+def _runs(places: Sequence[int]) -> list[list[int]]:
+    """``[[3, 2]]`` for 3 and 4: where each run of consecutive numbers begins, and how long it is."""
+    return [[run.offset, run.length] for run in merge_runs(Run(place, 1) for place in places)]
 
 
 def _check_identity(found: Identity, expected: Identity, file: Path, other: Path) -> None:

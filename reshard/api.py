@@ -18,6 +18,7 @@ from formats.sharded import (
     METADATA_KEY,
     FileRecord,
     Manifest,
+    ShardFile,
     index_text,
     manifest_text,
     partition,
@@ -236,12 +237,19 @@ class _Split:
     def __init__(self, source: Source, plan: Plan, out: Path, ranks: tuple[int, ...], max_shard_size: int) -> None:
         self.source, self.plan, self.out, self.ranks, self.max_shard_size = source, plan, out, ranks, max_shard_size
         self.identity = source.identity(plan)
+        self._place = {name: place for place, name in enumerate(source.names_in_order())}
         self._shards = {rank: partition(self._tensors(rank), max_shard_size) for rank in ranks}
         self._headers = {
-            (rank, shard.name): build_header(shard.tensors, self.identity.metadata(rank))
+            (rank, shard.name): build_header(shard.tensors, self.identity.metadata(rank, self._places(rank, shard)))
             for rank, shards in self._shards.items()
             for shard in shards
         }
+
+    def _places(self, rank: int, shard: ShardFile) -> list[int]:
+        """Where a file's tensors stand among all, if others do not stand on this rank: else that would be lost."""
+        if sum(len(each.tensors) for each in self._shards[rank]) == len(self.plan.entries):
+            return []
+        return [self._place[name] for name, _, _ in shard.tensors]
 
     def _tensors(self, rank: int) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
         for name in self.source.names_in_order():

@@ -170,11 +170,14 @@ def _architecture(sharded: ShardedCheckpoint, plan_file: Path | None) -> Archite
 
 
 def _names(sharded: ShardedCheckpoint) -> tuple[str, ...]:
-    """The names of all tensors as the source ordered them; without a manifest, as the shards do, later ranks' own
-    after the first's.
+    """The names of all tensors as the source ordered them; without a manifest as the shards do, by the places that they
+    give where a rank does not hold all.
     """
     held = dict.fromkeys(name for rank in sharded.ranks for name in rank.tensors)
-    files = sharded.manifest.source.files if sharded.manifest else ()
+    if sharded.manifest is None:
+        places = {name: place for rank in sharded.ranks for name, place in rank.places.items()}
+        return tuple(sorted(held, key=lambda name: places.get(name, 0)))
+    files = sharded.manifest.source.files
     order = [name for f in files for name in parse_header(f.header, Path(f.name), f.size).tensors if name in held]
     return tuple(dict.fromkeys([*order, *held]))
 

@@ -7,7 +7,8 @@ import json
 import pytest
 from safetensors.torch import load_file
 
-from formats.errors import PlanError
+from formats.errors import CheckpointError, PlanError
+from formats.safetensors import build_header, read_header
 from reshard.api import load, merge, plan, split
 from reshard.plan import valid_degrees
 from tests import zoo
@@ -96,10 +97,35 @@ def test_degrees(tmp_path):
         split(dense, tmp_path / "out", ep=2)
 
 
-def test_a_lost_manifest(tmp_path):
+@pytest.mark.parametrize("arguments", [{"ep": 3, "tp": 2}, {"ep": 2, "max_shard_size": 60_000}])
+def test_a_lost_manifest(arguments, tmp_path):
+    """All tensors come back, in the order in which a merge of ranks that hold each of them would give them."""
     source = zoo.save("mixtral", tmp_path / "source")
-    split(source, tmp_path / "out", ep=3, tp=2)
-    (tmp_path / "out/reshard.json").unlink()
-    merge(tmp_path / "out", tmp_path / "merged")
-    before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "merged/model.safetensors")
+    split(source, tmp_path / "out", **arguments)
+    split(source, tmp_path / "tp2", tp=2)
+    for folder in ("out", "tp2"):
+        (tmp_path / folder / "reshard.json").unlink()
+        merge(tmp_path / folder, tmp_path / f"{folder}-merged")
+    before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "out-merged/model.safetensors")
     assert before.keys() == after.keys() and all(after[n].equal(t) for n, t in before.items())
+    assert contents(tmp_path / "out-merged") == contents(tmp_path / "tp2-merged")
+    names = [list(read_header(tmp_path / f"{f}/model.safetensors").tensors) for f in ("source", "out-merged")]
+    assert names[0] == names[1]
+    split(tmp_path / "out", tmp_path / "again", **{**arguments, "ep": 6})
+    split(source, tmp_path / "direct", **{**arguments, "ep": 6})
+    assert without_manifest(tmp_path / "again") == without_manifest(tmp_path / "direct")
+
+
+def test_places_of_other_tensors_are_refused(tmp_path):
+    source = zoo.save("mixtral", tmp_path / "source")
+    split(source, tmp_path / "out", ep=2)
+    (tmp_path / "out/reshard.json").unlink()
+    path = tmp_path / "out/rank-00-of-02/model.safetensors"
+    header = read_header(path)
+    for places in ([[0, 1]], [[0]], 7, {"0": 1}, [[0, -5], [0, len(header.tensors) + 5]]):
+        document = json.loads(header.metadata["reshard"]) | {"places": places}
+        tensors = [(t.name, t.dtype, t.shape) for t in header.tensors.values()]
+        changed = build_header(tensors, {**header.metadata, "reshard": json.dumps(document)})
+        path.write_bytes(changed + bytes(sum(t.nbytes for t in header.tensors.values())))
+        with pytest.raises(CheckpointError, match=r"rank-00-of-02/model\.safetensors: its header gives the places of"):
+            merge(tmp_path / "out", tmp_path / "merged")

@@ -158,7 +158,9 @@ def load_architecture(path: Path) -> Architecture:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise PlanError(f"plan file {path} does not exist") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except OSError as error:
+        raise PlanError(f"plan file {path} cannot be read: {error.strerror or error}") from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise PlanError(f"plan file {path} cannot be read: {error}") from None
     return architecture_from_document(document, path.stem, str(path))
 

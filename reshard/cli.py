@@ -197,6 +197,7 @@ def split_command(
     """
     if tp is None and ep is None:
         raise click.UsageError("Missing option '--tp' (or '--ep').")
+    _check_same_ranks(tp, ep, same_ranks)
     from reshard.api import split
     from reshard.move import Options
     from reshard.progress import Progress
@@ -277,6 +278,7 @@ def plan_command(
     from reshard.plan import make_plan
 
     padding = _padding(pad_vocab_to, no_pad_vocab)
+    _check_same_ranks(tp, ep, same_ranks)
     if draft_file is not None:
         if (tp, ep, save_file, as_form, plan_file) != (None,) * 5 or as_json:
             raise click.UsageError("--draft goes alone: pass the file that it writes with --plan")
@@ -368,6 +370,11 @@ def _access(
     from reshard.api import Access
 
     return Access(revision=revision, token=token, cache_dir=cache_dir, plan_file=plan_file, quiet=quiet)
+
+
+def _check_same_ranks(tp: int | None, ep: int | None, same_ranks: bool) -> None:
+    if same_ranks and (tp is None or ep is None):
+        raise click.UsageError("--same-ranks goes with --tp N and --ep N, both of the same degree")
 
 
 def _padding(pad_vocab_to: int | None, no_pad_vocab: bool) -> Padding:
@@ -512,7 +519,8 @@ def _did(summary: Summary, source: str) -> str:
     which = f"{ranks} ranks" if ranks > 1 else "1 rank"
     if not whole:
         which = f"rank{'s' if len(summary.ranks) > 1 else ''} {', '.join(map(str, summary.ranks))} of {ranks}"
-    before = f"{summary.source_mesh.size} ranks of " if summary.command != "split" else ""
+    count = summary.source_mesh.size
+    before = f"{count} rank{'s' if count > 1 else ''} of " if summary.command != "split" else ""
     would = f"would {summary.command}" if summary.dry_run else verb
     into = "one checkpoint" if summary.command == "merge" else which
     return f"{would} {before}{source} into {into}"
@@ -767,7 +775,7 @@ def _run(args: list[str]) -> int:
         return _fail_plainly("interrupted: the same command goes on where it stopped", 130)
     except (KeyboardInterrupt, click.Abort):
         return _fail_plainly("interrupted", 130)
-    except BrokenPipeError:
+    except (BrokenPipeError, SystemExit):  # click makes the first into the second, with a code that means "no"
         return _closed_pipe()
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from formats.errors import CheckpointError, MismatchError
 from reshard.checksum import PartialSum
+from reshard.output import disk_errors, refused
 from reshard.transfer import Copy, Region, Slab, Way
 
 SLAB = 2 << 20
@@ -170,7 +171,7 @@ class Reader:
                     raise CheckpointError(f"{path} ended at byte {offset + position} while it was read")
                 position += count
         except OSError as error:
-            raise _refused("read", path, error) from error
+            raise refused("read", path, error) from error
 
     def _open(self, path: Path) -> int:
         with self._lock:
@@ -222,7 +223,7 @@ class _Mover:
 
     def start(self, target: TargetFile) -> None:
         """Create a target file of full size and write its header."""
-        with _disk_errors(target.staged):
+        with disk_errors(target.staged):
             descriptor = os.open(target.staged, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
             self._descriptors[target.staged] = descriptor
             os.ftruncate(descriptor, target.size)
@@ -231,7 +232,7 @@ class _Mover:
     def _finish(self, target: TargetFile) -> None:
         with self._lock:
             descriptor = self._descriptors.pop(target.staged)
-        with _disk_errors(target.path):
+        with disk_errors(target.path):
             if self._options.fsync:
                 os.fsync(descriptor)
             os.close(descriptor)
@@ -357,7 +358,7 @@ class _Mover:
             while position < size:
                 position += os.pwrite(descriptor, view[position : position + WRITE], offset + position)
         except OSError as error:
-            raise _refused("write", target.path, error) from error
+            raise refused("write", target.path, error) from error
         self._progress(size)
         if target.sum.add(offset, size, crc):
             self._finish(target)
@@ -411,17 +412,3 @@ def check_slab(job: Job, slab: Slab, read: Mapping[int, Bytes]) -> None:
                 f"tensor '{job.name}' should be the same in {other.file.path} and {place.file.path}, and differs",
                 "the shards are damaged, or of different runs",
             )
-
-
-@contextlib.contextmanager
-def _disk_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise _refused("write", path, error) from error
-
-
-def _refused(verb: str, path: Path, error: OSError) -> CheckpointError:
-    """What the operating system refused, in one line."""
-    hint = "free some space and run the same command again: it goes on where it stopped" if verb == "write" else None
-    return CheckpointError(f"cannot {verb} {path}: {error.strerror or error}", hint)

@@ -9,6 +9,7 @@ there lists those that are complete. Guarantees: POSIX rename is atomic; against
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -48,7 +49,7 @@ class Staging:
         self.finished: dict[str, Finished] = {}
 
     def __enter__(self) -> Staging:
-        with _disk_errors(self.work):
+        with disk_errors(self.work):
             self._state.mkdir(parents=True, exist_ok=True)
             self.files.mkdir(exist_ok=True)
         try:
@@ -159,7 +160,7 @@ class Staging:
     def write(self, name: str, content: bytes) -> FileRecord:
         """Write a small file whole."""
         path = self.path(name)
-        with _disk_errors(path):
+        with disk_errors(path):
             path.write_bytes(content)
             self._sync(path)
         return FileRecord(name, len(content), f"{crc32(content):08x}")
@@ -168,7 +169,7 @@ class Staging:
 
     def publish_all(self, *, overwrite: bool) -> None:
         """Give the whole output its final name, and remove the staging folder."""
-        with _disk_errors(self.out):
+        with disk_errors(self.out):
             self._sync_folders()
             if self.out.exists() and overwrite:
                 self.out.rename(_free_name(self.work / "replaced"))
@@ -182,7 +183,7 @@ class Staging:
         """Hold the lock under which ranks are renamed into the output and listed in its manifest."""
         lock = self._lock("lock-task", wait=True)
         assert lock is not None
-        with lock, _disk_errors(self.out):
+        with lock, disk_errors(self.out):
             self.out.mkdir(exist_ok=True)
             yield
 
@@ -239,12 +240,12 @@ def check_output(out: Path, sources: Sequence[Path], *, overwrite: bool) -> None
         raise CheckpointError(f"{out} exists and is not a folder")
     if not out.exists() or not any(out.iterdir()):
         return
-    if not overwrite:
-        raise CheckpointError(f"{out} exists", "remove it, choose another folder, or pass --overwrite")
     if not any((out / name).exists() for name in (MANIFEST, "config.json")):
         raise CheckpointError(
             f"{out} exists and holds no checkpoint, it will not be overwritten", "choose another folder"
         )
+    if not overwrite:
+        raise CheckpointError(f"{out} exists", "remove it, choose another folder, or pass --overwrite")
 
 
 def check_space(folder: Path, needed: int) -> None:
@@ -268,11 +269,16 @@ def _free_name(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _disk_errors(path: Path) -> Iterator[None]:
+def disk_errors(path: Path) -> Iterator[None]:
+    """What cannot be written, as a CheckpointError that names the file."""
     try:
         yield
     except OSError as error:
-        raise CheckpointError(
-            f"cannot write {path}: {error.strerror or error}",
-            "free some space and run the same command again: it goes on where it stopped",
-        ) from error
+        raise refused("write", path, error) from error
+
+
+def refused(verb: str, path: Path, error: OSError) -> CheckpointError:
+    """What the operating system refused, in one line, and what to do if the disk is full."""
+    full = error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+    hint = "free some space and run the same command again: it goes on where it stopped" if full else None
+    return CheckpointError(f"cannot {verb} {path}: {error.strerror or error}", hint)

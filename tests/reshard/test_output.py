@@ -221,6 +221,19 @@ def test_a_full_disk_midway_and_then_room_again(tmp_path, monkeypatch):
     assert contents(tmp_path / "out") == contents(tmp_path / "expected")
 
 
+def test_what_may_not_be_written_is_not_a_full_disk(tmp_path, monkeypatch):
+    """A folder that is read-only: more room would not help."""
+    source = write_checkpoint(tmp_path / "source")
+
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(CheckpointError, match=r"cannot write .*out\.partial: Read-only file system") as error:
+        split(source, tmp_path / "out", 4)
+    assert error.value.hint is None
+
+
 def test_free_space_is_checked_first(tmp_path, monkeypatch):
     source = write_checkpoint(tmp_path / "source")
     usage = shutil.disk_usage(tmp_path)
@@ -251,8 +264,9 @@ def test_what_is_no_checkpoint_is_never_overwritten(tmp_path):
     home = tmp_path / "home"
     home.mkdir()
     (home / "thesis.txt").write_text("years")
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
-        split(source, home, 4, overwrite=True)
+    for overwrite in (True, False):  # --overwrite is not what one is told to try
+        with pytest.raises(CheckpointError, match="holds no checkpoint"):
+            split(source, home, 4, overwrite=overwrite)
     (tmp_path / "file").write_text("x")
     with pytest.raises(CheckpointError, match="is not a folder"):
         split(source, tmp_path / "file", 4, overwrite=True)

@@ -83,6 +83,26 @@ NV = packed("tensor_group", "nvfp4-pack-quantized", type="float", group_size=16)
                             "quantized_layers": {"p": {"quant_algo": "W4A8_AWQ", "group_size": 128}}}, "F32",
          (4096, 16),
          "p.weight: out in/128"),
+        # what is not said: the size of blocks, of groups
+        ("p.weight_scale_inv", {"quant_method": "fp8"}, "F32", (32, 16), "p.weight: out/128 in/128"),
+        ("p.weight_scale", FP8, "F32", (32, 16), "p.weight: out/128 in/128"),
+        ("p.weight_scale", {"quant_method": "fp8"}, "F32", (4096,), "p.weight: out"),
+        ("p.weight_scale", packed("block", "float-quantized", type="float", num_bits=8), "F32", (32, 16),
+         "p.weight: out/128 in/128"),
+        ("p.weight_scale", {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, "F32", (4096, 16),
+         "p.weight: out in/128"),
+        ("p.weight_scale", {"quant_method": "modelopt", "quant_algo": "MXFP8"}, "U8", (4096, 64),
+         "p.weight: out in/32"),
+        ("p.weight_scale", {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "F8_E4M3", (4096, 64),
+         "p.weight: out in/32"),
+        ("p.weight_scale", {"quant_method": "quark"}, "U8", (4096, 64), "p.weight: out in/32"),
+        ("p.weight_scale", {"quant_method": "quark"}, "F32", (4096,), "p.weight: out"),
+        ("p.weight_scale", {"quant_method": "quark",
+                            "global_quant_config": {"weight": {"qscheme": "per_group", "group_size": 64}}}, "F32",
+         (4096, 32), "p.weight: out in/64"),
+        ("p.scales", {"quant_method": "gptq", "bits": 4}, "F16", (16, 4096), "p.weight: in/128 -> out"),
+        ("p.scales", {"quant_method": "awq", "q_group_size": 64, "w_bit": 4}, "F16", (32, 4096),
+         "p.weight: in/64 -> out"),
     ],
 )  # fmt: skip
 def test_a_module(name, settings, dtype, found, expected):
@@ -141,6 +161,19 @@ def test_what_belongs_to_nothing(name):
     assert companion(name, {}, "BF16") is None
     assert companion(name, {"quantization_config": {"quant_method": "unknown"}}, "U8") is None
     assert companion(name, {"quantization_config": FP8}, "U8") is None
+
+
+@pytest.mark.parametrize("settings", [None, "fp8", [], {}])
+def test_settings_that_are_none(settings):
+    assert companion("p.qweight", {"quantization_config": settings}, "I32") is None
+    in_text = {"quantization_config": settings, "text_config": {"quantization_config": GPTQ}}
+    assert companion("p.qweight", in_text, "I32") is not None
+
+
+def test_what_belongs_to_a_vector_has_no_dimension_of_it():
+    """A norm may have a scale for the whole tensor; there is no output and no input in it."""
+    assert str(shape_of(("", "out"), parse("hidden"), ())) == ""
+    assert shape_of(("out", "in"), parse("hidden"), (20,)) is None
 
 
 def test_a_refusal_says_why_and_what_to_do():

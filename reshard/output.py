@@ -56,7 +56,6 @@ class Staging:
             self._lock_parts()
             self._adopt_or_clear()
             for part in self.parts:
-                (self.files / part).mkdir(parents=True, exist_ok=True)
                 self._load_journal(part)
         except BaseException:
             self._unlock()
@@ -185,6 +184,7 @@ class Staging:
         assert lock is not None
         with lock, disk_errors(self.out):
             self.out.mkdir(exist_ok=True)
+            self._sync(self.out.parent)
             yield
 
     def move_in(self, part: str) -> None:
@@ -204,6 +204,7 @@ class Staging:
         staged.write_bytes(content)
         self._sync(staged)
         staged.replace(path)
+        self._sync(path.parent)
 
     def remove_work(self) -> None:
         """Remove the staging folder."""

@@ -19,6 +19,7 @@ from formats.errors import CheckpointError, MismatchError, PlanError
 from formats.sharded import is_sharded, open_sharded
 from reshard.api import merge, split
 from reshard.move import Options
+from reshard.output import Staging
 from tests.support import contents, write_checkpoint
 
 SLOW = """
@@ -219,6 +220,34 @@ def test_a_full_disk_midway_and_then_room_again(tmp_path, monkeypatch):
     for path, time_ns in finished.items():
         assert (tmp_path / "out" / path.relative_to(tmp_path / "out.partial/files")).stat().st_mtime_ns == time_ns
     assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+
+
+@pytest.mark.parametrize("ranks", [None, [1]])
+def test_fsync_reaches_every_file_and_folder(ranks, tmp_path, monkeypatch):
+    """With --fsync all is on the disk before it has its name, and the name itself after that."""
+    source = write_checkpoint(tmp_path / "source")
+    real, synced = os.fsync, set()
+
+    def fsync(descriptor):
+        found = os.fstat(descriptor)
+        synced.add((found.st_dev, found.st_ino))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    split(source, tmp_path / "fast", 2, ranks=ranks, options=Options(fsync=False))
+    assert not synced
+    split(source, tmp_path / "out", 2, ranks=ranks, options=Options(fsync=True))
+    places = [tmp_path, tmp_path / "out", *(tmp_path / "out").rglob("*")]
+    missing = [place for place in places if (place.stat().st_dev, place.stat().st_ino) not in synced]
+    assert not missing
+
+
+def test_another_run_may_remove_the_staging_folder_meanwhile(tmp_path):
+    """The last rank to finish removes it, just when an earlier one asks for its lock."""
+    with Staging(tmp_path / "out", {}, ["rank-00-of-02"], fsync=False) as staging:
+        shutil.rmtree(staging.work)
+        with staging.publishing():
+            assert (tmp_path / "out").is_dir()
 
 
 def test_what_may_not_be_written_is_not_a_full_disk(tmp_path, monkeypatch):

@@ -103,6 +103,7 @@ def test_a_lost_manifest(arguments, tmp_path):
     source = zoo.save("mixtral", tmp_path / "source")
     split(source, tmp_path / "out", **arguments)
     split(source, tmp_path / "tp2", tp=2)
+    assert b"places" not in next((tmp_path / "tp2").rglob("*.safetensors")).read_bytes()  # every rank holds all
     for folder in ("out", "tp2"):
         (tmp_path / folder / "reshard.json").unlink()
         merge(tmp_path / folder, tmp_path / f"{folder}-merged")

@@ -63,6 +63,14 @@ def test_a_missing_rank(shards, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_manifest_that_lists_no_weights_of_a_rank(shards, tmp_path):
+    document = json.loads((shards / "reshard.json").read_text())
+    document["ranks"][3]["files"] = [f for f in document["ranks"][3]["files"] if f["name"].endswith("config.json")]
+    (shards / "reshard.json").write_text(json.dumps(document))
+    with refused(CheckpointError, "rank 3 has no safetensors file"):
+        merge(shards, tmp_path / "out")
+
+
 def test_a_missing_file(shards, tmp_path):
     (shards / "rank-03-of-08/config.json").unlink()
     with refused(CheckpointError, "rank-03-of-08/config.json", "missing"):

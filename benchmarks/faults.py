@@ -247,12 +247,12 @@ def _cell(found: Found | None) -> str:
     return f"**{text}**" if not found.is_seen else text if found.is_named else f"{text}†"
 
 
-def write(text: str) -> None:
-    """Put the tables into the document."""
+def write(text: str, begin: str = BEGIN) -> None:
+    """Put what was measured into the document, between a marker and the next end."""
     document = DOCUMENT.read_text()
-    before, rest = document.split(BEGIN)
+    before, rest = document.split(begin)
     _, after = rest.split(END, 1)
-    DOCUMENT.write_text(before + BEGIN + text + END + after)
+    DOCUMENT.write_text(before + begin + text + END + after)
 
 
 def main() -> None:

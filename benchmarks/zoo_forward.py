@@ -1,0 +1,146 @@
+"""Correct shards of every small model of tests/zoo.py, forward: at tp 2, 4 and 8, in float32 and bfloat16.
+
+    python -m benchmarks.zoo_forward RESULTS [--models llama,gpt2] [--runs 4:bfloat16,8:float32] [--crew 12] [--write]
+
+Prints a line for each model, degree and dtype: the verdict, the largest error over noise, and seconds. RESULTS, a file with
+a line of JSON for each, is added to; what it has already is not run again, so that a run that was stopped goes on. The ranks
+are started once for ``--crew`` models; where one of these cannot be run, they are run one by one. With ``--write`` the
+counts are written into docs/verification.md, between its markers, at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import transformers
+
+from benchmarks.faults import DOCUMENT, largest, pair_of, write
+from formats.errors import ReshardError
+from reshard.source import Source
+from reshard.table import rows_of
+from tests.zoo import ZOO
+from verify.forward import ForwardReport, run_forwards
+from verify.noise import FACTOR
+
+RUNS = ((4, "bfloat16"), (8, "float32"), (8, "bfloat16"), (4, "float32"), (2, "bfloat16"), (2, "float32"))
+BEGIN = "<!-- zoo, by python -m benchmarks.zoo_forward -->\n"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one run said. ``verdict`` is ``same``, ``different`` or ``refused``, ``first`` the place or the error.
+
+    ``shares`` says that some ranks hold the same part of a split tensor, as of a KV head; ``seconds`` are the forward's.
+    """
+
+    model: str
+    tp: int
+    dtype: str
+    verdict: str
+    ratio: float
+    first: str | None
+    seconds: float
+    tied: bool
+    padded: bool
+    shares: bool
+
+    def __str__(self) -> str:
+        name = f"{self.model} tp {self.tp} {self.dtype}"
+        return f"{name:44} {self.verdict:9} {self.ratio:6.2f} {self.seconds:5.1f} s  {self.first or ''}".rstrip()
+
+
+def result(run: tuple[str, int, str], pair: tuple[Source, Source], found: ForwardReport | ReshardError) -> Result:
+    """Put down what a run of shards said, and what is special about them."""
+    original, shards = pair
+    plan = shards.plan
+    config = transformers.AutoConfig.from_pretrained(original.path).get_text_config()
+    special = {
+        "tied": bool(getattr(config, "tie_word_embeddings", False)),
+        "padded": bool(plan.padding),
+        "shares": any(row.copies > 1 and not row.kind.endswith("replicated") for row in rows_of(plan)),
+    }
+    if isinstance(found, ReshardError):
+        return Result(*run, "refused", 0.0, found.message, 0.0, **special)
+    verdict = "same" if found.is_same else "different"
+    return Result(*run, verdict, largest(found), found.first, found.seconds, **special)
+
+
+def check(root: Path, runs: Sequence[tuple[str, int, str]]) -> Iterable[Result]:
+    """Run models at one degree with one crew of ranks; each with its own if that fails."""
+    pairs = [pair_of(root, *run) for run in runs]
+    try:
+        yield from map(result, runs, pairs, run_forwards(pairs))
+    except ReshardError as error:
+        if len(runs) > 1:
+            for run in runs:
+                yield from check(root, [run])
+        else:
+            yield result(runs[0], pairs[0], error)
+
+
+def to_markdown(results: Sequence[Result]) -> str:
+    """The counts, by degree and dtype."""
+    lines = [
+        f"Measured on {platform.machine()} CPU, gloo, torch {torch.__version__}, transformers {transformers.__version__}, "
+        f"on 2 x 32 random tokens. {_summary(results)}",
+        "",
+        "| | models | the same | largest ratio | tied embeddings | padded vocabulary | ranks share parts |",
+        "|---" * 7 + "|",
+    ]
+    for tp, dtype in sorted({(r.tp, r.dtype) for r in results}, key=lambda key: (key[1] != "float32", key[0])):
+        here = [r for r in results if (r.tp, r.dtype) == (tp, dtype)]
+        worst = max(here, key=lambda r: r.ratio)
+        counts = [len(here), sum(r.verdict == "same" for r in here), f"{worst.ratio:.2f} ({worst.model})"]
+        counts += [sum(getattr(r, name) for r in here) for name in ("tied", "padded", "shares")]
+        lines.append(f"| tp {tp}, {dtype} | " + " | ".join(map(str, counts)) + " |")
+    others = [r for r in results if r.verdict != "same"]
+    return "\n".join([*lines, *(["", "Not the same:", ""] if others else []), *(f"- {r}" for r in others)]) + "\n"
+
+
+def _summary(results: Sequence[Result]) -> str:
+    same = [r for r in results if r.verdict == "same"]
+    ratios = sorted(r.ratio for r in same)
+    high = sum(ratio > 2 for ratio in ratios)
+    return (
+        f"Of {len(results)} runs over {len({r.model for r in results})} models {len(same)} say that the shards are the "
+        f"same model. Half of them have a largest ratio below {ratios[len(ratios) // 2]:.2f}, and {high} one above 2; "
+        f"the limit is {FACTOR:g}."
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--models", default=",".join(ZOO))
+    parser.add_argument("--runs", default=",".join(f"{tp}:{dtype}" for tp, dtype in RUNS))
+    parser.add_argument("--crew", type=int, default=12, help="models for one launch of the ranks")
+    parser.add_argument("--write", action="store_true", help=f"put the counts into {DOCUMENT.name}")
+    arguments = parser.parse_args()
+    transformers.logging.disable_progress_bar()
+    file: Path = arguments.results
+    results = [Result(**json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
+    done = {(r.model, r.tp, r.dtype) for r in results}
+    for degree, dtype in (text.split(":") for text in arguments.runs.split(",")):
+        runs = [(name, int(degree), dtype) for name in arguments.models.split(",") if int(degree) in ZOO[name].degrees]
+        runs = [run for run in runs if run not in done]
+        for i in range(0, len(runs), arguments.crew):
+            with tempfile.TemporaryDirectory(prefix="reshard-zoo-") as folder, file.open("a") as kept:
+                for found in check(Path(folder), runs[i : i + arguments.crew]):
+                    results.append(found)
+                    print(found, flush=True)
+                    print(json.dumps(asdict(found)), file=kept, flush=True)
+    if arguments.write:
+        write(to_markdown(results), BEGIN)
+    else:
+        print(to_markdown(results))
+
+
+if __name__ == "__main__":
+    main()

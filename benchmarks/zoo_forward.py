@@ -2,10 +2,10 @@
 
     python -m benchmarks.zoo_forward RESULTS [--models llama,gpt2] [--runs 4:bfloat16,8:float32] [--crew 12] [--write]
 
-Prints a line for each model, degree and dtype: the verdict, the largest error over noise, and seconds. RESULTS, a file with
-a line of JSON for each, is added to; what it has already is not run again, so that a run that was stopped goes on. The ranks
-are started once for ``--crew`` models; where one of these cannot be run, they are run one by one. With ``--write`` the
-counts are written into docs/verification.md, between its markers, at the end.
+Prints a line for each model, degree and dtype: the verdict, the largest error over noise, and seconds. RESULTS, a file
+with a line of JSON for each, is added to; what it has already is not run again, so that a run that was stopped goes on.
+The ranks are started once for ``--crew`` models; where one of these cannot be run, they are run one by one. With
+``--write`` the counts are written into docs/verification.md, between its markers, at the end.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BEGIN = "<!-- zoo, by python -m benchmarks.zoo_forward -->\n"
 class Result:
     """What one run said. ``verdict`` is ``same``, ``different`` or ``refused``, ``first`` the place or the error.
 
-    ``shares`` says that some ranks hold the same part of a split tensor, as of a KV head; ``seconds`` are the forward's.
+    ``shares`` says that some ranks hold the same part of a split tensor, as of a KV head; ``seconds`` of the forward.
     """
 
     model: str
@@ -87,9 +87,9 @@ def check(root: Path, runs: Sequence[tuple[str, int, str]]) -> Iterable[Result]:
 
 def to_markdown(results: Sequence[Result]) -> str:
     """The counts, by degree and dtype."""
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     lines = [
-        f"Measured on {platform.machine()} CPU, gloo, torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"on 2 x 32 random tokens. {_summary(results)}",
+        f"Measured on {platform.machine()} CPU, gloo, {versions}, on 2 x 32 random tokens. {_summary(results)}",
         "",
         "| | models | the same | largest ratio | tied embeddings | padded vocabulary | ranks share parts |",
         "|---" * 7 + "|",

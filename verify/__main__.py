@@ -2,7 +2,8 @@
 
 import sys
 
-from reshard.cli import main
-
 if __name__ == "__main__":
-    main(["verify", *sys.argv[1:]])
+    from reshard.__main__ import main
+
+    sys.argv.insert(1, "verify")
+    main()

@@ -167,6 +167,7 @@ def verify_command(
     (torchrun itself exits with 1 for every code but 0.)
     """
     from reshard.api import Access
+    from verify.ending import one_line_when_interrupted
 
     if report is not None and not report.absolute().parent.is_dir():
         raise click.UsageError(f"--report: there is no folder {report.absolute().parent}")
@@ -176,12 +177,22 @@ def verify_command(
     }  # fmt: skip
     run = _Run(original, shards, {"exact_only": True} if exact_only else settings, is_json, quiet, report)
     access = Access(revision, token, cache_dir, plan_file, quiet or is_json)
-    if not is_launched() or (exact_only and os.environ["RANK"] == "0"):
-        _attempt(run, access, debug)
-        _finish(run)
-        sys.exit(run.exit_code)
-    if not exact_only:
-        _verify_as_rank(run, access, debug)
+    with one_line_when_interrupted(_interrupted):
+        if not is_launched() or (exact_only and os.environ["RANK"] == "0"):
+            _attempt(run, access, debug)
+            _finish(run)
+            sys.exit(run.exit_code)
+        if not exact_only:
+            _verify_as_rank(run, access, debug)
+
+
+def _interrupted() -> str:
+    """The line of a command that is interrupted, in place of a bar that it may have drawn; of ranks, the first's."""
+    from reshard.progress import bars_are_wanted
+
+    if os.environ.get("RANK", "0") != "0":
+        return ""
+    return ("\r\x1b[K" if bars_are_wanted() else "") + "reshard: interrupted\n"
 
 
 def is_launched() -> bool:
@@ -276,6 +287,7 @@ def _phases(*, is_silent: bool) -> Iterator[Callable[[str], None]]:
 
     def begin(text: str) -> None:
         nonlocal phase, started
+        show("\n")
         phase, started = text, time.monotonic()
         show()
 

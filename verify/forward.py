@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import platform
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,7 +28,8 @@ from reshard.loading import TORCH_DTYPES
 from reshard.plan import Plan, dequantized
 from reshard.source import Source
 from verify.collectives import Groups
-from verify.launch import rank_device, run_ranks, start_fork_server
+from verify.ending import temporary_folder
+from verify.launch import rank_device, run_ranks, say, start_fork_server
 from verify.noise import FACTOR, Distance, Yardstick, measure, yardstick
 
 if TYPE_CHECKING:
@@ -154,8 +154,8 @@ def run_forwards(
     if any(job.plan.mesh.size != world for job in jobs):
         raise ValueError("all pairs need the same number of ranks")
     device = _device(options.device)
-    progress(f"forward on {world} ranks, {device}")
-    results = run_ranks(_run_jobs, world, jobs, device, device=device, timeout=options.timeout)
+    progress(f"starting {world} ranks, {device}")
+    results = run_ranks(_run_jobs, world, jobs, device, device=device, timeout=options.timeout, progress=progress)
     return [_report(job, [ranks[i] for ranks in results], device) for i, job in enumerate(jobs)]
 
 
@@ -303,6 +303,13 @@ def _run_jobs(jobs: Sequence[_Job], device: str) -> list[_Result]:
 
 
 def _run_job(job: _Job, device: torch.device, groups: Groups, patient: dist.ProcessGroup | None) -> _Result:
+    with temporary_folder("reshard-offload-") as offload:
+        return _run_rank(job, device, groups, patient, offload)
+
+
+def _run_rank(
+    job: _Job, device: torch.device, groups: Groups, patient: dist.ProcessGroup | None, offload: Path
+) -> _Result:
     from verify.model import Rank, load_rank
     from verify.trace import run
 
@@ -312,11 +319,12 @@ def _run_job(job: _Job, device: torch.device, groups: Groups, patient: dist.Proc
     reference = _shared(dataclasses.replace(original, gradients={}) if original else None, patient)
     rank = Rank(job.plan, dist.get_rank(), job.modules, job.config)
     folder = job.shards / job.plan.mesh.folder(rank.rank)
-    offload = tempfile.TemporaryDirectory(prefix="reshard-offload-") if job.options.streamed else None
-    loaded = load_rank(folder, rank, job.dtype, device, groups, offload=Path(offload.name) if offload else None)
+    say(f"shards on {job.plan.mesh.size} ranks")
+    loaded = load_rank(folder, rank, job.dtype, device, groups, offload=offload if job.options.streamed else None)
     ids = reference.ids.to(device)
     feed = {name: known.exact for name, known in reference.states.items()} if job.options.streamed else None
     trace = run(loaded.model, ids, _places(loaded, job.plan), reference.chosen, grad=job.options.backward, feed=feed)
+    say("comparison")
     rows = _compare(trace.states, reference)
     gradients = _backward(loaded, trace, ids, job, original, groups, patient) if job.options.backward else ()
     logits = None
@@ -350,6 +358,7 @@ def _backward(
     """The gradients of all ranks, put together and compared on rank 0."""
     from verify.gradients import gradients_on_disk, loss_of, sum_where_ranks_part, together
 
+    say("gradients")
     loss = loss_of(trace.outputs, ids)
     sum_where_ranks_part(loss, loaded.parts, groups)
     loss.backward()  # type: ignore[no-untyped-call]
@@ -397,9 +406,11 @@ def _places(loaded: Loaded, plan: Plan) -> Places:
 
 def _run_original(job: _Job, device: torch.device) -> _Reference:
     started = time.monotonic()
+    say(f"original in {_name(job.exact_dtype)}")
     with _original(job, job.exact_dtype, device) as loaded:
         ids = _random_ids(loaded.model, job) if job.ids is None else job.ids
         exact, exact_grads = _run_whole(loaded, ids.to(device), job, None, 0)
+    say(f"original in {_name(job.dtype)}, {job.options.draws + 1} times")
     with _original(job, job.dtype, device) as loaded:
         draws = [_run_whole(loaded, ids.to(device), job, exact, draw) for draw in range(job.options.draws + 1)]
     own = draws[0][0]
@@ -417,15 +428,19 @@ def _run_original(job: _Job, device: torch.device) -> _Reference:
     )
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 @contextmanager
 def _original(job: _Job, dtype: torch.dtype, device: torch.device) -> Iterator[Loaded]:
     """The whole model: on one device if it fits, else over all and the CPU; streamed, its weights stay on disk."""
     from verify.model import load_original, on_disk
 
-    with tempfile.TemporaryDirectory(prefix="reshard-offload-") as folder:
+    with temporary_folder("reshard-offload-") as folder:
         more: dict[str, Any] = {"device_map": {"": device}}
         if job.options.streamed:
-            more = on_disk(Path(folder))
+            more = on_disk(folder)
         elif device.type == "cuda" and not _fits(job, dtype, device):
             more = {"device_map": "auto", "offload_folder": folder}
         yield load_original(job.original, job.original_config, job.plan, dtype, more)
@@ -548,8 +563,8 @@ def _report(job: _Job, results: Sequence[_Result], device: str) -> ForwardReport
         unused=result.unused,
         mesh=job.plan.mesh.to_document(),
         ranks=job.plan.mesh.size,
-        dtype=str(job.dtype).removeprefix("torch."),
-        exact_dtype=str(job.exact_dtype).removeprefix("torch."),
+        dtype=_name(job.dtype),
+        exact_dtype=_name(job.exact_dtype),
         device=torch.cuda.get_device_name() if device == "cuda" else "cpu",
         backend=result.backend,
         batch=result.batch,

@@ -1,21 +1,23 @@
 """Run a function on N ranks: what each returned comes back, or one error that says which rank failed and of what.
 
-The launcher is torch's elastic one, on a free port. Its workers come from a fork server that has imported torch once,
-so that a start takes a fraction of a second and not N imports of torch (4 ranks on two cores: 0.4 s, against 4 s).
+The ranks come from a fork server that has imported torch once, so that a start takes a fraction of a second and not N
+imports of torch (4 ranks on two cores: 0.4 s, against 4 s). They meet at a store of the process that started them, on a
+free port.
 
 When a rank fails, the others fail a moment later, in whatever collective they were waiting. So that the cause is what
-is reported, a rank that fails inside a collective waits a little before it exits; the launcher ends all of them at the
-first exit that it sees. When a rank hangs, the others run into the time-out of their collective; the first to do so
+is reported, a rank that fails inside a collective waits a little before it exits; all of them are ended at the first
+exit that is seen. When a rank hangs, the others run into the time-out of their collective; the first to do so
 asks every rank where it is.
 
 No worker outlives the process that started it: each watches a pipe that closes when that process ends, however it ends.
+Nor does a file: the ranks' temporary files lie in the folder of the run, which the last to go removes.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import multiprocessing
+import multiprocessing.util
 import os
 import pickle
 import signal
@@ -24,13 +26,14 @@ import tempfile
 import threading
 import time
 import traceback
-import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from multiprocessing import forkserver
-from multiprocessing.connection import wait
+from functools import partial
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
@@ -38,12 +41,10 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.rendezvous import rendezvous
 
 from formats.errors import ReshardError
+from verify.ending import remove, temporary_folder, undo_at_the_end, undone
 
 T = TypeVar("T")
 
@@ -69,13 +70,19 @@ class RankTimeoutError(RankError):
 
 
 def run_ranks(
-    fn: Callable[..., T], world_size: int, *args: Any, device: str = "cpu", timeout: float = DEFAULT_TIMEOUT
+    fn: Callable[..., T],
+    world_size: int,
+    *args: Any,
+    device: str = "cpu",
+    timeout: float = DEFAULT_TIMEOUT,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> list[T]:
     """Run ``fn(*args)`` on ``world_size`` ranks with torch.distributed ready, and return their results in rank order.
 
     ``fn`` must be importable by name; arguments and results are pickled. ``device`` is ``cpu`` or ``cuda``: the backend
     is NCCL with one rank a GPU, else gloo, and each rank's current CUDA device is its own. ``timeout`` is how many
-    seconds a rank waits in a collective, or at the end, for the others.
+    seconds a rank waits in a collective, or at the end, for the others. ``progress`` is called with what rank 0 says it
+    is doing (:func:`say`).
 
     In a process that torchrun or another launcher started (``RANK`` and ``WORLD_SIZE`` are set), this process is one of
     the ranks: ``fn`` runs here, and every rank gets all results.
@@ -86,14 +93,34 @@ def run_ranks(
     if world_size < 1:
         raise ValueError(f"world_size is {world_size}")
     if _is_launched():
-        return _run_as_rank(fn, world_size, args, device, timeout)
-    with tempfile.TemporaryDirectory(prefix="reshard-ranks-") as name:
-        folder = Path(name)
+        with _heard(progress):
+            return _run_as_rank(fn, world_size, args, device, timeout)
+    with temporary_folder("reshard-ranks-") as folder:
         (folder / "job").write_bytes(pickle.dumps((fn, args)))
-        environment = _Environment(str(folder), dict(os.environ), str(Path.cwd()), device, timeout)
-        _launch(environment, world_size)
+        sockets = multiprocessing.util.get_temp_dir()
+        environment = _Environment(str(folder), sockets, dict(os.environ), str(Path.cwd()), device, timeout)
+        _launch(environment, world_size, progress)
         # Written by our own workers into a folder that only this user can write to.
         return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(world_size)]
+
+
+_listener: Callable[[str], None] | None = None
+
+
+def say(text: str) -> None:
+    """Say, on rank 0, what is being done; the process that started the ranks hears it."""
+    if _listener is not None and dist.get_rank() == 0:
+        _listener(text)
+
+
+@contextmanager
+def _heard(listener: Callable[[str], None]) -> Iterator[None]:
+    global _listener
+    _listener = listener
+    try:
+        yield
+    finally:
+        _listener = None
 
 
 def start_fork_server(*modules: str) -> bool:
@@ -105,9 +132,26 @@ def start_fork_server(*modules: str) -> bool:
     """
     if "forkserver" not in multiprocessing.get_all_start_methods() or _is_launched():
         return False
-    multiprocessing.set_forkserver_preload(["torch", "torch.distributed.launcher.api", *modules])
-    forkserver.ensure_running()
+    multiprocessing.set_forkserver_preload(["verify.own_group", "torch", *modules])
+    # It starts with Ctrl-C blocked, as this thread has it for a moment: an interrupted import prints tracebacks.
+    resource_tracker.ensure_running()  # or it would be started, and the signal allowed, by the fork server's start
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    undo_at_the_end(_end_fork_server)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return True
+
+
+def _end_fork_server() -> None:
+    """End what the ranks are forked from, and ranks that are being started; remove where its socket is."""
+    server: int | None = getattr(forkserver._forkserver, "_forkserver_pid", None)
+    if server is not None:
+        for end in (os.killpg, os.kill):  # it may not have come as far as to have a group
+            with suppress(ProcessLookupError):
+                end(server, signal.SIGKILL)
+    remove(Path(multiprocessing.util.get_temp_dir()))
 
 
 def _is_launched() -> bool:
@@ -124,76 +168,39 @@ def rank_device(device: str) -> torch.device:
 # In the process that launches
 
 
-def _launch(environment: _Environment, world_size: int) -> None:
-    has_fork_server = start_fork_server()
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=world_size,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        rdzv_configs={"timeout": 60},
-        local_addr="localhost",
-        max_restarts=0,
-        monitor_interval=0.02,
-        start_method="forkserver" if has_fork_server else "spawn",
-        shutdown_timeout=5,
-        logs_specs=DefaultLogsSpecs(
-            log_dir=environment.folder, redirects={r: Std.ALL if r else Std.OUT for r in range(world_size)}
-        ),
-    )
-    with _silent_launcher(), _own_signal_handlers(), _no_children_left():
-        try:
-            elastic_launch(config, _worker)(environment)
-        except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            raise _explain(Path(environment.folder), rank, failure.exitcode, world_size, environment.timeout) from None
-        except SignalException as error:
-            if error.sigval == signal.SIGINT:
-                raise KeyboardInterrupt from None
-            raise SystemExit(128 + error.sigval) from None
+def _launch(environment: _Environment, world_size: int, progress: Callable[[str], None]) -> None:
+    start_fork_server()
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    processes = multiprocessing.get_context("forkserver")
+    here, there = processes.Pipe(duplex=False)
+    workers: list[BaseProcess] = []
+    with here, undone(partial(_end, workers)):
+        for rank in range(world_size):
+            meeting = (rank, world_size, store.port)
+            worker = processes.Process(target=_worker, args=(environment, *meeting, there), daemon=True)
+            worker.start()
+            workers.append(worker)
+        there.close()
+        running: dict[Any, int] = {worker.sentinel: rank for rank, worker in enumerate(workers)}
+        said = [here]
+        while running:
+            ready = wait([*running, *said])
+            if here in ready:
+                try:
+                    progress(here.recv())
+                except EOFError:
+                    said.clear()
+            for rank in sorted(running.pop(sentinel) for sentinel in ready if sentinel in running):
+                workers[rank].join()
+                if code := workers[rank].exitcode:
+                    raise _explain(Path(environment.folder), rank, code, world_size, environment.timeout)
 
 
-@contextmanager
-def _silent_launcher() -> Iterator[None]:
-    """Keep the launcher's own account of a failure, several tracebacks long, from the user."""
-    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
-@contextmanager
-def _own_signal_handlers() -> Iterator[None]:
-    """Put back the signal handlers that the launcher replaces and leaves behind."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signals = [s for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if (s := getattr(signal, name, None))]
-    handlers = {s: signal.getsignal(s) for s in signals}
-    try:
-        yield
-    finally:
-        for s, handler in handlers.items():
-            signal.signal(s, signal.SIG_DFL if handler is None else handler)
-
-
-@contextmanager
-def _no_children_left() -> Iterator[None]:
-    """End what the launcher has not, as when it is interrupted while it starts the workers."""
-    before = set(multiprocessing.active_children())
-    try:
-        yield
-    finally:
-        for child in set(multiprocessing.active_children()) - before:
-            child.kill()
-            child.join()
+def _end(workers: Sequence[BaseProcess]) -> None:
+    for worker in workers:
+        worker.kill()
+    for worker in workers:
+        worker.join(_SETTLE)
 
 
 def _explain(folder: Path, rank: int, exitcode: int, world_size: int, timeout: float) -> RankError:
@@ -248,22 +255,21 @@ class _Environment:
     """What a worker does not have from the fork server, which may be older than the call."""
 
     folder: str
+    sockets: str
     variables: dict[str, str]
     directory: str
     device: str
     timeout: float
 
-    def enter(self) -> None:
-        given = {k: v for k, v in os.environ.items() if k.startswith(_LAUNCHER_VARIABLES)}
+    def enter(self, rank: int, world_size: int, port: int) -> None:
+        """Be a rank, as one that torchrun started. ``port`` is that of the store where the ranks meet."""
+        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+        meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        outside = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
         os.environ.clear()
-        os.environ.update(self.variables | given)
+        os.environ.update({**self.variables, **{name: str(n) for name, n in numbers.items()}, **meeting, **outside})
+        os.environ["TMPDIR"] = tempfile.tempdir = self.folder
         os.chdir(self.directory)
-
-
-_LAUNCHER_VARIABLES = (
-    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
-    *("MASTER_", "TORCHELASTIC_", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
-)
 
 
 @dataclass(frozen=True)
@@ -284,23 +290,33 @@ class _Failure:
     timed_out: bool
 
 
-def _worker(environment: _Environment) -> None:
-    for s in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(s, signal.SIG_DFL)
-    folder, rank = Path(environment.folder), int(os.environ["RANK"])
-    threading.Thread(target=_watch, args=(folder, rank, threading.get_ident()), daemon=True).start()
-    environment.enter()
+def _worker(environment: _Environment, rank: int, world_size: int, port: int, listener: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started us ends us
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    folder = Path(environment.folder)
+    left = [folder, Path(environment.sockets)]
+    threading.Thread(target=_watch, args=(folder, rank, threading.get_ident(), left), daemon=True).start()
+    environment.enter(rank, world_size, port)
+    _silence(rank)
     try:
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         _join_group(environment.device, environment.timeout)
         fn, args = pickle.loads((folder / "job").read_bytes())
-        result = fn(*args)
+        with _heard(listener.send):
+            result = fn(*args)
         _meet_at_the_end()
         _write(folder / f"result-{rank}", pickle.dumps(result))
         dist.destroy_process_group()
     except BaseException as error:
         _fail(folder, rank, error)
+
+
+def _silence(rank: int) -> None:
+    """Show nothing of what a rank prints but the first one's standard error."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1,) if rank == 0 else (1, 2):
+        os.dup2(nowhere, stream)
 
 
 def _run_as_rank(fn: Callable[..., T], world_size: int, args: tuple[Any, ...], device: str, timeout: float) -> list[T]:
@@ -345,14 +361,16 @@ def _meet_at_the_end() -> None:
     dist.barrier()
 
 
-def _watch(folder: Path, rank: int, main: int) -> None:
-    """End this process with its parent, and say where it is when a rank has timed out."""
+def _watch(folder: Path, rank: int, main: int, left: Sequence[Path]) -> None:
+    """End this process with its parent, whose folders are ``left``; say where it is when a rank has timed out."""
     parent = multiprocessing.parent_process()
     while parent and not wait([parent.sentinel], _POLL):
         seen = folder / f"seen-{rank}"
         if (folder / "timed-out").exists() and not seen.exists():
             with suppress(OSError):
                 _write(seen, json.dumps(asdict(_current_place(main))).encode())
+    for each in left:
+        remove(each)
     os._exit(1)
 
 

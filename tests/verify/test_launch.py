@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from formats.errors import CheckpointError, ReshardError
-from verify.launch import RankError, RankTimeoutError, run_ranks
+from verify.launch import RankError, RankTimeoutError, run_ranks, say
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,6 +37,19 @@ def test_results_come_back_in_rank_order_with_todays_environment(monkeypatch, tm
         assert all(torch.equal(r["sum"], x * 6) and r["env"] == value for r in results)
         assert {r["cwd"] for r in results} == {str(tmp_path)}
     assert torch.equal(x, torch.arange(3.0)), "arguments are copies"
+
+
+def speaks() -> str:
+    for text in ("one", "two"):
+        say(f"{text} on rank {dist.get_rank()}")
+    return tempfile.mkdtemp()
+
+
+def test_rank_0_is_heard_and_temporary_files_of_ranks_are_gone():
+    heard: list[str] = []
+    made = run_ranks(speaks, 2, progress=heard.append)
+    assert heard == ["one on rank 0", "two on rank 0"]
+    assert len(set(made)) == 2 and not any(Path(folder).exists() for folder in made)
 
 
 def test_signal_handlers_and_multiprocessing_are_left_alone():
@@ -212,16 +226,17 @@ def script(tmp_path: Path) -> Path:
     [
         (signal.SIGINT, True, -signal.SIGINT),  # Ctrl-C in a terminal reaches all processes
         (signal.SIGINT, False, -signal.SIGINT),
-        (signal.SIGTERM, False, 128 + signal.SIGTERM),
+        (signal.SIGTERM, False, -signal.SIGTERM),
         (signal.SIGKILL, False, -signal.SIGKILL),
     ],
 )
 def test_no_process_outlives_the_command(tmp_path, script, how, group, code):
-    folder = tmp_path / "pids"
+    folder, temporary = tmp_path / "pids", tmp_path / "temporary"
     folder.mkdir()
+    temporary.mkdir()
     process = subprocess.Popen(
         [sys.executable, script, "work", folder],
-        env=environment(),
+        env={**environment(), "TMPDIR": str(temporary)},
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -239,6 +254,7 @@ def test_no_process_outlives_the_command(tmp_path, script, how, group, code):
     assert process.returncode == code, stderr
     assert_gone(pids_in(folder))
     wait_until(lambda: not session(process.pid), 10)  # the fork server too
+    assert not list(temporary.iterdir())
 
 
 def test_under_torchrun_every_rank_gets_all_results(script):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from reshard.api import split
 from reshard.source import open_source
 from tests import zoo
 from tests.verify.faults import inject
+from tests.verify.test_launch import session, wait_until
 
 ROOT = Path(__file__).parents[2]
 Done = subprocess.CompletedProcess[str]
@@ -45,10 +47,14 @@ def verify(*arguments: str | Path, launcher: tuple[str, ...] = ("-m", "verify"),
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "verify")
 
 
+PHASES = ["comparing bytes", "starting 2 ranks, cpu", "original in float32", "original in bfloat16, 8 times",
+          "shards on 2 ranks", "comparison"]  # fmt: skip
+
+
 def test_the_same(model: Path) -> None:
     done = verify(model / "full", model / "shards", launcher=("-m", "reshard", "verify"))
     assert done.returncode == 0, done.stderr
-    assert done.stderr.splitlines() == ["comparing bytes", "forward on 2 ranks, cpu"]
+    assert done.stderr.splitlines() == PHASES
     lines = done.stdout.splitlines()
     assert lines[0].startswith("bytes: all equal, 276.80 kB in 30 tensors on 2 ranks, tp 2;")
     assert lines[1].startswith("forward: bfloat16 on 2 ranks (tp 2), cpu, gloo; 2 x 32 tokens, seed 0;")
@@ -100,7 +106,7 @@ def test_hostile_names_do_not_reach_the_terminal(model: Path, tmp_path: Path) ->
 
 def test_progress_on_a_terminal(model: Path) -> None:
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "verify", model / "full", model / "shards"]
+    command = [sys.executable, "-m", "verify", model / "full", model / "shards", "--backward"]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=theirs, env={**os.environ, "TERM": "xterm"}
     ) as process:
@@ -113,21 +119,54 @@ def test_progress_on_a_terminal(model: Path) -> None:
                 break
         assert process.wait(60) == 0
     os.close(ours)
-    assert shown.count(b"\rforward on 2 ranks, cpu: ") >= 2 and shown.endswith(b" s\x1b[K\r\n")
+    lines = shown.decode().split("\r\n")
+    assert lines.pop() == ""
+    at_the_end = [line.rpartition("\r")[2] for line in lines]
+    assert [re.sub(r": \d+ s\x1b\[K$", "", line) for line in at_the_end] == [*PHASES, "gradients"]
+    assert lines[1].count("\rstarting 2 ranks, cpu: ") >= 2, "it is drawn again each second"
 
 
-def test_interrupt_is_130(model: Path) -> None:
+@pytest.mark.parametrize(
+    ("phase", "seconds", "how"),
+    [
+        ("comparing bytes", 0, signal.SIGINT),
+        ("comparing bytes", 1, signal.SIGINT),  # torch is being imported
+        ("starting", 0, signal.SIGINT),
+        ("starting", 1, signal.SIGTERM),  # what the ranks are forked from imports torch
+        ("original in float32", 0, signal.SIGINT),
+        ("shards", 0, signal.SIGINT),
+    ],
+)
+def test_interrupted_at_any_moment(
+    model: Path, tmp_path: Path, phase: str, seconds: float, how: signal.Signals
+) -> None:
+    """One line, and nothing is left behind; the signal goes to all processes, as Ctrl-C in a terminal does."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "verify", model / "full", model / "shards"],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [sys.executable, "-m", "reshard", "verify", model / "full", model / "shards", "--streamed"],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
     )  # fmt: skip
     assert process.stderr is not None
-    while "forward" not in process.stderr.readline():
+    lines = iter(process.stderr.readline, "")
+    while not next(lines).startswith(phase):
         pass
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert (process.returncode, out) == (130, "") and "reshard: interrupted" in err
+    time.sleep(seconds)
+    os.killpg(process.pid, how)
+    *before, last = process.stderr.readlines()
+    assert (process.wait(60), process.stdout.read() if process.stdout else None) == (128 + how, "")
+    assert last == "reshard: interrupted\n"
+    assert {line.strip() for line in before} <= {*PHASES}
+    wait_until(lambda: not session(process.pid), 10)
+    assert not [path for path in tmp_path.iterdir() if not path.name.startswith("torchinductor_")]  # torch's own, empty
+
+
+def test_interrupted_before_it_begins(tmp_path: Path) -> None:
+    """While the command line itself is imported."""
+    (tmp_path / "click.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    command = [sys.executable, "-m", "reshard", "--help"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "reshard: interrupted\n")
 
 
 # ------------------------------------------------------------------------------------------------------ under torchrun

@@ -95,6 +95,8 @@ def run(
         stack.enter_context(torch.set_grad_enabled(grad))
         stack.enter_context(_Choices(trace, path, chosen))
         stack.enter_context(_default_dtype(model.dtype))
+        if model.dtype == torch.float64:
+            stack.enter_context(_NoLessThanFloat64())
         output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
     for name, value in output.items():
         if isinstance(value, Tensor) and value.is_floating_point():
@@ -175,6 +177,20 @@ _COMPARISONS |= {torch.gt, torch.ge, torch.lt, torch.le}
 
 def _is_real(x: Any) -> bool:
     return x.is_floating_point() if isinstance(x, Tensor) else isinstance(x, float)
+
+
+class _NoLessThanFloat64(TorchFunctionMode):
+    """Lets a float64 model compute in float64 what it would compute in float32: norms, rotary angles, linear attention.
+
+    Models write float32 there to have more than their own 16 bits; in the run that all others are measured against it
+    would be less, and its rounding would be that of the original in float32, and not that of the shards.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.float:
+            func = Tensor.double
+        args = tuple(torch.float64 if x is torch.float32 else x for x in args)
+        return func(*args, **{key: torch.float64 if x is torch.float32 else x for key, x in (kwargs or {}).items()})
 
 
 class _Choices(TorchFunctionMode):

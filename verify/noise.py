@@ -31,6 +31,12 @@ Over the models of the zoo, at 2, 4 and 8 ranks, in float32 and bfloat16, correc
 (and 2.4 in linear attention, which divides by norms of almost nothing); faults that change what is computed, from 6 up.
 """
 
+SURE = 20.0
+"""Error over noise from which shards are not the same model whatever the draws; below it, an alarm is looked at again.
+
+Where a token's value is divided by a norm of almost nothing, its rounding has a long tail, which a few draws may miss.
+"""
+
 FLOOR = 0.25
 """Errors below this part of the dtype's own resolution at a place count as none: a lookup, say, has no noise at all."""
 

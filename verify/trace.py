@@ -190,6 +190,8 @@ class _NoLessThanFloat64(TorchFunctionMode):
         if func is Tensor.float:
             func = Tensor.double
         args = tuple(torch.float64 if x is torch.float32 else x for x in args)
+        if func is nn.functional.linear:  # of a router whose weight is float32 in whatever model
+            args = tuple(x.double() if isinstance(x, Tensor) else x for x in args)
         return func(*args, **{key: torch.float64 if x is torch.float32 else x for key, x in (kwargs or {}).items()})
 
 

@@ -19,7 +19,8 @@ from tests import zoo
 from tests.verify.faults import inject
 from verify.forward import ForwardOptions, ForwardReport, run_forward, run_forwards
 from verify.launch import RankError, run_ranks
-from verify.noise import FACTOR, measure, yardstick
+from verify.noise import FACTOR, SURE, measure, yardstick
+from verify.trace import Places, run
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -201,6 +202,18 @@ def test_requests_that_make_no_sense(pairs: Pairs) -> None:
         run_forward(original, shards, ForwardOptions(prompt="hello"))
 
 
+def test_an_alarm_near_the_limit_is_looked_at_with_more_draws(pairs: Pairs, tmp_path: Path) -> None:
+    """A fault that is as small as the tail of some tokens' rounding stays one."""
+    original, shards = pairs(["gpt2"], 2, "bfloat16")[0]
+    assert run_forward(original, shards).draws == 7
+    damaged = tmp_path / "shards"
+    shutil.copytree(shards.path, damaged)
+    assert inject("two_heads", damaged, original)
+    small = run_forward(original, open_source(damaged))
+    assert not small.is_same and small.first == "transformer.h.1.attn.c_proj"
+    assert small.draws == 31 and max(row.ratio for row in small.layers) < SURE
+
+
 # ------------------------------------------------------------------------------------------------------ second opinion
 
 
@@ -247,6 +260,27 @@ def test_transformers_own_tensor_parallelism_agrees(pairs: Pairs) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------- noise
+
+
+class _Casts(torch.nn.Module):
+    """What models do in the middle of their 16 bits."""
+
+    dtype = torch.float64
+
+    def forward(self, input_ids: torch.Tensor, **_: object) -> dict[str, torch.Tensor]:
+        x = input_ids.to(torch.float64) / 3
+        one = torch.ones((), dtype=torch.float32)
+        parts = [x.to(torch.float32), x.float(), x.type(torch.float32), x.softmax(-1, dtype=torch.float32) * one / 3]
+        parts.append(torch.nn.functional.linear(x.float(), torch.eye(7, dtype=torch.float32)))
+        return {"logits": torch.stack(parts)}
+
+
+def test_the_exact_run_is_exact_throughout() -> None:
+    ids = torch.arange(1, 8).reshape(1, 7)
+    found = run(_Casts(), ids, Places({}, {})).states["logits"]
+    x = ids.double() / 3
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, torch.stack([x, x, x, x.softmax(-1) / 3, x]), rtol=1e-15, atol=0)
 
 
 def test_noise_is_the_yardstick() -> None:

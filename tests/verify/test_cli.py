@@ -174,15 +174,18 @@ def test_interrupted_before_it_begins(tmp_path: Path) -> None:
 
 def test_under_torchrun(model: Path, tmp_path: Path) -> None:
     report = tmp_path / "report.html"
-    done = verify(model / "full", model / "shards", "--json", "--report", report, launcher=TORCHRUN)
+    done = verify(
+        model / "full", model / "shards", "--json", "--report", report, launcher=TORCHRUN, TMPDIR=str(tmp_path)
+    )
+    assert not list(tmp_path.glob("reshard-*"))
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)  # once, that is
     assert (document["verdict"], document["forward"]["ranks"]) == ("same", 2)
     assert "The same model" in report.read_text(encoding="utf-8")
 
 
-def test_under_torchrun_all_ranks_end_with_the_answer(model: Path) -> None:
-    done = verify(model / "full", model / "wrong", "--quiet", launcher=TORCHRUN)
+def test_under_torchrun_all_ranks_end_with_the_answer(model: Path, tmp_path: Path) -> None:
+    done = verify(model / "full", model / "wrong", "--quiet", launcher=TORCHRUN, TMPDIR=str(tmp_path))
     assert (done.returncode, done.stdout) == (1, "different\n")
     assert "exitcode  : 1" in done.stderr and "exitcode  : 2" not in done.stderr
 

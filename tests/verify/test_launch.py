@@ -275,7 +275,8 @@ def test_under_torchrun_another_number_of_ranks_is_refused(monkeypatch):
 
 
 def torchrun(script: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(script)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    command += ["--log-dir", str(script.parent / "log"), str(script)]
     return subprocess.run([*command, *args], env=environment(), capture_output=True, text=True, timeout=60)
 
 

@@ -1,12 +1,12 @@
 """Run a function on N ranks: what each returned comes back, or one error that says which rank failed and of what.
 
-The ranks come from a fork server that has imported torch once, so that a start takes a fraction of a second and not N
-imports of torch (4 ranks on two cores: 0.4 s, against 4 s). They meet at a store of the process that started them, on a
-free port.
+The launcher is torch's elastic one. Its workers come from a fork server that has imported torch once, so that a start
+takes a fraction of a second and not N imports of torch (4 ranks on two cores: 0.4 s, against 4 s). They meet at a store
+of the process that started them, on a free port.
 
 When a rank fails, the others fail a moment later, in whatever collective they were waiting. So that the cause is what
-is reported, a rank that fails inside a collective waits a little before it exits; all of them are ended at the first
-exit that is seen. When a rank hangs, the others run into the time-out of their collective; the first to do so
+is reported, a rank that fails inside a collective waits a little before it exits; the launcher ends all of them at the
+first exit that it sees. When a rank hangs, the others run into the time-out of their collective; the first to do so
 asks every rank where it is.
 
 No worker outlives the process that started it: each watches a pipe that closes when that process ends, however it ends.
@@ -16,6 +16,7 @@ Nor does a file: the ranks' temporary files lie in the folder of the run, which 
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing
 import multiprocessing.util
 import os
@@ -30,10 +31,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
@@ -41,6 +40,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, Std, start_processes
 from torch.distributed.rendezvous import rendezvous
 
 from formats.errors import ReshardError
@@ -54,6 +54,9 @@ DEFAULT_TIMEOUT = 120.0
 _POLL = 0.1  # seconds between two looks at whether the parent lives, or a rank has timed out
 _BLAME = 5.0  # seconds that a rank which failed in a collective leaves to the cause of it to be seen first
 _SETTLE = 1.0  # seconds for all ranks to say where they are
+_LOOK = 0.02  # seconds between two looks at whether the ranks are done
+_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+_LAUNCHER = ("torch", "torch.distributed.elastic.multiprocessing")
 
 
 class RankError(ReshardError):
@@ -132,7 +135,9 @@ def start_fork_server(*modules: str) -> bool:
     """
     if "forkserver" not in multiprocessing.get_all_start_methods() or _is_launched():
         return False
-    multiprocessing.set_forkserver_preload(["verify.own_group", "torch", *modules])
+    multiprocessing.set_forkserver_preload(
+        ["verify.own_group", "torch", "torch.distributed.elastic.multiprocessing", *modules]
+    )
     # It starts with Ctrl-C blocked, as this thread has it for a moment: an interrupted import prints tracebacks.
     resource_tracker.ensure_running()  # or it would be started, and the signal allowed, by the fork server's start
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -169,38 +174,84 @@ def rank_device(device: str) -> torch.device:
 
 
 def _launch(environment: _Environment, world_size: int, progress: Callable[[str], None]) -> None:
-    start_fork_server()
+    has_fork_server = start_fork_server()
+    start_method = "forkserver" if has_fork_server else "spawn"
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    processes = multiprocessing.get_context("forkserver")
-    here, there = processes.Pipe(duplex=False)
-    workers: list[BaseProcess] = []
-    with here, undone(partial(_end, workers)):
-        for rank in range(world_size):
-            meeting = (rank, world_size, store.port)
-            worker = processes.Process(target=_worker, args=(environment, *meeting, there), daemon=True)
-            worker.start()
-            workers.append(worker)
+    here, there = multiprocessing.get_context(start_method).Pipe(duplex=False)
+    shown = {rank: Std.ALL if rank else Std.OUT for rank in range(world_size)}
+    with here, _silent_launcher():
+        with _own_signal_handlers():
+            ranks = start_processes(
+                name="reshard",
+                entrypoint=_worker,
+                args=dict.fromkeys(range(world_size), (environment, there)),
+                envs={rank: _variables(rank, world_size, store.port) for rank in range(world_size)},
+                logs_specs=DefaultLogsSpecs(log_dir=environment.folder, redirects=shown),
+                start_method=start_method,
+            )
         there.close()
-        running: dict[Any, int] = {worker.sentinel: rank for rank, worker in enumerate(workers)}
-        said = [here]
-        while running:
-            ready = wait([*running, *said])
-            if here in ready:
-                try:
-                    progress(here.recv())
-                except EOFError:
-                    said.clear()
-            for rank in sorted(running.pop(sentinel) for sentinel in ready if sentinel in running):
-                workers[rank].join()
-                if code := workers[rank].exitcode:
-                    raise _explain(Path(environment.folder), rank, code, world_size, environment.timeout)
+        with undone(lambda: ranks.close(signal.SIGKILL)):
+            _follow(ranks, here, progress, environment, world_size)
 
 
-def _end(workers: Sequence[BaseProcess]) -> None:
-    for worker in workers:
-        worker.kill()
-    for worker in workers:
-        worker.join(_SETTLE)
+def _follow(
+    ranks: PContext, said: Connection, progress: Callable[[str], None], environment: _Environment, world_size: int
+) -> None:
+    """Pass on what rank 0 says until all ranks are done. Raises RankError at the first that fails."""
+    is_open = True
+    while (result := ranks.wait(0)) is None:
+        if not is_open:
+            time.sleep(_LOOK)
+        elif said.poll(_LOOK):
+            try:
+                progress(said.recv())
+            except EOFError:
+                is_open = False
+    if result.is_failed():
+        failure = min(result.failures.values(), key=lambda failure: failure.timestamp)
+        rank = failure.local_rank
+        raise _explain(Path(environment.folder), rank, failure.exitcode, world_size, environment.timeout)
+    while is_open and said.poll():
+        try:
+            progress(said.recv())
+        except EOFError:
+            is_open = False
+
+
+def _variables(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What torchrun would tell a rank. ``port`` is that of the store where the ranks meet."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    outside = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    return {**{name: str(n) for name, n in numbers.items()}, **meeting, **outside}
+
+
+@contextmanager
+def _silent_launcher() -> Iterator[None]:
+    """Keep the launcher's own account of a failure, several tracebacks long, from the user."""
+    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+@contextmanager
+def _own_signal_handlers() -> Iterator[None]:
+    """Have the launcher leave the handlers of signals as they are: ours end all ranks at once (verify/ending.py)."""
+    before = os.environ.get(_SIGNALS)
+    os.environ[_SIGNALS] = "none"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_SIGNALS]
+        else:
+            os.environ[_SIGNALS] = before
 
 
 def _explain(folder: Path, rank: int, exitcode: int, world_size: int, timeout: float) -> RankError:
@@ -261,13 +312,11 @@ class _Environment:
     device: str
     timeout: float
 
-    def enter(self, rank: int, world_size: int, port: int) -> None:
-        """Be a rank, as one that torchrun started. ``port`` is that of the store where the ranks meet."""
-        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-        meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-        outside = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    def enter(self) -> None:
+        """Be where the caller is, with its environment and what the launcher adds to it."""
+        given = {name: os.environ[name] for name in _variables(0, 1, 0)}
         os.environ.clear()
-        os.environ.update({**self.variables, **{name: str(n) for name, n in numbers.items()}, **meeting, **outside})
+        os.environ.update(self.variables | given)
         os.environ["TMPDIR"] = tempfile.tempdir = self.folder
         os.chdir(self.directory)
 
@@ -290,14 +339,13 @@ class _Failure:
     timed_out: bool
 
 
-def _worker(environment: _Environment, rank: int, world_size: int, port: int, listener: Connection) -> None:
+def _worker(environment: _Environment, listener: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started us ends us
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    folder = Path(environment.folder)
+    folder, rank = Path(environment.folder), int(os.environ["RANK"])
     left = [folder, Path(environment.sockets)]
     threading.Thread(target=_watch, args=(folder, rank, threading.get_ident(), left), daemon=True).start()
-    environment.enter(rank, world_size, port)
-    _silence(rank)
+    environment.enter()
     try:
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -310,13 +358,6 @@ def _worker(environment: _Environment, rank: int, world_size: int, port: int, li
         dist.destroy_process_group()
     except BaseException as error:
         _fail(folder, rank, error)
-
-
-def _silence(rank: int) -> None:
-    """Show nothing of what a rank prints but the first one's standard error."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1,) if rank == 0 else (1, 2):
-        os.dup2(nowhere, stream)
 
 
 def _run_as_rank(fn: Callable[..., T], world_size: int, args: tuple[Any, ...], device: str, timeout: float) -> list[T]:

@@ -567,7 +567,7 @@ def _print_tp_plan(model: Model, tp: int | None, as_json: bool) -> None:
     """The dict on stdout; on stderr what transformers does otherwise than the rules."""
     from formats.mesh import Mesh
     from reshard.plan import check_degrees
-    from reshard.tp_plan import transformers_plan
+    from verify.tp_plan import transformers_plan
 
     if tp is not None:
         check_degrees(model, Mesh((("tp", tp),)))

@@ -12,10 +12,10 @@ import torch
 
 from formats.errors import PlanError
 from reshard.api import Access, open_any
-from reshard.tp_plan import TransformersPlan, transformers_plan
 from tests.support import write_checkpoint
 from tests.test_cli import refused, run
 from tests.zoo import save
+from verify.tp_plan import TransformersPlan, transformers_plan
 
 # by degree: models for which transformers has no plan, one that gathers more, one that fails, and some that are fine
 NAMES = {

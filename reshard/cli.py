@@ -775,8 +775,12 @@ def _run(args: list[str]) -> int:
         return _fail_plainly("interrupted: the same command goes on where it stopped", 130)
     except (KeyboardInterrupt, click.Abort):
         return _fail_plainly("interrupted", 130)
-    except (BrokenPipeError, SystemExit):  # click makes the first into the second, with a code that means "no"
+    except BrokenPipeError:
         return _closed_pipe()
+    except SystemExit as stop:
+        if isinstance(stop.__context__, BrokenPipeError):  # click's word for it, with a code that means "no"
+            return _closed_pipe()
+        raise
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         return _fail(f"{where}{error.strerror or error}", None, code=2, debug=debug)

@@ -156,7 +156,7 @@ def verify_command(
     is_json: bool,
     quiet: bool,
     debug: bool,
-) -> None:
+) -> int:
     """Prove that SHARDS are the model ORIGINAL: byte for byte, then forward for forward.
 
     ORIGINAL is the full checkpoint, a folder or a Hub id; SHARDS the folder that 'reshard split' wrote. The bytes need
@@ -181,9 +181,11 @@ def verify_command(
         if not is_launched() or (exact_only and os.environ["RANK"] == "0"):
             _attempt(run, access, debug)
             _finish(run)
-            sys.exit(run.exit_code)
-        if not exact_only:
+        elif exact_only:
+            return 0  # the first rank says it
+        else:
             _verify_as_rank(run, access, debug)
+    return run.exit_code
 
 
 def _interrupted() -> str:
@@ -216,7 +218,6 @@ def _verify_as_rank(run: _Run, access: Access, debug: bool) -> None:
     run.error = crew.first_error(run.error)
     _finish(run)
     crew.end(run.exit_code)
-    sys.exit(run.exit_code)
 
 
 def _attempt(run: _Run, access: Access, debug: bool, crew: Crew | None = None) -> None:

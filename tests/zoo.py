@@ -727,12 +727,17 @@ _NEMOTRON: dict[str, Any] = {
     "moe_shared_expert_intermediate_size": 40,
 }
 _add("nemotron_h", (2, 4, 8), layers_block_type=["mamba", "attention", "moe", "mlp"], **_NEMOTRON)
+_LATENT: dict[str, Any] = {
+    **_NEMOTRON,
+    "layers_block_type": ["mamba", "attention", "moe"],
+    "moe_latent_size": 36,
+    "n_groups": 4,
+}
+_add("nemotron_h-latent", (2, 4, 8), model_type="nemotron_h", **_LATENT)
 _add(
-    "nemotron_h-latent",
+    "nemotron_h-mtp",
     (2, 4, 8),
     model_type="nemotron_h",
-    layers_block_type=["mamba", "attention", "moe"],
-    moe_latent_size=36,
     num_nextn_predict_layers=1,
     mtp_layers_block_type=["attention", "moe"],
     extra={
@@ -750,7 +755,7 @@ _add(
         "mtp.layers.1.mixer.shared_experts.up_proj.weight": (40, 80),
         "mtp.layers.1.mixer.shared_experts.down_proj.weight": (80, 40),
     },
-    **{**_NEMOTRON, "n_groups": 4},
+    **_LATENT,
 )
 _add(
     "jamba",

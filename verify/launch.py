@@ -139,7 +139,8 @@ def start_fork_server(*modules: str) -> bool:
         ["verify.own_group", "torch", "torch.distributed.elastic.multiprocessing", *modules]
     )
     # It starts with Ctrl-C blocked, as this thread has it for a moment: an interrupted import prints tracebacks.
-    resource_tracker.ensure_running()  # or it would be started, and the signal allowed, by the fork server's start
+    with _variable("PYTHONWARNINGS", "ignore"):  # it frees what an interrupted launcher has left without a word
+        resource_tracker.ensure_running()  # or it would be started, and the signal allowed, by the fork server's start
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     undo_at_the_end(_end_fork_server)
     try:
@@ -180,7 +181,7 @@ def _launch(environment: _Environment, world_size: int, progress: Callable[[str]
     here, there = multiprocessing.get_context(start_method).Pipe(duplex=False)
     shown = {rank: Std.ALL if rank else Std.OUT for rank in range(world_size)}
     with here, _silent_launcher():
-        with _own_signal_handlers():
+        with _variable(_SIGNALS, "none"):  # the handlers of signals stay ours, which end all at once (verify/ending.py)
             ranks = start_processes(
                 name="reshard",
                 entrypoint=_worker,
@@ -241,17 +242,17 @@ def _silent_launcher() -> Iterator[None]:
 
 
 @contextmanager
-def _own_signal_handlers() -> Iterator[None]:
-    """Have the launcher leave the handlers of signals as they are: ours end all ranks at once (verify/ending.py)."""
-    before = os.environ.get(_SIGNALS)
-    os.environ[_SIGNALS] = "none"
+def _variable(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable for a while."""
+    before = os.environ.get(name)
+    os.environ[name] = value
     try:
         yield
     finally:
         if before is None:
-            del os.environ[_SIGNALS]
+            del os.environ[name]
         else:
-            os.environ[_SIGNALS] = before
+            os.environ[name] = before
 
 
 def _explain(folder: Path, rank: int, exitcode: int, world_size: int, timeout: float) -> RankError:

@@ -409,7 +409,7 @@ def test_any_layout_and_any_byte(data: st.DataObject, tmp_path_factory: pytest.T
     document = {"parallel": {"tp": [["p"], ["v"]], "pad": ["v"]}, "sizes": {k: str(n) for k, n in sizes.items()},
                 "tensors": {"w": rule, "x": "p"}}  # fmt: skip
     architecture = architecture_from_document(document, "any", "any")
-    (shape,) = (r.shape.sizes(sizes) for r in architecture.tensors["w"])
+    (shape,) = (s.sizes(sizes) for r in architecture.tensors["w"] for s in r.shapes)
     dtype = data.draw(st.sampled_from(["U8", "BF16", "F32", "F64"]))
     model = bind(architecture, {}, [FullTensor("w", dtype, shape, "here"), FullTensor("x", "U8", (4,), "here")])
     plan = make_plan(model, Mesh((("tp", data.draw(st.sampled_from([2, 4]))),)))

@@ -57,11 +57,17 @@ def with_experts() -> list[str]:
     found = []
     for name, entry in zoo.ZOO.items():
         with torch.device("meta"):
-            config = entry.build().config.to_dict()
+            model = entry.build()
+        config = model.config.to_dict()
         text = {**config, **(config.get("text_config") or {}), **(config.get("ffn_config") or {})}
-        has_some = any(text.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts",
-                                                 "moe_num_experts"))  # fmt: skip
-        if has_some and "ep" in find_architecture(config, Path()).families and not entry.extra:
+        keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+        has_some = any("expert" in path or "moe" in path for path, _ in model.named_modules())
+        if (
+            has_some
+            and any(text.get(key) for key in keys)
+            and "ep" in find_architecture(config, Path()).families
+            and not entry.extra
+        ):
             found.append(name)
     return found
 

@@ -34,11 +34,9 @@ SLAB = 2 << 20
 STREAM = 1 << 18
 """Bytes at a time where a slab is plain byte ranges: they need no larger buffer, and stay in a core's own cache."""
 
-WRITE = 1 << 15
-"""Bytes of one system call that writes: the largest that Linux serves from a core's own lists of free pages (order 3).
-
-Larger ones take their pages from the free lists of the whole machine, which two threads contend for, and where a
-virtual machine keeps memory that its host has taken back: they are faster at best, and several times slower at worst.
+WRITE = 1 << 18
+"""Bytes of one system call that writes. Larger ones take larger pages of memory, which a virtual machine may have to get
+from its host first: measured, calls of 1 MB were up to five times slower than these, and calls of 32 KB a third slower.
 """
 
 Bytes = NDArray[np.uint8]

@@ -35,8 +35,8 @@ STREAM = 1 << 18
 """Bytes at a time where a slab is plain byte ranges: they need no larger buffer, and stay in a core's own cache."""
 
 WRITE = 1 << 18
-"""Bytes of one system call that writes. Larger ones take larger pages of memory, which a virtual machine may have to get
-from its host first: measured, calls of 1 MB were up to five times slower than these, and calls of 32 KB a third slower.
+"""Bytes of one system call that writes. Larger ones take larger pages of memory, which a virtual machine may have to
+get from its host first: as measured, calls of 1 MB were up to five times slower, and those of 32 KB a third slower.
 """
 
 Bytes = NDArray[np.uint8]

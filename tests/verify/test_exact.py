@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,11 +24,11 @@ from formats.errors import CheckpointError, PlanError
 from formats.mesh import Mesh
 from formats.safetensors import build_header, parse_header, read_header
 from reshard.api import Padding, merge, split
+from reshard.cli import main
 from reshard.plan import Box, FullTensor, Layout, bind, make_plan
 from reshard.source import open_source
 from tests import zoo
 from tests.verify.faults import FAULTS, inject
-from verify.cli import verify_command
 from verify.exact import ExactReport, verify_exact
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -473,21 +472,24 @@ def test_elements_that_nobody_owns(llama: Pair) -> None:
 # --------------------------------------------------------------------------------------------------------- the command
 
 
-def test_command(llama: Pair, tmp_path: Path) -> None:
-    def run(*arguments: str) -> Any:
-        return CliRunner().invoke(verify_command, [*arguments, "--exact-only"])
+def test_command(llama: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(original: Path, shards: Path, *options: str) -> tuple[Any, str, str]:
+        with pytest.raises(SystemExit) as stop:
+            main(["verify", str(original), str(shards), *options, "--exact-only"])
+        return stop.value.code, *capsys.readouterr()
 
-    good = run(str(llama.original), str(llama.shards))
-    assert good.exit_code == 0 and "SAME" in good.stdout
-    assert run(str(llama.original), str(llama.shards), "-q").stdout == "same\n"
+    code, out, _ = run(llama.original, llama.shards)
+    assert code == 0 and "SAME" in out
+    assert run(llama.original, llama.shards, "-q")[:2] == (0, "same\n")
     put(llama.shards / "rank-03-of-04/model.safetensors", "model.norm.weight", 79, b"abcd")
-    bad = run(str(llama.original), str(llama.shards))
-    assert bad.exit_code == 1 and "model.norm.weight[79] on rank 3" in bad.stdout
-    document = json.loads(run(str(llama.original), str(llama.shards), "--json").stdout)
-    assert document["schema_version"] == 1 and document["verdict"] == "different"
+    code, out, _ = run(llama.original, llama.shards)
+    assert code == 1 and "model.norm.weight[79] on rank 3" in out
+    code, out, _ = run(llama.original, llama.shards, "--json")
+    document = json.loads(out)
+    assert code == 1 and document["schema_version"] == 1 and document["verdict"] == "different"
     assert document["exact"]["first"]["found"] == b"abcd".hex()
-    none = run(str(llama.original), str(tmp_path / "nothing"))
-    assert none.exit_code == 2 and none.stderr.startswith("Error: ") and "Traceback" not in none.stderr
+    code, out, err = run(llama.original, tmp_path / "nothing")
+    assert code == 2 and not out and err.startswith("Error: ") and "Traceback" not in err
 
 
 MEASURE = """

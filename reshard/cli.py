@@ -778,7 +778,7 @@ def _run(args: list[str]) -> int:
     except BrokenPipeError:
         return _closed_pipe()
     except SystemExit as stop:
-        # Outside of shell completion click exits by itself for one thing only, a closed pipe, with a code that means "no".
+        # Outside of shell completion click exits by itself for a closed pipe alone, with a code that means "no".
         if stop.code and "_RESHARD_COMPLETE" not in os.environ:
             return _closed_pipe()
         raise

@@ -489,7 +489,7 @@ def test_command(llama: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert code == 1 and document["schema_version"] == 1 and document["verdict"] == "different"
     assert document["exact"]["first"]["found"] == b"abcd".hex()
     code, out, err = run(llama.original, tmp_path / "nothing")
-    assert code == 2 and not out and err.startswith("Error: ") and "Traceback" not in err
+    assert code == 2 and out == "UNCHECKED\n" and err.startswith("Error: ") and "Traceback" not in err
 
 
 MEASURE = """

@@ -26,11 +26,11 @@ METADATA_KEY = "reshard"
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file of the output: its name relative to the root, its size in bytes, its CRC-32 (None: not taken)."""
+    """A file of the output: its name relative to the root, its size in bytes, its checksum (None: not taken)."""
 
     name: str
     size: int
-    crc32: str | None
+    checksum: str | None
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def manifest_text(manifest: Manifest) -> str:
         "blocks": list(identity.blocks) if identity.blocks else None,
         "max_shard_size": manifest.max_shard_size,
         "row_parallel_bias": "the same on every rank, to be added once, after the all-reduce",
-        "checksum": "crc32",
+        "checksum": "columns64",
         "ranks": [
             {"rank": rank, "folder": identity.mesh.folder(rank), "files": [_file(record) for record in records]}
             for rank, records in sorted(manifest.ranks.items())
@@ -170,7 +170,7 @@ def manifest_text(manifest: Manifest) -> str:
 
 
 def _file(record: FileRecord) -> dict[str, Any]:
-    return {"name": record.name, "size": record.size, "crc32": record.crc32}
+    return {"name": record.name, "size": record.size, "checksum": record.checksum}
 
 
 def _text(content: bytes | None) -> str | None:
@@ -236,7 +236,7 @@ def _source_file(entry: Mapping[str, Any], path: Path) -> SourceFileRecord:
 
 
 def _record(entry: Mapping[str, Any], path: Path) -> FileRecord:
-    return FileRecord(_inside(entry["name"], path), int(entry["size"]), entry["crc32"])
+    return FileRecord(_inside(entry["name"], path), int(entry["size"]), entry["checksum"])
 
 
 def _inside(name: str, path: Path) -> str:

@@ -25,7 +25,7 @@ from formats.sharded import (
     read_manifest,
 )
 from reshard.blocks import finer_blocks, with_blocks
-from reshard.checksum import file_checksum
+from reshard.checksum import checksum, file_checksum
 from reshard.hub import fetch
 from reshard.move import Job, Options, SourceFile, TargetFile, TargetPlace, move
 from reshard.output import Staging, check_output, check_space
@@ -298,7 +298,7 @@ class _Split:
         for shard in shards:
             name = f"{folder}/{shard.name}"
             done = staging.finished[name]
-            records.append(FileRecord(name, done.size, done.crc32))
+            records.append(FileRecord(name, done.size, done.checksum))
         if len(shards) > 1:
             records.append(staging.write(f"{folder}/model.safetensors.index.json", index_text(shards).encode()))
         return tuple(records)
@@ -309,9 +309,7 @@ class _Split:
 
     def manifest(self, ranks: Mapping[int, tuple[FileRecord, ...]]) -> Manifest:
         """The manifest for the ranks that are complete."""
-        from zlib import crc32
-
-        side = (FileRecord(name, len(data), f"{crc32(data):08x}") for name, data in self.side_files().items())
+        side = (FileRecord(name, len(data), checksum(data)) for name, data in self.side_files().items())
         return Manifest(self.identity, self.source.record, self.source.rules, self.max_shard_size, tuple(side), ranks)
 
     def summary(self, *, written: int, complete: bool, dry_run: bool) -> Summary:

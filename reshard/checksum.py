@@ -1,102 +1,84 @@
-"""CRC-32 of a file whose parts are read or written in any order, by any thread.
+"""A checksum of files whose parts are read or written in any order, by any thread, as fast as memory is read.
 
-The CRC of a concatenation follows from the CRCs of its parts and their lengths, so that each part is summed while it is
-in the cache, and the sum of the file is the one that ``zlib.crc32`` (or gzip, or cksfv) gives for it.
+The file, padded with zeros, is a sequence of little-endian 64-bit words. They are summed, modulo 2^64, in 499 columns
+(word i goes to column i mod 499), and again in 487. The checksum is the BLAKE2b (8 bytes, as hex digits) of these 986
+sums and of the number of bytes, each as a little-endian 64-bit word.
+
+Sums of parts add up in any order, so that each part is summed while it is in the cache, and numpy does it several times
+faster than zlib a CRC-32. Whatever changes within 3896 bytes changes it. Changes further apart can only cancel in both
+sums if they are multiples of 499 x 487 words apart, which no shape of a tensor is; what is moved or swapped by any
+other distance is seen. It is against accidents, not against forgery.
 """
 
 from __future__ import annotations
 
 import threading
-from functools import lru_cache
+from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
-from zlib import crc32
 
-_POLYNOMIAL = 0xEDB88320
+import numpy as np
+from numpy.typing import NDArray
 
+WIDTHS = (499, 487)
+WORD = 8
+PIECE = 4 << 20
+"""Bytes that are best summed at a time: they stay in a processor's cache for whoever uses them next."""
 
-def combine(first: int, second: int, length: int) -> int:
-    """The CRC-32 of two parts laid one after the other; ``length`` is that of the second in bytes.
-
-    Multiplies the first by x^(8 length) modulo the polynomial (bits reflected), as zlib's crc32_combine does.
-    """
-    for power in _powers(length):
-        if first & _ONE:
-            second ^= power
-        first <<= 1
-    return second
+Words = NDArray[np.uint64]
 
 
-_ONE = 1 << 31
-"""The polynomial 1: the highest bit is the lowest power."""
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The sums of a part of a file in columns, of which the first is that of the word in which the part begins."""
+
+    phase: int
+    """The byte of a word with which the part begins."""
+    columns: tuple[Words, ...]
+
+    def fits(self, offset: int) -> bool:
+        """Whether these are also the sums of the same bytes at another offset."""
+        return offset % WORD == self.phase
 
 
-@lru_cache(maxsize=4096)
-def _powers(length: int) -> tuple[int, ...]:
-    """x^(8 length), x^(8 length + 1) … x^(8 length + 31) modulo the polynomial."""
-    powers = [_shift(length)]
-    while len(powers) < 32:
-        powers.append(_times_x(powers[-1]))
-    return tuple(powers)
+def sum_part(data: memoryview | bytes | NDArray[np.uint8], offset: int) -> Part:
+    """Sum a part of a file that begins at ``offset`` bytes of it (only ``offset`` modulo 8 matters)."""
+    phase = offset % WORD
+    held = np.frombuffer(data, dtype=np.uint8)
+    if phase or held.size % WORD:
+        padded = np.zeros(-(-(phase + held.size) // WORD) * WORD, dtype=np.uint8)
+        padded[phase : phase + held.size] = held
+        held = padded
+    return Part(phase, tuple(_columns(held.view("<u8"), width) for width in WIDTHS))
 
 
-def _shift(length: int) -> int:
-    """x^(8 length) modulo the polynomial."""
-    power, square = _ONE, _ONE >> 8
-    while length:
-        if length & 1:
-            power = _multiply(square, power)
-        square = _multiply(square, square)
-        length >>= 1
-    return power
-
-
-def _multiply(a: int, b: int) -> int:
-    product = 0
-    while a:
-        if a & _ONE:
-            product ^= b
-        a = (a << 1) & 0xFFFFFFFF
-        b = _times_x(b)
-    return product
-
-
-def _times_x(a: int) -> int:
-    return (a >> 1) ^ _POLYNOMIAL if a & 1 else a >> 1
+def _columns(words: Words, width: int) -> Words:
+    whole = words.size // width * width
+    columns = np.add.reduce(words[:whole].reshape(-1, width), axis=0, dtype=np.uint64)
+    columns[: words.size - whole] += words[whole:]
+    return columns
 
 
 class PartialSum:
-    """The checksum of a file of ``size`` bytes as its parts come in. Safe to use from several threads.
-
-    Parts that meet are joined at once: what is kept grows with the number of places at which threads work.
-    """
+    """The checksum of a file of ``size`` bytes as its parts come in. Safe to use from several threads."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._starts: dict[int, tuple[int, int]] = {}
-        self._ends: dict[int, int] = {}
+        self._columns = tuple(np.zeros(width, dtype=np.uint64) for width in WIDTHS)
         self._seen = 0
         self._lock = threading.Lock()
 
-    def add(self, offset: int, length: int, crc: int) -> bool:
-        """Take in a part; True if it was the last one missing."""
+    def add(self, offset: int, length: int, part: Part | None) -> bool:
+        """Take in a part, or (None) only count its bytes; True if it was the last one missing."""
         with self._lock:
+            if part is not None:
+                assert part.fits(offset)
+                for columns, added in zip(self._columns, part.columns, strict=True):
+                    first = offset // WORD % columns.size
+                    columns[first:] += added[: columns.size - first]
+                    columns[:first] += added[columns.size - first :]
             self._seen += length
-            if length:
-                self._join(offset, offset + length, crc)
             return self._seen == self.size
-
-    def _join(self, start: int, end: int, crc: int) -> None:
-        if start in self._ends:
-            before = self._ends.pop(start)
-            crc = combine(self._starts.pop(before)[1], crc, end - start)
-            start = before
-        if end in self._starts:
-            after, second = self._starts.pop(end)
-            del self._ends[after]
-            crc = combine(crc, second, after - end)
-            end = after
-        self._starts[start] = end, crc
-        self._ends[end] = start
 
     @property
     def is_complete(self) -> bool:
@@ -104,18 +86,26 @@ class PartialSum:
         return self._seen == self.size
 
     def value(self) -> str:
-        """The checksum as eight hex digits. Raises RuntimeError if the parts do not tile the file exactly."""
-        end, crc = self._starts.get(0, (0, 0))
-        if self.size and (end != self.size or len(self._starts) > 1):
-            parts = ", ".join(f"{start} to {end}" for start, (end, _) in sorted(self._starts.items()))
-            raise RuntimeError(f"parts of a file do not cover its {self.size} bytes: {parts}")
-        return f"{crc:08x}"
+        """The checksum as 16 hex digits. Raises RuntimeError unless the parts that came in have the file's size."""
+        if not self.is_complete:
+            raise RuntimeError(f"{self._seen} of the {self.size} bytes of a file were summed")
+        words = np.concatenate([*self._columns, np.array([self.size], dtype=np.uint64)])
+        return blake2b(words.astype("<u8").tobytes(), digest_size=8).hexdigest()
+
+
+def checksum(content: bytes) -> str:
+    """The checksum of a small file."""
+    total = PartialSum(len(content))
+    total.add(0, len(content), sum_part(content, 0))
+    return total.value()
 
 
 def file_checksum(path: Path) -> str:
-    """The CRC-32 of a file as eight hex digits."""
-    crc = 0
+    """The checksum of a file."""
+    total = PartialSum(path.stat().st_size)
     with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            crc = crc32(block, crc)
-    return f"{crc:08x}"
+        offset = 0
+        while block := file.read(PIECE):
+            total.add(offset, len(block), sum_part(block, offset))
+            offset += len(block)
+    return total.value()

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import _TYPES
 
 from formats.safetensors import DTYPE_BITS
-from reshard.move import SLAB, Job, Reader, check_slab
+from reshard.move import STEPS, Bytes, Job, Reader, check_slab
 from reshard.plan import Plan
 from reshard.regrid import Regrid
 from reshard.source import Source
@@ -29,6 +29,10 @@ def load_rank(source: Source, target: Plan, rank: int) -> dict[str, torch.Tensor
         reader.close()
 
 
+def _room(nbytes: int) -> Bytes:
+    return np.empty(nbytes, dtype=np.uint8)
+
+
 def _load(source: Source, target: Plan, rank: int, name: str, reader: Reader) -> torch.Tensor:
     before, after = source.plan.entries[name], target.entries[name]
     shape = after.layout.box(rank).shape
@@ -40,8 +44,8 @@ def _load(source: Source, target: Plan, rank: int, name: str, reader: Reader) ->
     else:
         way = Regrid(before.layout, after.layout, bits, ranks)
     job = Job(name, way, source.places(name), [], data.size)
-    for slab in way.slabs(SLAB):
-        read = {r.rank: reader.read(job, r, np.empty(r.nbytes, dtype=np.uint8)) for r in slab.reads}
+    for slab in way.slabs(STEPS):
+        read = {r.rank: reader.read(job, r, _room) for r in slab.reads}
         check_slab(job, slab, read)
         for region in slab.writes:
             block = data[region.offset : region.offset + region.nbytes].reshape(region.shape)

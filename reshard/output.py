@@ -18,10 +18,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
-from zlib import crc32
 
 from formats.errors import CheckpointError
 from formats.sharded import MANIFEST, FileRecord
+from reshard.checksum import checksum
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Finished:
     """A file that an earlier run (or this one) has completed."""
 
     size: int
-    crc32: str | None
+    checksum: str | None
 
 
 class Staging:
@@ -134,7 +134,7 @@ class Staging:
                 entry = json.loads(line)
                 file = self.files / entry["name"]
                 if file.is_file() and file.stat().st_size == entry["size"]:
-                    self.finished[entry["name"]] = Finished(entry["size"], entry["crc32"])
+                    self.finished[entry["name"]] = Finished(entry["size"], entry["checksum"])
         self._journals[part] = path.open("a")
 
     def clear(self) -> None:
@@ -152,7 +152,7 @@ class Staging:
     def note_finished(self, part: str, name: str, size: int, checksum: str | None) -> None:
         """Write a completed file into the journal."""
         journal = self._journals[part]
-        journal.write(json.dumps({"name": name, "size": size, "crc32": checksum}) + "\n")
+        journal.write(json.dumps({"name": name, "size": size, "checksum": checksum}) + "\n")
         journal.flush()
         self.finished[name] = Finished(size, checksum)
 
@@ -162,7 +162,7 @@ class Staging:
         with disk_errors(path):
             path.write_bytes(content)
             self._sync(path)
-        return FileRecord(name, len(content), f"{crc32(content):08x}")
+        return FileRecord(name, len(content), checksum(content))
 
     # -- publishing
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 from formats.architecture import (
     Architecture,
@@ -33,6 +32,7 @@ from formats.sharded import (
     plan_digest,
 )
 from reshard.blocks import with_blocks
+from reshard.checksum import sum_part
 from reshard.move import SourceFile, SourcePlace
 from reshard.plan import FullTensor, Model, Plan, bind, make_plan
 
@@ -146,11 +146,11 @@ def _open_sharded(path: Path, location: str, plan_file: Path | None) -> Source:
     refined = with_blocks(model, identity.blocks) if identity.blocks else model
     plan = make_plan(refined, identity.mesh, padding=identity.padding)
     _check_shapes(sharded, plan)
-    expected = {path / f.name: f.crc32 for files in manifest.ranks.values() for f in files} if manifest else {}
+    expected = {path / f.name: f.checksum for files in manifest.ranks.values() for f in files} if manifest else {}
     files = {f.path: SourceFile(f.path, f.size, expected.get(f.path)) for rank in sharded.ranks for f in rank.files}
     for file in (file for rank in sharded.ranks for file in rank.files):
         header = file.header or b""
-        files[file.path].sum.add(0, len(header), crc32(header))
+        files[file.path].sum.add(0, len(header), sum_part(header, 0))
     ranks = tuple(rank.tensors for rank in sharded.ranks)
     source = Source(path, location, None, plan, model, names, ranks, files, sharded.side_files, None, sharded)
     if plan_digest(source.rules) != identity.plan:

@@ -198,7 +198,7 @@ def test_options_that_change_no_byte_of_a_shard(model: Path, tp4: Path, tmp_path
     ok("split", model, tmp_path / "out", "--tp", "4", *options)
     assert shards(tmp_path / "out") == shards(tp4)
     manifest = json.loads((tmp_path / "out" / "reshard.json").read_text())
-    recorded = [f["crc32"] for f in manifest["ranks"][0]["files"] if f["name"].endswith(".safetensors")]
+    recorded = [f["checksum"] for f in manifest["ranks"][0]["files"] if f["name"].endswith(".safetensors")]
     assert (recorded == [None]) == (options == ["--no-checksum"])
     ok("merge", tmp_path / "out", tmp_path / "merged", *options)
     assert sums(tmp_path / "merged") == sums(model)

@@ -1,44 +1,96 @@
 from __future__ import annotations
 
-from zlib import crc32
+import itertools
+from hashlib import blake2b
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard.checksum import PartialSum, combine, file_checksum
+from reshard.checksum import PIECE, WIDTHS, PartialSum, checksum, file_checksum, sum_part
 
 
-@given(st.binary(max_size=300), st.binary(max_size=300))
-def test_combine_is_the_crc_of_the_concatenation(first, second):
-    assert combine(crc32(first), crc32(second), len(second)) == crc32(first + second)
+def definition(content: bytes) -> str:
+    """The checksum as its module's first lines define it, word by word."""
+    words = [int.from_bytes(content[i : i + 8], "little") for i in range(0, len(content), 8)]
+    sums = [sum(words[column::width]) for width in WIDTHS for column in range(width)] + [len(content)]
+    return blake2b(b"".join((s % 2**64).to_bytes(8, "little") for s in sums), digest_size=8).hexdigest()
 
 
-@given(st.lists(st.binary(min_size=1, max_size=50), min_size=1, max_size=8), st.randoms())
-def test_parts_in_any_order(parts, random):
-    whole = b"".join(parts)
-    places, offset = [], 0
-    for part in parts:
-        places.append((offset, part))
-        offset += len(part)
+def content(size: int, seed: int = 0) -> bytes:
+    return np.random.default_rng(seed).bytes(size)
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 8 * 487, 8 * 499, 8 * 499 * 3 - 5, 50_001])
+def test_definition(size):
+    assert checksum(content(size)) == definition(content(size))
+
+
+@settings(deadline=None)
+@given(st.integers(1, 60_000), st.lists(st.integers(0, 60_000), max_size=6), st.randoms())
+def test_parts_in_any_order(size, cuts, random):
+    whole = content(size)
+    bounds = sorted({0, size, *(cut for cut in cuts if cut < size)})
+    places = list(itertools.pairwise(bounds))
     random.shuffle(places)
-    total = PartialSum(len(whole))
-    complete = [total.add(offset, len(part), crc32(part)) for offset, part in places]
-    assert complete == [False] * (len(parts) - 1) + [True]
+    total = PartialSum(size)
+    complete = [total.add(a, b - a, sum_part(whole[a:b], a)) for a, b in places]
+    assert complete == [False] * (len(places) - 1) + [True]
     assert total.is_complete
-    assert total.value() == f"{crc32(whole):08x}"
+    assert total.value() == definition(whole)
 
 
-def test_a_gap_is_an_error():
+def test_a_part_is_the_same_wherever_words_begin_alike():
+    whole = content(5000)
+    part = sum_part(whole, 3)
+    assert part.fits(11) and not part.fits(4)
+    total = PartialSum(8203)
+    total.add(0, 3203, None)
+    total.add(3203, 5000, part)
+    assert total.value() == definition(bytes(3203) + whole)
+
+
+def test_what_is_missing_is_an_error():
     total = PartialSum(10)
-    total.add(0, 4, 1)
-    with pytest.raises(RuntimeError, match="do not cover its 10 bytes: 0 to 4"):
-        total.value()
-    total.add(6, 4, 1)
-    with pytest.raises(RuntimeError, match="0 to 4, 6 to 10"):
+    total.add(0, 4, sum_part(b"1234", 0))
+    with pytest.raises(RuntimeError, match="4 of the 10 bytes"):
         total.value()
 
 
-def test_file(tmp_path):
-    (tmp_path / "f").write_bytes(b"x" * 3_000_000)
-    assert file_checksum(tmp_path / "f") == f"{crc32(b'x' * 3_000_000):08x}"
+SIZE = 50_000
+
+
+@pytest.mark.parametrize("distance", [487 * 8, 499 * 8, 4096])
+def test_two_signs_flipped_in_one_column_are_seen(distance):
+    """The highest bits of a word are those that a single sum loses."""
+    damaged = bytearray(content(SIZE))
+    damaged[7] ^= 0x80
+    damaged[7 + 2 * distance] ^= 0x80
+    assert checksum(bytes(damaged)) != checksum(content(SIZE))
+
+
+@settings(deadline=None)
+@given(st.sets(st.integers(0, SIZE * 8 - 1), min_size=1, max_size=3))
+def test_flipped_bits_are_seen(bits):
+    damaged = bytearray(content(SIZE))
+    for bit in bits:
+        damaged[bit // 8] ^= 1 << bit % 8
+    assert checksum(bytes(damaged)) != checksum(content(SIZE))
+
+
+@settings(deadline=None)
+@given(st.integers(0, SIZE - 1), st.integers(0, SIZE - 1), st.integers(1, SIZE))
+def test_exchanged_blocks_are_seen(first, second, size):
+    first, second = sorted((first, second))
+    size = min(size, second - first, SIZE - second)
+    whole = content(SIZE)
+    one, other = whole[first : first + size], whole[second : second + size]
+    moved = whole[:first] + other + whole[first + size : second] + one + whole[second + size :]
+    assert (checksum(moved) == checksum(whole)) == (one == other)
+
+
+@pytest.mark.parametrize("size", [0, 5, PIECE, PIECE + 3])
+def test_file(tmp_path, size):
+    (tmp_path / "f").write_bytes(content(size))
+    assert file_checksum(tmp_path / "f") == checksum(content(size))

@@ -30,7 +30,8 @@ def slow(*arguments):
     time.sleep(0.002)
     return real(*arguments)
 os.pwrite = slow
-reshard.move.SLAB = reshard.move.STREAM = 600
+reshard.move.STEPS = 1200
+reshard.move.PIECE = 600
 from reshard.api import merge, split
 from reshard.move import Options
 command, source, out, *rest = sys.argv[1:]

@@ -529,13 +529,15 @@ def test_scales_that_were_one_and_differ_are_refused(tmp_path):
         merge(tmp_path / "tp4", tmp_path / "merged")
 
 
-@pytest.mark.parametrize(("slab", "stream"), [(300, 64), (5000, 100), (1 << 20, 7)])
-def test_the_size_of_a_step_changes_nothing(tmp_path, monkeypatch, slab, stream):
+@pytest.mark.parametrize(
+    ("steps", "piece", "write", "mapped"), [(600, 64, 50, 100), (10_000, 100, 4096, 1), (1 << 20, 7, 3, 1 << 20)]
+)
+def test_the_size_of_a_step_changes_nothing(tmp_path, monkeypatch, steps, piece, write, mapped):
     source = write_checkpoint(tmp_path / "source", files=3)
     for tp in (4, 8):
         split(source, tmp_path / f"tp{tp}", tp)
-    monkeypatch.setattr("reshard.move.SLAB", slab)
-    monkeypatch.setattr("reshard.move.STREAM", stream)
+    for name, value in {"STEPS": steps, "PIECE": piece, "WRITE": write, "MAPPED": mapped}.items():
+        monkeypatch.setattr(f"reshard.move.{name}", value)
     split(source, tmp_path / "small4", 4)
     split(tmp_path / "tp4", tmp_path / "small8", 8)
     split(tmp_path / "tp8", tmp_path / "again4", 4)

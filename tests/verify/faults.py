@@ -95,7 +95,7 @@ class Shards:
         document = json.loads(path.read_text())
         for rank in document["ranks"]:
             for file in rank["files"]:
-                file["crc32"] = file_checksum(self.folder / file["name"])
+                file["checksum"] = file_checksum(self.folder / file["name"])
         path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
 
     # ------------------------------------------------------------------------------------- what the notation says

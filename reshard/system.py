@@ -1,0 +1,36 @@
+"""Two calls of the C library that Python has not, or makes while it holds the interpreter lock."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import sys
+
+import numpy as np
+from numpy.typing import NDArray
+
+_POPULATE_READ = 22
+_LIBRARY = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+
+def reserve(descriptor: int, nbytes: int) -> None:
+    """Give a new file its size, and its place on the disk if the file system can: what follows is faster, and cannot
+    find the disk full. Raises OSError.
+    """
+    os.ftruncate(descriptor, nbytes)
+    if _LIBRARY is not None and nbytes:
+        # not os.posix_fallocate, which writes to each block where the file system cannot
+        failed = _LIBRARY.fallocate64(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes))
+        if failed and ctypes.get_errno() in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def populate(mapped: NDArray[np.uint8]) -> None:
+    """Bring mapped bytes, which begin at a page, into memory, all at once. Raises OSError where that fails, as where
+    the disk does, or where the system cannot (before Linux 5.14).
+    """
+    if _LIBRARY is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    if _LIBRARY.madvise(ctypes.c_void_p(mapped.ctypes.data), ctypes.c_size_t(mapped.size), _POPULATE_READ):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

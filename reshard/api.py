@@ -28,7 +28,7 @@ from reshard.blocks import finer_blocks, with_blocks
 from reshard.checksum import checksum, file_checksum
 from reshard.hub import fetch
 from reshard.move import Job, Options, SourceFile, TargetFile, TargetPlace, move
-from reshard.output import Staging, check_output, check_space
+from reshard.output import Staging, check_output, check_space, staging_of
 from reshard.plan import Layout, Plan, make_plan, rank_config
 from reshard.regrid import Regrid
 from reshard.source import UNSPLIT, Source, open_source
@@ -222,12 +222,11 @@ def _check_target(writer: _Split, source: Source, out: Path, by_rank: bool, over
 
 def _is_only_rank_folders(out: Path) -> bool:
     """An output that another run is just beginning to publish, or was killed while doing so."""
-    staged = out.with_name(out.name + ".partial")
-    return out.is_dir() and staged.is_dir()
+    return out.is_dir() and staging_of(out).is_dir()
 
 
 def _already_staged(out: Path) -> int:
-    work = out.with_name(out.name + ".partial")
+    work = staging_of(out)
     return sum(p.stat().st_blocks * 512 for p in work.rglob("*") if p.is_file()) if work.is_dir() else 0
 
 

@@ -54,7 +54,7 @@ def sum_part(data: memoryview | bytes | NDArray[np.uint8], offset: int) -> Part:
 
 def _columns(words: Words, width: int) -> Words:
     whole = words.size // width * width
-    columns = np.add.reduce(words[:whole].reshape(-1, width), axis=0, dtype=np.uint64)
+    columns: Words = np.add.reduce(words[:whole].reshape(-1, width), axis=0, dtype=np.uint64)
     columns[: words.size - whole] += words[whole:]
     return columns
 

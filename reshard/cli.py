@@ -310,10 +310,11 @@ def inspect_command(path: str, revision: str | None, token: str | None, cache_di
     PATH may also be a Hub id, one rank's folder, a single .safetensors file or unfinished output (OUT.partial). The
     exit code is 0 if it is complete and 1 if it is not.
     """
-    from reshard.inspect import STAGING_SUFFIX, inspect
+    from reshard.inspect import inspect
+    from reshard.output import staging_of
 
     place = Path(path).expanduser()
-    if not place.exists() and not place.with_name(place.name + STAGING_SUFFIX).exists():
+    if not place.exists() and not staging_of(place).exists():
         from reshard.hub import fetch
 
         place = fetch(path, revision=revision, token=token, cache_dir=cache_dir, headers_only=True, quiet=as_json).path

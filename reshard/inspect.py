@@ -19,8 +19,7 @@ from formats.errors import CheckpointError, MismatchError, PlanError, ReshardErr
 from formats.mesh import Mesh, mesh_from_document
 from formats.safetensors import TensorInfo, parse_header, read_header
 from formats.sharded import MANIFEST, METADATA_KEY, Manifest, is_sharded, rank_folders, read_manifest
-
-STAGING_SUFFIX = ".partial"
+from reshard.output import SUFFIX, TASK, is_unfinished, staging_of
 
 
 @dataclass
@@ -66,13 +65,13 @@ class Report:
 def inspect(path: Path) -> Report:
     """Look at a path. Raises CheckpointError only for what is no checkpoint at all."""
     if not path.exists():
-        staging = path.with_name(path.name + STAGING_SUFFIX)
+        staging = staging_of(path)
         unfinished = f"{staging} is there, its unfinished output: inspect that, or run the same command to finish it"
         hint = unfinished if staging.is_dir() else None
         raise CheckpointError(f"{path}: no such file or folder", hint)
     if path.is_file():
         return _file(path)
-    if (path / "state" / "task.json").is_file():
+    if is_unfinished(path):
         return _staging(path)
     if is_sharded(path):
         return _split(path)
@@ -298,17 +297,17 @@ def _check_whole(report: Report) -> None:
 def _staging(path: Path) -> Report:
     """The folder in which an output is built."""
     report = Report(path, "unfinished output", "safetensors")
-    task = _object(path / "state" / "task.json")
+    task = _object(path / TASK)
     command = task.get("command", "a command")
     report.kind = f"unfinished output of {command}"
     if isinstance(task.get("mesh"), dict):
         report.mesh = mesh_from_document(task["mesh"], str(path))
     report.source = f"fingerprint {str(task.get('source', ''))[:16]}"
-    _take_config(report, path / "files")
-    finished = [file for file in (path / "files").rglob("*.safetensors") if file.is_file()]
-    begun = [file for file in (path / "files").rglob("*.incomplete") if file.is_file()]
+    _take_config(report, path)
+    finished = [file for file in path.rglob("*.safetensors") if file.is_file()]
+    begun = [file for file in path.rglob("*.incomplete") if file.is_file()]
     report.files, report.nbytes = len(finished), sum(file.stat().st_size for file in finished)
-    out = path.with_name(path.name.removesuffix(STAGING_SUFFIX))
+    out = path.with_name(path.name.removesuffix(SUFFIX))
     report.problems.append(f"it is not finished: {len(finished)} weight files are written, {len(begun)} are begun")
     report.hint = f"'reshard {command}' to {out} is running or was stopped; the same command goes on where it stopped"
     return report

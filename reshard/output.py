@@ -1,9 +1,9 @@
 """Output that is either complete under its final name, or not there: staging, journal, locks, atomic publication.
 
-Everything is built in ``OUT.partial/files`` and renamed to ``OUT`` when complete. ``OUT.partial/state`` holds the
-task (so that another run can tell whether it may go on with the files), a journal of finished files with their
-checksums, and the locks. Ranks that are written alone (``--rank``) are renamed into ``OUT`` one by one; the manifest
-there lists those that are complete. Guarantees: POSIX rename is atomic; against power loss only with ``fsync``.
+Everything is built in ``OUT.partial`` and renamed to ``OUT`` when complete. ``.reshard-*`` in it are the task (so that
+another run can tell whether it may go on with the files), a journal of finished files with their checksums, and the
+locks. Ranks that are written alone (``--rank``) are renamed into ``OUT`` one by one; the manifest there lists those
+that are complete. Guarantees: POSIX rename is atomic; against power loss only with ``fsync``.
 """
 
 from __future__ import annotations
@@ -23,6 +23,22 @@ from formats.errors import CheckpointError
 from formats.sharded import MANIFEST, FileRecord
 from reshard.checksum import checksum
 
+STATE = ".reshard-"
+"""How the names of what is not part of the output begin in a staging folder."""
+
+TASK = f"{STATE}task.json"
+SUFFIX = ".partial"
+
+
+def staging_of(out: Path) -> Path:
+    """The folder in which an output is built."""
+    return out.with_name(out.name + SUFFIX)
+
+
+def is_unfinished(path: Path) -> bool:
+    """Whether a path is such a folder."""
+    return path.name.endswith(SUFFIX) and (path / TASK).is_file()
+
 
 @dataclass(frozen=True)
 class Finished:
@@ -41,17 +57,14 @@ class Staging:
 
     def __init__(self, out: Path, task: Mapping[str, Any], parts: Sequence[str], *, fsync: bool) -> None:
         self.out, self.parts, self._task, self._fsync = out, tuple(parts), json.dumps(task, sort_keys=True), fsync
-        self.work = out.with_name(out.name + ".partial")
-        self.files = self.work / "files"
-        self._state = self.work / "state"
+        self.work = staging_of(out)
         self._locks: list[TextIO] = []
         self._journals: dict[str, TextIO] = {}
         self.finished: dict[str, Finished] = {}
 
     def __enter__(self) -> Staging:
         with disk_errors(self.work):
-            self._state.mkdir(parents=True, exist_ok=True)
-            self.files.mkdir(exist_ok=True)
+            self.work.mkdir(exist_ok=True)
         try:
             self._lock_parts()
             self._adopt_or_clear()
@@ -75,10 +88,10 @@ class Staging:
             self._locks.append(lock)
 
     def _lock(self, name: str, *, wait: bool) -> TextIO | None:
-        """Lock a file of the state folder, which another process may remove at the same time."""
-        path = self._state / name
+        """Lock a file of the staging folder, which another process may remove at the same time."""
+        path = self.work / (STATE + name)
         while True:
-            self._state.mkdir(parents=True, exist_ok=True)
+            self.work.mkdir(exist_ok=True)
             lock = path.open("a")
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -100,26 +113,26 @@ class Staging:
 
     def _adopt_or_clear(self) -> None:
         """Keep what an equal task has left; clear away what any other task has, unless it is still running."""
-        path = self._state / "task.json"
+        path = self.work / TASK
         lock = self._lock("lock-task", wait=True)
         assert lock is not None
         with lock:
             if path.exists() and path.read_text() == self._task:
                 return
-            if any(self.files.iterdir()):
+            built = [entry for entry in self.work.iterdir() if not entry.name.startswith(STATE)]
+            if built:
                 self._check_nobody_else_writes()
-                shutil.rmtree(self.files)
-                self.files.mkdir()
-                for journal in self._state.glob("journal-*"):
-                    journal.unlink()
+                for entry in (*built, *self.work.glob(f"{STATE}journal-*")):
+                    _remove(entry)
             _replace_text(path, self._task)
 
     def _check_nobody_else_writes(self) -> None:
         mine = {f"lock-{part or 'root'}" for part in self.parts}
-        for path in self._state.glob("lock-*"):
-            if path.name in mine or path.name == "lock-task":
+        for path in self.work.glob(f"{STATE}lock-*"):
+            name = path.name.removeprefix(STATE)
+            if name in mine or name == "lock-task":
                 continue
-            lock = self._lock(path.name, wait=False)
+            lock = self._lock(name, wait=False)
             if lock is None:
                 raise CheckpointError(
                     f"another run is writing something else to {self.out}", "wait for it, or choose another folder"
@@ -127,12 +140,12 @@ class Staging:
             lock.close()
 
     def _load_journal(self, part: str) -> None:
-        path = self._state / f"journal-{part or 'root'}"
+        path = self.work / f"{STATE}journal-{part or 'root'}"
         lines = path.read_text().splitlines() if path.exists() else []
         for line in lines:
             with contextlib.suppress(ValueError, KeyError):
                 entry = json.loads(line)
-                file = self.files / entry["name"]
+                file = self.work / entry["name"]
                 if file.is_file() and file.stat().st_size == entry["size"]:
                     self.finished[entry["name"]] = Finished(entry["size"], entry["checksum"])
         self._journals[part] = path.open("a")
@@ -145,7 +158,7 @@ class Staging:
 
     def path(self, name: str) -> Path:
         """Where a file of the output is built; its folder is made."""
-        path = self.files / name
+        path = self.work / name
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
@@ -170,12 +183,15 @@ class Staging:
         """Give the whole output its final name, and remove the staging folder."""
         with disk_errors(self.out):
             self._sync_folders()
+            replaced = _free_name(self.out.with_name(self.out.name + ".replaced"))
             if self.out.exists() and overwrite:
-                self.out.rename(_free_name(self.work / "replaced"))
-            self.files.rename(self.out)
-            self._sync(self.out.parent)
+                self.out.rename(replaced)
+            self.work.rename(self.out)
             self._unlock()
-            shutil.rmtree(self.work, ignore_errors=True)
+            for entry in self.out.glob(f"{STATE}*"):
+                entry.unlink()
+            self._sync(self.out.parent)
+            shutil.rmtree(replaced, ignore_errors=True)
 
     @contextlib.contextmanager
     def publishing(self) -> Iterator[None]:
@@ -190,9 +206,9 @@ class Staging:
     def move_in(self, part: str) -> None:
         """Rename a finished rank's folder into the output, in the place of an older one if there is one."""
         self._sync_folders()
-        target, built = self.out / part, self.files / part
+        target, built = self.out / part, self.work / part
         if target.exists():
-            target.rename(_free_name(self.work / "replaced"))
+            target.rename(_free_name(self.work / f"{STATE}replaced"))
         built.rename(target)
         self._sync(self.out)
 
@@ -222,7 +238,7 @@ class Staging:
 
     def _sync_folders(self) -> None:
         if self._fsync:
-            for folder, _, _ in os.walk(self.files):
+            for folder, _, _ in os.walk(self.work):
                 self._sync(Path(folder))
 
 
@@ -256,6 +272,13 @@ def check_space(folder: Path, needed: int) -> None:
         raise CheckpointError(
             f"{folder}: {needed:,} bytes are needed and {free:,} are free", "free some space, or write to another disk"
         )
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _replace_text(path: Path, text: str) -> None:

@@ -18,7 +18,7 @@ from formats.architecture import (
 )
 from formats.blocks import block_size
 from formats.checkpoint import Checkpoint, fingerprint, open_checkpoint
-from formats.errors import MismatchError
+from formats.errors import CheckpointError, MismatchError
 from formats.mesh import Mesh
 from formats.safetensors import DTYPE_BITS, TensorInfo, parse_header
 from formats.sharded import (
@@ -34,6 +34,7 @@ from formats.sharded import (
 from reshard.blocks import with_blocks
 from reshard.checksum import sum_part
 from reshard.move import SourceFile, SourcePlace
+from reshard.output import is_unfinished
 from reshard.plan import FullTensor, Model, Plan, bind, make_plan
 
 UNSPLIT = Mesh((("tp", 1),))
@@ -118,6 +119,8 @@ def open_source(
     Raises CheckpointError, MismatchError and PlanError.
     """
     where = location or str(path.resolve())
+    if is_unfinished(path):
+        raise CheckpointError(f"{path} is unfinished output", "run the command that began it again: it goes on")
     if is_sharded(path):
         return _open_sharded(path, where, plan_file)
     checkpoint = open_checkpoint(path)

@@ -403,7 +403,7 @@ def test_interrupt_and_go_on(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "model", config, shapes)
     command = ["split", str(source), str(tmp_path / "out"), "--tp", "2", "--workers", "1", "--max-shard-size", "40MB"]
     process = subprocess.Popen([*RESHARD, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while not list(tmp_path.glob("out.partial/files/*/*.safetensors*")):
+    while not list(tmp_path.glob("out.partial/*/*.safetensors*")):
         assert process.poll() is None
         time.sleep(0.001)
     process.send_signal(signal.SIGINT)

@@ -165,7 +165,10 @@ class Reader:
         return data.reshape(region.shape)
 
     def view(self, file: SourceFile, offset: int, nbytes: int, room: Room) -> Bytes:
-        """Bytes of a file, only to be read: mapped, or where that is not possible or not worth it, in a buffer."""
+        """Bytes of a file, only to be read: mapped, or where that is not possible or not worth it, in a buffer.
+
+        A file that another program cuts off while it is mapped ends this one with SIGBUS, as all that map files.
+        """
         if nbytes >= MAPPED:
             with contextlib.suppress(OSError, ValueError):  # whatever is wrong, reading will say it
                 return self._map(file.path, offset, nbytes)
@@ -277,10 +280,10 @@ class _Mover:
             target.staged.rename(target.path)
         self._finished(target, target.sum.value() if self._options.sums_targets else None)
 
-    def _close(self, target: TargetFile) -> None:
+    @staticmethod
+    def _close(target: TargetFile) -> None:
         descriptor, target.descriptor = target.descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+        os.close(descriptor)
 
     def stop(self) -> None:
         self._stopped.set()
@@ -288,8 +291,10 @@ class _Mover:
     def close(self) -> None:
         self._reader.close()
         for target in self._started:
-            with contextlib.suppress(OSError):
-                self._close(target)
+            if target.descriptor >= 0:  # unfinished: of no use to the next run, and it may have filled the disk
+                with contextlib.suppress(OSError):
+                    self._close(target)
+                    target.staged.unlink()
 
     # -- running
 

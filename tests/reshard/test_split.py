@@ -19,7 +19,7 @@ from formats.errors import MismatchError, PlanError
 from formats.safetensors import DTYPE_BITS, build_header, read_header
 from formats.sharded import open_sharded
 from reshard.api import Access, Padding, load, merge, split
-from reshard.move import Options
+from reshard.move import Options, Reader
 from reshard.source import open_source
 from tests import zoo
 from tests.support import (
@@ -294,13 +294,14 @@ def test_a_real_trained_checkpoint(tmp_path):
     assert before == after
 
 
-def test_one_pass(tmp_path, monkeypatch):
+@pytest.mark.parametrize("mapped", [1, 1 << 20])
+def test_one_pass(tmp_path, monkeypatch, mapped):
     """Each source byte is read once and each target byte written once, headers and 64 bytes a tensor for the
     fingerprint aside.
     """
     source = write_checkpoint(tmp_path / "source", files=3)
     traffic = {"read": 0, "written": 0}
-    real_read, real_write = os.preadv, os.pwrite
+    real_read, real_write, real_map = os.preadv, os.pwrite, Reader._map
 
     def read(descriptor, buffers, offset):
         count = real_read(descriptor, buffers, offset)
@@ -312,12 +313,18 @@ def test_one_pass(tmp_path, monkeypatch):
         traffic["written"] += count
         return count
 
+    def map_(reader, path, offset, nbytes):
+        traffic["read"] += nbytes
+        return real_map(reader, path, offset, nbytes)
+
     def again(path):
         raise AssertionError(f"{path} is read a second time for its checksum")
 
     monkeypatch.setattr("reshard.api.file_checksum", again)
     monkeypatch.setattr(os, "preadv", read)
     monkeypatch.setattr(os, "pwrite", write)
+    monkeypatch.setattr(Reader, "_map", map_)
+    monkeypatch.setattr("reshard.move.MAPPED", mapped)
 
     def check(folder: Path, out: Path) -> None:
         files = list(folder.rglob("*.safetensors"))

@@ -9,7 +9,7 @@ demo: .venv/ready
 	$(BIN)/reshard demo
 
 test: .venv/ready
-	$(BIN)/pytest -n $(JOBS)
+	$(BIN)/pytest -n $(JOBS) --dist worksteal
 
 check: .venv/ready
 	$(BIN)/ruff check .

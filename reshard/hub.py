@@ -102,6 +102,8 @@ def fetch(
     path = Path(source).expanduser()
     if source and path.exists():
         return Fetched(path)
+    if path.is_symlink():
+        raise CheckpointError(f"{source} is a link to {path.readlink()}, which is not there")
     if not _may_be_repo(source):
         raise CheckpointError(f"no such folder: {source or '(empty)'}", _hint_for_path(source))
     request = _Request(source, revision, token, cache_dir, quiet)

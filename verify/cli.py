@@ -47,6 +47,8 @@ class _Run:
     exact: Any = None
     forward: Any = None
     error: ReshardError | None = None
+    unwritten: str = ""
+    """Why the report is not there."""
     notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     created: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
@@ -58,16 +60,17 @@ class _Run:
 
     @property
     def exit_code(self) -> int:
-        """0 the same, 1 different, 2 could not be checked."""
-        bytes_differ = self.exact is not None and self.exact.verdict == "different"
-        if bytes_differ or (self.forward is not None and not self.forward.is_same):
-            return 1
-        return 2 if self.error or self.exact is None else 0
+        """0 the same, 1 different, 2 could not be checked (or the report could not be written)."""
+        code = ("same", "different", "unchecked").index(self.verdict)
+        return 2 if self.unwritten and code == 0 else code
 
     @property
     def verdict(self) -> str:
         """The answer in one word."""
-        return ("same", "different", "unchecked")[self.exit_code]
+        bytes_differ = self.exact is not None and self.exact.verdict == "different"
+        if bytes_differ or (self.forward is not None and not self.forward.is_same):
+            return "different"
+        return "unchecked" if self.error or self.exact is None else "same"
 
     def to_document(self) -> dict[str, Any]:
         """The document of ``--json``, which is also what the page is made from."""
@@ -321,11 +324,13 @@ def _finish(run: _Run) -> None:
         try:
             write_page(run.report, run.to_document())
         except OSError as error:
-            run.error = run.error or ReshardError(f"--report {run.report}: {error.strerror or error}")
+            run.unwritten = f"--report {run.report}: {error.strerror or error}"
     if run.error is not None:
         _say(f"Error: {_one_line(run.error.message)}")
         if run.error.hint:
             _say(f"Hint: {_one_line(run.error.hint)}")
+    if run.unwritten:
+        _say(f"Error: {run.unwritten}")
     if run.is_json:
         text = json.dumps(run.to_document(), indent=2, ensure_ascii=False, allow_nan=False)
         click.echo(text.encode("utf-8", "backslashreplace"))

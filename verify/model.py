@@ -213,7 +213,9 @@ def _from_pretrained(cls: Any, folder: Path, dtype: torch.dtype, more: Mapping[s
                 **more,
             )
         except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-            raise CheckpointError(f"{folder}: transformers cannot load it: {_one_line(error)}") from error
+            raise CheckpointError(
+                f"{folder}: transformers cannot load it: {type(error).__name__}: {_one_line(error)}"
+            ) from error
     _check_filled(folder, info)
     for tensor in (*model.parameters(), *model.buffers()):
         # Of a quantized checkpoint, what is not quantized stays as it is stored. Wider numbers are the same.

@@ -131,7 +131,8 @@ def start_fork_server(*modules: str) -> bool:
 
     It imports torch, and ``modules`` that every rank would otherwise import for itself. Worth calling early, as the
     imports then happen while the caller does something else; not at the top of a module, which the ranks import too.
-    Return whether the platform has such a thing, and a use for it: under another launcher there is none.
+    Return whether the platform has such a thing, and a use for it: under another launcher there is none. Raises
+    ReshardError where the folder for temporary files has too long a name.
     """
     if "forkserver" not in multiprocessing.get_all_start_methods() or _is_launched():
         return False
@@ -145,6 +146,9 @@ def start_fork_server(*modules: str) -> bool:
     undo_at_the_end(_end_fork_server)
     try:
         forkserver.ensure_running()
+    except OSError as error:  # as where the name of its socket would be longer than a socket's may be
+        where = f"the ranks' socket cannot be in {tempfile.gettempdir()}: {error.strerror or error}"
+        raise ReshardError(where, "set TMPDIR to a folder with a shorter name, such as /tmp") from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return True

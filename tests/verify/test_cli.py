@@ -93,14 +93,21 @@ def test_what_could_not_be_run_is_no_difference(model: Path) -> None:
     assert done.stdout.splitlines()[-1].startswith("UNCHECKED: Every byte is the original's")
 
 
+def test_temporary_files_too_deep_for_a_socket(model: Path, tmp_path: Path) -> None:
+    deep = tmp_path / "deep" / ("x" * 90)
+    deep.mkdir(parents=True)
+    done = verify(model / "full", model / "shards", TMPDIR=str(deep))
+    assert done.returncode == 2 and f"socket cannot be in {deep}" in done.stderr and "set TMPDIR" in done.stderr
+
+
 def test_a_report_that_cannot_be_written(model: Path, tmp_path: Path) -> None:
     done = verify(model / "full", model / "shards", "--exact-only", "--report", tmp_path / "none" / "report.html")
     assert done.returncode == 2
     assert "Error: --report: there is no folder" in done.stderr and done.stdout == ""
-    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken").symlink_to("none/report.html")
     done = verify(model / "full", model / "shards", "--exact-only", "--report", tmp_path / "taken")
     assert done.returncode == 2 and "SAME" in done.stdout, "the answer is known all the same"
-    assert f"Error: --report {tmp_path}/taken: Is a directory" in done.stderr
+    assert f"Error: --report {tmp_path}/taken: No such file or directory" in done.stderr
 
 
 def test_hostile_names_do_not_reach_the_terminal(model: Path, tmp_path: Path) -> None:

@@ -343,25 +343,26 @@ class _Mover:
         for region in slab.reads:
             source = job.sources[region.rank]
             assert source is not None
-            windows = _windows([copy for copy in slab.copies if copy.source == region.rank], self._options.step)
-            for begin, end, copies in self._uncontended(
-                job, [(copies[0].target, (begin, end, copies)) for begin, end, copies in windows]
-            ):
-                offset = source.offset + region.offset + begin
+            start = source.offset + region.offset
+
+            def move(window: _Window, file: SourceFile = source.file, start: int = start) -> None:
                 arena.clear()
-                data = self._reader.view(source.file, offset, end - begin, arena.take)
+                data = self._reader.view(file, start + window.begin, window.end - window.begin, arena.take)
                 for place, piece in _pieces(data):
-                    part = self._reader.sum(source.file, offset + place, piece)
-                    for copy in copies:
+                    part = self._reader.sum(file, start + window.begin + place, piece)
+                    for copy in window.copies:
                         (held,), (wanted,) = copy.source_slices, copy.target_slices
-                        at = starts[copy.target] + wanted.start + begin + place - held.start
+                        at = starts[copy.target] + wanted.start + window.begin + place - held.start
                         self._write(job, copy.target, at, piece, part)
+
+            windows = _windows([copy for copy in slab.copies if copy.source == region.rank], self._options.step)
+            self._one_by_one(job, ((window.copies[0].target, window) for window in windows), move)
         for copy in slab.copies:
             if copy.source is None:
                 self._write_zeros(job, copy, starts[copy.target])
 
-    def _uncontended(self, job: Job, items: Iterable[tuple[int, T]]) -> Iterator[T]:
-        """Items that are written to target ranks, those first to whose file no other thread is writing."""
+    def _one_by_one(self, job: Job, items: Iterable[tuple[int, T]], move: Callable[[T], None]) -> None:
+        """Move items, each for a target rank: those first to whose file no other thread is writing."""
         waiting = deque(items)
         while waiting:
             for _ in range(len(waiting)):
@@ -372,7 +373,7 @@ class _Mover:
             else:
                 lock.acquire()
             try:
-                yield waiting.popleft()[1]
+                move(waiting.popleft()[1])
             finally:
                 lock.release()
 
@@ -399,7 +400,8 @@ class _Mover:
 
     def _write_blocks(self, job: Job, slab: Slab, read: dict[int, Bytes], arena: _Arena) -> None:
         mark = arena.used
-        for region in self._uncontended(job, [(region.rank, region) for region in slab.writes]):
+
+        def move(region: Region) -> None:
             arena.clear(mark)
             at = self._place(job, region.rank).offset + region.offset
             block = arena.take(region.nbytes, at).reshape(region.shape)
@@ -407,6 +409,8 @@ class _Mover:
                 if copy.target == region.rank:
                     block[copy.target_slices] = 0 if copy.source is None else read[copy.source][copy.source_slices]
             self._write(job, region.rank, region.offset, block.reshape(-1))
+
+        self._one_by_one(job, ((region.rank, region) for region in slab.writes), move)
 
     def _write(self, job: Job, rank: int, offset: int, data: Bytes, part: Part | None = None) -> None:
         """Write at ``offset`` of a rank's tensor; ``part`` are the sums of the data, if they are known."""
@@ -432,18 +436,27 @@ class _Mover:
             self._finish(target)
 
 
-def _windows(copies: Sequence[Copy], size: int) -> Iterator[tuple[int, int, list[Copy]]]:
-    """Parts of a source's region, of at most ``size`` bytes, each with the copies that want all of it."""
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """A part of a source's region, and the copies that want all of it."""
+
+    begin: int
+    end: int
+    copies: Sequence[Copy]
+
+
+def _windows(copies: Sequence[Copy], size: int) -> Iterator[_Window]:
+    """The parts of a source's region that are wanted, of at most ``size`` bytes each."""
     held = [copy.source_slices[0] for copy in copies]
     bounds = sorted({bound for part in held for bound in (part.start, part.stop)})
     wanted: list[list[Copy]] = [[] for _ in bounds]
     for copy, part in zip(copies, held, strict=True):
         for i in range(bisect_left(bounds, part.start), bisect_left(bounds, part.stop)):
             wanted[i].append(copy)
-    for (first, last), copies_there in zip(itertools.pairwise(bounds), wanted, strict=False):
-        if copies_there:
+    for (first, last), found in zip(itertools.pairwise(bounds), wanted, strict=False):
+        if found:
             for begin in range(first, last, size):
-                yield begin, min(begin + size, last), copies_there
+                yield _Window(begin, min(begin + size, last), found)
 
 
 class _Stretch:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import random
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -211,6 +213,29 @@ def test_a_full_disk_midway_and_then_room_again(tmp_path, monkeypatch):
     for path, time_ns in finished.items():
         assert (tmp_path / "out" / path.relative_to(tmp_path / "out.partial")).stat().st_mtime_ns == time_ns
     assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+
+
+def test_an_error_in_one_thread_ends_those_that_wait_for_it(tmp_path, monkeypatch):
+    source = write_checkpoint(tmp_path / "source")
+    split(source, tmp_path / "shards", 4)
+    real, calls = os.pwrite, itertools.count()
+
+    def write(descriptor, data, offset):
+        time.sleep(0.005)
+        if next(calls) == 20:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(descriptor, data, offset)
+
+    def attempt():
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            merge(tmp_path / "shards", tmp_path / "merged", options=Options(workers=4))
+
+    monkeypatch.setattr(os, "pwrite", write)
+    monkeypatch.setattr("reshard.move.STEPS", 400)
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("ranks", [None, [1]])

@@ -190,6 +190,16 @@ def test_a_rank_that_cannot_load_is_one_error(pairs: Pairs, tmp_path: Path) -> N
     assert error.value.rank == 1
 
 
+@pytest.mark.parametrize("name", ["xlstm", "deberta"])
+def test_an_original_that_does_not_run_in_its_dtype_is_one_line(name: str, pairs: Pairs) -> None:
+    """transformers multiplies float32 by 16 bits there, in the whole model as well; in float32 the shards run."""
+    original, shards = pairs([name], 2, "bfloat16")[0]
+    with pytest.raises(RankError, match=r"runs the original in float32, but not in bfloat16: .* dtype") as error:
+        run_forward(original, shards)
+    assert error.value.hint == "--dtype float32 compares the models in float32"
+    assert run_forward(original, shards, ForwardOptions(dtype="float32")).is_same
+
+
 def test_requests_that_make_no_sense(pairs: Pairs) -> None:
     original, shards = pairs(["llama"], 2)[0]
     with pytest.raises(CheckpointError, match="is a full checkpoint, not shards"):

@@ -62,10 +62,10 @@ def test_correct_shards_raise_no_alarm(seed: int, root: Path) -> None:
 def test_the_zoo_counts_what_is_special_about_a_run(root: Path) -> None:
     """What ``python -m benchmarks.zoo_forward`` puts into docs/verification.md."""
     runs = [("llama-tied", 2, "float32"), ("llama", 8, "float32")]
-    found = [result(run, pair_of(root, *run), ReshardError("not run")) for run in runs]
+    found = [result(run, pair_of(root, *run), ReshardError(f"{root}/x: not run")) for run in runs]
     assert [(r.verdict, r.first, r.tied, r.padded, r.shares) for r in found] == [
-        ("refused", "not run", True, False, False),
-        ("refused", "not run", False, True, True),
+        ("refused", "x: not run", True, False, False),
+        ("refused", "x: not run", False, True, True),
     ]
     lines = to_markdown([replace(r, verdict="same", ratio=1.25, first=None) for r in found]).splitlines()
     assert lines[-2:] == [

@@ -64,10 +64,12 @@ def result(run: tuple[str, int, str], pair: tuple[Source, Source], found: Forwar
     special = {
         "tied": bool(getattr(config, "tie_word_embeddings", False)),
         "padded": bool(plan.padding),
-        "shares": any(row.copies > 1 and not row.kind.endswith("replicated") for row in rows_of(plan)),
+        "shares": any(max(row.copies, default=1) > 1 and not row.kind.endswith("replicated") for row in rows_of(plan)),
     }
     if isinstance(found, ReshardError):
-        return Result(*run, "refused", 0.0, found.message, 0.0, **special)
+        # Without the temporary folder.
+        message = found.message.replace(f"{original.path.parent}/", "")
+        return Result(*run, "refused", 0.0, message, 0.0, **special)
     verdict = "same" if found.is_same else "different"
     return Result(*run, verdict, largest(found), found.first, found.seconds, **special)
 
@@ -100,8 +102,8 @@ def to_markdown(results: Sequence[Result]) -> str:
         counts = [len(here), sum(r.verdict == "same" for r in here), f"{worst.ratio:.2f} ({worst.model})"]
         counts += [sum(getattr(r, name) for r in here) for name in ("tied", "padded", "shares")]
         lines.append(f"| tp {tp}, {dtype} | " + " | ".join(map(str, counts)) + " |")
-    others = [r for r in results if r.verdict != "same"]
-    return "\n".join([*lines, *(["", "Not the same:", ""] if others else []), *(f"- {r}" for r in others)]) + "\n"
+    others = [f"- {' '.join(str(r).split())}" for r in results if r.verdict != "same"]
+    return "\n".join([*lines, *(["", "Not the same, or not run:", ""] if others else []), *others]) + "\n"
 
 
 def _summary(results: Sequence[Result]) -> str:

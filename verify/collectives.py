@@ -14,6 +14,7 @@ Parameter Language Models Using Model Parallelism". The backwards hold under the
 is the same on every rank has the same, complete gradient on every rank.
 
 ``group`` is a process group of torch.distributed, ``None`` the group of all ranks. Slices are equal and in rank order.
+16-bit tensors are summed in float32 and rounded once, so that the rounding does not grow with the number of ranks.
 Where gloo serves CUDA tensors (more ranks than GPUs), they travel through the CPU.
 """
 
@@ -31,21 +32,15 @@ from torch import Tensor
 from formats.mesh import Mesh
 
 
-def copy_to_group(x: Tensor, group: dist.ProcessGroup | None, *, in_float32: bool = False) -> Tensor:
-    """Hand the same ``x`` to every rank's part of a computation; its gradient is the sum of what comes back from them.
-
-    ``in_float32``: sum 16-bit gradients in float32 and round once.
-    """
-    out: Tensor = _Copy.apply(x, group, in_float32)  # type: ignore[no-untyped-call]
+def copy_to_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Hand the same ``x`` to every rank's part of a computation; its gradient is the sum of what comes back."""
+    out: Tensor = _Copy.apply(x, group)  # type: ignore[no-untyped-call]
     return out
 
 
-def reduce_from_group(x: Tensor, group: dist.ProcessGroup | None, *, in_float32: bool = False) -> Tensor:
-    """Sum the ranks' partial results ``x``; every rank gets the sum, and each part the sum's gradient.
-
-    ``in_float32``: sum 16-bit tensors in float32 and round once.
-    """
-    out: Tensor = _Reduce.apply(x, group, in_float32)  # type: ignore[no-untyped-call]
+def reduce_from_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Sum the ranks' partial results ``x``; every rank gets the sum, and each part the sum's gradient."""
+    out: Tensor = _Reduce.apply(x, group)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -96,24 +91,24 @@ class Groups:
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None, in_float32: bool) -> Tensor:
-        ctx.group, ctx.in_float32 = group, in_float32
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return reduce_from_group(grads[0], ctx.group, in_float32=ctx.in_float32), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return reduce_from_group(grads[0], ctx.group), None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None, in_float32: bool) -> Tensor:
-        ctx.group, ctx.in_float32 = group, in_float32
-        return _all_reduce(x, group, in_float32)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        return _all_reduce(x, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return copy_to_group(grads[0], ctx.group, in_float32=ctx.in_float32), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return copy_to_group(grads[0], ctx.group), None
 
 
 class _Gather(torch.autograd.Function):
@@ -138,8 +133,8 @@ class _Scatter(torch.autograd.Function):
         return gather_from_group(grads[0], ctx.group, ctx.dim), None, None
 
 
-def _all_reduce(x: Tensor, group: dist.ProcessGroup | None, in_float32: bool) -> Tensor:
-    wide = torch.promote_types(x.dtype, torch.float32) if in_float32 else x.dtype
+def _all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
     total = x.detach().to(device=_transport(x, group), dtype=wide, copy=True).contiguous()
     dist.all_reduce(total, group=group)
     return total.to(device=x.device, dtype=x.dtype)

@@ -432,7 +432,7 @@ def _run_original(job: _Job, device: torch.device) -> _Reference:
         ids = _random_ids(loaded.model, job) if job.ids is None else job.ids
         exact, exact_grads = _run_whole(loaded, ids.to(device), job, None, 0)
     say(f"original in {_name(job.dtype)}, {job.options.draws + 1} times")
-    with _original(job, job.dtype, device) as loaded:
+    with _original(job, job.dtype, device) as loaded, _refusing(job):
         draws = [_run_whole(loaded, ids.to(device), job, exact, draw) for draw in range(job.options.draws + 1)]
     own = draws[0][0]
     logits = _vocabulary_output(exact.states, job)
@@ -467,6 +467,21 @@ def _original(job: _Job, dtype: torch.dtype, device: torch.device) -> Iterator[L
         yield load_original(job.original, job.original_config, job.plan, dtype, more)
         if device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+@contextmanager
+def _refusing(job: _Job) -> Iterator[None]:
+    """Say so where transformers' code of a model, which ran in higher precision, does not run in the job's dtype."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{job.original}: transformers runs the original in {_name(job.exact_dtype)}, but not in "
+            f"{_name(job.dtype)}: {' '.join(str(error).split())}",
+            "--dtype float32 compares the models in float32" if job.dtype != torch.float32 else None,
+        ) from error
 
 
 def _fits(job: _Job, dtype: torch.dtype, device: torch.device) -> bool:

@@ -88,9 +88,7 @@ def _parted_along(
 def _summing(new: Sequence[frozenset[str]], groups: Groups) -> Callable[..., Any]:
     def hook(grad_inputs: tuple[Tensor | None, ...], _: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         return tuple(
-            reduce_from_group(grad.detach(), groups.along(along), in_float32=True)
-            if along and grad is not None
-            else grad
+            reduce_from_group(grad.detach(), groups.along(along)) if along and grad is not None else grad
             for grad, along in zip(grad_inputs, new, strict=True)
         )
 

@@ -270,7 +270,8 @@ def _explain(folder: Path, rank: int, exitcode: int, world_size: int, timeout: f
     if failure.timed_out:
         places = {r: place for r in range(world_size) if (place := _read_place(folder, r))}
         return _explain_hang(rank, world_size, timeout, places)
-    return RankError(f"rank {rank} of {world_size} failed: {failure.message}", rank=rank, details=failure.traceback)
+    message = f"rank {rank} of {world_size} failed: {failure.message}"
+    return RankError(message, failure.hint, rank=rank, details=failure.traceback)
 
 
 def _read_place(folder: Path, rank: int) -> _Place | None:
@@ -340,6 +341,7 @@ class _Place:
 @dataclass(frozen=True)
 class _Failure:
     message: str
+    hint: str | None
     traceback: str
     timed_out: bool
 
@@ -424,7 +426,8 @@ def _fail(folder: Path, rank: int, error: BaseException) -> NoReturn:
     """Leave an account of the error, and end this process; not by the way of destructors that may wait for others."""
     place = _place(list(traceback.walk_tb(error.__traceback__)))
     timed_out = place.collective is not None and any(s in str(error).lower() for s in ("timed out", "timeout"))
-    failure = _Failure(_last_line(error), "".join(traceback.format_exception(error)), timed_out)
+    hint = error.hint if isinstance(error, ReshardError) else None
+    failure = _Failure(_last_line(error), hint, "".join(traceback.format_exception(error)), timed_out)
     with suppress(OSError):  # the launcher may be gone, and the folder with it
         if place.collective:
             _write(folder / f"place-{rank}", json.dumps(asdict(place)).encode())

@@ -66,11 +66,13 @@ def show(report: ForwardReport) -> list[tuple[str, str, float]]:
 
 @pytest.mark.parametrize(
     ("names", "tp", "dtype"),
-    [(MODELS, 2, "float32"), (KINDS, 4, "bfloat16"), (KINDS, 8, "float32")],
+    [(MODELS, 2, "float32"), (KINDS, 4, "bfloat16"), ([*KINDS, "mllama"], 8, "float32")],
     ids=["all-2-float32", "kinds-4-bfloat16", "kinds-8-float32"],
 )
 def test_correct_shards_are_the_same_model(names: list[str], tp: int, dtype: str, pairs: Pairs) -> None:
-    """At 8 ranks two share each KV head; vocabularies are padded where they do not divide."""
+    """At 8 ranks two share each KV head; vocabularies are padded where they do not divide. Mllama's modules have their
+    numbers of heads from [modules], the query heads of a KV head among them.
+    """
     names = [name for name in names if tp in zoo.ZOO[name].degrees]
     for name, report in zip(names, run_forwards(pairs(names, tp, dtype), QUICK), strict=True):
         assert report.is_same, (name, show(report))
@@ -188,6 +190,16 @@ def test_a_rank_that_cannot_load_is_one_error(pairs: Pairs, tmp_path: Path) -> N
     with pytest.raises(RankError, match=expected) as error:
         run_forward(original, source)
     assert error.value.rank == 1
+
+
+@pytest.mark.parametrize("name", ["xlstm", "deberta"])
+def test_an_original_that_does_not_run_in_its_dtype_is_one_line(name: str, pairs: Pairs) -> None:
+    """transformers multiplies float32 by 16 bits there, in the whole model as well; in float32 the shards run."""
+    original, shards = pairs([name], 2, "bfloat16")[0]
+    with pytest.raises(RankError, match=r"runs the original in float32, but not in bfloat16: .* dtype") as error:
+        run_forward(original, shards)
+    assert error.value.hint == "--dtype float32 compares the models in float32"
+    assert run_forward(original, shards, ForwardOptions(dtype="float32")).is_same
 
 
 def test_requests_that_make_no_sense(pairs: Pairs) -> None:

@@ -5,11 +5,14 @@ A part of what ``python -m benchmarks.faults`` measures; docs/verification.md ha
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.faults import ALL, check, damaged, largest, pair_of, place_of_row
+from benchmarks.zoo_forward import result, to_markdown
+from formats.errors import ReshardError
 from tests.verify.faults import FAULTS
 from tests.verify.test_exact import EXEMPT
 from verify.forward import ForwardOptions, run_forwards
@@ -54,6 +57,21 @@ def test_correct_shards_raise_no_alarm(seed: int, root: Path) -> None:
     for run, report in zip(runs, reports, strict=True):
         assert report.is_same, (run, report.verdict)
         assert largest(report) <= FACTOR
+
+
+def test_the_zoo_counts_what_is_special_about_a_run(root: Path) -> None:
+    """What ``python -m benchmarks.zoo_forward`` puts into docs/verification.md."""
+    runs = [("llama-tied", 2, "float32"), ("llama", 8, "float32")]
+    found = [result(run, pair_of(root, *run), ReshardError(f"{root}/x: not run")) for run in runs]
+    assert [(r.verdict, r.first, r.tied, r.padded, r.shares) for r in found] == [
+        ("refused", "x: not run", True, False, False),
+        ("refused", "x: not run", False, True, True),
+    ]
+    lines = to_markdown([replace(r, verdict="same", ratio=1.25, first=None) for r in found]).splitlines()
+    assert lines[-2:] == [
+        "| tp 2, float32 | 1 | 1 | 1.25 (llama-tied) | 1 | 0 | 0 |",
+        "| tp 8, float32 | 1 | 1 | 1.25 (llama) | 0 | 1 | 1 |",
+    ]
 
 
 def test_places_of_rows() -> None:

@@ -1425,6 +1425,62 @@ _add(
     spatial_target_layers=[0, 1, 2, 2],
 )
 
+_add(
+    "mistral_large4",
+    (2, 4, 8),
+    model=_IMAGES,
+    text_config={
+        **{key: value for key, value in _DENSE.items() if key != "head_dim"},
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 4,
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 14,
+        "qk_rope_head_dim": 6,
+        "v_head_dim": 10,
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 3,
+        "num_experts_per_tok": 2,
+        "index_n_heads": 3,
+        "index_head_dim": 16,
+        "index_topk": 6,
+        "indexer_types": ["full", "full", "shared", "full"],
+        "no_rope_layers": [1, 0, 1, 0],
+        "kv_source_layers": [0, 1, 0, 3],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    vision_config=_PIXTRAL,
+)
+_add(
+    "glm5_next",
+    (2, 4, 8),
+    model=_IMAGES,
+    notes="with parts of the layer that predicts one token further, which transformers leaves aside",
+    extra=_further("model.language_model.layers.3", "shared_head.norm"),
+    text_config={
+        **{key: value for key, value in _DENSE.items() if key != "head_dim"},
+        "num_key_value_heads": 8,
+        "q_lora_rank": 28,
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 14,
+        "v_head_dim": 10,
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 3,
+        "num_experts_per_tok": 2,
+        "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "indexer_types": ["full", "full", "full"],
+        "index_n_heads": 3,
+        "index_head_dim": 16,
+        "index_topk": 6,
+        "index_kpool": 2,
+        "linear_num_heads": 8,
+        "linear_head_dim": 11,
+        "hc_mult": 2,
+        "num_nextn_predict_layers": 1,
+    },
+    vision_config={**_GLM_TOWER, "projection_intermediate_size": 52},
+)
+
 # --------------------------------------------------------------------------------------------------------- encoders
 
 _BERT: dict[str, Any] = {

@@ -112,12 +112,23 @@ class Architecture:
 
     def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """The part of ``config.json`` that speaks of the language model; the rest of it stands behind."""
-        section = self.section(config)
-        return {**config, **config[section]} if section else config
+        settings, inner = dict(config), config
+        for key in self.section(config):
+            inner = inner[key]
+            settings |= inner
+        return settings
 
-    def section(self, config: Mapping[str, Any]) -> str | None:
-        """Where ``config.json`` keeps the language model's settings, if not at its top: the first of those named."""
-        return next((name for name in self.sections if isinstance(config.get(name), dict)), None)
+    def section(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        """The keys that lead to the language model's settings in ``config.json``, to the first section that is there;
+        none if they are at its top.
+        """
+        for section in self.sections:
+            keys, inner = tuple(section.split(".")), config
+            for key in keys:
+                inner = inner.get(key, {}) if isinstance(inner, Mapping) else {}
+            if inner and isinstance(inner, Mapping):
+                return keys
+        return ()
 
 
 def _walk(node: _Node, name: str) -> Iterator[tuple[_Node, dict[str, int]]]:

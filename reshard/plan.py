@@ -740,15 +740,14 @@ def check_degrees(model: Model, mesh: Mesh, *, pad: bool = True) -> None:
 def rank_config(plan: Plan, rank: int) -> dict[str, Any]:
     """The ``config.json`` of a rank: the source's, with the counts that this rank holds."""
     architecture, config = plan.model.architecture, copy.deepcopy(dict(plan.model.config))
-    section = architecture.section(config)
-    target = dict(config[section]) if section else config
+    target = config
+    for key in architecture.section(config):
+        target = target[key]
     for key, expression in architecture.config.items():
         for inner, last, indices in _places(target, key.split("."), {}):
             value = _config_value(plan, rank, expression, inner.get(last), indices)
             if last in inner or (value is not None and inner is target):
                 inner[last] = value
-    if section:
-        config[section] = target
     return config
 
 

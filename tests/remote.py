@@ -834,3 +834,56 @@ REMOTE["NemotronH_Nano_VL_V2"] = Remote(
         "mlp1.1.weight": (64, 128),
     },
 )
+
+# ------------------------------------------------------- towers and voices around a language model, names from memory
+
+_QK_NORMS: dict[str, Shape] = {"self_attn.q_norm.weight": (12,), "self_attn.k_norm.weight": (12,)}
+_THINKER: dict[str, Shape] = {
+    **{f"thinker.{name}": shape for name, shape in _ENDS.items()},
+    **_at("thinker.model.layers.[0-2]", {**_NORMS, **_QKV}),
+    "thinker.visual.patch_embed.proj.weight": (32, 3, 2, 4, 4),
+    "thinker.audio_tower.ln_post.weight": (28,),
+}
+REMOTE["qwen2_5_omni"] = Remote(
+    {
+        "model_type": "qwen2_5_omni",
+        "thinker_config": {
+            "model_type": "qwen2_5_omni_thinker",
+            "text_config": {**_DENSE, "model_type": "qwen2_5_omni_text"},
+            "vision_config": {"hidden_size": 32},
+        },
+        "talker_config": {"hidden_size": 28, "num_attention_heads": 3, "vocab_size": 19},
+    },
+    {
+        **_THINKER,
+        **_at("thinker.model.layers.[0-2]", {**_QKV_BIAS, **_at("mlp", _mlp(72))}),
+        **_at("talker.model.layers.0.self_attn", {"q_proj.weight": (33, 28), "q_proj.bias": (33,)}),
+        "talker.codec_head.weight": (19, 28),
+        "talker.thinker_to_talker_proj.weight": (28, 80),
+        "token2wav.code2wav_dit_model.transformer_blocks.0.attn.to_q.weight": (22, 22),
+    },
+)
+REMOTE["qwen3_omni_moe"] = Remote(
+    {
+        "model_type": "qwen3_omni_moe",
+        "thinker_config": {
+            "model_type": "qwen3_omni_moe_thinker",
+            "text_config": {
+                **_DENSE,
+                "model_type": "qwen3_omni_moe_text",
+                "num_experts": 3,
+                "moe_intermediate_size": 24,
+            },
+        },
+        "talker_config": {"text_config": {"hidden_size": 28, "num_experts": 5}},
+    },
+    {
+        **_THINKER,
+        **_at("thinker.model.layers.[0-2]", _QK_NORMS),
+        **_at("thinker.model.layers.[0-2].mlp.experts.[0-2]", _mlp(24)),
+        "thinker.model.layers.[0-2].mlp.gate.weight": (3, 80),
+        "talker.model.layers.0.mlp.experts.4.gate_proj.weight": (10, 28),
+        "talker.code_predictor.lm_head.0.weight": (19, 28),
+        "code2wav.code_embedding.weight": (19, 28),
+    },
+)

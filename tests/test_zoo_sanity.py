@@ -47,6 +47,7 @@ POSITIONAL = {
         name: {"kv": "dt_proj returns a number for each KV head, of which a rank takes its own"}
         for name in ("doge", "doge-experts")
     },
+    "molmo2": {"vocab": "the table of tokens is the same on every rank, only the head is dealt"},
     "mllama": {"vocab": "two tables are read with the same token", "rows": "as vocab"},
     "gemma3n_text": {"vocab": "two tables are read with the same token", "layer_vocab": "as vocab"},
     "gemma4": {"vocab": "two tables are read with the same token", "layer_vocab": "as vocab"},

@@ -880,6 +880,15 @@ _TOWER: dict[str, Any] = {
 _QWEN_TOWER: dict[str, Any] = {**_TOWER, "num_position_embeddings": 16}
 _GLM_TOWER: dict[str, Any] = {**_TOWER, "image_size": 16}
 _DEEP = {**_QWEN_TOWER, "deepstack_visual_indexes": [0, 1]}
+_WHISPER: dict[str, Any] = {
+    "num_mel_bins": 8,
+    "d_model": 28,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 44,
+    "max_source_positions": 24,
+    "output_dim": 80,
+}
 _add("gemma3", (2, 4, 8), model=_IMAGES, text_config=_DENSE, vision_config=_SIGLIP, mm_tokens_per_image=4)
 _add(
     "mistral3",
@@ -1327,6 +1336,149 @@ _add(
     mlp_layer_types=["dense", "sparse", "sparse"],
     shared_expert_intermediate_size=40,
     **_SHARED,
+)
+
+_add(
+    "qwen2_5_omni_thinker",
+    (2, 4, 8),
+    model=_IMAGES,
+    text_config={**_MROPE, "tie_word_embeddings": False},
+    vision_config={**_QWEN_TOWER, "fullatt_block_indexes": [1]},
+    audio_config={**_WHISPER, "n_window": 4},
+    vision_start_token_id=98,
+)
+_add(
+    "qwen3_omni_moe_thinker",
+    (2, 4, 8),
+    model=_IMAGES,
+    text_config={**_MOE, "num_experts": 3, "mlp_only_layers": [0]},
+    vision_config=_DEEP,
+    audio_config={**_WHISPER, "downsample_hidden_size": 6},
+    vision_start_token_id=98,
+)
+_add(
+    "ernie4_5_vl_moe",
+    (2, 4, 8),
+    model=_IMAGES,
+    text_config={
+        **_DENSE,
+        "rope_parameters": {**_SECTIONS, "mrope_section": [2, 2, 2]},
+        "moe_num_experts": 5,
+        "moe_k": 2,
+        "moe_num_shared_experts": 2,
+        "moe_intermediate_size": [24, 16],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+    },
+    vision_config={**_TOWER, "temporal_merge_size": 2},
+    tie_word_embeddings=False,
+)
+_add(
+    "hunyuan_vl",
+    (2, 4, 8),
+    model=_IMAGES,
+    text_config={**_DENSE, "rope_parameters": {**_SECTIONS, "mrope_section": [2, 2, 2]}},
+    vision_config={**_SIGLIP, "text_hidden_size": 80, "out_hidden_size": 80, "max_image_size": 24},
+    tie_word_embeddings=False,
+)
+_add(
+    "molmo2",
+    (2, 4, 8),
+    model=_IMAGES,
+    text_config={**_DENSE, "additional_vocab_size": 6},
+    vision_config={**_SIGLIP, "num_key_value_heads": 4, "head_dim": 8, "image_size": [20, 20]},
+    adapter_config={
+        "vision_feature_layer": [-1, -2],
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "intermediate_size": 52,
+        "text_hidden_size": 80,
+    },
+)
+_LFM3: dict[str, Any] = {
+    **_DENSE,
+    "layer_types": ["conv", "sliding_attention", "full_attention"],
+    "sliding_window": 16,
+    "conv_L_cache": 5,
+}
+_add("lfm3", (2, 4, 8), loads_alone=False, **_LFM3)
+_add(
+    "lfm3_vl",
+    (2, 4, 8),
+    loads_alone=False,
+    model=_IMAGES,
+    text_config=_LFM3,
+    vision_config={**_TOWER, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3},
+    projector_hidden_size=36,
+    tie_word_embeddings=False,
+)
+_add(
+    "granite4_vision",
+    (2, 4, 8),
+    model=_IMAGES,
+    text_config=_PLAIN,
+    vision_config={**_SIGLIP, "hidden_size": 64, "model_type": "siglip_vision_model"},
+    qformer_config={"num_hidden_layers": 1, "intermediate_size": 52, "max_position_embeddings": 16},
+    downsample_rate="1/5",
+    deepstack_layer_map=[[-1, 1]],
+    spatial_target_layers=[0, 1, 2, 2],
+)
+
+_add(
+    "mistral_large4",
+    (2, 4, 8),
+    model=_IMAGES,
+    text_config={
+        **{key: value for key, value in _DENSE.items() if key != "head_dim"},
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 4,
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 14,
+        "qk_rope_head_dim": 6,
+        "v_head_dim": 10,
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 3,
+        "num_experts_per_tok": 2,
+        "index_n_heads": 3,
+        "index_head_dim": 16,
+        "index_topk": 6,
+        "indexer_types": ["full", "full", "shared", "full"],
+        "no_rope_layers": [1, 0, 1, 0],
+        "kv_source_layers": [0, 1, 0, 3],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    vision_config=_PIXTRAL,
+)
+_add(
+    "glm5_next",
+    (2, 4, 8),
+    model=_IMAGES,
+    notes="with parts of the layer that predicts one token further, which transformers leaves aside",
+    extra=_further("model.language_model.layers.3", "shared_head.norm"),
+    text_config={
+        **{key: value for key, value in _DENSE.items() if key != "head_dim"},
+        "num_key_value_heads": 8,
+        "q_lora_rank": 28,
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 14,
+        "v_head_dim": 10,
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 3,
+        "num_experts_per_tok": 2,
+        "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "indexer_types": ["full", "full", "full"],
+        "index_n_heads": 3,
+        "index_head_dim": 16,
+        "index_topk": 6,
+        "index_kpool": 2,
+        "linear_num_heads": 8,
+        "linear_head_dim": 11,
+        "hc_mult": 2,
+        "num_nextn_predict_layers": 1,
+    },
+    vision_config={**_GLM_TOWER, "projection_intermediate_size": 52},
 )
 
 # --------------------------------------------------------------------------------------------------------- encoders

@@ -213,8 +213,9 @@ class _Choices(TorchFunctionMode):
             and isinstance(result, torch.return_types.max)
             and args
             and args[0].dim() == 2
+            and _is_real(args[0])
         ):
-            # Per token, so not the largest score of an attention that is subtracted before its softmax.
+            # Per token, so not the largest score of an attention that is subtracted before its softmax, nor a position.
             dim = args[1] if len(args) > 1 else kwargs["dim"]
             keep = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
             values, indices = self._choose(args[0], dim, *(x if keep else x.unsqueeze(dim) for x in result))

@@ -137,3 +137,16 @@ def test_unknown_model_type_names_the_nearest(tmp_path):
     assert "--plan" in str(error.value.hint)
     with pytest.raises(PlanError, match="no model_type"):
         find_architecture({}, tmp_path)
+
+
+def test_a_section_may_lie_deeper():
+    architecture = architecture_from_document(
+        {"section": ["thinker_config.text_config", "text_config"], "tensors": {"norm.weight": "hidden"}}, "omni", "omni"
+    )
+    deep = {"kind": "top", "depth": 1, "thinker_config": {"depth": 2, "text_config": {"hidden_size": 80}}}
+    assert architecture.section(deep) == ("thinker_config", "text_config")
+    settings = architecture.settings(deep)
+    assert (settings["kind"], settings["depth"], settings["hidden_size"]) == ("top", 2, 80)
+    assert architecture.section({"text_config": {"hidden_size": 80}}) == ("text_config",)
+    assert architecture.section({"thinker_config": "none", "text_config": {"hidden_size": 80}}) == ("text_config",)
+    assert architecture.section({"hidden_size": 80}) == ()

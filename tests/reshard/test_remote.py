@@ -62,3 +62,14 @@ def test_a_ranks_config_says_its_own_numbers_where_the_source_keeps_them(tmp_pat
     }  # fmt: skip
     assert (held["num_attention_heads"], held["num_attention_groups"]) == (1, 1)
     assert "per_layer_config" not in held
+
+
+def test_a_ranks_config_says_its_own_numbers_in_a_section_that_lies_deeper(tmp_path):
+    omni = remote.save("qwen2_5_omni", tmp_path / "omni")
+    split(omni, tmp_path / "omni2", 2)
+    full, held = (
+        json.loads((tmp_path / place / "config.json").read_text()) for place in ("omni", "omni2/rank-01-of-02")
+    )
+    full["thinker_config"]["text_config"] |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    full["thinker_config"]["text_config"] |= {"intermediate_size": 36, "vocab_size": 51}
+    assert held == full

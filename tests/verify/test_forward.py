@@ -295,6 +295,21 @@ def test_the_exact_run_is_exact_throughout() -> None:
     torch.testing.assert_close(found, torch.stack([x, x, x, x.softmax(-1) / 3, x]), rtol=1e-15, atol=0)
 
 
+class _Positions(torch.nn.Module):
+    """Takes the largest score of each token, and the largest position."""
+
+    dtype = torch.float32
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **_: object) -> dict[str, torch.Tensor]:
+        attention_mask.cumsum(-1).max(-1, keepdim=True)
+        return {"logits": (input_ids / 3).max(-1)[0]}
+
+
+def test_the_largest_of_integers_is_no_choice() -> None:
+    found = run(_Positions(), torch.arange(1, 8).reshape(1, 7), Places({}, {}))
+    assert (found.choices, [x.item() for x in found.chosen]) == (1, [6])
+
+
 def test_noise_is_the_yardstick() -> None:
     generator = torch.Generator().manual_seed(0)
     exact = torch.randn(64, 80, generator=generator, dtype=torch.float64)

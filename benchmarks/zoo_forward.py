@@ -64,7 +64,7 @@ def result(run: tuple[str, int, str], pair: tuple[Source, Source], found: Forwar
     special = {
         "tied": bool(getattr(config, "tie_word_embeddings", False)),
         "padded": bool(plan.padding),
-        "shares": any(row.copies > 1 and not row.kind.endswith("replicated") for row in rows_of(plan)),
+        "shares": any(max(row.copies, default=1) > 1 and not row.kind.endswith("replicated") for row in rows_of(plan)),
     }
     if isinstance(found, ReshardError):
         return Result(*run, "refused", 0.0, found.message, 0.0, **special)

@@ -630,6 +630,37 @@ _add(
     },
 )
 
+_add(
+    "axk2",
+    (2, 4, 8),
+    gated_norm_rank=9,
+    mlp_layer_types=["dense", "sparse", "sparse"],
+    **{key: value for key, value in _DSA.items() if key != "first_k_dense_replace"},
+)
+_add(
+    "hy_v4",
+    (2, 4, 8),
+    hc_mult=2,
+    indexer_types=["full", "full", "shared"],
+    mlp_layer_types=["dense", "sparse", "sparse"],
+    **{**_DSA, "n_group": 1},
+)
+_add(
+    "kolibri1",
+    (2, 4, 8),
+    shared_expert_intermediate_size=40,
+    sliding_window=9,
+    layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    **{key: value for key, value in _MOE.items() if key != "intermediate_size"},
+)
+
+_add(
+    "zaya",
+    (2, 3, 4, 6, 8, 12),
+    router_hidden_size=14,
+    **{**_MOE, "num_experts_per_tok": 1, "tie_word_embeddings": True, "num_key_value_heads": 2},
+)
+
 # ---------------------------------------------------------------------------------------------------------- hybrids
 
 _DELTA: dict[str, Any] = {
@@ -657,10 +688,37 @@ _add(
 _add("qwen3_next-dense-layer", (2, 4, 8), model_type="qwen3_next", mlp_only_layers=[1], **_DELTA_MOE)
 _add("qwen3_5_text", (2, 4, 8), **_DENSE, **_DELTA)
 _add("qwen3_5_moe_text", (2, 4, 8), **_DELTA_MOE)
+_QWEN4: dict[str, Any] = {
+    **{**_DELTA_MOE, "layer_types": ["linear_attention", "indexed_attention", "linear_attention"]},
+    "hc_count": 3,
+    "hc_lowrank": 9,
+    "ple_layer_ids": [1, 3],
+    "ple_embed_dim": 64,
+    "ple_conv_kernel_size": 3,
+    "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 23,
+    "make_ngram_vocab_size_divisible_by": 12,
+    "split_ngram_parts": 3,
+    "indexer_n_heads": 3,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 6,
+    "indexer_compress_ratio": 2,
+}
+_add("qwen4_exp_text", (2, 4, 8), **_QWEN4)
 _add("olmo_hybrid", (2, 4), **_DENSE, **{**_DELTA, "linear_num_value_heads": 4, "linear_key_head_dim": 7})
 _CONV: dict[str, Any] = {"layer_types": ["conv", "full_attention", "conv"], "conv_bias": True}
 _add("lfm2", (2, 4, 8), loads_alone=False, block_ff_dim=72, block_auto_adjust_ff_dim=False, **_DENSE, **_CONV)
 _add("lfm2_moe", (2, 4, 8), loads_alone=False, num_dense_layers=1, **{**_MOE, "num_experts": 4}, **_CONV)
+_add(
+    "lfm3",
+    (2, 4, 8),
+    loads_alone=False,
+    sliding_window=9,
+    conv_bias=True,
+    layer_types=["conv", "full_attention", "sliding_attention"],
+    **_DENSE,
+)
 _add(
     "mamba2",
     (2, 4, 8),
@@ -677,6 +735,24 @@ _add(
     tie_word_embeddings=False,
     **_TOKENS,
 )
+_INKLING: dict[str, Any] = {
+    **_DENSE,
+    "swa_num_attention_heads": 16,
+    "swa_num_key_value_heads": 8,
+    "swa_head_dim": 10,
+    "sliding_window_size": 9,
+    "d_rel": 6,
+    "rel_extent": 11,
+    "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 5,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "conv_kernel_size": 3,
+}
+_add("inkling_text", (2, 4, 8), **_INKLING)
+_add("inkling2_text", (2, 4, 8), **_INKLING)
 for _name in ("mamba", "falcon_mamba"):
     _add(
         _name,

@@ -48,6 +48,7 @@ POSITIONAL = {
         for name in ("doge", "doge-experts")
     },
     "mllama": {"vocab": "two tables are read with the same token", "rows": "as vocab"},
+    "cpmant": {"vocab": "prompts have rows of the same table, behind the vocabulary", "rows": "as vocab"},
     "gemma3n_text": {"vocab": "two tables are read with the same token", "layer_vocab": "as vocab"},
     "gemma4": {"vocab": "two tables are read with the same token", "layer_vocab": "as vocab"},
     "gemma4_text": {"vocab": "two tables are read with the same token", "layer_vocab": "as vocab"},

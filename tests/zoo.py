@@ -661,6 +661,22 @@ _add(
     **{**_MOE, "num_experts_per_tok": 1, "tie_word_embeddings": True, "num_key_value_heads": 2},
 )
 
+_add(
+    "dots3_note_text",
+    (2, 4, 8),
+    layer_types=["indexed_attention", "sliding_attention", "indexed_attention"],
+    swa_num_attention_heads=16,
+    swa_num_key_value_heads=16,
+    swa_q_lora_rank=22,
+    swa_kv_lora_rank=18,
+    swa_head_dim=12,
+    swa_qk_nope_head_dim=8,
+    swa_v_head_dim=11,
+    sliding_window=9,
+    shared_experts_intermediate_size=40,
+    **{**_DSA, "head_dim": 12, "n_shared_experts": 1},
+)
+
 # ---------------------------------------------------------------------------------------------------------- hybrids
 
 _DELTA: dict[str, Any] = {
@@ -753,6 +769,19 @@ _INKLING: dict[str, Any] = {
 }
 _add("inkling_text", (2, 4, 8), **_INKLING)
 _add("inkling2_text", (2, 4, 8), **_INKLING)
+_add(
+    "zamba",
+    (2, 4, 8),
+    loads_alone=False,
+    layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
+    n_mamba_heads=8,
+    mamba_d_state=5,
+    mamba_d_conv=3,
+    mamba_dt_rank=6,
+    attention_hidden_size=160,
+    attention_head_dim=20,
+    **{**_PLAIN, "num_hidden_layers": 4, "tie_word_embeddings": True},
+)
 for _name in ("mamba", "falcon_mamba"):
     _add(
         _name,
@@ -890,6 +919,25 @@ _add(
         "tie_word_embeddings": True,
         "vocab_size": 61,
     },
+)
+
+_add("hrm_text", (2, 4, 8), H_cycles=2, L_cycles=2, **{**_DENSE, "num_key_value_heads": 8})
+_add(
+    "cpmant",
+    (2, 4, 8),
+    loads_alone=False,
+    hidden_size=80,
+    num_attention_heads=8,
+    dim_head=12,
+    dim_ff=72,
+    num_hidden_layers=3,
+    position_bias_num_buckets=14,
+    position_bias_max_distance=20,
+    prompt_types=3,
+    prompt_length=5,
+    segment_types=4,
+    vocab_size=101,
+    **_TOKENS,
 )
 
 # ----------------------------------------------------------------------------------------------- more than text
@@ -1096,6 +1144,40 @@ _add(
         "conv_kernel_size": 3,
     },
 )
+_UNIFIED: dict[str, Any] = {
+    **_DENSE,
+    "tie_word_embeddings": True,
+    "global_head_dim": 20,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+}
+_add("gemma4_unified_text", (2, 4, 8), **_UNIFIED)
+_add(
+    "gemma4_unified",
+    (2, 4, 8),
+    model=_IMAGES,
+    text_config=_UNIFIED,
+    vision_config={"patch_size": 4, "pooling_kernel_size": 2, "mm_embed_dim": 28, "mm_posemb_size": 9},
+    audio_config={"audio_embed_dim": 36},
+)
+_add(
+    "emu3",
+    (2, 4, 8),
+    model=_IMAGES,
+    loads_alone=False,
+    text_config=_PLAIN,
+    vq_config={
+        "codebook_size": 11,
+        "embed_dim": 6,
+        "base_channels": 32,
+        "channel_multiplier": [1, 1],
+        "num_res_blocks": 1,
+        "attn_resolutions": [1],
+        "hidden_size": 32,
+    },
+    vocabulary_map={"<image>": 99, **{f"<|visual token {i:06d}|>": 80 + i for i in range(11)}},
+)
 # any tower beside the names of Llama
 _COHERE: dict[str, Any] = {**_DENSE, "model_type": "cohere2", "tie_word_embeddings": True}
 _add("aya_vision", (2, 4, 8), model=_IMAGES, text_config=_COHERE, vision_config=_SIGLIP, tie_word_embeddings=True)
@@ -1108,6 +1190,15 @@ _add(
     alignment_intermediate_size=36,
     tie_word_embeddings=True,
 )
+_COMPASS: dict[str, Any] = {
+    **{key: value for key, value in _PLAIN.items() if key != "tie_word_embeddings"},
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "rope_parameters": {
+        kind: {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 1]}
+        for kind in ("sliding_attention", "full_attention")
+    },
+}
+_add("cohere_compass_text", (2, 4, 8), loads_alone=False, **_COMPASS)
 for _name in ("deepseek_vl", "llava_next_video", "llava_onevision", "video_llava", "idefics3", "smolvlm"):
     _add(
         _name,

@@ -661,21 +661,22 @@ _add(
     **{**_MOE, "num_experts_per_tok": 1, "tie_word_embeddings": True, "num_key_value_heads": 2},
 )
 
-_add(
-    "dots3_note_text",
-    (2, 4, 8),
-    layer_types=["indexed_attention", "sliding_attention", "indexed_attention"],
-    swa_num_attention_heads=16,
-    swa_num_key_value_heads=16,
-    swa_q_lora_rank=22,
-    swa_kv_lora_rank=18,
-    swa_head_dim=12,
-    swa_qk_nope_head_dim=8,
-    swa_v_head_dim=11,
-    sliding_window=9,
-    shared_experts_intermediate_size=40,
-    **{**_DSA, "head_dim": 12, "n_shared_experts": 1},
-)
+_DOTS3: dict[str, Any] = {
+    **_DSA,
+    "head_dim": 12,
+    "n_shared_experts": 1,
+    "shared_experts_intermediate_size": 40,
+    "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"],
+    "sliding_window": 9,
+    "swa_num_attention_heads": 16,
+    "swa_num_key_value_heads": 16,
+    "swa_q_lora_rank": 22,
+    "swa_kv_lora_rank": 18,
+    "swa_head_dim": 12,
+    "swa_qk_nope_head_dim": 8,
+    "swa_v_head_dim": 11,
+}
+_add("dots3_note_text", (2, 4, 8), **_DOTS3)
 
 # ---------------------------------------------------------------------------------------------------------- hybrids
 
@@ -709,7 +710,7 @@ _QWEN4: dict[str, Any] = {
     "hc_count": 3,
     "hc_lowrank": 9,
     "ple_layer_ids": [1, 3],
-    "ple_embed_dim": 64,
+    "ple_embed_dim": 96,
     "ple_conv_kernel_size": 3,
     "heads_per_ngram": 2,
     "ngram_vocab_size_base": 23,
@@ -726,15 +727,8 @@ _add("olmo_hybrid", (2, 4), **_DENSE, **{**_DELTA, "linear_num_value_heads": 4, 
 _CONV: dict[str, Any] = {"layer_types": ["conv", "full_attention", "conv"], "conv_bias": True}
 _add("lfm2", (2, 4, 8), loads_alone=False, block_ff_dim=72, block_auto_adjust_ff_dim=False, **_DENSE, **_CONV)
 _add("lfm2_moe", (2, 4, 8), loads_alone=False, num_dense_layers=1, **{**_MOE, "num_experts": 4}, **_CONV)
-_add(
-    "lfm3",
-    (2, 4, 8),
-    loads_alone=False,
-    sliding_window=9,
-    conv_bias=True,
-    layer_types=["conv", "full_attention", "sliding_attention"],
-    **_DENSE,
-)
+_LFM3 = {"sliding_window": 9, "conv_bias": True, "layer_types": ["conv", "full_attention", "sliding_attention"]}
+_add("lfm3", (2, 4, 8), loads_alone=False, **_DENSE, **_LFM3)
 _add(
     "mamba2",
     (2, 4, 8),
@@ -1178,6 +1172,64 @@ _add(
     },
     vocabulary_map={"<image>": 99, **{f"<|visual token {i:06d}|>": 80 + i for i in range(11)}},
 )
+_add(
+    "inkling_mm_model",
+    (2, 4, 8),
+    model="InklingForConditionalGeneration",
+    text_config=_INKLING,
+    vision_config={"patch_size": 4, "temporal_patch_size": 2, "num_hidden_layers": 3, "hidden_size": 32},
+    audio_config={"n_mel_bins": 3, "mel_vocab_size": 5},
+)
+_add(
+    "inkling2",
+    (2, 4, 8),
+    model=_IMAGES,
+    text_config=_INKLING,
+    vision_config={
+        **{key: value for key, value in _SIGLIP.items() if key != "image_size"},
+        "posemb_grid_size": 5,
+        "projection_hidden_dim": 36,
+        "text_hidden_size": 80,
+    },
+)
+_add(
+    "lfm3_vl",
+    (2, 4, 8),
+    loads_alone=False,
+    model=_IMAGES,
+    text_config={**_DENSE, **_LFM3},
+    vision_config={
+        **{key: value for key, value in _SIGLIP.items() if key != "image_size"},
+        "num_key_value_heads": 2,
+        "layer_types": ["conv", "full_attention"],
+    },
+    projector_hidden_size=36,
+)
+_add(
+    "dots3_note",
+    (2, 4, 8),
+    model=_IMAGES,
+    text_config=_DOTS3,
+    vision_config={
+        **{key: value for key, value in _SIGLIP.items() if key != "image_size"},
+        "moe_intermediate_size": 20,
+        "mlp_layer_types": ["dense", "sparse"],
+        "num_local_experts": 3,
+        "adapter_in_dim": 32,
+        "adapter_out_dim": 80,
+    },
+    audio_config={
+        "hidden_size": 48,
+        "intermediate_size": 52,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "feature_size": 16,
+        "downsample_hidden_size": 6,
+        "adapter_input_size": 48,
+        "adapter_out_dim": 80,
+    },
+)
+_add("qwen4_exp", (2, 4, 8), model=_IMAGES, text_config=_QWEN4, vision_config=_QWEN_TOWER)
 # any tower beside the names of Llama
 _COHERE: dict[str, Any] = {**_DENSE, "model_type": "cohere2", "tie_word_embeddings": True}
 _add("aya_vision", (2, 4, 8), model=_IMAGES, text_config=_COHERE, vision_config=_SIGLIP, tie_word_embeddings=True)

@@ -103,12 +103,13 @@ class Dim:
 class Shape:
     """A tensor's dimensions; those before ``arrow`` are input, if the checkpoint stores the input first.
 
-    An open shape (``...``) stands for whatever dimensions a tensor has, none of them dealt.
+    An open shape has a place (``...``) for whatever dimensions a tensor has beside ``dims``, none of them dealt. The
+    place counts as one dimension for ``arrow``.
     """
 
     dims: tuple[Dim, ...]
     arrow: int | None = None
-    is_open: bool = False
+    open_at: int | None = None
 
     @cached_property
     def _hash(self) -> int:
@@ -122,9 +123,19 @@ class Shape:
         """Every axis named in the shape."""
         return frozenset().union(*(dim.axes for dim in self.dims))
 
+    @property
+    def is_open(self) -> bool:
+        """Whether some dimensions are whatever a tensor has."""
+        return self.open_at is not None
+
     def closed(self, lengths: Sequence[int]) -> Shape:
-        """The shape of a tensor with dimensions of these lengths: those numbers, if the shape is open."""
-        return Shape(tuple(Dim((Block((length,)),)) for length in lengths)) if self.is_open else self
+        """The shape of a tensor with dimensions of these lengths: those numbers where the shape is open."""
+        if self.open_at is None:
+            return self
+        count = max(len(lengths) - len(self.dims), 0)
+        found = tuple(Dim((Block((length,)),)) for length in lengths[self.open_at : self.open_at + count])
+        arrow = self.arrow + count - 1 if self.arrow is not None and self.arrow > self.open_at else self.arrow
+        return Shape((*self.dims[: self.open_at], *found, *self.dims[self.open_at :]), arrow)
 
     @property
     def output_dim(self) -> int | None:
@@ -138,9 +149,9 @@ class Shape:
         return tuple(dim.size(sizes) for dim in self.dims)
 
     def __str__(self) -> str:
-        if self.is_open:
-            return OPEN
         words = [str(dim) for dim in self.dims]
+        if self.open_at is not None:
+            words.insert(self.open_at, OPEN)
         if self.arrow is not None:
             words.insert(self.arrow, "->")
         return " ".join(words)
@@ -148,7 +159,7 @@ class Shape:
 
 # --------------------------------------------------------------------------------------------------- parsing
 
-_TOKEN = re.compile(r"\s*(->|[()+/]|[A-Za-z_][A-Za-z0-9_]*\s*:|[A-Za-z_][A-Za-z0-9_]*|\d+)")
+_TOKEN = re.compile(r"\s*(->|\.\.\.|[()+/]|[A-Za-z_][A-Za-z0-9_]*\s*:|[A-Za-z_][A-Za-z0-9_]*|\d+)")
 
 
 @cache
@@ -157,18 +168,22 @@ def parse(text: str) -> Shape:
 
     Raises NotationError that shows the text and where it goes wrong.
     """
-    if text.strip() == OPEN:
-        return Shape((), is_open=True)
     tokens = _tokens(text)
     dims: list[Dim] = []
     arrow: int | None = None
+    open_at: int | None = None
     position = 0
     while position < len(tokens):
         token = tokens[position]
         if token == "->":
-            if arrow is not None or not dims or position == len(tokens) - 1:
+            if arrow is not None or position in {0, len(tokens) - 1}:
                 raise NotationError(f"shape '{text}': an arrow stands once, between two dimensions")
-            arrow = len(dims)
+            arrow = len(dims) + (open_at is not None)
+            position += 1
+        elif token == OPEN:
+            if open_at is not None:
+                raise NotationError(f"shape '{text}': '{OPEN}' stands once")
+            open_at = len(dims)
             position += 1
         elif token == "(":
             dim, position = _parse_sum(text, tokens, position + 1)
@@ -182,7 +197,7 @@ def parse(text: str) -> Shape:
         else:
             dims.append(Dim((Block((_atom(text, token),)),)))
             position += 1
-    return Shape(tuple(dims), arrow)
+    return Shape(tuple(dims), arrow, open_at)
 
 
 def _tokens(text: str) -> list[str]:

@@ -106,7 +106,8 @@ def _evaluate(node: ast.expr, lookup: Lookup) -> Any:
             value, index = _evaluate(node.value, lookup), _evaluate(node.slice, lookup)
             if value is None:
                 return None
-            return value.get(index) if isinstance(value, dict) else value[index]
+            # JSON's keys are strings, and an index is a number.
+            return value.get(index, value.get(str(index))) if isinstance(value, dict) else value[index]
         case ast.Call(func=ast.Name(id=name), keywords=[]) if name in _CALLS:
             return _CALLS[name](*(_evaluate(argument, lookup) for argument in node.args))
     raise NotationError(f"'{ast.unparse(node)}' is not allowed in a size expression")

@@ -49,6 +49,8 @@ POSITIONAL = {
     },
     "molmo2": {"vocab": "the table of tokens is the same on every rank, only the head is dealt"},
     "mllama": {"vocab": "two tables are read with the same token", "rows": "as vocab"},
+    "cpmant": {"vocab": "prompts have rows of the same table, behind the vocabulary", "rows": "as vocab"},
+    **{name: {"vocab": "n-grams are hashed from the numbers of tokens"} for name in ("qwen4_exp", "qwen4_exp_text")},
     "gemma3n_text": {"vocab": "two tables are read with the same token", "layer_vocab": "as vocab"},
     "gemma4": {"vocab": "two tables are read with the same token", "layer_vocab": "as vocab"},
     "gemma4_text": {"vocab": "two tables are read with the same token", "layer_vocab": "as vocab"},

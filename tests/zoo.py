@@ -630,6 +630,54 @@ _add(
     },
 )
 
+_add(
+    "axk2",
+    (2, 4, 8),
+    gated_norm_rank=9,
+    mlp_layer_types=["dense", "sparse", "sparse"],
+    **{key: value for key, value in _DSA.items() if key != "first_k_dense_replace"},
+)
+_add(
+    "hy_v4",
+    (2, 4, 8),
+    hc_mult=2,
+    indexer_types=["full", "full", "shared"],
+    mlp_layer_types=["dense", "sparse", "sparse"],
+    **{**_DSA, "n_group": 1},
+)
+_add(
+    "kolibri1",
+    (2, 4, 8),
+    shared_expert_intermediate_size=40,
+    sliding_window=9,
+    layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    **{key: value for key, value in _MOE.items() if key != "intermediate_size"},
+)
+
+_add(
+    "zaya",
+    (2, 3, 4, 6, 8, 12),
+    router_hidden_size=14,
+    **{**_MOE, "num_experts_per_tok": 1, "tie_word_embeddings": True, "num_key_value_heads": 2},
+)
+
+_DOTS3: dict[str, Any] = {
+    **_DSA,
+    "head_dim": 12,
+    "n_shared_experts": 1,
+    "shared_experts_intermediate_size": 40,
+    "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"],
+    "sliding_window": 9,
+    "swa_num_attention_heads": 16,
+    "swa_num_key_value_heads": 16,
+    "swa_q_lora_rank": 22,
+    "swa_kv_lora_rank": 18,
+    "swa_head_dim": 12,
+    "swa_qk_nope_head_dim": 8,
+    "swa_v_head_dim": 11,
+}
+_add("dots3_note_text", (2, 4, 8), **_DOTS3)
+
 # ---------------------------------------------------------------------------------------------------------- hybrids
 
 _DELTA: dict[str, Any] = {
@@ -657,10 +705,30 @@ _add(
 _add("qwen3_next-dense-layer", (2, 4, 8), model_type="qwen3_next", mlp_only_layers=[1], **_DELTA_MOE)
 _add("qwen3_5_text", (2, 4, 8), **_DENSE, **_DELTA)
 _add("qwen3_5_moe_text", (2, 4, 8), **_DELTA_MOE)
+_QWEN4: dict[str, Any] = {
+    **{**_DELTA_MOE, "layer_types": ["linear_attention", "indexed_attention", "linear_attention"]},
+    "hc_count": 3,
+    "hc_lowrank": 9,
+    "ple_layer_ids": [1, 3],
+    "ple_embed_dim": 96,
+    "ple_conv_kernel_size": 3,
+    "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 23,
+    "make_ngram_vocab_size_divisible_by": 12,
+    "split_ngram_parts": 3,
+    "indexer_n_heads": 3,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 6,
+    "indexer_compress_ratio": 2,
+}
+_add("qwen4_exp_text", (2, 4, 8), **_QWEN4)
 _add("olmo_hybrid", (2, 4), **_DENSE, **{**_DELTA, "linear_num_value_heads": 4, "linear_key_head_dim": 7})
 _CONV: dict[str, Any] = {"layer_types": ["conv", "full_attention", "conv"], "conv_bias": True}
 _add("lfm2", (2, 4, 8), loads_alone=False, block_ff_dim=72, block_auto_adjust_ff_dim=False, **_DENSE, **_CONV)
 _add("lfm2_moe", (2, 4, 8), loads_alone=False, num_dense_layers=1, **{**_MOE, "num_experts": 4}, **_CONV)
+_LFM3 = {"sliding_window": 9, "conv_bias": True, "layer_types": ["conv", "full_attention", "sliding_attention"]}
+_add("lfm3", (2, 4, 8), loads_alone=False, **_DENSE, **_LFM3)
 _add(
     "mamba2",
     (2, 4, 8),
@@ -676,6 +744,37 @@ _add(
     conv_kernel=3,
     tie_word_embeddings=False,
     **_TOKENS,
+)
+_INKLING: dict[str, Any] = {
+    **_DENSE,
+    "swa_num_attention_heads": 16,
+    "swa_num_key_value_heads": 8,
+    "swa_head_dim": 10,
+    "sliding_window_size": 9,
+    "d_rel": 6,
+    "rel_extent": 11,
+    "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 5,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "conv_kernel_size": 3,
+}
+_add("inkling_text", (2, 4, 8), **_INKLING)
+_add("inkling2_text", (2, 4, 8), **_INKLING)
+_add(
+    "zamba",
+    (2, 4, 8),
+    loads_alone=False,
+    layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
+    n_mamba_heads=8,
+    mamba_d_state=5,
+    mamba_d_conv=3,
+    mamba_dt_rank=6,
+    attention_hidden_size=160,
+    attention_head_dim=20,
+    **{**_PLAIN, "num_hidden_layers": 4, "tie_word_embeddings": True},
 )
 for _name in ("mamba", "falcon_mamba"):
     _add(
@@ -814,6 +913,25 @@ _add(
         "tie_word_embeddings": True,
         "vocab_size": 61,
     },
+)
+
+_add("hrm_text", (2, 4, 8), H_cycles=2, L_cycles=2, **{**_DENSE, "num_key_value_heads": 8})
+_add(
+    "cpmant",
+    (2, 4, 8),
+    loads_alone=False,
+    hidden_size=80,
+    num_attention_heads=8,
+    dim_head=12,
+    dim_ff=72,
+    num_hidden_layers=3,
+    position_bias_num_buckets=14,
+    position_bias_max_distance=20,
+    prompt_types=3,
+    prompt_length=5,
+    segment_types=4,
+    vocab_size=101,
+    **_TOKENS,
 )
 
 # ----------------------------------------------------------------------------------------------- more than text
@@ -1029,6 +1147,98 @@ _add(
         "conv_kernel_size": 3,
     },
 )
+_UNIFIED: dict[str, Any] = {
+    **_DENSE,
+    "tie_word_embeddings": True,
+    "global_head_dim": 20,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+}
+_add("gemma4_unified_text", (2, 4, 8), **_UNIFIED)
+_add(
+    "gemma4_unified",
+    (2, 4, 8),
+    model=_IMAGES,
+    text_config=_UNIFIED,
+    vision_config={"patch_size": 4, "pooling_kernel_size": 2, "mm_embed_dim": 28, "mm_posemb_size": 9},
+    audio_config={"audio_embed_dim": 36},
+)
+_add(
+    "emu3",
+    (2, 4, 8),
+    model=_IMAGES,
+    loads_alone=False,
+    text_config=_PLAIN,
+    vq_config={
+        "codebook_size": 11,
+        "embed_dim": 6,
+        "base_channels": 32,
+        "channel_multiplier": [1, 1],
+        "num_res_blocks": 1,
+        "attn_resolutions": [1],
+        "hidden_size": 32,
+    },
+    vocabulary_map={"<image>": 99, **{f"<|visual token {i:06d}|>": 80 + i for i in range(11)}},
+)
+_add(
+    "inkling_mm_model",
+    (2, 4, 8),
+    model="InklingForConditionalGeneration",
+    text_config=_INKLING,
+    vision_config={"patch_size": 4, "temporal_patch_size": 2, "num_hidden_layers": 3, "hidden_size": 32},
+    audio_config={"n_mel_bins": 3, "mel_vocab_size": 5},
+)
+_add(
+    "inkling2",
+    (2, 4, 8),
+    model=_IMAGES,
+    text_config=_INKLING,
+    vision_config={
+        **{key: value for key, value in _SIGLIP.items() if key != "image_size"},
+        "posemb_grid_size": 5,
+        "projection_hidden_dim": 36,
+        "text_hidden_size": 80,
+    },
+)
+_add(
+    "lfm3_vl",
+    (2, 4, 8),
+    loads_alone=False,
+    model=_IMAGES,
+    text_config={**_DENSE, **_LFM3},
+    vision_config={
+        **{key: value for key, value in _SIGLIP.items() if key != "image_size"},
+        "num_key_value_heads": 2,
+        "layer_types": ["conv", "full_attention"],
+    },
+    projector_hidden_size=36,
+)
+_add(
+    "dots3_note",
+    (2, 4, 8),
+    model=_IMAGES,
+    text_config=_DOTS3,
+    vision_config={
+        **{key: value for key, value in _SIGLIP.items() if key != "image_size"},
+        "moe_intermediate_size": 20,
+        "mlp_layer_types": ["dense", "sparse"],
+        "num_local_experts": 3,
+        "adapter_in_dim": 32,
+        "adapter_out_dim": 80,
+    },
+    audio_config={
+        "hidden_size": 48,
+        "intermediate_size": 52,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "feature_size": 16,
+        "downsample_hidden_size": 6,
+        "adapter_input_size": 48,
+        "adapter_out_dim": 80,
+    },
+)
+_add("qwen4_exp", (2, 4, 8), model=_IMAGES, text_config=_QWEN4, vision_config=_QWEN_TOWER)
 # any tower beside the names of Llama
 _COHERE: dict[str, Any] = {**_DENSE, "model_type": "cohere2", "tie_word_embeddings": True}
 _add("aya_vision", (2, 4, 8), model=_IMAGES, text_config=_COHERE, vision_config=_SIGLIP, tie_word_embeddings=True)
@@ -1041,6 +1251,15 @@ _add(
     alignment_intermediate_size=36,
     tie_word_embeddings=True,
 )
+_COMPASS: dict[str, Any] = {
+    **{key: value for key, value in _PLAIN.items() if key != "tie_word_embeddings"},
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "rope_parameters": {
+        kind: {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 1]}
+        for kind in ("sliding_attention", "full_attention")
+    },
+}
+_add("cohere_compass_text", (2, 4, 8), loads_alone=False, **_COMPASS)
 for _name in ("deepseek_vl", "llava_next_video", "llava_onevision", "video_llava", "idefics3", "smolvlm"):
     _add(
         _name,
@@ -1395,23 +1614,6 @@ _add(
         "intermediate_size": 52,
         "text_hidden_size": 80,
     },
-)
-_LFM3: dict[str, Any] = {
-    **_DENSE,
-    "layer_types": ["conv", "sliding_attention", "full_attention"],
-    "sliding_window": 16,
-    "conv_L_cache": 5,
-}
-_add("lfm3", (2, 4, 8), loads_alone=False, **_LFM3)
-_add(
-    "lfm3_vl",
-    (2, 4, 8),
-    loads_alone=False,
-    model=_IMAGES,
-    text_config=_LFM3,
-    vision_config={**_TOWER, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3},
-    projector_hidden_size=36,
-    tie_word_embeddings=False,
 )
 _add(
     "granite4_vision",

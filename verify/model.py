@@ -677,8 +677,8 @@ def _make_parallel(
     kinds = {role.kind for role in own.values()}
     whole = [name for name, role in own.items() if role.kind is Kind.WHOLE and name in module._parameters]
     summed = frozenset[str]().union(*(role.summed_along for role in own.values()))
-    if Kind.COLUMN in kinds and isinstance(module, nn.Embedding):
-        vocabulary = own["weight"]
+    vocabulary = own.get("weight")
+    if isinstance(module, nn.Embedding) and vocabulary and 0 in vocabulary.entry.layout.parallel_dims:
         first_row = vocabulary.entry.layout.box(rank.rank).dims[0][0].offset
         group = groups.along(vocabulary.along)
         vocab_parallel(module, first_row, group, padding_row=_padding_row(module, rank))

@@ -163,6 +163,8 @@ def test_known_layouts(text, sizes, shares, expected):
         ("0 hidden", "a size of 0"),
         ("/8", "'/' stands between"),
         ("ff/ff", "'/' stands between"),
+        ("... ff ...", "'...' stands once"),
+        ("(... ff)", "'...' stands where an axis"),
     ],
 )
 def test_bad_notation_is_refused_with_its_text(text, complaint):
@@ -189,6 +191,22 @@ def test_an_open_shape_is_any_shape_and_owned_whole(lengths, sizes):
     for dim, length in zip(closed.dims, lengths, strict=True):
         assert expand(owned(dim, sizes, shares)) == list(range(length))
     assert parse("ff 3").closed(lengths) == parse("ff 3"), "only an open shape is what one finds"
+
+
+@pytest.mark.parametrize(
+    ("text", "lengths", "expected"),
+    [
+        ("... -> ff", (7, 12), "7 -> ff"),
+        ("... ff", (7, 3, 12), "7 3 ff"),
+        ("ff ...", (12,), "ff"),
+        ("ff -> ... hidden", (12, 3, 5), "ff -> 3 hidden"),
+        ("expert ... -> ff", (2, 3, 4, 12), "expert 3 4 -> ff"),
+        ("ff ... hidden", (12,), "ff hidden"),
+    ],
+)
+def test_an_open_shape_leaves_room_beside_what_it_names(text, lengths, expected):
+    assert str(parse(text)) == text
+    assert parse(text).closed(lengths) == parse(expected)
 
 
 def test_output_dimension():

@@ -7,7 +7,7 @@ from formats.expressions import read_expression
 
 NAMES = {
     "hidden_size": 64, "heads": 4, "kinds": ["full", "linear", "full"], "layer": 1, "rope": {"factor": 2},
-    "flag": False, "zero": 0,
+    "flag": False, "zero": 0, "per_layer": {"1": {"heads": 5}},
 }  # fmt: skip
 
 
@@ -25,6 +25,8 @@ def value(text: str):
         ("-missing", None),
         ("kinds[layer]", "linear"),
         ("kinds[-1]", "full"),
+        ("per_layer[layer].heads", 5),
+        ("per_layer[layer + 1].heads", None),
         ("kinds[layer] == 'linear' and layer in [1, 2]", True),
         ("layer not in [1, 2]", False),
         ("missing > 1", False),

@@ -260,7 +260,6 @@ TENSORS = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(tensors=TENSORS, metadata=st.dictionaries(NAMES, NAMES, max_size=3))
 def test_what_is_built_is_read(
     tmp_path_factory: pytest.TempPathFactory, tensors: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str]
@@ -285,7 +284,6 @@ TORCH_DTYPES = [
 ]  # fmt: skip
 
 
-@settings(deadline=None)
 @given(tensors=st.dictionaries(NAMES, st.tuples(st.sampled_from(TORCH_DTYPES), SHAPES), min_size=1, max_size=6))
 def test_what_the_library_writes_is_read(
     tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -342,7 +340,7 @@ def test_mutated_headers_raise_only_checkpoint_errors(tmp_path: Path) -> None:
     assert refused > 1000
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(body=st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(

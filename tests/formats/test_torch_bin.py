@@ -164,7 +164,7 @@ def test_an_empty_state_dict(tmp_path: Path) -> None:
     assert read_bin(saved(tmp_path, {})) == ({}, {})
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(state=st.dictionaries(
     st.text(st.characters(codec="utf-8"), max_size=12),
     st.tuples(st.sampled_from(sorted(DTYPES, key=str)), st.lists(st.integers(0, 9), max_size=3).map(tuple)),

@@ -5,7 +5,7 @@ from hashlib import blake2b
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.checksum import PIECE, WIDTHS, PartialSum, checksum, file_checksum, sum_part
@@ -27,7 +27,6 @@ def test_definition(size):
     assert checksum(content(size)) == definition(content(size))
 
 
-@settings(deadline=None)
 @given(st.integers(1, 60_000), st.lists(st.integers(0, 60_000), max_size=6), st.randoms())
 def test_parts_in_any_order(size, cuts, random):
     whole = content(size)
@@ -70,7 +69,6 @@ def test_two_signs_flipped_in_one_column_are_seen(distance):
     assert checksum(bytes(damaged)) != checksum(content(SIZE))
 
 
-@settings(deadline=None)
 @given(st.sets(st.integers(0, SIZE * 8 - 1), min_size=1, max_size=3))
 def test_flipped_bits_are_seen(bits):
     damaged = bytearray(content(SIZE))
@@ -79,7 +77,6 @@ def test_flipped_bits_are_seen(bits):
     assert checksum(bytes(damaged)) != checksum(content(SIZE))
 
 
-@settings(deadline=None)
 @given(st.integers(0, SIZE - 1), st.integers(0, SIZE - 1), st.integers(1, SIZE))
 def test_exchanged_blocks_are_seen(first, second, size):
     first, second = sorted((first, second))

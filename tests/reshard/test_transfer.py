@@ -93,7 +93,7 @@ def carry_out(
     return [*times, *reads]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     name=st.sampled_from(sorted(RULES)),
     before=st.sampled_from(MESHES),
@@ -119,7 +119,7 @@ def test_any_mesh_to_any_mesh_equals_indexing_the_full_tensor(model, name, befor
 
 
 @given(name=st.sampled_from(sorted(RULES)), mesh=st.sampled_from(MESHES))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_rank_alone_reads_only_what_it_owns(model, name, mesh):
     plan = make_plan(model, mesh)
     source, target = make_plan(model, MESHES[0]).entries[name].layout, plan.entries[name].layout
@@ -138,7 +138,7 @@ def test_a_rank_alone_reads_only_what_it_owns(model, name, mesh):
 
 
 @given(name=st.sampled_from(sorted(RULES)), mesh=st.sampled_from(MESHES), budget=st.sampled_from([64, 4096]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_slabs_stay_within_the_budget(model, name, mesh, budget):
     layout = make_plan(model, mesh).entries[name].layout
     full = make_plan(model, MESHES[0]).entries[name].layout

@@ -95,7 +95,7 @@ def conjugates(batch: list[Case]) -> None:
 
 
 @pytest.mark.parametrize("degree", DEGREES)
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=2)
 @given(batch=st.lists(cases(), min_size=12, max_size=12))
 def test_values_and_gradients(degree, batch):
     run_ranks(conjugates, degree, batch)

@@ -74,7 +74,7 @@ def in_batches(case: st.SearchStrategy) -> Callable:
 
     def decorate(test: Callable) -> Callable:
         given_batch = given(batch=st.lists(case, min_size=8, max_size=8))(test)
-        return pytest.mark.parametrize("degree", DEGREES)(settings(max_examples=2, deadline=None)(given_batch))
+        return pytest.mark.parametrize("degree", DEGREES)(settings(max_examples=2)(given_batch))
 
     return decorate
 
@@ -231,7 +231,7 @@ def attentions(batch: list[AttentionCase], hidden: int = 6) -> None:
 
 
 @pytest.mark.parametrize("degree", DEGREES)
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=2)
 @given(data=st.data())
 def test_attention(degree, data):
     def grouped(draw: st.DrawFn) -> AttentionCase:

@@ -52,6 +52,7 @@ POSITIONAL = {
     "cpmant": {"vocab": "prompts have rows of the same table, behind the vocabulary", "rows": "as vocab"},
     **{name: {"vocab": "n-grams are hashed from the numbers of tokens"} for name in ("qwen4_exp", "qwen4_exp_text")},
     "gemma3n_text": {"vocab": "two tables are read with the same token", "layer_vocab": "as vocab"},
+    "gemma4_text-global-kv": {"vocab": "two tables are read with the same token", "layer_vocab": "as vocab"},
     "gemma4": {"vocab": "two tables are read with the same token", "layer_vocab": "as vocab"},
     "gemma4_text": {"vocab": "two tables are read with the same token", "layer_vocab": "as vocab"},
 }

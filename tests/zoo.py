@@ -657,6 +657,7 @@ _add(
 _add(
     "zaya",
     (2, 3, 4, 6, 8, 12),
+    notes="transformers sets the last of balancing_biases to -1 as it loads, whatever the checkpoint says",
     router_hidden_size=14,
     **{**_MOE, "num_experts_per_tok": 1, "tie_word_embeddings": True, "num_key_value_heads": 2},
 )
@@ -1155,6 +1156,15 @@ _UNIFIED: dict[str, Any] = {
     "attention_k_eq_v": True,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
 }
+_add(
+    "gemma4_text-global-kv",
+    (2, 4, 8),
+    model_type="gemma4_text",
+    notes="layers with full attention have other KV heads, which transformers writes as per_layer_config",
+    hidden_size_per_layer_input=6,
+    vocab_size_per_layer_input=61,
+    **{**_UNIFIED, "vocab_size": 61},
+)
 _add("gemma4_unified_text", (2, 4, 8), **_UNIFIED)
 _add(
     "gemma4_unified",
@@ -1260,6 +1270,14 @@ _COMPASS: dict[str, Any] = {
     },
 }
 _add("cohere_compass_text", (2, 4, 8), loads_alone=False, **_COMPASS)
+_add(
+    "cohere_compass",
+    (2, 4, 8),
+    loads_alone=False,
+    model=_IMAGES,
+    text_config=_COMPASS,
+    vision_config={**_DEEP, "out_hidden_size": 80},
+)
 for _name in ("deepseek_vl", "llava_next_video", "llava_onevision", "video_llava", "idefics3", "smolvlm"):
     _add(
         _name,

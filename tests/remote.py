@@ -921,7 +921,7 @@ REMOTE["internvl_chat-qwen3_moe"] = Remote(
 )
 # 8 heads of 14 + 6 for q and k and of 10 for v, experts behind a dense layer
 _DEEPSEEK: dict[str, Any] = {
-    **_DENSE,
+    **{key: value for key, value in _DENSE.items() if key != "head_dim"},
     "num_key_value_heads": 8,
     "q_lora_rank": None,
     "kv_lora_rank": 20,

@@ -1,4 +1,5 @@
-"""Tiny checkpoints of architectures whose modelling code transformers does not have: published names, random numbers.
+"""Tiny checkpoints of architectures whose modelling code transformers does not have, or which it cannot run as a whole
+(a thinker with its talker): published names, random numbers.
 
 The shapes are written down as numbers, independently of the rules. For packed tensors ``parts`` says which rows (or
 columns, of a row-parallel one) the second of two ranks holds, since a wrong order of blocks has the same shape.

@@ -1,4 +1,5 @@
-"""Tiny checkpoints of architectures whose modelling code transformers does not have: published names, random numbers.
+"""Tiny checkpoints of architectures whose modelling code transformers does not have, or which it cannot run as a whole
+(a thinker with its talker): published names, random numbers.
 
 The shapes are written down as numbers, independently of the rules. For packed tensors ``parts`` says which rows (or
 columns, of a row-parallel one) the second of two ranks holds, since a wrong order of blocks has the same shape.
@@ -885,5 +886,108 @@ REMOTE["qwen3_omni_moe"] = Remote(
         "talker.model.layers.0.mlp.experts.4.gate_proj.weight": (10, 28),
         "talker.code_predictor.lm_head.0.weight": (19, 28),
         "code2wav.code_embedding.weight": (19, 28),
+    },
+)
+_INTERN_TOWER: dict[str, Shape] = {
+    "vision_model.embeddings.class_embedding": (1, 1, 32),
+    "vision_model.encoder.layers.[0-1].attn.qkv.weight": (96, 32),
+    "mlp1.1.weight": (80, 128),
+    "mlp1.1.bias": (80,),
+}
+REMOTE["internvl_chat-internlm2"] = Remote(
+    {"model_type": "internvl_chat", "llm_config": {**_DENSE, "model_type": "internlm2"}, "vision_config": {}},
+    {**_INTERN_TOWER, **_at("language_model", REMOTE["internlm2"].tensors)},
+    parts={"language_model.model.layers.0.attention.wqkv.weight": (0, [(96, 192)])},
+)
+REMOTE["internvl_chat-qwen2"] = Remote(
+    {"model_type": "internvl_chat", "llm_config": {**_DENSE, "model_type": "qwen2"}, "vision_config": {}},
+    {
+        **_INTERN_TOWER,
+        **_at("language_model", _ENDS),
+        **_at("language_model.model.layers.[0-2]", {**_NORMS, **_QKV, **_QKV_BIAS, **_at("mlp", _mlp(72))}),
+    },
+)
+REMOTE["internvl_chat-qwen3_moe"] = Remote(
+    {
+        "model_type": "internvl_chat",
+        "llm_config": {**_DENSE, "model_type": "qwen3_moe", "num_experts": 3, "moe_intermediate_size": 24},
+        "vision_config": {},
+    },
+    {
+        **_INTERN_TOWER,
+        **_at("language_model", _ENDS),
+        **_at("language_model.model.layers.[0-2]", {**_NORMS, **_QKV, **_QK_NORMS, "mlp.gate.weight": (3, 80)}),
+        **_at("language_model.model.layers.[0-2].mlp.experts.[0-2]", _mlp(24)),
+    },
+)
+# 8 heads of 14 + 6 for q and k and of 10 for v, experts behind a dense layer
+_DEEPSEEK: dict[str, Any] = {
+    **{key: value for key, value in _DENSE.items() if key != "head_dim"},
+    "num_key_value_heads": 8,
+    "q_lora_rank": None,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 14,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 10,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 3,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
+_LATENT: dict[str, Shape] = {
+    "self_attn.q_proj.weight": (160, 80),
+    "self_attn.kv_a_proj_with_mqa.weight": (26, 80),
+    "self_attn.kv_a_layernorm.weight": (20,),
+    "self_attn.kv_b_proj.weight": (192, 20),
+    "self_attn.o_proj.weight": (80, 80),
+}
+_DEEPSEEK_MLPS: dict[str, Shape] = {
+    **_at("0.mlp", _mlp(72)),
+    "[1-2].mlp.gate.weight": (3, 80),
+    "[1-2].mlp.gate.e_score_correction_bias": (3,),
+    **_at("[1-2].mlp.experts.[0-2]", _mlp(24)),
+    **_at("[1-2].mlp.shared_experts", _mlp(48)),
+}
+REMOTE["kimi_vl"] = Remote(
+    {"model_type": "kimi_vl", "text_config": {**_DEEPSEEK, "model_type": "deepseek_v3"}, "vision_config": {}},
+    {
+        **_at("language_model", _ENDS),
+        **_at("language_model.model.layers", {**_at("[0-2]", {**_NORMS, **_LATENT}), **_DEEPSEEK_MLPS}),
+        "multi_modal_projector.pre_norm.weight": (32,),
+        "multi_modal_projector.linear_1.weight": (128, 128),
+        "multi_modal_projector.linear_2.weight": (80, 128),
+        "vision_tower.patch_embed.proj.weight": (32, 3, 4, 4),
+        "vision_tower.patch_embed.pos_emb.weight": (5, 6, 32),
+        "vision_tower.encoder.blocks.[0-1].wqkv.weight": (96, 32),
+        "vision_tower.encoder.blocks.[0-1].mlp.fc0.weight": (44, 32),
+    },
+    parts={"language_model.model.layers.2.self_attn.kv_b_proj.weight": (0, [(96, 192)])},
+)
+REMOTE["deepseek_vl_v2"] = Remote(
+    {"model_type": "deepseek_vl_v2", "language_config": {**_DEEPSEEK, "model_type": "deepseek_v2"}},
+    {
+        **_at("language", _ENDS),
+        **_at("language.model.layers", {**_at("[0-2]", {**_NORMS, **_LATENT}), **_DEEPSEEK_MLPS}),
+        "vision.blocks.[0-1].attn.qkv.weight": (96, 32),
+        "projector.layers.0.weight": (80, 128),
+        "image_newline": (80,),
+        "view_seperator": (80,),
+    },
+)
+REMOTE["deepseek_vl_v2-ocr"] = Remote(
+    {
+        "model_type": "deepseek_vl_v2",
+        "language_config": {**_DEEPSEEK, "model_type": "deepseek_v2", "kv_lora_rank": None, "use_mla": False}
+        | dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 0),
+    },
+    {
+        **_ENDS,
+        **_at("model.layers", {**_at("[0-2]", _NORMS), **_DEEPSEEK_MLPS}),
+        **_at("model.layers.[0-2].self_attn", {f"{name}_proj.weight": (80, 80) for name in "qkvo"}),
+        "model.sam_model.blocks.[0-1].attn.qkv.weight": (96, 32),
+        "model.vision_model.transformer.layers.0.self_attn.qkv_proj.weight": (96, 32),
+        "model.projector.layers.weight": (80, 64),
+        "model.image_newline": (80,),
+        "model.view_seperator": (80,),
     },
 )

@@ -1701,6 +1701,83 @@ _add(
     vision_config={**_GLM_TOWER, "projection_intermediate_size": 52},
 )
 
+_MUSE_TOWER: dict[str, Any] = {**_SIGLIP, "pos_emb_height": 5, "pos_emb_width": 5, "max_position_embeddings": 25}
+_add(
+    "muse_glimmer",
+    (2, 4, 8),
+    model=_IMAGES,
+    text_config={**_DENSE, "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+    vision_config=_MUSE_TOWER,
+    out_hidden_size=128,
+    projector_hidden_size=36,
+    tie_word_embeddings=False,
+)
+_add(
+    "muse_spark",
+    (2, 4, 8),
+    model=_IMAGES,
+    text_config={
+        **_MOE,
+        "num_local_experts": 5,
+        "moe_hidden_size": 44,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    },
+    vision_config=_MUSE_TOWER,
+    audio_config={
+        "patch_sizes": [4, 2],
+        "hidden_sizes": [16, 20],
+        "depths": [1, 1],
+        "num_hidden_layers": 2,
+        "out_hidden_size": 80,
+    },
+    out_hidden_size=128,
+    projector_hidden_size=36,
+    tie_word_embeddings=False,
+)
+_add(
+    "cosmos3_edge",
+    (2, 4, 8),
+    model=_IMAGES,
+    text_config={**_DENSE, "rope_parameters": {**_SECTIONS, "mrope_section": [2, 2, 2]}},
+    vision_config={**_SIGLIP, "num_patches": 25},
+    projector_hidden_size=36,
+)
+_SAM: dict[str, Any] = {
+    **_SIGLIP,
+    "output_channels": 12,
+    "mlp_dim": 44,
+    "global_attn_indexes": [1],
+    "window_size": 2,
+    "downsample_channels": [14, 16],
+}
+_OCR: dict[str, Any] = {
+    **_PLAIN,
+    "num_key_value_heads": 8,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 3,
+    "num_experts_per_tok": 2,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+}
+_add(
+    "deepseek_ocr2",
+    (2, 4, 8),
+    loads_alone=False,
+    model=_IMAGES,
+    text_config=_OCR,
+    vision_config={"sam_config": _SAM, "encoder_config": {**_PLAIN, "hidden_size": 16, "num_hidden_layers": 2}},
+    tie_word_embeddings=False,
+)
+_add(
+    "unlimited_ocr",
+    (2, 4, 8),
+    loads_alone=False,
+    model=_IMAGES,
+    text_config=_OCR,
+    vision_config={"sam_config": _SAM, "encoder_config": _SIGLIP},
+    tie_word_embeddings=False,
+)
+
 # --------------------------------------------------------------------------------------------------------- encoders
 
 _BERT: dict[str, Any] = {

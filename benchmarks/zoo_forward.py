@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import re
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -102,8 +103,16 @@ def to_markdown(results: Sequence[Result]) -> str:
         counts = [len(here), sum(r.verdict == "same" for r in here), f"{worst.ratio:.2f} ({worst.model})"]
         counts += [sum(getattr(r, name) for r in here) for name in ("tied", "padded", "shares")]
         lines.append(f"| tp {tp}, {dtype} | " + " | ".join(map(str, counts)) + " |")
-    others = [f"- {' '.join(str(r).split())}" for r in results if r.verdict != "same"]
-    return "\n".join([*lines, *(["", "Not the same, or not run:", ""] if others else []), *others]) + "\n"
+    others: dict[tuple[str, str, str], list[int]] = {}
+    for r in sorted(results, key=lambda r: (r.model, r.dtype, r.tp)):
+        if r.verdict != "same":
+            how = f"different at {r.first}, {r.ratio:.2f}" if r.verdict == "different" else f"{r.verdict}: {r.first}"
+            others.setdefault((r.model, r.dtype, re.sub(r"rank \d+ of \d+ failed: ", "", how)), []).append(r.tp)
+    if others:
+        lines += ["", "Not the same, or not run:", ""]
+    for (model, dtype, how), degrees in others.items():
+        lines.append(f"- {model}, {dtype}, tp {', '.join(map(str, degrees))}: {how}")
+    return "\n".join(lines) + "\n"
 
 
 def _summary(results: Sequence[Result]) -> str:

@@ -66,6 +66,17 @@ def save(
     return folder
 
 
+def loads(name: str, folder: Path) -> bool:
+    """Whether plain ``from_pretrained`` fills a model of the zoo's class from a folder, a rank's for one."""
+    with torch.device("meta"):
+        cls = type(ZOO[name].build())
+    try:
+        _, info = cls.from_pretrained(folder, output_loading_info=True)
+    except Exception:  # a shape that config.json cannot say, or a config.json that transformers refuses
+        return False
+    return not info["missing_keys"]
+
+
 def _add_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Add tensors to a saved checkpoint: to its one file, or as one more file of its index."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
@@ -569,7 +580,6 @@ _add(
 _add(
     "mimo_v2_flash",
     (2, 4, 8),
-    loads_alone=False,
     v_head_dim=10,
     layer_types=["full_attention", "sliding_attention", "sliding_attention"],
     extra={
@@ -1080,7 +1090,6 @@ _add(
     "nemotron_h_omni",
     (2, 4, 8),
     model=_IMAGES,
-    loads_alone=False,
     text_config={
         "model_type": "nemotron_h",
         "layers_block_type": ["mamba", "attention", "mlp"],
@@ -1178,7 +1187,6 @@ _add(
     "emu3",
     (2, 4, 8),
     model=_IMAGES,
-    loads_alone=False,
     text_config=_PLAIN,
     vq_config={
         "codebook_size": 11,
@@ -1269,11 +1277,10 @@ _COMPASS: dict[str, Any] = {
         for kind in ("sliding_attention", "full_attention")
     },
 }
-_add("cohere_compass_text", (2, 4, 8), loads_alone=False, **_COMPASS)
+_add("cohere_compass_text", (2, 4, 8), **_COMPASS)
 _add(
     "cohere_compass",
     (2, 4, 8),
-    loads_alone=False,
     model=_IMAGES,
     text_config=_COMPASS,
     vision_config={**_DEEP, "out_hidden_size": 80},
@@ -1397,8 +1404,17 @@ _add("video_llama_3", (2, 4, 8), model=_IMAGES, text_config={**_DENSE, "model_ty
 
 # ------------------------------------------------------------------------------- attention of another kind, or none
 
-_add("doge", (2, 4), **_DENSE)
-_add("doge-experts", (2, 4), model_type="doge", is_moe=True, num_experts=9, num_experts_per_tok=2, **_DENSE)
+_add("doge", (2, 4), loads_alone=False, **_DENSE)
+_add(
+    "doge-experts",
+    (2, 4),
+    model_type="doge",
+    loads_alone=False,
+    is_moe=True,
+    num_experts=9,
+    num_experts_per_tok=2,
+    **_DENSE,
+)
 _add(
     "rwkv",
     (2, 4, 8),
@@ -1535,7 +1551,6 @@ _add(
     "glm_ocr",
     (2, 4, 8),
     model=_IMAGES,
-    loads_alone=False,
     text_config={**_DENSE, "head_dim": 10, "rope_parameters": _MROPE["rope_parameters"]},
     vision_config=_GLM_TOWER,
 )

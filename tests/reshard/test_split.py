@@ -52,6 +52,8 @@ def test_every_route_gives_the_same_bytes(name, tmp_path):
             merge(tmp_path / f"route-{a}-{b}", tmp_path / f"back-{a}-{b}")
             assert contents(tmp_path / f"back-{a}-{b}") == before
     assert contents(original) == before, "the source is never changed"
+    rank = tmp_path / f"tp{degrees[0]}" / f"rank-01-of-{degrees[0]:02d}"
+    assert zoo.loads(name, rank) == zoo.ZOO[name].loads_alone
 
 
 def test_shards_are_those_of_hand_written_slices(tmp_path):

@@ -67,10 +67,14 @@ def test_the_zoo_counts_what_is_special_about_a_run(root: Path) -> None:
         ("refused", "x: not run", True, False, False),
         ("refused", "x: not run", False, True, True),
     ]
-    lines = to_markdown([replace(r, verdict="same", ratio=1.25, first=None) for r in found]).splitlines()
-    assert lines[-2:] == [
+    same = [replace(r, verdict="same", ratio=1.25, first=None) for r in found]
+    assert to_markdown(same).splitlines()[-2:] == [
         "| tp 2, float32 | 1 | 1 | 1.25 (llama-tied) | 1 | 0 | 0 |",
         "| tp 8, float32 | 1 | 1 | 1.25 (llama) | 0 | 1 | 1 |",
+    ]
+    assert to_markdown([*same, *found]).splitlines()[-2:] == [
+        "- llama, float32, tp 8: refused: x: not run",
+        "- llama-tied, float32, tp 2: refused: x: not run",
     ]
 
 

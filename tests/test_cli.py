@@ -268,6 +268,7 @@ def test_wrong_paths(model: Path, tp4: Path, tmp_path: Path) -> None:
     assert "no such folder" in refused("merge", tmp_path / "nowhere", tmp_path / "out")
     (tmp_path / "link").symlink_to("gone")
     assert "is a link to gone" in refused("split", tmp_path / "link", tmp_path / "out", "--tp", "2")
+    (tmp_path / "link").unlink()
     assert "no such" in refused("inspect", tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     assert "no weights" in refused("split", tmp_path / "empty", tmp_path / "out", "--tp", "2")

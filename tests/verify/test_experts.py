@@ -52,6 +52,10 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
     return get
 
 
+OF_ITS_OWN_MIND = {"zaya"}
+"""Whose whole model does not compute with the file: transformers sets the last of ZAYA's balancing biases on every load."""
+
+
 def with_experts() -> list[str]:
     """The models of the zoo whose experts can be dealt; one has a layer of its own with another number of them."""
     found = []
@@ -67,6 +71,7 @@ def with_experts() -> list[str]:
             and any(text.get(key) for key in keys)
             and "ep" in find_architecture(config, Path()).families
             and not entry.extra
+            and name not in OF_ITS_OWN_MIND
         ):
             found.append(name)
     return found

@@ -53,7 +53,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
 
 
 OF_ITS_OWN_MIND = {"zaya"}
-"""Whose whole model does not compute with the file: transformers sets the last of ZAYA's balancing biases on every load."""
+"""Whose whole model does not compute with the file: transformers sets the last of ZAYA's biases on every load."""
 
 
 def with_experts() -> list[str]:

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from formats.architecture import find_architecture
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -64,6 +66,14 @@ def save(
             folder, {key: torch.randn(shape, generator=generator).to(dtype) for key, shape in entry.extra.items()}
         )
     return folder
+
+
+def one_of_each() -> list[str]:
+    """The first model of each architecture file, and those that are variants of another."""
+    files: dict[str, str] = {}
+    for name, entry in ZOO.items():
+        files.setdefault(find_architecture({"model_type": entry.model_type}, Path()).name, name)
+    return [name for name in ZOO if name in files.values() or "-" in name]
 
 
 def loads(name: str, folder: Path) -> bool:

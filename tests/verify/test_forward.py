@@ -24,7 +24,7 @@ from verify.trace import Places, run
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-MODELS = [*zoo.ZOO]
+MODELS = zoo.one_of_each()
 # one of each kind of packing, attention, norm, experts and mixer
 KINDS = ["llama-biases", "llama-tied", "qwen3", "olmo2", "phi3", "gpt_neox", "gpt2", "bloom", "falcon-7b",
          "gemma3_text", "stablelm-norms", "mixtral", "gpt_oss", "deepseek_v3", "bert", "bamba", "codegen"]  # fmt: skip
@@ -67,7 +67,7 @@ def show(report: ForwardReport) -> list[tuple[str, str, float]]:
 @pytest.mark.parametrize(
     ("names", "tp", "dtype"),
     [(MODELS, 2, "float32"), (KINDS, 4, "bfloat16"), ([*KINDS, "mllama"], 8, "float32")],
-    ids=["all-2-float32", "kinds-4-bfloat16", "kinds-8-float32"],
+    ids=["files-2-float32", "kinds-4-bfloat16", "kinds-8-float32"],
 )
 def test_correct_shards_are_the_same_model(names: list[str], tp: int, dtype: str, pairs: Pairs) -> None:
     """At 8 ranks two share each KV head; vocabularies are padded where they do not divide. Mllama's modules have their

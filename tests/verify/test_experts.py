@@ -57,7 +57,7 @@ OF_ITS_OWN_MIND = {"zaya"}
 
 
 def with_experts() -> list[str]:
-    """Models, one of each architecture file, whose experts can be dealt; one has a layer with another number of them."""
+    """Models, one of each architecture file, whose experts can be dealt; one has a layer with more or fewer."""
     found = []
     for name in dict.fromkeys([*KINDS, *zoo.one_of_each()]):
         entry = zoo.ZOO[name]

@@ -189,7 +189,7 @@ class Staging:
             self.work.rename(self.out)
             self._unlock()
             for entry in self.out.glob(f"{STATE}*"):
-                entry.unlink()
+                _remove(entry)  # a rank that was replaced by an earlier run is a folder
             self._sync(self.out.parent)
             shutil.rmtree(replaced, ignore_errors=True)
 

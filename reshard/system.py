@@ -19,9 +19,10 @@ def reserve(descriptor: int, nbytes: int) -> None:
     find the disk full. Raises OSError.
     """
     os.ftruncate(descriptor, nbytes)
-    if _LIBRARY is not None and nbytes:
+    fallocate = getattr(_LIBRARY, "fallocate64", None)
+    if fallocate is not None and nbytes:
         # not os.posix_fallocate, which writes to each block where the file system cannot
-        failed = _LIBRARY.fallocate64(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes))
+        failed = fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes))
         if failed and ctypes.get_errno() in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 

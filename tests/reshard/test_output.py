@@ -352,3 +352,12 @@ def test_a_source_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=r"model.safetensors ended at byte"):
         split(source, tmp_path / "out", 4, options=Options(workers=1))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_rank_that_was_replaced_does_not_stay_in_the_output(tmp_path):
+    task = {"command": "split"}
+    with Staging(tmp_path / "out", task, [""], fsync=False) as staging:
+        staging.write("config.json", b"{}")
+        (staging.work / f"{STATE}replaced-0").mkdir()
+        staging.publish_all(overwrite=False)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["config.json"]

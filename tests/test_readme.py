@@ -61,7 +61,7 @@ def architecture_table() -> str:
         lines.append(f"| {architecture.name} | {', '.join(types)} | {families} | {listed} |")
         count += len(types)
     legend = (
-        "Each is split, re-split, merged and verified by bytes in the tests at these degrees, and was verified forward;\n"
+        "Each is split, re-split, merged and verified by bytes in the tests at these degrees, and was run forward;\n"
         "¹ by bytes alone: transformers has no code for it; ² not on its own: the rules are those of its neighbours."
     )
     return "\n".join([f"{count} model types. {legend}", "", *lines, ""])

@@ -2050,3 +2050,44 @@ _add(
     audio_token_id=99,
     audio_merge_size=2,
 )
+_FRAMES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_mel_bins": 6,
+    "subsampling_factor": 2,
+    "max_position_embeddings": 24,
+}
+_add(
+    "nemo_speechlm",
+    (2, 4, 8),
+    model="Nemotron3_5TranscribeForConditionalGeneration",
+    notes="with tensors of NeMo that transformers leaves aside",
+    extra={
+        "llm.mtp.layers.0.eh_proj.weight": (80, 160),
+        "llm.model.layers.0.mixer.in_proj._extra_state": (5,),
+        "ctc_timestamp.decoder.residual_scale": (),
+    },
+    text_config={"model_type": "nemotron_h", "layers_block_type": ["mamba", "attention", "moe", "mlp"], **_NEMOTRON},
+    audio_config={
+        "asr_config": _FRAMES,
+        "diarization_config": {
+            "audio_config": {**_FRAMES, "hidden_size": 28},
+            "head_config": {"hidden_size": 10, "num_speakers": 3, "audio_hidden_size": 28, "subsampling_factor": 2},
+            "streaming_config": {"num_speakers": 3, "subsampling_factor": 2, "speaker_cache_length": 7},
+            "chunk_length": 14,
+            "chunk_left_context": 1,
+            "chunk_right_context": 4,
+        },
+    },
+    word_timestamp_config={
+        "hidden_size": 32,
+        "intermediate_size": 20,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "vocab_size": 13,
+        "blank_token_id": 11,
+    },
+    audio_token_id=101,
+)

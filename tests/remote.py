@@ -994,25 +994,61 @@ REMOTE["deepseek_vl_v2-ocr"] = Remote(
 
 # ------------------------------------------------------------------------------------------ towers for sound, and text
 
+# the settings are the published ones: 32 heads of 128, as many of keys, and the width are nowhere said
+REMOTE["qwen2_audio"] = Remote(
+    {
+        "model_type": "qwen2_audio",
+        "audio_config": {"model_type": "qwen2_audio_encoder", "d_model": 28},
+        "text_config": {"model_type": "qwen2", "intermediate_size": 80, "vocab_size": 101, "rope_theta": 10000},
+        "vocab_size": 101,
+    },
+    {
+        "language_model.model.embed_tokens.weight": (101, 24),
+        "language_model.model.norm.weight": (24,),
+        "language_model.lm_head.weight": (101, 24),
+        **_at(
+            "language_model.model.layers.0",
+            {
+                "input_layernorm.weight": (24,),
+                "post_attention_layernorm.weight": (24,),
+                **{f"self_attn.{name}_proj.weight": (4096, 24) for name in "qkv"},
+                **{f"self_attn.{name}_proj.bias": (4096,) for name in "qkv"},
+                "self_attn.o_proj.weight": (24, 4096),
+                **_at("mlp", _mlp(80, 24)),
+            },
+        ),
+        "audio_tower.conv1.weight": (28, 8, 3),
+        "audio_tower.layers.[0-1].self_attn.q_proj.weight": (28, 28),
+        "multi_modal_projector.linear.weight": (24, 28),
+    },
+    degrees=(2, 4, 8, 16),
+)
+_QWEN3_ASR: dict[str, Shape] = {
+    "thinker.model.embed_tokens.weight": (101, 80),
+    **_at("thinker.model.layers.[0-2]", {**_NORMS, **_QKV, **_at("mlp", _mlp(72))}),
+    "thinker.model.layers.[0-2].self_attn.q_norm.weight": (12,),
+    "thinker.model.layers.[0-2].self_attn.k_norm.weight": (12,),
+    "thinker.model.norm.weight": (80,),
+    "thinker.audio_tower.conv2d1.weight": (6, 1, 3, 3),
+    "thinker.audio_tower.layers.[0-1].self_attn.q_proj.weight": (28, 28),
+    "thinker.audio_tower.layers.[0-1].fc1.weight": (44, 28),
+    "thinker.audio_tower.proj2.weight": (80, 28),
+}
 REMOTE["qwen3_asr"] = Remote(
+    {"model_type": "qwen3_asr", "thinker_config": {"text_config": _DENSE, "audio_config": {}}},
+    {**_QWEN3_ASR, "thinker.lm_head.weight": (101, 80)},
+)
+REMOTE["qwen3_asr-aligner"] = Remote(
     {
         "model_type": "qwen3_asr",
         "thinker_config": {
-            "model_type": "qwen3_asr",
-            "text_config": {**_DENSE, "model_type": "qwen3"},
+            "model_type": "qwen3_forced_aligner",
+            "classify_num": 50,
+            "text_config": _DENSE,
             "audio_config": {},
         },
     },
-    {
-        **_at("thinker", _ENDS),
-        **_at("thinker.model.layers.[0-2]", {**_NORMS, **_QKV, **_at("mlp", _mlp(72))}),
-        "thinker.model.layers.[0-2].self_attn.q_norm.weight": (12,),
-        "thinker.model.layers.[0-2].self_attn.k_norm.weight": (12,),
-        "thinker.audio_tower.conv2d1.weight": (6, 1, 3, 3),
-        "thinker.audio_tower.layers.[0-1].self_attn.q_proj.weight": (28, 28),
-        "thinker.audio_tower.layers.[0-1].fc1.weight": (44, 28),
-        "thinker.audio_tower.proj2.weight": (80, 28),
-    },
+    {**_QWEN3_ASR, "thinker.lm_head.weight": (50, 80)},
 )
 REMOTE["voxtral_realtime"] = Remote(
     {"model_type": "voxtral_realtime", "text_config": _DENSE, "audio_config": {}, "tie_word_embeddings": True},

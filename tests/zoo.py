@@ -1967,22 +1967,29 @@ _GRANITE: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 _add("granite_speech", (2, 4, 8), model="GraniteSpeechForConditionalGeneration", **_GRANITE)
-_add(
-    "qwen3_asr",
-    (2, 4, 8),
-    model="Qwen3ASRForConditionalGeneration",
-    text_config={**_DENSE, "model_type": "qwen3", "tie_word_embeddings": True},
-    audio_config={
+_QWEN3_ASR: dict[str, Any] = {
+    "text_config": {**_DENSE, "model_type": "qwen3", "tie_word_embeddings": True},
+    "audio_config": {
         **{key: value for key, value in _WHISPER.items() if key != "max_source_positions"},
         "n_window": 4,
         "n_window_infer": 16,
         "downsample_hidden_size": 6,
         "max_position_embeddings": 13,
     },
-    audio_token_id=99,
-    timestamp_token_id=98,
-    pad_token_id=0,
-    eos_token_id=2,
+    "audio_token_id": 99,
+    "timestamp_token_id": 98,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+}
+_add("qwen3_asr", (2, 4, 8), model="Qwen3ASRForConditionalGeneration", **_QWEN3_ASR)
+_add(
+    "qwen3_asr-aligner",
+    (2, 4, 8),
+    model_type="qwen3_asr",
+    model="Qwen3ASRForTokenClassification",
+    num_labels=5,
+    token_classification_bias=True,
+    **_QWEN3_ASR,
 )
 _add(
     "glmasr",

@@ -994,32 +994,32 @@ REMOTE["deepseek_vl_v2-ocr"] = Remote(
 
 # ------------------------------------------------------------------------------------------ towers for sound, and text
 
-# the settings are the published ones: 32 heads of 128, as many of keys, and the width are nowhere said
+# as published: the 32 heads, and that there are as many of keys, are nowhere said (nor is there the width of 4096)
 REMOTE["qwen2_audio"] = Remote(
     {
         "model_type": "qwen2_audio",
         "audio_config": {"model_type": "qwen2_audio_encoder", "d_model": 28},
-        "text_config": {"model_type": "qwen2", "intermediate_size": 80, "vocab_size": 101, "rope_theta": 10000},
+        "text_config": {"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 80, "vocab_size": 101},
         "vocab_size": 101,
     },
     {
-        "language_model.model.embed_tokens.weight": (101, 24),
-        "language_model.model.norm.weight": (24,),
-        "language_model.lm_head.weight": (101, 24),
+        "language_model.model.embed_tokens.weight": (101, 64),
+        "language_model.model.norm.weight": (64,),
+        "language_model.lm_head.weight": (101, 64),
         **_at(
             "language_model.model.layers.0",
             {
-                "input_layernorm.weight": (24,),
-                "post_attention_layernorm.weight": (24,),
-                **{f"self_attn.{name}_proj.weight": (4096, 24) for name in "qkv"},
-                **{f"self_attn.{name}_proj.bias": (4096,) for name in "qkv"},
-                "self_attn.o_proj.weight": (24, 4096),
-                **_at("mlp", _mlp(80, 24)),
+                "input_layernorm.weight": (64,),
+                "post_attention_layernorm.weight": (64,),
+                **{f"self_attn.{name}_proj.weight": (64, 64) for name in "qkv"},
+                **{f"self_attn.{name}_proj.bias": (64,) for name in "qkv"},
+                "self_attn.o_proj.weight": (64, 64),
+                **_at("mlp", _mlp(80, 64)),
             },
         ),
         "audio_tower.conv1.weight": (28, 8, 3),
         "audio_tower.layers.[0-1].self_attn.q_proj.weight": (28, 28),
-        "multi_modal_projector.linear.weight": (24, 28),
+        "multi_modal_projector.linear.weight": (64, 28),
     },
     degrees=(2, 4, 8, 16),
 )

@@ -36,8 +36,10 @@ def defaults_of_transformers() -> dict[str, dict[str, Any]]:
     }
     found = {}
     for model_type in sorted(decoders):
-        fields = dataclasses.fields(CONFIG_MAPPING[model_type])
-        values = {f.name: f.default for f in fields if f.name in asked and _is_plain(f.default)}
+        cls = CONFIG_MAPPING[model_type]
+        two_names = {*cls.attribute_map.keys(), *cls.attribute_map.values()}  # the file may say it by the other
+        wanted = (f for f in dataclasses.fields(cls) if f.name in asked - two_names)
+        values = {f.name: f.default for f in wanted if _is_plain(f.default)}
         values.pop("model_type", None)
         if values:
             found[model_type] = values

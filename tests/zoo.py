@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+DEGREES = (2, 3, 4, 6, 8, 12, 16)
+
+
 @dataclass(frozen=True)
 class Entry:
     """A tiny model, and what is true of it."""
@@ -31,7 +34,7 @@ class Entry:
     name: str
     build: Callable[..., PreTrainedModel]  # given a number of experts, with so many
     model_type: str
-    degrees: tuple[int, ...]  # of 2, 3, 4, 6, 8, 12, 16: those that every family of parallel axes divides
+    degrees: tuple[int, ...]  # of DEGREES: those that every family of parallel axes divides
     loads_alone: bool  # a rank's folder loads with plain from_pretrained
     notes: str = ""
     # tensors that published checkpoints hold beside what the class saves: masks, frequencies, layers it ignores
@@ -1393,7 +1396,14 @@ _add(
 )
 _PIXTRAL: dict[str, Any] = {**_SIGLIP, "model_type": "pixtral", "head_dim": 8}
 _add("lighton_ocr", (2, 4, 8), model=_IMAGES, text_config={**_DENSE, "model_type": "qwen3"}, vision_config=_PIXTRAL)
-_add("ovis2", (2, 4, 8), model=_IMAGES, text_config={**_DENSE, "model_type": "qwen2"}, vision_config=_SIGLIP)
+_add(
+    "ovis2",
+    (2, 4, 8),
+    model=_IMAGES,
+    text_config={**_DENSE, "model_type": "qwen2"},
+    vision_config={**_SIGLIP, "vocab_size": 37},
+    hidden_size=_DENSE["hidden_size"],
+)
 _SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 2, 3]}
 _add(
     "paddleocr_vl",

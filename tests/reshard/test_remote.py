@@ -11,10 +11,8 @@ from safetensors.torch import load_file
 from reshard.api import merge, split
 from reshard.plan import valid_degrees
 from reshard.source import open_source
-from tests import remote
+from tests import remote, zoo
 from tests.support import contents, without_manifest
-
-DEGREES = (2, 3, 4, 6, 8, 12, 16)
 
 
 @pytest.mark.parametrize("name", remote.REMOTE)
@@ -23,7 +21,7 @@ def test_every_route_gives_the_same_bytes(name, tmp_path):
     original = remote.save(name, tmp_path / "original")
     before = contents(original)
     model = open_source(original).plan.model
-    assert tuple(degree for degree in valid_degrees(model) if degree in DEGREES) == entry.degrees
+    assert tuple(degree for degree in valid_degrees(model) if degree in zoo.DEGREES) == entry.degrees
     low, high = entry.degrees[0], entry.degrees[-1]
     for tp in (low, high):
         split(original, tmp_path / f"tp{tp}", tp)

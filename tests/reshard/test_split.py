@@ -20,6 +20,7 @@ from formats.safetensors import DTYPE_BITS, build_header, read_header
 from formats.sharded import open_sharded
 from reshard.api import Access, Padding, load, merge, split
 from reshard.move import Options, Reader
+from reshard.plan import valid_degrees
 from reshard.source import open_source
 from tests import zoo
 from tests.support import (
@@ -37,10 +38,13 @@ from verify.exact import verify_exact
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_every_route_gives_the_same_bytes(name, tmp_path):
     original = zoo.save(name, tmp_path / "original", max_shard_size="200KB")
-    before = contents(original)
+    before, source = contents(original), open_source(original)
     degrees = zoo.ZOO[name].degrees
+    assert degrees == tuple(degree for degree in valid_degrees(source.model) if degree in zoo.DEGREES)
     for tp in degrees:
         split(original, tmp_path / f"tp{tp}", tp)
+        report = verify_exact(source, tmp_path / f"tp{tp}")
+        assert (report.verdict, report.ranks, report.tensors) == ("same", tp, len(source.names)), report
         merge(tmp_path / f"tp{tp}", tmp_path / f"merged{tp}")
         assert contents(tmp_path / f"merged{tp}") == before
     routes = {(degrees[0], degrees[-1]), (degrees[-1], degrees[0]), (degrees[len(degrees) // 2], 1)}

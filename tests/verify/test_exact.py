@@ -83,8 +83,9 @@ def check(pair: Pair) -> ExactReport:
 # ------------------------------------------------------------------------------------------------------ the right ones
 
 
-@pytest.mark.parametrize("name", list(zoo.ZOO))
+@pytest.mark.parametrize("name", ["llama", "gpt2", "deepseek_v3"])
 def test_correct_shards_are_the_same(name: str, tmp_path: Path) -> None:
+    """All other models of the zoo: tests/reshard/test_split.py, where they are split anyway."""
     original = open_source(zoo.save(name, tmp_path / "original"))
     for tp in {2, 4, 8} & set(zoo.ZOO[name].degrees):
         split(original.path, tmp_path / str(tp), tp)

@@ -1913,3 +1913,23 @@ _add(
     },
     **_RELATIVE,
 )
+
+# ---------------------------------------------------------------------------------- older models of images and text
+
+_add(
+    "chameleon",
+    (2, 4, 8),
+    loads_alone=False,
+    model=_IMAGES,
+    vq_config={
+        "embed_dim": 12,
+        "num_embeddings": 9,
+        "latent_channels": 14,
+        "resolution": 8,
+        "base_channels": 32,
+        "channel_multiplier": [1, 1],
+        "num_res_blocks": 1,
+    },
+    vocabulary_map={"<image>": 99},
+    **_PLAIN,
+)

@@ -1933,3 +1933,71 @@ _add(
     vocabulary_map={"<image>": 99},
     **_PLAIN,
 )
+_add(
+    "git",
+    (2, 4, 8),
+    loads_alone=False,
+    vision_config=_SIGLIP,
+    num_image_with_embedding=2,
+    **{**_BERT, "bos_token_id": 1, "eos_token_id": 2},
+)
+_QFORMER: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "num_attention_heads": 4,
+    "intermediate_size": 28,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 16,
+}
+_BLIP: dict[str, Any] = {
+    "vision_config": _SIGLIP,
+    "qformer_config": _QFORMER,
+    "num_query_tokens": 5,
+    "image_token_index": 99,
+}
+_BLIP_OPT: dict[str, Any] = {
+    "loads_alone": False,
+    "text_config": {**_OPT, "model_type": "opt", "word_embed_proj_dim": 80},
+    **_BLIP,
+}
+_VICUNA: dict[str, Any] = {**_DENSE, "model_type": "llama"}
+_add("blip-2", (2, 4, 8), model="Blip2ForConditionalGeneration", **_BLIP_OPT)
+_add("instructblip", (2, 4, 8), model="InstructBlipForConditionalGeneration", text_config=_VICUNA, **_BLIP)
+_add("instructblipvideo", (2, 4, 8), model="InstructBlipVideoForConditionalGeneration", text_config=_VICUNA, **_BLIP)
+_KOSMOS: dict[str, Any] = {
+    "pad_token_id": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "vocab_size": 101,
+    "max_position_embeddings": 64,
+    "embed_dim": 80,
+    "layers": 3,
+    "ffn_dim": 72,
+    "attention_heads": 8,
+}
+_add(
+    "kosmos-2",
+    (2, 4, 8),
+    loads_alone=False,
+    model="Kosmos2ForConditionalGeneration",
+    text_config=_KOSMOS,
+    vision_config=_SIGLIP,
+    latent_query_num=5,
+)
+_add(
+    "kosmos-2.5",
+    (2, 4, 8),
+    loads_alone=False,
+    model="Kosmos2_5ForConditionalGeneration",
+    text_config=_KOSMOS,
+    vision_config={
+        "hidden_size": 32,
+        "patch_embed_hidden_size": 20,
+        "intermediate_size": 44,
+        "head_dim": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_num_patches": 18,
+    },
+    latent_query_num=5,
+)

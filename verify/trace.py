@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from transformers import GenerationMixin
 
 EMBEDDING, FINAL = "embedding", "final hidden state"
 
@@ -97,12 +98,19 @@ def run(
         stack.enter_context(_default_dtype(model.dtype))
         if model.dtype == torch.float64:
             stack.enter_context(_NoLessThanFloat64())
-        output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        output = on_tokens(model)(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
     for name, value in output.items():
         if isinstance(value, Tensor) and value.is_floating_point():
             trace.outputs[name] = value
             trace.states[FINAL if name == "last_hidden_state" else name] = _kept(value)
     return trace
+
+
+def on_tokens(model: Any) -> Any:
+    """What of a model runs on tokens alone: of one that asks for an image as well, the part of it that generates."""
+    if model.main_input_name == "input_ids":
+        return model
+    return next((part for part in model.children() if isinstance(part, GenerationMixin)), model)
 
 
 @contextmanager

@@ -164,7 +164,7 @@ def _first_forward(cls: Any, folder: Path, tokens: torch.Tensor) -> tuple[torch.
 
 @torch.no_grad()
 def _forward(cls: Any, folder: Path, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    output = on_tokens(cls.from_pretrained(folder, dtype=dtype).eval())(input_ids=tokens)
+    output = on_tokens(cls.from_pretrained(folder, dtype=dtype).eval(), tokens)
     for kind in ("logits", "prediction_logits", "last_hidden_state"):
         if getattr(output, kind, None) is not None:
             return getattr(output, kind)

@@ -98,7 +98,7 @@ def run(
         stack.enter_context(_default_dtype(model.dtype))
         if model.dtype == torch.float64:
             stack.enter_context(_NoLessThanFloat64())
-        output = on_tokens(model)(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        output = on_tokens(model, ids, attention_mask=torch.ones_like(ids), use_cache=False)
     for name, value in output.items():
         if isinstance(value, Tensor) and value.is_floating_point():
             trace.outputs[name] = value
@@ -106,11 +106,17 @@ def run(
     return trace
 
 
-def on_tokens(model: Any) -> Any:
-    """What of a model runs on tokens alone: of one that asks for an image as well, the part of it that generates."""
-    if model.main_input_name == "input_ids":
-        return model
-    return next((part for part in model.children() if isinstance(part, GenerationMixin)), model)
+def on_tokens(model: Any, ids: Tensor, **more: Any) -> Any:
+    """What a model returns of tokens alone.
+
+    Of one that asks for an image as well, the part that generates is run; a decoder beside an encoder has the same
+    tokens.
+    """
+    if getattr(model, "main_input_name", "input_ids") != "input_ids":
+        model = next((part for part in model.children() if isinstance(part, GenerationMixin)), model)
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        more["decoder_input_ids"] = ids
+    return model(input_ids=ids, **more)
 
 
 @contextmanager

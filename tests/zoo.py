@@ -2062,9 +2062,16 @@ _add(
         "num_experts": 5,
         "top_k_experts": 2,
         "moe_intermediate_size": 24,
+        "global_head_dim": 20,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
     },
-    vision_config={**_SIGLIP, "model_type": "gemma4_vision", "head_dim": 8, "num_key_value_heads": 4},
+    vision_config={
+        **_SIGLIP,
+        "model_type": "gemma4_vision",
+        "head_dim": 8,
+        "num_key_value_heads": 4,
+        "position_embedding_size": 25,
+    },
     canvas_length=12,
 )
 _add(

@@ -8,6 +8,7 @@ state, and how often a run would have chosen otherwise is counted.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -114,7 +115,7 @@ def on_tokens(model: Any, ids: Tensor, **more: Any) -> Any:
     """
     if getattr(model, "main_input_name", "input_ids") != "input_ids":
         model = next((part for part in model.children() if isinstance(part, GenerationMixin)), model)
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    if "decoder_input_ids" in inspect.signature(model.forward).parameters:
         more["decoder_input_ids"] = ids
     return model(input_ids=ids, **more)
 

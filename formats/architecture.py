@@ -25,6 +25,8 @@ else:
     import tomli as tomllib
 
 BUILT_IN = Path(__file__).parent / "architectures"
+CONFIG_DEFAULTS = Path(__file__).parent / "config_defaults.json"
+"""What transformers' configuration classes say where a ``config.json`` says nothing."""
 
 
 @dataclass(frozen=True)
@@ -111,12 +113,15 @@ class Architecture:
         return (self.modules[found[0]], found[1]) if found else None
 
     def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The part of ``config.json`` that speaks of the language model; the rest of it stands behind."""
+        """The part of ``config.json`` that speaks of the language model; the rest of it stands behind.
+
+        Last come the defaults of the section's model type: a section is published without what is equal to them.
+        """
         settings, inner = dict(config), config
         for key in self.section(config):
             inner = inner[key]
             settings |= inner
-        return settings
+        return settings if inner is config else {**_defaults(inner.get("model_type")), **settings}
 
     def section(self, config: Mapping[str, Any]) -> tuple[str, ...]:
         """The keys that lead to the language model's settings in ``config.json``, to the first section that is there;
@@ -311,6 +316,18 @@ def find_architecture(config: Mapping[str, Any], where: Path) -> Architecture:
         names = f" (nearest known: {', '.join(near)})" if near else ""
         raise PlanError(f"unknown model_type '{model_type}' in {where / 'config.json'}{names}", hint)
     return load_architecture(path)
+
+
+def _defaults(model_type: Any) -> Mapping[str, Any]:
+    """The settings of a model type where its ``config.json`` is silent."""
+    defaults: Mapping[str, Any] = _all_defaults().get(model_type, {})
+    return defaults
+
+
+@lru_cache
+def _all_defaults() -> Mapping[str, Any]:
+    defaults: Mapping[str, Any] = json.loads(CONFIG_DEFAULTS.read_text(encoding="utf-8"))
+    return defaults
 
 
 def _file_of(model_type: str) -> Path | None:

@@ -43,7 +43,7 @@ _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
-class Size(click.ParamType[int]):
+class Size(click.ParamType):  # type: ignore[type-arg]  # it takes none before click 8.4
     """A number of bytes: ``5GB`` (decimal, as on the Hub), ``512MiB``, ``1000000``."""
 
     name = "size"

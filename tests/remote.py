@@ -1,5 +1,5 @@
 """Tiny checkpoints of architectures whose modelling code transformers does not have, or which it cannot run as a whole
-(a thinker with its talker): published names, random numbers.
+(a thinker with its talker) or on text alone (a tower for sound that wants sound): published names, random numbers.
 
 The shapes are written down as numbers, independently of the rules. For packed tensors ``parts`` says which rows (or
 columns, of a row-parallel one) the second of two ranks holds, since a wrong order of blocks has the same shape.
@@ -1016,6 +1016,137 @@ REMOTE["deepseek_vl_v2-ocr"] = Remote(
         "model.projector.layers.weight": (80, 64),
         "model.image_newline": (80,),
         "model.view_seperator": (80,),
+    },
+)
+
+# ------------------------------------------------------------------------------------------ towers for sound, and text
+
+# as published: the 32 heads, and that there are as many of keys, are nowhere said (nor is there the width of 4096)
+REMOTE["qwen2_audio"] = Remote(
+    {
+        "model_type": "qwen2_audio",
+        "audio_config": {"model_type": "qwen2_audio_encoder", "d_model": 28},
+        "text_config": {"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 80, "vocab_size": 101},
+        "vocab_size": 101,
+    },
+    {
+        "language_model.model.embed_tokens.weight": (101, 64),
+        "language_model.model.norm.weight": (64,),
+        "language_model.lm_head.weight": (101, 64),
+        **_at(
+            "language_model.model.layers.0",
+            {
+                "input_layernorm.weight": (64,),
+                "post_attention_layernorm.weight": (64,),
+                **{f"self_attn.{name}_proj.weight": (64, 64) for name in "qkv"},
+                **{f"self_attn.{name}_proj.bias": (64,) for name in "qkv"},
+                "self_attn.o_proj.weight": (64, 64),
+                **_at("mlp", _mlp(80, 64)),
+            },
+        ),
+        "audio_tower.conv1.weight": (28, 8, 3),
+        "audio_tower.layers.[0-1].self_attn.q_proj.weight": (28, 28),
+        "multi_modal_projector.linear.weight": (64, 28),
+    },
+    degrees=(2, 4, 8, 16),
+)
+_QWEN3_ASR: dict[str, Shape] = {
+    "thinker.model.embed_tokens.weight": (101, 80),
+    **_at("thinker.model.layers.[0-2]", {**_NORMS, **_QKV, **_at("mlp", _mlp(72))}),
+    "thinker.model.layers.[0-2].self_attn.q_norm.weight": (12,),
+    "thinker.model.layers.[0-2].self_attn.k_norm.weight": (12,),
+    "thinker.model.norm.weight": (80,),
+    "thinker.audio_tower.conv2d1.weight": (6, 1, 3, 3),
+    "thinker.audio_tower.layers.[0-1].self_attn.q_proj.weight": (28, 28),
+    "thinker.audio_tower.layers.[0-1].fc1.weight": (44, 28),
+    "thinker.audio_tower.proj2.weight": (80, 28),
+}
+REMOTE["qwen3_asr"] = Remote(
+    {"model_type": "qwen3_asr", "thinker_config": {"text_config": _DENSE, "audio_config": {}}},
+    {**_QWEN3_ASR, "thinker.lm_head.weight": (101, 80)},
+)
+REMOTE["qwen3_asr-aligner"] = Remote(
+    {
+        "model_type": "qwen3_asr",
+        "thinker_config": {
+            "model_type": "qwen3_forced_aligner",
+            "classify_num": 50,
+            "text_config": _DENSE,
+            "audio_config": {},
+        },
+    },
+    {**_QWEN3_ASR, "thinker.lm_head.weight": (50, 80)},
+)
+REMOTE["voxtral_realtime"] = Remote(
+    {"model_type": "voxtral_realtime", "text_config": _DENSE, "audio_config": {}, "tie_word_embeddings": True},
+    {
+        "language_model.model.embed_tokens.weight": (101, 80),
+        "language_model.model.norm.weight": (80,),
+        **_at("language_model.model.layers.[0-2]", {**_NORMS, **_QKV, **_at("mlp", _mlp(72))}),
+        "language_model.model.layers.[0-2].ada_rms_norm.linear1.weight": (32, 80),
+        "language_model.model.layers.[0-2].ada_rms_norm.linear2.weight": (80, 32),
+        "audio_tower.embedder.conv1.weight": (28, 8, 3),
+        "audio_tower.layers.[0-1].self_attn.q_proj.weight": (20, 28),
+        "audio_tower.layers.[0-1].mlp.gate_proj.weight": (44, 28),
+        "multi_modal_projector.linear_1.weight": (80, 112),
+        "multi_modal_projector.linear_2.weight": (80, 80),
+    },
+)
+REMOTE["kyutai_speech_to_text"] = Remote(
+    {
+        **{key: value for key, value in _DENSE.items() if key != "intermediate_size"},
+        "model_type": "kyutai_speech_to_text",
+        "ffn_dim": 144,
+        "num_codebooks": 5,
+        "codebook_vocab_size": 11,
+    },
+    {
+        "model.embed_tokens.embed_tokens.weight": (157, 80),
+        "model.norm.weight": (80,),
+        "lm_head.weight": (101, 80),
+        **_at("model.layers.[0-2]", _NORMS),
+        **{f"model.layers.[0-2].{key.replace('_proj', '_proj.linear')}": shape for key, shape in _QKV.items()},
+        "model.layers.[0-2].mlp.fc1.weight": (144, 80),
+        "model.layers.[0-2].mlp.fc2.weight": (80, 72),
+        "codec_model.encoder.layers.0.conv.weight": (4, 1, 7),
+        "codec_model.quantizer.acoustic_residual_vector_quantizer.layers.[0-1].codebook.initialized": (1,),
+    },
+    parts={"model.layers.2.mlp.fc1.weight": (0, [(36, 72), (108, 144)])},
+)
+REMOTE["nemo_speechlm"] = Remote(
+    {
+        "model_type": "nemo_speechlm",
+        "text_config": {
+            **_DENSE,
+            "model_type": "nemotron_h",
+            "num_hidden_layers": 2,
+            "layers_block_type": ["attention", "moe"],
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 40,
+            "n_routed_experts": 5,
+        },
+    },
+    {
+        "llm.model.embed_tokens.weight": (101, 80),
+        "llm.model.layers.[0-1].norm.weight": (80,),
+        **{f"llm.model.layers.0.mixer.{key.split('.', 1)[1]}": shape for key, shape in _QKV.items()},
+        "llm.model.layers.0.mixer.q_proj._extra_state": (0,),
+        "llm.model.layers.1.mixer.gate.weight": (5, 80),
+        "llm.model.layers.1.mixer.gate.e_score_correction_bias": (5,),
+        "llm.model.layers.1.mixer.experts.gate_and_up_projs": (5, 80, 24),
+        "llm.model.layers.1.mixer.experts.down_projs": (5, 24, 80),
+        "llm.model.layers.1.mixer.shared_experts.up_proj.weight": (40, 80),
+        "llm.model.layers.1.mixer.shared_experts.down_proj.weight": (80, 40),
+        "llm.model.norm.weight": (80,),
+        "llm.lm_head.weight": (101, 80),
+        "llm.mtp.layers.0.eh_proj.weight": (80, 160),
+        "perception.encoder.asr_encoder.layers.0.attn.w_qkv.weight": (96, 32),
+        "perception.proj.weight": (80, 32),
+        "ctc_timestamp.decoder.residual_scale": (),
+    },
+    parts={
+        "llm.model.layers.1.mixer.experts.gate_and_up_projs": (2, [(12, 24)]),
+        "llm.model.layers.1.mixer.experts.down_projs": (1, [(12, 24)]),
     },
 )
 

@@ -1914,6 +1914,191 @@ _add(
     **_RELATIVE,
 )
 
+# ------------------------------------------------------------------------------------------ towers for sound, and text
+
+_add(
+    "qwen2_audio",
+    (2, 4, 8),
+    model="Qwen2AudioForConditionalGeneration",
+    text_config={**_DENSE, "model_type": "qwen2"},
+    audio_config={key: value for key, value in _WHISPER.items() if key != "output_dim"},
+    audio_token_index=99,
+    tie_word_embeddings=False,
+)
+_SOUND: dict[str, Any] = {
+    "num_mel_bins": 8,
+    "hidden_size": 28,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_source_positions": 24,
+}
+_add(
+    "voxtral",
+    (2, 4, 8),
+    model="VoxtralForConditionalGeneration",
+    text_config={**_DENSE, "model_type": "llama"},
+    audio_config={**_SOUND, "intermediate_size": 112, "vocab_size": 61},  # four states are projected as one
+    audio_token_id=99,
+    tie_word_embeddings=False,
+)
+_GRANITE: dict[str, Any] = {
+    "text_config": {**_PLAIN, "model_type": "granite"},
+    "encoder_config": {
+        "input_dim": 14,
+        "num_layers": 2,
+        "hidden_dim": 28,
+        "num_heads": 2,
+        "feedforward_mult": 3,
+        "output_dim": 11,
+        "context_size": 9,
+        "max_pos_emb": 16,
+        "conv_kernel_size": 3,
+    },
+    "projector_config": {
+        "model_type": "blip_2_qformer",
+        "hidden_size": 36,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "intermediate_size": 52,
+        "encoder_hidden_size": 28,
+    },
+    "audio_token_index": 99,
+    "has_lora_adapter": False,
+    "tie_word_embeddings": False,
+}
+_add("granite_speech", (2, 4, 8), model="GraniteSpeechForConditionalGeneration", **_GRANITE)
+_QWEN3_ASR: dict[str, Any] = {
+    "text_config": {**_DENSE, "model_type": "qwen3", "tie_word_embeddings": True},
+    "audio_config": {
+        **{key: value for key, value in _WHISPER.items() if key != "max_source_positions"},
+        "n_window": 4,
+        "n_window_infer": 16,
+        "downsample_hidden_size": 6,
+        "max_position_embeddings": 13,
+    },
+    "audio_token_id": 99,
+    "timestamp_token_id": 98,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+}
+_add("qwen3_asr", (2, 4, 8), model="Qwen3ASRForConditionalGeneration", **_QWEN3_ASR)
+_add(
+    "qwen3_asr-aligner",
+    (2, 4, 8),
+    model_type="qwen3_asr",
+    model="Qwen3ASRForTokenClassification",
+    num_labels=5,
+    token_classification_bias=True,
+    **_QWEN3_ASR,
+)
+_add(
+    "glmasr",
+    (2, 4, 8),
+    model="GlmAsrForConditionalGeneration",
+    text_config={**_DENSE, "model_type": "llama"},
+    audio_config={**_SOUND, "intermediate_size": 112},
+    audio_token_id=99,
+    tie_word_embeddings=False,
+)
+_CODES: dict[str, Any] = {"num_filters": 6, "downsampling_ratios": [2, 3], "depths": [1, 1, 1], "kernel_size": 3}
+_add(
+    "vibevoice_asr",
+    (2, 4, 8),
+    model="VibeVoiceAsrForConditionalGeneration",
+    text_config={**_DENSE, "model_type": "qwen2"},
+    acoustic_tokenizer_encoder_config={**_CODES, "hidden_size": 10},
+    semantic_tokenizer_encoder_config={**_CODES, "hidden_size": 14},
+    acoustic_tokenizer_chunk_size=36,
+    audio_token_id=99,
+    audio_bos_token_id=97,
+    audio_eos_token_id=98,
+)
+_add(
+    "granite_speech_plus",
+    (2, 4, 8),
+    model="GraniteSpeechPlusForConditionalGeneration",
+    **{
+        **_GRANITE,
+        "encoder_config": {**_GRANITE["encoder_config"], "cat_hidden_layers": [0]},
+        "projector_config": {**_GRANITE["projector_config"], "encoder_hidden_size": 56},
+    },
+)
+_add(
+    "fun_asr_nano",
+    (2, 4, 8),
+    model="FunAsrNanoForConditionalGeneration",
+    text_config={**_DENSE, "model_type": "qwen3", "tie_word_embeddings": True},
+    audio_config={
+        "num_mel_bins": 8,
+        "hidden_size": 28,
+        "num_attention_heads": 2,
+        "intermediate_size": 44,
+        "num_hidden_layers": 2,
+        "num_stacked_frames": 3,
+        "num_timestamp_prediction_layers": 1,
+        "fsmn_kernel_size": 3,
+        "max_position_embeddings": 25,
+    },
+    adaptor_config={
+        "hidden_size": 80,
+        "num_attention_heads": 4,
+        "intermediate_size": 20,
+        "num_hidden_layers": 1,
+        "projector_hidden_size": 36,
+    },
+    audio_token_id=99,
+)
+_add(
+    "moss_transcribe_diarize",
+    (2, 4, 8),
+    model="MossTranscribeDiarizeForConditionalGeneration",
+    text_config={**_DENSE, "model_type": "qwen3", "tie_word_embeddings": True},
+    audio_config={**_SOUND, "intermediate_size": 44},
+    audio_token_id=99,
+    audio_merge_size=2,
+)
+_FRAMES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_mel_bins": 6,
+    "subsampling_factor": 2,
+    "max_position_embeddings": 24,
+}
+_add(
+    "nemo_speechlm",
+    (2, 4, 8),
+    model="Nemotron3_5TranscribeForConditionalGeneration",
+    notes="with tensors of NeMo that transformers leaves aside",
+    extra={
+        "llm.mtp.layers.0.eh_proj.weight": (80, 160),
+        "llm.model.layers.0.mixer.in_proj._extra_state": (5,),
+        "ctc_timestamp.decoder.residual_scale": (),
+    },
+    text_config={"model_type": "nemotron_h", "layers_block_type": ["mamba", "attention", "moe", "mlp"], **_NEMOTRON},
+    audio_config={
+        "asr_config": _FRAMES,
+        "diarization_config": {
+            "audio_config": {**_FRAMES, "hidden_size": 28},
+            "head_config": {"hidden_size": 10, "num_speakers": 3, "audio_hidden_size": 28, "subsampling_factor": 2},
+            "streaming_config": {"num_speakers": 3, "subsampling_factor": 2, "speaker_cache_length": 7},
+            "chunk_length": 14,
+            "chunk_left_context": 1,
+            "chunk_right_context": 4,
+        },
+    },
+    word_timestamp_config={
+        "hidden_size": 32,
+        "intermediate_size": 20,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "vocab_size": 13,
+        "blank_token_id": 11,
+    },
+    audio_token_id=101,
+)
+
 # ---------------------------------------------------------------------------------- older models of images and text
 
 _add(

@@ -920,6 +920,33 @@ REMOTE["internvl_chat-qwen3_moe"] = Remote(
         **_at("language_model.model.layers.[0-2].mlp.experts.[0-2]", _mlp(24)),
     },
 )
+REMOTE["internvl_chat-gpt_oss"] = Remote(
+    {
+        "model_type": "internvl_chat",
+        "llm_config": {**_DENSE, "model_type": "gpt_oss", "intermediate_size": 40, "num_local_experts": 3},
+        "vision_config": {},
+    },
+    {
+        **_INTERN_TOWER,
+        **_at("language_model", _ENDS),
+        **_at("language_model.model.layers.[0-2]", {**_NORMS, **_QKV, **_QKV_BIAS}),
+        **_at("language_model.model.layers.[0-2].self_attn", {"o_proj.bias": (80,), "sinks": (8,)}),
+        **_at("language_model.model.layers.[0-2].mlp.router", {"weight": (3, 80), "bias": (3,)}),
+        **_at(
+            "language_model.model.layers.[0-2].mlp.experts",
+            {
+                "gate_up_proj": (3, 80, 80),
+                "gate_up_proj_bias": (3, 80),
+                "down_proj": (3, 40, 80),
+                "down_proj_bias": (3, 80),
+            },
+        ),
+    },
+    parts={
+        "language_model.model.layers.1.mlp.experts.gate_up_proj": (2, [(40, 80)]),
+        "language_model.model.layers.1.mlp.experts.down_proj": (1, [(20, 40)]),
+    },
+)
 # 8 heads of 14 + 6 for q and k and of 10 for v, experts behind a dense layer
 _DEEPSEEK: dict[str, Any] = {
     **{key: value for key, value in _DENSE.items() if key != "head_dim"},
@@ -1120,5 +1147,94 @@ REMOTE["nemo_speechlm"] = Remote(
     parts={
         "llm.model.layers.1.mixer.experts.gate_and_up_projs": (2, [(12, 24)]),
         "llm.model.layers.1.mixer.experts.down_projs": (1, [(12, 24)]),
+    },
+)
+
+# the published names of Florence-2, and IDEFICS, whose forward asks for an image
+_BART: dict[str, Shape] = {
+    **{f"self_attn.{name}_proj.weight": (80, 80) for name in ("q", "k", "v", "out")},
+    **{f"self_attn.{name}_proj.bias": (80,) for name in ("q", "k", "v", "out")},
+    **dict.fromkeys(("self_attn_layer_norm.weight", "self_attn_layer_norm.bias"), (80,)),
+    **dict.fromkeys(("final_layer_norm.weight", "final_layer_norm.bias", "fc2.bias"), (80,)),
+}
+_BART_ENDS: dict[str, Shape] = {
+    "embed_tokens.weight": (101, 80),
+    "embed_positions.weight": (66, 80),
+    "layernorm_embedding.weight": (80,),
+    "layernorm_embedding.bias": (80,),
+}
+REMOTE["florence2-published"] = Remote(
+    {
+        "model_type": "florence2",
+        "text_config": {
+            "model_type": "florence2_language",
+            "d_model": 80,
+            "encoder_layers": 2,
+            "decoder_layers": 3,
+            "encoder_attention_heads": 8,
+            "decoder_attention_heads": 16,
+            "encoder_ffn_dim": 72,
+            "decoder_ffn_dim": 88,
+            "vocab_size": 101,
+            "max_position_embeddings": 64,
+        },
+        "vision_config": {},
+    },
+    {
+        "language_model.final_logits_bias": (1, 101),
+        "language_model.lm_head.weight": (101, 80),
+        "language_model.model.shared.weight": (101, 80),
+        **_at("language_model.model.encoder", _BART_ENDS),
+        **_at("language_model.model.decoder", _BART_ENDS),
+        **_at(
+            "language_model.model.encoder.layers.[0-1]",
+            {**_BART, "fc1.weight": (72, 80), "fc1.bias": (72,), "fc2.weight": (80, 72)},
+        ),
+        **_at(
+            "language_model.model.decoder.layers.[0-2]",
+            {
+                **_BART,
+                **{name.replace("self", "encoder"): shape for name, shape in _BART.items() if "self" in name},
+                "fc1.weight": (88, 80),
+                "fc1.bias": (88,),
+                "fc2.weight": (80, 88),
+            },
+        ),
+        "vision_tower.blocks.0.0.spatial_block.window_attn.fn.qkv.weight": (24, 8),
+        "image_projection": (12, 80),
+        "image_proj_norm.weight": (80,),
+        "image_pos_embed.row_embeddings.weight": (50, 6),
+        "visual_temporal_embed.pos_idx_to_embed": (100, 12),
+    },
+)
+REMOTE["idefics"] = Remote(
+    {
+        **{key: value for key, value in _DENSE.items() if key not in ("head_dim", "num_key_value_heads")},
+        "model_type": "idefics",
+        "additional_vocab_size": 2,
+        "cross_layer_interval": 2,
+        "vision_config": {"embed_dim": 32},
+    },
+    {
+        **_ENDS,
+        "model.embed_tokens.additional_embedding.weight": (2, 80),
+        "lm_head.additional_fc.weight": (2, 80),
+        **_at("model.layers.[0-2]", {**_NORMS, **_at("mlp", _mlp(72))}),
+        **_at("model.layers.[0-2].self_attn", {f"{name}_proj.weight": (80, 80) for name in "qkvo"}),
+        "model.layers.[0-2].self_attn.rotary_emb.inv_freq": (5,),
+        **_at(
+            "model.gated_cross_attn_layers.0",
+            {
+                **_NORMS,
+                **_at("mlp", _mlp(72)),
+                **_at("cross_attn", {f"{name}_proj.weight": (80, 80) for name in "qo"}),
+                **_at("cross_attn", {f"{name}_proj.weight": (80, 32) for name in "kv"}),
+                **_at("cross_attn", {"q_layer_norm.weight": (10,), "k_layer_norm.weight": (10,)}),
+                "alpha_cross_attn": (1, 1, 80),
+                "alpha_dense": (1, 1, 80),
+            },
+        ),
+        "model.vision_model.embeddings.class_embedding": (32,),
+        "model.perceiver_resampler.latents": (5, 32),
     },
 )

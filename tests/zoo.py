@@ -2108,3 +2108,195 @@ _add(
     },
     audio_token_id=101,
 )
+
+# ---------------------------------------------------------------------------------- older models of images and text
+
+_add(
+    "chameleon",
+    (2, 4, 8),
+    loads_alone=False,
+    model=_IMAGES,
+    vq_config={
+        "embed_dim": 12,
+        "num_embeddings": 9,
+        "latent_channels": 14,
+        "resolution": 8,
+        "base_channels": 32,
+        "channel_multiplier": [1, 1],
+        "num_res_blocks": 1,
+    },
+    vocabulary_map={"<image>": 99},
+    **_PLAIN,
+)
+_add(
+    "git",
+    (2, 4, 8),
+    loads_alone=False,
+    vision_config=_SIGLIP,
+    num_image_with_embedding=2,
+    **{**_BERT, "bos_token_id": 1, "eos_token_id": 2},
+)
+_QFORMER: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "num_attention_heads": 4,
+    "intermediate_size": 28,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 16,
+}
+_BLIP: dict[str, Any] = {
+    "vision_config": _SIGLIP,
+    "qformer_config": _QFORMER,
+    "num_query_tokens": 5,
+    "image_token_index": 99,
+}
+_BLIP_OPT: dict[str, Any] = {
+    "loads_alone": False,
+    "text_config": {**_OPT, "model_type": "opt", "word_embed_proj_dim": 80},
+    **_BLIP,
+}
+_VICUNA: dict[str, Any] = {**_DENSE, "model_type": "llama"}
+_add("blip-2", (2, 4, 8), model="Blip2ForConditionalGeneration", **_BLIP_OPT)
+_add("instructblip", (2, 4, 8), model="InstructBlipForConditionalGeneration", text_config=_VICUNA, **_BLIP)
+_add("instructblipvideo", (2, 4, 8), model="InstructBlipVideoForConditionalGeneration", text_config=_VICUNA, **_BLIP)
+_KOSMOS: dict[str, Any] = {
+    "pad_token_id": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "vocab_size": 101,
+    "max_position_embeddings": 64,
+    "embed_dim": 80,
+    "layers": 3,
+    "ffn_dim": 72,
+    "attention_heads": 8,
+}
+_add(
+    "kosmos-2",
+    (2, 4, 8),
+    loads_alone=False,
+    model="Kosmos2ForConditionalGeneration",
+    text_config=_KOSMOS,
+    vision_config=_SIGLIP,
+    latent_query_num=5,
+)
+_add(
+    "kosmos-2.5",
+    (2, 4, 8),
+    loads_alone=False,
+    model="Kosmos2_5ForConditionalGeneration",
+    text_config=_KOSMOS,
+    vision_config={
+        "hidden_size": 32,
+        "patch_embed_hidden_size": 20,
+        "intermediate_size": 44,
+        "head_dim": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_num_patches": 18,
+    },
+    latent_query_num=5,
+)
+_add(
+    "evolla",
+    (2, 4, 8),
+    model="EvollaForProteinText2Text",
+    protein_encoder_config={
+        "vocab_size": 31,
+        "hidden_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 28,
+        "max_position_embeddings": 18,
+    },
+    aligner_num_add_layers=1,
+    aligner_ffn_mult=2,
+    resampler_depth=1,
+    resampler_dim_head=6,
+    resampler_heads=2,
+    resampler_num_latents=5,
+    resampler_ff_mult=2,
+    **_DENSE,
+)
+_add(
+    "cosmos3_omni",
+    (2, 4, 8),
+    model=_IMAGES,
+    notes="with weights of the second set, which makes images and is left aside by transformers",
+    extra={
+        "layers.0.self_attn.add_q_proj.weight": (96, 80),
+        "layers.0.self_attn.add_k_proj.weight": (48, 80),
+        "layers.0.self_attn.add_v_proj.weight": (48, 80),
+        "layers.0.self_attn.to_add_out.weight": (80, 96),
+        "layers.0.self_attn.norm_added_q.weight": (12,),
+        "layers.0.self_attn.norm_added_k.weight": (12,),
+        "layers.0.input_layernorm_moe_gen.weight": (80,),
+        "layers.0.mlp_moe_gen.gate_proj.weight": (72, 80),
+        "layers.0.mlp_moe_gen.up_proj.weight": (72, 80),
+        "layers.0.mlp_moe_gen.down_proj.weight": (80, 72),
+        "norm_moe_gen.weight": (80,),
+        "proj_in.weight": (80, 17),
+    },
+    text_config=_DENSE,
+    vision_config=_DEEP,
+)
+_add(
+    "internvl-gpt_oss",
+    (2, 4, 8),
+    model_type="internvl",
+    model=_IMAGES,
+    text_config={**_EXPERTS, "model_type": "gpt_oss", "num_local_experts": 6},
+    vision_config=_SIGLIP,
+)
+_add(
+    "diffusion_gemma",
+    (2, 4, 8),
+    model="DiffusionGemmaForBlockDiffusion",
+    text_config={
+        **_EXPERTS,
+        "tie_word_embeddings": True,
+        "num_experts": 5,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 24,
+        "global_head_dim": 20,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    },
+    vision_config={
+        **_SIGLIP,
+        "model_type": "gemma4_vision",
+        "head_dim": 8,
+        "num_key_value_heads": 4,
+        "position_embedding_size": 25,
+    },
+    canvas_length=12,
+)
+_add(
+    "florence2",
+    (2, 4, 8),
+    loads_alone=False,
+    model="Florence2ForConditionalGeneration",
+    text_config={
+        **_TOKENS,
+        "model_type": "bart",
+        "d_model": 80,
+        "encoder_layers": 3,
+        "decoder_layers": 3,
+        "encoder_attention_heads": 8,
+        "decoder_attention_heads": 8,
+        "encoder_ffn_dim": 72,
+        "decoder_ffn_dim": 88,
+        "vocab_size": 101,
+        "max_position_embeddings": 64,
+    },
+    vision_config={
+        "embed_dim": [8, 12],
+        "depths": [1, 1],
+        "num_heads": [2, 3],
+        "num_groups": [2, 3],
+        "patch_size": [3, 2],
+        "patch_stride": [2, 2],
+        "patch_padding": [1, 1],
+        "patch_prenorm": [False, True],
+        "window_size": 3,
+        "projection_dim": 80,
+    },
+)

@@ -513,7 +513,7 @@ def _random_ids(model: Any, job: _Job) -> torch.Tensor:
     vocabulary = model.get_input_embeddings().weight.shape[0]
     longest = min(options.seq, getattr(model.config, "max_position_embeddings", None) or options.seq)
     ids = torch.randint(vocabulary, (options.batch, longest), generator=generator)
-    padding = job.original_config.get("pad_token_id")
+    padding = job.plan.model.sizes.settings.get("pad_token_id")
     if options.backward and isinstance(padding, int):
         # The row of padding takes no gradient in some models, and a rank's config cannot always say which it is.
         ids = ids.where(ids != padding, (padding + 1) % vocabulary)

@@ -268,12 +268,13 @@ def parallel_norm(module: Module, group: dist.ProcessGroup | None) -> Module:
             return gather_from_group(value, group) if is_alike else value
 
         whole = {name: gather_from_group(p, group) for name, p in module.named_parameters(recurse=False)}
+        full = gathered(x)
         shape = getattr(module, "normalized_shape", None)
         try:
             if shape is not None:  # torch's own norms, which are told their size
-                module.normalized_shape = (*shape[:-1], shape[-1] * dist.get_world_size(group))  # type: ignore[assignment]
+                module.normalized_shape = (*shape[:-1], full.shape[-1])  # type: ignore[assignment]
             with _parameters(module, whole):
-                y: Tensor = local(gathered(x), *map(gathered, args), **{k: gathered(a) for k, a in kwargs.items()})
+                y: Tensor = local(full, *map(gathered, args), **{k: gathered(a) for k, a in kwargs.items()})
         finally:
             if shape is not None:
                 module.normalized_shape = shape

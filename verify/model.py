@@ -629,11 +629,12 @@ def parallelise(loaded: Loaded, rank: Rank, groups: Groups, alone: AbstractSet[n
         role = by_name.get(kept) or by_name.get(tied)
         if role is not None:
             by_tensor |= {id(values[tied]): role, id(values[kept]): role}
+    held_by_tensor = {id(values[name]): part for name, part in experts.items()}
     parts = [(values[name], role.along) for name, role in by_name.items() if role.along]
     for path, module in [(path, module) for path, module in model.named_modules() if module not in alone]:
         tensors = {**module._parameters, **module._buffers}
         own = {name: by_tensor[id(tensor)] for name, tensor in tensors.items() if id(tensor) in by_tensor}
-        held = {name: experts[full] for name in own if (full := f"{path}.{name}") in experts}
+        held = {name: held_by_tensor[id(tensors[name])] for name in own if id(tensors[name]) in held_by_tensor}
         if held:
             # Some are read by the module around them.
             for reader in (model.get_submodule(path.rpartition(".")[0]), module):
@@ -702,4 +703,4 @@ def _make_parallel(
 
 
 def _padding_row(module: nn.Embedding, rank: Rank) -> int | None:
-    return rank.config.get("pad_token_id") if module.padding_idx is not None else None
+    return rank.plan.model.sizes.settings.get("pad_token_id") if module.padding_idx is not None else None

@@ -8,6 +8,7 @@ state, and how often a run would have chosen otherwise is counted.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from transformers import GenerationMixin
 
 EMBEDDING, FINAL = "embedding", "final hidden state"
 
@@ -97,12 +99,25 @@ def run(
         stack.enter_context(_default_dtype(model.dtype))
         if model.dtype == torch.float64:
             stack.enter_context(_NoLessThanFloat64())
-        output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        output = on_tokens(model, ids, attention_mask=torch.ones_like(ids), use_cache=False)
     for name, value in output.items():
         if isinstance(value, Tensor) and value.is_floating_point():
             trace.outputs[name] = value
             trace.states[FINAL if name == "last_hidden_state" else name] = _kept(value)
     return trace
+
+
+def on_tokens(model: Any, ids: Tensor, **more: Any) -> Any:
+    """What a model returns of tokens alone.
+
+    Of one that asks for an image as well, the part that generates is run; a decoder beside an encoder has the same
+    tokens.
+    """
+    if getattr(model, "main_input_name", "input_ids") != "input_ids":
+        model = next((part for part in model.children() if isinstance(part, GenerationMixin)), model)
+    if "decoder_input_ids" in inspect.signature(model.forward).parameters:
+        more["decoder_input_ids"] = ids
+    return model(input_ids=ids, **more)
 
 
 @contextmanager

@@ -114,6 +114,14 @@ def test_gradients_are_those_of_the_original(mesh: str, dtype: str, pairs: Pairs
         assert all("correction_bias" in tensor or ".visual." in tensor for tensor in without), (name, without)
 
 
+def test_experts_that_two_modules_share(pairs: Pairs) -> None:
+    """DiffusionGemma's encoder and decoder have the same experts, stored once."""
+    (report,) = run_forwards(pairs(["diffusion_gemma"], "ep2", "float32"), QUICK)
+    assert report.is_same, wrong(report)
+    places = {row.name for row in report.layers}
+    assert {"model.encoder.language_model.layers.1", "model.decoder.layers.1.experts"} <= places
+
+
 def test_streamed(pairs: Pairs) -> None:
     names = ["mixtral", "gpt_oss"]
     for name, report in zip(

@@ -91,6 +91,13 @@ def test_gradients_are_those_of_the_original(tp: int, dtype: str, pairs: Pairs) 
         assert all("correction_bias" in tensor for tensor in without), (name, without)
 
 
+def test_the_row_of_padding_may_be_named_in_a_section(pairs: Pairs) -> None:
+    """KOSMOS-2 has its pad_token_id in text_config. Its forward asks for an image: the language model is run."""
+    (report,) = run_forwards(pairs(["kosmos-2"], 2), ForwardOptions(backward=True, seq=16, draws=4))
+    assert report.is_same, show(report)
+    assert "text_model.model.embed_tokens.weight" in {row.name for row in report.gradients}
+
+
 def test_streamed_each_block_starts_from_the_original(pairs: Pairs, tmp_path: Path) -> None:
     """The fault of one block is its own, and those after it are right."""
     names = ["llama-tied", "gpt2", "mixtral", "olmo2", "gpt_oss"]

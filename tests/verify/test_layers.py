@@ -485,6 +485,11 @@ def transformers_modules() -> None:
     x = randn(5, 6, seed=1)
     assert torch.equal(parallel_norm(norm_here, None)(own(x, -1)), own(norm(x), -1)), "to the last bit"
 
+    layer, layer_here = filled(nn.LayerNorm(6), 1), nn.LayerNorm(6 // n).double()
+    load(layer_here, weight=own(layer.weight, 0), bias=own(layer.bias, 0))
+    layer_here.normalized_shape = (6,)  # made to the original's config.json, cut afterwards
+    assert torch.equal(parallel_norm(layer_here, None)(own(x, -1)), own(layer(x), -1)), "to the last bit"
+
     conv, conv_here = filled(TrueConv1D(3, 6), 1), TrueConv1D(3, 6 // n).double()
     load(conv_here, weight=own(conv.weight, 0), bias=conv.bias)
     close(row_parallel(conv_here, None)(own(x, -1)), conv(x))

@@ -41,6 +41,9 @@ POSITIONAL = {
             "data2vec-text",
             "xlm-roberta-xl",
             "xmod",
+            "mpnet",
+            "esm",
+            "esm-absolute",
         )
     },
     **{

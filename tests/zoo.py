@@ -1913,3 +1913,32 @@ _add(
     },
     **_RELATIVE,
 )
+_add("mpnet", (2, 4, 8), loads_alone=False, model=_MASKED, relative_attention_num_buckets=32, **_BERT)
+_add(
+    "esm",
+    (2, 4, 8),
+    loads_alone=False,
+    model=_MASKED,
+    position_embedding_type="rotary",
+    mask_token_id=33,
+    token_dropout=True,
+    notes="with the frequencies of each layer that published checkpoints carry",
+    extra={f"esm.encoder.layer.{layer}.attention.self.rotary_embeddings.inv_freq": (5,) for layer in range(3)},
+    **_BERT,
+)
+_add("esm-absolute", (2, 4, 8), model_type="esm", loads_alone=False, model=_MASKED, emb_layer_norm_before=True, **_BERT)
+_ALBERT: dict[str, Any] = {**_BERT, "embedding_size": 28}
+_add("albert", (2, 4, 8), loads_alone=False, model="AlbertForPreTraining", **_ALBERT)
+_add(
+    "albert-groups",
+    (2, 4, 8),
+    model_type="albert",
+    loads_alone=False,
+    model=_MASKED,
+    num_hidden_groups=2,
+    inner_group_num=2,
+    **_ALBERT,
+)
+_add("nomic_bert", (2, 4, 8), model=_MASKED, **_BERT)
+_add("gte", (2, 4, 8), model=_MASKED, **_BERT)
+_add("jina_embeddings_v3", (2, 4, 8), model=_MASKED, **_BERT)

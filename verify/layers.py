@@ -253,6 +253,20 @@ def gather_logits(module: Module, group: dist.ProcessGroup | None, true_size: in
     return _with_forward(module, forward)
 
 
+def gathered_vectors(module: Module, group: dist.ProcessGroup | None, true_sizes: Mapping[str, int]) -> Module:
+    """Let a module that adds split vectors to what is whole (a bias to gathered logits) see all of them, unpadded."""
+    local = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        whole = {
+            name: gather_from_group(module.get_parameter(name), group)[:size] for name, size in true_sizes.items()
+        }
+        with _parameters(module, whole):
+            return local(*args, **kwargs)
+
+    return _with_forward(module, forward)
+
+
 def parallel_norm(module: Module, group: dist.ProcessGroup | None) -> Module:
     """Let a norm whose last dimension is split normalise by the statistics of the whole.
 

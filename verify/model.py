@@ -11,6 +11,8 @@ What the plan says about a weight decides what its module does:
 - the rows of an embedding are parallel: a lookup of this rank's rows, summed over the ranks.
 - a vector is parallel that is all that a module holds: a norm over a dimension that is split, with statistics of
   the whole.
+- a vector is parallel whose parts nothing takes, in a module around others: it is added to what these have gathered
+  (a bias of the vocabulary, outside of its layer), and the module sees all of it.
 
 Each of these goes over the ranks that differ along the mesh dimensions that deal the weight: attention over `tp`, and
 alike on all ranks of `ep`; experts over both.
@@ -51,7 +53,15 @@ from formats.mesh import Mesh
 from formats.quantization import companion, is_of_activations, quantization_settings
 from reshard.plan import AxisSizes, Entry, Plan, shares_of
 from verify.collectives import Groups, copy_to_group, gather_from_group
-from verify.layers import Part, gather_logits, parallel_norm, row_parallel, vocab_parallel, with_all_experts
+from verify.layers import (
+    Part,
+    gather_logits,
+    gathered_vectors,
+    parallel_norm,
+    row_parallel,
+    vocab_parallel,
+    with_all_experts,
+)
 
 
 @dataclass(frozen=True)
@@ -599,7 +609,7 @@ def roles(plan: Plan, sources: Mapping[str, tuple[str, ...]]) -> dict[str, Role]
         kind, entry = of_sources.pop(), plan.entries[names[0]]
         dealt = dealt_axes(plan, entry)
         experts_along = _experts_along(plan.mesh) if dealt & plan.model.expert_axes else frozenset()
-        is_gathered = kind is Kind.COLUMN and not dealt & consumed
+        is_gathered = kind in {Kind.COLUMN, Kind.VECTOR} and not dealt & consumed
         found[parameter] = Role(kind, entry, plan.mesh.varying(entry.layout.boxes), experts_along, is_gathered)
     return found
 
@@ -688,8 +698,8 @@ def _make_parallel(
         return [(module.get_parameter(name), summed) for name in whole]
     elif Kind.ROW in kinds:
         row_parallel(module, groups.along(summed), bias=whole[0] if whole else "bias")
-    elif any(role.is_gathered for role in own.values()):
-        role = next(role for role in own.values() if role.is_gathered)
+    elif any(role.is_gathered and role.kind is Kind.COLUMN for role in own.values()):
+        role = next(role for role in own.values() if role.is_gathered and role.kind is Kind.COLUMN)
         dim = min(role.entry.layout.parallel_dims)
         if role.entry.layout.rule.dims[dim].axis is None:
             raise PlanError(
@@ -698,6 +708,16 @@ def _make_parallel(
         gather_logits(module, groups.along(role.along), role.entry.layout.full[dim])
     elif kinds == {Kind.VECTOR} and not list(module.children()):
         parallel_norm(module, groups.along(next(iter(own.values())).along))
+    elif kinds == {Kind.VECTOR}:
+        in_children = {id(tensor) for child in module.children() for tensor in child.parameters()}
+        added = {
+            name: role
+            for name, role in own.items()
+            if role.is_gathered and name in module._parameters and id(module._parameters[name]) not in in_children
+        }
+        if added:
+            group = groups.along(next(iter(added.values())).along)
+            gathered_vectors(module, group, {name: role.entry.layout.full[0] for name, role in added.items()})
     return []
 
 

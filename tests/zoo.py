@@ -1942,3 +1942,7 @@ _add(
 _add("nomic_bert", (2, 4, 8), model=_MASKED, **_BERT)
 _add("gte", (2, 4, 8), model=_MASKED, **_BERT)
 _add("jina_embeddings_v3", (2, 4, 8), model=_MASKED, **_BERT)
+_XLM: dict[str, Any] = {"emb_dim": 80, "n_heads": 8, "n_layers": 3, "vocab_size": 101, "max_position_embeddings": 64}
+_add("xlm", (2, 4, 8), loads_alone=False, model="XLMWithLMHeadModel", n_langs=3, **_XLM)
+_add("xlm-causal", (2, 4, 8), model_type="xlm", loads_alone=False, model="XLMWithLMHeadModel", causal=True, **_XLM)
+_add("flaubert", (2, 4, 8), loads_alone=False, model="FlaubertWithLMHeadModel", **_XLM)

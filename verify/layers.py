@@ -258,9 +258,7 @@ def gathered_vectors(module: Module, group: dist.ProcessGroup | None, true_sizes
     local = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        whole = {
-            name: gather_from_group(module.get_parameter(name), group)[:size] for name, size in true_sizes.items()
-        }
+        whole = {name: gather_from_group(module.get_parameter(name), group)[:size] for name, size in true_sizes.items()}
         with _parameters(module, whole):
             return local(*args, **kwargs)
 

@@ -51,6 +51,7 @@ POSITIONAL = {
         for name in ("doge", "doge-experts")
     },
     **{name: {"vocab": "a token says that it is padding"} for name in ("xlm", "xlm-causal", "flaubert")},
+    "blt": {"vocab": "groups of bytes are hashed from their numbers", "hashes": "as vocab"},
     "molmo2": {"vocab": "the table of tokens is the same on every rank, only the head is dealt"},
     "mllama": {"vocab": "two tables are read with the same token", "rows": "as vocab"},
     "cpmant": {"vocab": "prompts have rows of the same table, behind the vocabulary", "rows": "as vocab"},

@@ -1946,3 +1946,29 @@ _XLM: dict[str, Any] = {"emb_dim": 80, "n_heads": 8, "n_layers": 3, "vocab_size"
 _add("xlm", (2, 4, 8), loads_alone=False, model="XLMWithLMHeadModel", n_langs=3, **_XLM)
 _add("xlm-causal", (2, 4, 8), model_type="xlm", loads_alone=False, model="XLMWithLMHeadModel", causal=True, **_XLM)
 _add("flaubert", (2, 4, 8), loads_alone=False, model="FlaubertWithLMHeadModel", **_XLM)
+
+# ----------------------------------------------------------------------------------------------- bytes; hashes; hashing
+
+_HEADS: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 3}
+_add(
+    "blt",
+    (2, 4, 8),
+    loads_alone=False,
+    patcher_config={
+        "vocab_size": 101,
+        "hidden_size": 24,
+        "num_attention_heads": 3,
+        "intermediate_size": 36,
+        "num_hidden_layers": 1,
+    },
+    encoder_config={**_HEADS, "vocab_size": 101, "hidden_size": 48, "intermediate_size": 56, "hidden_size_global": 80},
+    decoder_config={**_HEADS, "vocab_size": 101, "hidden_size": 48, "intermediate_size": 72, "hidden_size_global": 80},
+    global_config={**_HEADS, "hidden_size": 80, "intermediate_size": 88},
+    encoder_hash_byte_group_size=[3, 5],
+    encoder_hash_byte_group_vocab=37,
+    patching_threshold=4.1,
+    max_patch_length=6,
+    vocab_size=101,
+    use_cache=False,  # transformers' own cache asks for a setting that the type has not
+    **_TOKENS,
+)

@@ -1972,3 +1972,22 @@ _add(
     use_cache=False,  # transformers' own cache asks for a setting that the type has not
     **_TOKENS,
 )
+_add(
+    "reformer",
+    (2, 4, 8),
+    model="ReformerModelWithLMHead",
+    hidden_size=80,
+    num_attention_heads=8,
+    attention_head_size=12,
+    feed_forward_size=72,
+    attn_layers=["local", "lsh", "local"],
+    axial_pos_shape=[8, 8],
+    axial_pos_embds_dim=[28, 52],
+    lsh_attn_chunk_length=32,
+    local_attn_chunk_length=32,
+    max_position_embeddings=64,
+    is_decoder=True,
+    vocab_size=101,
+    notes="no more tokens than a chunk has: else keys are chosen by random numbers",
+    **_TOKENS,
+)

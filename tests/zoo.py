@@ -1947,7 +1947,7 @@ _add("xlm", (2, 4, 8), loads_alone=False, model="XLMWithLMHeadModel", n_langs=3,
 _add("xlm-causal", (2, 4, 8), model_type="xlm", loads_alone=False, model="XLMWithLMHeadModel", causal=True, **_XLM)
 _add("flaubert", (2, 4, 8), loads_alone=False, model="FlaubertWithLMHeadModel", **_XLM)
 
-# ----------------------------------------------------------------------------------------------- bytes; hashes; hashing
+# ------------------------------------------------------------------------------------ bytes, hashes, permutations
 
 _HEADS: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 3}
 _add(
@@ -1990,4 +1990,16 @@ _add(
     vocab_size=101,
     notes="no more tokens than a chunk has: else keys are chosen by random numbers",
     **_TOKENS,
+)
+_add(
+    "xlnet",
+    (2, 4, 8),
+    loads_alone=False,
+    model="XLNetLMHeadModel",
+    d_model=80,
+    n_head=8,
+    d_inner=72,
+    n_layer=3,
+    vocab_size=101,
+    pad_token_id=5,
 )

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from verify.collectives import copy_to_group, gather_from_group, reduce_from_group, scatter_to_group
 
@@ -189,6 +190,30 @@ def row_parallel(
         return (total, *others) if isinstance(out, tuple) else total
 
     return _with_forward(module, forward)
+
+
+def sum_at_use(module: Module, name: str, group: dist.ProcessGroup | None) -> Module:
+    """Sum what is computed with a weight that has some of the inputs, for a module that goes on from there."""
+    local = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with _SumsAtUse(module.get_parameter(name), group):
+            return local(*args, **kwargs)
+
+    return _with_forward(module, forward)
+
+
+class _SumsAtUse(TorchFunctionMode):
+    """Sums over the ranks the results of every function that takes a weight as an argument."""
+
+    def __init__(self, weight: Tensor, group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        self._weight, self._group = weight, group
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_used = any(given is self._weight for given in (*args, *(kwargs or {}).values()))
+        return reduce_from_group(result, self._group) if is_used and isinstance(result, Tensor) else result
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from enum import Enum
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -59,6 +60,7 @@ from verify.layers import (
     gathered_vectors,
     parallel_norm,
     row_parallel,
+    sum_at_use,
     vocab_parallel,
     with_all_experts,
 )
@@ -187,7 +189,7 @@ def load_rank(
         more["config"] = transformers.AutoConfig.for_model(**_settings(rank.config))
     loaded = _from_pretrained(cls, folder, dtype, {**more, **dequantizing(rank.config)})
     own = modules.split(loaded.model)
-    loaded = parallelise(loaded, rank, groups, modules.alone(loaded.model))
+    loaded = parallelise(loaded, rank, groups, modules.alone(loaded.model), modules.sums(loaded.model))
     return replace(loaded, parts=(*loaded.parts, *own))
 
 
@@ -383,6 +385,10 @@ class ModuleTable:
     def alone(self, model: nn.Module) -> set[nn.Module]:
         """The modules that need nothing of other ranks, whatever lies on them."""
         return {module for module, rule, _ in self.lines(model) if rule.alone}
+
+    def sums(self, model: nn.Module) -> dict[nn.Module, str]:
+        """The modules that sum the results of a weight where it is used, with its name."""
+        return {module: rule.sums for module, rule, _ in self.lines(model) if rule.sums}
 
     def _holds(self, rule: ModuleRule, indices: Mapping[str, int]) -> bool:
         return rule.when is None or bool(rule.when.evaluate(self._lookup(self._sizes.of(indices), indices)))
@@ -587,6 +593,8 @@ def kind_of(plan: Plan, entry: Entry) -> Kind:
         return Kind.VECTOR
     assert rule.output_dim is not None
     input_dim = count - 1 if rule.arrow is None else rule.output_dim - leading - 1
+    while rule.arrow is None and input_dim > 1 and not rule.dims[leading + input_dim].axes:
+        input_dim -= 1  # plain numbers at the end aside
     return Kind.ROW if input_dim in inner else Kind.COLUMN
 
 
@@ -619,9 +627,15 @@ def _experts_along(mesh: Mesh) -> frozenset[str]:
     return mesh.varying([mesh.coordinates(rank).get("ep") for rank in range(mesh.size)])
 
 
-def parallelise(loaded: Loaded, rank: Rank, groups: Groups, alone: AbstractSet[nn.Module] = frozenset()) -> Loaded:
+def parallelise(
+    loaded: Loaded,
+    rank: Rank,
+    groups: Groups,
+    alone: AbstractSet[nn.Module] = frozenset(),
+    sums: Mapping[nn.Module, str] = MappingProxyType({}),
+) -> Loaded:
     """Give each module of a rank's model, but those ``alone``, the behaviour that the plan's entries of its weights ask
-    for.
+    for; in those of ``sums`` the results of the weight of that name are summed.
     """
     model = loaded.model
     placed = placements(model, rank.shapes)
@@ -649,7 +663,10 @@ def parallelise(loaded: Loaded, rank: Rank, groups: Groups, alone: AbstractSet[n
             for reader in (model.get_submodule(path.rpartition(".")[0]), module):
                 with _beneath_hook(reader):
                     with_all_experts(reader, module, held)
-        if own:
+        if module in sums and own[sums[module]].summed_along:
+            with _beneath_hook(module):
+                sum_at_use(module, sums[module], groups.along(own[sums[module]].summed_along))
+        elif own:
             with _beneath_hook(module):
                 parts += _make_parallel(module, own, rank, groups)
     by_name_on_disk = {name: part for name, part in experts.items() if by_name[name].entry.layout.dealt_by_name}

@@ -26,6 +26,7 @@ from verify.layers import (
     gathered_vectors,
     parallel_norm,
     row_parallel,
+    sum_at_use,
     vocab_parallel,
 )
 
@@ -340,6 +341,37 @@ def heads(true_size: int, rows: int) -> None:
 @pytest.mark.parametrize("degree", DEGREES)
 def test_a_bias_outside_of_the_layer_for_the_vocabulary(degree: int):
     run_ranks(heads, degree, 11, -(-11 // degree))
+
+
+class _Einsum(nn.Module):
+    """Heads that are multiplied by a weight of three dimensions, and what comes behind in the same module."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.q = nn.Parameter(torch.zeros(5, heads, 3, dtype=torch.float64))
+        self.o = nn.Parameter(torch.zeros(5, heads, 3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.einsum("bnd,hnd->bh", torch.tanh(torch.einsum("bh,hnd->bnd", x, self.q)), self.o)
+        return torch.tanh(out + x)
+
+
+def einsums(heads: int) -> None:
+    degree, rank = dist.get_world_size(), dist.get_rank()
+    whole, part, x = filled(_Einsum(heads), 1), _Einsum(heads // degree), randn(7, 5, seed=2)
+    for mine, full in zip(part.parameters(), whole.parameters(), strict=True):
+        mine.data = full.detach().chunk(degree, 1)[rank].clone()
+    here, expected = sum_at_use(part, "o", None)(x), whole(x)
+    close(here, expected)
+    backward(here, 3)
+    backward(expected, 3)
+    for mine, full in zip(part.parameters(), whole.parameters(), strict=True):
+        close(mine.grad, full.grad.chunk(degree, 1)[rank])
+
+
+@pytest.mark.parametrize("degree", DEGREES)
+def test_a_weight_whose_results_are_summed_where_it_is_used(degree: int):
+    run_ranks(einsums, degree, 12)
 
 
 def looks_up(ids: list[int], padding_row: int | None) -> tuple[Tensor, Tensor | None]:

@@ -1913,7 +1913,7 @@ _add(
     },
     **_RELATIVE,
 )
-_add("mpnet", (2, 4, 8), loads_alone=False, model=_MASKED, relative_attention_num_buckets=32, **_BERT)
+_add("mpnet", (2, 4, 8), loads_alone=False, model=_MASKED, **{**_BERT, "pad_token_id": 1})
 _add(
     "esm",
     (2, 4, 8),
@@ -1988,7 +1988,7 @@ _add(
     max_position_embeddings=64,
     is_decoder=True,
     vocab_size=101,
-    notes="no more tokens than a chunk has: else keys are chosen by random numbers",
+    notes="with many more tokens than a chunk has, keys are chosen by random numbers",
     **_TOKENS,
 )
 _add(

@@ -46,13 +46,15 @@ class ModuleRule:
 
     ``attributes`` are set to the rank's own numbers; ``split`` gives the shape of what the module shares with all ranks
     (an argument of its forward, a buffer, a list of modules) and a rank has its part of. A module that is ``alone``
-    needs nothing of other ranks (a norm of each head).
+    needs nothing of other ranks (a norm of each head). ``sums`` is the weight of a module whose results are summed
+    where it is used, because the module goes on from there.
     """
 
     attributes: Mapping[str, Expression]
     split: Mapping[str, Shape]
     when: Expression | None = None
     alone: bool = False
+    sums: str | None = None
 
 
 @dataclass(frozen=True)
@@ -245,9 +247,9 @@ def _module_rules(template: str, value: Any) -> tuple[ModuleRule, ...]:
         try:
             when = read_expression(line["when"]) if "when" in line else None
             split = {name: parse(shape) for name, shape in line.get("split", {}).items()}
-            texts = {name: str(text) for name, text in line.items() if name not in {"when", "split", "alone"}}
+            texts = {name: str(text) for name, text in line.items() if name not in {"when", "split", "alone", "sums"}}
             attributes = {name: read_expression(text) for name, text in texts.items()}
-            rules.append(ModuleRule(attributes, split, when, line.get("alone", False) is True))
+            rules.append(ModuleRule(attributes, split, when, line.get("alone", False) is True, line.get("sums")))
         except NotationError as error:
             raise NotationError(f"module '{template}': {error.message}") from None
     return tuple(rules)
@@ -384,6 +386,7 @@ def _module_document(rules: tuple[ModuleRule, ...]) -> Any:
         line: dict[str, Any] = {"when": rule.when.text} if rule.when else {}
         line |= {name: expression.text for name, expression in rule.attributes.items()}
         line |= {"alone": True} if rule.alone else {}
+        line |= {"sums": rule.sums} if rule.sums else {}
         lines.append(line | ({"split": {name: str(shape) for name, shape in rule.split.items()}} if rule.split else {}))
     return lines[0] if len(lines) == 1 else lines
 

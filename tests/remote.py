@@ -1,5 +1,6 @@
 """Tiny checkpoints of architectures whose modelling code transformers does not have, or which it cannot run as a whole
-(a thinker with its talker) or on text alone (a tower for sound that wants sound): published names, random numbers.
+(a thinker with its talker, an assistant without its model) or on tokens alone (a tower for sound that wants sound):
+published names, random numbers.
 
 The shapes are written down as numbers, independently of the rules. For packed tensors ``parts`` says which rows (or
 columns, of a row-parallel one) the second of two ranks holds, since a wrong order of blocks has the same shape.
@@ -1238,3 +1239,45 @@ REMOTE["idefics"] = Remote(
         "model.perceiver_resampler.latents": (5, 32),
     },
 )
+
+# ------------------------------------------------------------------------------------- assistants, without k and v
+
+for _name in ("gemma4_assistant", "gemma4_unified_assistant"):
+    REMOTE[_name] = Remote(
+        {
+            "model_type": _name,
+            "backbone_hidden_size": 52,
+            "use_ordered_embeddings": True,
+            "num_centroids": 7,
+            "text_config": {
+                **_DENSE,
+                "model_type": _name.replace("assistant", "text"),
+                "global_head_dim": 20,
+                "num_global_key_value_heads": 2,
+                "num_kv_shared_layers": 3,
+                "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            },
+        },
+        {
+            "model.embed_tokens.weight": (101, 80),
+            "model.norm.weight": (80,),
+            **_at("model.layers.[0-2]", _NORMS),
+            **{f"model.layers.[0-2].{side}_feedforward_layernorm.weight": (80,) for side in ("pre", "post")},
+            **_at("model.layers.[0-2].mlp", _mlp(72)),
+            "model.layers.[0-2].layer_scalar": (1,),
+            "model.layers.[0-1].self_attn.q_proj.weight": (96, 80),
+            "model.layers.[0-1].self_attn.q_norm.weight": (12,),
+            "model.layers.[0-1].self_attn.o_proj.weight": (80, 96),
+            "model.layers.2.self_attn.q_proj.weight": (160, 80),
+            "model.layers.2.self_attn.q_norm.weight": (20,),
+            "model.layers.2.self_attn.o_proj.weight": (80, 160),
+            "pre_projection.weight": (80, 104),
+            "post_projection.weight": (52, 80),
+            "masked_embedding.centroids.weight": (7, 80),
+            "masked_embedding.token_ordering": (101,),
+        },
+        parts={
+            "model.layers.2.self_attn.q_proj.weight": (0, [(80, 160)]),
+            "model.layers.0.self_attn.o_proj.weight": (1, [(48, 96)]),
+        },
+    )

@@ -62,7 +62,7 @@ def architecture_table() -> str:
         count += len(types)
     legend = (
         "Each is split, re-split, merged and verified by bytes in the tests at these degrees, and was run forward;\n"
-        "¹ by bytes alone: transformers has no code for it, or none that runs on text alone;\n"
+        "¹ by bytes alone: transformers has no code for it, or none that runs on tokens alone;\n"
         "² not on its own: the rules are those of its neighbours."
     )
     return "\n".join([f"{count} model types. {legend}", "", *lines, ""])

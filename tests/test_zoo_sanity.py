@@ -42,12 +42,17 @@ POSITIONAL = {
             "xmod",
             "kosmos-2",
             "kosmos-2.5",
+            "mpnet",
+            "esm",
+            "esm-absolute",
         )
     },
     **{
         name: {"kv": "dt_proj returns a number for each KV head, of which a rank takes its own"}
         for name in ("doge", "doge-experts")
     },
+    **{name: {"vocab": "a token says that it is padding"} for name in ("xlm", "xlm-causal", "flaubert")},
+    "blt": {"vocab": "groups of bytes are hashed from their numbers", "hashes": "as vocab"},
     "molmo2": {"vocab": "the table of tokens is the same on every rank, only the head is dealt"},
     "mllama": {"vocab": "two tables are read with the same token", "rows": "as vocab"},
     "cpmant": {"vocab": "prompts have rows of the same table, behind the vocabulary", "rows": "as vocab"},

@@ -2300,3 +2300,96 @@ _add(
         "projection_dim": 80,
     },
 )
+
+# ------------------------------------------------------------------------------------------------- further encoders
+
+_add("mpnet", (2, 4, 8), loads_alone=False, model=_MASKED, **{**_BERT, "pad_token_id": 1})
+_add(
+    "esm",
+    (2, 4, 8),
+    loads_alone=False,
+    model=_MASKED,
+    position_embedding_type="rotary",
+    mask_token_id=33,
+    token_dropout=True,
+    notes="with the frequencies of each layer that published checkpoints carry",
+    extra={f"esm.encoder.layer.{layer}.attention.self.rotary_embeddings.inv_freq": (5,) for layer in range(3)},
+    **_BERT,
+)
+_add("esm-absolute", (2, 4, 8), model_type="esm", loads_alone=False, model=_MASKED, emb_layer_norm_before=True, **_BERT)
+_ALBERT: dict[str, Any] = {**_BERT, "embedding_size": 28}
+_add("albert", (2, 4, 8), loads_alone=False, model="AlbertForPreTraining", **_ALBERT)
+_add(
+    "albert-groups",
+    (2, 4, 8),
+    model_type="albert",
+    loads_alone=False,
+    model=_MASKED,
+    num_hidden_groups=2,
+    inner_group_num=2,
+    **_ALBERT,
+)
+_add("nomic_bert", (2, 4, 8), model=_MASKED, **_BERT)
+_add("gte", (2, 4, 8), model=_MASKED, **_BERT)
+_add("jina_embeddings_v3", (2, 4, 8), model=_MASKED, **_BERT)
+_XLM: dict[str, Any] = {"emb_dim": 80, "n_heads": 8, "n_layers": 3, "vocab_size": 101, "max_position_embeddings": 64}
+_add("xlm", (2, 4, 8), loads_alone=False, model="XLMWithLMHeadModel", n_langs=3, **_XLM)
+_add("xlm-causal", (2, 4, 8), model_type="xlm", loads_alone=False, model="XLMWithLMHeadModel", causal=True, **_XLM)
+_add("flaubert", (2, 4, 8), loads_alone=False, model="FlaubertWithLMHeadModel", **_XLM)
+
+# ------------------------------------------------------------------------------------ bytes, hashes, permutations
+
+_HEADS: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 3}
+_add(
+    "blt",
+    (2, 4, 8),
+    loads_alone=False,
+    patcher_config={
+        "vocab_size": 101,
+        "hidden_size": 24,
+        "num_attention_heads": 3,
+        "intermediate_size": 36,
+        "num_hidden_layers": 1,
+    },
+    encoder_config={**_HEADS, "vocab_size": 101, "hidden_size": 48, "intermediate_size": 56, "hidden_size_global": 80},
+    decoder_config={**_HEADS, "vocab_size": 101, "hidden_size": 48, "intermediate_size": 72, "hidden_size_global": 80},
+    global_config={**_HEADS, "hidden_size": 80, "intermediate_size": 88},
+    encoder_hash_byte_group_size=[3, 5],
+    encoder_hash_byte_group_vocab=37,
+    patching_threshold=4.1,
+    max_patch_length=6,
+    vocab_size=101,
+    use_cache=False,  # transformers' own cache asks for a setting that the type has not
+    **_TOKENS,
+)
+_add(
+    "reformer",
+    (2, 4, 8),
+    model="ReformerModelWithLMHead",
+    hidden_size=80,
+    num_attention_heads=8,
+    attention_head_size=12,
+    feed_forward_size=72,
+    attn_layers=["local", "lsh", "local"],
+    axial_pos_shape=[8, 8],
+    axial_pos_embds_dim=[28, 52],
+    lsh_attn_chunk_length=32,
+    local_attn_chunk_length=32,
+    max_position_embeddings=64,
+    is_decoder=True,
+    vocab_size=101,
+    notes="with many more tokens than a chunk has, keys are chosen by random numbers",
+    **_TOKENS,
+)
+_add(
+    "xlnet",
+    (2, 4, 8),
+    loads_alone=False,
+    model="XLNetLMHeadModel",
+    d_model=80,
+    n_head=8,
+    d_inner=72,
+    n_layer=3,
+    vocab_size=101,
+    pad_token_id=5,
+)

@@ -511,7 +511,8 @@ def _random_ids(model: Any, job: _Job) -> torch.Tensor:
     options = job.options
     generator = torch.Generator().manual_seed(options.seed)
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    longest = min(options.seq, getattr(model.config, "max_position_embeddings", None) or options.seq)
+    limit = getattr(model.config, "max_position_embeddings", None) or options.seq
+    longest = min(options.seq, limit) if limit > 0 else options.seq  # -1: there is no limit
     ids = torch.randint(vocabulary, (options.batch, longest), generator=generator)
     padding = job.plan.model.sizes.settings.get("pad_token_id")
     if options.backward and isinstance(padding, int):

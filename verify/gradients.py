@@ -10,6 +10,7 @@ latent attention share, routing weights and the rest.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -106,14 +107,16 @@ def gradients_on_disk(
     ``experts``: where the experts in a parameter lie among all, of which each has a tensor of its own on disk.
     """
     names = {id(value): name for name, value in model.state_dict(keep_vars=True).items() if name in sources}
+    uses = Counter(source for of_one in sources.values() for source in of_one)
     found: dict[str, Tensor] = {}
     fused: dict[str, Tensor] = {}
     for parameter in model.parameters():
         name = names.get(id(parameter))
         if name is None or parameter.grad is None:
             continue
-        if len(sources[name]) == 1 and sources[name][0].rpartition(".")[2] == name.rpartition(".")[2]:
-            found[sources[name][0]] = parameter.grad.detach().cpu()
+        first, *more = sources[name]
+        if not more and uses[first] == 1 and first.rpartition(".")[2] == name.rpartition(".")[2]:
+            found[first] = parameter.grad.detach().cpu()
         else:
             grad = parameter.grad.detach().cpu()
             fused[name] = experts[name].among_zeros(grad) if name in experts else grad

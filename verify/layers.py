@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from verify.collectives import copy_to_group, gather_from_group, reduce_from_group, scatter_to_group
 
@@ -191,6 +192,30 @@ def row_parallel(
     return _with_forward(module, forward)
 
 
+def sum_at_use(module: Module, name: str, group: dist.ProcessGroup | None) -> Module:
+    """Sum what is computed with a weight that has some of the inputs, for a module that goes on from there."""
+    local = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with _SumsAtUse(module.get_parameter(name), group):
+            return local(*args, **kwargs)
+
+    return _with_forward(module, forward)
+
+
+class _SumsAtUse(TorchFunctionMode):
+    """Sums over the ranks the results of every function that takes a weight as an argument."""
+
+    def __init__(self, weight: Tensor, group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        self._weight, self._group = weight, group
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_used = any(given is self._weight for given in (*args, *(kwargs or {}).values()))
+        return reduce_from_group(result, self._group) if is_used and isinstance(result, Tensor) else result
+
+
 @dataclass(frozen=True)
 class Part:
     """Where a part of a tensor lies in the whole, which has ``length`` indices in its first dimension: at ``start``."""
@@ -249,6 +274,18 @@ def gather_logits(module: Module, group: dist.ProcessGroup | None, true_size: in
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         return gather_from_group(local(*args, **kwargs), group)[..., :true_size]
+
+    return _with_forward(module, forward)
+
+
+def gathered_vectors(module: Module, group: dist.ProcessGroup | None, true_sizes: Mapping[str, int]) -> Module:
+    """Let a module that adds split vectors to what is whole (a bias to gathered logits) see all of them, unpadded."""
+    local = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        whole = {name: gather_from_group(module.get_parameter(name), group)[:size] for name, size in true_sizes.items()}
+        with _parameters(module, whole):
+            return local(*args, **kwargs)
 
     return _with_forward(module, forward)
 

@@ -11,6 +11,8 @@ What the plan says about a weight decides what its module does:
 - the rows of an embedding are parallel: a lookup of this rank's rows, summed over the ranks.
 - a vector is parallel that is all that a module holds: a norm over a dimension that is split, with statistics of
   the whole.
+- a vector is parallel whose parts nothing takes, in a module around others: it is added to what these have gathered
+  (a bias of the vocabulary, outside of its layer), and the module sees all of it.
 
 Each of these goes over the ranks that differ along the mesh dimensions that deal the weight: attention over `tp`, and
 alike on all ranks of `ep`; experts over both.
@@ -34,6 +36,7 @@ from enum import Enum
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -51,7 +54,16 @@ from formats.mesh import Mesh
 from formats.quantization import companion, is_of_activations, quantization_settings
 from reshard.plan import AxisSizes, Entry, Plan, shares_of
 from verify.collectives import Groups, copy_to_group, gather_from_group
-from verify.layers import Part, gather_logits, parallel_norm, row_parallel, vocab_parallel, with_all_experts
+from verify.layers import (
+    Part,
+    gather_logits,
+    gathered_vectors,
+    parallel_norm,
+    row_parallel,
+    sum_at_use,
+    vocab_parallel,
+    with_all_experts,
+)
 
 
 @dataclass(frozen=True)
@@ -177,7 +189,7 @@ def load_rank(
         more["config"] = transformers.AutoConfig.for_model(**_settings(rank.config))
     loaded = _from_pretrained(cls, folder, dtype, {**more, **dequantizing(rank.config)})
     own = modules.split(loaded.model)
-    loaded = parallelise(loaded, rank, groups, modules.alone(loaded.model))
+    loaded = parallelise(loaded, rank, groups, modules.alone(loaded.model), modules.sums(loaded.model))
     return replace(loaded, parts=(*loaded.parts, *own))
 
 
@@ -373,6 +385,10 @@ class ModuleTable:
     def alone(self, model: nn.Module) -> set[nn.Module]:
         """The modules that need nothing of other ranks, whatever lies on them."""
         return {module for module, rule, _ in self.lines(model) if rule.alone}
+
+    def sums(self, model: nn.Module) -> dict[nn.Module, str]:
+        """The modules that sum the results of a weight where it is used, with its name."""
+        return {module: rule.sums for module, rule, _ in self.lines(model) if rule.sums}
 
     def _holds(self, rule: ModuleRule, indices: Mapping[str, int]) -> bool:
         return rule.when is None or bool(rule.when.evaluate(self._lookup(self._sizes.of(indices), indices)))
@@ -577,6 +593,8 @@ def kind_of(plan: Plan, entry: Entry) -> Kind:
         return Kind.VECTOR
     assert rule.output_dim is not None
     input_dim = count - 1 if rule.arrow is None else rule.output_dim - leading - 1
+    while rule.arrow is None and input_dim > 1 and not rule.dims[leading + input_dim].axes:
+        input_dim -= 1  # plain numbers at the end aside
     return Kind.ROW if input_dim in inner else Kind.COLUMN
 
 
@@ -599,7 +617,7 @@ def roles(plan: Plan, sources: Mapping[str, tuple[str, ...]]) -> dict[str, Role]
         kind, entry = of_sources.pop(), plan.entries[names[0]]
         dealt = dealt_axes(plan, entry)
         experts_along = _experts_along(plan.mesh) if dealt & plan.model.expert_axes else frozenset()
-        is_gathered = kind is Kind.COLUMN and not dealt & consumed
+        is_gathered = kind in {Kind.COLUMN, Kind.VECTOR} and not dealt & consumed
         found[parameter] = Role(kind, entry, plan.mesh.varying(entry.layout.boxes), experts_along, is_gathered)
     return found
 
@@ -609,9 +627,15 @@ def _experts_along(mesh: Mesh) -> frozenset[str]:
     return mesh.varying([mesh.coordinates(rank).get("ep") for rank in range(mesh.size)])
 
 
-def parallelise(loaded: Loaded, rank: Rank, groups: Groups, alone: AbstractSet[nn.Module] = frozenset()) -> Loaded:
+def parallelise(
+    loaded: Loaded,
+    rank: Rank,
+    groups: Groups,
+    alone: AbstractSet[nn.Module] = frozenset(),
+    sums: Mapping[nn.Module, str] = MappingProxyType({}),
+) -> Loaded:
     """Give each module of a rank's model, but those ``alone``, the behaviour that the plan's entries of its weights ask
-    for.
+    for; in those of ``sums`` the results of the weight of that name are summed.
     """
     model = loaded.model
     placed = placements(model, rank.shapes)
@@ -640,7 +664,10 @@ def parallelise(loaded: Loaded, rank: Rank, groups: Groups, alone: AbstractSet[n
             for reader in (model.get_submodule(path.rpartition(".")[0]), module):
                 with _beneath_hook(reader):
                     with_all_experts(reader, module, held)
-        if own:
+        if module in sums and own[sums[module]].summed_along:
+            with _beneath_hook(module):
+                sum_at_use(module, sums[module], groups.along(own[sums[module]].summed_along))
+        elif own:
             with _beneath_hook(module):
                 parts += _make_parallel(module, own, rank, groups)
     by_name_on_disk = {name: part for name, part in experts.items() if by_name[name].entry.layout.dealt_by_name}
@@ -689,8 +716,8 @@ def _make_parallel(
         return [(module.get_parameter(name), summed) for name in whole]
     elif Kind.ROW in kinds:
         row_parallel(module, groups.along(summed), bias=whole[0] if whole else "bias")
-    elif any(role.is_gathered for role in own.values()):
-        role = next(role for role in own.values() if role.is_gathered)
+    elif any(role.is_gathered and role.kind is Kind.COLUMN for role in own.values()):
+        role = next(role for role in own.values() if role.is_gathered and role.kind is Kind.COLUMN)
         dim = min(role.entry.layout.parallel_dims)
         if role.entry.layout.rule.dims[dim].axis is None:
             raise PlanError(
@@ -699,6 +726,16 @@ def _make_parallel(
         gather_logits(module, groups.along(role.along), role.entry.layout.full[dim])
     elif kinds == {Kind.VECTOR} and not list(module.children()):
         parallel_norm(module, groups.along(next(iter(own.values())).along))
+    elif kinds == {Kind.VECTOR}:
+        in_children = {id(tensor) for child in module.children() for tensor in child.parameters()}
+        added = {
+            name: role
+            for name, role in own.items()
+            if role.is_gathered and name in module._parameters and id(module._parameters[name]) not in in_children
+        }
+        if added:
+            group = groups.along(next(iter(added.values())).along)
+            gathered_vectors(module, group, {name: role.entry.layout.full[0] for name, role in added.items()})
     return []
 
 

@@ -85,7 +85,7 @@ def test_built_in_files_are_read_and_written_back(path, tmp_path):
     assert load_architecture(again).modules.keys() == architecture.modules.keys()
     for template, rules in load_architecture(again).modules.items():
         for found, rule in zip(rules, architecture.modules[template], strict=True):
-            assert (found.split, found.alone) == (rule.split, rule.alone)
+            assert (found.split, found.alone, found.sums) == (rule.split, rule.alone, rule.sums)
             assert {key: e.text for key, e in found.attributes.items()} == {
                 k: e.text for k, e in rule.attributes.items()
             }

@@ -23,8 +23,10 @@ from verify.layers import (
     VocabParallelEmbedding,
     column_parallel,
     gather_logits,
+    gathered_vectors,
     parallel_norm,
     row_parallel,
+    sum_at_use,
     vocab_parallel,
 )
 
@@ -305,6 +307,71 @@ def vocabularies(batch: list[VocabCase]) -> None:
 @in_batches(vocab_cases)
 def test_vocabulary(degree, batch):
     run_ranks(vocabularies, degree, batch)
+
+
+class _Head(nn.Module):
+    """A layer for the vocabulary, with the bias outside of it."""
+
+    def __init__(self, rows: int, dim: int) -> None:
+        super().__init__()
+        self.decoder = nn.Linear(dim, rows, bias=False, dtype=torch.float64)
+        self.bias = nn.Parameter(torch.zeros(rows, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(x) + self.bias
+
+
+def heads(true_size: int, rows: int) -> None:
+    degree, rank = dist.get_world_size(), dist.get_rank()
+    whole, head, x = filled(_Head(true_size, 5), 1), _Head(rows, 5), randn(7, 5, seed=2)
+    padding = rows * degree - true_size
+    for mine, full in zip(head.parameters(), whole.parameters(), strict=True):
+        padded = torch.cat([full.detach(), full.new_zeros(padding, *full.shape[1:])])
+        mine.data = padded.chunk(degree)[rank].clone()
+    gather_logits(head.decoder, None, true_size)
+    gathered_vectors(head, None, {"bias": true_size})
+    here, expected = head(x), whole(x)
+    close(here, expected)
+    backward(here, 3)
+    backward(expected, 3)
+    for mine, full in zip(head.parameters(), whole.parameters(), strict=True):
+        close(mine.grad, torch.cat([full.grad, full.grad.new_zeros(padding, *full.shape[1:])]).chunk(degree)[rank])
+
+
+@pytest.mark.parametrize("degree", DEGREES)
+def test_a_bias_outside_of_the_layer_for_the_vocabulary(degree: int):
+    run_ranks(heads, degree, 11, -(-11 // degree))
+
+
+class _Einsum(nn.Module):
+    """Heads that are multiplied by a weight of three dimensions, and what comes behind in the same module."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.q = nn.Parameter(torch.zeros(5, heads, 3, dtype=torch.float64))
+        self.o = nn.Parameter(torch.zeros(5, heads, 3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.einsum("bnd,hnd->bh", torch.tanh(torch.einsum("bh,hnd->bnd", x, self.q)), self.o)
+        return torch.tanh(out + x)
+
+
+def einsums(heads: int) -> None:
+    degree, rank = dist.get_world_size(), dist.get_rank()
+    whole, part, x = filled(_Einsum(heads), 1), _Einsum(heads // degree), randn(7, 5, seed=2)
+    for mine, full in zip(part.parameters(), whole.parameters(), strict=True):
+        mine.data = full.detach().chunk(degree, 1)[rank].clone()
+    here, expected = sum_at_use(part, "o", None)(x), whole(x)
+    close(here, expected)
+    backward(here, 3)
+    backward(expected, 3)
+    for mine, full in zip(part.parameters(), whole.parameters(), strict=True):
+        close(mine.grad, full.grad.chunk(degree, 1)[rank])
+
+
+@pytest.mark.parametrize("degree", DEGREES)
+def test_a_weight_whose_results_are_summed_where_it_is_used(degree: int):
+    run_ranks(einsums, degree, 12)
 
 
 def looks_up(ids: list[int], padding_row: int | None) -> tuple[Tensor, Tensor | None]:

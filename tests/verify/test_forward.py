@@ -98,11 +98,17 @@ def test_the_row_of_padding_may_be_named_in_a_section(pairs: Pairs) -> None:
     assert "text_model.model.embed_tokens.weight" in {row.name for row in report.gradients}
 
 
-def test_streamed_each_block_starts_from_the_original(pairs: Pairs, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("names", "dtype"),
+    [(["llama-tied", "gpt2", "mixtral", "olmo2", "gpt_oss"], "bfloat16"), (["llama-tied", "gpt2"], "float32")],
+    ids=["bfloat16", "float32"],
+)
+def test_streamed_each_block_starts_from_the_original(
+    names: list[str], dtype: str, pairs: Pairs, tmp_path: Path
+) -> None:
     """The fault of one block is its own, and those after it are right."""
-    names = ["llama-tied", "gpt2", "mixtral", "olmo2", "gpt_oss"]
     options = ForwardOptions(streamed=True, draws=4)
-    found = pairs(names, 2, "bfloat16")
+    found = pairs(names, 2, dtype)
     original, shards = found[0]
     damaged = tmp_path / "shards"
     shutil.copytree(shards.path, damaged)

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -128,7 +129,7 @@ class Options:
         """Whether what is written is summed."""
         return self.checksum and self.record
 
-    @property
+    @cached_property
     def threads(self) -> int:
         """The number of threads: as asked, or one for each core, at least two and at most eight."""
         return self.workers or max(2, min(8, os.cpu_count() or 1))

@@ -27,9 +27,10 @@ from formats.sharded import (
 from reshard.blocks import finer_blocks, with_blocks
 from reshard.checksum import checksum, file_checksum
 from reshard.hub import fetch
-from reshard.move import Job, Options, SourceFile, TargetFile, TargetPlace, move
+from reshard.move import Job, Options, TargetFile, TargetPlace, move
 from reshard.output import Staging, check_output, check_space, staging_of
 from reshard.plan import Layout, Plan, make_plan, rank_config
+from reshard.reading import SourceFile
 from reshard.regrid import Regrid
 from reshard.source import UNSPLIT, Source, open_source
 from reshard.transfer import Transfer, Way

@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import _TYPES
 
 from formats.safetensors import DTYPE_BITS
-from reshard.move import STEPS, Bytes, Job, Reader, check_slab
+from reshard.move import STEPS, Job, check_slab
 from reshard.plan import Plan
+from reshard.reading import Bytes, Reader
 from reshard.regrid import Regrid
 from reshard.source import Source
 from reshard.transfer import Transfer, Way
@@ -45,7 +46,7 @@ def _load(source: Source, target: Plan, rank: int, name: str, reader: Reader) ->
         way = Regrid(before.layout, after.layout, bits, ranks)
     job = Job(name, way, source.places(name), [], data.size)
     for slab in way.slabs(STEPS):
-        read = {r.rank: reader.read(job, r, _room) for r in slab.reads}
+        read = {r.rank: reader.read(job.source(r.rank), r, _room) for r in slab.reads}
         check_slab(job, slab, read)
         for region in slab.writes:
             block = data[region.offset : region.offset + region.nbytes].reshape(region.shape)

@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from formats.errors import CheckpointError, MismatchError
+from formats.errors import MismatchError
 from reshard.checksum import PIECE, Part, PartialSum, sum_part
 from reshard.output import disk_errors, refused
-from reshard.system import populate, reserve
+from reshard.reading import Bytes, Reader, SourceFile, SourcePlace, pieces
+from reshard.system import reserve
 from reshard.transfer import Copy, Region, Slab, Way
 
 STEPS = 64 << 20
@@ -37,31 +37,12 @@ STEPS = 64 << 20
 threads wait for each other when a mapping comes or goes.
 """
 
-MAPPED = 1 << 20
-"""Bytes from which a mapping is cheaper than a copy."""
-
 WRITE = 1 << 16
 """Bytes of one system call that writes, which ends where a multiple of it ends in the file. Larger ones take larger
 pages of memory, which a virtual machine may have to get from its host first: as measured, up to four times slower.
 """
 
 T = TypeVar("T")
-Bytes = NDArray[np.uint8]
-Room = Callable[[int], Bytes]
-"""Gives a buffer of so many bytes."""
-
-
-@dataclass(eq=False)
-class SourceFile:
-    """A file to read from, with the checksum it should have, if one is known."""
-
-    path: Path
-    size: int
-    expected: str | None = None
-    sum: PartialSum = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.sum = PartialSum(self.size)
 
 
 @dataclass(eq=False)
@@ -87,14 +68,6 @@ class TargetFile:
 
 
 @dataclass(frozen=True, slots=True)
-class SourcePlace:
-    """A tensor in a source file, at an absolute offset."""
-
-    file: SourceFile
-    offset: int
-
-
-@dataclass(frozen=True, slots=True)
 class TargetPlace:
     """A tensor in a target file, at an absolute offset."""
 
@@ -112,6 +85,12 @@ class Job:
     targets: Sequence[TargetPlace | None]
     nbytes: int
     """Bytes of the full tensor: how much work it is, about."""
+
+    def source(self, rank: int) -> SourcePlace:
+        """Where a source rank has it that is known to have it."""
+        place = self.sources[rank]
+        assert place is not None
+        return place
 
 
 @dataclass
@@ -138,91 +117,6 @@ class Options:
     def step(self) -> int:
         """Bytes that one thread may read and write at a time."""
         return STEPS // max(2, self.threads)
-
-
-class Reader:
-    """Reads regions of source files, each file opened once; sums what it reads where a checksum is expected."""
-
-    def __init__(self, *, checksum: bool) -> None:
-        self._checksum = checksum
-        self._descriptors: dict[Path, int] = {}
-        self._lock = threading.Lock()
-
-    def read(self, job: Job, region: Region, room: Room) -> Bytes:
-        """A region of a job's source rank, in the region's shape; only to be read. ``room`` gives a buffer for it."""
-        place = job.sources[region.rank]
-        assert place is not None
-        offset = place.offset + region.offset
-        if region.wanted is None:
-            data = self.view(place.file, offset, region.nbytes, room)
-            for begin, piece in _pieces(data):
-                self.sum(place.file, offset + begin, piece)
-        else:
-            data = room(region.nbytes)
-            for row in range(0, data.size, region.shape[-1]):
-                for run in region.wanted:
-                    first = row + run.offset
-                    self._fill(place.file.path, offset + first, data.data[first : row + run.end])
-        return data.reshape(region.shape)
-
-    def view(self, file: SourceFile, offset: int, nbytes: int, room: Room) -> Bytes:
-        """Bytes of a file, only to be read: mapped, or where that is not possible or not worth it, in a buffer.
-
-        A file that another program cuts off while it is mapped ends this one with SIGBUS, as all that map files.
-        """
-        if nbytes >= MAPPED:
-            with contextlib.suppress(OSError, ValueError):  # whatever is wrong, reading will say it
-                return self._map(file.path, offset, nbytes)
-        data = room(nbytes)
-        self._fill(file.path, offset, data.data)
-        return data
-
-    def sum(self, file: SourceFile, offset: int, data: Bytes) -> Part | None:
-        """Take bytes that were read into the file's checksum; their sums, where they are wanted for this file."""
-        if not self._checksum or file.expected is None:
-            return None
-        part = sum_part(data, offset)
-        file.sum.add(offset, data.size, part)
-        return part
-
-    def close(self) -> None:
-        """Close the files."""
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors.clear()
-
-    def _map(self, path: Path, offset: int, nbytes: int) -> Bytes:
-        before = offset % mmap.ALLOCATIONGRANULARITY
-        window = mmap.mmap(self._open(path), before + nbytes, access=mmap.ACCESS_READ, offset=offset - before)
-        data = np.frombuffer(window, dtype=np.uint8)
-        populate(data)
-        return data[before:]
-
-    def _fill(self, path: Path, offset: int, view: memoryview) -> None:
-        position, size = 0, len(view)
-        try:
-            descriptor = self._open(path)
-            while position < size:
-                count = os.preadv(descriptor, [view[position:]], offset + position)
-                if count == 0:
-                    raise CheckpointError(f"{path} ended at byte {offset + position} while it was read")
-                position += count
-        except OSError as error:
-            raise refused("read", path, error) from error
-
-    def _open(self, path: Path) -> int:
-        descriptor = self._descriptors.get(path)
-        if descriptor is not None:
-            return descriptor
-        with self._lock:
-            if path not in self._descriptors:
-                self._descriptors[path] = os.open(path, os.O_RDONLY)
-            return self._descriptors[path]
-
-
-def _pieces(data: Bytes) -> Iterator[tuple[int, Bytes]]:
-    """Pieces that are summed and used one after the other, and where they begin."""
-    return ((begin, data[begin : begin + PIECE]) for begin in range(0, data.size, PIECE))
 
 
 def move(
@@ -329,7 +223,7 @@ class _Mover:
         if slab.is_flat and not slab.checks:
             self._stream(job, slab, arena)
             return
-        read = {region.rank: self._reader.read(job, region, arena.take) for region in slab.reads}
+        read = {region.rank: self._reader.read(job.source(region.rank), region, arena.take) for region in slab.reads}
         check_slab(job, slab, read)
         if slab.is_flat:
             self._write_flat(job, slab, read)
@@ -342,14 +236,13 @@ class _Mover:
         """Move plain byte ranges window by window: each is read once and written to all that want it."""
         starts = {region.rank: region.offset for region in slab.writes}
         for region in slab.reads:
-            source = job.sources[region.rank]
-            assert source is not None
+            source = job.source(region.rank)
             start = source.offset + region.offset
 
             def move(window: _Window, file: SourceFile = source.file, start: int = start) -> None:
                 arena.clear()
                 data = self._reader.view(file, start + window.begin, window.end - window.begin, arena.take)
-                for place, piece in _pieces(data):
+                for place, piece in pieces(data):
                     part = self._reader.sum(file, start + window.begin + place, piece)
                     for copy in window.copies:
                         (held,), (wanted,) = copy.source_slices, copy.target_slices
@@ -416,7 +309,7 @@ class _Mover:
     def _write(self, job: Job, rank: int, offset: int, data: Bytes, part: Part | None = None) -> None:
         """Write at ``offset`` of a rank's tensor; ``part`` are the sums of the data, if they are known."""
         place = self._place(job, rank)
-        for begin, piece in _pieces(data):
+        for begin, piece in pieces(data):
             known = part if piece.size == data.size else None
             self._write_piece(place.file, place.offset + offset + begin, piece, known)
 
@@ -509,14 +402,12 @@ def check_slab(job: Job, slab: Slab, read: Mapping[int, Bytes]) -> None:
     """Compare replicas, and padding with zero. Raises MismatchError that names the tensor and the files."""
     for check in slab.checks:
         block = read[check.source][check.slices]
-        place = job.sources[check.source]
-        assert place is not None
+        place = job.source(check.source)
         if check.other is None:
             if block.any():
                 raise MismatchError(f"{place.file.path}: the padding of tensor '{job.name}' is not zero")
         elif not np.array_equal(block, read[check.other][check.other_slices]):
-            other = job.sources[check.other]
-            assert other is not None
+            other = job.source(check.other)
             raise MismatchError(
                 f"tensor '{job.name}' should be the same in {other.file.path} and {place.file.path}, and differs",
                 "the shards are damaged, or of different runs",

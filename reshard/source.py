@@ -33,9 +33,9 @@ from formats.sharded import (
 )
 from reshard.blocks import with_blocks
 from reshard.checksum import sum_part
-from reshard.move import SourceFile, SourcePlace
 from reshard.output import is_unfinished
 from reshard.plan import FullTensor, Model, Plan, bind, make_plan
+from reshard.reading import SourceFile, SourcePlace
 
 UNSPLIT = Mesh((("tp", 1),))
 

@@ -25,14 +25,14 @@ from tests.support import contents, write_checkpoint
 
 SLOW = """
 import os, sys, time
-import reshard.move
+import reshard.move, reshard.reading
 real = os.pwrite
 def slow(*arguments):
     time.sleep(0.002)
     return real(*arguments)
 os.pwrite = slow
 reshard.move.STEPS = 1200
-reshard.move.PIECE = 600
+reshard.reading.PIECE = 600
 from reshard.api import merge, split
 from reshard.move import Options
 command, source, out, *rest = sys.argv[1:]

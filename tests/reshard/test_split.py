@@ -19,8 +19,9 @@ from formats.errors import MismatchError, PlanError
 from formats.safetensors import DTYPE_BITS, build_header, read_header
 from formats.sharded import open_sharded
 from reshard.api import Access, Padding, load, merge, split
-from reshard.move import Options, Reader
+from reshard.move import Options
 from reshard.plan import valid_degrees
+from reshard.reading import Reader
 from reshard.source import open_source
 from tests import zoo
 from tests.support import (
@@ -330,7 +331,7 @@ def test_one_pass(tmp_path, monkeypatch, mapped):
     monkeypatch.setattr(os, "preadv", read)
     monkeypatch.setattr(os, "pwrite", write)
     monkeypatch.setattr(Reader, "_map", map_)
-    monkeypatch.setattr("reshard.move.MAPPED", mapped)
+    monkeypatch.setattr("reshard.reading.MAPPED", mapped)
 
     def check(folder: Path, out: Path) -> None:
         files = list(folder.rglob("*.safetensors"))
@@ -549,8 +550,15 @@ def test_the_size_of_a_step_changes_nothing(tmp_path, monkeypatch, steps, piece,
     source = write_checkpoint(tmp_path / "source", files=3)
     for tp in (4, 8):
         split(source, tmp_path / f"tp{tp}", tp)
-    for name, value in {"STEPS": steps, "PIECE": piece, "WRITE": write, "MAPPED": mapped}.items():
-        monkeypatch.setattr(f"reshard.move.{name}", value)
+    sizes = {
+        "move.STEPS": steps,
+        "move.WRITE": write,
+        "reading.PIECE": piece,
+        "move.PIECE": piece,
+        "reading.MAPPED": mapped,
+    }
+    for name, value in sizes.items():
+        monkeypatch.setattr(f"reshard.{name}", value)
     split(source, tmp_path / "small4", 4)
     split(tmp_path / "tp4", tmp_path / "small8", 8)
     split(tmp_path / "tp8", tmp_path / "again4", 4)

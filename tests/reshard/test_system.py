@@ -45,7 +45,7 @@ class Library:
 def test_without_the_library(tmp_path, monkeypatch, library):
     source = write_checkpoint(tmp_path / "source", files=3)
     split(source, tmp_path / "with", 4)
-    monkeypatch.setattr("reshard.move.MAPPED", 1)
+    monkeypatch.setattr("reshard.reading.MAPPED", 1)
     split(source, tmp_path / "mapped", 4)
     monkeypatch.setattr("reshard.system._LIBRARY", library)
     split(source, tmp_path / "without", 4)

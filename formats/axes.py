@@ -144,6 +144,18 @@ class Shape:
             return None
         return len(self.dims) - (1 if self.arrow is not None else 2)
 
+    @property
+    def input_dims(self) -> frozenset[int]:
+        """Which dimensions of a matrix are its input: those before an arrow, or the last one, plain numbers behind it
+        aside. What names no other than that is no matrix.
+        """
+        if self.arrow is not None:
+            return frozenset(range(self.arrow))
+        named = [i for i, dim in enumerate(self.dims) if dim.axes]
+        last = max([1, *named])
+        is_matrix = last == len(self.dims) - 1 or len(named) > 1
+        return frozenset({last}) if is_matrix and len(self.dims) > 1 else frozenset()
+
     def sizes(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """The plain shape for the given axis sizes."""
         return tuple(dim.size(sizes) for dim in self.dims)

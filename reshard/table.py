@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from formats.architecture import Architecture
-from formats.axes import Shape
 from formats.safetensors import DTYPE_BITS, tensor_bytes
 from reshard.plan import Entry, Layout, Plan
 from reshard.transfer import segments_of
@@ -97,21 +96,11 @@ def _plain_kind(entry: Entry, architecture: Architecture) -> str:
         return "vocabulary"
     if axes <= {axis for family in architecture.families.get("ep", ()) for axis in family}:
         return "whole"
-    return "row" if layout.parallel_dims & _input_dims(layout.rule) else "column"
-
-
-def _input_dims(rule: Shape) -> frozenset[int]:
-    """The dimensions of a matrix that are its input: the last (plain numbers at the end aside), or before an arrow."""
-    if rule.arrow is not None:
-        return frozenset(range(rule.arrow))
-    count = len(rule.dims)
-    while count > 2 and not rule.dims[count - 1].axes:
-        count -= 1
-    return frozenset({count - 1}) if count > 1 else frozenset()
+    return "row" if layout.rule.input_dims & layout.parallel_dims else "column"
 
 
 def _output_size(entry: Entry) -> int:
-    rule, inputs = entry.layout.rule, _input_dims(entry.layout.rule)
+    rule, inputs = entry.layout.rule, entry.layout.rule.input_dims
     if rule.arrow is not None:
         return math.prod(entry.layout.full[rule.arrow :])
     return entry.layout.full[min(inputs) - 1]

@@ -585,17 +585,12 @@ def kind_of(plan: Plan, entry: Entry) -> Kind:
     leading = 0
     while leading < len(rule.dims) - 1 and rule.dims[leading].axis in experts:
         leading += 1
-    inner = {dim - leading for dim in range(len(rule.dims)) if rule.dims[dim].axes & dealt}
-    count = len(rule.dims) - leading
+    inner = {dim for dim in range(len(rule.dims)) if rule.dims[dim].axes & dealt}
     if not inner:
         return Kind.WHOLE
-    if count == 1:
+    if len(rule.dims) - leading == 1:
         return Kind.VECTOR
-    assert rule.output_dim is not None
-    input_dim = count - 1 if rule.arrow is None else rule.output_dim - leading - 1
-    while rule.arrow is None and input_dim > 1 and not rule.dims[leading + input_dim].axes:
-        input_dim -= 1  # plain numbers at the end aside
-    return Kind.ROW if input_dim in inner else Kind.COLUMN
+    return Kind.ROW if rule.input_dims & inner else Kind.COLUMN
 
 
 def roles(plan: Plan, sources: Mapping[str, tuple[str, ...]]) -> dict[str, Role]:

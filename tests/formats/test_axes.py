@@ -217,6 +217,26 @@ def test_output_dimension():
     assert parse("hidden").output_dim is None
 
 
+@pytest.mark.parametrize(
+    ("shape", "dims"),
+    [
+        ("ff hidden", {1}),
+        ("1 hidden", {1}),
+        ("hidden -> ff", {0}),
+        ("expert hidden -> (ff 2)", {0, 1}),
+        ("expert ff hidden", {2}),
+        ("channels hidden 3", {1}),
+        ("channels hidden 3 3", {1}),
+        ("hidden 1 tap", {2}),
+        ("1 1 head 1", set()),  # a number for each head, whatever else is around it
+        ("head 1 1", set()),
+        ("hidden", set()),
+    ],
+)
+def test_input_dimensions(shape, dims):
+    assert parse(shape).input_dims == dims
+
+
 def test_an_axis_without_size_and_a_cut_block_are_named():
     with pytest.raises(NotationError, match="axis 'ff' has no size"):
         parse("ff").sizes({})

@@ -1240,6 +1240,252 @@ REMOTE["idefics"] = Remote(
     },
 )
 
+# --------------------- remote code around a language model: MiniCPM, Ovis, Phi, Molmo, MiniMax, names from public code
+
+_UNDER_LLM: dict[str, Shape] = {f"llm.{name}": shape for name, shape in _ENDS.items()}
+_MINICPM_TOWER: dict[str, Shape] = {
+    "vpm.embeddings.patch_embedding.weight": (32, 3, 4, 4),
+    "vpm.encoder.layers.[0-1].self_attn.q_proj.weight": (32, 32),
+    "resampler.query": (5, 80),
+    "resampler.kv_proj.weight": (80, 32),
+    "resampler.attn.in_proj_weight": (240, 80),
+}
+REMOTE["minicpmv-2.6"] = Remote(
+    {**_DENSE, "model_type": "minicpmv", "vision_config": {"hidden_size": 32}, "query_num": 5},
+    {
+        **_UNDER_LLM,
+        **_MINICPM_TOWER,
+        **_at("llm.model.layers.[0-2]", {**_NORMS, **_QKV, **_QKV_BIAS, **_at("mlp", _mlp(72))}),
+    },
+)
+REMOTE["minicpmv-4.5"] = Remote(
+    {**_DENSE, "model_type": "minicpmv", "version": 4.5, "vision_config": {"hidden_size": 32}},
+    {
+        **_UNDER_LLM,
+        **_MINICPM_TOWER,
+        **_at("llm.model.layers.[0-2]", {**_NORMS, **_QKV, **_QK_NORMS, **_at("mlp", _mlp(72))}),
+    },
+)
+REMOTE["minicpmo"] = Remote(
+    {
+        **_DENSE,
+        "model_type": "minicpmo",
+        "vision_config": {"hidden_size": 32},
+        "audio_config": {"d_model": 28},
+        "tts_config": {"hidden_size": 44, "num_attention_heads": 11, "num_text_tokens": 23},
+    },
+    {
+        **_UNDER_LLM,
+        **_MINICPM_TOWER,
+        **_at("llm.model.layers.[0-2]", {**_NORMS, **_QKV, **_QKV_BIAS, **_at("mlp", _mlp(72))}),
+        "apm.conv1.weight": (28, 8, 3),
+        "apm.layers.[0-1].self_attn.out_proj.weight": (28, 28),
+        "audio_projection_layer.linear1.weight": (80, 28),
+        "tts.emb_text.weight": (23, 44),
+        "tts.model.layers.0.self_attn.q_proj.weight": (44, 44),
+        "tts.head_code.0.parametrizations.weight.original0": (9, 1),
+        "tts.dvae.coef": (1, 10, 1),
+    },
+)
+_OVIS: dict[str, Shape] = {
+    **_UNDER_LLM,
+    "visual_tokenizer.head.0.weight": (59, 128),
+    "visual_tokenizer.head.1.weight": (59,),
+    "vte.weight": (64, 80),
+}
+REMOTE["ovis-qwen2"] = Remote(
+    {"model_type": "ovis", "llm_config": {**_DENSE, "model_type": "qwen2"}, "visual_tokenizer_config": {}},
+    {
+        **_OVIS,
+        **_at("llm.model.layers.[0-2]", {**_NORMS, **_QKV, **_QKV_BIAS, **_at("mlp", _mlp(72))}),
+        "visual_tokenizer.backbone.trunk.blocks.0.attn.qkv.weight": (96, 32),
+    },
+)
+REMOTE["ovis-gemma2"] = Remote(
+    {"model_type": "ovis", "llm_config": {**_DENSE, "model_type": "gemma2"}, "visual_tokenizer_config": {}},
+    {
+        **{name: shape for name, shape in _OVIS.items() if "lm_head" not in name},
+        **_at("llm.model.layers.[0-2]", {**_NORMS, **_QKV, **_at("mlp", _mlp(72))}),
+        **{f"llm.model.layers.[0-2].{side}_feedforward_layernorm.weight": (80,) for side in ("pre", "post")},
+        "visual_tokenizer.backbone.vision_model.embeddings.position_embedding.weight": (9, 32),
+    },
+)
+REMOTE["ovis2_5"] = Remote(
+    {"model_type": "ovis2_5", "llm_config": {**_DENSE, "model_type": "qwen3"}, "vit_config": {"hidden_size": 32}},
+    {
+        **_OVIS,
+        **_at("llm.model.layers.[0-2]", {**_NORMS, **_QKV, **_QK_NORMS, **_at("mlp", _mlp(72))}),
+        "visual_tokenizer.vit.vision_model.encoder.layers.[0-1].self_attn.q_proj.weight": (32, 32),
+    },
+)
+_HALVES = (0, [(36, 72), (108, 144)])  # of gate and up in one matrix
+REMOTE["phi3_v"] = Remote(
+    {**_DENSE, "model_type": "phi3_v", "img_processor": {"image_dim_out": 32}, "embd_layer": {}},
+    {
+        **_ENDS,
+        **_at(
+            "model.layers.[0-2]",
+            {
+                **_NORMS,
+                "self_attn.qkv_proj.weight": (192, 80),
+                "self_attn.o_proj.weight": (80, 96),
+                "mlp.gate_up_proj.weight": (144, 80),
+                "mlp.down_proj.weight": (80, 72),
+            },
+        ),
+        "model.vision_embed_tokens.wte.weight": (101, 80),
+        "model.vision_embed_tokens.glb_GN": (1, 1, 128),
+        "model.vision_embed_tokens.sub_GN": (1, 1, 1, 128),
+        "model.vision_embed_tokens.img_processor.vision_model.encoder.layers.0.self_attn.q_proj.weight": (32, 32),
+        "model.vision_embed_tokens.img_projection.0.weight": (80, 128),
+    },
+    parts={
+        "model.layers.2.self_attn.qkv_proj.weight": _PACKED,
+        "model.layers.2.mlp.gate_up_proj.weight": _HALVES,
+    },
+)
+REMOTE["phi4mm"] = Remote(
+    {
+        **_DENSE,
+        "model_type": "phi4mm",
+        "tie_word_embeddings": True,
+        "vision_lora": {"r": 14, "lora_alpha": 28},
+        "speech_lora": {"r": 22, "lora_alpha": 44},
+    },
+    {
+        "model.embed_tokens.weight": (101, 80),
+        "model.norm.weight": (80,),
+        **_at("model.layers.[0-2]", _NORMS),
+        **_at(
+            "model.layers.[0-2]",
+            {
+                f"{name}.{key}.weight": shape
+                for name, rows, columns in (
+                    ("self_attn.qkv_proj", 192, 80),
+                    ("self_attn.o_proj", 80, 96),
+                    ("mlp.gate_up_proj", 144, 80),
+                    ("mlp.down_proj", 80, 72),
+                )
+                for key, shape in {
+                    "base_layer": (rows, columns),
+                    "lora_A.vision": (14, columns),
+                    "lora_B.vision": (rows, 14),
+                    "lora_A.speech": (22, columns),
+                    "lora_B.speech": (rows, 22),
+                }.items()
+            },
+        ),
+        "model.embed_tokens_extend.image_embed.glb_GN": (1, 1, 32),
+        "model.embed_tokens_extend.image_embed.img_projection.0.weight": (80, 32),
+        "model.embed_tokens_extend.audio_embed.encoder.encoders.0.self_attn.linear_q.weight": (28, 28),
+        "model.embed_tokens_extend.audio_embed.audio_projection.speech.0.weight": (80, 28),
+    },
+    parts={
+        "model.layers.0.self_attn.qkv_proj.base_layer.weight": _PACKED,
+        "model.layers.0.self_attn.qkv_proj.lora_A.vision.weight": (0, [(0, 14)]),
+        "model.layers.0.self_attn.qkv_proj.lora_B.vision.weight": _PACKED,
+        "model.layers.0.self_attn.qkv_proj.lora_B.speech.weight": _PACKED,
+        "model.layers.0.self_attn.o_proj.lora_A.vision.weight": (1, [(48, 96)]),
+        "model.layers.0.self_attn.o_proj.lora_B.vision.weight": (0, [(0, 80)]),
+        "model.layers.0.mlp.gate_up_proj.base_layer.weight": _HALVES,
+        "model.layers.0.mlp.gate_up_proj.lora_B.speech.weight": _HALVES,
+        "model.layers.0.mlp.down_proj.lora_A.speech.weight": (1, [(36, 72)]),
+        "model.layers.0.mlp.down_proj.lora_B.speech.weight": (0, [(0, 80)]),
+    },
+)
+# 8 heads of 12 in a width of 96, from which the type takes the size of a head; both tables have a row more than tokens
+_MOLMO: dict[str, Any] = {
+    "model_type": "molmo",
+    "hidden_size": 96,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 144,
+    "vocab_size": 100,
+    "embedding_size": 101,
+    "num_hidden_layers": 2,
+}
+_MOLMO_TENSORS: dict[str, Shape] = {
+    "model.transformer.wte.embedding": (101, 96),
+    "model.transformer.wte.new_embedding": (6, 96),
+    "model.transformer.ln_f.weight": (96,),
+    "model.transformer.ff_out.weight": (101, 96),
+    **_at(
+        "model.transformer.blocks.[0-1]",
+        {
+            "attn_norm.weight": (96,),
+            "att_proj.weight": (192, 96),
+            "attn_out.weight": (96, 96),
+            "ff_norm.weight": (96,),
+            "ff_proj.weight": (144, 96),
+            "ff_out.weight": (96, 72),
+        },
+    ),
+    "model.vision_backbone.pad_embed": (2, 64),
+    "model.vision_backbone.image_pooling_2d.wq.weight": (32, 64),
+    "model.vision_backbone.image_projector.w1.weight": (72, 32),
+    "model.vision_backbone.image_vit.transformer.resblocks.[0-1].attention.wk.weight": (32, 32),
+}
+_MOLMO_PARTS: dict[str, tuple[int, list[tuple[int, int]]]] = {
+    "model.transformer.wte.embedding": (0, [(0, 101)]),
+    "model.transformer.blocks.1.att_proj.weight": _PACKED,
+    "model.transformer.blocks.1.ff_proj.weight": _HALVES,
+}
+REMOTE["molmo"] = Remote(
+    {**_MOLMO, "qkv_bias": True, "attention_layer_norm": False},
+    {**_MOLMO_TENSORS, "model.transformer.blocks.[0-1].att_proj.bias": (192,)},
+    parts={**_MOLMO_PARTS, "model.transformer.blocks.1.att_proj.bias": _PACKED},
+)
+REMOTE["molmo-norms"] = Remote(
+    {**_MOLMO, "qkv_bias": False, "attention_layer_norm": True, "norm_after": True},
+    {
+        **_MOLMO_TENSORS,
+        "model.transformer.blocks.[0-1].q_norm.weight": (96,),
+        "model.transformer.blocks.[0-1].k_norm.weight": (48,),
+    },
+    parts={**_MOLMO_PARTS, "model.transformer.blocks.0.k_norm.weight": (0, [(24, 48)])},
+)
+_MINIMAX: dict[str, Any] = {**_DENSE, "num_local_experts": 3, "attn_type_list": [0, 1, 0]}
+_MINIMAX_LAYERS: dict[str, Shape] = {
+    **_at("model.layers.[0-2]", _NORMS),
+    **_at("model.layers.1", _QKV),
+    **{
+        f"model.layers.{layer}.self_attn.{name}.weight": shape
+        for layer in (0, 2)
+        for name, shape in {
+            "qkv_proj": (288, 80),
+            "output_gate": (96, 80),
+            "norm": (96,),
+            "out_proj": (80, 96),
+        }.items()
+    },
+    "model.layers.[0-2].block_sparse_moe.gate.weight": (3, 80),
+    **_at("model.layers.[0-2].block_sparse_moe.experts.[0-2]", _mlp(72, 80, "w1 w3 w2")),
+}
+for _name in ("minimax_text_01", "minimax_m1"):
+    REMOTE[_name] = Remote(
+        {**_MINIMAX, "model_type": _name},
+        {**_ENDS, **_MINIMAX_LAYERS},
+        parts={
+            "model.layers.2.self_attn.qkv_proj.weight": (0, [(144, 288)]),
+            "model.layers.2.self_attn.norm.weight": (0, [(48, 96)]),
+        },
+    )
+REMOTE["minimax_vl_01"] = Remote(
+    {
+        "model_type": "minimax_vl_01",
+        "text_config": {**_MINIMAX, "model_type": "minimax_text_01"},
+        "vision_config": {"model_type": "clip_vision_model", "hidden_size": 32},
+    },
+    {
+        **{f"language_model.{name}": shape for name, shape in {**_ENDS, **_MINIMAX_LAYERS}.items()},
+        "vision_tower.vision_model.encoder.layers.[0-1].self_attn.q_proj.weight": (32, 32),
+        "multi_modal_projector.linear_1.weight": (80, 32),
+        "multi_modal_projector.linear_2.bias": (80,),
+        "image_newline": (80,),
+    },
+    parts={"language_model.model.layers.0.self_attn.qkv_proj.weight": (0, [(144, 288)])},
+)
+
 # ------------------------------------------------------------------------------------- assistants, without k and v
 
 for _name in ("gemma4_assistant", "gemma4_unified_assistant"):

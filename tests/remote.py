@@ -1281,3 +1281,78 @@ for _name in ("gemma4_assistant", "gemma4_unified_assistant"):
             "model.layers.0.self_attn.o_proj.weight": (1, [(48, 96)]),
         },
     )
+
+# ---------------------------------------------------------- remote code: images beside Qwen2, Qwen3 and Llama, and others
+
+_FLAT_VL: dict[str, Any] = {**_DENSE, "vision_config": {"embed_dim": 32, "hidden_size": 36, "num_hidden_layers": 2}}
+REMOTE["dots_ocr"] = Remote(
+    {**_FLAT_VL, "model_type": "dots_ocr"},
+    {
+        **_ENDS,
+        **_at("model.layers.[0-2]", {**_NORMS, **_QKV, **_QKV_BIAS, **_at("mlp", _mlp(72))}),
+        "vision_tower.patch_embed.patchifier.proj.weight": (32, 3, 4, 4),
+        "vision_tower.blocks.[0-1].attn.qkv.weight": (96, 32),
+        "vision_tower.blocks.[0-1].mlp.fc13.weight": (56, 32),
+        "vision_tower.merger.mlp.2.weight": (80, 128),
+        "vision_tower.merger.mlp.2.bias": (80,),
+    },
+    parts={"model.layers.0.self_attn.o_proj.weight": (1, [(48, 96)])},
+)
+for _name in ("Keye", "KeyeVL1_5"):
+    REMOTE[_name] = Remote(
+        {**_FLAT_VL, "model_type": _name},
+        {
+            **_ENDS,
+            **_at("model.layers.[0-2]", {**_NORMS, **_QKV, **_QK_NORMS, **_at("mlp", _mlp(72))}),
+            "visual.vision_model.embeddings.position_embedding.weight": (30, 32),
+            "visual.vision_model.encoder.layers.[0-1].self_attn.q_proj.weight": (32, 32),
+            "visual.vision_model.encoder.layers.[0-1].mlp.fc1.weight": (44, 32),
+            "mlp_AR.pre_norm.weight": (32,),
+            "mlp_AR.linear_1.weight": (128, 128),
+            "mlp_AR.linear_2.weight": (80, 128),
+        },
+        parts={"model.layers.0.mlp.gate_proj.weight": (0, [(36, 72)])},
+    )
+REMOTE["NVLM_D"] = Remote(
+    {"model_type": "NVLM_D", "llm_config": {**_DENSE, "model_type": "qwen2"}, "vision_config": {}},
+    {
+        **_INTERN_TOWER,
+        "mlp1.1.weight": (72, 128),
+        "mlp1.3.weight": (80, 72),
+        **_at("language_model", _ENDS),
+        **_at("language_model.model.layers.[0-2]", {**_NORMS, **_QKV, **_QKV_BIAS, **_at("mlp", _mlp(72))}),
+    },
+    parts={"language_model.lm_head.weight": (0, [(51, 101)])},
+)
+REMOTE["h2ovl_chat"] = Remote(
+    {"model_type": "h2ovl_chat", "llm_config": {**_DENSE, "model_type": "mistral"}, "vision_config": {}},
+    {
+        **_INTERN_TOWER,
+        **_at("language_model", _ENDS),
+        **_at("language_model.model.layers.[0-2]", {**_NORMS, **_QKV, **_at("mlp", _mlp(72))}),
+    },
+)
+_S1: dict[str, Shape] = {
+    **{key.replace("model.", "model.language_model."): shape for key, shape in _ENDS.items()},
+    **_at("model.language_model.layers.[0-2]", {**_NORMS, **_QKV, **_QK_NORMS}),
+    "model.vision_tower.embeddings.cls_token": (1, 1, 32),
+    "model.vision_tower.encoder.layer.[0-1].attention.q_proj.weight": (32, 32),
+    "model.multi_modal_projector.linear_1.weight": (80, 128),
+}
+REMOTE["interns1"] = Remote(
+    {
+        "model_type": "interns1",
+        "text_config": {**_DENSE, "model_type": "qwen3_moe", "num_experts": 3, "moe_intermediate_size": 24},
+        "vision_config": {},
+    },
+    {
+        **_S1,
+        "model.language_model.layers.[0-2].mlp.gate.weight": (3, 80),
+        **_at("model.language_model.layers.[0-2].mlp.experts.[0-2]", _mlp(24)),
+    },
+    parts={"model.language_model.layers.1.mlp.experts.2.down_proj.weight": (1, [(12, 24)])},
+)
+REMOTE["interns1-mini"] = Remote(
+    {"model_type": "interns1", "text_config": {**_DENSE, "model_type": "qwen3"}, "vision_config": {}},
+    {**_S1, **_at("model.language_model.layers.[0-2].mlp", _mlp(72))},
+)

@@ -1595,3 +1595,47 @@ for _name, _kv, _rows in (("cogvlm", None, 288), ("cogvlm2", 4, 192)):
             "model.layers.1.mlp.vision_mlp.down_proj.weight": (1, [(36, 72)]),
         },
     )
+
+
+def _motif(head: int, q: int, kv: int, o: int) -> dict[str, Shape]:
+    attention: dict[str, Shape] = {
+        **{f"lambda_{name}": (head,) for name in ("q1", "k1", "q2", "k2")},
+        "q_proj.weight": (q, 80),
+        "k_proj.weight": (kv, 80),
+        "v_proj.weight": (kv, 80),
+        "o_proj.weight": (80, o),
+        "subln.weight": (2 * head,),
+    }
+    mlp: dict[str, Shape] = {**_mlp(72), "act_fn.weight": (3,), "act_fn.bias": (1,)}
+    return {
+        **_ENDS,
+        **_at("model.layers.[0-2]", {**_NORMS, **_at("self_attn", attention), **_at("mlp", mlp)}),
+    }
+
+
+# 8 pairs of query heads of 5 on 4 pairs of KV heads; 8 groups of 2 signal heads and one for noise, of 7, on the same
+REMOTE["Motif"] = Remote(
+    {**_BARE, "model_type": "Motif", "num_attention_heads": 16, "num_key_value_heads": 8},
+    _motif(5, 80, 40, 80),
+    parts={
+        "model.layers.0.self_attn.q_proj.weight": (0, [(40, 80)]),
+        "model.layers.0.self_attn.k_proj.weight": (0, [(20, 40)]),
+    },
+)
+REMOTE["Motif-grouped"] = Remote(
+    {
+        **_BARE,
+        "model_type": "Motif",
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "num_noise_heads": 8,
+        "k_ratio": 1,
+        "head_dim": 7,
+    },
+    _motif(7, 168, 56, 224),
+    parts={
+        "model.layers.0.self_attn.q_proj.weight": (0, [(84, 168)]),
+        "model.layers.0.self_attn.v_proj.weight": (0, [(28, 56)]),
+        "model.layers.0.self_attn.o_proj.weight": (1, [(112, 224)]),
+    },
+)

@@ -1527,3 +1527,361 @@ for _name in ("gemma4_assistant", "gemma4_unified_assistant"):
             "model.layers.0.self_attn.o_proj.weight": (1, [(48, 96)]),
         },
     )
+
+# ------------------------------------------- remote code: Qwen2, Qwen3 and Llama beside images or under another name
+
+_FLAT_VL: dict[str, Any] = {**_DENSE, "vision_config": {"embed_dim": 32, "hidden_size": 36, "num_hidden_layers": 2}}
+REMOTE["dots_ocr"] = Remote(
+    {**_FLAT_VL, "model_type": "dots_ocr"},
+    {
+        **_ENDS,
+        **_at("model.layers.[0-2]", {**_NORMS, **_QKV, **_QKV_BIAS, **_at("mlp", _mlp(72))}),
+        "vision_tower.patch_embed.patchifier.proj.weight": (32, 3, 4, 4),
+        "vision_tower.blocks.[0-1].attn.qkv.weight": (96, 32),
+        "vision_tower.blocks.[0-1].mlp.fc13.weight": (56, 32),
+        "vision_tower.merger.mlp.2.weight": (80, 128),
+        "vision_tower.merger.mlp.2.bias": (80,),
+    },
+    parts={"model.layers.0.self_attn.o_proj.weight": (1, [(48, 96)])},
+)
+for _name in ("Keye", "KeyeVL1_5"):
+    REMOTE[_name] = Remote(
+        {**_FLAT_VL, "model_type": _name},
+        {
+            **_ENDS,
+            **_at("model.layers.[0-2]", {**_NORMS, **_QKV, **_QK_NORMS, **_at("mlp", _mlp(72))}),
+            "visual.vision_model.embeddings.position_embedding.weight": (30, 32),
+            "visual.vision_model.encoder.layers.[0-1].self_attn.q_proj.weight": (32, 32),
+            "visual.vision_model.encoder.layers.[0-1].mlp.fc1.weight": (44, 32),
+            "mlp_AR.pre_norm.weight": (32,),
+            "mlp_AR.linear_1.weight": (128, 128),
+            "mlp_AR.linear_2.weight": (80, 128),
+        },
+        parts={"model.layers.0.mlp.gate_proj.weight": (0, [(36, 72)])},
+    )
+REMOTE["NVLM_D"] = Remote(
+    {"model_type": "NVLM_D", "llm_config": {**_DENSE, "model_type": "qwen2"}, "vision_config": {}},
+    {
+        **_INTERN_TOWER,
+        "mlp1.1.weight": (72, 128),
+        "mlp1.3.weight": (80, 72),
+        **_at("language_model", _ENDS),
+        **_at("language_model.model.layers.[0-2]", {**_NORMS, **_QKV, **_QKV_BIAS, **_at("mlp", _mlp(72))}),
+    },
+    parts={"language_model.model.layers.2.self_attn.k_proj.bias": (0, [(24, 48)])},
+)
+REMOTE["h2ovl_chat"] = Remote(
+    {"model_type": "h2ovl_chat", "llm_config": {**_DENSE, "model_type": "mistral"}, "vision_config": {}},
+    {
+        **_INTERN_TOWER,
+        **_at("language_model", _ENDS),
+        **_at("language_model.model.layers.[0-2]", {**_NORMS, **_QKV, **_at("mlp", _mlp(72))}),
+    },
+)
+_S1: dict[str, Shape] = {
+    **{key.replace("model.", "model.language_model."): shape for key, shape in _ENDS.items()},
+    **_at("model.language_model.layers.[0-2]", {**_NORMS, **_QKV, **_QK_NORMS}),
+    "model.vision_tower.embeddings.cls_token": (1, 1, 32),
+    "model.vision_tower.encoder.layer.[0-1].attention.q_proj.weight": (32, 32),
+    "model.multi_modal_projector.linear_1.weight": (80, 128),
+}
+REMOTE["interns1"] = Remote(
+    {
+        "model_type": "interns1",
+        "text_config": {**_DENSE, "model_type": "qwen3_moe", "num_experts": 3, "moe_intermediate_size": 24},
+        "vision_config": {},
+    },
+    {
+        **_S1,
+        "model.language_model.layers.[0-2].mlp.gate.weight": (3, 80),
+        **_at("model.language_model.layers.[0-2].mlp.experts.[0-2]", _mlp(24)),
+    },
+    parts={"model.language_model.layers.1.mlp.experts.2.down_proj.weight": (1, [(12, 24)])},
+)
+REMOTE["interns1-mini"] = Remote(
+    {"model_type": "interns1", "text_config": {**_DENSE, "model_type": "qwen3"}, "vision_config": {}},
+    {**_S1, **_at("model.language_model.layers.[0-2].mlp", _mlp(72))},
+)
+
+_DENSE_MLP = _at("mlp", _mlp(72))
+_BARE: dict[str, Any] = {key: value for key, value in _DENSE.items() if key != "head_dim"}  # heads of 80 / 8
+_QKV_BARE: dict[str, Shape] = {
+    "self_attn.q_proj.weight": (80, 80),
+    "self_attn.k_proj.weight": (40, 80),
+    "self_attn.v_proj.weight": (40, 80),
+    "self_attn.o_proj.weight": (80, 80),
+}
+_QKV_BARE_BIAS: dict[str, Shape] = {f"self_attn.{n}_proj.bias": (w,) for n, w in {"q": 80, "k": 40, "v": 40}.items()}
+_BARE_PARTS = {
+    "model.layers.1.self_attn.v_proj.weight": (0, [(20, 40)]),
+    "model.layers.1.mlp.up_proj.weight": (0, [(36, 72)]),
+}
+for _name in ("stablelm_epoch", "skywork", "TeleFLM"):
+    REMOTE[_name] = Remote(
+        {**_BARE, "model_type": _name},
+        {
+            **_ENDS,
+            **_at("model.layers.[0-2]", {**_NORMS, **_QKV_BARE, **_DENSE_MLP}),
+            **({"model.norm.bias": (80,)} if _name == "stablelm_epoch" else {}),
+            **(
+                {f"model.layers.[0-2].{n.replace('weight', 'bias')}": s for n, s in _NORMS.items()}
+                if _name == "stablelm_epoch"
+                else {}
+            ),
+        },
+        parts=_BARE_PARTS,
+    )
+for _name in ("Dream", "PanguEmbedded"):
+    REMOTE[_name] = Remote(
+        {**_BARE, "model_type": _name},
+        {
+            **_ENDS,
+            **_at("model.layers.[0-2]", {**_NORMS, **_QKV_BARE, **_QKV_BARE_BIAS, **_DENSE_MLP}),
+            **({"model.layers.[0-2].self_attn.o_proj.bias": (80,)} if _name == "PanguEmbedded" else {}),
+        },
+        parts={**_BARE_PARTS, "model.layers.0.self_attn.q_proj.bias": (0, [(40, 80)])},
+    )
+REMOTE["sdar"] = Remote(
+    {**_DENSE, "model_type": "sdar"},
+    {**_ENDS, **_at("model.layers.[0-2]", {**_NORMS, **_QKV, **_QK_NORMS, **_DENSE_MLP})},
+)
+REMOTE["sdar_moe"] = Remote(
+    {**_DENSE, "model_type": "sdar_moe", "num_experts": 3, "moe_intermediate_size": 24},
+    {
+        **_ENDS,
+        **_at("model.layers.[0-2]", {**_NORMS, **_QKV, **_QK_NORMS, "mlp.gate.weight": (3, 80)}),
+        **_at("model.layers.[0-2].mlp.experts.[0-2]", _mlp(24)),
+    },
+)
+REMOTE["ouro"] = Remote(
+    {**_DENSE, "model_type": "ouro", "total_ut_steps": 4},
+    {
+        **_ENDS,
+        **_at("model.layers.[0-2]", {**_NORMS, **_QKV, **_DENSE_MLP}),
+        **{f"model.layers.[0-2].{name.replace('.weight', '_2.weight')}": shape for name, shape in _NORMS.items()},
+        "model.early_exit_gate.weight": (1, 80),
+        "model.early_exit_gate.bias": (1,),
+    },
+)
+
+_GPT: dict[str, Any] = {"n_embd": 96, "n_head": 8, "n_layer": 2, "vocab_size": 101}
+REMOTE["jais"] = Remote(
+    {**_GPT, "model_type": "jais", "n_inner": 72, "n_positions": 30},
+    {
+        "transformer.wte.weight": (101, 96),
+        "transformer.relative_pe.slopes": (8, 1),
+        "transformer.ln_f.weight": (96,),
+        "transformer.ln_f.bias": (96,),
+        **_at(
+            "transformer.h.[0-1]",
+            {
+                **{f"ln_{i}.{part}": (96,) for i in (1, 2) for part in ("weight", "bias")},
+                "attn.bias": (1, 1, 30, 30),
+                "attn.c_attn.weight": (96, 288),
+                "attn.c_attn.bias": (288,),
+                "attn.c_proj.weight": (96, 96),
+                "attn.c_proj.bias": (96,),
+                "mlp.c_fc.weight": (96, 72),
+                "mlp.c_fc.bias": (72,),
+                "mlp.c_fc2.weight": (96, 72),
+                "mlp.c_fc2.bias": (72,),
+                "mlp.c_proj.weight": (72, 96),
+                "mlp.c_proj.bias": (96,),
+            },
+        ),
+    },
+    parts={
+        "transformer.relative_pe.slopes": (0, [(4, 8)]),
+        "transformer.h.0.attn.c_attn.weight": (1, _ALL[1]),
+        "transformer.h.0.attn.c_attn.bias": _ALL,
+        "transformer.h.1.attn.c_proj.weight": (0, [(48, 96)]),
+        "transformer.h.1.mlp.c_fc2.weight": (1, [(36, 72)]),
+        "transformer.h.1.mlp.c_proj.weight": (0, [(36, 72)]),
+    },
+)
+_PHI: dict[str, Shape] = {
+    "transformer.embd.wte.weight": (101, 96),
+    **dict.fromkeys(("lm_head.ln.weight", "lm_head.ln.bias"), (96,)),
+    "lm_head.linear.weight": (101, 96),
+    "lm_head.linear.bias": (101,),
+    **{f"transformer.h.[0-1].{name}": (96,) for name in ("ln.weight", "ln.bias", "mixer.out_proj.bias")},
+    "transformer.h.[0-1].mixer.out_proj.weight": (96, 96),
+}
+_FC: dict[str, Shape] = {"fc1.weight": (384, 96), "fc1.bias": (384,), "fc2.weight": (96, 384), "fc2.bias": (96,)}
+REMOTE["phi-msft"] = Remote(
+    {**_GPT, "model_type": "phi-msft", "n_inner": None, "n_head_kv": None},
+    {
+        **_PHI,
+        **_at("transformer.h.[0-1].mixer.Wqkv", {"weight": (288, 96), "bias": (288,)}),
+        **_at("transformer.h.[0-1].mlp", _FC),
+    },
+    parts={
+        "transformer.h.0.mixer.Wqkv.weight": _ALL,
+        "transformer.h.1.mixer.Wqkv.bias": _ALL,
+        "transformer.h.1.mlp.fc2.weight": (1, [(192, 384)]),
+    },
+)
+REMOTE["phi-msft-phixtral"] = Remote(
+    {**_GPT, "model_type": "phi-msft", "n_inner": None, "n_head_kv": 4, "num_local_experts": 3},
+    {
+        **_PHI,
+        **_at("transformer.h.[0-1].mixer.Wqkv", {"weight": (192, 96), "bias": (192,)}),
+        "transformer.h.[0-1].moe.gate.weight": (3, 96),
+        **_at("transformer.h.[0-1].moe.mlp.[0-2]", _FC),
+    },
+    parts={
+        "transformer.h.0.mixer.Wqkv.weight": _PACKED,
+        "transformer.h.1.mixer.Wqkv.bias": _PACKED,
+        "transformer.h.1.moe.mlp.2.fc1.bias": (0, [(192, 384)]),
+    },
+)
+REMOTE["llada"] = Remote(
+    {
+        "model_type": "llada",
+        "d_model": 96,
+        "n_heads": 8,
+        "n_kv_heads": 4,
+        "n_layers": 2,
+        "mlp_hidden_size": 72,
+        "embedding_size": 101,
+        "vocab_size": 101,
+    },
+    {
+        "model.transformer.wte.weight": (101, 96),
+        "model.transformer.ln_f.weight": (96,),
+        "model.transformer.ff_out.weight": (101, 96),
+        **_at(
+            "model.transformer.blocks.[0-1]",
+            {
+                "attn_norm.weight": (96,),
+                "q_proj.weight": (96, 96),
+                "k_proj.weight": (48, 96),
+                "v_proj.weight": (48, 96),
+                "attn_out.weight": (96, 96),
+                "ff_norm.weight": (96,),
+                **_mlp(72, 96, "ff_proj up_proj ff_out"),
+            },
+        ),
+    },
+    parts={
+        "model.transformer.blocks.0.attn_out.weight": (1, [(48, 96)]),
+        "model.transformer.blocks.1.ff_out.weight": (1, [(36, 72)]),
+    },
+)
+for _name, _type in {"llada-moe": "llada", "llada_moe": "llada_moe", "lladamoe": "lladamoe"}.items():
+    REMOTE[_name] = Remote(
+        {
+            **_BARE,
+            "model_type": _type,
+            "intermediate_size": None,
+            "dense_intermediate_size": 72,
+            "expert_intermediate_size": 24,
+            "num_experts": 3,
+        },
+        {
+            **_ENDS,
+            **_at("model.layers.[0-2]", {**_NORMS, **_QKV_BARE}),
+            **_at("model.layers.[0-2].self_attn", {"q_norm.weight": (10,), "k_norm.weight": (10,)}),
+            **_at("model.layers.0.mlp", _mlp(72)),
+            "model.layers.[1-2].mlp.gate.weight": (3, 80),
+            **_at("model.layers.[1-2].mlp.experts.[0-2]", _mlp(24)),
+        },
+        parts={"model.layers.1.mlp.experts.2.down_proj.weight": (1, [(12, 24)])},
+    )
+REMOTE["grok-1"] = Remote(
+    {**_BARE, "model_type": "grok-1", "num_experts": 3, "num_experts_per_tok": 2},
+    {
+        "model.embed_tokens.weight": (101, 80),
+        "model.norm.scale": (80,),
+        "lm_head.weight": (101, 80),
+        **{
+            f"model.layers.[0-2].{side}_{what}_norm.scale": (80,)
+            for side in ("pre", "post")
+            for what in ("attn", "moe")
+        },
+        **{f"model.layers.[0-2].{name.replace('self_attn', 'attn')}": shape for name, shape in _QKV_BARE.items()},
+        "model.layers.[0-2].moe_block.gate.weight": (3, 80),
+        **_at("model.layers.[0-2].moe_block.experts.[0-2]", _mlp(72, 80, "linear linear_v linear_1")),
+    },
+    parts={
+        "model.layers.2.attn.o_proj.weight": (1, [(40, 80)]),
+        "model.layers.2.moe_block.experts.1.linear_1.weight": (1, [(36, 72)]),
+    },
+)
+for _name, _kv, _rows in (("cogvlm", None, 288), ("cogvlm2", 4, 192)):
+    REMOTE[_name] = Remote(
+        {
+            **{key: value for key, value in _WIDE.items() if key not in ("head_dim", "num_key_value_heads")},
+            "model_type": _name,
+            "num_multi_query_heads": _kv,
+            "vision_config": {"hidden_size": 32},
+        },
+        {
+            "model.embed_tokens.weight": (101, 96),
+            "model.norm.weight": (96,),
+            "lm_head.weight": (101, 96),
+            **_at("model.layers.[0-1]", {"input_layernorm.weight": (96,), "post_attention_layernorm.weight": (96,)}),
+            "model.layers.[0-1].self_attn.rotary_emb.inv_freq": (6,),
+            **{
+                f"model.layers.[0-1].self_attn.{what}_expert_{name}.weight": shape
+                for what in ("language", "vision")
+                for name, shape in {"query_key_value": (_rows, 96), "dense": (96, 96)}.items()
+            },
+            **({"model.layers.[0-1].self_attn.vision_expert_query_key_value.bias": (192,)} if _kv else {}),
+            **_at("model.layers.[0-1].mlp.language_mlp", _mlp(72, 96)),
+            **_at("model.layers.[0-1].mlp.vision_mlp", _mlp(72, 96)),
+            "model.vision.boi": (1, 1, 96),
+            "model.vision.conv.weight": (32, 32, 2, 2),
+            "model.vision.linear_proj.gate_proj.weight": (72, 96),
+            "model.vision.transformer.layers.[0-1].attention.query_key_value.weight": (96, 32),
+        },
+        parts={
+            "model.layers.0.self_attn.language_expert_query_key_value.weight": _PACKED if _kv else _ALL,
+            "model.layers.1.self_attn.vision_expert_query_key_value.weight": _PACKED if _kv else _ALL,
+            "model.layers.1.mlp.vision_mlp.down_proj.weight": (1, [(36, 72)]),
+        },
+    )
+
+
+def _motif(head: int, q: int, kv: int, o: int) -> dict[str, Shape]:
+    attention: dict[str, Shape] = {
+        **{f"lambda_{name}": (head,) for name in ("q1", "k1", "q2", "k2")},
+        "q_proj.weight": (q, 80),
+        "k_proj.weight": (kv, 80),
+        "v_proj.weight": (kv, 80),
+        "o_proj.weight": (80, o),
+        "subln.weight": (2 * head,),
+    }
+    mlp: dict[str, Shape] = {**_mlp(72), "act_fn.weight": (3,), "act_fn.bias": (1,)}
+    return {
+        **_ENDS,
+        **_at("model.layers.[0-2]", {**_NORMS, **_at("self_attn", attention), **_at("mlp", mlp)}),
+    }
+
+
+# 8 pairs of query heads of 5 on 4 pairs of KV heads; 8 groups of 2 signal heads and one for noise, of 7, on the same
+REMOTE["Motif"] = Remote(
+    {**_BARE, "model_type": "Motif", "num_attention_heads": 16, "num_key_value_heads": 8},
+    _motif(5, 80, 40, 80),
+    parts={
+        "model.layers.0.self_attn.q_proj.weight": (0, [(40, 80)]),
+        "model.layers.0.self_attn.k_proj.weight": (0, [(20, 40)]),
+    },
+)
+REMOTE["Motif-grouped"] = Remote(
+    {
+        **_BARE,
+        "model_type": "Motif",
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "num_noise_heads": 8,
+        "k_ratio": 1,
+        "head_dim": 7,
+    },
+    _motif(7, 168, 56, 224),
+    parts={
+        "model.layers.0.self_attn.q_proj.weight": (0, [(84, 168)]),
+        "model.layers.0.self_attn.v_proj.weight": (0, [(28, 56)]),
+        "model.layers.0.self_attn.o_proj.weight": (1, [(112, 224)]),
+    },
+)

@@ -144,13 +144,17 @@ def run_forward(
     return run_forwards([(original, shards)], options, progress)[0]
 
 
+IMPORTED = ("transformers.modeling_utils", "transformers.models.auto.modeling_auto", "verify.forward")
+"""What all ranks need, imported once for all."""
+
+
 def run_forwards(
     pairs: Sequence[tuple[Source, Source]],
     options: ForwardOptions = ForwardOptions(),
     progress: Progress = _no_progress,
 ) -> list[ForwardReport]:
     """Compare several pairs of the same number of ranks in one launch of processes."""
-    start_fork_server("transformers.modeling_utils", "transformers.models.auto.modeling_auto", "verify.forward")
+    start_fork_server(*IMPORTED)
     jobs = [_job(original, shards, options) for original, shards in pairs]
     world = jobs[0].plan.mesh.size
     if any(job.plan.mesh.size != world for job in jobs):

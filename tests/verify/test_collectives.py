@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 from verify.collectives import copy_to_group, gather_from_group, reduce_from_group, scatter_to_group
-from verify.launch import RankError, run_ranks, start_fork_server
+from verify.launch import RankError, run_ranks
 
 DEGREES = [1, 2, 3, 4]
 
@@ -28,11 +28,6 @@ class Case:
 def cases(draw: st.DrawFn) -> Case:
     shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
     return Case(shape, draw(st.integers(-len(shape), len(shape) - 1)), draw(st.integers(0, 999)))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _imports_happen_once() -> None:
-    start_fork_server("hypothesis", "pytest", "torch.distributed.device_mesh")
 
 
 def randn(*shape: int, seed: int) -> torch.Tensor:

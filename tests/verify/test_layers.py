@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from verify.launch import RankError, run_ranks, start_fork_server
+from verify.launch import RankError, run_ranks
 from verify.layers import (
     ColumnParallelLinear,
     ParallelRMSNorm,
@@ -31,11 +31,6 @@ from verify.layers import (
 )
 
 DEGREES = [2, 3, 4]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _imports_happen_once() -> None:
-    start_fork_server("hypothesis", "pytest", "torch.distributed.device_mesh")
 
 
 def randn(*shape: int, seed: int) -> Tensor:

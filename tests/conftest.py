@@ -2,6 +2,7 @@
 
 import signal
 
+import torch
 from hypothesis import settings
 
 settings.register_profile("untimed", deadline=None)  # speed is a matter for benchmarks, on a quiet machine
@@ -9,3 +10,6 @@ settings.load_profile("untimed")
 
 # A shell's background job ignores Ctrl-C, and so would all that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The models are tiny, and tests run side by side: threads of one wait for the core that another has.
+torch.set_num_threads(1)

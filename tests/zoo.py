@@ -12,6 +12,7 @@ import logging
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +72,7 @@ def save(
     return folder
 
 
+@cache
 def one_of_each() -> list[str]:
     """The first model of each architecture file, and those that are variants of another."""
     files: dict[str, str] = {}
@@ -79,12 +81,16 @@ def one_of_each() -> list[str]:
     return [name for name in ZOO if name in files.values() or "-" in name]
 
 
+def class_of(name: str) -> Any:
+    """The class of transformers of a model of the zoo."""
+    with torch.device("meta"):
+        return type(ZOO[name].build())
+
+
 def loads(name: str, folder: Path) -> bool:
     """Whether plain ``from_pretrained`` fills a model of the zoo's class from a folder, a rank's for one."""
-    with torch.device("meta"):
-        cls = type(ZOO[name].build())
     try:
-        _, info = cls.from_pretrained(folder, output_loading_info=True)
+        _, info = class_of(name).from_pretrained(folder, output_loading_info=True)
     except Exception:  # a shape that config.json cannot say, or a config.json that transformers refuses
         return False
     return not info["missing_keys"]
@@ -1511,7 +1517,14 @@ _M3: dict[str, Any] = {
     "mlp_layer_types": ["dense", "sparse", "sparse"],
 }
 _add("minimax_m3_vl_text", (2, 4, 8), **_M3)
-_add("minimax_m3_vl", (2, 4, 8), model=_IMAGES, text_config=_M3, vision_config={**_SIGLIP, "projection_dim": 80})
+_add(
+    "minimax_m3_vl",
+    (2, 4, 8),
+    model=_IMAGES,
+    text_config=_M3,
+    vision_config={**_SIGLIP, "projection_dim": 80},
+    projector_hidden_size=92,
+)
 _ARIA: dict[str, Any] = {**_DENSE, "intermediate_size": 24, "moe_num_experts": 4, "moe_topk": 2}
 _add("aria_text", (2, 4, 8), **_ARIA)
 _add(
@@ -1885,9 +1898,19 @@ for _name in (
     "data2vec-text",
     "xlm-roberta-xl",
     "roformer",
-    "roc_bert",
 ):
     _add(_name, (2, 4, 8), loads_alone=False, model=_MASKED, **_BERT)
+_add(
+    "roc_bert",
+    (2, 4, 8),
+    loads_alone=False,
+    model=_MASKED,
+    pronunciation_vocab_size=31,
+    pronunciation_embed_dim=12,
+    shape_vocab_size=33,
+    shape_embed_dim=20,
+    **_BERT,
+)
 _add("bert-generation", (2, 4, 8), loads_alone=False, is_decoder=True, **{**_BERT, "eos_token_id": 2})
 _add("big_bird", (2, 4, 8), loads_alone=False, model="BigBirdForPreTraining", attention_type="original_full", **_BERT)
 _add("rembert", (2, 4, 8), loads_alone=False, model=_MASKED, input_embedding_size=28, output_embedding_size=36, **_BERT)

@@ -46,19 +46,20 @@ def test_every_route_gives_the_same_bytes(name, tmp_path):
         split(original, tmp_path / f"tp{tp}", tp)
         report = verify_exact(source, tmp_path / f"tp{tp}")
         assert (report.verdict, report.ranks, report.tensors) == ("same", tp, len(source.names)), report
-        merge(tmp_path / f"tp{tp}", tmp_path / f"merged{tp}")
-        assert contents(tmp_path / f"merged{tp}") == before
-    routes = {(degrees[0], degrees[-1]), (degrees[-1], degrees[0]), (degrees[len(degrees) // 2], 1)}
-    split(original, tmp_path / "tp1", 1)
+    low, middle, high = degrees[0], degrees[len(degrees) // 2], degrees[-1]
+    routes = [(low, high)]
+    if name in zoo.one_of_each():
+        split(original, tmp_path / "tp1", 1)
+        routes += [(high, low), (middle, 1)]
+        merge(tmp_path / f"tp{middle}", tmp_path / "merged")
+        assert contents(tmp_path / "merged") == before
     for a, b in routes:
-        if a != b:
-            split(tmp_path / f"tp{a}", tmp_path / f"route-{a}-{b}", b)
-            assert without_manifest(tmp_path / f"route-{a}-{b}") == without_manifest(tmp_path / f"tp{b}")
-            merge(tmp_path / f"route-{a}-{b}", tmp_path / f"back-{a}-{b}")
-            assert contents(tmp_path / f"back-{a}-{b}") == before
+        split(tmp_path / f"tp{a}", tmp_path / f"route-{a}-{b}", b)
+        assert without_manifest(tmp_path / f"route-{a}-{b}") == without_manifest(tmp_path / f"tp{b}")
+        merge(tmp_path / f"route-{a}-{b}", tmp_path / f"back-{a}-{b}")
+        assert contents(tmp_path / f"back-{a}-{b}") == before
     assert contents(original) == before, "the source is never changed"
-    rank = tmp_path / f"tp{degrees[0]}" / f"rank-01-of-{degrees[0]:02d}"
-    assert zoo.loads(name, rank) == zoo.ZOO[name].loads_alone
+    assert zoo.loads(name, tmp_path / f"tp{low}" / f"rank-01-of-{low:02d}") == zoo.ZOO[name].loads_alone
 
 
 def test_shards_are_those_of_hand_written_slices(tmp_path):

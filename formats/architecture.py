@@ -123,7 +123,7 @@ class Architecture:
         for key in self.section(config):
             inner = inner[key]
             settings |= inner
-        return settings if inner is config else {**_defaults(inner.get("model_type")), **settings}
+        return settings if inner is config else {**_config_defaults().get(str(inner.get("model_type")), {}), **settings}
 
     def section(self, config: Mapping[str, Any]) -> tuple[str, ...]:
         """The keys that lead to the language model's settings in ``config.json``, to the first section that is there;
@@ -320,15 +320,10 @@ def find_architecture(config: Mapping[str, Any], where: Path) -> Architecture:
     return load_architecture(path)
 
 
-def _defaults(model_type: Any) -> Mapping[str, Any]:
-    """The settings of a model type where its ``config.json`` is silent."""
-    defaults: Mapping[str, Any] = _all_defaults().get(model_type, {})
-    return defaults
-
-
 @lru_cache
-def _all_defaults() -> Mapping[str, Any]:
-    defaults: Mapping[str, Any] = json.loads(CONFIG_DEFAULTS.read_text(encoding="utf-8"))
+def _config_defaults() -> Mapping[str, Mapping[str, Any]]:
+    """For each model type, its settings where a ``config.json`` is silent."""
+    defaults: Mapping[str, Mapping[str, Any]] = json.loads(CONFIG_DEFAULTS.read_text(encoding="utf-8"))
     return defaults
 
 

@@ -89,6 +89,12 @@ def test_what_the_file_says_goes_before_a_default():
     assert (sizes["kv"], sizes["group"], sizes["head"]) == (12, 1, 2)
 
 
+@pytest.mark.parametrize("model_type", [None, ["mistral"], "no such type"])
+def test_a_section_of_an_unknown_type_has_no_defaults(model_type):
+    config = {"model_type": "llava", "text_config": {"model_type": model_type, "hidden_size": 24}}
+    assert "kv" not in AxisSizes(find_architecture(config, Path()), config, {}).of({})
+
+
 def test_a_whole_config_has_no_defaults():
     config = {"model_type": "llama", "hidden_size": 64}
     assert "kv" not in AxisSizes(find_architecture(config, Path()), config, {}).of({})

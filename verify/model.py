@@ -711,8 +711,8 @@ def _make_parallel(
         return [(module.get_parameter(name), summed) for name in whole]
     elif Kind.ROW in kinds:
         row_parallel(module, groups.along(summed), bias=whole[0] if whole else "bias")
-    elif any(role.is_gathered and role.kind is Kind.COLUMN for role in own.values()):
-        role = next(role for role in own.values() if role.is_gathered and role.kind is Kind.COLUMN)
+    elif columns := [role for role in own.values() if role.is_gathered and role.kind is Kind.COLUMN]:
+        role = columns[0]
         dim = min(role.entry.layout.parallel_dims)
         if role.entry.layout.rule.dims[dim].axis is None:
             raise PlanError(

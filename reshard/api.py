@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -482,13 +481,11 @@ def _move(source: Source, targets: _Targets, staging: Staging, options: Options,
     jobs = _jobs(source, targets)
     todo = sum(file.size for file in targets.files)
     done = total - todo
-    lock = threading.Lock()
 
     def count(nbytes: int) -> None:
         nonlocal done
-        with lock:
-            done += nbytes
-            progress(done, total)
+        done += nbytes
+        progress(done, total)
 
     def finished(file: TargetFile, checksum: str | None) -> None:
         staging.note_finished(*targets.parts[file], file.size, checksum)

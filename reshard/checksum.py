@@ -1,4 +1,4 @@
-"""A checksum of files whose parts are read or written in any order, by any thread, as fast as memory is read.
+"""A checksum of files whose parts are read or written in any order, by any process, as fast as memory is read.
 
 The file, padded with zeros, is a sequence of little-endian 64-bit words. They are summed, modulo 2^64, in 499 columns
 (word i goes to column i mod 499), and again in 487. The checksum is the BLAKE2b (8 bytes, as hex digits) of these 986
@@ -12,7 +12,6 @@ other distance is seen. It is against accidents, not against forgery.
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -60,35 +59,39 @@ def _columns(words: Words, width: int) -> Words:
 
 
 class PartialSum:
-    """The checksum of a file of ``size`` bytes as its parts come in. Safe to use from several threads."""
+    """The checksum of a file of ``size`` bytes as its parts come in."""
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.seen = 0
         self._columns = tuple(np.zeros(width, dtype=np.uint64) for width in WIDTHS)
-        self._seen = 0
-        self._lock = threading.Lock()
 
-    def add(self, offset: int, length: int, part: Part | None) -> bool:
-        """Take in a part, or (None) only count its bytes; True if it was the last one missing."""
-        with self._lock:
-            if part is not None:
-                assert part.fits(offset)
-                for columns, added in zip(self._columns, part.columns, strict=True):
-                    first = offset // WORD % columns.size
-                    columns[first:] += added[: columns.size - first]
-                    columns[:first] += added[columns.size - first :]
-            self._seen += length
-            return self._seen == self.size
+    def add(self, offset: int, length: int, part: Part | None) -> None:
+        """Take in a part, or (None) only count its bytes."""
+        self.seen += length
+        if part is None:
+            return
+        assert part.fits(offset)
+        for columns, added in zip(self._columns, part.columns, strict=True):
+            first = offset // WORD % columns.size
+            columns[first:] += added[: columns.size - first]
+            columns[:first] += added[columns.size - first :]
+
+    def merge(self, other: PartialSum) -> None:
+        """Take in all that another sum of the same file has."""
+        self.seen += other.seen
+        for columns, added in zip(self._columns, other._columns, strict=True):
+            columns += added
 
     @property
     def is_complete(self) -> bool:
         """Whether parts of all bytes have come in."""
-        return self._seen == self.size
+        return self.seen == self.size
 
     def value(self) -> str:
         """The checksum as 16 hex digits. Raises RuntimeError unless the parts that came in have the file's size."""
         if not self.is_complete:
-            raise RuntimeError(f"{self._seen} of the {self.size} bytes of a file were summed")
+            raise RuntimeError(f"{self.seen} of the {self.size} bytes of a file were summed")
         words = np.concatenate([*self._columns, np.array([self.size], dtype=np.uint64)])
         return blake2b(words.astype("<u8").tobytes(), digest_size=8).hexdigest()
 

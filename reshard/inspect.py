@@ -19,7 +19,7 @@ from formats.errors import CheckpointError, MismatchError, PlanError, ReshardErr
 from formats.mesh import Mesh, mesh_from_document
 from formats.safetensors import TensorInfo, parse_header, read_header
 from formats.sharded import MANIFEST, METADATA_KEY, Manifest, is_sharded, rank_folders, read_manifest
-from reshard.output import SUFFIX, TASK, is_unfinished, staging_of
+from reshard.output import SUFFIX, staging_of, unfinished_command
 
 
 @dataclass
@@ -71,8 +71,9 @@ def inspect(path: Path) -> Report:
         raise CheckpointError(f"{path}: no such file or folder", hint)
     if path.is_file():
         return _file(path)
-    if is_unfinished(path):
-        return _staging(path)
+    command = unfinished_command(path)
+    if command is not None:
+        return _staging(path, command)
     if is_sharded(path):
         return _split(path)
     return _full(path)
@@ -294,15 +295,9 @@ def _check_whole(report: Report) -> None:
 # --------------------------------------------------------------------------------------------------------- staging
 
 
-def _staging(path: Path) -> Report:
-    """The folder in which an output is built."""
-    report = Report(path, "unfinished output", "safetensors")
-    task = _object(path / TASK)
-    command = task.get("command", "a command")
-    report.kind = f"unfinished output of {command}"
-    if isinstance(task.get("mesh"), dict):
-        report.mesh = mesh_from_document(task["mesh"], str(path))
-    report.source = f"fingerprint {str(task.get('source', ''))[:16]}"
+def _staging(path: Path, command: str) -> Report:
+    """The folder in which an output is built by a command."""
+    report = Report(path, f"unfinished output of {command}", "safetensors")
     _take_config(report, path)
     finished = [file for file in path.rglob("*.safetensors") if file.is_file()]
     begun = [file for file in path.rglob("*.incomplete") if file.is_file()]

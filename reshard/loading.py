@@ -22,7 +22,7 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = _TYPES
 
 def load_rank(source: Source, target: Plan, rank: int) -> dict[str, torch.Tensor]:
     """The tensors of ``rank``, of its local shapes. Reads only the bytes that the rank owns."""
-    reader = Reader(checksum=False)
+    reader = Reader()
     try:
         held = [name for name in source.names if target.entries[name].layout.boxes[rank] is not None]
         return {name: _load(source, target, rank, name, reader) for name in held}

@@ -1,10 +1,10 @@
-"""The engine: carries out transfers between files, in one pass, in bounded memory, on a few threads.
+"""The engine: carries out transfers between files, in one pass, in bounded memory, in a few processes.
 
 It knows byte ranges and nothing else: no dtype, no model. Jobs are tensors in the order of the source; each is cut
-into slabs (see ``reshard.transfer``) that are read, checked, rearranged and written. Each thread has a stretch of the
-jobs of its own, so that threads seldom write to the same file, and helps the others when it is done with that.
-What is read is mapped, so that bytes are copied once, by the call that writes them, or twice where they are
-rearranged. Sums, copies and writes release the interpreter lock.
+into slabs (see ``reshard.transfer``) that are read, checked, rearranged and written. Each process has a stretch of the
+jobs of its own, so that they seldom write to the same file, and helps the others when it is done with that. What is
+read is mapped, so that bytes are copied once, by the call that writes them, or twice where they are rearranged. This
+process opens and finishes the files, and adds up what the others report.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ import contextlib
 import itertools
 import mmap
 import os
-import threading
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -31,11 +29,10 @@ from reshard.output import disk_errors, refused
 from reshard.reading import Bytes, Reader, SourceFile, SourcePlace, pieces
 from reshard.system import reserve
 from reshard.transfer import Copy, Region, Slab, Way
+from reshard.workers import Report, share
 
 STEPS = 64 << 20
-"""Bytes that the steps of all threads together read and write at a time, about. Large steps are for large windows, as
-threads wait for each other when a mapping comes or goes.
-"""
+"""Bytes that the steps of all processes together read and write at a time, about."""
 
 WRITE = 1 << 16
 """Bytes of one system call that writes, which ends where a multiple of it ends in the file. Larger ones take larger
@@ -55,8 +52,6 @@ class TargetFile:
     sum: PartialSum = field(init=False)
     descriptor: int = -1
     """Where it is open for writing, while it is."""
-    lock: threading.Lock = field(init=False, default_factory=threading.Lock)
-    """Held by the thread that writes a larger part, for which the others had better look for something else to do."""
 
     def __post_init__(self) -> None:
         self.sum = PartialSum(self.size)
@@ -95,7 +90,7 @@ class Job:
 
 @dataclass
 class Options:
-    """How to move: threads, checksums, durability."""
+    """How to move: processes, checksums, durability."""
 
     workers: int | None = None
     checksum: bool = True
@@ -109,14 +104,14 @@ class Options:
         return self.checksum and self.record
 
     @cached_property
-    def threads(self) -> int:
-        """The number of threads: as asked, or one for each core, at least two and at most eight."""
+    def processes(self) -> int:
+        """The number of processes that move: as asked, or one for each core, at least two and at most eight."""
         return self.workers or max(2, min(8, os.cpu_count() or 1))
 
     @property
     def step(self) -> int:
-        """Bytes that one thread may read and write at a time."""
-        return STEPS // max(2, self.threads)
+        """Bytes that one process may read and write at a time."""
+        return STEPS // max(2, self.processes)
 
 
 def move(
@@ -131,39 +126,55 @@ def move(
 
     ``progress`` is called with the number of bytes written. Raises CheckpointError for files that cannot be read or
     written, MismatchError for replicas that differ and for padding that is not zero. On any error, and on
-    KeyboardInterrupt, the threads are stopped and the files closed before it is raised.
+    KeyboardInterrupt, the processes are stopped and the files closed before it is raised.
     """
-    mover = _Mover(options, finished, progress)
+    mover = _Mover(options, targets, jobs, finished, progress)
     try:
-        for target in targets:
-            mover.start(target)
-        mover.run(jobs)
-    except BaseException:
-        mover.stop()
-        raise
+        mover.run()
     finally:
         mover.close()
 
 
+@dataclass
+class _Account:
+    """What a process has moved since its last report: the sums of what it read and wrote, by the file's number."""
+
+    sums: dict[int, PartialSum] = field(default_factory=dict)
+    nbytes: int = 0
+    """Bytes written."""
+
+    def add(self, number: int, size: int, offset: int, length: int, part: Part | None) -> None:
+        """Take in a part of a file of ``size`` bytes."""
+        if number not in self.sums:
+            self.sums[number] = PartialSum(size)
+        self.sums[number].add(offset, length, part)
+
+
 class _Mover:
     def __init__(
-        self, options: Options, finished: Callable[[TargetFile, str | None], None], progress: Callable[[int], None]
+        self,
+        options: Options,
+        targets: Sequence[TargetFile],
+        jobs: Sequence[Job],
+        finished: Callable[[TargetFile, str | None], None],
+        progress: Callable[[int], None],
     ) -> None:
-        self._options = options
-        self._finished = finished
-        self._progress = progress
-        self._reader = Reader(checksum=options.checksum)
-        self._started: list[TargetFile] = []
-        self._stopped = threading.Event()
-        self._local = threading.local()
+        self._options, self._targets, self._jobs = options, targets, jobs
+        self._finished, self._progress = finished, progress
+        sources = dict.fromkeys(place.file for job in jobs for place in job.sources if place is not None)
+        self._files: list[TargetFile | SourceFile] = [*targets, *sources]
+        self._numbers = {file: number for number, file in enumerate(self._files)}
+        self._busy = mmap.mmap(-1, max(1, len(targets)))
+        self._reader = Reader(self._read if options.checksum else None)
+        self._account = _Account()
+        self._arena = _Arena()
 
     # -- files
 
-    def start(self, target: TargetFile) -> None:
+    def _start(self, target: TargetFile) -> None:
         """Create a target file of full size and write its header."""
         with disk_errors(target.staged):
             target.descriptor = os.open(target.staged, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
-            self._started.append(target)
             reserve(target.descriptor, target.size)
         self._write_piece(target, 0, np.frombuffer(target.header, dtype=np.uint8))
 
@@ -180,59 +191,70 @@ class _Mover:
         descriptor, target.descriptor = target.descriptor, -1
         os.close(descriptor)
 
-    def stop(self) -> None:
-        self._stopped.set()
-
     def close(self) -> None:
+        """Close all files. What is unfinished is of no use to the next run, and it may have filled the disk."""
         self._reader.close()
-        for target in self._started:
-            if target.descriptor >= 0:  # unfinished: of no use to the next run, and it may have filled the disk
+        for target in self._targets:
+            if target.descriptor >= 0:
                 with contextlib.suppress(OSError):
                     self._close(target)
                     target.staged.unlink()
 
     # -- running
 
-    def run(self, jobs: Sequence[Job]) -> None:
-        """Let the threads draw slabs, each from its own stretch of the jobs first; the first error stops them all."""
-        stretches = [_Stretch(part, self._options.step) for part in _stretches(jobs, self._options.threads)]
-        with ThreadPoolExecutor(len(stretches)) as pool:
-            futures = [pool.submit(self._work, stretches[i:] + stretches[:i]) for i in range(len(stretches))]
-            try:
-                done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-            except BaseException:
-                self.stop()
-                raise
-            for future in done:
-                future.result()
+    def run(self) -> None:
+        """Start the files, and let the processes draw slabs, each from its own stretch of the jobs first."""
+        for target in self._targets:
+            self._start(target)
+        self._report(self._take)
+        work = sum(job.nbytes for job in self._jobs)
+        count = max(1, min(self._options.processes, work // self._options.step))
+        stretches = [_Stretch(part, self._options.step) for part in _stretches(self._jobs, count)]
+        try:
+            share(count, lambda number, report: self._work(stretches[number:] + stretches[:number], report), self._take)
+        finally:
+            for stretch in stretches:
+                stretch.close()
 
-    def _work(self, stretches: Sequence[_Stretch]) -> None:
+    def _work(self, stretches: Sequence[_Stretch], report: Report) -> None:
         try:
             for stretch in stretches:
-                while not self._stopped.is_set():
-                    step = stretch.draw()
-                    if step is None:
-                        break
-                    self._carry_out(*step)
-        except BaseException:
-            self.stop()
-            raise
+                for job, slab in stretch.draw():
+                    self._carry_out(job, slab)
+                    if self._account.nbytes >= self._options.step:
+                        self._report(report)
+        finally:
+            self._report(report)
+
+    def _report(self, report: Report) -> None:
+        account, self._account = self._account, _Account()
+        report(account)
+
+    def _take(self, account: _Account) -> None:
+        """Add up what was moved, and finish the files that are complete."""
+        for number, part in account.sums.items():
+            file = self._files[number]
+            file.sum.merge(part)
+            if isinstance(file, TargetFile) and file.sum.is_complete:
+                self._finish(file)
+        self._progress(account.nbytes)
 
     def _carry_out(self, job: Job, slab: Slab) -> None:
-        arena = _Arena(self._local)
+        arena = self._arena
+        arena.clear()
         if slab.is_flat and not slab.checks:
-            self._stream(job, slab, arena)
+            self._stream(job, slab)
             return
         read = {region.rank: self._reader.read(job.source(region.rank), region, arena.take) for region in slab.reads}
         check_slab(job, slab, read)
         if slab.is_flat:
             self._write_flat(job, slab, read)
         else:
-            self._write_blocks(job, slab, read, arena)
+            self._write_blocks(job, slab, read)
 
     # -- reading and writing
 
-    def _stream(self, job: Job, slab: Slab, arena: _Arena) -> None:
+    def _stream(self, job: Job, slab: Slab) -> None:
         """Move plain byte ranges window by window: each is read once and written to all that want it."""
         starts = {region.rank: region.offset for region in slab.writes}
         for region in slab.reads:
@@ -240,8 +262,8 @@ class _Mover:
             start = source.offset + region.offset
 
             def move(window: _Window, file: SourceFile = source.file, start: int = start) -> None:
-                arena.clear()
-                data = self._reader.view(file, start + window.begin, window.end - window.begin, arena.take)
+                self._arena.clear()
+                data = self._reader.view(file, start + window.begin, window.end - window.begin, self._arena.take)
                 for place, piece in pieces(data):
                     part = self._reader.sum(file, start + window.begin + place, piece)
                     for copy in window.copies:
@@ -256,20 +278,17 @@ class _Mover:
                 self._write_zeros(job, copy, starts[copy.target])
 
     def _one_by_one(self, job: Job, items: Iterable[tuple[int, T]], move: Callable[[T], None]) -> None:
-        """Move items, each for a target rank: those first to whose file no other thread is writing."""
+        """Move items, each for a target rank: those first to whose file no other process is writing, as it seems."""
         waiting = deque(items)
         while waiting:
             for _ in range(len(waiting)):
-                lock = self._place(job, waiting[0][0]).file.lock
-                if lock.acquire(blocking=False):
+                number = self._numbers[self._place(job, waiting[0][0]).file]
+                if not self._busy[number]:
                     break
                 waiting.rotate(-1)
-            else:
-                lock.acquire()
-            try:
-                move(waiting.popleft()[1])
-            finally:
-                lock.release()
+            self._busy[number] = 1
+            move(waiting.popleft()[1])
+            self._busy[number] = 0
 
     @staticmethod
     def _place(job: Job, rank: int) -> TargetPlace:
@@ -292,7 +311,8 @@ class _Mover:
             data = read[copy.source][copy.source_slices]
             self._write(job, copy.target, offsets[copy.target] + copy.target_slices[0].start, data)
 
-    def _write_blocks(self, job: Job, slab: Slab, read: dict[int, Bytes], arena: _Arena) -> None:
+    def _write_blocks(self, job: Job, slab: Slab, read: dict[int, Bytes]) -> None:
+        arena = self._arena
         mark = arena.used
 
         def move(region: Region) -> None:
@@ -325,9 +345,11 @@ class _Mover:
                 position += os.pwrite(target.descriptor, view[position:end], offset + position)
         except OSError as error:
             raise refused("write", target.path, error) from error
-        self._progress(size)
-        if target.sum.add(offset, size, part):
-            self._finish(target)
+        self._account.nbytes += size
+        self._account.add(self._numbers[target], target.size, offset, size, part)
+
+    def _read(self, file: SourceFile, offset: int, length: int, part: Part) -> None:
+        self._account.add(self._numbers[file], file.size, offset, length, part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,16 +376,35 @@ def _windows(copies: Sequence[Copy], size: int) -> Iterator[_Window]:
 
 
 class _Stretch:
-    """Neighbouring jobs, from which threads draw slabs."""
+    """Neighbouring jobs, from which processes draw steps. A pipe holds the number of the step to be drawn next."""
+
+    _LENGTH = 8
 
     def __init__(self, jobs: Sequence[Job], step: int) -> None:
-        self._steps = ((job, slab) for job in jobs for slab in job.transfer.slabs(step))
-        self._lock = threading.Lock()
+        self._jobs, self._step = jobs, step
+        self._reads, self._writes = os.pipe()
+        self._put(0)
 
-    def draw(self) -> tuple[Job, Slab] | None:
-        """The next step; None if there is none left."""
-        with self._lock:
-            return next(self._steps, None)
+    def draw(self) -> Iterator[tuple[Job, Slab]]:
+        """The steps that fall to this process: no other will draw them."""
+        drawn = self._next()
+        for number, step in enumerate((job, slab) for job in self._jobs for slab in job.transfer.slabs(self._step)):
+            if number == drawn:
+                yield step
+                drawn = self._next()
+
+    def _next(self) -> int:
+        number = int.from_bytes(os.read(self._reads, self._LENGTH), "little")
+        self._put(number + 1)
+        return number
+
+    def _put(self, number: int) -> None:
+        os.write(self._writes, number.to_bytes(self._LENGTH, "little"))
+
+    def close(self) -> None:
+        """Close the pipe."""
+        os.close(self._reads)
+        os.close(self._writes)
 
 
 def _stretches(jobs: Sequence[Job], count: int) -> Iterator[Sequence[Job]]:
@@ -375,23 +416,22 @@ def _stretches(jobs: Sequence[Job], count: int) -> Iterator[Sequence[Job]]:
 
 
 class _Arena:
-    """Buffers of one thread, handed out one after the other and taken back all at once; memory is kept for the next."""
+    """Buffers handed out one after the other and taken back all at once; memory is kept for the next."""
 
-    def __init__(self, kept: threading.local) -> None:
-        self._kept = kept
+    def __init__(self) -> None:
+        self._memory: Bytes = np.empty(0, dtype=np.uint8)
         self.used = 0
 
     def take(self, nbytes: int, offset: int = 0) -> Bytes:
         """A buffer of arbitrary content, which lies in its page of memory as ``offset`` does in its page of a file:
         some processors copy several times slower between places that differ by a few bytes there.
         """
-        memory: Bytes | None = getattr(self._kept, "memory", None)
         first = -(-self.used // mmap.PAGESIZE) * mmap.PAGESIZE + offset % mmap.PAGESIZE
         self.used = first + nbytes
-        if memory is None or memory.size < self.used:
+        if self._memory.size < self.used:
             # what was handed out before stays alive in the old memory, as long as it is used
-            memory = self._kept.memory = np.frombuffer(mmap.mmap(-1, max(self.used, PIECE)), dtype=np.uint8)
-        return memory[first : self.used]
+            self._memory = np.frombuffer(mmap.mmap(-1, max(self.used, PIECE)), dtype=np.uint8)
+        return self._memory[first : self.used]
 
     def clear(self, used: int = 0) -> None:
         """Take back all buffers but the first ``used`` bytes."""

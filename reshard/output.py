@@ -1,9 +1,9 @@
 """Output that is either complete under its final name, or not there: staging, journal, locks, atomic publication.
 
-Everything is built in ``OUT.partial`` and renamed to ``OUT`` when complete. ``.reshard-*`` in it are the task (so that
-another run can tell whether it may go on with the files), a journal of finished files with their checksums, and the
-locks. Ranks that are written alone (``--rank``) are renamed into ``OUT`` one by one; the manifest there lists those
-that are complete. Guarantees: POSIX rename is atomic; against power loss only with ``fsync``.
+Everything is built in ``OUT.partial`` and renamed to ``OUT`` when complete. ``.reshard-*`` in it are the task (an empty
+file whose name tells another run whether it may go on with the files), a journal of finished files with their
+checksums, and the locks. Ranks that are written alone (``--rank``) are renamed into ``OUT`` one by one; the manifest
+there lists those that are complete. Guarantees: POSIX rename is atomic; against power loss only with ``fsync``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import fcntl
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -26,7 +28,10 @@ from reshard.checksum import checksum
 STATE = ".reshard-"
 """How the names of what is not part of the output begin in a staging folder."""
 
-TASK = f"{STATE}task.json"
+TASK = f"{STATE}task-"
+PATIENCE = 0.2
+"""Seconds for the processes of a run that was killed to end, which hold its locks till then."""
+
 SUFFIX = ".partial"
 
 
@@ -35,9 +40,16 @@ def staging_of(out: Path) -> Path:
     return out.with_name(out.name + SUFFIX)
 
 
-def is_unfinished(path: Path) -> bool:
-    """Whether a path is such a folder."""
-    return path.name.endswith(SUFFIX) and (path / TASK).is_file()
+def unfinished_command(path: Path) -> str | None:
+    """The command that such a folder is the work of, None for any other path."""
+    tasks = path.glob(f"{TASK}*-*") if path.name.endswith(SUFFIX) else ()
+    return next((task.name.removeprefix(TASK).rpartition("-")[0] for task in tasks), None)
+
+
+def _task_name(task: Mapping[str, Any]) -> str:
+    # A name and not a content, which would lie on the disk: to remove that can take 0.2 s while the disk is busy.
+    digest = blake2b(json.dumps(task, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return f"{TASK}{task['command']}-{digest}"
 
 
 @dataclass(frozen=True)
@@ -51,13 +63,14 @@ class Finished:
 class Staging:
     """The place in which one output is built. A context manager: the locks are held inside it.
 
-    ``task`` describes what is written, in JSON: a run may go on with the files of another that had an equal task.
-    ``parts`` are the folders that this run writes (``""`` is the root).
+    ``task`` describes what is written, in JSON, with the ``command``: a run may go on with the files of another that
+    had an equal task. ``parts`` are the folders that this run writes (``""`` is the root).
     """
 
     def __init__(self, out: Path, task: Mapping[str, Any], parts: Sequence[str], *, fsync: bool) -> None:
-        self.out, self.parts, self._task, self._fsync = out, tuple(parts), json.dumps(task, sort_keys=True), fsync
+        self.out, self.parts, self._fsync = out, tuple(parts), fsync
         self.work = staging_of(out)
+        self._task = self.work / _task_name(task)
         self._locks: list[TextIO] = []
         self._journals: dict[str, TextIO] = {}
         self.finished: dict[str, Finished] = {}
@@ -81,8 +94,10 @@ class Staging:
     # -- locks
 
     def _lock_parts(self) -> None:
+        give_up = time.monotonic() + PATIENCE
         for part in self.parts:
-            lock = self._lock(f"lock-{part or 'root'}", wait=False)
+            while (lock := self._lock(f"lock-{part or 'root'}", wait=False)) is None and time.monotonic() < give_up:
+                time.sleep(0.01)
             if lock is None:
                 raise CheckpointError(f"another run is writing {self.out / part}", "wait for it, or stop it")
             self._locks.append(lock)
@@ -113,18 +128,17 @@ class Staging:
 
     def _adopt_or_clear(self) -> None:
         """Keep what an equal task has left; clear away what any other task has, unless it is still running."""
-        path = self.work / TASK
         lock = self._lock("lock-task", wait=True)
         assert lock is not None
         with lock:
-            if path.exists() and path.read_text() == self._task:
+            if self._task.exists():
                 return
             built = [entry for entry in self.work.iterdir() if not entry.name.startswith(STATE)]
             if built:
                 self._check_nobody_else_writes()
-                for entry in (*built, *self.work.glob(f"{STATE}journal-*")):
-                    _remove(entry)
-            _replace_text(path, self._task)
+            for entry in (*built, *self.work.glob(f"{STATE}journal-*"), *self.work.glob(f"{TASK}*")):
+                _remove(entry)
+            self._task.touch()
 
     def _check_nobody_else_writes(self) -> None:
         mine = {f"lock-{part or 'root'}" for part in self.parts}
@@ -279,12 +293,6 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink()
-
-
-def _replace_text(path: Path, text: str) -> None:
-    staged = path.with_name(path.name + ".new")
-    staged.write_text(text)
-    staged.replace(path)
 
 
 def _free_name(path: Path) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,12 +48,14 @@ class SourcePlace:
 
 
 class Reader:
-    """Reads regions of source files, each file opened once; sums what it reads where a checksum is expected."""
+    """Reads regions of source files, each file opened once.
 
-    def __init__(self, *, checksum: bool) -> None:
-        self._checksum = checksum
+    Where a file's checksum is expected, ``summed`` is called with the offset and the sums of what is read of it.
+    """
+
+    def __init__(self, summed: Callable[[SourceFile, int, int, Part], None] | None = None) -> None:
+        self._summed = summed
         self._descriptors: dict[Path, int] = {}
-        self._lock = threading.Lock()
 
     def read(self, place: SourcePlace, region: Region, room: Room) -> Bytes:
         """A region of a tensor, in the region's shape; only to be read. ``room`` gives a buffer for it."""
@@ -84,11 +85,11 @@ class Reader:
         return data
 
     def sum(self, file: SourceFile, offset: int, data: Bytes) -> Part | None:
-        """Take bytes that were read into the file's checksum; their sums, where they are wanted for this file."""
-        if not self._checksum or file.expected is None:
+        """Sum bytes that were read, where that is wanted for this file."""
+        if self._summed is None or file.expected is None:
             return None
         part = sum_part(data, offset)
-        file.sum.add(offset, data.size, part)
+        self._summed(file, offset, data.size, part)
         return part
 
     def close(self) -> None:
@@ -117,13 +118,9 @@ class Reader:
             raise refused("read", path, error) from error
 
     def _descriptor(self, path: Path) -> int:
-        descriptor = self._descriptors.get(path)
-        if descriptor is not None:
-            return descriptor
-        with self._lock:
-            if path not in self._descriptors:
-                self._descriptors[path] = os.open(path, os.O_RDONLY)
-            return self._descriptors[path]
+        if path not in self._descriptors:
+            self._descriptors[path] = os.open(path, os.O_RDONLY)
+        return self._descriptors[path]
 
 
 def pieces(data: Bytes) -> Iterator[tuple[int, Bytes]]:

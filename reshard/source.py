@@ -33,7 +33,7 @@ from formats.sharded import (
 )
 from reshard.blocks import with_blocks
 from reshard.checksum import sum_part
-from reshard.output import is_unfinished
+from reshard.output import unfinished_command
 from reshard.plan import FullTensor, Model, Plan, bind, make_plan
 from reshard.reading import SourceFile, SourcePlace
 
@@ -119,7 +119,7 @@ def open_source(
     Raises CheckpointError, MismatchError and PlanError.
     """
     where = location or str(path.resolve())
-    if is_unfinished(path):
+    if unfinished_command(path) is not None:
         raise CheckpointError(f"{path} is unfinished output", "run the command that began it again: it goes on")
     if is_sharded(path):
         return _open_sharded(path, where, plan_file)

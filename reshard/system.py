@@ -1,16 +1,18 @@
-"""Two calls of the C library that Python has not, or makes while it holds the interpreter lock."""
+"""Calls of the C library that Python has not."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
 import os
+import signal
 import sys
 
 import numpy as np
 from numpy.typing import NDArray
 
 _POPULATE_READ = 22
+_SET_PARENT_DEATH_SIGNAL = 1
 _LIBRARY = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
@@ -35,3 +37,11 @@ def populate(mapped: NDArray[np.uint8]) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     if _LIBRARY.madvise(ctypes.c_void_p(mapped.ctypes.data), ctypes.c_size_t(mapped.size), _POPULATE_READ):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def stop_with_parent(parent: int) -> None:
+    """Have this process killed when the one that forked it dies, where the system can."""
+    if _LIBRARY is not None:
+        _LIBRARY.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        if os.getppid() != parent:  # it is dead already
+            os.kill(os.getpid(), signal.SIGKILL)

@@ -33,11 +33,13 @@ def test_parts_in_any_order(size, cuts, random):
     bounds = sorted({0, size, *(cut for cut in cuts if cut < size)})
     places = list(itertools.pairwise(bounds))
     random.shuffle(places)
-    total = PartialSum(size)
-    complete = [total.add(a, b - a, sum_part(whole[a:b], a)) for a, b in places]
-    assert complete == [False] * (len(places) - 1) + [True]
-    assert total.is_complete
-    assert total.value() == definition(whole)
+    one, other = PartialSum(size), PartialSum(size)
+    for place, (a, b) in enumerate(places):
+        assert not one.is_complete and not other.is_complete
+        (one if place % 2 else other).add(a, b - a, sum_part(whole[a:b], a))
+    one.merge(other)
+    assert one.is_complete
+    assert one.value() == definition(whole)
 
 
 def test_a_part_is_the_same_wherever_words_begin_alike():

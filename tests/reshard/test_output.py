@@ -215,7 +215,7 @@ def test_a_full_disk_midway_and_then_room_again(tmp_path, monkeypatch):
     assert contents(tmp_path / "out") == contents(tmp_path / "expected")
 
 
-def test_an_error_in_one_thread_ends_those_that_wait_for_it(tmp_path, monkeypatch):
+def test_an_error_in_one_process_ends_the_others(tmp_path, monkeypatch):
     source = write_checkpoint(tmp_path / "source")
     split(source, tmp_path / "shards", 4)
     real, calls = os.pwrite, itertools.count()
@@ -260,7 +260,7 @@ def test_fsync_reaches_every_file_and_folder(ranks, tmp_path, monkeypatch):
 
 def test_another_run_may_remove_the_staging_folder_meanwhile(tmp_path):
     """The last rank to finish removes it, just when an earlier one asks for its lock."""
-    with Staging(tmp_path / "out", {}, ["rank-00-of-02"], fsync=False) as staging:
+    with Staging(tmp_path / "out", {"command": "split"}, ["rank-00-of-02"], fsync=False) as staging:
         shutil.rmtree(staging.work)
         with staging.publishing():
             assert (tmp_path / "out").is_dir()

@@ -302,28 +302,35 @@ def test_a_real_trained_checkpoint(tmp_path):
     assert before == after
 
 
-@pytest.mark.parametrize("mapped", [1, 1 << 20])
-def test_one_pass(tmp_path, monkeypatch, mapped):
-    """Each source byte is read once and each target byte written once, headers and 64 bytes a tensor for the
-    fingerprint aside.
+@pytest.mark.parametrize(("mapped", "steps"), [(1, 1 << 26), (1 << 20, 1 << 26), (1 << 20, 1000)])
+def test_one_pass(tmp_path, monkeypatch, mapped, steps):
+    """Each source byte is read once and each target byte written once, by one process or several, headers and 64 bytes
+    a tensor for the fingerprint aside.
     """
     source = write_checkpoint(tmp_path / "source", files=3)
-    traffic = {"read": 0, "written": 0}
+    log = tmp_path / "log"
     real_read, real_write, real_map = os.preadv, os.pwrite, Reader._map
 
-    def read(descriptor, buffers, offset):
-        count = real_read(descriptor, buffers, offset)
-        traffic["read"] += count
+    def note(kind, count):
+        with log.open("a") as file:
+            file.write(f"{kind} {count} {os.getpid()}\n")
         return count
+
+    def read(descriptor, buffers, offset):
+        return note("read", real_read(descriptor, buffers, offset))
 
     def write(descriptor, data, offset):
-        count = real_write(descriptor, data, offset)
-        traffic["written"] += count
-        return count
+        return note("written", real_write(descriptor, data, offset))
 
     def map_(reader, path, offset, nbytes):
-        traffic["read"] += nbytes
+        note("read", nbytes)
         return real_map(reader, path, offset, nbytes)
+
+    def traffic(kind):
+        lines = [line.split() for line in log.read_text().splitlines()]
+        processes = {pid for _, _, pid in lines} - {str(os.getpid())}
+        assert len(processes) > 1 if steps < 1 << 20 else not processes
+        return sum(int(count) for found, count, _ in lines if found == kind)
 
     def again(path):
         raise AssertionError(f"{path} is read a second time for its checksum")
@@ -333,13 +340,14 @@ def test_one_pass(tmp_path, monkeypatch, mapped):
     monkeypatch.setattr(os, "pwrite", write)
     monkeypatch.setattr(Reader, "_map", map_)
     monkeypatch.setattr("reshard.reading.MAPPED", mapped)
+    monkeypatch.setattr("reshard.move.STEPS", steps)
 
     def check(folder: Path, out: Path) -> None:
         files = list(folder.rglob("*.safetensors"))
         data = sum(i.nbytes for f in files for i in read_header(f).tensors.values())
-        assert traffic["read"] == data
-        assert traffic["written"] == sum(f.stat().st_size for f in out.rglob("*.safetensors"))
-        traffic.update(read=0, written=0)
+        assert traffic("read") == data
+        assert traffic("written") == sum(f.stat().st_size for f in out.rglob("*.safetensors"))
+        log.unlink()
 
     split(source, tmp_path / "four", 4)
     check(source, tmp_path / "four")
@@ -349,7 +357,8 @@ def test_one_pass(tmp_path, monkeypatch, mapped):
     check(tmp_path / "eight", tmp_path / "merged")
     load(source, 4, 1)
     owned = sum(i.nbytes for i in read_header(tmp_path / "four/rank-01-of-04/model.safetensors").tensors.values())
-    assert traffic["read"] == owned, "one rank reads only its own bytes"
+    lines = [line.split() for line in log.read_text().splitlines()]
+    assert sum(int(count) for _, count, _ in lines) == owned, "one rank reads only its own bytes"
 
 
 def test_without_checksums_the_shards_are_the_same(tmp_path):

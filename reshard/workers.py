@@ -1,0 +1,161 @@
+"""One task for several processes: forked, so that they have all that this one has, and stopped when it stops."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import signal
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from formats.errors import CheckpointError, ReshardError
+from reshard.system import stop_with_parent
+
+Report = Callable[[Any], None]
+"""Passes on anything that can be pickled to the process that shares the task."""
+
+_LENGTH = 8
+_CAUSES = {
+    signal.SIGKILL: "the machine may be short of memory",
+    signal.SIGBUS: "a file may have been cut off while it was read, or cannot be read",
+}
+
+
+def share(count: int, work: Callable[[int, Report], None], take: Report) -> None:
+    """Call ``work`` with each number below ``count`` and a function to report with, each in a process of its own, and
+    ``take`` in this one with whatever they report. With a ``count`` of 1, all of it is in this process.
+
+    ``work`` has to do with fewer processes, where the system allows no more. The first error, of any of them or of this
+    one, stops them all, and is raised when they have ended. Raises CheckpointError where one was killed.
+    """
+    workers: list[_Worker] = []
+    try:
+        for number in range(count if count > 1 else 0):
+            try:
+                workers.append(_Worker(work, number))
+            except OSError:
+                break
+        if workers:
+            _listen(workers, take)
+        else:
+            work(0, take)
+    finally:
+        for worker in workers:
+            worker.stop()
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What went wrong in a worker, and where."""
+
+    error: BaseException
+    trace: str
+
+    def raised(self) -> NoReturn:
+        """Raise it here."""
+        if isinstance(self.error, ReshardError):
+            raise self.error
+        raise self.error from RuntimeError(self.trace)
+
+
+class _Worker:
+    """A forked process, and the pipe that its reports come through."""
+
+    def __init__(self, work: Callable[[int, Report], None], number: int) -> None:
+        parent = os.getpid()
+        self.pipe, reports = os.pipe()
+        # a worker is stopped by this process, which is told of Ctrl-C as all of the terminal's are
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self.pid = os.fork()
+            if self.pid == 0:
+                _run(work, number, reports, parent, mask)
+        except OSError:
+            os.close(self.pipe)
+            raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            os.close(reports)
+        self._status: int | None = None
+
+    def receive(self) -> Any:
+        """The next report, None when there are no more. Raises CheckpointError if the process was killed."""
+        length = int.from_bytes(self._read(_LENGTH), "little")
+        content = self._read(length)
+        if length and len(content) == length:
+            return pickle.loads(content)
+        self._status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        if self._status:
+            number = signal.Signals(-self._status) if self._status < 0 else None
+            name = f"was ended by signal {number.name}" if number else f"ended with status {self._status}"
+            raise CheckpointError(f"a worker process {name}", _CAUSES.get(number) if number else None)
+        return None
+
+    def _read(self, length: int) -> bytes:
+        content = bytearray()
+        while len(content) < length:
+            part = os.read(self.pipe, length - len(content))
+            if not part:
+                break
+            content += part
+        return bytes(content)
+
+    def stop(self) -> None:
+        """End the process, if it has not ended, and wait until it has."""
+        os.close(self.pipe)
+        if self._status is None:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+
+
+def _run(
+    work: Callable[[int, Report], None], number: int, pipe: int, parent: int, mask: Iterable[signal.Signals | int]
+) -> NoReturn:
+    """What a worker does, to its end. It leaves without the clean-up that its parent will do."""
+    status = 1
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        stop_with_parent(parent)
+        try:
+            work(number, lambda report: _send(pipe, pickle.dumps(report)))
+        except BaseException as error:
+            _send(pipe, _pickled(_Failure(error, traceback.format_exc())))
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _pickled(failure: _Failure) -> bytes:
+    try:
+        return pickle.dumps(failure)
+    except Exception:
+        return pickle.dumps(_Failure(RuntimeError(repr(failure.error)), failure.trace))
+
+
+def _send(pipe: int, content: bytes) -> None:
+    rest = memoryview(len(content).to_bytes(_LENGTH, "little") + content)
+    while rest:
+        rest = rest[os.write(pipe, rest) :]
+
+
+def _listen(workers: Sequence[_Worker], take: Report) -> None:
+    """Take in reports until all workers are done."""
+    poll = select.poll()
+    speaking = {worker.pipe: worker for worker in workers}
+    for pipe in speaking:
+        poll.register(pipe, select.POLLIN)
+    while speaking:
+        for pipe, _ in poll.poll():
+            report = speaking[pipe].receive()
+            if report is None:
+                poll.unregister(pipe)
+                del speaking[pipe]
+            elif isinstance(report, _Failure):
+                report.raised()
+            else:
+                take(report)

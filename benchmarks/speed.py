@@ -3,21 +3,22 @@
     python -m benchmarks.speed [--gigabytes 4] [--rounds 5] [--folder DIR] [--script]
 
 Prints for each operation the median of the seconds, the ratio to ``cp -r`` (timed alternately), and the peak resident
-memory. Outputs are removed after each round; the page cache is warm. ``--script`` also times the script that
+memory (of a further run on Linux: the sum of the peaks of all its processes, in which pages that they share count
+several times). Outputs are removed after each round; the page cache is warm. ``--script`` also times the script that
 everybody writes, with ``safe_open`` and ``save_file``.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import contextlib
+import re
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.checkpoints import write_llama
@@ -48,23 +49,27 @@ for rank in range(tp):
 """
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Seconds of wall time and peak resident bytes of one run."""
-
-    seconds: float
-    peak: int
-
-
-def run(command: list[str]) -> Timing:
-    """Run a command to its end."""
+def run(command: list[str]) -> float:
+    """Run a command to its end; the seconds of wall time that it took."""
     begin = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
+    status = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
     if status:
         sys.exit(f"{' '.join(command)}: exit status {status}")
-    scale = 1 if sys.platform == "darwin" else 1024
-    return Timing(time.perf_counter() - begin, usage.ru_maxrss * scale)
+    return time.perf_counter() - begin
+
+
+def peak_memory(command: list[str]) -> int:
+    """Run a command to its end; the sum of the largest resident sets of its processes in bytes, 0 if not on Linux."""
+    peaks: dict[str, int] = {}
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    while process.poll() is None:
+        main = Path(f"/proc/{process.pid}")
+        with contextlib.suppress(OSError):  # ended meanwhile
+            for pid in (main.name, *(main / "task" / main.name / "children").read_text().split()):
+                found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+                peaks[pid] = 1024 * int(found[1]) if found else 0
+        time.sleep(0.005)
+    return sum(peaks.values())
 
 
 def compare(name: str, source: Path, command: list[str], out: Path, rounds: int) -> None:
@@ -77,9 +82,10 @@ def compare(name: str, source: Path, command: list[str], out: Path, rounds: int)
         second = run(command)
         shutil.rmtree(out) if out.is_dir() else out.unlink()
         if i:  # the first round warms the page cache
-            theirs.append(first.seconds)
-            ours.append(second.seconds)
-            peak = second.peak
+            theirs.append(first)
+            ours.append(second)
+    peak = peak_memory(command)
+    shutil.rmtree(out) if out.is_dir() else out.unlink()
     mine, base = statistics.median(ours), statistics.median(theirs)
     ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
     print(

@@ -107,7 +107,7 @@ write_options = _options(
     click.option("--overwrite", is_flag=True, help="Replace an output that exists, once the new one is complete."),
     click.option("--fsync", is_flag=True, help="Have all on the disk before it gets its name, against power loss."),
     click.option("--no-checksum", is_flag=True, help="Neither record checksums nor compare them with recorded ones."),
-    click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Threads; default: one a core, 2 to 8."),
+    click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Processes; default: one a core, 2 to 8."),
     click.option("--dry-run", is_flag=True, help="Check everything and write nothing."),
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")

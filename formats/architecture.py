@@ -25,6 +25,8 @@ else:
     import tomli as tomllib
 
 BUILT_IN = Path(__file__).parent / "architectures"
+HEADS = Path(__file__).parent / "heads.toml"
+"""Rules that every built-in architecture has beside its own: what stands in the place of a language model's head."""
 CONFIG_DEFAULTS = Path(__file__).parent / "config_defaults.json"
 """What transformers' configuration classes say where a ``config.json`` says nothing."""
 
@@ -172,15 +174,18 @@ def _below(node: _Node) -> Iterator[str]:
 
 def load_architecture(path: Path) -> Architecture:
     """Read an architecture file. Raises PlanError that names the file and the line at fault."""
+    return architecture_from_document(_document(path), path.stem, str(path))
+
+
+def _document(path: Path) -> dict[str, Any]:
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise PlanError(f"plan file {path} does not exist") from None
     except OSError as error:
         raise PlanError(f"plan file {path} cannot be read: {error.strerror or error}") from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise PlanError(f"plan file {path} cannot be read: {error}") from None
-    return architecture_from_document(document, path.stem, str(path))
 
 
 def architecture_from_document(document: Mapping[str, Any], name: str, where: str) -> Architecture:
@@ -307,7 +312,10 @@ def built_in_architectures() -> Mapping[str, Path]:
 
 
 def find_architecture(config: Mapping[str, Any], where: Path) -> Architecture:
-    """The built-in architecture for a ``config.json``. Raises PlanError with the nearest known model types."""
+    """The built-in architecture for a ``config.json``, with the rules for heads of any kind.
+
+    Raises PlanError with the nearest known model types.
+    """
     model_type = config.get("model_type")
     hint = "'reshard plan SOURCE --draft FILE' writes a draft; check it (docs/design.md), pass it with --plan FILE"
     if not isinstance(model_type, str):
@@ -317,7 +325,9 @@ def find_architecture(config: Mapping[str, Any], where: Path) -> Architecture:
         near = difflib.get_close_matches(model_type, built_in_architectures(), n=3, cutoff=0.4)
         names = f" (nearest known: {', '.join(near)})" if near else ""
         raise PlanError(f"unknown model_type '{model_type}' in {where / 'config.json'}{names}", hint)
-    return load_architecture(path)
+    document = _document(path)
+    document["tensors"] = {**_document(HEADS)["tensors"], **document["tensors"]}
+    return architecture_from_document(document, path.stem, str(path))
 
 
 @lru_cache

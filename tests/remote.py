@@ -1885,3 +1885,36 @@ REMOTE["Motif-grouped"] = Remote(
         "model.layers.0.self_attn.o_proj.weight": (1, [(112, 224)]),
     },
 )
+
+
+# --------------------------------------------------------------------------------------------------- heads of any kind
+
+_BODY: dict[str, Shape] = {"embed_tokens.weight": (101, 80), "norm.weight": (80,)}
+_LAYERS = _at("layers.[0-1]", {**_NORMS, **_QKV, **_at("mlp", _mlp(72))})
+_TWO = {**_DENSE, "num_hidden_layers": 2}
+_HEADS: dict[str, tuple[str, str, dict[str, Shape]]] = {
+    "qwen2-process-reward": (
+        "qwen2",
+        "model.",
+        {"lm_head.weight": (101, 80), "score.0.weight": (80, 80), "score.0.bias": (80,), "score.2.weight": (2, 80)},
+    ),
+    "llama-value-head": ("llama", "model.", {"v_head.summary.weight": (1, 80), "v_head.summary.bias": (1,)}),
+    "mistral-regression": ("mistral", "model.", {"regression_head.weight": (1, 80)}),
+    "llama-armo": (
+        "llama",
+        "model.",
+        {
+            "regression_layer.weight": (19, 80),
+            "reward_transform_matrix": (19, 19),
+            "gating.logit_scale": (1,),
+            "gating.layers.[0-1].weight": (24, 24),
+        },
+    ),
+    "gemma2-tokens": ("gemma2", "model.", {"score.weight": (7, 80), "score.bias": (7,)}),
+    "mistral-embedding": ("mistral", "", {}),
+    "llama-answers": ("llama", "transformer.", {"qa_outputs.weight": (2, 80), "qa_outputs.bias": (2,)}),
+}
+for _name, (_type, _prefix, _head) in _HEADS.items():
+    REMOTE[_name] = Remote(
+        {**_TWO, "model_type": _type}, {**{_prefix + key: shape for key, shape in (_BODY | _LAYERS).items()}, **_head}
+    )

@@ -1918,3 +1918,145 @@ for _name, (_type, _prefix, _head) in _HEADS.items():
     REMOTE[_name] = Remote(
         {**_TWO, "model_type": _type}, {**{_prefix + key: shape for key, shape in (_BODY | _LAYERS).items()}, **_head}
     )
+
+# ----------------------------------------------------------------------------------------------- encoders of publishers
+
+_ENCODER: dict[str, Any] = {**_WIDE, "type_vocab_size": 2, "max_position_embeddings": 64}
+_NORM2: dict[str, Shape] = {"weight": (96,), "bias": (96,)}
+_LINEAR = {"weight": (96, 96), "bias": (96,)}
+_EMBEDDED: dict[str, Shape] = {
+    "embeddings.word_embeddings.weight": (101, 96),
+    "embeddings.token_type_embeddings.weight": (2, 96),
+}
+_FLASH: dict[str, Shape] = {
+    **_at("emb_ln", _NORM2),
+    **{f"encoder.layers.[0-1].norm{number}.{what}": shape for number in (1, 2) for what, shape in _NORM2.items()},
+}
+# 3 experts of 20 in layer 1; the second of two ranks has the second half of each
+_HALVES = [(10, 20), (30, 40), (50, 60)]
+REMOTE["nomic_bert-moe"] = Remote(
+    {
+        "model_type": "nomic_bert",
+        "n_embd": 96,
+        "n_head": 8,
+        "n_inner": 20,
+        "n_layer": 2,
+        "vocab_size": 101,
+        "type_vocab_size": 2,
+        "num_experts": 3,
+        "moe_every_n_layers": 2,
+    },
+    {
+        **_EMBEDDED,
+        **_FLASH,
+        **_at("encoder.layers.[0-1].attn", {"Wqkv.weight": (288, 96), "Wqkv.bias": (288,), **_at("out_proj", _LINEAR)}),
+        "encoder.layers.0.mlp.fc1.weight": (20, 96),
+        "encoder.layers.0.mlp.fc1.bias": (20,),
+        "encoder.layers.0.mlp.fc2.weight": (96, 20),
+        "encoder.layers.0.mlp.fc2.bias": (96,),
+        "encoder.layers.1.mlp.router.layer.weight": (3, 96),
+        "encoder.layers.1.mlp.experts.mlp.w1": (60, 96),
+        "encoder.layers.1.mlp.experts.mlp.w2": (60, 96),
+        "encoder.layers.1.mlp.experts.bias": (96,),
+    },
+    degrees=(2, 4),
+    parts={
+        "encoder.layers.1.mlp.experts.mlp.w1": (0, _HALVES),
+        "encoder.layers.1.mlp.experts.mlp.w2": (0, _HALVES),
+    },
+)
+REMOTE["new"] = Remote(
+    {**_ENCODER, "model_type": "new"},
+    {
+        **_at("new", _EMBEDDED),
+        **_at("new.embeddings.LayerNorm", _NORM2),
+        **_at("new.encoder.layer.[0-1].attention", {"qkv_proj.weight": (288, 96), "qkv_proj.bias": (288,)}),
+        **_at("new.encoder.layer.[0-1].attention.o_proj", _LINEAR),
+        **_at("new.encoder.layer.[0-1].attn_ln", _NORM2),
+        **_at("new.encoder.layer.[0-1].mlp_ln", _NORM2),
+        "new.encoder.layer.[0-1].mlp.up_gate_proj.weight": (144, 96),
+        "new.encoder.layer.[0-1].mlp.down_proj.weight": (96, 72),
+        "new.encoder.layer.[0-1].mlp.down_proj.bias": (96,),
+        **_at("new.pooler.dense", _LINEAR),
+        "classifier.weight": (1, 96),
+        "classifier.bias": (1,),
+    },
+    parts={"new.encoder.layer.1.mlp.up_gate_proj.weight": (0, [(36, 72), (108, 144)])},
+)
+
+
+def _adapted(name: str, out: int, width: int, embedding: bool = False) -> dict[str, Shape]:
+    """A matrix with adapters of rank 4 for 5 tasks, as torch's parametrizations name them."""
+    a, b = (5, 4, width), (5, out, 4)
+    first, second = ((5, out, 4), (5, 4, width)) if embedding else (a, b)
+    at = f"{name}.parametrizations.weight"
+    return {
+        f"{at}.original": (out, width),
+        f"{at}.0.lora_A": first,
+        f"{at}.0.lora_B": second,
+        **({} if embedding else {f"{name}.bias": (out,)}),
+    }
+
+
+_JINA_PARTS = {
+    "roberta.encoder.layers.0.mixer.Wqkv.parametrizations.weight.original": _ALL,
+    "roberta.encoder.layers.0.mixer.Wqkv.parametrizations.weight.0.lora_B": (1, _ALL[1]),
+    "roberta.encoder.layers.0.mixer.out_proj.parametrizations.weight.0.lora_A": (2, [(48, 96)]),
+}
+REMOTE["xlm-roberta-adapters"] = Remote(
+    {**_ENCODER, "model_type": "xlm-roberta", "lora_rank": 4, "position_embedding_type": "rotary"},
+    {
+        **_at("roberta", _FLASH),
+        **_adapted("roberta.embeddings.word_embeddings", 101, 96, embedding=True),
+        **_adapted("roberta.embeddings.token_type_embeddings", 2, 96, embedding=True),
+        **_adapted("roberta.encoder.layers.[0-1].mixer.Wqkv", 288, 96),
+        **_adapted("roberta.encoder.layers.[0-1].mixer.out_proj", 96, 96),
+        **_adapted("roberta.encoder.layers.[0-1].mlp.fc1", 72, 96),
+        **_adapted("roberta.encoder.layers.[0-1].mlp.fc2", 96, 72),
+        **_adapted("roberta.pooler.dense", 96, 96),
+    },
+    parts=_JINA_PARTS,
+)
+REMOTE["xlm-roberta-rotary"] = Remote(
+    {**_ENCODER, "model_type": "xlm-roberta", "position_embedding_type": "rotary"},
+    {
+        **_EMBEDDED,
+        **_FLASH,
+        **_at(
+            "encoder.layers.[0-1].mixer", {"Wqkv.weight": (288, 96), "Wqkv.bias": (288,), **_at("out_proj", _LINEAR)}
+        ),
+        "encoder.layers.[0-1].mlp.fc1.weight": (72, 96),
+        "encoder.layers.[0-1].mlp.fc1.bias": (72,),
+        "encoder.layers.[0-1].mlp.fc2.weight": (96, 72),
+        "encoder.layers.[0-1].mlp.fc2.bias": (96,),
+        "linear.weight": (24, 96),
+    },
+)
+_BERT_HEADS: dict[str, Shape] = {
+    f"attention.self.{name}.{what}": shape for name in ("query", "key", "value") for what, shape in _LINEAR.items()
+}
+for _name, _gated, _down, _rest in (
+    ("bert-jina", "gated_layers", "wo", {**_at("mlp.layernorm", _NORM2), **_at("attention.output.LayerNorm", _NORM2)}),
+    (
+        "bert-jina-code",
+        "up_gated_layer",
+        "down_layer",
+        {
+            key: shape
+            for part in ("layer_norm_1", "layer_norm_2", "attention.self.layer_norm_q", "attention.self.layer_norm_k")
+            for key, shape in _at(part, _NORM2).items()
+        },
+    ),
+):
+    REMOTE[_name] = Remote(
+        {**_ENCODER, "model_type": "bert"},
+        {
+            **_EMBEDDED,
+            **_at("embeddings.LayerNorm", _NORM2),
+            **_at("encoder.layer.[0-1]", {**_BERT_HEADS, **_at("attention.output.dense", _LINEAR), **_rest}),
+            f"encoder.layer.[0-1].mlp.{_gated}.weight": (144, 96),
+            f"encoder.layer.[0-1].mlp.{_down}.weight": (96, 72),
+            f"encoder.layer.[0-1].mlp.{_down}.bias": (96,),
+        },
+        parts={f"encoder.layer.1.mlp.{_gated}.weight": (0, [(36, 72), (108, 144)])},
+    )

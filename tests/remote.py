@@ -2060,3 +2060,242 @@ for _name, _gated, _down, _rest in (
         },
         parts={f"encoder.layer.1.mlp.{_gated}.weight": (0, [(36, 72), (108, 144)])},
     )
+
+# ------------------------------------------------------------------------------ further types that serving engines know
+
+REMOTE["solar"] = Remote(
+    {**_BARE, "model_type": "solar", "bskcn_1": [1], "bskcn_tv": [0.9, 0.8]},
+    {**_ENDS, **_at("model.layers.[0-2]", {**_NORMS, **_QKV_BARE, **_at("mlp", _mlp(72))})},
+    parts=_BARE_PARTS,
+)
+_QK_NORMS: dict[str, Shape] = {"self_attn.q_norm.weight": (12,), "self_attn.k_norm.weight": (12,)}
+REMOTE["rnd1"] = Remote(
+    {**_DENSE, "model_type": "rnd1", "moe_intermediate_size": 24, "num_experts": 3},
+    {
+        **_ENDS,
+        **_at("model.layers.[0-2]", {**_NORMS, **_QKV, **_QK_NORMS, "mlp.gate.weight": (3, 80)}),
+        **_at("model.layers.[0-2].mlp.experts.[0-2]", _mlp(24)),
+    },
+)
+for _name, _more in (("llada2_moe", {"num_key_value_heads": 4}), ("sarvam_moe", {"num_shared_experts": 1})):
+    REMOTE[_name] = Remote(
+        {**_LING, **_more, "model_type": _name},
+        {
+            **_LING_ENDS,
+            **_at("model.layers.[0-2]", {**_NORMS, **_LING_ATTENTION}),
+            **_at("model.layers.0.mlp", _mlp(72)),
+            **_at("model.layers.[1-2].mlp", {"gate.weight": (6, 80), "gate.expert_bias": (6,)}),
+            **_at("model.layers.[1-2].mlp.experts.[0-5]", _mlp(24)),
+            **_at("model.layers.[1-2].mlp.shared_experts", _mlp(24 if _name == "sarvam_moe" else 48)),
+        },
+        parts={"model.layers.1.attention.query_key_value.weight": _PACKED},
+    )
+# 8 heads of 6 and 4 for q and k, of 10 for v
+_LATENT: dict[str, Any] = {
+    **_BARE,
+    "num_key_value_heads": 8,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+    "kv_lora_rank": 28,
+}
+_LATENT_ATTENTION: dict[str, Shape] = {
+    "self_attn.kv_a_proj_with_mqa.weight": (32, 80),
+    "self_attn.kv_a_layernorm.weight": (28,),
+    "self_attn.kv_b_proj.weight": (128, 28),
+    "self_attn.o_proj.weight": (80, 80),
+}
+for _name in ("plm", "youtu_llm", "joyai_llm_flash", "sarvam_mla"):
+    _experts = _name in ("joyai_llm_flash", "sarvam_mla")
+    _keys = ("num_experts", "num_shared_experts") if _name == "sarvam_mla" else ("n_routed_experts", "n_shared_experts")
+    _rank: dict[str, Shape] = {
+        "self_attn.q_a_proj.weight": (36, 80),
+        "self_attn.q_a_layernorm.weight": (36,),
+        "self_attn.q_b_proj.weight": (80, 36),
+    }
+    _whole: dict[str, Shape] = {"self_attn.q_proj.weight": (80, 80)}
+    REMOTE[_name] = Remote(
+        {
+            **_LATENT,
+            "model_type": _name,
+            **({"q_lora_rank": 36} if _name == "youtu_llm" else {}),
+            **({"moe_intermediate_size": 24, "first_k_dense_replace": 1} if _experts else {}),
+            **(dict(zip(_keys, (3, 1), strict=True)) if _experts else {}),
+        },
+        {
+            **_ENDS,
+            **_at("model.layers.[0-2]", {**_NORMS, **_LATENT_ATTENTION, **(_rank if _name == "youtu_llm" else _whole)}),
+            **{
+                f"model.layers.[0-{0 if _experts else 2}].mlp.{key}": shape
+                for key, shape in _mlp(72).items()
+                if _name != "plm" or "gate" not in key
+            },
+            **(
+                {
+                    "model.layers.[1-2].mlp.gate.weight": (3, 80),
+                    "model.layers.[1-2].mlp.gate.e_score_correction_bias": (3,),
+                    **_at("model.layers.[1-2].mlp.experts.[0-2]", _mlp(24)),
+                    **_at("model.layers.[1-2].mlp.shared_experts", _mlp(24)),
+                }
+                if _experts
+                else {}
+            ),
+        },
+        parts={"model.layers.1.self_attn.kv_b_proj.weight": (0, [(64, 128)])},
+    )
+REMOTE["smallthinker"] = Remote(
+    {
+        **{key: value for key, value in _DENSE.items() if key != "intermediate_size"},
+        "model_type": "smallthinker",
+        "moe_ffn_hidden_size": 24,
+        "moe_num_primary_experts": 3,
+    },
+    {
+        **_ENDS,
+        **_at("model.layers.[0-2]", {**_NORMS, **_QKV, "block_sparse_moe.primary_router.weight": (3, 80)}),
+        **_at("model.layers.[0-2].block_sparse_moe.experts.[0-2]", _mlp(24, 80, "gate up down")),
+    },
+    parts={"model.layers.2.block_sparse_moe.experts.1.down.weight": (1, [(12, 24)])},
+)
+REMOTE["plamo3"] = Remote(
+    {**_DENSE, "model_type": "plamo3"},
+    {
+        **_ENDS,
+        **{
+            f"model.layers.layers.[0-2].{when}_{what}_norm.weight": (80,)
+            for when in ("pre", "post")
+            for what in ("mixer", "mlp")
+        },
+        "model.layers.layers.[0-2].mixer.qkv_proj.weight": (192, 80),
+        "model.layers.layers.[0-2].mixer.o_proj.weight": (80, 96),
+        "model.layers.layers.[0-2].mixer.q_norm.weight": (12,),
+        "model.layers.layers.[0-2].mixer.k_norm.weight": (12,),
+        "model.layers.layers.[0-2].mlp.gate_up_proj.weight": (144, 80),
+        "model.layers.layers.[0-2].mlp.down_proj.weight": (80, 72),
+    },
+    parts={"model.layers.layers.0.mixer.qkv_proj.weight": _PACKED},
+)
+_CODE_NORMS: dict[str, Shape] = {f"ln_{n}.{what}": (96,) for n in (1, 2) for what in ("weight", "bias")}
+REMOTE["codeshell"] = Remote(
+    {
+        "model_type": "codeshell",
+        "n_embd": 96,
+        "n_head": 8,
+        "num_query_groups": 4,
+        "n_inner": 72,
+        "n_layer": 2,
+        "vocab_size": 101,
+    },
+    {
+        "transformer.wte.weight": (101, 96),
+        "transformer.ln_f.weight": (96,),
+        "transformer.ln_f.bias": (96,),
+        "lm_head.weight": (101, 96),
+        **_at(
+            "transformer.h.[0-1]",
+            {
+                **_CODE_NORMS,
+                "attn.c_attn.weight": (192, 96),
+                "attn.c_attn.bias": (192,),
+                **_at("attn.c_proj", _LINEAR),
+                "mlp.c_fc.weight": (72, 96),
+                "mlp.c_fc.bias": (72,),
+                "mlp.c_proj.weight": (96, 72),
+                "mlp.c_proj.bias": (96,),
+            },
+        ),
+    },
+    parts={"transformer.h.1.attn.c_attn.weight": _PACKED},
+)
+REMOTE["hf_olmo"] = Remote(
+    {
+        "model_type": "hf_olmo",
+        "d_model": 96,
+        "n_heads": 8,
+        "n_layers": 2,
+        "mlp_hidden_size": 144,
+        "vocab_size": 97,
+        "embedding_size": 101,
+    },
+    {
+        "model.transformer.wte.weight": (101, 96),
+        "model.transformer.ff_out.weight": (101, 96),
+        **_at(
+            "model.transformer.blocks.[0-1]",
+            {
+                "att_proj.weight": (288, 96),
+                "attn_out.weight": (96, 96),
+                "ff_proj.weight": (144, 96),
+                "ff_out.weight": (96, 72),
+            },
+        ),
+    },
+    parts={
+        "model.transformer.blocks.0.att_proj.weight": _ALL,
+        "model.transformer.blocks.1.ff_proj.weight": (0, [(36, 72), (108, 144)]),
+    },
+)
+
+# Language models under the names of Llama beside a tower for images, as their authors published them
+_TEXT: dict[str, Shape] = {**_BODY, **_LAYERS}
+_TALL: dict[str, Shape] = {"patch.weight": (32, 12), "blocks.[0-1].qkv.weight": (96, 32)}
+
+
+def _images(config: dict[str, Any], body: str, head: str, towers: Mapping[str, Shape]) -> Remote:
+    return Remote(config, {**{body + key: shape for key, shape in _TEXT.items()}, head: (101, 80), **towers})
+
+
+_PROJECTOR: dict[str, Shape] = {
+    "model.mm_projector.0.weight": (80, 32),
+    "model.mm_projector.2.weight": (80, 80),
+    "model.image_newline": (80,),
+    **_at("model.vision_tower.vision_tower", _TALL),
+}
+for _name, _type in (("llava-own", "llava"), *((_t, _t) for _t in ("llava_llama", "llava_mistral", "llava_qwen"))):
+    REMOTE[_name] = _images({**_TWO, "model_type": _type, "mm_hidden_size": 32}, "model.", "lm_head.weight", _PROJECTOR)
+for _type in ("skywork_chat", "Llama_Nemotron_Nano_VL", "eagle_2_5_vl"):
+    _section = "text_config" if _type == "eagle_2_5_vl" else "llm_config"
+    REMOTE[_type] = _images(
+        {"model_type": _type, _section: {**_TWO, "model_type": "qwen2"}, "vision_config": {}},
+        "language_model.model.",
+        "language_model.lm_head.weight",
+        {**_at("vision_model", _TALL), "mlp1.0.weight": (32,), "mlp1.1.weight": (80, 32)},
+    )
+REMOTE["sarashina2_vision"] = _images(
+    {"model_type": "sarashina2_vision", "text_config": {**_TWO, "model_type": "llama"}},
+    "llm.model.",
+    "llm.lm_head.weight",
+    {**_at("visual", _TALL), "norm.weight": (80,), "norm.bias": (80,)},
+)
+REMOTE["openvla"] = _images(
+    {"model_type": "openvla", "text_config": {**_TWO, "model_type": "llama"}},
+    "language_model.model.",
+    "language_model.lm_head.weight",
+    {**_at("vision_backbone.featurizer", _TALL), "projector.fc1.weight": (80, 32), "projector.fc1.bias": (80,)},
+)
+REMOTE["opencua"] = _images(
+    {"model_type": "opencua", "text_config": {**_TWO, "model_type": "qwen2"}},
+    "language_model.model.",
+    "language_model.lm_head.weight",
+    _at("vision_tower", _TALL),
+)
+REMOTE["isaac"] = _images(
+    {**_TWO, "model_type": "isaac", "vision_config": {}},
+    "model.",
+    "lm_head.weight",
+    _at("model.vision_embedding.0", _TALL),
+)
+REMOTE["hyperclovax_vlm"] = _images(
+    {"model_type": "hyperclovax_vlm", "text_config": {**_TWO, "model_type": "llama"}},
+    "language_model.model.",
+    "language_model.lm_head.weight",
+    {**_at("vision_model", _TALL), "mm_projector.proj.weight": (80, 32), "image_newline": (80,)},
+)
+REMOTE["qwen-images"] = Remote(
+    {**REMOTE["qwen"].config, "visual": {"width": 32}},
+    {**REMOTE["qwen"].tensors, **_at("transformer.visual.transformer", _TALL)},
+)
+REMOTE["chatglm-images"] = Remote(
+    {**REMOTE["chatglm"].config, "vision_config": {"hidden_size": 32}},
+    {**REMOTE["chatglm"].tensors, **_at("transformer.vision.transformer", _TALL), "transformer.vision.boi": (1, 1, 80)},
+)

@@ -2299,3 +2299,156 @@ REMOTE["chatglm-images"] = Remote(
     {**REMOTE["chatglm"].config, "vision_config": {"hidden_size": 32}},
     {**REMOTE["chatglm"].tensors, **_at("transformer.vision.transformer", _TALL), "transformer.vision.boi": (1, 1, 80)},
 )
+_COG = REMOTE["cogvlm"]
+REMOTE["cogagent"] = Remote(
+    {
+        **{key: value for key, value in _COG.config.items() if key != "model_type"},
+        "architectures": ["CogAgentForCausalLM"],
+        "cross_hidden_size": 28,
+        "cross_compute_hidden_size": 40,
+    },
+    {
+        **_COG.tensors,
+        "model.layers.[0-1].cross_attn.query.weight": (40, 96),
+        "model.layers.[0-1].cross_attn.key_value.weight": (80, 28),
+        "model.layers.[0-1].cross_attn.dense.weight": (96, 40),
+        "model.layers.[0-1].post_cross_attention_layernorm.weight": (96,),
+        **_at("model.cross_vision.vit", _TALL),
+    },
+    parts={"model.layers.1.cross_attn.key_value.weight": (0, [(20, 40), (60, 80)])},
+)
+
+# ------------------------------------------------------------------------------- further types with names of their own
+
+# 10 heads of 8 on 5 KV heads, which are not dealt; Mamba of twice the width
+_HYMBA: dict[str, Shape] = {
+    "input_layernorm.weight": (80,),
+    "pre_moe_layernorm.weight": (80,),
+    "mamba.conv1d.weight": (160, 1, 3),
+    "mamba.conv1d.bias": (160,),
+    "mamba.x_proj.0.weight": (15, 160),
+    "mamba.dt_proj.0.weight": (160, 5),
+    "mamba.dt_proj.0.bias": (160,),
+    "mamba.A_log.0": (160, 5),
+    "mamba.D.0": (160,),
+    "mamba.dt_layernorm.weight": (5,),
+    "mamba.B_layernorm.weight": (5,),
+    "mamba.C_layernorm.weight": (5,),
+    "mamba.pre_avg_layernorm1.weight": (160,),
+    "mamba.pre_avg_layernorm2.weight": (160,),
+    "mamba.out_proj.weight": (80, 160),
+    **_at("moe.experts.0", _mlp(72)),
+}
+REMOTE["hymba"] = Remote(
+    {
+        **_BARE,
+        "model_type": "hymba",
+        "num_attention_heads": 10,
+        "num_key_value_heads": 5,
+        "mamba_expand": 2,
+        "mamba_d_conv": 3,
+        "mamba_d_state": 5,
+        "mamba_dt_rank": 5,
+        "num_memory_tokens": 7,
+        "kv_reuse_group": [[1, 2]],
+    },
+    {
+        "model.embed_tokens.weight": (101, 80),
+        "model.memory_tokens": (7, 80),
+        "model.final_layernorm.weight": (80,),
+        "lm_head.weight": (101, 80),
+        **_at("model.layers.[0-2]", _HYMBA),
+        "model.layers.[0-1].mamba.in_proj.weight": (520, 80),
+        "model.layers.2.mamba.in_proj.weight": (400, 80),
+    },
+    parts={
+        "model.layers.1.mamba.in_proj.weight": (0, [(0, 200), (280, 360), (440, 520)]),
+        "model.layers.2.mamba.in_proj.weight": (0, [(0, 80), (160, 240), (320, 400)]),
+        "model.layers.2.mamba.x_proj.0.weight": (1, [(80, 160)]),
+    },
+)
+# 8 query heads of 10 on 2 KV heads in turn: a rank of two has one KV head and every other query head
+REMOTE["plamo"] = Remote(
+    {
+        **{key: value for key, value in _BARE.items() if "key_value" not in key},
+        "model_type": "plamo",
+        "n_shared_head": 4,
+    },
+    {
+        **_ENDS,
+        "model.layers.layers.[0-2].norm.weight": (80,),
+        "model.layers.layers.[0-2].self_attn.q_proj.weight": (80, 80),
+        "model.layers.layers.[0-2].self_attn.k_proj.weight": (20, 80),
+        "model.layers.layers.[0-2].self_attn.v_proj.weight": (20, 80),
+        "model.layers.layers.[0-2].self_attn.o_proj.weight": (80, 80),
+        **_at("model.layers.layers.[0-2].mlp", _mlp(72)),
+    },
+    parts={
+        "model.layers.layers.1.self_attn.q_proj.weight": (0, [(10, 20), (30, 40), (50, 60), (70, 80)]),
+        "model.layers.layers.1.self_attn.o_proj.weight": (1, [(10, 20), (30, 40), (50, 60), (70, 80)]),
+        "model.layers.layers.1.self_attn.k_proj.weight": (0, [(10, 20)]),
+    },
+)
+REMOTE["gpt_refact"] = Remote(
+    {"model_type": "gpt_refact", "n_embd": 80, "n_head": 8, "n_layer": 2, "vocab_size": 101},
+    {
+        "transformer.wte.weight": (101, 80),
+        "transformer.ln_f.weight": (80,),
+        "lm_head.weight": (101, 80),
+        **_at(
+            "transformer.h.[0-1]",
+            {
+                "ln_1.weight": (80,),
+                "ln_2.weight": (80,),
+                "attn.q.weight": (80, 80),
+                "attn.kv.weight": (20, 80),
+                "attn.c_proj.weight": (80, 80),
+                "mlp.gate_up_proj.weight": (512, 80),
+                "mlp.c_proj.weight": (80, 256),
+            },
+        ),
+    },
+    parts={
+        "transformer.h.0.attn.kv.weight": (0, [(0, 20)]),
+        "transformer.h.1.mlp.gate_up_proj.weight": (0, [(128, 256), (384, 512)]),
+    },
+)
+_MIXED: dict[str, Shape] = {
+    **{f"{name}.{what}": (80,) for name in ("attn_norm", "ffn_norm", "attn.g_norm") for what in ("weight", "bias")},
+    **{f"attn.x_{name}": (1, 1, 80) for name in "rwkvag"},
+    **{f"attn.{name}_proj.weight": (80, 80) for name in "rkvo"},
+    **{f"attn.{name}_lora.lora.0.weight": (rank, 80) for name, rank in zip("wag", (6, 7, 9), strict=True)},
+    **{f"attn.{name}_lora.lora.2.weight": (80, rank) for name, rank in zip("wag", (6, 7, 9), strict=True)},
+    "attn.w_lora.lora.2.bias": (80,),
+    "attn.a_lora.lora.2.bias": (80,),
+    "attn.k_k": (80,),
+    "attn.k_a": (80,),
+    "attn.r_k": (8, 10),
+    "ffn.x_k": (80,),
+    "ffn.key.weight": (72, 80),
+    "ffn.value.weight": (80, 72),
+}
+REMOTE["rwkv7"] = Remote(
+    {
+        "model_type": "rwkv7",
+        "hidden_size": 80,
+        "head_dim": 10,
+        "intermediate_size": 72,
+        "num_hidden_layers": 2,
+        "vocab_size": 101,
+        "decay_low_rank_dim": 6,
+        "a_low_rank_dim": 7,
+        "v_low_rank_dim": 5,
+        "gate_low_rank_dim": 9,
+    },
+    {
+        "model.embeddings.weight": (101, 80),
+        **{f"model.{name}.{what}": (80,) for name in ("norm", "layers.0.pre_norm") for what in ("weight", "bias")},
+        "lm_head.weight": (101, 80),
+        **_at("model.layers.[0-1]", _MIXED),
+        "model.layers.1.attn.v_lora.lora.0.weight": (5, 80),
+        "model.layers.1.attn.v_lora.lora.2.weight": (80, 5),
+        "model.layers.1.attn.v_lora.lora.2.bias": (80,),
+    },
+    parts={"model.layers.1.attn.r_k": (0, [(4, 8)]), "model.layers.1.attn.o_proj.weight": (1, [(40, 80)])},
+)

@@ -148,8 +148,15 @@ def test_unknown_model_type_names_the_nearest(tmp_path):
     ) as error:
         find_architecture({"model_type": "lama"}, tmp_path)
     assert "--plan" in str(error.value.hint)
-    with pytest.raises(PlanError, match="no model_type"):
-        find_architecture({}, tmp_path)
+    for config in ({}, {"architectures": ["SomeModel"]}, {"architectures": None}):
+        with pytest.raises(PlanError, match="no model_type"):
+            find_architecture(config, tmp_path)
+
+
+def test_a_config_without_a_model_type_is_known_by_its_class(tmp_path):
+    assert find_architecture({"architectures": ["CogAgentForCausalLM"]}, tmp_path).name == "cogvlm"
+    with pytest.raises(PlanError, match="unknown model_type 'other'"):
+        find_architecture({"model_type": "other", "architectures": ["CogAgentForCausalLM"]}, tmp_path)
 
 
 def test_a_section_may_lie_deeper():

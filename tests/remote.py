@@ -1933,7 +1933,7 @@ _FLASH: dict[str, Shape] = {
     **{f"encoder.layers.[0-1].norm{number}.{what}": shape for number in (1, 2) for what, shape in _NORM2.items()},
 }
 # 3 experts of 20 in layer 1; the second of two ranks has the second half of each
-_HALVES = [(10, 20), (30, 40), (50, 60)]
+_OF_EACH = [(10, 20), (30, 40), (50, 60)]
 REMOTE["nomic_bert-moe"] = Remote(
     {
         "model_type": "nomic_bert",
@@ -1961,8 +1961,8 @@ REMOTE["nomic_bert-moe"] = Remote(
     },
     degrees=(2, 4),
     parts={
-        "encoder.layers.1.mlp.experts.mlp.w1": (0, _HALVES),
-        "encoder.layers.1.mlp.experts.mlp.w2": (0, _HALVES),
+        "encoder.layers.1.mlp.experts.mlp.w1": (0, _OF_EACH),
+        "encoder.layers.1.mlp.experts.mlp.w2": (0, _OF_EACH),
     },
 )
 REMOTE["new"] = Remote(
@@ -2451,4 +2451,58 @@ REMOTE["rwkv7"] = Remote(
         "model.layers.1.attn.v_lora.lora.2.bias": (80,),
     },
     parts={"model.layers.1.attn.r_k": (0, [(4, 8)]), "model.layers.1.attn.o_proj.weight": (1, [(40, 80)])},
+)
+REMOTE["kormo"] = Remote(
+    {**_DENSE, "model_type": "kormo"},
+    {
+        **_ENDS,
+        "model.layers.[0-2].pre_attention_layernorm.weight": (80,),
+        "model.layers.[0-2].pre_mlp_layernorm.weight": (80,),
+        **_at("model.layers.[0-2]", {**_QKV, **_at("mlp", _mlp(72))}),
+    },
+)
+# 8 heads of 12, the q, k and v of each together; 2 / 3 of 105 is 70, of which 72 are made
+REMOTE["neobert"] = Remote(
+    {**_WIDE, "model_type": "neobert", "intermediate_size": 105},
+    {
+        "model.encoder.weight": (101, 96),
+        "model.layer_norm.weight": (96,),
+        "decoder.weight": (101, 96),
+        "decoder.bias": (101,),
+        **_at(
+            "model.transformer_encoder.[0-1]",
+            {
+                "attention_norm.weight": (96,),
+                "ffn_norm.weight": (96,),
+                "qkv.weight": (288, 96),
+                "wo.weight": (96, 96),
+                "ffn.w12.weight": (144, 96),
+                "ffn.w3.weight": (96, 72),
+            },
+        ),
+    },
+    parts={
+        "model.transformer_encoder.0.qkv.weight": (0, [(144, 288)]),
+        "model.transformer_encoder.0.ffn.w12.weight": (0, [(36, 72), (108, 144)]),
+    },
+)
+REMOTE["molmo-experts"] = Remote(
+    {**_MOLMO, "moe_num_experts": 3, "attention_layer_norm": True},
+    {
+        **{key: shape for key, shape in _MOLMO_TENSORS.items() if ".blocks." not in key or "vision" in key},
+        **_at(
+            "model.transformer.blocks.[0-1].attn",
+            {
+                "attn_norm.weight": (96,),
+                "att_proj.weight": (192, 96),
+                "q_norm.weight": (96,),
+                "k_norm.weight": (48,),
+                "attn_out.weight": (96, 96),
+            },
+        ),
+        "model.transformer.blocks.[0-1].mlp.ff_norm.weight": (96,),
+        "model.transformer.blocks.[0-1].mlp.gate.weight": (3, 96),
+        **_at("model.transformer.blocks.[0-1].mlp.experts.[0-2]", _mlp(72, 96)),
+    },
+    parts={"model.transformer.blocks.0.attn.att_proj.weight": _PACKED},
 )

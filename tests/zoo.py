@@ -1995,6 +1995,24 @@ _add(
     audio_token_index=99,
     tie_word_embeddings=False,
 )
+for _name in ("audioflamingo3", "musicflamingo"):
+    _add(
+        _name,
+        (2, 4, 8),
+        model=f"{'AudioFlamingo3' if _name == 'audioflamingo3' else 'MusicFlamingo'}ForConditionalGeneration",
+        text_config={**_DENSE, "model_type": "qwen2"},
+        audio_config={
+            "model_type": "audioflamingo3_encoder",
+            "num_mel_bins": 8,
+            "hidden_size": 28,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "intermediate_size": 44,
+            "max_source_positions": 24,
+        },
+        audio_token_id=99,
+        tie_word_embeddings=False,
+    )
 _SOUND: dict[str, Any] = {
     "num_mel_bins": 8,
     "hidden_size": 28,
@@ -2452,4 +2470,24 @@ _add(
     n_layer=3,
     vocab_size=101,
     pad_token_id=5,
+)
+
+# EmbeddingGemma 2, whose layers with full attention have heads of 20 on one KV head
+_EMBEDDING: dict[str, Any] = {
+    **_DENSE,
+    "hidden_size_per_layer_input": 6,
+    "embedding_dim": 36,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 8,
+    "global_head_dim": 20,
+    "num_global_key_value_heads": 1,
+}
+_add("embedding_gemma2_text", (2, 4, 8), model="EmbeddingGemma2TextModel", **_EMBEDDING)
+_add(
+    "embedding_gemma2",
+    (2, 4, 8),
+    model="EmbeddingGemma2Model",
+    text_config={**_EMBEDDING, "model_type": "embedding_gemma2_text"},
+    vision_config=None,
+    audio_config=None,
 )

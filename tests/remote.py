@@ -2506,3 +2506,14 @@ REMOTE["molmo-experts"] = Remote(
     },
     parts={"model.transformer.blocks.0.attn.att_proj.weight": _PACKED},
 )
+_RETRIEVAL: dict[str, Shape] = {"embedding_proj_layer.weight": (36, 80), "embedding_proj_layer.bias": (36,)}
+for _name, _model, _body, _head in (
+    ("colpali", "gemma", "vlm.language_model.model.", "vlm.language_model.lm_head.weight"),
+    ("colqwen2", "qwen2_vl_text", "vlm.language_model.", "vlm.lm_head.weight"),
+):
+    REMOTE[_name] = _images(
+        {"model_type": _name, "vlm_config": {"text_config": {**_TWO, "model_type": _model}}, "embedding_dim": 36},
+        _body,
+        _head,
+        {**_RETRIEVAL, **_at("vlm.vision_tower" if _name == "colpali" else "vlm.visual", _TALL)},
+    )

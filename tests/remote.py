@@ -2517,3 +2517,32 @@ for _name, _model, _body, _head in (
         _head,
         {**_RETRIEVAL, **_at("vlm.vision_tower" if _name == "colpali" else "vlm.visual", _TALL)},
     )
+# layers 0 and 2 with 4 KV heads of 8 query heads, layer 1 with 8; v of 10
+REMOTE["mimo_v2"] = Remote(
+    {
+        **_DENSE,
+        "model_type": "mimo_v2",
+        "v_head_dim": 10,
+        "swa_num_key_value_heads": 8,
+        "hybrid_layer_pattern": [0, 1, 0],
+        "attention_projection_layout": "fused_qkv",
+        "n_routed_experts": 3,
+        "moe_intermediate_size": 24,
+    },
+    {
+        **_ENDS,
+        **_at("model.layers.[0-2]", _NORMS),
+        "model.layers.[0-2].self_attn.o_proj.weight": (80, 80),
+        "model.layers.[0-2].self_attn.attention_sink_bias": (8,),
+        **{f"model.layers.{layer}.self_attn.qkv_proj.weight": (184, 80) for layer in (0, 2)},
+        "model.layers.1.self_attn.qkv_proj.weight": (272, 80),
+        **_at("model.layers.0.mlp", _mlp(72)),
+        "model.layers.[1-2].mlp.gate.weight": (3, 80),
+        "model.layers.[1-2].mlp.gate.e_score_correction_bias": (3,),
+        **_at("model.layers.[1-2].mlp.experts.[0-2]", _mlp(24)),
+    },
+    parts={
+        "model.layers.0.self_attn.qkv_proj.weight": (0, [(48, 96), (120, 144), (164, 184)]),
+        "model.layers.1.self_attn.qkv_proj.weight": (0, [(48, 96), (144, 192), (232, 272)]),
+    },
+)

@@ -2546,3 +2546,39 @@ REMOTE["mimo_v2"] = Remote(
         "model.layers.1.self_attn.qkv_proj.weight": (0, [(48, 96), (144, 192), (232, 272)]),
     },
 )
+REMOTE["llama_bidirec"] = Remote({**_TWO, "model_type": "llama_bidirec"}, _TEXT)
+REMOTE["nvembed"] = Remote(
+    {"model_type": "nvembed", "text_config": {**_TWO, "model_type": "bidir_mistral"}, "latent_attention_config": {}},
+    {
+        **{f"embedding_model.{key}": shape for key, shape in _TEXT.items()},
+        "latent_attention_model.latents": (16, 80),
+        "latent_attention_model.cross_attend_blocks.0.fn.to_q.weight": (96, 80),
+        "latent_attention_model.cross_attend_blocks.1.fn.net.0.bias": (160,),
+    },
+)
+REMOTE["llama-eagle"] = Remote(
+    {**_DENSE, "model_type": "llama", "num_hidden_layers": 1},
+    {
+        "embed_tokens.weight": (101, 80),
+        "fc.weight": (80, 160),
+        "fc.bias": (80,),
+        **_at("layers.0", {"post_attention_layernorm.weight": (80,), **_QKV, **_at("mlp", _mlp(72))}),
+    },
+)
+REMOTE["llama-eagle3"] = Remote(
+    {**_DENSE, "model_type": "llama", "num_hidden_layers": 1, "draft_vocab_size": 37},
+    {
+        "embed_tokens.weight": (101, 80),
+        "norm.weight": (80,),
+        "lm_head.weight": (37, 80),
+        "d2t": (37,),
+        "t2d": (101,),
+        "fc.weight": (80, 240),
+        **_at("midlayer", {**_NORMS, "hidden_norm.weight": (80,), **_at("mlp", _mlp(72))}),
+        "midlayer.self_attn.q_proj.weight": (96, 160),
+        "midlayer.self_attn.k_proj.weight": (48, 160),
+        "midlayer.self_attn.v_proj.weight": (48, 160),
+        "midlayer.self_attn.o_proj.weight": (80, 96),
+    },
+    parts={"midlayer.self_attn.v_proj.weight": (0, [(24, 48)]), "lm_head.weight": (0, [(0, 37)])},
+)

@@ -25,6 +25,8 @@ else:
     import tomli as tomllib
 
 BUILT_IN = Path(__file__).parent / "architectures"
+HEADS = Path(__file__).parent / "heads.toml"
+"""Rules that every built-in architecture has beside its own: what stands in the place of a language model's head."""
 CONFIG_DEFAULTS = Path(__file__).parent / "config_defaults.json"
 """What transformers' configuration classes say where a ``config.json`` says nothing."""
 
@@ -172,15 +174,18 @@ def _below(node: _Node) -> Iterator[str]:
 
 def load_architecture(path: Path) -> Architecture:
     """Read an architecture file. Raises PlanError that names the file and the line at fault."""
+    return architecture_from_document(_document(path), path.stem, str(path))
+
+
+def _document(path: Path) -> dict[str, Any]:
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise PlanError(f"plan file {path} does not exist") from None
     except OSError as error:
         raise PlanError(f"plan file {path} cannot be read: {error.strerror or error}") from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise PlanError(f"plan file {path} cannot be read: {error}") from None
-    return architecture_from_document(document, path.stem, str(path))
 
 
 def architecture_from_document(document: Mapping[str, Any], name: str, where: str) -> Architecture:
@@ -193,7 +198,7 @@ def architecture_from_document(document: Mapping[str, Any], name: str, where: st
         raise PlanError(f"plan file {where} does not have the form of an architecture file: {error}") from None
 
 
-_KEYS = {"name", "model_types", "prefixes", "section", "sizes", "parallel", "config", "tensors", "modules"}
+_KEYS = {"name", "model_types", "classes", "prefixes", "section", "sizes", "parallel", "config", "tensors", "modules"}
 
 
 def _build(document: Mapping[str, Any], name: str) -> Architecture:
@@ -299,7 +304,7 @@ def built_in_architectures() -> Mapping[str, Path]:
     """The file of each model type that has one."""
     found: dict[str, Path] = {}
     for path in sorted(BUILT_IN.glob("*.toml")):
-        for model_type in _model_types(path):
+        for model_type in _names(path, "model_types"):
             if model_type in found:
                 raise PlanError(f"model type '{model_type}' stands in {found[model_type].name} and in {path.name}")
             found[model_type] = path
@@ -307,17 +312,22 @@ def built_in_architectures() -> Mapping[str, Path]:
 
 
 def find_architecture(config: Mapping[str, Any], where: Path) -> Architecture:
-    """The built-in architecture for a ``config.json``. Raises PlanError with the nearest known model types."""
+    """The built-in architecture for a ``config.json``, with the rules for heads of any kind.
+
+    Raises PlanError with the nearest known model types.
+    """
     model_type = config.get("model_type")
     hint = "'reshard plan SOURCE --draft FILE' writes a draft; check it (docs/design.md), pass it with --plan FILE"
-    if not isinstance(model_type, str):
+    path = built_in_file(config)
+    if path is None and not isinstance(model_type, str):
         raise PlanError(f"{where / 'config.json'} has no model_type", hint)
-    path = _file_of(model_type)
     if path is None:
-        near = difflib.get_close_matches(model_type, built_in_architectures(), n=3, cutoff=0.4)
+        near = difflib.get_close_matches(str(model_type), built_in_architectures(), n=3, cutoff=0.4)
         names = f" (nearest known: {', '.join(near)})" if near else ""
         raise PlanError(f"unknown model_type '{model_type}' in {where / 'config.json'}{names}", hint)
-    return load_architecture(path)
+    document = _document(path)
+    document["tensors"] = {**_document(HEADS)["tensors"], **document["tensors"]}
+    return architecture_from_document(document, path.stem, str(path))
 
 
 @lru_cache
@@ -327,16 +337,24 @@ def _config_defaults() -> Mapping[str, Mapping[str, Any]]:
     return defaults
 
 
-def _file_of(model_type: str) -> Path | None:
-    """The file that covers a model type. Parses those that mention it: parsing all takes longer than planning."""
-    quoted = json.dumps(model_type)
-    mentions = (path for path in sorted(BUILT_IN.glob("*.toml")) if quoted in path.read_text(encoding="utf-8"))
-    return next((path for path in mentions if model_type in _model_types(path)), None)
+def built_in_file(config: Mapping[str, Any]) -> Path | None:
+    """The file for a ``config.json``: that of its model type or, if it has none, of its class under ``architectures``.
+
+    Parses the files that mention it: parsing all takes longer than planning.
+    """
+    key = "model_types" if isinstance(config.get("model_type"), str) else "classes"
+    found = [config["model_type"]] if key == "model_types" else config.get("architectures")
+    names = found if isinstance(found, list) else []
+    for path in sorted(BUILT_IN.glob("*.toml")):
+        text = path.read_text(encoding="utf-8")
+        if any(json.dumps(name) in text and name in _names(path, key) for name in names):
+            return path
+    return None
 
 
-def _model_types(path: Path) -> Sequence[str]:
-    types: Sequence[str] = tomllib.loads(path.read_text(encoding="utf-8")).get("model_types", ())
-    return types
+def _names(path: Path, key: str) -> Sequence[str]:
+    names: Sequence[str] = tomllib.loads(path.read_text(encoding="utf-8")).get(key, ())
+    return names
 
 
 # ------------------------------------------------------------------------------------------------------- writing

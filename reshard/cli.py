@@ -591,7 +591,7 @@ def _title(model: Model, source: str) -> str:
     from reshard.table import plural
 
     count = plural(len(model.tensors), "tensor")
-    return f"{source}: {model.config.get('model_type')} (rules: {model.architecture.name}), {count}"
+    return f"{source}: {model.config.get('model_type', 'no model_type')} (rules: {model.architecture.name}), {count}"
 
 
 def _print_degrees(model: Model, source: str, padding: Padding, as_json: bool) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from formats.architecture import built_in_architectures
+from formats.architecture import built_in_file
 from formats.checkpoint import open_checkpoint
 from formats.errors import CheckpointError, MismatchError, PlanError, ReshardError
 from formats.mesh import Mesh, mesh_from_document
@@ -315,7 +315,7 @@ def _take_config(report: Report, folder: Path) -> None:
     config = _object(folder / "config.json")
     model_type = config.get("model_type")
     report.model_type = model_type if isinstance(model_type, str) else None
-    known = built_in_architectures().get(report.model_type or "")
+    known = built_in_file(config)
     report.architecture = known.stem if known else None
 
 

@@ -1885,3 +1885,700 @@ REMOTE["Motif-grouped"] = Remote(
         "model.layers.0.self_attn.o_proj.weight": (1, [(112, 224)]),
     },
 )
+
+
+# --------------------------------------------------------------------------------------------------- heads of any kind
+
+_BODY: dict[str, Shape] = {"embed_tokens.weight": (101, 80), "norm.weight": (80,)}
+_LAYERS = _at("layers.[0-1]", {**_NORMS, **_QKV, **_at("mlp", _mlp(72))})
+_TWO = {**_DENSE, "num_hidden_layers": 2}
+_HEADS: dict[str, tuple[str, str, dict[str, Shape]]] = {
+    "qwen2-process-reward": (
+        "qwen2",
+        "model.",
+        {"lm_head.weight": (101, 80), "score.0.weight": (80, 80), "score.0.bias": (80,), "score.2.weight": (2, 80)},
+    ),
+    "llama-value-head": ("llama", "model.", {"v_head.summary.weight": (1, 80), "v_head.summary.bias": (1,)}),
+    "mistral-regression": ("mistral", "model.", {"regression_head.weight": (1, 80)}),
+    "llama-armo": (
+        "llama",
+        "model.",
+        {
+            "regression_layer.weight": (19, 80),
+            "reward_transform_matrix": (19, 19),
+            "gating.logit_scale": (1,),
+            "gating.layers.[0-1].weight": (24, 24),
+        },
+    ),
+    "gemma2-tokens": ("gemma2", "model.", {"score.weight": (7, 80), "score.bias": (7,)}),
+    "mistral-embedding": ("mistral", "", {}),
+    "llama-answers": ("llama", "transformer.", {"qa_outputs.weight": (2, 80), "qa_outputs.bias": (2,)}),
+}
+for _name, (_type, _prefix, _head) in _HEADS.items():
+    REMOTE[_name] = Remote(
+        {**_TWO, "model_type": _type}, {**{_prefix + key: shape for key, shape in (_BODY | _LAYERS).items()}, **_head}
+    )
+
+# ----------------------------------------------------------------------------------------------- encoders of publishers
+
+_ENCODER: dict[str, Any] = {**_WIDE, "type_vocab_size": 2, "max_position_embeddings": 64}
+_NORM2: dict[str, Shape] = {"weight": (96,), "bias": (96,)}
+_LINEAR = {"weight": (96, 96), "bias": (96,)}
+_EMBEDDED: dict[str, Shape] = {
+    "embeddings.word_embeddings.weight": (101, 96),
+    "embeddings.token_type_embeddings.weight": (2, 96),
+}
+_FLASH: dict[str, Shape] = {
+    **_at("emb_ln", _NORM2),
+    **{f"encoder.layers.[0-1].norm{number}.{what}": shape for number in (1, 2) for what, shape in _NORM2.items()},
+}
+# 3 experts of 20 in layer 1; the second of two ranks has the second half of each
+_OF_EACH = [(10, 20), (30, 40), (50, 60)]
+REMOTE["nomic_bert-moe"] = Remote(
+    {
+        "model_type": "nomic_bert",
+        "n_embd": 96,
+        "n_head": 8,
+        "n_inner": 20,
+        "n_layer": 2,
+        "vocab_size": 101,
+        "type_vocab_size": 2,
+        "num_experts": 3,
+        "moe_every_n_layers": 2,
+    },
+    {
+        **_EMBEDDED,
+        **_FLASH,
+        **_at("encoder.layers.[0-1].attn", {"Wqkv.weight": (288, 96), "Wqkv.bias": (288,), **_at("out_proj", _LINEAR)}),
+        "encoder.layers.0.mlp.fc1.weight": (20, 96),
+        "encoder.layers.0.mlp.fc1.bias": (20,),
+        "encoder.layers.0.mlp.fc2.weight": (96, 20),
+        "encoder.layers.0.mlp.fc2.bias": (96,),
+        "encoder.layers.1.mlp.router.layer.weight": (3, 96),
+        "encoder.layers.1.mlp.experts.mlp.w1": (60, 96),
+        "encoder.layers.1.mlp.experts.mlp.w2": (60, 96),
+        "encoder.layers.1.mlp.experts.bias": (96,),
+    },
+    degrees=(2, 4),
+    parts={
+        "encoder.layers.1.mlp.experts.mlp.w1": (0, _OF_EACH),
+        "encoder.layers.1.mlp.experts.mlp.w2": (0, _OF_EACH),
+    },
+)
+REMOTE["new"] = Remote(
+    {**_ENCODER, "model_type": "new"},
+    {
+        **_at("new", _EMBEDDED),
+        **_at("new.embeddings.LayerNorm", _NORM2),
+        **_at("new.encoder.layer.[0-1].attention", {"qkv_proj.weight": (288, 96), "qkv_proj.bias": (288,)}),
+        **_at("new.encoder.layer.[0-1].attention.o_proj", _LINEAR),
+        **_at("new.encoder.layer.[0-1].attn_ln", _NORM2),
+        **_at("new.encoder.layer.[0-1].mlp_ln", _NORM2),
+        "new.encoder.layer.[0-1].mlp.up_gate_proj.weight": (144, 96),
+        "new.encoder.layer.[0-1].mlp.down_proj.weight": (96, 72),
+        "new.encoder.layer.[0-1].mlp.down_proj.bias": (96,),
+        **_at("new.pooler.dense", _LINEAR),
+        "classifier.weight": (1, 96),
+        "classifier.bias": (1,),
+    },
+    parts={"new.encoder.layer.1.mlp.up_gate_proj.weight": (0, [(36, 72), (108, 144)])},
+)
+
+
+def _adapted(name: str, out: int, width: int, embedding: bool = False) -> dict[str, Shape]:
+    """A matrix with adapters of rank 4 for 5 tasks, as torch's parametrizations name them."""
+    a, b = (5, 4, width), (5, out, 4)
+    first, second = ((5, out, 4), (5, 4, width)) if embedding else (a, b)
+    at = f"{name}.parametrizations.weight"
+    return {
+        f"{at}.original": (out, width),
+        f"{at}.0.lora_A": first,
+        f"{at}.0.lora_B": second,
+        **({} if embedding else {f"{name}.bias": (out,)}),
+    }
+
+
+_JINA_PARTS = {
+    "roberta.encoder.layers.0.mixer.Wqkv.parametrizations.weight.original": _ALL,
+    "roberta.encoder.layers.0.mixer.Wqkv.parametrizations.weight.0.lora_B": (1, _ALL[1]),
+    "roberta.encoder.layers.0.mixer.out_proj.parametrizations.weight.0.lora_A": (2, [(48, 96)]),
+}
+REMOTE["xlm-roberta-adapters"] = Remote(
+    {**_ENCODER, "model_type": "xlm-roberta", "lora_rank": 4, "position_embedding_type": "rotary"},
+    {
+        **_at("roberta", _FLASH),
+        **_adapted("roberta.embeddings.word_embeddings", 101, 96, embedding=True),
+        **_adapted("roberta.embeddings.token_type_embeddings", 2, 96, embedding=True),
+        **_adapted("roberta.encoder.layers.[0-1].mixer.Wqkv", 288, 96),
+        **_adapted("roberta.encoder.layers.[0-1].mixer.out_proj", 96, 96),
+        **_adapted("roberta.encoder.layers.[0-1].mlp.fc1", 72, 96),
+        **_adapted("roberta.encoder.layers.[0-1].mlp.fc2", 96, 72),
+        **_adapted("roberta.pooler.dense", 96, 96),
+    },
+    parts=_JINA_PARTS,
+)
+REMOTE["xlm-roberta-rotary"] = Remote(
+    {**_ENCODER, "model_type": "xlm-roberta", "position_embedding_type": "rotary"},
+    {
+        **_EMBEDDED,
+        **_FLASH,
+        **_at(
+            "encoder.layers.[0-1].mixer", {"Wqkv.weight": (288, 96), "Wqkv.bias": (288,), **_at("out_proj", _LINEAR)}
+        ),
+        "encoder.layers.[0-1].mlp.fc1.weight": (72, 96),
+        "encoder.layers.[0-1].mlp.fc1.bias": (72,),
+        "encoder.layers.[0-1].mlp.fc2.weight": (96, 72),
+        "encoder.layers.[0-1].mlp.fc2.bias": (96,),
+        "linear.weight": (24, 96),
+    },
+)
+_BERT_HEADS: dict[str, Shape] = {
+    f"attention.self.{name}.{what}": shape for name in ("query", "key", "value") for what, shape in _LINEAR.items()
+}
+for _name, _gated, _down, _rest in (
+    ("bert-jina", "gated_layers", "wo", {**_at("mlp.layernorm", _NORM2), **_at("attention.output.LayerNorm", _NORM2)}),
+    (
+        "bert-jina-code",
+        "up_gated_layer",
+        "down_layer",
+        {
+            key: shape
+            for part in ("layer_norm_1", "layer_norm_2", "attention.self.layer_norm_q", "attention.self.layer_norm_k")
+            for key, shape in _at(part, _NORM2).items()
+        },
+    ),
+):
+    REMOTE[_name] = Remote(
+        {**_ENCODER, "model_type": "bert"},
+        {
+            **_EMBEDDED,
+            **_at("embeddings.LayerNorm", _NORM2),
+            **_at("encoder.layer.[0-1]", {**_BERT_HEADS, **_at("attention.output.dense", _LINEAR), **_rest}),
+            f"encoder.layer.[0-1].mlp.{_gated}.weight": (144, 96),
+            f"encoder.layer.[0-1].mlp.{_down}.weight": (96, 72),
+            f"encoder.layer.[0-1].mlp.{_down}.bias": (96,),
+        },
+        parts={f"encoder.layer.1.mlp.{_gated}.weight": (0, [(36, 72), (108, 144)])},
+    )
+
+# ------------------------------------------------------------------------------ further types that serving engines know
+
+REMOTE["solar"] = Remote(
+    {**_BARE, "model_type": "solar", "bskcn_1": [1], "bskcn_tv": [0.9, 0.8]},
+    {**_ENDS, **_at("model.layers.[0-2]", {**_NORMS, **_QKV_BARE, **_at("mlp", _mlp(72))})},
+    parts=_BARE_PARTS,
+)
+_QK_NORMS: dict[str, Shape] = {"self_attn.q_norm.weight": (12,), "self_attn.k_norm.weight": (12,)}
+REMOTE["rnd1"] = Remote(
+    {**_DENSE, "model_type": "rnd1", "moe_intermediate_size": 24, "num_experts": 3},
+    {
+        **_ENDS,
+        **_at("model.layers.[0-2]", {**_NORMS, **_QKV, **_QK_NORMS, "mlp.gate.weight": (3, 80)}),
+        **_at("model.layers.[0-2].mlp.experts.[0-2]", _mlp(24)),
+    },
+)
+for _name, _more in (("llada2_moe", {"num_key_value_heads": 4}), ("sarvam_moe", {"num_shared_experts": 1})):
+    REMOTE[_name] = Remote(
+        {**_LING, **_more, "model_type": _name},
+        {
+            **_LING_ENDS,
+            **_at("model.layers.[0-2]", {**_NORMS, **_LING_ATTENTION}),
+            **_at("model.layers.0.mlp", _mlp(72)),
+            **_at("model.layers.[1-2].mlp", {"gate.weight": (6, 80), "gate.expert_bias": (6,)}),
+            **_at("model.layers.[1-2].mlp.experts.[0-5]", _mlp(24)),
+            **_at("model.layers.[1-2].mlp.shared_experts", _mlp(24 if _name == "sarvam_moe" else 48)),
+        },
+        parts={"model.layers.1.attention.query_key_value.weight": _PACKED},
+    )
+# 8 heads of 6 and 4 for q and k, of 10 for v
+_LATENT: dict[str, Any] = {
+    **_BARE,
+    "num_key_value_heads": 8,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+    "kv_lora_rank": 28,
+}
+_LATENT_ATTENTION: dict[str, Shape] = {
+    "self_attn.kv_a_proj_with_mqa.weight": (32, 80),
+    "self_attn.kv_a_layernorm.weight": (28,),
+    "self_attn.kv_b_proj.weight": (128, 28),
+    "self_attn.o_proj.weight": (80, 80),
+}
+for _name in ("plm", "youtu_llm", "joyai_llm_flash", "sarvam_mla"):
+    _experts = _name in ("joyai_llm_flash", "sarvam_mla")
+    _keys = ("num_experts", "num_shared_experts") if _name == "sarvam_mla" else ("n_routed_experts", "n_shared_experts")
+    _rank: dict[str, Shape] = {
+        "self_attn.q_a_proj.weight": (36, 80),
+        "self_attn.q_a_layernorm.weight": (36,),
+        "self_attn.q_b_proj.weight": (80, 36),
+    }
+    _whole: dict[str, Shape] = {"self_attn.q_proj.weight": (80, 80)}
+    REMOTE[_name] = Remote(
+        {
+            **_LATENT,
+            "model_type": _name,
+            **({"q_lora_rank": 36} if _name == "youtu_llm" else {}),
+            **({"moe_intermediate_size": 24, "first_k_dense_replace": 1} if _experts else {}),
+            **(dict(zip(_keys, (3, 1), strict=True)) if _experts else {}),
+        },
+        {
+            **_ENDS,
+            **_at("model.layers.[0-2]", {**_NORMS, **_LATENT_ATTENTION, **(_rank if _name == "youtu_llm" else _whole)}),
+            **{
+                f"model.layers.[0-{0 if _experts else 2}].mlp.{key}": shape
+                for key, shape in _mlp(72).items()
+                if _name != "plm" or "gate" not in key
+            },
+            **(
+                {
+                    "model.layers.[1-2].mlp.gate.weight": (3, 80),
+                    "model.layers.[1-2].mlp.gate.e_score_correction_bias": (3,),
+                    **_at("model.layers.[1-2].mlp.experts.[0-2]", _mlp(24)),
+                    **_at("model.layers.[1-2].mlp.shared_experts", _mlp(24)),
+                }
+                if _experts
+                else {}
+            ),
+        },
+        parts={"model.layers.1.self_attn.kv_b_proj.weight": (0, [(64, 128)])},
+    )
+REMOTE["smallthinker"] = Remote(
+    {
+        **{key: value for key, value in _DENSE.items() if key != "intermediate_size"},
+        "model_type": "smallthinker",
+        "moe_ffn_hidden_size": 24,
+        "moe_num_primary_experts": 3,
+    },
+    {
+        **_ENDS,
+        **_at("model.layers.[0-2]", {**_NORMS, **_QKV, "block_sparse_moe.primary_router.weight": (3, 80)}),
+        **_at("model.layers.[0-2].block_sparse_moe.experts.[0-2]", _mlp(24, 80, "gate up down")),
+    },
+    parts={"model.layers.2.block_sparse_moe.experts.1.down.weight": (1, [(12, 24)])},
+)
+REMOTE["plamo3"] = Remote(
+    {**_DENSE, "model_type": "plamo3"},
+    {
+        **_ENDS,
+        **{
+            f"model.layers.layers.[0-2].{when}_{what}_norm.weight": (80,)
+            for when in ("pre", "post")
+            for what in ("mixer", "mlp")
+        },
+        "model.layers.layers.[0-2].mixer.qkv_proj.weight": (192, 80),
+        "model.layers.layers.[0-2].mixer.o_proj.weight": (80, 96),
+        "model.layers.layers.[0-2].mixer.q_norm.weight": (12,),
+        "model.layers.layers.[0-2].mixer.k_norm.weight": (12,),
+        "model.layers.layers.[0-2].mlp.gate_up_proj.weight": (144, 80),
+        "model.layers.layers.[0-2].mlp.down_proj.weight": (80, 72),
+    },
+    parts={"model.layers.layers.0.mixer.qkv_proj.weight": _PACKED},
+)
+_CODE_NORMS: dict[str, Shape] = {f"ln_{n}.{what}": (96,) for n in (1, 2) for what in ("weight", "bias")}
+REMOTE["codeshell"] = Remote(
+    {
+        "model_type": "codeshell",
+        "n_embd": 96,
+        "n_head": 8,
+        "num_query_groups": 4,
+        "n_inner": 72,
+        "n_layer": 2,
+        "vocab_size": 101,
+    },
+    {
+        "transformer.wte.weight": (101, 96),
+        "transformer.ln_f.weight": (96,),
+        "transformer.ln_f.bias": (96,),
+        "lm_head.weight": (101, 96),
+        **_at(
+            "transformer.h.[0-1]",
+            {
+                **_CODE_NORMS,
+                "attn.c_attn.weight": (192, 96),
+                "attn.c_attn.bias": (192,),
+                **_at("attn.c_proj", _LINEAR),
+                "mlp.c_fc.weight": (72, 96),
+                "mlp.c_fc.bias": (72,),
+                "mlp.c_proj.weight": (96, 72),
+                "mlp.c_proj.bias": (96,),
+            },
+        ),
+    },
+    parts={"transformer.h.1.attn.c_attn.weight": _PACKED},
+)
+REMOTE["hf_olmo"] = Remote(
+    {
+        "model_type": "hf_olmo",
+        "d_model": 96,
+        "n_heads": 8,
+        "n_layers": 2,
+        "mlp_hidden_size": 144,
+        "vocab_size": 97,
+        "embedding_size": 101,
+    },
+    {
+        "model.transformer.wte.weight": (101, 96),
+        "model.transformer.ff_out.weight": (101, 96),
+        **_at(
+            "model.transformer.blocks.[0-1]",
+            {
+                "att_proj.weight": (288, 96),
+                "attn_out.weight": (96, 96),
+                "ff_proj.weight": (144, 96),
+                "ff_out.weight": (96, 72),
+            },
+        ),
+    },
+    parts={
+        "model.transformer.blocks.0.att_proj.weight": _ALL,
+        "model.transformer.blocks.1.ff_proj.weight": (0, [(36, 72), (108, 144)]),
+    },
+)
+
+# Language models under the names of Llama beside a tower for images, as their authors published them
+_TEXT: dict[str, Shape] = {**_BODY, **_LAYERS}
+_TALL: dict[str, Shape] = {"patch.weight": (32, 12), "blocks.[0-1].qkv.weight": (96, 32)}
+
+
+def _images(config: dict[str, Any], body: str, head: str, towers: Mapping[str, Shape]) -> Remote:
+    return Remote(config, {**{body + key: shape for key, shape in _TEXT.items()}, head: (101, 80), **towers})
+
+
+_PROJECTOR: dict[str, Shape] = {
+    "model.mm_projector.0.weight": (80, 32),
+    "model.mm_projector.2.weight": (80, 80),
+    "model.image_newline": (80,),
+    **_at("model.vision_tower.vision_tower", _TALL),
+}
+for _name, _type in (("llava-own", "llava"), *((_t, _t) for _t in ("llava_llama", "llava_mistral", "llava_qwen"))):
+    REMOTE[_name] = _images({**_TWO, "model_type": _type, "mm_hidden_size": 32}, "model.", "lm_head.weight", _PROJECTOR)
+for _type in ("skywork_chat", "Llama_Nemotron_Nano_VL", "eagle_2_5_vl"):
+    _section = "text_config" if _type == "eagle_2_5_vl" else "llm_config"
+    REMOTE[_type] = _images(
+        {"model_type": _type, _section: {**_TWO, "model_type": "qwen2"}, "vision_config": {}},
+        "language_model.model.",
+        "language_model.lm_head.weight",
+        {**_at("vision_model", _TALL), "mlp1.0.weight": (32,), "mlp1.1.weight": (80, 32)},
+    )
+REMOTE["sarashina2_vision"] = _images(
+    {"model_type": "sarashina2_vision", "text_config": {**_TWO, "model_type": "llama"}},
+    "llm.model.",
+    "llm.lm_head.weight",
+    {**_at("visual", _TALL), "norm.weight": (80,), "norm.bias": (80,)},
+)
+REMOTE["openvla"] = _images(
+    {"model_type": "openvla", "text_config": {**_TWO, "model_type": "llama"}},
+    "language_model.model.",
+    "language_model.lm_head.weight",
+    {**_at("vision_backbone.featurizer", _TALL), "projector.fc1.weight": (80, 32), "projector.fc1.bias": (80,)},
+)
+REMOTE["opencua"] = _images(
+    {"model_type": "opencua", "text_config": {**_TWO, "model_type": "qwen2"}},
+    "language_model.model.",
+    "language_model.lm_head.weight",
+    _at("vision_tower", _TALL),
+)
+REMOTE["isaac"] = _images(
+    {**_TWO, "model_type": "isaac", "vision_config": {}},
+    "model.",
+    "lm_head.weight",
+    _at("model.vision_embedding.0", _TALL),
+)
+REMOTE["hyperclovax_vlm"] = _images(
+    {"model_type": "hyperclovax_vlm", "text_config": {**_TWO, "model_type": "llama"}},
+    "language_model.model.",
+    "language_model.lm_head.weight",
+    {**_at("vision_model", _TALL), "mm_projector.proj.weight": (80, 32), "image_newline": (80,)},
+)
+REMOTE["qwen-images"] = Remote(
+    {**REMOTE["qwen"].config, "visual": {"width": 32}},
+    {**REMOTE["qwen"].tensors, **_at("transformer.visual.transformer", _TALL)},
+)
+REMOTE["chatglm-images"] = Remote(
+    {**REMOTE["chatglm"].config, "vision_config": {"hidden_size": 32}},
+    {**REMOTE["chatglm"].tensors, **_at("transformer.vision.transformer", _TALL), "transformer.vision.boi": (1, 1, 80)},
+)
+_COG = REMOTE["cogvlm"]
+REMOTE["cogagent"] = Remote(
+    {
+        **{key: value for key, value in _COG.config.items() if key != "model_type"},
+        "architectures": ["CogAgentForCausalLM"],
+        "cross_hidden_size": 28,
+        "cross_compute_hidden_size": 40,
+    },
+    {
+        **_COG.tensors,
+        "model.layers.[0-1].cross_attn.query.weight": (40, 96),
+        "model.layers.[0-1].cross_attn.key_value.weight": (80, 28),
+        "model.layers.[0-1].cross_attn.dense.weight": (96, 40),
+        "model.layers.[0-1].post_cross_attention_layernorm.weight": (96,),
+        **_at("model.cross_vision.vit", _TALL),
+    },
+    parts={"model.layers.1.cross_attn.key_value.weight": (0, [(20, 40), (60, 80)])},
+)
+
+# ------------------------------------------------------------------------------- further types with names of their own
+
+# 10 heads of 8 on 5 KV heads, which are not dealt; Mamba of twice the width
+_HYMBA: dict[str, Shape] = {
+    "input_layernorm.weight": (80,),
+    "pre_moe_layernorm.weight": (80,),
+    "mamba.conv1d.weight": (160, 1, 3),
+    "mamba.conv1d.bias": (160,),
+    "mamba.x_proj.0.weight": (15, 160),
+    "mamba.dt_proj.0.weight": (160, 5),
+    "mamba.dt_proj.0.bias": (160,),
+    "mamba.A_log.0": (160, 5),
+    "mamba.D.0": (160,),
+    "mamba.dt_layernorm.weight": (5,),
+    "mamba.B_layernorm.weight": (5,),
+    "mamba.C_layernorm.weight": (5,),
+    "mamba.pre_avg_layernorm1.weight": (160,),
+    "mamba.pre_avg_layernorm2.weight": (160,),
+    "mamba.out_proj.weight": (80, 160),
+    **_at("moe.experts.0", _mlp(72)),
+}
+REMOTE["hymba"] = Remote(
+    {
+        **_BARE,
+        "model_type": "hymba",
+        "num_attention_heads": 10,
+        "num_key_value_heads": 5,
+        "mamba_expand": 2,
+        "mamba_d_conv": 3,
+        "mamba_d_state": 5,
+        "mamba_dt_rank": 5,
+        "num_memory_tokens": 7,
+        "kv_reuse_group": [[1, 2]],
+    },
+    {
+        "model.embed_tokens.weight": (101, 80),
+        "model.memory_tokens": (7, 80),
+        "model.final_layernorm.weight": (80,),
+        "lm_head.weight": (101, 80),
+        **_at("model.layers.[0-2]", _HYMBA),
+        "model.layers.[0-1].mamba.in_proj.weight": (520, 80),
+        "model.layers.2.mamba.in_proj.weight": (400, 80),
+    },
+    parts={
+        "model.layers.1.mamba.in_proj.weight": (0, [(0, 200), (280, 360), (440, 520)]),
+        "model.layers.2.mamba.in_proj.weight": (0, [(0, 80), (160, 240), (320, 400)]),
+        "model.layers.2.mamba.x_proj.0.weight": (1, [(80, 160)]),
+    },
+)
+# 8 query heads of 10 on 2 KV heads in turn: a rank of two has one KV head and every other query head
+REMOTE["plamo"] = Remote(
+    {
+        **{key: value for key, value in _BARE.items() if "key_value" not in key},
+        "model_type": "plamo",
+        "n_shared_head": 4,
+    },
+    {
+        **_ENDS,
+        "model.layers.layers.[0-2].norm.weight": (80,),
+        "model.layers.layers.[0-2].self_attn.q_proj.weight": (80, 80),
+        "model.layers.layers.[0-2].self_attn.k_proj.weight": (20, 80),
+        "model.layers.layers.[0-2].self_attn.v_proj.weight": (20, 80),
+        "model.layers.layers.[0-2].self_attn.o_proj.weight": (80, 80),
+        **_at("model.layers.layers.[0-2].mlp", _mlp(72)),
+    },
+    parts={
+        "model.layers.layers.1.self_attn.q_proj.weight": (0, [(10, 20), (30, 40), (50, 60), (70, 80)]),
+        "model.layers.layers.1.self_attn.o_proj.weight": (1, [(10, 20), (30, 40), (50, 60), (70, 80)]),
+        "model.layers.layers.1.self_attn.k_proj.weight": (0, [(10, 20)]),
+    },
+)
+REMOTE["gpt_refact"] = Remote(
+    {"model_type": "gpt_refact", "n_embd": 80, "n_head": 8, "n_layer": 2, "vocab_size": 101},
+    {
+        "transformer.wte.weight": (101, 80),
+        "transformer.ln_f.weight": (80,),
+        "lm_head.weight": (101, 80),
+        **_at(
+            "transformer.h.[0-1]",
+            {
+                "ln_1.weight": (80,),
+                "ln_2.weight": (80,),
+                "attn.q.weight": (80, 80),
+                "attn.kv.weight": (20, 80),
+                "attn.c_proj.weight": (80, 80),
+                "mlp.gate_up_proj.weight": (512, 80),
+                "mlp.c_proj.weight": (80, 256),
+            },
+        ),
+    },
+    parts={
+        "transformer.h.0.attn.kv.weight": (0, [(0, 20)]),
+        "transformer.h.1.mlp.gate_up_proj.weight": (0, [(128, 256), (384, 512)]),
+    },
+)
+_MIXED: dict[str, Shape] = {
+    **{f"{name}.{what}": (80,) for name in ("attn_norm", "ffn_norm", "attn.g_norm") for what in ("weight", "bias")},
+    **{f"attn.x_{name}": (1, 1, 80) for name in "rwkvag"},
+    **{f"attn.{name}_proj.weight": (80, 80) for name in "rkvo"},
+    **{f"attn.{name}_lora.lora.0.weight": (rank, 80) for name, rank in zip("wag", (6, 7, 9), strict=True)},
+    **{f"attn.{name}_lora.lora.2.weight": (80, rank) for name, rank in zip("wag", (6, 7, 9), strict=True)},
+    "attn.w_lora.lora.2.bias": (80,),
+    "attn.a_lora.lora.2.bias": (80,),
+    "attn.k_k": (80,),
+    "attn.k_a": (80,),
+    "attn.r_k": (8, 10),
+    "ffn.x_k": (80,),
+    "ffn.key.weight": (72, 80),
+    "ffn.value.weight": (80, 72),
+}
+REMOTE["rwkv7"] = Remote(
+    {
+        "model_type": "rwkv7",
+        "hidden_size": 80,
+        "head_dim": 10,
+        "intermediate_size": 72,
+        "num_hidden_layers": 2,
+        "vocab_size": 101,
+        "decay_low_rank_dim": 6,
+        "a_low_rank_dim": 7,
+        "v_low_rank_dim": 5,
+        "gate_low_rank_dim": 9,
+    },
+    {
+        "model.embeddings.weight": (101, 80),
+        **{f"model.{name}.{what}": (80,) for name in ("norm", "layers.0.pre_norm") for what in ("weight", "bias")},
+        "lm_head.weight": (101, 80),
+        **_at("model.layers.[0-1]", _MIXED),
+        "model.layers.1.attn.v_lora.lora.0.weight": (5, 80),
+        "model.layers.1.attn.v_lora.lora.2.weight": (80, 5),
+        "model.layers.1.attn.v_lora.lora.2.bias": (80,),
+    },
+    parts={"model.layers.1.attn.r_k": (0, [(4, 8)]), "model.layers.1.attn.o_proj.weight": (1, [(40, 80)])},
+)
+REMOTE["kormo"] = Remote(
+    {**_DENSE, "model_type": "kormo"},
+    {
+        **_ENDS,
+        "model.layers.[0-2].pre_attention_layernorm.weight": (80,),
+        "model.layers.[0-2].pre_mlp_layernorm.weight": (80,),
+        **_at("model.layers.[0-2]", {**_QKV, **_at("mlp", _mlp(72))}),
+    },
+)
+# 8 heads of 12, the q, k and v of each together; 2 / 3 of 105 is 70, of which 72 are made
+REMOTE["neobert"] = Remote(
+    {**_WIDE, "model_type": "neobert", "intermediate_size": 105},
+    {
+        "model.encoder.weight": (101, 96),
+        "model.layer_norm.weight": (96,),
+        "decoder.weight": (101, 96),
+        "decoder.bias": (101,),
+        **_at(
+            "model.transformer_encoder.[0-1]",
+            {
+                "attention_norm.weight": (96,),
+                "ffn_norm.weight": (96,),
+                "qkv.weight": (288, 96),
+                "wo.weight": (96, 96),
+                "ffn.w12.weight": (144, 96),
+                "ffn.w3.weight": (96, 72),
+            },
+        ),
+    },
+    parts={
+        "model.transformer_encoder.0.qkv.weight": (0, [(144, 288)]),
+        "model.transformer_encoder.0.ffn.w12.weight": (0, [(36, 72), (108, 144)]),
+    },
+)
+REMOTE["molmo-experts"] = Remote(
+    {**_MOLMO, "moe_num_experts": 3, "attention_layer_norm": True},
+    {
+        **{key: shape for key, shape in _MOLMO_TENSORS.items() if ".blocks." not in key or "vision" in key},
+        **_at(
+            "model.transformer.blocks.[0-1].attn",
+            {
+                "attn_norm.weight": (96,),
+                "att_proj.weight": (192, 96),
+                "q_norm.weight": (96,),
+                "k_norm.weight": (48,),
+                "attn_out.weight": (96, 96),
+            },
+        ),
+        "model.transformer.blocks.[0-1].mlp.ff_norm.weight": (96,),
+        "model.transformer.blocks.[0-1].mlp.gate.weight": (3, 96),
+        **_at("model.transformer.blocks.[0-1].mlp.experts.[0-2]", _mlp(72, 96)),
+    },
+    parts={"model.transformer.blocks.0.attn.att_proj.weight": _PACKED},
+)
+_RETRIEVAL: dict[str, Shape] = {"embedding_proj_layer.weight": (36, 80), "embedding_proj_layer.bias": (36,)}
+for _name, _model, _body, _head in (
+    ("colpali", "gemma", "vlm.language_model.model.", "vlm.language_model.lm_head.weight"),
+    ("colqwen2", "qwen2_vl_text", "vlm.language_model.", "vlm.lm_head.weight"),
+):
+    REMOTE[_name] = _images(
+        {"model_type": _name, "vlm_config": {"text_config": {**_TWO, "model_type": _model}}, "embedding_dim": 36},
+        _body,
+        _head,
+        {**_RETRIEVAL, **_at("vlm.vision_tower" if _name == "colpali" else "vlm.visual", _TALL)},
+    )
+# layers 0 and 2 with 4 KV heads of 8 query heads, layer 1 with 8; v of 10
+REMOTE["mimo_v2"] = Remote(
+    {
+        **_DENSE,
+        "model_type": "mimo_v2",
+        "v_head_dim": 10,
+        "swa_num_key_value_heads": 8,
+        "hybrid_layer_pattern": [0, 1, 0],
+        "attention_projection_layout": "fused_qkv",
+        "n_routed_experts": 3,
+        "moe_intermediate_size": 24,
+    },
+    {
+        **_ENDS,
+        **_at("model.layers.[0-2]", _NORMS),
+        "model.layers.[0-2].self_attn.o_proj.weight": (80, 80),
+        "model.layers.[0-2].self_attn.attention_sink_bias": (8,),
+        **{f"model.layers.{layer}.self_attn.qkv_proj.weight": (184, 80) for layer in (0, 2)},
+        "model.layers.1.self_attn.qkv_proj.weight": (272, 80),
+        **_at("model.layers.0.mlp", _mlp(72)),
+        "model.layers.[1-2].mlp.gate.weight": (3, 80),
+        "model.layers.[1-2].mlp.gate.e_score_correction_bias": (3,),
+        **_at("model.layers.[1-2].mlp.experts.[0-2]", _mlp(24)),
+    },
+    parts={
+        "model.layers.0.self_attn.qkv_proj.weight": (0, [(48, 96), (120, 144), (164, 184)]),
+        "model.layers.1.self_attn.qkv_proj.weight": (0, [(48, 96), (144, 192), (232, 272)]),
+    },
+)
+REMOTE["llama_bidirec"] = Remote({**_TWO, "model_type": "llama_bidirec"}, _TEXT)
+REMOTE["nvembed"] = Remote(
+    {"model_type": "nvembed", "text_config": {**_TWO, "model_type": "bidir_mistral"}, "latent_attention_config": {}},
+    {
+        **{f"embedding_model.{key}": shape for key, shape in _TEXT.items()},
+        "latent_attention_model.latents": (16, 80),
+        "latent_attention_model.cross_attend_blocks.0.fn.to_q.weight": (96, 80),
+        "latent_attention_model.cross_attend_blocks.1.fn.net.0.bias": (160,),
+    },
+)
+REMOTE["llama-eagle"] = Remote(
+    {**_DENSE, "model_type": "llama", "num_hidden_layers": 1},
+    {
+        "embed_tokens.weight": (101, 80),
+        "fc.weight": (80, 160),
+        "fc.bias": (80,),
+        **_at("layers.0", {"post_attention_layernorm.weight": (80,), **_QKV, **_at("mlp", _mlp(72))}),
+    },
+)
+REMOTE["llama-eagle3"] = Remote(
+    {**_DENSE, "model_type": "llama", "num_hidden_layers": 1, "draft_vocab_size": 37},
+    {
+        "embed_tokens.weight": (101, 80),
+        "norm.weight": (80,),
+        "lm_head.weight": (37, 80),
+        "d2t": (37,),
+        "t2d": (101,),
+        "fc.weight": (80, 240),
+        **_at("midlayer", {**_NORMS, "hidden_norm.weight": (80,), **_at("mlp", _mlp(72))}),
+        "midlayer.self_attn.q_proj.weight": (96, 160),
+        "midlayer.self_attn.k_proj.weight": (48, 160),
+        "midlayer.self_attn.v_proj.weight": (48, 160),
+        "midlayer.self_attn.o_proj.weight": (80, 96),
+    },
+    parts={"midlayer.self_attn.v_proj.weight": (0, [(24, 48)]), "lm_head.weight": (0, [(0, 37)])},
+)

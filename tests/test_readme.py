@@ -46,7 +46,7 @@ def architecture_table() -> str:
     forward: dict[str, set[int]] = defaultdict(set)
     for entry in zoo.ZOO.values():
         forward[entry.model_type].update(entry.degrees)
-    by_bytes = {str(entry.config["model_type"]): set(entry.degrees) for entry in remote.REMOTE.values()}
+    by_bytes = {str(entry.config.get("model_type")): set(entry.degrees) for entry in remote.REMOTE.values()}
     lines = ["| rules | `model_type` | dealt to the ranks | `--tp` tried |", "| --- | --- | --- | --- |"]
     count = 0
     for architecture in architectures():

@@ -232,6 +232,23 @@ _add(
         "vocab_size": 61,
     },
 )
+_add(
+    "llama-classifier",
+    (2, 4, 8),
+    model_type="llama",
+    model="LlamaForSequenceClassification",
+    notes="a head of one row for each class, as reward models have",
+    num_labels=5,
+    **_DENSE,
+)
+_add(
+    "qwen3-base",
+    (2, 4, 8),
+    model_type="qwen3",
+    model="Qwen3Model",
+    notes="names without a prefix and no head, as embedding models have",
+    **_DENSE,
+)
 _add("llama-mha", (2, 4, 8), model_type="llama", **{**_DENSE, "num_key_value_heads": 8})
 _add("llama-mqa", (2, 4, 8), model_type="llama", **{**_DENSE, "num_key_value_heads": 1})
 for _name in ("mistral", "ministral", "ministral3", "qwen2", "qwen3", "seed_oss", "arcee", "cwm"):
@@ -374,6 +391,17 @@ _add(
 _add("gpt_neox_japanese", (2, 4, 8), loads_alone=False, intermediate_multiple_size=2, **_PLAIN)
 _OPT: dict[str, Any] = {**_PLAIN, "ffn_dim": 72, "tie_word_embeddings": True}
 _add("opt", (2, 4, 8), loads_alone=False, word_embed_proj_dim=80, **_OPT)
+_add(
+    "opt-classifier",
+    (2, 4, 8),
+    model_type="opt",
+    loads_alone=False,
+    model="OPTForSequenceClassification",
+    notes="a head that the architecture's own file does not name",
+    num_labels=5,
+    word_embed_proj_dim=80,
+    **_OPT,
+)
 _add("opt-projected", (2, 4, 8), model_type="opt", loads_alone=False, word_embed_proj_dim=36, **_OPT)
 _add(
     "xglm",
@@ -1071,6 +1099,15 @@ _add(
 )
 _add("qwen3_vl", (2, 4, 8), model=_IMAGES, text_config=_DENSE, vision_config=_DEEP)
 _add("qwen3_vl_moe", (2, 4, 8), model=_IMAGES, text_config={**_MOE, "num_experts": 3}, vision_config=_DEEP)
+_add(
+    "qwen3_vl-base",
+    (2, 4, 8),
+    model_type="qwen3_vl",
+    model="Qwen3VLModel",
+    notes="no head, and names without the first prefix, as models for embeddings have",
+    text_config=_DENSE,
+    vision_config=_DEEP,
+)
 _add("qwen3_5", (2, 4, 8), model=_IMAGES, text_config={**_DENSE, **_DELTA}, vision_config=_QWEN_TOWER)
 _add("qwen3_5_moe", (2, 4, 8), model=_IMAGES, text_config={**_DELTA_MOE, "num_experts": 3}, vision_config=_QWEN_TOWER)
 _add(
@@ -1958,6 +1995,24 @@ _add(
     audio_token_index=99,
     tie_word_embeddings=False,
 )
+for _name in ("audioflamingo3", "musicflamingo"):
+    _add(
+        _name,
+        (2, 4, 8),
+        model=f"{'AudioFlamingo3' if _name == 'audioflamingo3' else 'MusicFlamingo'}ForConditionalGeneration",
+        text_config={**_DENSE, "model_type": "qwen2"},
+        audio_config={
+            "model_type": "audioflamingo3_encoder",
+            "num_mel_bins": 8,
+            "hidden_size": 28,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "intermediate_size": 44,
+            "max_source_positions": 24,
+        },
+        audio_token_id=99,
+        tie_word_embeddings=False,
+    )
 _SOUND: dict[str, Any] = {
     "num_mel_bins": 8,
     "hidden_size": 28,
@@ -2415,4 +2470,24 @@ _add(
     n_layer=3,
     vocab_size=101,
     pad_token_id=5,
+)
+
+# EmbeddingGemma 2, whose layers with full attention have heads of 20 on one KV head
+_EMBEDDING: dict[str, Any] = {
+    **_DENSE,
+    "hidden_size_per_layer_input": 6,
+    "embedding_dim": 36,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 8,
+    "global_head_dim": 20,
+    "num_global_key_value_heads": 1,
+}
+_add("embedding_gemma2_text", (2, 4, 8), model="EmbeddingGemma2TextModel", **_EMBEDDING)
+_add(
+    "embedding_gemma2",
+    (2, 4, 8),
+    model="EmbeddingGemma2Model",
+    text_config={**_EMBEDDING, "model_type": "embedding_gemma2_text"},
+    vision_config=None,
+    audio_config=None,
 )

@@ -704,7 +704,8 @@ def _make_parallel(
     if isinstance(module, nn.Embedding) and vocabulary and 0 in vocabulary.entry.layout.parallel_dims:
         first_row = vocabulary.entry.layout.box(rank.rank).dims[0][0].offset
         group = groups.along(vocabulary.along)
-        vocab_parallel(module, first_row, group, padding_row=_padding_row(module, rank))
+        padding_row = _padding_row(module, vocabulary.entry.layout.full[0], rank)
+        vocab_parallel(module, first_row, group, padding_row=padding_row)
     elif summed and ({Kind.COLUMN, Kind.ROW} <= kinds or any(role.experts_along for role in own.values())):
         elsewhere = [name for name in whole if not groups.is_first(own[name].along)]
         row_parallel(module, groups.along(summed), bias="", elsewhere=elsewhere)
@@ -734,5 +735,12 @@ def _make_parallel(
     return []
 
 
-def _padding_row(module: nn.Embedding, rank: Rank) -> int | None:
-    return rank.plan.model.sizes.settings.get("pad_token_id") if module.padding_idx is not None else None
+def _padding_row(module: nn.Embedding, rows: int, rank: Rank) -> int | None:
+    """The row of the whole vocabulary, of ``rows``, that takes no gradient.
+
+    It is pad_token_id or, of some classes (MPNet), a number of their own. A negative one counts from the end.
+    """
+    if module.padding_idx is None:
+        return None
+    named = rank.plan.model.sizes.settings.get("pad_token_id")
+    return rows + named if named is not None and named < 0 else module.padding_idx

@@ -97,6 +97,19 @@ def test_built_in_files_are_read_and_written_back(path, tmp_path):
     assert set(architecture.pad) <= dealt
 
 
+@pytest.mark.parametrize("kind", ["llama", "bert", "gptj", "qwen3_asr"])
+def test_heads_of_any_kind_are_whole_unless_a_file_names_them(kind, tmp_path):
+    architecture = find_architecture({"model_type": kind}, tmp_path)
+    own = load_architecture(built_in_architectures()[kind])
+    for name in ("score.2.weight", "v_head.summary.bias", "classifier.norm.weight", "reward_transform_matrix"):
+        assert own.match(name) is None
+        assert architecture.match(name).rules[0].shapes[0].is_open, name
+    for name in ("score.weight", "classifier.dense.weight"):
+        if own.match(name):
+            assert architecture.match(name) == own.match(name)
+    assert architecture.match("model.layers.0.score.weight") is None
+
+
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
@@ -135,8 +148,15 @@ def test_unknown_model_type_names_the_nearest(tmp_path):
     ) as error:
         find_architecture({"model_type": "lama"}, tmp_path)
     assert "--plan" in str(error.value.hint)
-    with pytest.raises(PlanError, match="no model_type"):
-        find_architecture({}, tmp_path)
+    for config in ({}, {"architectures": ["SomeModel"]}, {"architectures": None}):
+        with pytest.raises(PlanError, match="no model_type"):
+            find_architecture(config, tmp_path)
+
+
+def test_a_config_without_a_model_type_is_known_by_its_class(tmp_path):
+    assert find_architecture({"architectures": ["CogAgentForCausalLM"]}, tmp_path).name == "cogvlm"
+    with pytest.raises(PlanError, match="unknown model_type 'other'"):
+        find_architecture({"model_type": "other", "architectures": ["CogAgentForCausalLM"]}, tmp_path)
 
 
 def test_a_section_may_lie_deeper():

@@ -104,6 +104,19 @@ def test_the_row_of_padding_may_be_named_in_a_section(pairs: Pairs) -> None:
     assert "text_model.model.embed_tokens.weight" in {row.name for row in report.gradients}
 
 
+def test_the_row_of_padding_that_a_class_has_of_its_own_or_counts_from_the_end(tmp_path: Path) -> None:
+    """MPNet's is row 1 whatever config.json says; -1 is the last one."""
+    found = []
+    for name, row in (("mpnet", 0), ("llama", -1)):
+        original = zoo.save(name, tmp_path / name)
+        config = json.loads((original / "config.json").read_text())
+        (original / "config.json").write_text(json.dumps({**config, "pad_token_id": row}))
+        split(original, tmp_path / f"{name}-2", 2)
+        found.append((open_source(original), open_source(tmp_path / f"{name}-2")))
+    for report in run_forwards(found, ForwardOptions(backward=True, seq=40, draws=4)):
+        assert report.is_same, show(report)
+
+
 @pytest.mark.parametrize(
     ("names", "dtype"),
     [(["llama-tied", "gpt2", "mixtral", "olmo2", "gpt_oss"], "bfloat16"), (["llama-tied", "gpt2"], "float32")],

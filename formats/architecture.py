@@ -325,6 +325,11 @@ def find_architecture(config: Mapping[str, Any], where: Path) -> Architecture:
         near = difflib.get_close_matches(str(model_type), built_in_architectures(), n=3, cutoff=0.4)
         names = f" (nearest known: {', '.join(near)})" if near else ""
         raise PlanError(f"unknown model_type '{model_type}' in {where / 'config.json'}{names}", hint)
+    return _built_in(path)
+
+
+@lru_cache
+def _built_in(path: Path) -> Architecture:
     document = _document(path)
     document["tensors"] = {**_document(HEADS)["tensors"], **document["tensors"]}
     return architecture_from_document(document, path.stem, str(path))
@@ -338,14 +343,17 @@ def _config_defaults() -> Mapping[str, Mapping[str, Any]]:
 
 
 def built_in_file(config: Mapping[str, Any]) -> Path | None:
-    """The file for a ``config.json``: that of its model type or, if it has none, of its class under ``architectures``.
+    """The file for a ``config.json``: that of its model type or, if it has none, of its class under ``architectures``."""
+    if isinstance(config.get("model_type"), str):
+        return _file_with("model_types", (config["model_type"],))
+    classes = config.get("architectures")
+    return _file_with("classes", tuple(map(str, classes)) if isinstance(classes, list) else ())
 
-    Parses the files that mention it: parsing all takes longer than planning.
-    """
-    key = "model_types" if isinstance(config.get("model_type"), str) else "classes"
-    found = [config["model_type"]] if key == "model_types" else config.get("architectures")
-    names = found if isinstance(found, list) else []
-    for path in sorted(BUILT_IN.glob("*.toml")):
+
+@lru_cache
+def _file_with(key: str, names: tuple[str, ...]) -> Path | None:
+    """Parses the files that mention a name: parsing all takes longer than planning."""
+    for path in sorted(BUILT_IN.glob("*.toml")) if names else ():
         text = path.read_text(encoding="utf-8")
         if any(json.dumps(name) in text and name in _names(path, key) for name in names):
             return path

@@ -17,7 +17,7 @@ from formats.safetensors import DTYPE_BITS, tensor_bytes
 from reshard.plan import Entry, Layout, Plan
 from reshard.transfer import segments_of
 
-_SCALES = ("_scales", "_scale", "_scale_inv", ".scales", ".qzeros", ".g_idx", "_bias", ".bias")
+_SCALES = ("_scales", "_scale", "_scale_inv", ".scales", ".qzeros", ".g_idx", ".absmax", "_bias", ".bias")
 _ACTIVATION_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 
 
@@ -137,11 +137,11 @@ def _row(plan: Plan, entries: Sequence[Entry]) -> Row:
         rule=str(layout.rule),
         kind=kind_of(entry, plan.model.architecture),
         dtype=entry.dtype,
-        full=layout.full,
+        full=layout.stored,
         local=local,
         tensors=len(entries),
         copies=tuple(sorted(counts)),
-        bytes_full=len(entries) * tensor_bytes(entry.name, entry.dtype, layout.full),
+        bytes_full=len(entries) * tensor_bytes(entry.name, entry.dtype, layout.stored),
         bytes_per_rank=len(on_first) * tensor_bytes(entry.name, entry.dtype, local),
         replicated=len(on_first) * shared * DTYPE_BITS[entry.dtype] // 8,
     )

@@ -32,7 +32,7 @@ from reshard.blocks import with_blocks
 from reshard.plan import Layout, Plan, make_plan, rank_config
 from reshard.source import Source, open_source
 from verify.scales import differing, refined
-from verify.statements import says
+from verify.statements import Statements, says
 
 CHUNK = 2 << 20
 """Bytes of the original that are compared at a time: few enough for the cache, enough for Python not to matter."""
@@ -219,15 +219,18 @@ def _check_statements(original: Source, shards: Source, plan: Plan, comparable: 
     """Compare the tensors that state a shape, of which a rank's is not the original's byte for byte, and take them
     from what is.
     """
-    for name, ranks in list(comparable.items()):
-        stated = plan.entries[name].stated
-        if stated is None:
-            continue
-        comparable[name] = [rank for rank in ranks if stated.box(rank).shape == stated.stored]
-        for rank in sorted(set(ranks) - set(comparable[name])):
-            info, shape = shards.ranks[rank][name], stated.box(rank).shape
-            if not says(info, original.ranks[0][name], shape):
-                yield f"{info.file}: tensor '{name}' is not the original's with the shape {list(shape)} in it"
+    with Statements() as statements:
+        for name, ranks in list(comparable.items()):
+            stated = plan.entries[name].stated
+            if stated is None:
+                continue
+            info = original.ranks[0][name]
+            whole = statements.read(info)
+            comparable[name] = [rank for rank in ranks if stated.box(rank).shape == stated.stored]
+            for rank in sorted(set(ranks) - set(comparable[name])):
+                shard, shape = shards.ranks[rank][name], list(stated.box(rank).shape)
+                if not says(statements.read(shard), whole, info.dtype, shape):
+                    yield f"{shard.file}: tensor '{name}' is not the original's with the shape {shape} in it"
 
 
 def _planned(original: Source, shards: Source) -> Plan:

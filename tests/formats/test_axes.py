@@ -108,9 +108,10 @@ def test_blocks_are_owned_whole_or_refused(dim, sizes, data):
 rows = st.lists(dims, min_size=2, max_size=3).map(lambda ds: Dim((Block(tuple(ds)),)))
 
 
-@given(rows, st.sampled_from([1, 2, 4]), sizes, st.data())
-def test_a_row_unfolded_is_the_same_elements_in_the_same_order(row, step, sizes, data):
-    dim = replace(row, step=step)
+@given(rows, st.sampled_from([(1, 1), (2, 1), (4, 1), (4, 3)]), sizes, st.data())
+def test_a_row_unfolded_is_the_same_elements_in_the_same_order(row, counted, sizes, data):
+    step, per = counted
+    dim = replace(row, step=step, per=per)
     assume(dim.whole.size(sizes) < 5000)
     unfolded, shares = dim.unfolded(sizes), draw_shares(data, sizes)
     lengths = [found.size(sizes) for found in unfolded]

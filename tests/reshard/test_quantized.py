@@ -409,6 +409,7 @@ WRONG = {
     "the whole model's": (b"[128, 192]", b"[128, 768]", "states the shape [128, 768] for a weight of shape [128, 192]"),
     "no JSON": (b"}", b"]", "states the shape None"),
     "other settings": (b"bfloat16", b"bfloat17", "should be the same in"),
+    "spaces within": (b"[128, 192]", b"[128,192 ]", "should be the same in"),
     "spaces elsewhere": (b'": "nf4"', b'" :"nf4"', "should be the same in"),
     "other spaces": (b"[128, 192]", b"[128,192] ", "should be the same in"),
 }

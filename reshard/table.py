@@ -17,7 +17,7 @@ from formats.safetensors import DTYPE_BITS, tensor_bytes
 from reshard.plan import Entry, Layout, Plan
 from reshard.transfer import segments_of
 
-_SCALES = ("_scales", "_scale", "_scale_inv", ".scales", ".qzeros", ".g_idx", ".absmax", "_bias", ".bias")
+_SCALES = ("_scales", "_scale", "_scale_inv", ".scales", ".qzeros", ".g_idx", "_bias", ".bias")
 _ACTIVATION_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 
 
@@ -100,10 +100,9 @@ def _plain_kind(entry: Entry, architecture: Architecture) -> str:
 
 
 def _output_size(entry: Entry) -> int:
-    rule, inputs = entry.layout.rule, entry.layout.rule.input_dims
-    if rule.arrow is not None:
-        return math.prod(entry.layout.full[rule.arrow :])
-    return entry.layout.full[min(inputs) - 1]
+    layout, rule = entry.layout, entry.layout.rule
+    sizes = [length * dim.step // dim.per for length, dim in zip(layout.full, rule.dims, strict=True)]
+    return math.prod(sizes[rule.arrow :]) if rule.arrow is not None else sizes[min(rule.input_dims) - 1]
 
 
 # ---------------------------------------------------------------------------------------------------- rows, totals
@@ -201,8 +200,7 @@ def all_reduces(plan: Plan) -> tuple[AllReduce, AllReduce]:
             continue
         kind = _plain_kind(entry, architecture)
         if kind == "row":
-            match = architecture.match(entry.name)
-            layer = next(iter(match.indices.items()), None) if match else None
+            layer = next((word for word in entry.name.split(".") if word.isdigit()), None)
             blocks[entry.template, layer] = _output_size(entry)
         elif kind == "vocabulary":
             vocabulary[entry.template] = max(n for i, n in enumerate(layout.full) if i not in layout.parallel_dims)

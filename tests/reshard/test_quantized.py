@@ -18,6 +18,7 @@ from reshard.api import load, merge, split
 from reshard.move import Options
 from reshard.plan import FullTensor, bind, make_plan, valid_degrees
 from reshard.source import open_source
+from reshard.table import all_reduces
 from tests.dequantize import METHODS, NUMPY, Method, Stored, pack, unpack, values
 from tests.support import contents, without_manifest
 from verify.exact import compare
@@ -511,6 +512,20 @@ def test_a_weight_whose_last_block_is_not_full(tmp_path):
         assert all(np.array_equal(found[weight], part) for weight, part in expected.items())
         assert len(found) == 7 and found["model.layers.0.self_attn.k_proj.weight"].shape == (10, 20)
     assert compare(open_source(source), open_source(tmp_path / "tp2")).verdict == "same"
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptq-3", "awq", "packed-4", "fp8-block", "bitsandbytes-nf4"])
+def test_all_reduces_are_those_of_the_weights(name, tmp_path):
+    """One for each row-parallel weight of each layer, whatever a weight is stored as, and one for the embedding."""
+
+    def change(tensors: dict[str, Stored]) -> dict[str, Stored]:
+        return tensors | {name.replace("layers.0", "layers.1"): tensor for name, tensor in tensors.items()}
+
+    settings = {"quantization_config": METHODS[name].settings}
+    source = open_source(_changed(tmp_path, name, settings, change, num_hidden_layers=2, dtype="bfloat16"))
+    hidden = 2 * METHODS[name].unit
+    for volume in all_reduces(make_plan(source.model, Mesh((("tp", 2),)))):
+        assert (volume.count, volume.nbytes) == (5, 5 * hidden * 2)
 
 
 def test_three_bits_are_read_as_their_library_reads_them():

@@ -13,14 +13,15 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, Protocol
 
 from formats.axes import Run, merge_runs
 from formats.errors import PlanError
 from reshard.plan import Layout
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 STREAM_SLAB = 64 << 20
 """The budget of a slab that is moved piece by piece, so that it is a measure of work and not of memory."""
@@ -89,7 +90,7 @@ class Region:
 Slices = tuple[Any, ...]
 """An index into a numpy array: slices, or (for scales, see ``reshard.regrid``) arrays of indices."""
 
-Edit = Callable[[NDArray[np.uint8]], NDArray[np.uint8]]
+Edit = Callable[["NDArray[np.uint8]"], "NDArray[np.uint8]"]
 """What becomes of a block that does not stay as it is (see ``reshard.restate``)."""
 
 

@@ -58,13 +58,37 @@ class Block:
 @dataclass(frozen=True)
 class Dim:
     """One dimension: products laid one after the other, counted in blocks of ``step`` indices (the last may be
-    shorter).
+    shorter), each of which takes ``per`` places.
 
-    ``step`` is 1 but for what belongs to quantized weights: a scale for 128 rows, an integer that packs 8 of them.
+    Both are 1 but for what belongs to quantized weights: a scale for 128 rows, an integer that packs 8 of them, three
+    integers that pack 32.
     """
 
     blocks: tuple[Block, ...]
     step: int = 1
+    per: int = 1
+
+    @property
+    def whole(self) -> Dim:
+        """The same dimension, not counted in blocks."""
+        return replace(self, step=1, per=1)
+
+    def places(self, indices: int) -> int:
+        """How many places the first so many indices take."""
+        return -(-indices * self.per // self.step)
+
+    def unfolded(self, sizes: Mapping[str, int]) -> tuple[Dim, ...]:
+        """A product of dimensions in blocks as dimensions of its own, where no block reaches from one row into the
+        next; else itself.
+
+        ``((a b) (c d))/64`` is ``(a b) (c d)/64`` if ``c d`` is a multiple of 64: the same elements in the same order,
+        of which a rank owns a box and not a run for every row.
+        """
+        factors = self.blocks[0].factors
+        if len(self.blocks) > 1 or len(factors) < 2 or not all(isinstance(factor, Dim) for factor in factors):
+            return (self,)
+        *rows, last = (factor for factor in factors if isinstance(factor, Dim))
+        return (*rows, replace(last, step=self.step, per=self.per)) if last.size(sizes) % self.step == 0 else (self,)
 
     @property
     def axis(self) -> str | None:
@@ -90,13 +114,14 @@ class Dim:
     def size(self, sizes: Mapping[str, int]) -> int:
         """The number of indices. Raises NotationError for an axis without a size."""
         whole = sum(math.prod(_factor_size(factor, sizes) for factor in block.factors) for block in self.blocks)
-        return -(-whole // self.step)
+        return self.places(whole)
 
     def __str__(self) -> str:
         single = len(self.blocks) == 1 and len(self.blocks[0].factors) == 1 and not self.blocks[0].label
         text = " + ".join(str(block) for block in self.blocks)
         text = text if single else f"({text})"
-        return text if self.step == 1 else f"{text}/{self.step}"
+        places = f"*{self.per}" if self.per > 1 else ""
+        return text if self.step == 1 else f"{text}{places}/{self.step}"
 
 
 @dataclass(frozen=True)
@@ -156,6 +181,14 @@ class Shape:
         is_matrix = last == len(self.dims) - 1 or len(named) > 1
         return frozenset({last}) if is_matrix and len(self.dims) > 1 else frozenset()
 
+    def unfolded(self, sizes: Mapping[str, int]) -> Shape:
+        """The same elements in the same order, with each dimension unfolded (see ``Dim.unfolded``)."""
+        dims = [dim.unfolded(sizes) for dim in self.dims]
+        if all(len(found) == 1 for found in dims):
+            return self
+        arrow = self.arrow if self.arrow is None else sum(len(found) for found in dims[: self.arrow])
+        return replace(self, dims=tuple(dim for found in dims for dim in found), arrow=arrow)
+
     def sizes(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """The plain shape for the given axis sizes."""
         return tuple(dim.size(sizes) for dim in self.dims)
@@ -171,7 +204,7 @@ class Shape:
 
 # --------------------------------------------------------------------------------------------------- parsing
 
-_TOKEN = re.compile(r"\s*(->|\.\.\.|[()+/]|[A-Za-z_][A-Za-z0-9_]*\s*:|[A-Za-z_][A-Za-z0-9_]*|\d+)")
+_TOKEN = re.compile(r"\s*(->|\.\.\.|[()+*/]|[A-Za-z_][A-Za-z0-9_]*\s*:|[A-Za-z_][A-Za-z0-9_]*|\d+)")
 
 
 @cache
@@ -200,16 +233,28 @@ def parse(text: str) -> Shape:
         elif token == "(":
             dim, position = _parse_sum(text, tokens, position + 1)
             dims.append(dim)
-        elif token == "/":
-            step = tokens[position + 1] if position + 1 < len(tokens) else ""
-            if not dims or dims[-1].step != 1 or not step.isdigit() or int(step) < 1:
-                raise NotationError(f"shape '{text}': '/' stands between a dimension and the size of its blocks")
-            dims[-1] = replace(dims[-1], step=int(step))
-            position += 2
+        elif token in {"*", "/"}:
+            step, per, position = _parse_blocks(tokens, position)
+            if not dims or dims[-1].step != 1 or not step or not per:
+                raise NotationError(
+                    f"shape '{text}': '/' stands between a dimension and the size of its blocks, as in 'ff/128' or "
+                    "'ff*3/32'"
+                )
+            dims[-1] = replace(dims[-1], step=step, per=per)
         else:
             dims.append(Dim((Block((_atom(text, token),)),)))
             position += 1
     return Shape(tuple(dims), arrow, open_at)
+
+
+def _parse_blocks(tokens: Sequence[str], position: int) -> tuple[int, int, int]:
+    """Read ``/128`` or ``*3/32``: the indices and the places of a block (0 if it reads otherwise), and the position
+    after it.
+    """
+    words = [*tokens[position : position + 4], "", "", ""]
+    per, slash, step = ("1", *words[:2]) if words[0] == "/" else words[1:4]
+    numbers = [int(word) if word.isdigit() else 0 for word in (step, per)]
+    return numbers[0] if slash == "/" else 0, numbers[1], position + (2 if words[0] == "/" else 4)
 
 
 def _tokens(text: str) -> list[str]:
@@ -286,12 +331,12 @@ def owned(dim: Dim, sizes: Mapping[str, int], shares: Mapping[str, Share]) -> tu
 
 
 def _in_steps(dim: Dim, sizes: Mapping[str, int], runs: Iterable[Run]) -> Iterator[Run]:
-    whole = replace(dim, step=1)
-    size = whole.size(sizes)
+    size = dim.whole.size(sizes)
     for run in runs:
         if run.offset % dim.step or (run.end % dim.step and run.end != size):
-            raise NotationError(f"rows {run.offset} to {run.end} of '{whole}' cut a block of {dim.step}")
-        yield Run(run.offset // dim.step, -(-run.end // dim.step) - run.offset // dim.step)
+            raise NotationError(f"rows {run.offset} to {run.end} of '{dim.whole}' cut a block of {dim.step}")
+        begin = dim.places(run.offset)
+        yield Run(begin, dim.places(run.end) - begin)
 
 
 def _dim_runs(dim: Dim, sizes: Mapping[str, int], shares: Mapping[str, Share]) -> Iterator[Run]:

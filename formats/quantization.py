@@ -1,9 +1,10 @@
 """What belongs to a quantized weight: packed integers, scales, zero points, as functions of the weight's own rule.
 
 No tensor of a quantized checkpoint has a rule of its own. ``"in/8 -> out"`` says how GPTQ stores a weight whose rule
-is ``output input``: the input first, eight to an integer. ``out`` and ``in`` stand for the weight's two dimensions,
-``lead`` for those before them (experts), ``groups`` for the groups along the input where every rank keeps them all,
-``heads`` and ``kvheads`` for the heads that are the input of an attention's last weight, of queries and of keys.
+is ``output input``: the input first, eight to an integer. ``out`` and ``in`` stand for the weight's two dimensions (and
+``(out in)/64`` for its elements in one row, in blocks of 64), ``lead`` for those before them (experts), ``groups`` for
+the groups along the input where every rank keeps them all, ``heads`` and ``kvheads`` for the heads that are the input
+of an attention's last weight, of queries and of keys.
 ``stored`` at the start of a pattern says that out and in change places if the checkpoint stores the weight input
 first. See docs/quantization.md.
 """
@@ -16,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeAlias
 
-from formats.axes import Block, Dim, Shape, parse
+from formats.axes import Block, Dim, Factor, Shape, parse
 from formats.errors import PlanError
 
 
@@ -25,12 +26,15 @@ class Companion:
     """A tensor that belongs to a weight: the weight's name, and the shapes it may have in terms of the weight's.
 
     With ``of_attention`` it belongs to an attention, of which ``weight`` is the module or one within; its shapes are in
-    terms of the weight that takes the heads in (see ``takes_heads``).
+    terms of the weight that takes the heads in (see ``takes_heads``). With ``states_shape`` it says which shape the
+    weight has (see ``formats.statements``). ``advice`` is what to do where a cut would fall into a block of it.
     """
 
     weight: str
     patterns: tuple[str, ...]
     of_attention: bool = False
+    states_shape: bool = False
+    advice: str | None = None
 
 
 def companion(name: str, config: Mapping[str, Any], dtype: str | None = None) -> Companion | None:
@@ -39,10 +43,10 @@ def companion(name: str, config: Mapping[str, Any], dtype: str | None = None) ->
     A weight that is itself packed (``dtype`` U8: two values to a byte) belongs to itself. Where the config names no
     method, scales are read as ModelOpt writes them. Raises PlanError for a tensor of a method that cannot be split.
     """
-    module, dot, last = name.rpartition(".")
+    module, _, last = name.rpartition(".")
     scheme = _scheme(_Identical(config))
     table = scheme.table(module)
-    for suffix in (dot + last, *_fused_suffixes(last), *([""] if last == "weight" or last.endswith("_proj") else [])):
+    for suffix in (*_dotted_suffixes(name), *_fused_suffixes(last), *([""] if _is_weight(last) else [])):
         patterns = table.get(f"{suffix} {dtype}") or table.get(suffix)
         if isinstance(patterns, _Refused):
             raise PlanError(f"tensor '{name}' cannot be split: {patterns.reason}", patterns.hint)
@@ -50,8 +54,19 @@ def companion(name: str, config: Mapping[str, Any], dtype: str | None = None) ->
             base = name.removesuffix(suffix)
             if suffix.removeprefix(".") in _OF_ATTENTION:
                 return Companion(base, patterns, of_attention=True)
-            return Companion(f"{base}.weight" if suffix.startswith(".") else base, patterns)
+            weight = f"{base}.weight" if suffix.startswith(".") else base
+            return Companion(weight, patterns, states_shape=suffix in _STATE_SHAPE, advice=_ADVICE.get(suffix))
     return None
+
+
+def _is_weight(last: str) -> bool:
+    return last == "weight" or last.endswith("_proj")
+
+
+def _dotted_suffixes(name: str) -> Iterable[str]:
+    """``.weight.absmax`` of ``p.weight.absmax``, the shortest first: what belongs to a module, or to its weight."""
+    dots = [place for place, letter in enumerate(name) if letter == "."]
+    return (name[place:] for place in reversed(dots[-3:])) if dots else (name,)
 
 
 def _fused_suffixes(last: str) -> Iterable[str]:
@@ -78,9 +93,17 @@ def shape_of(patterns: tuple[str, ...], weight: Shape, shape: tuple[int, ...] | 
     """
     for pattern in patterns:
         found = _substitute(pattern, weight)
-        if found is not None and (shape is None or _fits(found, shape)):
-            return found
+        if found is not None and (shape is None or found.is_open or _fits(found, shape)):
+            return found.closed(shape or ())
     return None
+
+
+def stated_shape(weight: Shape) -> Shape:
+    """The dimensions of a weight as a tensor that states its shape has them: output before input."""
+    if weight.arrow is None:
+        return weight
+    *lead, first, last = weight.dims
+    return Shape((*lead, last, first))
 
 
 def _fits(rule: Shape, shape: tuple[int, ...]) -> bool:
@@ -94,12 +117,14 @@ def _substitute(text: str, weight: Shape) -> Shape | None:
     as_stored = text.startswith("stored ")
     pattern = parse(text.removeprefix("stored "))
     output = weight.output_dim
+    if not pattern.axes:
+        return pattern
     if output is None:
-        return pattern if not pattern.axes else None
+        return None
     inner = 2 * len(weight.dims) - 3 - output
     dims: list[Dim] = []
     for dim in pattern.dims:
-        word = replace(dim, step=1).axis
+        word = dim.whole.axis
         if word == "lead":
             dims += weight.dims[:-2]
         elif word == "groups":
@@ -108,7 +133,11 @@ def _substitute(text: str, weight: Shape) -> Shape | None:
             (heads,) = weight.dims[inner].blocks
             dims.append(Dim((Block(heads.factors[:-1] if word == "heads" else heads.factors[:1]),)))
         elif word in {"out", "in"}:
-            dims.append(replace(weight.dims[output if word == "out" else inner], step=dim.step))
+            dims.append(replace(weight.dims[output if word == "out" else inner], step=dim.step, per=dim.per))
+        elif dim.axes:
+            (row,) = dim.blocks
+            named: Mapping[Factor, Dim] = {"out": weight.dims[output], "in": weight.dims[inner]}
+            dims.append(replace(dim, blocks=(Block(tuple(named[factor] for factor in row.factors)),)))
         else:
             dims.append(dim)
     if as_stored and weight.arrow is not None:
@@ -211,6 +240,12 @@ _OF_ACTIVATIONS = ("input_scale", "activation_scale", "input_global_scale", "inp
 _OF_KEYS = ("k_scale", "v_scale", "kv_scale", "k_zero_point", "v_zero_point")
 _OF_QUERIES = ("q_scale", "q_zero_point", "prob_scale", "prob_output_scale")
 _OF_ATTENTION = {*_OF_KEYS, *_OF_QUERIES}
+_BITSANDBYTES_STATES = (".weight.quant_state.bitsandbytes__nf4", ".weight.quant_state.bitsandbytes__fp4")
+_STATE_SHAPE = {".weight_shape", *_BITSANDBYTES_STATES}
+_ADVICE: Mapping[str, str] = {
+    ".weight.nested_absmax": "256 blocks of 64 share a scale of this double quantization: quantize without it "
+    "(bnb_4bit_use_double_quant), or split the unquantized checkpoint and let each rank quantize on load",
+}
 
 
 def is_of_activations(name: str) -> bool:
@@ -260,7 +295,8 @@ def _fbgemm(settings: Mapping[str, Any]) -> _Table:
 
 
 def _gptq(settings: Mapping[str, Any]) -> _Table:
-    """GPTQ: input first, ``32 / bits`` inputs to an integer; zero points packed along the output.
+    """GPTQ: input first, ``32 / bits`` inputs to an integer, or 32 of 3 bits to three; zero points packed along the
+    output.
 
     With act-order a row may belong to any group, so that every rank keeps all groups. Without, ``g_idx`` keeps the
     original's group numbers. Source: AutoGPTQ, nn_modules/qlinear/qlinear_cuda_old.py.
@@ -271,12 +307,14 @@ def _gptq(settings: Mapping[str, Any]) -> _Table:
         reason = f"GPTQ in the '{layout}' format is stored in an order of its kernel's own, not as rows and columns"
         return dict.fromkeys((*names, ".B", ".s"), _Refused(reason, "take the checkpoint in the 'gptq' format"))
     pack, size = _per_integer(settings), _group_size(settings)
+    if _bits(settings) == 3:
+        pack = "*3/32"
     if isinstance(pack, _Refused):
         return dict.fromkeys(names, pack)
     groups = "1" if size is None else "groups" if settings.get("desc_act") else f"in/{size}"
     return {
-        ".qweight": (f"in/{pack} -> out",),
-        ".qzeros": (f"{groups} -> out/{pack}",),
+        ".qweight": (f"in{pack} -> out",),
+        ".qzeros": (f"{groups} -> out{pack}",),
         ".scales": (f"{groups} -> out",),
         ".g_idx": ("in",),
     }
@@ -301,8 +339,8 @@ def _awq(settings: Mapping[str, Any]) -> _Table:
         return dict.fromkeys(names, pack)
     groups = "1" if size is None else f"in/{size}"
     return {
-        ".qweight": (f"in -> out/{pack}",),
-        ".qzeros": (f"{groups} -> out/{pack}",),
+        ".qweight": (f"in -> out{pack}",),
+        ".qzeros": (f"{groups} -> out{pack}",),
         ".scales": (f"{groups} -> out",),
     }
 
@@ -371,9 +409,9 @@ def _compressed(weights: Mapping[str, Any], layout: str) -> _Table:
     elif strategy == "block":
         scale = (_blocks(weights.get("block_structure") or (128, 128)),)
     floats = weights.get("type") == "float"
-    pack = 2 if floats else _integers(bits)
-    packed: _Entry = pack if isinstance(pack, _Refused) else (f"lead out in/{pack}",)
-    zero: _Entry = pack if isinstance(pack, _Refused) else (f"lead out/{pack} {inner}",)
+    pack = "/2" if floats else _integers(bits)
+    packed: _Entry = pack if isinstance(pack, _Refused) else (f"lead out in{pack}",)
+    zero: _Entry = pack if isinstance(pack, _Refused) else (f"lead out{pack} {inner}",)
     return {
         **_SCALES_OF_ACTIVATIONS,
         ".weight_shape": ("2",),
@@ -450,16 +488,22 @@ def _mxfp4(settings: Mapping[str, Any]) -> _Table:
 
 
 def _bitsandbytes(settings: Mapping[str, Any]) -> _Table:
-    """bitsandbytes, nn/modules.py: int8 has a scale for each output (``SCB``); 4 bits are refused, docs/quantization.md
-    says why.
+    """bitsandbytes: int8 has a scale for each output (``SCB``); 4 bits lie in one row, in blocks of 64.
+
+    ``absmax`` has a scale for each block, ``nested_absmax`` (double quantization) one for 256 of these, and
+    ``quant_state`` states the weight's shape. A weight is stored output before input. Sources: bitsandbytes,
+    nn/modules.py and functional.py (``quantize_4bit``, ``QuantState``).
     """
-    refused = _Refused(
-        "bitsandbytes keeps a weight of 4 bits as one flat run of blocks, and its shape inside a serialized state "
-        "(quant_state), which each rank would need written anew",
-        "split the unquantized checkpoint and let each rank quantize on load, or take a GPTQ or AWQ checkpoint",
-    )
-    state = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", ".bitsandbytes__nf4", ".bitsandbytes__fp4")
-    return {**dict.fromkeys((*state, " U8"), refused), ".SCB": ("out",), ".weight_format": _SCALAR}
+    return {
+        ".SCB": ("out",),
+        ".weight_format": _SCALAR,
+        " U8": ("(out in)/2 1",),
+        ".weight.absmax": ("(out in)/64",),
+        ".weight.nested_absmax": ("(out in)/16384",),
+        ".weight.quant_map": ("16",),
+        ".weight.nested_quant_map": ("256",),
+        **dict.fromkeys(_BITSANDBYTES_STATES, ("...",)),
+    }
 
 
 def _bitnet(settings: Mapping[str, Any]) -> _Table:
@@ -468,16 +512,20 @@ def _bitnet(settings: Mapping[str, Any]) -> _Table:
     return {" U8": _Refused(reason, "split the bf16 checkpoint"), ".weight_scale": _SCALAR}
 
 
-def _per_integer(settings: Mapping[str, Any]) -> int | _Refused:
-    return _integers(int(settings.get("bits") or settings.get("w_bit") or 4))
+def _bits(settings: Mapping[str, Any]) -> int:
+    return int(settings.get("bits") or settings.get("w_bit") or 4)
 
 
-def _integers(bits: int) -> int | _Refused:
-    """Values in a 32-bit integer."""
+def _per_integer(settings: Mapping[str, Any]) -> str | _Refused:
+    return _integers(_bits(settings))
+
+
+def _integers(bits: int) -> str | _Refused:
+    """Behind a dimension: counted in 32-bit integers."""
     if 32 % bits:
         reason = f"values of {bits} bits run across the 32-bit integers that hold them"
         return _Refused(reason, "take a checkpoint of 2, 4 or 8 bits, or split the unquantized one")
-    return 32 // bits
+    return f"/{32 // bits}"
 
 
 def _group_size(settings: Mapping[str, Any]) -> int | None:

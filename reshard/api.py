@@ -31,6 +31,7 @@ from reshard.output import Staging, check_output, check_space, staging_of
 from reshard.plan import Layout, Plan, make_plan, rank_config
 from reshard.reading import SourceFile
 from reshard.regrid import Regrid
+from reshard.restate import Restate
 from reshard.source import UNSPLIT, Source, open_source
 from reshard.transfer import Transfer, Way
 
@@ -422,7 +423,7 @@ def _merged_files(source: Source, plan: Plan, max_shard_size: int | None) -> _Me
         index = {record.index_name: record.index} if record.index_name and record.index is not None else {}
         return _MergedFiles(tuple(_MergedFile(f.name, f.header, f.size) for f in record.files), index)
     names = source.names_in_order()
-    tensors = [(n, plan.entries[n].dtype, plan.entries[n].layout.full) for n in names]
+    tensors = [(n, plan.entries[n].dtype, plan.entries[n].layout.stored) for n in names]
     shards = partition(((*t, tensor_bytes(*t)) for t in tensors), max_shard_size or DEFAULT_SHARD_SIZE)
     weights = []
     for shard in shards:
@@ -439,7 +440,7 @@ def _check_restorable(source: Source, plan: Plan) -> None:
         kept.update(parse_header(file.header, Path(file.name), file.size).tensors)
     for name, entry in plan.entries.items():
         info = kept.pop(name, None)
-        if info is None or info.shape != entry.layout.full or info.dtype != entry.dtype:
+        if info is None or info.shape != entry.layout.stored or info.dtype != entry.dtype:
             raise MismatchError(
                 f"{source.path / MANIFEST}: its source files do not hold tensor '{name}' as the shards do"
             )
@@ -509,13 +510,18 @@ def _jobs(source: Source, targets: _Targets) -> list[Job]:
         if places is None:
             continue
         before, after = source.plan.entries[name], targets.plan.entries[name]
-        key = (before.layout, after.layout, DTYPE_BITS[before.dtype], frozenset(places))
-        if key not in transfers:
-            is_regridded = before.layout.full != after.layout.full
-            transfers[key] = Regrid(*key) if is_regridded else Transfer(*key)
+        held, ranks = source.places(name), frozenset(places)
+        if before.stated is not None and after.stated is not None:
+            way: Way = Restate(before, before.stated, after.stated, held, ranks)
+        else:
+            key = (before.layout, after.layout, DTYPE_BITS[before.dtype], ranks)
+            if key not in transfers:
+                is_regridded = before.layout.full != after.layout.full
+                transfers[key] = Regrid(*key) if is_regridded else Transfer(*key)
+            way = transfers[key]
         wanted = [places.get(rank) for rank in range(targets.plan.mesh.size)]
-        nbytes = tensor_bytes(name, before.dtype, before.layout.full)
-        jobs.append(Job(name, transfers[key], source.places(name), wanted, nbytes))
+        nbytes = tensor_bytes(name, before.dtype, before.layout.stored)
+        jobs.append(Job(name, way, held, wanted, nbytes))
     return jobs
 
 

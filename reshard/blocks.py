@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from formats.axes import owned
 from formats.blocks import block_size, with_block_size
@@ -20,10 +19,9 @@ def finer_blocks(model: Model, mesh: Mesh) -> tuple[int, int] | None:
     for tensor in model.in_blocks:
         sizes = model.sizes.of(dict(tensor.indices))
         for place, dim in zip((-2, -1), tensor.rule.dims[-2:], strict=True):
-            whole = replace(dim, step=1)
             for rank in range(mesh.size):
-                runs = owned(whole, sizes, shares_of(model, mesh, rank, sizes, tensor.axes))
-                edges = {edge for run in runs for edge in (run.offset, run.end)} - {whole.size(sizes)}
+                runs = owned(dim.whole, sizes, shares_of(model, mesh, rank, sizes, tensor.axes))
+                edges = {edge for run in runs for edge in (run.offset, run.end)} - {dim.whole.size(sizes)}
                 common[place] = math.gcd(common[place], *edges)
     return None if tuple(common) == block else (common[0], common[1])
 

@@ -14,6 +14,7 @@ from reshard.move import STEPS, Job, check_slab
 from reshard.plan import Plan
 from reshard.reading import Bytes, Reader
 from reshard.regrid import Regrid
+from reshard.restate import Restate
 from reshard.source import Source
 from reshard.transfer import Transfer, Way
 
@@ -40,18 +41,21 @@ def _load(source: Source, target: Plan, rank: int, name: str, reader: Reader) ->
     bits = DTYPE_BITS[before.dtype]
     data = np.empty(math.prod(shape) * bits // 8, dtype=np.uint8)
     ranks = frozenset({rank})
-    if before.layout.full == after.layout.full:
-        way: Way = Transfer(before.layout, after.layout, bits, ranks, compare=False)
+    places = source.places(name)
+    if before.stated is not None and after.stated is not None:
+        way: Way = Restate(before, before.stated, after.stated, places, ranks, compare=False)
+    elif before.layout.full == after.layout.full:
+        way = Transfer(before.layout, after.layout, bits, ranks, compare=False)
     else:
         way = Regrid(before.layout, after.layout, bits, ranks)
-    job = Job(name, way, source.places(name), [], data.size)
+    job = Job(name, way, places, [], data.size)
     for slab in way.slabs(STEPS):
         read = {r.rank: reader.read(job.source(r.rank), r, _room) for r in slab.reads}
         check_slab(job, slab, read)
         for region in slab.writes:
             block = data[region.offset : region.offset + region.nbytes].reshape(region.shape)
             for copy in slab.copies:
-                block[copy.target_slices] = 0 if copy.source is None else read[copy.source][copy.source_slices]
+                block[copy.target_slices] = copy.block(read)
     dtype = TORCH_DTYPES[before.dtype]
     if data.size == 0:
         return torch.empty(shape, dtype=dtype)

@@ -321,7 +321,7 @@ class _Mover:
             block = arena.take(region.nbytes, at).reshape(region.shape)
             for copy in slab.copies:
                 if copy.target == region.rank:
-                    block[copy.target_slices] = 0 if copy.source is None else read[copy.source][copy.source_slices]
+                    block[copy.target_slices] = copy.block(read)
             self._write(job, region.rank, region.offset, block.reshape(-1))
 
         self._one_by_one(job, ((region.rank, region) for region in slab.writes), move)
@@ -441,7 +441,7 @@ class _Arena:
 def check_slab(job: Job, slab: Slab, read: Mapping[int, Bytes]) -> None:
     """Compare replicas, and padding with zero. Raises MismatchError that names the tensor and the files."""
     for check in slab.checks:
-        block = read[check.source][check.slices]
+        block = check.block(read)
         place = job.source(check.source)
         if check.other is None:
             if block.any():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -15,7 +16,7 @@ from formats.axes import Dim, Factor, Run, Shape, Share, deal, degrees, owned, s
 from formats.blocks import block_size
 from formats.errors import NotationError, PlanError
 from formats.mesh import Mesh
-from formats.quantization import Companion, companion, shape_of, takes_heads
+from formats.quantization import Companion, companion, shape_of, stated_shape, takes_heads
 from formats.safetensors import DTYPE_BITS
 
 
@@ -34,7 +35,7 @@ class FullTensor:
 
 @dataclass(frozen=True)
 class Box:
-    """What a rank holds of a tensor: the owned runs of each padded dimension, and its local shape."""
+    """What a rank holds of a tensor: the owned runs of each padded dimension, and its local shape as it is stored."""
 
     dims: tuple[tuple[Run, ...], ...]
     shape: tuple[int, ...]
@@ -44,15 +45,17 @@ class Box:
 class Layout:
     """One way in which tensors lie on a mesh, shared by all tensors of equal rule, sizes and shape.
 
-    ``full`` is the shape in the unsplit checkpoint, ``padded`` with the zeros that a degree needs; ``boxes`` has an
-    entry a rank, None for a rank that holds nothing of it (another rank's expert). ``dealt_by_name`` says that there
-    may be such ranks.
+    ``stored`` is the shape in the unsplit checkpoint. ``full`` is the same but for what belongs to quantized weights
+    and is stored in one row, which is unfolded (see ``Dim.unfolded``), as is ``rule``; ``padded`` with the zeros that
+    a degree needs. ``boxes`` has an entry a rank, None for a rank that holds nothing of it (another rank's expert).
+    ``dealt_by_name`` says that there may be such ranks.
     """
 
     rule: Shape
     full: tuple[int, ...]
     padded: tuple[int, ...]
     boxes: tuple[Box | None, ...]
+    stored: tuple[int, ...]
     parallel_dims: frozenset[int]
     dealt_by_name: bool = False
 
@@ -76,6 +79,8 @@ class Entry:
     dtype: str
     template: str
     layout: Layout
+    stated: Layout | None = None
+    """That of the weight, for a tensor that states which shape it has."""
 
 
 class AxisSizes:
@@ -178,6 +183,10 @@ class BoundTensor:
     indices: tuple[tuple[str, int], ...]
     places: tuple[tuple[str, int], ...]
     shape: tuple[int, ...]
+    stated: Shape | None = None
+    """The weight's, for a tensor that states which shape it has."""
+    advice: str | None = None
+    """What to do where a rank's boundary would cut a block of it."""
 
     @property
     def axes(self) -> frozenset[str]:
@@ -258,10 +267,14 @@ def bind(
         indices = sizes.key(match.indices)
         key = (rule, indices, tensor.shape)
         if key not in fitted:
-            fitted[key] = _fit(tensor, rule, sizes.of(match.indices))
+            fitted[key] = _fit(tensor, rule, sizes.of(match.indices), _WRONG_BLOCKS if each.belonging else _WRONG_RULE)
         _check_indices(tensor, match, sizes)
         places = tuple((axis, index) for axis, index in match.indices.items() if axis in dealt)
-        bound.append(BoundTensor(tensor.name, tensor.dtype, match.template, rule, indices, places, fitted[key]))
+        stated = stated_shape(each.rule.shapes[0]) if each.belonging and each.belonging.states_shape else None
+        advice = each.belonging.advice if each.belonging else None
+        bound.append(
+            BoundTensor(tensor.name, tensor.dtype, match.template, rule, indices, places, fitted[key], stated, advice)
+        )
     model = Model(architecture, config, sizes, tuple(bound))
     unused = [template for template in architecture.tensors if template not in model.used_templates]
     if every_rule and unused:
@@ -273,12 +286,15 @@ def bind(
 
 @dataclass
 class _Covered:
-    """A tensor, the line that covers it, the rule of that line, and the shapes that the tensor may have by it."""
+    """A tensor, the line that covers it, the rule of that line, the shapes that the tensor may have by it, and what it
+    belongs to.
+    """
 
     tensor: FullTensor
     match: Match
     rule: Rule
     shapes: tuple[Shape, ...]
+    belonging: Companion | None = None
 
 
 def _rule_of(tensor: FullTensor, architecture: Architecture, sizes: AxisSizes) -> _Covered:
@@ -303,7 +319,7 @@ def _rule_of(tensor: FullTensor, architecture: Architecture, sizes: AxisSizes) -
             f"for a weight '{rule.shapes[derived.index(None)]}' it should be one of "
             + ", ".join(f"'{pattern}'" for pattern in belonging.patterns)
         )
-    return _Covered(tensor, match, rule, tuple(shape for shape in derived if shape is not None))
+    return _Covered(tensor, match, rule, tuple(shape for shape in derived if shape is not None), belonging)
 
 
 def _with_layouts_on_disk(
@@ -354,7 +370,7 @@ def _layout_on_disk(
         + (f"which may be either of {shown}" if fitting else f"and the rule gives {shown}"),
         "save the plan with 'reshard plan SOURCE --save FILE', leave one shape, pass it with --plan FILE"
         if fitting
-        else "either config.json does not belong to these weights, or the rule is wrong for them (see --plan)",
+        else _WRONG_RULE,
     )
 
 
@@ -432,7 +448,11 @@ def _measure(sizes: AxisSizes, found: Iterable[tuple[FullTensor, Shape, Match]])
                 )
 
 
-def _fit(tensor: FullTensor, rule: Shape, sizes: Mapping[str, int]) -> tuple[int, ...]:
+_WRONG_RULE = "either config.json does not belong to these weights, or the rule is wrong for them (see --plan)"
+_WRONG_BLOCKS = "either config.json does not belong to these weights, or they are quantized in blocks of another size"
+
+
+def _fit(tensor: FullTensor, rule: Shape, sizes: Mapping[str, int], hint: str) -> tuple[int, ...]:
     try:
         expected = rule.sizes(sizes)
     except NotationError as error:
@@ -445,7 +465,7 @@ def _fit(tensor: FullTensor, rule: Shape, sizes: Mapping[str, int]) -> tuple[int
         raise PlanError(
             f"{tensor.where}: tensor '{tensor.name}' has shape {list(tensor.shape)}, "
             f"but the rule '{rule}' gives {list(expected)}{' with ' + named if named else ''}",
-            "either config.json does not belong to these weights, or the rule is wrong for them (see --plan)",
+            hint,
         )
     return expected
 
@@ -515,7 +535,14 @@ def make_plan(
         if key not in layouts:
             layouts[key] = _layout(model, mesh, tensor, padding, owners)
             _check_whole_bytes(tensor, layouts[key])
-        entries[tensor.name] = Entry(tensor.name, tensor.dtype, tensor.template, layouts[key])
+        stated = (tensor.stated, tensor.indices, owners)
+        if tensor.stated is not None and stated not in layouts:
+            shape = tensor.stated.sizes(model.sizes.of(dict(tensor.indices)))
+            weight = replace(tensor, rule=tensor.stated, shape=shape)
+            layouts[stated] = _layout(model, mesh, weight, padding, owners)
+        entries[tensor.name] = Entry(
+            tensor.name, tensor.dtype, tensor.template, layouts[key], layouts[stated] if tensor.stated else None
+        )
     return Plan(model, mesh, padding, entries)
 
 
@@ -542,7 +569,7 @@ def _layout(
 ) -> Layout:
     sizes = model.sizes.of(dict(tensor.indices))
     padded_sizes = _padded(sizes, padding)
-    padded = tensor.rule.sizes(padded_sizes)
+    rule = tensor.rule.unfolded(sizes)
     boxes: list[Box | None] = []
     for rank in range(mesh.size):
         if owners is not None and rank not in owners:
@@ -550,18 +577,20 @@ def _layout(
             continue
         shares = shares_of(model, mesh, rank, padded_sizes, tensor.axes)
         try:
-            runs = [owned(dim, padded_sizes, shares) for dim in tensor.rule.dims]
+            runs = [owned(dim, padded_sizes, shares) for dim in rule.dims]
         except NotationError as error:
             raise PlanError(
                 f"tensor '{tensor.name}' cannot be split over {mesh}: {error.message}", error.hint
             ) from None
-        shape = tuple(sum(run.length for run in dim) for dim in runs)
+        lengths = iter([sum(run.length for run in dim) for dim in runs])
+        shape = tuple(math.prod(itertools.islice(lengths, len(dim.unfolded(sizes)))) for dim in tensor.rule.dims)
         boxes.append(Box(tuple(runs), shape))
     dealt = {axis for axis, part in shares_of(model, mesh, 0, padded_sizes, tensor.axes).items() if part.parts > 1}
-    parallel = frozenset(i for i, dim in enumerate(tensor.rule.dims) if dim.axes & dealt)
+    parallel = frozenset(i for i, dim in enumerate(rule.dims) if dim.axes & dealt)
     _check_padding(tensor, padding)
     _check_every_element_is_owned(model.architecture, tensor, dealt)
-    return Layout(tensor.rule, tensor.shape, padded, tuple(boxes), parallel, owners is not None)
+    full, padded = rule.sizes(sizes), rule.sizes(padded_sizes)
+    return Layout(rule, full, padded, tuple(boxes), tensor.shape, parallel, owners is not None)
 
 
 def _check_whole_bytes(tensor: BoundTensor, layout: Layout) -> None:
@@ -658,6 +687,7 @@ class Refusal:
     degree: int
     family: tuple[tuple[str, int], ...]
     cut: str | None = None
+    advice: str | None = None
 
     def __str__(self) -> str:
         if self.cut is not None:
@@ -685,10 +715,10 @@ def _cut_block(model: Model, mesh_dim: str, degree: int, *, pad: bool, same_rank
         try:
             for rank in range(degree):
                 shares = shares_of(model, mesh, rank, sizes, tensor.axes)
-                for dim in tensor.rule.dims:
+                for dim in tensor.rule.unfolded(sizes).dims:
                     owned(dim, sizes, shares)
         except NotationError as error:
-            return Refusal(degree, (), f"tensor '{tensor.name}': {error.message}")
+            return Refusal(degree, (), f"tensor '{tensor.name}': {error.message}", tensor.advice)
     return None
 
 
@@ -728,7 +758,8 @@ def check_degrees(model: Model, mesh: Mesh, *, pad: bool = True) -> None:
         valid = valid_degrees(model, mesh_dim, pad=pad, same_ranks=mesh.same_ranks)
         if why is not None:
             refine = ", or --refine-blocks" if why.cut is not None and block_size(model.config) else ""
-            hint = f"valid degrees: {', '.join(map(str, valid))}{refine}"
+            advice = f"; {why.advice}" if why.advice else ""
+            hint = f"valid degrees: {', '.join(map(str, valid))}{refine}{advice}"
             raise PlanError(f"--{mesh_dim} {degree} is not possible: {why}", hint)
         if not _is_dealt(model, mesh_dim):
             raise PlanError(f"--{mesh_dim} {degree} is not possible: the plan deals no axis over {mesh_dim}")

@@ -100,10 +100,9 @@ def _plain_kind(entry: Entry, architecture: Architecture) -> str:
 
 
 def _output_size(entry: Entry) -> int:
-    rule, inputs = entry.layout.rule, entry.layout.rule.input_dims
-    if rule.arrow is not None:
-        return math.prod(entry.layout.full[rule.arrow :])
-    return entry.layout.full[min(inputs) - 1]
+    layout, rule = entry.layout, entry.layout.rule
+    sizes = [length * dim.step // dim.per for length, dim in zip(layout.full, rule.dims, strict=True)]
+    return math.prod(sizes[rule.arrow :]) if rule.arrow is not None else sizes[min(rule.input_dims) - 1]
 
 
 # ---------------------------------------------------------------------------------------------------- rows, totals
@@ -137,11 +136,11 @@ def _row(plan: Plan, entries: Sequence[Entry]) -> Row:
         rule=str(layout.rule),
         kind=kind_of(entry, plan.model.architecture),
         dtype=entry.dtype,
-        full=layout.full,
+        full=layout.stored,
         local=local,
         tensors=len(entries),
         copies=tuple(sorted(counts)),
-        bytes_full=len(entries) * tensor_bytes(entry.name, entry.dtype, layout.full),
+        bytes_full=len(entries) * tensor_bytes(entry.name, entry.dtype, layout.stored),
         bytes_per_rank=len(on_first) * tensor_bytes(entry.name, entry.dtype, local),
         replicated=len(on_first) * shared * DTYPE_BITS[entry.dtype] // 8,
     )
@@ -201,8 +200,7 @@ def all_reduces(plan: Plan) -> tuple[AllReduce, AllReduce]:
             continue
         kind = _plain_kind(entry, architecture)
         if kind == "row":
-            match = architecture.match(entry.name)
-            layer = next(iter(match.indices.items()), None) if match else None
+            layer = next((word for word in entry.name.split(".") if word.isdigit()), None)
             blocks[entry.template, layer] = _output_size(entry)
         elif kind == "vocabulary":
             vocabulary[entry.template] = max(n for i, n in enumerate(layout.full) if i not in layout.parallel_dims)

@@ -11,13 +11,17 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from formats.axes import Run, merge_runs
 from formats.errors import PlanError
 from reshard.plan import Layout
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 STREAM_SLAB = 64 << 20
 """The budget of a slab that is moved piece by piece, so that it is a measure of work and not of memory."""
@@ -86,25 +90,44 @@ class Region:
 Slices = tuple[Any, ...]
 """An index into a numpy array: slices, or (for scales, see ``reshard.regrid``) arrays of indices."""
 
+Edit = Callable[["NDArray[np.uint8]"], "NDArray[np.uint8]"]
+"""What becomes of a block that does not stay as it is (see ``reshard.restate``)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A block that goes from a read region to a written one; without a source it is zeros."""
+    """A block that goes from a read region to a written one, as ``edit`` makes it; without a source it is zeros."""
 
     source: int | None
     source_slices: Slices
     target: int
     target_slices: Slices
+    edit: Edit | None = None
+
+    def block(self, read: Mapping[int, NDArray[np.uint8]]) -> NDArray[np.uint8] | int:
+        """What is written, given the regions that were read."""
+        if self.source is None:
+            return 0
+        block = read[self.source][self.source_slices]
+        return block if self.edit is None else self.edit(block)
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A block of a read region that must equal a block of another, or be zero if there is no other."""
+    """A block of a read region that, as ``edit`` makes it, must equal a block of another, or be zero if there is no
+    other.
+    """
 
     source: int
     slices: Slices
     other: int | None
     other_slices: Slices
+    edit: Edit | None = None
+
+    def block(self, read: Mapping[int, NDArray[np.uint8]]) -> NDArray[np.uint8]:
+        """What is compared, given the regions that were read."""
+        block = read[self.source][self.slices]
+        return block if self.edit is None else self.edit(block)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ scales. Nothing here knows of ranks, but for one thing that GPTQ needs: see ``gr
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,20 +69,26 @@ def e8m0(codes: Array) -> Array:
 
 
 def pack(numbers: Array, bits: int, axis: int, order: tuple[int, ...] | None = None) -> Array:
-    """Lay ``32 / bits`` neighbours along an axis into an int32, the first lowest, or in the given order of places."""
-    per = 32 // bits
+    """Lay neighbours along an axis into int32s, the first lowest, or those of each integer in the given order.
+
+    Where ``bits`` do not divide 32, values run across: 32 values of 3 bits are three integers.
+    """
     split = np.moveaxis(numbers, axis, -1).astype(np.uint32)
-    split = split.reshape(*split.shape[:-1], split.shape[-1] // per, per)
-    shifts = np.argsort(order or range(per)).astype(np.uint32) * bits
-    return np.moveaxis((split << shifts).sum(-1, dtype=np.uint32).view(np.int32), -1, axis)
+    if order:
+        split = split.reshape(*split.shape[:-1], -1, len(order))[..., order].reshape(split.shape)
+    each = (split[..., None] >> np.arange(bits, dtype=np.uint32) & 1).reshape(*split.shape[:-1], -1, 32)
+    words = (each << np.arange(32, dtype=np.uint32)).sum(-1, dtype=np.uint32)
+    return np.moveaxis(words.view(np.int32), -1, axis)
 
 
 def unpack(packed: Array, bits: int, axis: int, order: tuple[int, ...] | None = None) -> Array:
     """The inverse of ``pack``."""
-    per = 32 // bits
-    shifts = np.argsort(order or range(per)).astype(np.uint32) * bits
-    split = np.moveaxis(np.ascontiguousarray(packed).view(np.uint32), axis, -1)[..., None] >> shifts & (2**bits - 1)
-    return np.moveaxis(split.reshape(*split.shape[:-2], -1), -1, axis).astype(np.int64)
+    words = np.moveaxis(np.ascontiguousarray(packed).view(np.uint32), axis, -1)
+    each = (words[..., None] >> np.arange(32, dtype=np.uint32) & 1).reshape(*words.shape[:-1], -1, bits)
+    numbers = (each << np.arange(bits, dtype=np.uint32)).sum(-1, dtype=np.int64)
+    if order:
+        numbers = numbers.reshape(*numbers.shape[:-1], -1, len(order))[..., np.argsort(order)].reshape(numbers.shape)
+    return np.moveaxis(numbers, -1, axis)
 
 
 def nibbles(packed: Array, axis: int = -1) -> Array:
@@ -106,7 +114,8 @@ class Method:
     ``encode(rng, shape)`` is given the weight's shape, output before input, and gives its tensors by the end of
     their names: ``.qweight`` of a module's weight, ``_scale_inv`` and ``""`` of a parameter that is fused over experts.
     ``block`` is the size in which dimensions are dealt: four ranks get whole blocks, eight would cut one (None:
-    nothing is cut).
+    nothing is cut). ``unit`` is what all sizes of the model are multiples of. The weights of which the name ends with
+    one of ``plain`` are not quantized.
     """
 
     settings: dict[str, Any]
@@ -116,6 +125,12 @@ class Method:
     fused: bool = False
     input_first: bool = False
     config: dict[str, Any] = field(default_factory=dict)
+    plain: tuple[str, ...] = ()
+    own_unit: int | None = None
+
+    @property
+    def unit(self) -> int:
+        return self.own_unit or self.block or 8
 
 
 def _scale(rng: Rng, *shape: int, dtype: str = "F32") -> Stored:
@@ -162,7 +177,7 @@ def _gptq(bits: int, size: int, act_order: bool = False, bias: int = 1, **settin
         return (scales[groups] * (unpack(tensors[".qweight"].array, bits, 0) - zeros[groups])).astype(np.float32).T
 
     named = {"quant_method": "gptq", "bits": bits, "group_size": size, "desc_act": act_order, **settings}
-    return Method(named, encode, decode, max(size, 8 if bits == 4 else 4, 8))
+    return Method(named, encode, decode, max(size, 32 if bits == 3 else 8))
 
 
 def group_numbers(g_idx: Array, *, act_order: bool) -> Array:
@@ -210,7 +225,7 @@ def _packed(bits: int, size: int | None, symmetric: bool = True, actorder: str |
     quantization/lifecycle/forward.py.
 
     Numbers are stored with ``2 ** (bits - 1)`` added, ``weight = scale * (number - zero_point)``. Zero points are
-    packed along the output. ``weight_shape`` is the whole model's on every rank and not needed.
+    packed along the output. ``weight_shape`` says how many inputs there are in the last integer of a row.
     """
     half = 2 ** (bits - 1)
 
@@ -231,8 +246,8 @@ def _packed(bits: int, size: int | None, symmetric: bool = True, actorder: str |
         return found
 
     def decode(tensors: Tensors) -> Array:
-        numbers = unpack(tensors[".weight_packed"].array, bits, 1) - half
-        length = numbers.shape[1]
+        outputs, length = tensors[".weight_shape"].array
+        numbers = unpack(tensors[".weight_packed"].array, bits, 1)[:outputs, :length] - half
         groups = tensors[".weight_g_idx"].array if actorder else np.arange(length) // (size or length)
         scales = values(tensors[".weight_scale"])
         zeros = (
@@ -404,6 +419,57 @@ def _gpt_oss() -> Method:
     return Method({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, encode, decode, 32, fused=True)
 
 
+#: The values of NF4 (QLoRA, arXiv:2305.14314, appendix E) and of FP4, as bitsandbytes has them (functional.py,
+#: ``get_4bit_type``).
+NF4 = np.array(
+    [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0], np.float32,
+)  # fmt: skip
+FP4 = np.array([0, 0.0625, 8, 12, 4, 6, 2, 3, -0.0, -0.0625, -8, -12, -4, -6, -2, -3], np.float32) / 12
+
+
+def _bitsandbytes(kind: str, double: bool = False) -> Method:
+    """bitsandbytes' 4 bits: functional.py, ``quantize_4bit``, ``dequantize_4bit`` and ``QuantState``.
+
+    One row of values, two to a byte, the high half first; ``absmax`` for 64 of them, which may be quantized themselves
+    (one byte each, ``nested_absmax`` for 256 of them, one offset for all). Block sizes, the offset and the weight's
+    shape are JSON in ``quant_state``.
+    """
+    state = f".weight.quant_state.bitsandbytes__{kind}"
+
+    def encode(rng: Rng, shape: tuple[int, ...]) -> dict[str, Stored]:
+        count = -(-math.prod(shape) // 64)
+        settings = {"quant_type": kind, "blocksize": 64, "dtype": "bfloat16", "shape": shape}
+        found = {
+            ".weight": _codes(rng, -(-math.prod(shape) // 2), 1, dtype="U8"),
+            ".weight.absmax": _codes(rng, count, dtype="U8") if double else _scale(rng, count),
+            ".weight.quant_map": Stored("F32", {"nf4": NF4, "fp4": FP4}[kind]),
+        }
+        if double:
+            found[".weight.nested_absmax"] = _scale(rng, -(-count // 256))
+            found[".weight.nested_quant_map"] = Stored("F32", np.linspace(-1, 1, 256, dtype=np.float32))
+            settings |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 1.5}
+        return found | {state: Stored("U8", np.frombuffer(json.dumps(settings).encode(), np.uint8))}
+
+    def decode(tensors: Tensors) -> Array:
+        settings = json.loads(tensors[state].array.tobytes())
+        count, scales = math.prod(settings["shape"]), values(tensors[".weight.absmax"])
+        if double:
+            nested = spread(tensors[".weight.nested_absmax"].array, settings["nested_blocksize"], 0, len(scales))
+            codes = tensors[".weight.nested_quant_map"].array[tensors[".weight.absmax"].array]
+            scales = codes * nested + np.float32(settings["nested_offset"])
+        packed = tensors[".weight"].array.reshape(-1)
+        numbers = tensors[".weight.quant_map"].array[np.stack([packed >> 4, packed & 15], 1).reshape(-1)]
+        return (numbers[:count] * spread(scales, settings["blocksize"], 0, count)).reshape(settings["shape"])
+
+    named = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind}
+    if double:  # 256 blocks of 64 are more than a rank has of a row: only column-parallel weights
+        rows = ("o_proj.weight", "down_proj.weight")
+        return Method({**named, "bnb_4bit_use_double_quant": True}, encode, decode, None, plain=rows, own_unit=128)
+    return Method(named, encode, decode, 64)
+
+
 _FLOAT = {"num_bits": 8, "type": "float", "symmetric": True}
 _INPUT = (".input_scale",)
 _COMPRESSED_FP4 = (".weight_packed", ".weight_scale", ".weight_global_scale")
@@ -426,6 +492,8 @@ _FP8 = {"quant_method": "fp8", "activation_scheme": "static"}
 METHODS: dict[str, Method] = {
     "gptq": _gptq(4, 16),
     "gptq-8": _gptq(8, 16),
+    "gptq-3": _gptq(3, 16),
+    "gptq-3-act-order": _gptq(3, 16, act_order=True),
     "gptq-v2": _gptq(4, 16, bias=0, checkpoint_format="gptq_v2"),
     "gptq-act-order": _gptq(4, 8, act_order=True),
     "gptq-one-group": _gptq(4, -1),
@@ -461,6 +529,9 @@ METHODS: dict[str, Method] = {
     "bitsandbytes-int8": _scaled(
         {"quant_method": "bitsandbytes", "load_in_8bit": True}, "out", scale=".SCB", dtype="I8"
     ),
+    "bitsandbytes-nf4": _bitsandbytes("nf4"),
+    "bitsandbytes-fp4": _bitsandbytes("fp4"),
+    "bitsandbytes-nf4-double": _bitsandbytes("nf4", double=True),
     "gpt-oss": _gpt_oss(),
     "fused-fp8-block": _fused_fp8(
         {"quant_method": "fp8", "weight_block_size": [16, 32]}, "block", "_scale_inv", (16, 32)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -68,7 +69,76 @@ def test_owned_runs_are_those_of_the_enumeration(dim, sizes, data):
     assert all(a.end < b.offset for a, b in itertools.pairwise(runs)), "runs are maximal and increasing"
 
 
-@given(st.lists(dims, min_size=1, max_size=3), st.integers(0, 3))
+counted = st.tuples(dims, st.sampled_from([(1, 1), (2, 1), (4, 1), (4, 3), (8, 3), (3, 2)])).map(
+    lambda pair: replace(pair[0], step=pair[1][0], per=pair[1][1])
+)
+
+
+def draw_shares(data, sizes: dict[str, int]) -> dict[str, Share]:
+    shares = {}
+    for axis in AXES:
+        parts = data.draw(st.sampled_from([p for p in range(1, sizes[axis] + 1) if sizes[axis] % p == 0]))
+        shares[axis] = Share(parts, data.draw(st.integers(0, parts - 1)))
+    return shares
+
+
+def places(dim: Dim, sizes: dict[str, int]) -> list[int]:
+    """The index of which each place of a dimension in blocks keeps the first bit, where all indices have as many."""
+    size = dim.whole.size(sizes)
+    return [place * dim.step // dim.per for place in range(-(-size * dim.per // dim.step))]
+
+
+@given(counted, sizes, st.data())
+def test_blocks_are_owned_whole_or_refused(dim, sizes, data):
+    """A rank owns the places that keep its indices; refused is what leaves a block to two, or in two pieces."""
+    assume(dim.whole.size(sizes) < 5000)
+    shares = draw_shares(data, sizes)
+    indices, size = set(oracle(dim.whole, sizes, shares)), dim.whole.size(sizes)
+    blocks = [set(range(first, min(first + dim.step, size))) for first in range(0, size, dim.step)]
+    cut = [block for block in blocks if block & indices not in (set(), block)]
+    assert dim.size(sizes) == len(places(dim, sizes))
+    if cut:
+        with pytest.raises(NotationError, match=f"cut a block of {dim.step}"):
+            owned(dim, sizes, shares)
+    else:
+        expected = [place for place, index in enumerate(places(dim, sizes)) if index in indices]
+        assert expand(owned(dim, sizes, shares)) == expected
+
+
+rows = st.lists(dims, min_size=2, max_size=3).map(lambda ds: Dim((Block(tuple(ds)),)))
+
+
+@given(rows, st.sampled_from([(1, 1), (2, 1), (4, 1), (4, 3)]), sizes, st.data())
+def test_a_row_unfolded_is_the_same_elements_in_the_same_order(row, counted, sizes, data):
+    step, per = counted
+    dim = replace(row, step=step, per=per)
+    assume(dim.whole.size(sizes) < 5000)
+    unfolded, shares = dim.unfolded(sizes), draw_shares(data, sizes)
+    lengths = [found.size(sizes) for found in unfolded]
+    assert math.prod(lengths) == dim.size(sizes)
+    last = row.blocks[0].factors[-1]
+    assert len(unfolded) == (len(row.blocks[0].factors) if last.size(sizes) % step == 0 else 1)
+    try:
+        expected = expand(owned(dim, sizes, shares))
+    except NotationError:
+        with pytest.raises(NotationError):
+            [owned(part, sizes, shares) for part in unfolded]
+        return
+    found = [expand(owned(part, sizes, shares)) for part in unfolded]
+    assert np.ravel_multi_index(np.ix_(*found), lengths).reshape(-1).tolist() == expected
+
+
+def test_what_is_not_a_row_of_dimensions_is_not_unfolded():
+    sizes = dict.fromkeys(AXES, 4)
+    for text in ("ff/2", "(kv head)/2", "(kv (group + 1))/2", "((kv head) + (ff head))/2"):
+        (dim,) = parse(text).dims
+        assert dim.unfolded(sizes) == (dim,)
+    shape = parse("((kv group) (ff head))/8 -> head")
+    assert str(shape.unfolded(sizes)) == "(kv group) (ff head)/8 -> head"
+    assert shape.unfolded({**sizes, "ff": 3}) is shape
+
+
+@given(st.lists(counted, min_size=1, max_size=3), st.integers(0, 3))
 def test_text_and_back(dims, arrow):
     shape = Shape(tuple(dims), arrow if 0 < arrow < len(dims) else None)
     again = parse(str(shape))
@@ -142,6 +212,9 @@ def test_first_axis_is_slowest():
         # scales for blocks of 2 rows, the last one short
         ("ff/2", {"ff": 6}, {"ff": Share(3, 2)}, [2]),
         ("ff/4", {"ff": 6}, {}, [0, 1]),
+        # 4 values of 6 bits in three bytes
+        ("ff*3/4", {"ff": 8}, {"ff": Share(2, 1)}, [3, 4, 5]),
+        ("ff*3/4", {"ff": 6}, {}, [0, 1, 2, 3, 4]),
     ],
 )
 def test_known_layouts(text, sizes, shares, expected):
@@ -155,7 +228,15 @@ def test_known_layouts(text, sizes, shares, expected):
         ("kv head)", "stands where an axis"),
         ("(kv + )", "nothing stands before ')'"),
         ("( )", "nothing stands before ')'"),
-        ("kv * head", "cannot read '* head'"),
+        ("kv * head", "'/' stands between"),
+        ("kv % head", "cannot read '% head'"),
+        ("ff*3", "'/' stands between"),
+        ("ff*3/", "'/' stands between"),
+        ("ff*3 32", "'/' stands between"),
+        ("ff*0/32", "'/' stands between"),
+        ("ff/32*3", "'/' stands between"),
+        ("ff/0", "'/' stands between"),
+        ("*3/32", "'/' stands between"),
         ("-> hidden", "an arrow stands once"),
         ("hidden ->", "an arrow stands once"),
         ("a -> b -> c", "an arrow stands once"),

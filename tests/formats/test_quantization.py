@@ -6,7 +6,7 @@ import pytest
 
 from formats.axes import parse
 from formats.errors import PlanError
-from formats.quantization import companion, shape_of
+from formats.quantization import companion, shape_of, stated_shape
 
 SIZES = {"out": 4096, "in": 2048, "e": 8, "groups_in": 16}
 
@@ -23,6 +23,7 @@ def shape(name: str, settings: dict, dtype: str, found: tuple[int, ...], weight:
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
 
 
@@ -45,6 +46,8 @@ NV = packed("tensor_group", "nvfp4-pack-quantized", type="float", group_size=16)
         ("p.scales", GPTQ | {"group_size": -1, "desc_act": True}, "F16", (1, 4096), "p.weight: 1 -> out"),
         ("p.scales", GPTQ | {"dynamic": {"-:x": {}, "+:p": {"group_size": 64}}}, "F16", (32, 4096),
          "p.weight: in/64 -> out"),
+        ("p.qweight", GPTQ | {"bits": 3}, "I32", (192, 4096), "p.weight: in*3/32 -> out"),
+        ("p.qzeros", GPTQ | {"bits": 3}, "I32", (16, 384), "p.weight: in/128 -> out*3/32"),
         ("p.qweight", {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"}, "I32", (2048, 512),
          "p.weight: in -> out/8"),
         ("p.qweight", AWQ, "I32", (2048, 512), "p.weight: in -> out/8"),
@@ -83,6 +86,15 @@ NV = packed("tensor_group", "nvfp4-pack-quantized", type="float", group_size=16)
                             "quantized_layers": {"p": {"quant_algo": "W4A8_AWQ", "group_size": 128}}}, "F32",
          (4096, 16),
          "p.weight: out in/128"),
+        # unsloth's "-bnb-4bit" checkpoints
+        ("p.weight", BNB, "U8", (4194304, 1), "p.weight: (out in)/2 1"),
+        ("p.weight.absmax", BNB, "F32", (131072,), "p.weight: (out in)/64"),
+        ("p.weight.absmax", BNB, "U8", (131072,), "p.weight: (out in)/64"),
+        ("p.weight.nested_absmax", BNB, "F32", (512,), "p.weight: (out in)/16384"),
+        ("p.weight.quant_map", BNB, "F32", (16,), "p.weight: 16"),
+        ("p.weight.nested_quant_map", BNB, "F32", (256,), "p.weight: 256"),
+        ("p.weight.quant_state.bitsandbytes__nf4", BNB, "U8", (141,), "p.weight: 141"),
+        ("p.SCB", {"quant_method": "bitsandbytes"}, "F32", (4096,), "p.weight: out"),
         # what is not said: the size of blocks, of groups
         ("p.weight_scale_inv", {"quant_method": "fp8"}, "F32", (32, 16), "p.weight: out/128 in/128"),
         ("p.weight_scale", FP8, "F32", (32, 16), "p.weight: out/128 in/128"),
@@ -177,28 +189,36 @@ def test_what_belongs_to_a_vector_has_no_dimension_of_it():
 
 
 def test_a_refusal_says_why_and_what_to_do():
-    settings = {"quantization_config": GPTQ | {"bits": 3}}
+    settings = {"quantization_config": GPTQ | {"bits": 5}}
     assert companion("p.weight", settings, "BF16") is None
-    with pytest.raises(PlanError, match=r"tensor 'p\.qweight' cannot be split: values of 3 bits run across") as error:
+    with pytest.raises(PlanError, match=r"tensor 'p\.qweight' cannot be split: values of 5 bits run across") as error:
         companion("p.qweight", settings, "I32")
     assert error.value.hint == "take a checkpoint of 2, 4 or 8 bits, or split the unquantized one"
 
 
+@pytest.mark.parametrize("method, layout", [("awq", {}), ("compressed-tensors", packed("group", num_bits=3))])
+def test_3_bits_are_known_of_gptq_alone(method, layout):
+    settings = {"quantization_config": {"quant_method": method, "bits": 3, **layout}}
+    name = "p.weight_packed" if layout else "p.qweight"
+    with pytest.raises(PlanError, match="values of 3 bits run across"):
+        companion(name, settings, "I32")
+
+
 @pytest.mark.parametrize(
-    "name, dtype",
+    "name, states",
     [
-        ("p.weight", "U8"),
-        ("p.weight.absmax", "U8"),
-        ("p.weight.nested_absmax", "F32"),
-        ("p.weight.quant_map", "F32"),
-        ("p.weight.nested_quant_map", "F32"),
-        ("p.weight.quant_state.bitsandbytes__nf4", "U8"),
-        ("p.weight.quant_state.bitsandbytes__fp4", "U8"),
+        ("p.weight_shape", True),
+        ("p.weight.quant_state.bitsandbytes__fp4", True),
+        ("p.weight_packed", False),
+        ("p.weight.absmax", False),
     ],
 )
-def test_every_tensor_of_bitsandbytes_4_bit_is_refused_by_name(name, dtype):
-    settings = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
-    with pytest.raises(PlanError, match=r"cannot be split: bitsandbytes keeps .* one flat run of blocks") as error:
-        companion(name, settings, dtype)
-    assert f"tensor '{name}'" in error.value.message
-    assert "split the unquantized checkpoint" in error.value.hint
+def test_what_states_the_shape_of_its_weight(name, states):
+    settings = BNB if ".weight." in name else packed("group", group_size=32)
+    belonging = companion(name, {"quantization_config": settings}, "U8")
+    assert belonging is not None and (belonging.weight, belonging.states_shape) == ("p.weight", states)
+
+
+def test_a_shape_is_stated_output_before_input():
+    assert str(stated_shape(parse("out in"))) == "out in"
+    assert str(stated_shape(parse("in -> out"))) == "out in"

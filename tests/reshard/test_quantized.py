@@ -4,33 +4,35 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from formats.architecture import find_architecture
-from formats.errors import CheckpointError, PlanError
+from formats.errors import CheckpointError, MismatchError, PlanError
 from formats.mesh import Mesh
 from formats.safetensors import build_header, read_header
-from reshard.api import merge, split
+from reshard.api import load, merge, split
 from reshard.move import Options
 from reshard.plan import FullTensor, bind, make_plan, valid_degrees
 from reshard.source import open_source
-from tests.dequantize import METHODS, NUMPY, Method, Stored, values
+from reshard.table import all_reduces
+from tests.dequantize import METHODS, NUMPY, Method, Stored, pack, unpack, values
 from tests.support import contents, without_manifest
+from verify.exact import compare
 
 FAST = Options(fsync=False)
 Weights = dict[str, tuple[int, ...]]
 
 
-def model(packing: str, block: int | None) -> tuple[dict, Weights, Weights]:
+def model(packing: str, unit: int) -> tuple[dict, Weights, Weights]:
     """A config, and the shapes of the weights that are quantized and of the others, output before input.
 
     Eight query heads of one block each on four KV heads; twelve blocks in the MLP: 3 for each of four ranks, 1.5 for
     each of eight.
     """
-    unit = block or 8
     hidden, ff, heads, kv = 2 * unit, 12 * unit, 8 * unit, 4 * unit
     config = {
         "hidden_size": hidden, "intermediate_size": ff, "num_hidden_layers": 1, "num_attention_heads": 8,
@@ -88,7 +90,8 @@ def checkpoint(folder: Path, method: Method, packing: str, seed: int = 0) -> tup
     """A quantized checkpoint, the ends of the names of each weight's tensors, and the same model's config without
     quantization."""
     rng = np.random.default_rng(seed)
-    config, quantized, plain = model(packing, method.block)
+    config, quantized, plain = model(packing, method.unit)
+    plain |= {name: quantized.pop(name) for name in list(quantized) if name.endswith(method.plain or ("?",))}
     tensors = {name: Stored("BF16", rng.integers(0, 2**16, shape, np.uint16)) for name, shape in plain.items()}
     ends: dict[str, list[str]] = {}
     for weight, shape in quantized.items():
@@ -222,8 +225,6 @@ MODELOPT_FILES = {
 
 @pytest.mark.parametrize("name", MODELOPT_FILES)
 def test_settings_in_a_file_of_modelopts_own(name, tmp_path):
-    from verify.exact import compare
-
     method = METHODS[name]
     source, ends, plain = checkpoint(tmp_path / "source", method, PACKINGS[0])
     (source / "config.json").write_text(json.dumps(plain))
@@ -305,10 +306,9 @@ def test_groups_of_modules_with_schemes_of_their_own(tmp_path):
 
 
 REFUSED = {
-    "3 bits": ({"quant_method": "gptq", "bits": 3}, "qweight", "I32", "values of 3 bits run across"),
+    "5 bits": ({"quant_method": "gptq", "bits": 5}, "qweight", "I32", "values of 5 bits run across"),
     "marlin": ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "B", "I32", "GPTQ in the 'marlin' format"),
     "gemv": ({"quant_method": "awq", "version": "gemv"}, "qweight", "I32", "AWQ version 'gemv'"),
-    "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "weight.absmax", "F32", "one flat run of blocks"),
     "sparse": ({"quant_method": "compressed-tensors", "format": "sparse-24-bitmask",
                 "config_groups": {"a": {"targets": ["Linear"], "weights": {}}}}, "bitmask", "U8", "keeps sparse"),
 }  # fmt: skip
@@ -328,13 +328,217 @@ def test_methods_that_cannot_be_split(kind, tmp_path):
         split(write(tmp_path / "source", config, tensors), tmp_path / "out", 4, options=FAST)
 
 
-def test_a_packed_weight_of_4_bits_is_named(tmp_path):
-    config, quantized, plain = model(PACKINGS[0], 16)
-    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    tensors = {name: Stored("BF16", np.zeros(shape, np.uint16)) for name, shape in (quantized | plain).items()}
-    tensors["model.layers.0.mlp.down_proj.weight"] = Stored("U8", np.zeros((99, 1), np.uint8))
-    with pytest.raises(PlanError, match=r"down_proj\.weight' cannot be split: bitsandbytes"):
-        split(write(tmp_path / "source", config, tensors), tmp_path / "out", 4, options=FAST)
+# ----------------------------------------------------------------------------------------- what states a weight's shape
+
+DOWN = "model.layers.0.mlp.down_proj"
+STATES = {
+    "bitsandbytes-nf4": f"{DOWN}.weight.quant_state.bitsandbytes__nf4",
+    "packed-4": f"{DOWN}.weight_shape",
+}
+
+
+def stated(tensor: Stored) -> list[int]:
+    return json.loads(tensor.array.tobytes())["shape"] if tensor.dtype == "U8" else tensor.array.tolist()
+
+
+def as_bytes(folder: Path) -> dict[str, bytes]:
+    return {name: tensor.array.tobytes() for name, tensor in read(folder).items()}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_every_route_to_a_rank_states_its_own_shape(name, tmp_path):
+    source, _, _ = checkpoint(tmp_path / "source", METHODS[name], PACKINGS[0])
+    rows, columns = stated(read(source)[STATES[name]])
+    for degree in (2, 4):
+        split(source, tmp_path / f"tp{degree}", degree, options=FAST)
+    for rank in range(4):
+        split(tmp_path / "tp2", tmp_path / "one by one", 4, ranks=[rank], options=FAST)
+        expected = as_bytes(tmp_path / f"tp4/rank-{rank:02d}-of-04")
+        assert stated(read(tmp_path / f"tp4/rank-{rank:02d}-of-04")[STATES[name]]) == [rows, columns // 4]
+        assert as_bytes(tmp_path / f"one by one/rank-{rank:02d}-of-04") == expected
+        for origin in (source, tmp_path / "tp2"):
+            loaded = {key: tensor.view(-1).numpy(force=True) for key, tensor in _loaded(origin, 4, rank).items()}
+            assert {key: array.tobytes() for key, array in loaded.items()} == expected
+    assert compare(open_source(source), open_source(tmp_path / "tp4")).verdict == "same"
+    (tmp_path / "tp4/reshard.json").unlink()
+    assert compare(open_source(source), open_source(tmp_path / "tp4")).verdict == "same"
+    merge(tmp_path / "tp4", tmp_path / "merged", options=FAST)
+    assert as_bytes(tmp_path / "merged") == as_bytes(source)
+    assert compare(open_source(source), open_source(tmp_path / "merged")).verdict == "same"
+
+
+def _loaded(source: Path, degree: int, rank: int) -> dict:
+    import torch
+
+    return {key: tensor.view(torch.uint8) for key, tensor in load(source, degree, rank).items()}
+
+
+@pytest.mark.parametrize("name", [*STATES, "bitsandbytes-nf4-double"])
+def test_experts_of_each_rank_state_their_own_shapes(name, tmp_path):
+    """Experts are whole over ep, and so are their blocks, whatever their size."""
+    method = METHODS[name]
+    source, ends, plain = checkpoint(tmp_path / "source", method, PACKINGS[2])
+    full = dequantize(source, method, ends, False)
+    split(source, tmp_path / "ep3", ep=3, options=FAST)
+    split(source, tmp_path / "both", 2, ep=3, options=FAST)
+    split(tmp_path / "ep3", tmp_path / "again", 2, ep=3, options=FAST)
+    assert without_manifest(tmp_path / "again") == without_manifest(tmp_path / "both")
+    halves = parts(plain, full, 2)
+    for rank in range(6):
+        folder = tmp_path / "both" / Mesh((("ep", 3), ("tp", 2))).folder(rank)
+        held = {weight: end for weight, end in ends.items() if names_of(weight, end)[end[0]] in read(folder)}
+        assert 0 < len(held) < len(ends)
+        found = dequantize(folder, method, held, False)
+        assert all(np.array_equal(found[weight], halves[rank % 2][weight]) for weight in held)
+    assert compare(open_source(source), open_source(tmp_path / "both")).verdict == "same"
+    merge(tmp_path / "both", tmp_path / "merged", options=FAST)
+    assert contents(tmp_path / "merged") == contents(source)
+
+
+def rewrite(folder: Path, name: str, old: bytes, new: bytes) -> None:
+    """Put other bytes into a tensor, as many."""
+    (file,) = folder.glob("*.safetensors")
+    info = read_header(file).tensors[name]
+    data = bytearray(file.read_bytes())
+    place = data.index(old, info.offset, info.offset + info.nbytes)
+    data[place : place + len(old)] = new.ljust(len(old))
+    file.write_bytes(bytes(data))
+
+
+WRONG = {
+    "another shape": (b"[128, 192]", b"[128, 384]", "states the shape [128, 384] for a weight of shape [128, 192]"),
+    "the whole model's": (b"[128, 192]", b"[128, 768]", "states the shape [128, 768] for a weight of shape [128, 192]"),
+    "no JSON": (b"}", b"]", "states the shape None"),
+    "other settings": (b"bfloat16", b"bfloat17", "should be the same in"),
+    "spaces within": (b"[128, 192]", b"[128,192 ]", "should be the same in"),
+    "spaces elsewhere": (b'": "nf4"', b'" :"nf4"', "should be the same in"),
+    "other spaces": (b"[128, 192]", b"[128,192] ", "should be the same in"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_rank_that_states_something_else(kind, tmp_path):
+    old, new, message = WRONG[kind]
+    name = STATES["bitsandbytes-nf4"]
+    source, _, _ = checkpoint(tmp_path / "source", METHODS["bitsandbytes-nf4"], PACKINGS[0])
+    split(source, tmp_path / "tp4", 4, options=FAST)
+    rewrite(tmp_path / "tp4/rank-01-of-04", name, old, new)
+    report = compare(open_source(source), open_source(tmp_path / "tp4"))
+    assert report.verdict == "different"
+    file = re.escape(str(tmp_path / "tp4/rank-01-of-04/model.safetensors"))
+    assert any(re.match(f"{file}: tensor '{name}' is not the original's with", line) for line in report.problems)
+    for route in (merge, lambda *paths, **more: split(*paths, 2, **more)):
+        with pytest.raises(MismatchError, match=re.escape(name) + ".*" + re.escape(message)):
+            route(tmp_path / "tp4", tmp_path / "out", options=Options(fsync=False, checksum=False))
+        assert not (tmp_path / "out").exists()
+
+
+def test_integers_that_are_another_shape(tmp_path):
+    source, _, _ = checkpoint(tmp_path / "source", METHODS["packed-4"], PACKINGS[0])
+    split(source, tmp_path / "tp4", 4, options=FAST)
+    full, own = (stated(read(path)[STATES["packed-4"]]) for path in (source, tmp_path / "tp4/rank-01-of-04"))
+    as_stored = [np.array(shape, np.int64).tobytes() for shape in (own, full)]
+    rewrite(tmp_path / "tp4/rank-01-of-04", STATES["packed-4"], *as_stored)
+    assert compare(open_source(source), open_source(tmp_path / "tp4")).verdict == "different"
+    with pytest.raises(MismatchError, match=re.escape(f"states the shape {full} for a weight of shape {own}")):
+        merge(tmp_path / "tp4", tmp_path / "out", options=Options(fsync=False, checksum=False))
+    rewrite(source, STATES["packed-4"], as_stored[1], as_stored[0])
+    with pytest.raises(MismatchError, match=re.escape(f"{DOWN}.weight_shape' states the shape {own}")):
+        split(source, tmp_path / "out", 4, options=FAST)
+
+
+def test_a_statement_that_could_not_be_put_back_is_refused_at_the_split(tmp_path):
+    name = STATES["bitsandbytes-nf4"]
+    source, _, _ = checkpoint(tmp_path / "source", METHODS["bitsandbytes-nf4"], PACKINGS[0])
+    rewrite(source, name, b"[128, 768]", b"[128,768] ")
+    with pytest.raises(MismatchError, match=re.escape(f"tensor '{name}' states the shape [128, 768] in a form that")):
+        split(source, tmp_path / "out", 4, options=FAST)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(MismatchError, match="in a form that cannot be put back"):
+        load(source, 4, 1)
+    split(source, tmp_path / "tp1", 1, options=FAST)
+    merge(tmp_path / "tp1", tmp_path / "merged", options=FAST)
+    assert contents(tmp_path / "merged") == contents(source), "what stays as it is needs no other form"
+
+
+def test_double_quantization_of_a_row_parallel_weight_is_refused_with_what_to_do(tmp_path):
+    method = replace(METHODS["bitsandbytes-nf4-double"], plain=())
+    source, _, _ = checkpoint(tmp_path / "source", method, PACKINGS[0])
+    assert valid_degrees(open_source(source).model) == [1]
+    message = (
+        "--tp 2 is not possible: tensor 'model.layers.0.mlp.down_proj.weight.nested_absmax': "
+        "rows 0 to 768 of '(hidden ff)' cut a block of 16384"
+    )
+    with pytest.raises(PlanError, match=re.escape(message)) as error:
+        split(source, tmp_path / "out", 2, options=FAST)
+    assert error.value.hint.startswith("valid degrees: 1; 256 blocks of 64 share a scale of this double quantization")
+    assert "bnb_4bit_use_double_quant" in error.value.hint and "unquantized checkpoint" in error.value.hint
+
+
+def test_blocks_of_another_size_are_refused(tmp_path):
+    def change(tensors: dict[str, Stored]) -> dict[str, Stored]:
+        return tensors | {f"{DOWN}.weight.absmax": Stored("F32", np.ones(768, np.float32))}
+
+    settings = {"quantization_config": METHODS["bitsandbytes-nf4"].settings}
+    source = _changed(tmp_path, "bitsandbytes-nf4", settings, change)
+    with pytest.raises(
+        PlanError, match=r"absmax' has shape \[768\], but the rule '\(hidden ff\)/64' gives \[1536\]"
+    ) as error:
+        split(source, tmp_path / "out", 2, options=FAST)
+    assert "quantized in blocks of another size" in error.value.hint
+
+
+def test_a_weight_whose_last_block_is_not_full(tmp_path):
+    """Values in one row: blocks reach from one row into the next, and the last of the only KV head's is shorter."""
+    method, rng = METHODS["bitsandbytes-nf4"], np.random.default_rng(0)
+    config = model(PACKINGS[0], 10)[0] | {"hidden_size": 20, "intermediate_size": 128, "num_key_value_heads": 1}
+    config |= {"num_attention_heads": 64, "quantization_config": method.settings}
+    attention = {"q_proj": (640, 20), "k_proj": (10, 20), "v_proj": (10, 20), "o_proj": (20, 640)}
+    shapes = {f"self_attn.{name}": shape for name, shape in attention.items()}
+    shapes |= {"mlp.gate_proj": (128, 20), "mlp.up_proj": (128, 20), "mlp.down_proj": (20, 128)}
+    plain = {"model.embed_tokens": (37, 20), "model.norm": (20,), "lm_head": (37, 20)}
+    tensors = {f"{n}.weight": Stored("BF16", rng.integers(0, 2**16, shape, np.uint16)) for n, shape in plain.items()}
+    ends = {}
+    for name, shape in shapes.items():
+        found, weight = method.encode(rng, shape), f"model.layers.0.{name}.weight"
+        ends[weight] = list(found)
+        tensors |= {names_of(weight, found)[suffix]: tensor for suffix, tensor in found.items()}
+    source = write(tmp_path / "source", config, tensors)
+    full = dequantize(source, method, ends, False)
+    assert valid_degrees(open_source(source).model) == [1, 2]
+    split(source, tmp_path / "tp2", 2, options=FAST)
+    for rank, expected in enumerate(parts(config, full, 2)):
+        found = dequantize(tmp_path / f"tp2/rank-{rank:02d}-of-02", method, ends, False)
+        assert all(np.array_equal(found[weight], part) for weight, part in expected.items())
+        assert len(found) == 7 and found["model.layers.0.self_attn.k_proj.weight"].shape == (10, 20)
+    assert compare(open_source(source), open_source(tmp_path / "tp2")).verdict == "same"
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptq-3", "awq", "packed-4", "fp8-block", "bitsandbytes-nf4"])
+def test_all_reduces_are_those_of_the_weights(name, tmp_path):
+    """One for each row-parallel weight of each layer, whatever a weight is stored as, and one for the embedding."""
+
+    def change(tensors: dict[str, Stored]) -> dict[str, Stored]:
+        return tensors | {name.replace("layers.0", "layers.1"): tensor for name, tensor in tensors.items()}
+
+    settings = {"quantization_config": METHODS[name].settings}
+    source = open_source(_changed(tmp_path, name, settings, change, num_hidden_layers=2, dtype="bfloat16"))
+    hidden = 2 * METHODS[name].unit
+    for volume in all_reduces(make_plan(source.model, Mesh((("tp", 2),)))):
+        assert (volume.count, volume.nbytes) == (5, 5 * hidden * 2)
+
+
+def test_three_bits_are_read_as_their_library_reads_them():
+    """AutoGPTQ's ``forward`` (nn_modules/qlinear/qlinear_cuda_old.py) takes 32 values out of three integers so."""
+    packed = np.random.default_rng(0).integers(-(2**31), 2**31, (6, 5)).astype(np.int32)
+    shifts = [list(range(0, 31, 3)), [0, *range(1, 29, 3), 31], [0, *range(2, 30, 3)]]
+    words = packed.view(np.uint32).astype(np.int64).reshape(2, 3, 5)
+    (first, second, third) = ([words[:, i] >> by for by in shifts[i]] for i in range(3))
+    first[10] = first[10] & 3 | second[0] << 2 & 4
+    second[11] = second[11] & 1 | third[0] << 1 & 6
+    theirs = np.stack([*first[:11], *second[1:12], *third[1:11]], 1).reshape(64, 5) & 7
+    assert np.array_equal(unpack(packed, 3, 0), theirs)
+    assert np.array_equal(pack(theirs, 3, 0), packed)
 
 
 def test_decoders_agree_with_torch():

@@ -151,7 +151,7 @@ def test_slabs_stay_within_the_budget(model, name, mesh, budget):
 
 
 def test_a_byte_is_never_cut():
-    whole = Layout(parse("ff"), (6,), (6,), (Box(((Run(0, 6),),), (6,)),), frozenset())
-    halves = Layout(parse("ff"), (6,), (6,), tuple(Box(((Run(i, 3),),), (3,)) for i in (0, 3)), frozenset({0}))
+    whole = Layout(parse("ff"), (6,), (6,), (Box(((Run(0, 6),),), (6,)),), (6,), frozenset())
+    halves = Layout(parse("ff"), (6,), (6,), tuple(Box(((Run(i, 3),),), (3,)) for i in (0, 3)), (6,), frozenset({0}))
     with pytest.raises(PlanError, match="cut within a byte"):
         Transfer(whole, halves, 4, frozenset({0, 1}))

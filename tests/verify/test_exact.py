@@ -467,7 +467,7 @@ def test_elements_that_nobody_owns(llama: Pair) -> None:
     rule = open_source(llama.original).plan.entries["lm_head.weight"].layout.rule
     boxes = tuple(Box(((Run(start, 2),), (Run(0, 4),)), (2, 4)) for start in (0, 3))
     with pytest.raises(PlanError, match="no rank holds"):
-        exact._View(Layout(rule, (5, 4), (5, 4), boxes, frozenset({0})), 32)
+        exact._View(Layout(rule, (5, 4), (5, 4), boxes, (5, 4), frozenset({0})), 32)
 
 
 # --------------------------------------------------------------------------------------------------------- the command

@@ -343,7 +343,7 @@ def _config_defaults() -> Mapping[str, Mapping[str, Any]]:
 
 
 def built_in_file(config: Mapping[str, Any]) -> Path | None:
-    """The file for a ``config.json``: that of its model type or, if it has none, of its class under ``architectures``."""
+    """The file for a ``config.json``: that of its model type or, if it has none, of its class (``architectures``)."""
     if isinstance(config.get("model_type"), str):
         return _file_with("model_types", (config["model_type"],))
     classes = config.get("architectures")

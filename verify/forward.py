@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -639,10 +640,5 @@ def _verdict(layers: Sequence[Row], gradients: Sequence[Row], first: Row | None)
 
 
 def _versions() -> dict[str, str]:
-    import transformers
-
-    return {
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "transformers": transformers.__version__,
-    }
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    return {**found, "transformers": version("transformers")}  # to import it here would take longer than the ranks take

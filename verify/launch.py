@@ -15,6 +15,7 @@ Nor does a file: the ranks' temporary files lie in the folder of the run, which 
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import multiprocessing
@@ -144,6 +145,8 @@ def start_fork_server(*modules: str) -> bool:
         resource_tracker.ensure_running()  # or it would be started, and the signal allowed, by the fork server's start
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     undo_at_the_end(_end_fork_server)
+    atexit.unregister(_end_idle_fork_server)  # it may have been asked for before
+    atexit.register(_end_idle_fork_server)
     try:
         forkserver.ensure_running()
     except OSError as error:  # as where the name of its socket would be longer than a socket's may be
@@ -154,9 +157,22 @@ def start_fork_server(*modules: str) -> bool:
     return True
 
 
+def _fork_server() -> int | None:
+    server: int | None = getattr(forkserver._forkserver, "_forkserver_pid", None)
+    return server
+
+
+def _end_idle_fork_server() -> None:
+    """End what the ranks were forked from at once: left to itself it takes a second to forget what it has imported."""
+    server = _fork_server()
+    if server is not None:
+        with suppress(ProcessLookupError):
+            os.kill(server, signal.SIGKILL)
+
+
 def _end_fork_server() -> None:
     """End what the ranks are forked from, and ranks that are being started; remove where its socket is."""
-    server: int | None = getattr(forkserver._forkserver, "_forkserver_pid", None)
+    server = _fork_server()
     if server is not None:
         for end in (os.killpg, os.kill):  # it may not have come as far as to have a group
             with suppress(ProcessLookupError):

@@ -519,7 +519,9 @@ class Crew:
         self._store = PrefixStore("crew", store)
         self._give_up = give_up
         self._speaks = threading.Lock()
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._over = threading.Event()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
 
     @property
     def is_first(self) -> bool:
@@ -555,14 +557,16 @@ class Crew:
         deadline = time.monotonic() + _BLAME
         while self._store.add("gone", 0) < self.size - 1 and time.monotonic() < deadline:
             time.sleep(_POLL / 10)
+        self._over.set()
+        if threading.current_thread() is not self._listener:
+            self._listener.join()  # a thread that asks the store while the interpreter ends aborts the process
 
     def _error(self) -> ReshardError | None:
         return ReshardError(*json.loads(self._store.get("error"))) if self._store.check(["error"]) else None
 
     def _listen(self) -> None:
         try:
-            while True:
-                time.sleep(_POLL)
+            while not self._over.wait(_POLL):
                 if not self.is_first and self._store.check(["code"]):
                     code = int(self._store.get("code"))
                     self._store.add("gone", 1)
@@ -571,6 +575,8 @@ class Crew:
                     code = self._give_up(error)
                     self.end(code)
                     break
+            else:
+                return
         except dist.DistError:  # the first rank has gone without a word
             code = 2
         for stream in (sys.stdout, sys.stderr):

@@ -64,10 +64,11 @@ def peak_memory(command: list[str]) -> int:
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     while process.poll() is None:
         main = Path(f"/proc/{process.pid}")
-        with contextlib.suppress(OSError):  # ended meanwhile
+        with contextlib.suppress(OSError):
             for pid in (main.name, *(main / "task" / main.name / "children").read_text().split()):
                 found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-                peaks[pid] = 1024 * int(found[1]) if found else 0
+                if found:  # not ended meanwhile
+                    peaks[pid] = 1024 * int(found[1])
         time.sleep(0.005)
     return sum(peaks.values())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import mmap
 import os
 import signal
@@ -89,6 +90,7 @@ def test_a_worker_that_is_killed():
 
 def test_a_file_cut_off_while_it_is_mapped(tmp_path):
     def work(number, report):
+        faulthandler.disable()  # pytest's, which would print a trace
         path = tmp_path / str(number)
         path.write_bytes(bytes(100_000))
         with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:

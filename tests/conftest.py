@@ -1,5 +1,6 @@
 """Settings of all tests."""
 
+import gc
 import signal
 
 import torch
@@ -13,3 +14,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The models are tiny, and tests run side by side: threads of one wait for the core that another has.
 torch.set_num_threads(1)
+
+# torch and transformers are a million objects, which are looked through at each full collection.
+gc.set_threshold(100_000, 50, 50)

@@ -42,6 +42,6 @@ def populate(mapped: NDArray[np.uint8]) -> None:
 def stop_with_parent(parent: int) -> None:
     """Have this process killed when the one that forked it dies, where the system can."""
     if _LIBRARY is not None:
-        _LIBRARY.prctl(_SET_PARENT_DEATH_SIGNAL, ctypes.c_ulong(signal.SIGKILL))
+        _LIBRARY.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
         if os.getppid() != parent:  # it is dead already
             os.kill(os.getpid(), signal.SIGKILL)

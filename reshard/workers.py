@@ -33,15 +33,11 @@ def share(count: int, work: Callable[[int, Report], None], take: Report) -> None
     """
     workers: list[_Worker] = []
     try:
-        # Ctrl-C is told to all of the terminal's processes: this one stops the others, when it knows of them
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            for number in range(count if count > 1 else 0):
-                workers.append(_Worker(work, number, mask))
-        except OSError:
-            pass
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number in range(count if count > 1 else 0):
+            try:
+                workers.append(_Worker(work, number))
+            except OSError:
+                break
         if workers:
             _listen(workers, take)
         else:
@@ -68,11 +64,11 @@ class _Failure:
 class _Worker:
     """A forked process, and the pipe that its reports come through."""
 
-    def __init__(self, work: Callable[[int, Report], None], number: int, mask: Iterable[int]) -> None:
-        """Start it, with the signals blocked that ``mask`` has. Raises OSError where the system allows no more."""
-        self._status: int | None = None
+    def __init__(self, work: Callable[[int, Report], None], number: int) -> None:
         parent = os.getpid()
         self.pipe, reports = os.pipe()
+        # a worker is stopped by this process, which is told of Ctrl-C as all of the terminal's are
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self.pid = os.fork()
             if self.pid == 0:
@@ -81,7 +77,9 @@ class _Worker:
             os.close(self.pipe)
             raise
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             os.close(reports)
+        self._status: int | None = None
 
     def receive(self) -> Any:
         """The next report, None when there are no more. Raises CheckpointError if the process was killed."""
@@ -113,7 +111,9 @@ class _Worker:
             os.waitpid(self.pid, 0)
 
 
-def _run(work: Callable[[int, Report], None], number: int, pipe: int, parent: int, mask: Iterable[int]) -> NoReturn:
+def _run(
+    work: Callable[[int, Report], None], number: int, pipe: int, parent: int, mask: Iterable[signal.Signals | int]
+) -> NoReturn:
     """What a worker does, to its end. It leaves without the clean-up that its parent will do."""
     status = 1
     try:

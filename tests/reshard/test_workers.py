@@ -129,19 +129,6 @@ def test_workers_ignore_what_the_terminal_sends_to_all():
     assert taken == ["still here"] * 2
 
 
-def test_interrupted_while_they_start(monkeypatch):
-    real = os.fork
-
-    def fork():
-        os.kill(os.getpid(), signal.SIGINT)
-        return real()
-
-    monkeypatch.setattr(os, "fork", fork)
-    with pytest.raises(KeyboardInterrupt):
-        share(2, lambda number, report: time.sleep(60), print)
-    assert no_child_is_left()
-
-
 SCRIPT = """
 import os, time
 from reshard.workers import share

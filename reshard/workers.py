@@ -6,8 +6,10 @@ import os
 import pickle
 import select
 import signal
+import threading
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -33,11 +35,9 @@ def share(count: int, work: Callable[[int, Report], None], take: Report) -> None
     """
     workers: list[_Worker] = []
     try:
-        for number in range(count if count > 1 else 0):
-            try:
+        with _ctrl_c_held_back(), suppress(OSError):
+            for number in range(count if count > 1 else 0):
                 workers.append(_Worker(work, number))
-            except OSError:
-                break
         if workers:
             _listen(workers, take)
         else:
@@ -45,6 +45,22 @@ def share(count: int, work: Callable[[int, Report], None], take: Report) -> None
     finally:
         for worker in workers:
             worker.stop()
+
+
+@contextmanager
+def _ctrl_c_held_back() -> Iterator[None]:
+    """Have KeyboardInterrupt raised at the end of the block, so that no process is started and not known of."""
+    if threading.current_thread() is not threading.main_thread():  # it is raised in no other
+        yield
+        return
+    pressed: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if pressed:
+            signal.raise_signal(signal.SIGINT)
 
 
 @dataclass(frozen=True)
@@ -65,21 +81,18 @@ class _Worker:
     """A forked process, and the pipe that its reports come through."""
 
     def __init__(self, work: Callable[[int, Report], None], number: int) -> None:
+        self._status: int | None = None
         parent = os.getpid()
         self.pipe, reports = os.pipe()
-        # a worker is stopped by this process, which is told of Ctrl-C as all of the terminal's are
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self.pid = os.fork()
             if self.pid == 0:
-                _run(work, number, reports, parent, mask)
+                _run(work, number, reports, parent)
         except OSError:
             os.close(self.pipe)
             raise
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             os.close(reports)
-        self._status: int | None = None
 
     def receive(self) -> Any:
         """The next report, None when there are no more. Raises CheckpointError if the process was killed."""
@@ -111,15 +124,12 @@ class _Worker:
             os.waitpid(self.pid, 0)
 
 
-def _run(
-    work: Callable[[int, Report], None], number: int, pipe: int, parent: int, mask: Iterable[signal.Signals | int]
-) -> NoReturn:
+def _run(work: Callable[[int, Report], None], number: int, pipe: int, parent: int) -> NoReturn:
     """What a worker does, to its end. It leaves without the clean-up that its parent will do."""
     status = 1
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal tells all its processes: the parent stops this one
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         stop_with_parent(parent)
         try:
             work(number, lambda report: _send(pipe, pickle.dumps(report)))

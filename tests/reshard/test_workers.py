@@ -129,6 +129,20 @@ def test_workers_ignore_what_the_terminal_sends_to_all():
     assert taken == ["still here"] * 2
 
 
+def test_interrupted_while_they_start(monkeypatch):
+    real = os.fork
+
+    def fork():
+        signal.raise_signal(signal.SIGINT)
+        return real()
+
+    monkeypatch.setattr(os, "fork", fork)
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        share(2, lambda number, report: time.sleep(60), print)
+    assert no_child_is_left() and signal.getsignal(signal.SIGINT) is handler
+
+
 SCRIPT = """
 import os, time
 from reshard.workers import share

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from formats.errors import CheckpointError, MismatchError, PlanError
 from formats.mesh import Mesh
-from formats.safetensors import DTYPE_BITS, TensorInfo, build_header, parse_header, tensor_bytes
+from formats.safetensors import TensorInfo, build_header, parse_header, tensor_bytes
 from formats.sharded import (
     MANIFEST,
     METADATA_KEY,
@@ -30,10 +30,9 @@ from reshard.move import Job, Options, TargetFile, TargetPlace, move
 from reshard.output import Staging, check_output, check_space, staging_of
 from reshard.plan import Layout, Plan, make_plan, rank_config
 from reshard.reading import SourceFile
-from reshard.regrid import Regrid
-from reshard.restate import Restate
 from reshard.source import UNSPLIT, Source, open_source
-from reshard.transfer import Transfer, Way
+from reshard.transfer import Way
+from reshard.ways import way_between
 
 if TYPE_CHECKING:
     import torch
@@ -503,7 +502,7 @@ def _move(source: Source, targets: _Targets, staging: Staging, options: Options,
 
 def _jobs(source: Source, targets: _Targets) -> list[Job]:
     """One job a tensor, in the order in which the source stores them."""
-    transfers: dict[tuple[Layout, Layout, int, frozenset[int]], Way] = {}
+    ways: dict[tuple[Layout, Layout, str, frozenset[int]], Way] = {}
     jobs = []
     for name in source.names:
         places = targets.places.get(name)
@@ -511,14 +510,10 @@ def _jobs(source: Source, targets: _Targets) -> list[Job]:
             continue
         before, after = source.plan.entries[name], targets.plan.entries[name]
         held, ranks = source.places(name), frozenset(places)
-        if before.stated is not None and after.stated is not None:
-            way: Way = Restate(before, before.stated, after.stated, held, ranks)
-        else:
-            key = (before.layout, after.layout, DTYPE_BITS[before.dtype], ranks)
-            if key not in transfers:
-                is_regridded = before.layout.full != after.layout.full
-                transfers[key] = Regrid(*key) if is_regridded else Transfer(*key)
-            way = transfers[key]
+        key = (before.layout, after.layout, before.dtype, ranks)
+        way = ways.get(key) or way_between(before, after, held, ranks)
+        if before.stated is None:  # else it is of these places
+            ways[key] = way
         wanted = [places.get(rank) for rank in range(targets.plan.mesh.size)]
         nbytes = tensor_bytes(name, before.dtype, before.layout.stored)
         jobs.append(Job(name, way, held, wanted, nbytes))

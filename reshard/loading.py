@@ -13,10 +13,8 @@ from formats.safetensors import DTYPE_BITS
 from reshard.move import STEPS, Job, check_slab
 from reshard.plan import Plan
 from reshard.reading import Bytes, Reader
-from reshard.regrid import Regrid
-from reshard.restate import Restate
 from reshard.source import Source
-from reshard.transfer import Transfer, Way
+from reshard.ways import way_between
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = _TYPES
 
@@ -40,14 +38,8 @@ def _load(source: Source, target: Plan, rank: int, name: str, reader: Reader) ->
     shape = after.layout.box(rank).shape
     bits = DTYPE_BITS[before.dtype]
     data = np.empty(math.prod(shape) * bits // 8, dtype=np.uint8)
-    ranks = frozenset({rank})
     places = source.places(name)
-    if before.stated is not None and after.stated is not None:
-        way: Way = Restate(before, before.stated, after.stated, places, ranks, compare=False)
-    elif before.layout.full == after.layout.full:
-        way = Transfer(before.layout, after.layout, bits, ranks, compare=False)
-    else:
-        way = Regrid(before.layout, after.layout, bits, ranks)
+    way = way_between(before, after, places, frozenset({rank}), compare=False)
     job = Job(name, way, places, [], data.size)
     for slab in way.slabs(STEPS):
         read = {r.rank: reader.read(job.source(r.rank), r, _room) for r in slab.reads}

@@ -75,7 +75,7 @@ class Reader:
     def view(self, file: SourceFile, offset: int, nbytes: int, room: Room) -> Bytes:
         """Bytes of a file, only to be read: mapped, or where that is not possible or not worth it, in a buffer.
 
-        A file that another program cuts off while it is mapped ends this one with SIGBUS, as all that map files.
+        A file that another program cuts off while it is mapped ends this process with SIGBUS, as all that map files.
         """
         if nbytes >= MAPPED:
             with contextlib.suppress(OSError, ValueError):  # whatever is wrong, reading will say it

@@ -37,7 +37,7 @@ class Restate:
 
     def slabs(self, budget: int) -> Iterator[Slab]:
         """One step for the whole tensor, whatever the budget."""
-        region = tensor_bytes(self.entry.name, self.entry.dtype, self.entry.layout.stored)
+        nbytes = tensor_bytes(self.entry.name, self.entry.dtype, self.entry.layout.stored)
         held = [rank for rank, place in enumerate(self.places) if place is not None]
         first, *others = held if self.compare else held[:1]
         copies = [
@@ -46,7 +46,7 @@ class Restate:
         shape = self.before.box(first).shape
         checks = [Check(rank, _WHOLE, first, _WHOLE, self._edit(rank, shape)) for rank in others]
         reads, writes = (
-            tuple(Region(rank, 0, (region,)) for rank in ranks) for ranks in ([first, *others], sorted(self.ranks))
+            tuple(Region(rank, 0, (nbytes,)) for rank in ranks) for ranks in ([first, *others], sorted(self.ranks))
         )
         yield Slab(reads, writes, tuple(copies), tuple(checks), is_flat=False)
 

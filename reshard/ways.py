@@ -1,0 +1,32 @@
+"""Which way a tensor goes from one plan to another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from formats.safetensors import DTYPE_BITS
+from reshard.plan import Entry
+from reshard.reading import SourcePlace
+from reshard.regrid import Regrid
+from reshard.restate import Restate
+from reshard.transfer import Transfer, Way
+
+
+def way_between(
+    before: Entry,
+    after: Entry,
+    places: Sequence[SourcePlace | None],
+    ranks: frozenset[int],
+    *,
+    compare: bool = True,
+) -> Way:
+    """The way of a tensor to the target ranks that are wanted; ``places`` is where each source rank has it.
+
+    Without ``compare`` no more is read than is wanted: replicas are not compared where that can be left out.
+    """
+    if before.stated is not None and after.stated is not None:
+        return Restate(before, before.stated, after.stated, places, ranks, compare=compare)
+    bits = DTYPE_BITS[before.dtype]
+    if before.layout.full != after.layout.full:
+        return Regrid(before.layout, after.layout, bits, ranks)
+    return Transfer(before.layout, after.layout, bits, ranks, compare=compare)

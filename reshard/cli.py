@@ -130,6 +130,16 @@ def _has_verify() -> bool:
     return any((Path(place) / "cli.py").is_file() for place in spec.submodule_search_locations or ()) if spec else False
 
 
+def _import_numpy() -> None:
+    """Import numpy without the threads of its linear algebra: they are not used, and would spin beside the work."""
+    name = "OPENBLAS_NUM_THREADS"
+    if name in os.environ:
+        return
+    os.environ[name] = "1"
+    import_module("numpy")
+    del os.environ[name]  # it is not meant for other programs
+
+
 class Commands(click.Group):
     """The group, with ``verify`` loaded from its own package, and only when it is asked for."""
 
@@ -198,6 +208,7 @@ def split_command(
     if tp is None and ep is None:
         raise click.UsageError("Missing option '--tp' (or '--ep').")
     _check_same_ranks(tp, ep, same_ranks)
+    _import_numpy()
     from reshard.api import split
     from reshard.move import Options
     from reshard.progress import Progress
@@ -234,6 +245,7 @@ def merge_command(
     What was split from safetensors comes back file by file: same names, same bytes, same sha256. Padding is stripped,
     and ranks that should hold the same are compared.
     """
+    _import_numpy()
     from reshard.api import merge
     from reshard.move import Options
     from reshard.progress import Progress

@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -379,19 +379,25 @@ class _Stretch:
     """Neighbouring jobs, from which processes draw steps. A pipe holds the number of the step to be drawn next."""
 
     _LENGTH = 8
+    _FEW = 256 << 20
+    """Bytes of a tensor up to which its steps are kept for the next that goes the same way."""
 
     def __init__(self, jobs: Sequence[Job], step: int) -> None:
         self._jobs, self._step = jobs, step
+        self._kept: Callable[[Way], Sequence[Slab]] = lru_cache(maxsize=32)(lambda way: tuple(way.slabs(step)))
         self._reads, self._writes = os.pipe()
         self._put(0)
 
     def draw(self) -> Iterator[tuple[Job, Slab]]:
         """The steps that fall to this process: no other will draw them."""
         drawn = self._next()
-        for number, step in enumerate((job, slab) for job in self._jobs for slab in job.transfer.slabs(self._step)):
+        for number, step in enumerate((job, slab) for job in self._jobs for slab in self._slabs(job)):
             if number == drawn:
                 yield step
                 drawn = self._next()
+
+    def _slabs(self, job: Job) -> Iterable[Slab]:
+        return self._kept(job.transfer) if job.nbytes <= self._FEW else job.transfer.slabs(self._step)
 
     def _next(self) -> int:
         number = int.from_bytes(os.read(self._reads, self._LENGTH), "little")

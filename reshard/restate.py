@@ -21,7 +21,7 @@ from reshard.transfer import Check, Copy, Edit, Region, Slab
 _WHOLE = (slice(None),)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Restate:
     """The way of a statement from the ranks that hold it to those that want it.
 

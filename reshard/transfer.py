@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 STREAM_SLAB = 64 << 20
 """The budget of a slab that is moved piece by piece, so that it is a measure of work and not of memory."""
 
+BLOCK_SLAB = 8 << 20
+"""The largest budget of a slab that is rearranged: what is read stays in a processor's cache until it is written."""
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -160,6 +163,8 @@ def _shifted(regions: Sequence[Region], by: int) -> tuple[Region, ...]:
 class Way(Protocol):
     """How a tensor goes from one layout to another."""
 
+    def __hash__(self) -> int: ...
+
     def slabs(self, budget: int) -> Iterator[Slab]:
         """Steps of about ``budget`` bytes of buffer each."""
         ...
@@ -194,8 +199,7 @@ class Transfer:
 
     def slabs(self, budget: int) -> Iterator[Slab]:
         """Steps of about ``budget`` bytes of buffer each, in the order of the source."""
-        if self._is_stream:
-            budget = max(budget, STREAM_SLAB)
+        budget = max(budget, STREAM_SLAB) if self._is_stream else min(budget, BLOCK_SLAB)
         depth = self._depth(budget)
         leading = itertools.product(*(self._indices(dim) for dim in self.dims[:depth])) if depth else iter([()])
         for lead in leading:

@@ -14,6 +14,7 @@ from reshard.move import STEPS, Job, check_slab
 from reshard.plan import Plan
 from reshard.reading import Bytes, Reader
 from reshard.source import Source
+from reshard.transfer import Slab
 from reshard.ways import way_between
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = _TYPES
@@ -42,13 +43,27 @@ def _load(source: Source, target: Plan, rank: int, name: str, reader: Reader) ->
     way = way_between(before, after, places, frozenset({rank}), compare=False)
     job = Job(name, way, places, [], data.size)
     for slab in way.slabs(STEPS):
+        blocks = {r.rank: data[r.offset : r.offset + r.nbytes].reshape(r.shape) for r in slab.writes}
+        if slab.is_flat and not slab.checks:
+            _read_flat(job, slab, reader, blocks)
+            continue
         read = {r.rank: reader.read(job.source(r.rank), r, _room) for r in slab.reads}
         check_slab(job, slab, read)
-        for region in slab.writes:
-            block = data[region.offset : region.offset + region.nbytes].reshape(region.shape)
-            for copy in slab.copies:
-                block[copy.target_slices] = copy.block(read)
+        for copy in slab.copies:
+            blocks[copy.target][copy.target_slices] = copy.block(read)
     dtype = TORCH_DTYPES[before.dtype]
     if data.size == 0:
         return torch.empty(shape, dtype=dtype)
     return torch.from_numpy(data).view(dtype).reshape(shape)
+
+
+def _read_flat(job: Job, slab: Slab, reader: Reader, blocks: Mapping[int, Bytes]) -> None:
+    """Read plain byte ranges straight to where they belong."""
+    starts = {region.rank: region.offset for region in slab.reads}
+    for copy in slab.copies:
+        block = blocks[copy.target][copy.target_slices]
+        if copy.source is None:
+            block[:] = 0
+        else:
+            place = job.source(copy.source)
+            reader.fill(block, place.file, place.offset + starts[copy.source] + copy.source_slices[0].start)

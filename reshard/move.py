@@ -3,8 +3,8 @@
 It knows byte ranges and nothing else: no dtype, no model. Jobs are tensors in the order of the source; each is cut
 into slabs (see ``reshard.transfer``) that are read, checked, rearranged and written. Each process has a stretch of the
 jobs of its own, so that they seldom write to the same file, and helps the others when it is done with that. What is
-read is mapped, so that bytes are copied once, by the call that writes them, or twice where they are rearranged. This
-process opens and finishes the files, and adds up what the others report.
+read is written while a processor's cache still has it. This process opens and finishes the files, and adds up what the
+others report.
 """
 
 from __future__ import annotations
@@ -263,15 +263,15 @@ class _Mover:
 
             def move(window: _Window, file: SourceFile = source.file, start: int = start) -> None:
                 self._arena.clear()
-                data = self._reader.view(file, start + window.begin, window.end - window.begin, self._arena.take)
-                for place, piece in pieces(data):
-                    part = self._reader.sum(file, start + window.begin + place, piece)
-                    for copy in window.copies:
-                        (held,), (wanted,) = copy.source_slices, copy.target_slices
-                        at = starts[copy.target] + wanted.start + window.begin + place - held.start
-                        self._write(job, copy.target, at, piece, part)
+                data = self._arena.take(window.end - window.begin)
+                part = self._reader.fill(data, file, start + window.begin)
+                for copy in window.copies:
+                    (held,), (wanted,) = copy.source_slices, copy.target_slices
+                    place = self._place(job, copy.target)
+                    at = place.offset + starts[copy.target] + wanted.start + window.begin - held.start
+                    part = self._write_piece(place.file, at, data, part)
 
-            windows = _windows([copy for copy in slab.copies if copy.source == region.rank], self._options.step)
+            windows = _windows([copy for copy in slab.copies if copy.source == region.rank], PIECE)
             self._one_by_one(job, ((window.copies[0].target, window) for window in windows), move)
         for copy in slab.copies:
             if copy.source is None:
@@ -326,14 +326,14 @@ class _Mover:
 
         self._one_by_one(job, ((region.rank, region) for region in slab.writes), move)
 
-    def _write(self, job: Job, rank: int, offset: int, data: Bytes, part: Part | None = None) -> None:
-        """Write at ``offset`` of a rank's tensor; ``part`` are the sums of the data, if they are known."""
+    def _write(self, job: Job, rank: int, offset: int, data: Bytes) -> None:
+        """Write at ``offset`` of a rank's tensor."""
         place = self._place(job, rank)
         for begin, piece in pieces(data):
-            known = part if piece.size == data.size else None
-            self._write_piece(place.file, place.offset + offset + begin, piece, known)
+            self._write_piece(place.file, place.offset + offset + begin, piece)
 
-    def _write_piece(self, target: TargetFile, offset: int, data: Bytes, part: Part | None = None) -> None:
+    def _write_piece(self, target: TargetFile, offset: int, data: Bytes, part: Part | None = None) -> Part | None:
+        """Write at ``offset`` of a file; ``part`` are the sums of the data, if known. Returns them, if wanted."""
         if not self._options.sums_targets:
             part = None
         elif part is None or not part.fits(offset):
@@ -347,6 +347,7 @@ class _Mover:
             raise refused("write", target.path, error) from error
         self._account.nbytes += size
         self._account.add(self._numbers[target], target.size, offset, size, part)
+        return part
 
     def _read(self, file: SourceFile, offset: int, length: int, part: Part) -> None:
         self._account.add(self._numbers[file], file.size, offset, length, part)

@@ -1,9 +1,7 @@
-"""Reads parts of source files for the engine: mapped where that is cheaper than a copy, and summed in passing."""
+"""Reads parts of source files for the engine, summed in passing."""
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,11 +13,7 @@ from numpy.typing import NDArray
 from formats.errors import CheckpointError
 from reshard.checksum import PIECE, Part, PartialSum, sum_part
 from reshard.output import refused
-from reshard.system import populate
 from reshard.transfer import Region
-
-MAPPED = 1 << 20
-"""Bytes from which a mapping is cheaper than a copy."""
 
 Bytes = NDArray[np.uint8]
 Room = Callable[[int], Bytes]
@@ -58,34 +52,22 @@ class Reader:
         self._descriptors: dict[Path, int] = {}
 
     def read(self, place: SourcePlace, region: Region, room: Room) -> Bytes:
-        """A region of a tensor, in the region's shape; only to be read. ``room`` gives a buffer for it."""
+        """A region of a tensor, in the region's shape. ``room`` gives a buffer for it."""
         offset = place.offset + region.offset
+        data = room(region.nbytes)
         if region.wanted is None:
-            data = self.view(place.file, offset, region.nbytes, room)
             for begin, piece in pieces(data):
-                self.sum(place.file, offset + begin, piece)
+                self.fill(piece, place.file, offset + begin)
         else:
-            data = room(region.nbytes)
             for row in range(0, data.size, region.shape[-1]):
                 for run in region.wanted:
                     first = row + run.offset
                     self._fill(place.file.path, offset + first, data.data[first : row + run.end])
         return data.reshape(region.shape)
 
-    def view(self, file: SourceFile, offset: int, nbytes: int, room: Room) -> Bytes:
-        """Bytes of a file, only to be read: mapped, or where that is not possible or not worth it, in a buffer.
-
-        A file that another program cuts off while it is mapped ends this process with SIGBUS, as all that map files.
-        """
-        if nbytes >= MAPPED:
-            with contextlib.suppress(OSError, ValueError):  # whatever is wrong, reading will say it
-                return self._map(file.path, offset, nbytes)
-        data = room(nbytes)
+    def fill(self, data: Bytes, file: SourceFile, offset: int) -> Part | None:
+        """Read into ``data``; its sums, where they are wanted for this file."""
         self._fill(file.path, offset, data.data)
-        return data
-
-    def sum(self, file: SourceFile, offset: int, data: Bytes) -> Part | None:
-        """Sum bytes that were read, where that is wanted for this file."""
         if self._summed is None or file.expected is None:
             return None
         part = sum_part(data, offset)
@@ -97,13 +79,6 @@ class Reader:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
-
-    def _map(self, path: Path, offset: int, nbytes: int) -> Bytes:
-        before = offset % mmap.ALLOCATIONGRANULARITY
-        window = mmap.mmap(self._descriptor(path), before + nbytes, access=mmap.ACCESS_READ, offset=offset - before)
-        data = np.frombuffer(window, dtype=np.uint8)
-        populate(data)
-        return data[before:]
 
     def _fill(self, path: Path, offset: int, view: memoryview) -> None:
         position, size = 0, len(view)

@@ -8,10 +8,6 @@ import os
 import signal
 import sys
 
-import numpy as np
-from numpy.typing import NDArray
-
-_POPULATE_READ = 22
 _SET_PARENT_DEATH_SIGNAL = 1
 _LIBRARY = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
@@ -27,16 +23,6 @@ def reserve(descriptor: int, nbytes: int) -> None:
         failed = fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes))
         if failed and ctypes.get_errno() in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-
-def populate(mapped: NDArray[np.uint8]) -> None:
-    """Bring mapped bytes, which begin at a page, into memory, all at once. Raises OSError where that fails, as where
-    the disk does, or where the system cannot (before Linux 5.14).
-    """
-    if _LIBRARY is None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    if _LIBRARY.madvise(ctypes.c_void_p(mapped.ctypes.data), ctypes.c_size_t(mapped.size), _POPULATE_READ):
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def stop_with_parent(parent: int) -> None:

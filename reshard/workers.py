@@ -20,10 +20,7 @@ Report = Callable[[Any], None]
 """Passes on anything that can be pickled to the process that shares the task."""
 
 _LENGTH = 8
-_CAUSES = {
-    signal.SIGKILL: "the machine may be short of memory",
-    signal.SIGBUS: "a file may have been cut off while it was read, or cannot be read",
-}
+_CAUSES = {signal.SIGKILL: "the machine may be short of memory"}
 
 
 def share(count: int, work: Callable[[int, Report], None], take: Report) -> None:

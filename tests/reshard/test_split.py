@@ -21,7 +21,6 @@ from formats.sharded import open_sharded
 from reshard.api import Access, Padding, load, merge, split
 from reshard.move import Options
 from reshard.plan import valid_degrees
-from reshard.reading import Reader
 from reshard.source import open_source
 from tests import zoo
 from tests.support import (
@@ -302,14 +301,14 @@ def test_a_real_trained_checkpoint(tmp_path):
     assert before == after
 
 
-@pytest.mark.parametrize(("mapped", "steps"), [(1, 1 << 26), (1 << 20, 1 << 26), (1 << 20, 1000)])
-def test_one_pass(tmp_path, monkeypatch, mapped, steps):
+@pytest.mark.parametrize("steps", [1 << 26, 1000])
+def test_one_pass(tmp_path, monkeypatch, steps):
     """Each source byte is read once and each target byte written once, by one process or several, headers and 64 bytes
     a tensor for the fingerprint aside.
     """
     source = write_checkpoint(tmp_path / "source", files=3)
     log = tmp_path / "log"
-    real_read, real_write, real_map = os.preadv, os.pwrite, Reader._map
+    real_read, real_write = os.preadv, os.pwrite
 
     def note(kind, count):
         with log.open("a") as file:
@@ -321,10 +320,6 @@ def test_one_pass(tmp_path, monkeypatch, mapped, steps):
 
     def write(descriptor, data, offset):
         return note("written", real_write(descriptor, data, offset))
-
-    def map_(reader, path, offset, nbytes):
-        note("read", nbytes)
-        return real_map(reader, path, offset, nbytes)
 
     def traffic(kind):
         lines = [line.split() for line in log.read_text().splitlines()]
@@ -338,8 +333,6 @@ def test_one_pass(tmp_path, monkeypatch, mapped, steps):
     monkeypatch.setattr("reshard.api.file_checksum", again)
     monkeypatch.setattr(os, "preadv", read)
     monkeypatch.setattr(os, "pwrite", write)
-    monkeypatch.setattr(Reader, "_map", map_)
-    monkeypatch.setattr("reshard.reading.MAPPED", mapped)
     monkeypatch.setattr("reshard.move.STEPS", steps)
 
     def check(folder: Path, out: Path) -> None:
@@ -553,10 +546,8 @@ def test_scales_that_were_one_and_differ_are_refused(tmp_path):
         merge(tmp_path / "tp4", tmp_path / "merged")
 
 
-@pytest.mark.parametrize(
-    ("steps", "piece", "write", "mapped"), [(600, 64, 50, 100), (10_000, 100, 4096, 1), (1 << 20, 7, 3, 1 << 20)]
-)
-def test_the_size_of_a_step_changes_nothing(tmp_path, monkeypatch, steps, piece, write, mapped):
+@pytest.mark.parametrize(("steps", "piece", "write"), [(600, 64, 50), (10_000, 100, 4096), (1 << 20, 7, 3)])
+def test_the_size_of_a_step_changes_nothing(tmp_path, monkeypatch, steps, piece, write):
     source = write_checkpoint(tmp_path / "source", files=3)
     for tp in (4, 8):
         split(source, tmp_path / f"tp{tp}", tp)
@@ -565,7 +556,6 @@ def test_the_size_of_a_step_changes_nothing(tmp_path, monkeypatch, steps, piece,
         "move.WRITE": write,
         "reading.PIECE": piece,
         "move.PIECE": piece,
-        "reading.MAPPED": mapped,
     }
     for name, value in sizes.items():
         monkeypatch.setattr(f"reshard.{name}", value)

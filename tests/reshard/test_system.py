@@ -32,12 +32,9 @@ def test_reserve_more_than_there_is(tmp_path):
 
 
 class Library:
-    """A C library on a system that knows neither call."""
+    """A C library on a system that does not know the call."""
 
     def fallocate64(self, *_: object) -> int:
-        return -1
-
-    def madvise(self, *_: object) -> int:
         return -1
 
 
@@ -45,11 +42,9 @@ class Library:
 def test_without_the_library(tmp_path, monkeypatch, library):
     source = write_checkpoint(tmp_path / "source", files=3)
     split(source, tmp_path / "with", 4)
-    monkeypatch.setattr("reshard.reading.MAPPED", 1)
-    split(source, tmp_path / "mapped", 4)
     monkeypatch.setattr("reshard.system._LIBRARY", library)
     split(source, tmp_path / "without", 4)
-    assert contents(tmp_path / "with") == contents(tmp_path / "mapped") == contents(tmp_path / "without")
+    assert contents(tmp_path / "with") == contents(tmp_path / "without")
 
 
 def test_no_room_for_what_is_reserved_leaves_none_taken(tmp_path, monkeypatch):

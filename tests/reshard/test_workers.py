@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
-import mmap
 import os
 import signal
 import subprocess
@@ -86,20 +84,6 @@ def test_a_worker_that_is_killed():
     with pytest.raises(CheckpointError, match="ended by signal SIGKILL") as error:
         share(2, work, print)
     assert "memory" in str(error.value.hint) and no_child_is_left()
-
-
-def test_a_file_cut_off_while_it_is_mapped(tmp_path):
-    def work(number, report):
-        faulthandler.disable()  # pytest's, which would print a trace
-        path = tmp_path / str(number)
-        path.write_bytes(bytes(100_000))
-        with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
-            os.truncate(path, 0)
-            report(mapped[50_000])
-
-    with pytest.raises(CheckpointError, match="ended by signal SIGBUS") as error:
-        share(2, work, print)
-    assert "cut off" in str(error.value.hint)
 
 
 @pytest.mark.parametrize("allowed", [0, 1])

@@ -6,8 +6,9 @@ number of bytes, each as a little-endian 64-bit word.
 
 Sums of parts add up in any order, so that each part is summed while it is in the cache, and numpy does it several times
 faster than zlib a CRC-32. Whatever changes within 8168 bytes changes it. Changes further apart can only cancel where
-they are opposite and a multiple of 1021 words apart, a prime, which no row, head or expert of a tensor is, and no page
-of a disk: what is moved by any other distance is seen. It is against accidents, not against forgery.
+they are opposite and a multiple of 1021 words apart: a prime, so that what is moved by a few rows, heads, experts or
+pages of a disk is seen, and two rows that are exchanged are not if they are 1021 rows apart. It is against accidents,
+not against forgery.
 """
 
 from __future__ import annotations

@@ -640,6 +640,20 @@ def test_torch_is_not_loaded(model: Path, tp4: Path, tmp_path: Path) -> None:
     assert not imported("inspect", tp4) & heavy
 
 
+def test_numpy_starts_no_threads(model: Path, tp4: Path, tmp_path: Path) -> None:
+    """Those of its linear algebra would spin beside the work. What is set for that is not passed on."""
+    code = (
+        "import os, sys; from reshard.cli import cli; cli(sys.argv[1:], standalone_mode=False); "
+        "from pathlib import Path; threads = Path('/proc/self/task'); "
+        "print(len(list(threads.iterdir())) if threads.is_dir() else 1, os.environ.get('OPENBLAS_NUM_THREADS'))"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    for command in (["split", model, tmp_path / "out", "--tp", "4"], ["merge", tp4, tmp_path / "merged"]):
+        arguments = [sys.executable, "-c", code, *command, "--quiet"]
+        done = subprocess.run(arguments, capture_output=True, text=True, check=True, env=environment)
+        assert done.stdout.splitlines()[-1] == "1 None"
+
+
 def test_help_answers_at_once() -> None:
     """Under 0.2 s, in processor time: it is the same on a machine that is busy with other tests."""
 

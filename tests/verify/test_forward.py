@@ -30,6 +30,8 @@ KINDS = ["llama-biases", "llama-tied", "qwen3", "olmo2", "phi3", "gpt_neox", "gp
 
 # one of each architecture file; those above run in other dtypes and degrees
 MODELS = [name for name in zoo.one_of_each() if name not in KINDS]
+PARTS = 6
+"""In which the models are run, so that no test is much longer than the others."""
 # of the kinds, at 8 ranks: where the gradients of the KV heads that two ranks hold are summed
 SHARED = ["llama-biases", "qwen3", "olmo2", "phi3", "gpt_neox", "falcon-7b", "gpt_oss", "deepseek_v3", "bamba"]
 
@@ -70,8 +72,12 @@ def show(report: ForwardReport) -> list[tuple[str, str, float]]:
 
 @pytest.mark.parametrize(
     ("names", "tp", "dtype"),
-    [(MODELS, 2, "float32"), (KINDS, 4, "bfloat16"), (["llama-tied", "mllama"], 8, "float32")],
-    ids=["files-2-float32", "kinds-4-bfloat16", "mllama-8-float32"],
+    [
+        *((MODELS[part::PARTS], 2, "float32") for part in range(PARTS)),
+        (KINDS, 4, "bfloat16"),
+        (["llama-tied", "mllama"], 8, "float32"),
+    ],
+    ids=[*(f"files-{part}-2-float32" for part in range(PARTS)), "kinds-4-bfloat16", "mllama-8-float32"],
 )
 def test_correct_shards_are_the_same_model(names: list[str], tp: int, dtype: str, pairs: Pairs) -> None:
     """At 8 ranks (the gradients are compared there, too) two share each KV head; vocabularies are padded where they do

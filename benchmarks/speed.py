@@ -73,20 +73,25 @@ def peak_memory(command: list[str]) -> int:
     return sum(peaks.values())
 
 
+def remove(made: Path) -> None:
+    """Remove a folder or a file."""
+    shutil.rmtree(made) if made.is_dir() else made.unlink()
+
+
 def compare(name: str, source: Path, command: list[str], out: Path, rounds: int) -> None:
     """Time a command and ``cp -r`` of its source, alternately, and print both."""
     copy = out.with_name("copy")
-    ours, theirs = [], []
-    for i in range(rounds + 1):
-        first = run(["cp", "-r", str(source), str(copy)])
-        shutil.rmtree(copy)
-        second = run(command)
-        shutil.rmtree(out) if out.is_dir() else out.unlink()
-        if i:  # the first round warms the page cache
-            theirs.append(first)
-            ours.append(second)
+    ours: list[float] = []
+    theirs: list[float] = []
+    both = [(theirs, ["cp", "-r", str(source), str(copy)], copy), (ours, command, out)]
+    for _ in range(rounds + 1):
+        for seconds, timed, made in both:
+            seconds.append(run(timed))
+            remove(made)
+        both.reverse()  # each takes the memory that the one before it has given back
+    del ours[0], theirs[0]  # the first round warms the page cache
     peak = peak_memory(command)
-    shutil.rmtree(out) if out.is_dir() else out.unlink()
+    remove(out)
     mine, base = statistics.median(ours), statistics.median(theirs)
     ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
     print(

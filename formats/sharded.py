@@ -18,6 +18,7 @@ from formats.checkpoint import WeightFile, with_modelopt
 from formats.errors import CheckpointError, MismatchError
 from formats.mesh import RANK_FOLDER, Mesh, mesh_from_document
 from formats.safetensors import Header, TensorInfo, read_header, strict_json
+from formats.stamps import Stamp, stamp_from_document
 
 MANIFEST = "reshard.json"
 VERSION = 1
@@ -35,11 +36,15 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class SourceFileRecord:
-    """A safetensors file of the source: enough to write it again byte for byte, given its tensors."""
+    """A safetensors file of the source: enough to write it again byte for byte, given its tensors.
+
+    ``checksum`` is that of the whole file; None where not all of it was read.
+    """
 
     name: str
     size: int
     header: bytes
+    checksum: str | None = None
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,7 @@ class Identity:
 @dataclass(frozen=True)
 class Manifest:
     """The content of ``reshard.json``. ``architecture`` is the document of the plan; ``ranks`` has the files of each
-    rank that is complete; ``side_files`` lie in the root.
+    rank that is complete; ``side_files`` lie in the root; ``inputs`` are the weight files that were read, as they were.
     """
 
     identity: Identity
@@ -102,6 +107,7 @@ class Manifest:
     max_shard_size: int
     side_files: tuple[FileRecord, ...]
     ranks: Mapping[int, tuple[FileRecord, ...]]
+    inputs: tuple[Stamp, ...]
 
 
 @dataclass(frozen=True)
@@ -163,14 +169,19 @@ def manifest_text(manifest: Manifest) -> str:
             "commit": source.commit,
             "aliases": dict(source.aliases),
             "index": {"name": source.index_name, "content": _text(source.index)} if source.index_name else None,
-            "files": [{"name": f.name, "size": f.size, "header": _text(f.header[8:])} for f in source.files],
+            "files": [_source_file_document(file) for file in source.files],
         },
+        "inputs": [stamp.to_document() for stamp in manifest.inputs],
     }
     return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
 
 
 def _file(record: FileRecord) -> dict[str, Any]:
     return {"name": record.name, "size": record.size, "checksum": record.checksum}
+
+
+def _source_file_document(file: SourceFileRecord) -> dict[str, Any]:
+    return {"name": file.name, "size": file.size, "checksum": file.checksum, "header": _text(file.header[8:])}
 
 
 def _text(content: bytes | None) -> str | None:
@@ -217,6 +228,7 @@ def _manifest(document: Any, path: Path) -> Manifest:
         max_shard_size=int(document["max_shard_size"]),
         side_files=tuple(_record(entry, path) for entry in document["side_files"]),
         ranks={entry["rank"]: tuple(_record(f, path) for f in entry["files"]) for entry in document["ranks"]},
+        inputs=tuple(stamp_from_document(entry) for entry in document["inputs"]),
     )
 
 
@@ -231,7 +243,10 @@ def _int_dict(value: Mapping[str, Any]) -> dict[str, int]:
 def _source_file(entry: Mapping[str, Any], path: Path) -> SourceFileRecord:
     content = entry["header"].encode()
     return SourceFileRecord(
-        _inside(entry["name"], path), int(entry["size"]), len(content).to_bytes(8, "little") + content
+        _inside(entry["name"], path),
+        int(entry["size"]),
+        len(content).to_bytes(8, "little") + content,
+        entry["checksum"],
     )
 
 

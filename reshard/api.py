@@ -21,15 +21,25 @@ from formats.sharded import (
     index_text,
     manifest_text,
     partition,
+    rank_folders,
     read_manifest,
 )
+from reshard import __version__
 from reshard.blocks import finer_blocks, with_blocks
-from reshard.checksum import checksum, file_checksum
+from reshard.checksum import PartialSum, checksum, file_checksum
 from reshard.hub import fetch
 from reshard.move import Job, Options, TargetFile, TargetPlace, move
-from reshard.output import Staging, check_output, check_space, staging_of
+from reshard.output import (
+    Finished,
+    Read,
+    Staging,
+    check_output,
+    check_space,
+    staging_of,
+    tidy,
+    unfinished_command,
+)
 from reshard.plan import Layout, Plan, make_plan, rank_config
-from reshard.reading import SourceFile
 from reshard.source import UNSPLIT, Source, open_source
 from reshard.transfer import Way
 from reshard.ways import way_between
@@ -175,23 +185,32 @@ def split(
     model = with_blocks(opened.model, finer) if finer else opened.model
     target = make_plan(model, mesh, pad=padding.allowed, pad_to=padding.to)
     writer = _Split(opened, target, out, wanted, max_shard_size)
-    _check_target(writer, opened, out, ranks is not None, overwrite)
+
+    def check() -> None:
+        _check_target(writer, opened, out, ranks is not None, overwrite)
+
+    if not dry_run:
+        tidy(out)
+    check()
     total = writer.nbytes
     if dry_run:
         return writer.summary(written=0, complete=False, dry_run=True)
     parts = [mesh.folder(rank) for rank in wanted]
-    with Staging(out, writer.task, parts, fsync=options.fsync) as staging:
+    task = writer.task | _task_of(opened, options)
+    with Staging(out, task, parts, opened.states, fsync=options.fsync, check=check) as staging:
         written = _move(opened, writer.targets(staging), staging, options, total, progress)
         records = {rank: writer.finish_rank(staging, rank) for rank in wanted}
-        manifest = writer.manifest(records)
-        side_files = writer.side_files()
+        side_files = opened.read_side_files()
+        manifest = writer.manifest(records, side_files)
         if ranks is None:
             for name, content in side_files.items():
                 staging.write(name, content)
             staging.write(MANIFEST, manifest_text(manifest).encode())
+            _check_unchanged(opened, staging)
             staging.publish_all(overwrite=overwrite)
             return writer.summary(written=written, complete=True, dry_run=False)
-        complete = _publish_ranks(staging, manifest, side_files, overwrite)
+        _check_unchanged(opened, staging)
+        complete = _publish_ranks(staging, manifest, side_files)
         return writer.summary(written=written, complete=complete, dry_run=False)
 
 
@@ -208,21 +227,42 @@ def _check_target(writer: _Split, source: Source, out: Path, by_rank: bool, over
     if by_rank and (out / MANIFEST).is_file():
         existing = read_manifest(out / MANIFEST)
         check_output(out, [source.path], overwrite=True)
-        if existing.identity != writer.identity or existing.max_shard_size != writer.max_shard_size:
-            raise CheckpointError(f"{out} holds shards of another source, mesh or plan", "choose another folder")
+        _check_same_run(existing, writer.manifest({}), out)
         present = [rank for rank in writer.ranks if rank in existing.ranks]
         if present and not overwrite:
             raise CheckpointError(
                 f"{out / writer.plan.mesh.folder(present[0])} exists", "pass --overwrite to write it again"
             )
-    elif not (by_rank and _is_only_rank_folders(out)):
-        check_output(out, [source.path], overwrite=overwrite)
+    else:
+        begun = by_rank and _is_only_rank_folders(out)
+        check_output(out, [source.path], overwrite=overwrite, begun=begun)
     check_space(out.parent, writer.nbytes - _already_staged(out))
+
+
+def _check_same_run(existing: Manifest, mine: Manifest, out: Path) -> None:
+    """Refuse to add ranks to an output of anything else."""
+    if existing.identity != mine.identity or existing.max_shard_size != mine.max_shard_size:
+        raise CheckpointError(f"{out} holds shards of another source, mesh or plan", "choose another folder")
+    others = {stamp.name: stamp for stamp in existing.inputs}
+    for stamp in mine.inputs:
+        if stamp.name not in others or not stamp.is_same(others[stamp.name]):
+            raise CheckpointError(
+                f"{stamp.name} of the source is not the file that the ranks in {out} were split from: "
+                f"size, time, inode or checksum differ",
+                "split all ranks from the same files, or from copies that keep the times (cp -p, rsync -t)",
+            )
+    changed = set(existing.side_files) ^ set(mine.side_files)
+    if changed:
+        name = min(record.name for record in changed)
+        raise CheckpointError(
+            f"{name} of the source is not as it was when the ranks in {out} were split",
+            "split all ranks from the same files",
+        )
 
 
 def _is_only_rank_folders(out: Path) -> bool:
     """An output that another run is just beginning to publish, or was killed while doing so."""
-    return out.is_dir() and staging_of(out).is_dir()
+    return out.is_dir() and unfinished_command(staging_of(out)) is not None and bool(rank_folders(out))
 
 
 def _already_staged(out: Path) -> int:
@@ -284,9 +324,8 @@ class _Split:
         for rank, shards in self._shards.items():
             folder = self.plan.mesh.folder(rank)
             for shard in shards:
-                header = self._headers[rank, shard.name]
-                path = staging.path(f"{folder}/{shard.name}")
-                found.add(folder, f"{folder}/{shard.name}", rank, path, header, staging)
+                name, header = f"{folder}/{shard.name}", self._headers[rank, shard.name]
+                found.add(folder, name, rank, _target(staging, name, header))
         return found
 
     def finish_rank(self, staging: Staging, rank: int) -> tuple[FileRecord, ...]:
@@ -302,14 +341,18 @@ class _Split:
             records.append(staging.write(f"{folder}/model.safetensors.index.json", index_text(shards).encode()))
         return tuple(records)
 
-    def side_files(self) -> dict[str, bytes]:
-        """The side files of the source, by their relative names."""
-        return {file.relative_to(self.source.path).as_posix(): file.read_bytes() for file in self.source.side_files}
-
-    def manifest(self, ranks: Mapping[int, tuple[FileRecord, ...]]) -> Manifest:
-        """The manifest for the ranks that are complete."""
-        side = (FileRecord(name, len(data), checksum(data)) for name, data in self.side_files().items())
-        return Manifest(self.identity, self.source.record, self.source.rules, self.max_shard_size, tuple(side), ranks)
+    def manifest(
+        self, ranks: Mapping[int, tuple[FileRecord, ...]], side_files: Mapping[str, bytes] | None = None
+    ) -> Manifest:
+        """The manifest for the ranks that are complete; without ``side_files`` these are read."""
+        contents = self.source.read_side_files() if side_files is None else side_files
+        side = tuple(FileRecord(name, len(data), checksum(data)) for name, data in contents.items())
+        record = self.source.record
+        if self.source.checkpoint is not None:
+            sums = {file.name: file.checksum() for file in self.source.files.values()}
+            files = tuple(dataclasses.replace(file, checksum=sums[file.name]) for file in record.files)
+            record = dataclasses.replace(record, files=files)
+        return Manifest(self.identity, record, self.source.rules, self.max_shard_size, side, ranks, self.source.inputs)
 
     def summary(self, *, written: int, complete: bool, dry_run: bool) -> Summary:
         """What was done."""
@@ -331,12 +374,16 @@ class _Split:
         )
 
 
-def _publish_ranks(staging: Staging, manifest: Manifest, side_files: Mapping[str, bytes], overwrite: bool) -> bool:
+def _publish_ranks(staging: Staging, manifest: Manifest, side_files: Mapping[str, bytes]) -> bool:
     """Put finished ranks into the output and list them in its manifest; whether all ranks are there now."""
     mesh = manifest.identity.mesh
     with staging.publishing():
         path = staging.out / MANIFEST
-        known = dict(read_manifest(path).ranks) if path.is_file() else {}
+        known: dict[int, tuple[FileRecord, ...]] = {}
+        if path.is_file():
+            existing = read_manifest(path)
+            _check_same_run(existing, manifest, staging.out)
+            known = dict(existing.ranks)
         for rank in manifest.ranks:
             staging.move_in(mesh.folder(rank))
         for name, content in side_files.items():
@@ -377,9 +424,15 @@ def merge(
         )
     target = make_plan(opened.model, UNSPLIT)
     files = _merged_files(opened, target, max_shard_size)
-    check_output(out, [opened.path], overwrite=overwrite)
     total = sum(file.size for file in files.weights)
-    check_space(out.parent, total - _already_staged(out))
+
+    def check() -> None:
+        check_output(out, [opened.path], overwrite=overwrite)
+        check_space(out.parent, total - _already_staged(out))
+
+    if not dry_run:
+        tidy(out)
+    check()
     summary = Summary(
         command="merge", source=opened.location, out=out, source_mesh=opened.plan.mesh, mesh=UNSPLIT,
         tensors=len(target.entries), files=len(files.weights), nbytes=total, written=0, padding={}, ranks=(0,),
@@ -388,15 +441,17 @@ def merge(
     if dry_run:
         return summary
     task = {"command": "merge", "source": opened.record.id, "files": [[f.name, f.size] for f in files.weights]}
-    with Staging(out, task, [""], fsync=options.fsync) as staging:
+    task |= _task_of(opened, options)
+    with Staging(out, task, [""], opened.states, fsync=options.fsync, check=check) as staging:
         found = _Targets(target)
         for file in files.weights:
-            found.add("", file.name, 0, staging.path(file.name), file.header, staging)
-        written = _move(opened, found, staging, dataclasses.replace(options, record=False), total, progress)
+            found.add("", file.name, 0, _target(staging, file.name, file.header, file.checksum, recorded=False))
+        written = _move(opened, found, staging, options, total, progress)
         for name, content in files.others.items():
             staging.write(name, content)
-        for side in opened.side_files:
-            staging.write(side.relative_to(opened.path).as_posix(), side.read_bytes())
+        for name, content in opened.read_side_files().items():
+            staging.write(name, content)
+        _check_unchanged(opened, staging)
         staging.publish_all(overwrite=overwrite)
     return dataclasses.replace(summary, written=written, complete=True)
 
@@ -406,6 +461,7 @@ class _MergedFile:
     name: str
     header: bytes
     size: int
+    checksum: str | None = None
 
 
 @dataclass(frozen=True)
@@ -420,7 +476,7 @@ def _merged_files(source: Source, plan: Plan, max_shard_size: int | None) -> _Me
     if record.files and max_shard_size is None:
         _check_restorable(source, plan)
         index = {record.index_name: record.index} if record.index_name and record.index is not None else {}
-        return _MergedFiles(tuple(_MergedFile(f.name, f.header, f.size) for f in record.files), index)
+        return _MergedFiles(tuple(_MergedFile(f.name, f.header, f.size, f.checksum) for f in record.files), index)
     names = source.names_in_order()
     tensors = [(n, plan.entries[n].dtype, plan.entries[n].layout.stored) for n in names]
     shards = partition(((*t, tensor_bytes(*t)) for t in tensors), max_shard_size or DEFAULT_SHARD_SIZE)
@@ -461,17 +517,39 @@ class _Targets:
     parts: dict[TargetFile, tuple[str, str]] = field(default_factory=dict)
     places: dict[str, dict[int, TargetPlace]] = field(default_factory=dict)
 
-    def add(self, part: str, name: str, rank: int, path: Path, header: bytes, staging: Staging) -> None:
-        """Take in a file, unless an earlier run has finished it."""
-        if name in staging.finished:
-            return
-        parsed = parse_header(header, path, None)
-        size = max((t.offset + t.nbytes for t in parsed.tensors.values()), default=len(header))
-        file = TargetFile(path, header, size)
+    def add(self, part: str, name: str, rank: int, file: TargetFile) -> None:
+        """Take in a file."""
         self.files.append(file)
         self.parts[file] = (part, name)
-        for tensor in parsed.tensors.values():
+        for tensor in parse_header(file.header, file.path, None).tensors.values():
             self.places.setdefault(tensor.name, {})[rank] = TargetPlace(file, tensor.offset)
+
+    def name(self, number: int) -> str:
+        """The name of a file, by its number."""
+        return self.parts[self.files[number]][1]
+
+
+def _target(
+    staging: Staging, name: str, header: bytes, expected: str | None = None, *, recorded: bool = True
+) -> TargetFile:
+    path = staging.path(name)
+    tensors = parse_header(header, path, None).tensors.values()
+    size = max((t.offset + t.nbytes for t in tensors), default=len(header))
+    return TargetFile(path, header, size, name in staging.finished, expected, recorded)
+
+
+def _task_of(source: Source, options: Options) -> dict[str, Any]:
+    """What any task depends on: another state of the source, or another version, begins anew."""
+    inputs = [stamp.anywhere for stamp in source.inputs]
+    return {"inputs": inputs, "checksum": options.checksum, "version": __version__}
+
+
+def _check_unchanged(source: Source, staging: Staging) -> None:
+    try:
+        source.check_unchanged()
+    except MismatchError:
+        staging.clear()
+        raise
 
 
 def _move(source: Source, targets: _Targets, staging: Staging, options: Options, total: int, progress: Progress) -> int:
@@ -479,7 +557,7 @@ def _move(source: Source, targets: _Targets, staging: Staging, options: Options,
     trusted.
     """
     jobs = _jobs(source, targets)
-    todo = sum(file.size for file in targets.files)
+    todo = sum(file.size for file in targets.files if not file.done)
     done = total - todo
 
     def count(nbytes: int) -> None:
@@ -488,16 +566,42 @@ def _move(source: Source, targets: _Targets, staging: Staging, options: Options,
         progress(done, total)
 
     def finished(file: TargetFile, checksum: str | None) -> None:
-        staging.note_finished(*targets.parts[file], file.size, checksum)
+        part, name = targets.parts[file]
+        number = targets.files.index(file)
+        reads = tuple(
+            Read(source_file.name, frozenset(map(targets.name, wanted)), total.to_text())
+            for source_file in source.files.values()
+            for wanted, total in source_file.sums.items()
+            if number in wanted
+        )
+        staging.note_finished(part, name, Finished(file.size, checksum, reads))
 
+    earlier = [read for entry in staging.finished.values() for read in entry.reads]
     try:
         move(jobs, targets.files, options, finished=finished, progress=count)
         if options.checksum:
+            _add_earlier(earlier, source, targets)
             _check_sources(jobs)
     except MismatchError:
         staging.clear()
         raise
     return todo
+
+
+def _add_earlier(reads: Sequence[Read], source: Source, targets: _Targets) -> None:
+    """Add what earlier runs have read for the files that they finished to what this one has read for the others.
+
+    What both have read must be equal. Raises MismatchError.
+    """
+    files = {file.name: file for file in source.files.values()}
+    numbers = {name: number for number, (_, name) in enumerate(targets.parts.values())}
+    for read in reads:
+        file, wanted = files[read.source], frozenset(numbers[name] for name in read.targets)
+        total = PartialSum.from_text(read.sum, file.size)
+        if wanted not in file.sums:
+            file.add(wanted, total)
+        elif not file.sums[wanted].equals(total):
+            raise MismatchError(f"{file.path} is not what it was when a part of it was read by an earlier run")
 
 
 def _jobs(source: Source, targets: _Targets) -> list[Job]:
@@ -521,16 +625,13 @@ def _jobs(source: Source, targets: _Targets) -> list[Job]:
 
 
 def _check_sources(jobs: Sequence[Job]) -> None:
-    """Compare the checksum of each file that was read with the one in its manifest; what was not summed in passing is
-    read now.
+    """Compare the checksum of each file that the output depends on with the one in its manifest; what was not summed in
+    passing is read now.
     """
-    touched: dict[Path, SourceFile] = {}
-    for job in jobs:
-        touched |= {place.file.path: place.file for place in job.sources if place is not None}
-    for file in touched.values():
+    for file in dict.fromkeys(place.file for job in jobs for place in job.sources if place is not None):
         if file.expected is None:
             continue
-        found = file.sum.value() if file.sum.is_complete else file_checksum(file.path)
+        found = file.checksum() or file_checksum(file.path)
         if found != file.expected:
             raise MismatchError(
                 f"{file.path} has the checksum {found}, its manifest says {file.expected}",
@@ -562,4 +663,6 @@ def load(
     _wanted_ranks([rank], mesh)
     opened = open_any(source, access)
     target = make_plan(opened.model, mesh, pad=padding.allowed, pad_to=padding.to)
-    return load_rank(opened, target, rank)
+    tensors = load_rank(opened, target, rank)
+    opened.check_unchanged()
+    return tensors

@@ -13,6 +13,7 @@ not against forgery.
 
 from __future__ import annotations
 
+import base64
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -78,6 +79,24 @@ class PartialSum:
         """Take in all that another sum of the same file has."""
         self.seen += other.seen
         self._columns += other._columns
+
+    def equals(self, other: PartialSum) -> bool:
+        """Whether both are sums of equally many bytes, and equal."""
+        return self.seen == other.seen and bool((self._columns == other._columns).all())
+
+    def to_text(self) -> str:
+        """The sums as a line of text."""
+        return base64.b64encode(np.append(self._columns, np.uint64(self.seen)).astype("<u8").tobytes()).decode()
+
+    @classmethod
+    def from_text(cls, text: str, size: int) -> PartialSum:
+        """The inverse of ``to_text``, for a file of ``size`` bytes. Raises ValueError."""
+        words = np.frombuffer(base64.b64decode(text, validate=True), dtype="<u8")
+        if words.size != WIDTH + 1:
+            raise ValueError(f"{words.size} words are no sum")
+        found = cls(size)
+        found._columns, found.seen = words[:WIDTH].astype(np.uint64), int(words[WIDTH])
+        return found
 
     @property
     def is_complete(self) -> bool:

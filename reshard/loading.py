@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import _TYPES
 
 from formats.safetensors import DTYPE_BITS
-from reshard.move import STEPS, Job, check_slab
+from reshard.move import STEP, Job, check_slab
 from reshard.plan import Plan
 from reshard.reading import Bytes, Reader
 from reshard.source import Source
@@ -42,7 +42,7 @@ def _load(source: Source, target: Plan, rank: int, name: str, reader: Reader) ->
     places = source.places(name)
     way = way_between(before, after, places, frozenset({rank}), compare=False)
     job = Job(name, way, places, [], data.size)
-    for slab in way.slabs(STEPS):
+    for slab in way.slabs(STEP):
         blocks = {r.rank: data[r.offset : r.offset + r.nbytes].reshape(r.shape) for r in slab.writes}
         if slab.is_flat and not slab.checks:
             _read_flat(job, slab, reader, blocks)

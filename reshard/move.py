@@ -26,29 +26,40 @@ import numpy as np
 from formats.errors import MismatchError
 from reshard.checksum import PIECE, Part, PartialSum, sum_part
 from reshard.output import disk_errors, refused
-from reshard.reading import Bytes, Reader, SourceFile, SourcePlace, pieces
+from reshard.reading import Bytes, Reader, SourceFile, SourcePlace, Wanted, pieces
 from reshard.system import reserve
 from reshard.transfer import Copy, Region, Slab, Way
 from reshard.workers import Report, share
 
-STEPS = 64 << 20
-"""Bytes that the steps of all processes together read and write at a time, about."""
+STEP = 32 << 20
+"""Bytes that a process reads and writes in one step, about, and after which it reports. It is the same for any number
+of processes, so that a run that goes on where another stopped cuts its work into the same steps.
+"""
 
 WRITE = 1 << 16
 """Bytes of one system call that writes, which ends where a multiple of it ends in the file. Larger ones take larger
 pages of memory, which a virtual machine may have to get from its host first: as measured, up to four times slower.
 """
 
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+
 T = TypeVar("T")
 
 
 @dataclass(eq=False)
 class TargetFile:
-    """A file to be written: its final path, its header, and what the data adds up to."""
+    """A file to be written: its final path, its header, and what the data adds up to.
+
+    A file that is ``done`` was finished by an earlier run. ``expected`` is the checksum that it must have, if known.
+    """
 
     path: Path
     header: bytes
     size: int
+    done: bool = False
+    expected: str | None = None
+    recorded: bool = True
+    """Whether its checksum is to be recorded: a merged checkpoint has no manifest to hold it."""
     sum: PartialSum = field(init=False)
     descriptor: int = -1
     """Where it is open for writing, while it is."""
@@ -95,23 +106,15 @@ class Options:
     workers: int | None = None
     checksum: bool = True
     fsync: bool = False
-    record: bool = True
-    """Whether the checksums of what is written are wanted: a merged checkpoint has no manifest to hold them."""
 
-    @property
-    def sums_targets(self) -> bool:
-        """Whether what is written is summed."""
-        return self.checksum and self.record
+    def sums(self, target: TargetFile) -> bool:
+        """Whether what is written to a target is summed."""
+        return self.checksum and (target.recorded or target.expected is not None)
 
     @cached_property
     def processes(self) -> int:
         """The number of processes that move: as asked, or one for each core, at least two and at most eight."""
         return self.workers or max(2, min(8, os.cpu_count() or 1))
-
-    @property
-    def step(self) -> int:
-        """Bytes that one process may read and write at a time."""
-        return STEPS // max(2, self.processes)
 
 
 def move(
@@ -137,17 +140,14 @@ def move(
 
 @dataclass
 class _Account:
-    """What a process has moved since its last report: the sums of what it read and wrote, by the file's number."""
+    """What a process has moved since its last report: the sums of what it read, by the source's number and those of the
+    targets that wanted it, and of what it wrote, by the target's number.
+    """
 
-    sums: dict[int, PartialSum] = field(default_factory=dict)
+    read: dict[tuple[int, Wanted], PartialSum] = field(default_factory=dict)
+    written: dict[int, PartialSum] = field(default_factory=dict)
     nbytes: int = 0
     """Bytes written."""
-
-    def add(self, number: int, size: int, offset: int, length: int, part: Part | None) -> None:
-        """Take in a part of a file of ``size`` bytes."""
-        if number not in self.sums:
-            self.sums[number] = PartialSum(size)
-        self.sums[number].add(offset, length, part)
 
 
 class _Mover:
@@ -161,9 +161,10 @@ class _Mover:
     ) -> None:
         self._options, self._targets, self._jobs = options, targets, jobs
         self._finished, self._progress = finished, progress
-        sources = dict.fromkeys(place.file for job in jobs for place in job.sources if place is not None)
-        self._files: list[TargetFile | SourceFile] = [*targets, *sources]
-        self._numbers = {file: number for number, file in enumerate(self._files)}
+        self._sources = list(dict.fromkeys(place.file for job in jobs for place in job.sources if place is not None))
+        self._source_numbers = {file: number for number, file in enumerate(self._sources)}
+        self._numbers = {file: number for number, file in enumerate(targets)}
+        self._wanted: Wanted = frozenset()
         self._busy = mmap.mmap(-1, max(1, len(targets)))
         self._reader = Reader(self._read if options.checksum else None)
         self._account = _Account()
@@ -174,7 +175,7 @@ class _Mover:
     def _start(self, target: TargetFile) -> None:
         """Create a target file of full size and write its header."""
         with disk_errors(target.staged):
-            target.descriptor = os.open(target.staged, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+            target.descriptor = os.open(target.staged, _FLAGS, 0o666)
             reserve(target.descriptor, target.size)
         self._write_piece(target, 0, np.frombuffer(target.header, dtype=np.uint8))
 
@@ -183,8 +184,15 @@ class _Mover:
             if self._options.fsync:
                 os.fsync(target.descriptor)
             self._close(target)
+            checksum = target.sum.value() if self._options.sums(target) else None
+            if target.expected is not None and checksum not in (None, target.expected):
+                target.staged.unlink()
+                raise MismatchError(
+                    f"{target.path.name} would have the checksum {checksum}, the original's was {target.expected}",
+                    "the shards are damaged: fetch or split them again",
+                )
             target.staged.rename(target.path)
-        self._finished(target, target.sum.value() if self._options.sums_targets else None)
+        self._finished(target, checksum)
 
     @staticmethod
     def _close(target: TargetFile) -> None:
@@ -205,11 +213,12 @@ class _Mover:
     def run(self) -> None:
         """Start the files, and let the processes draw slabs, each from its own stretch of the jobs first."""
         for target in self._targets:
-            self._start(target)
+            if not target.done:
+                self._start(target)
         self._report(self._take)
         work = sum(job.nbytes for job in self._jobs)
-        count = max(1, min(self._options.processes, work // self._options.step))
-        stretches = [_Stretch(part, self._options.step) for part in _stretches(self._jobs, count)]
+        count = max(1, min(self._options.processes, work // STEP))
+        stretches = [_Stretch(part) for part in _stretches(self._jobs, count)]
         try:
             share(count, lambda number, report: self._work(stretches[number:] + stretches[:number], report), self._take)
         finally:
@@ -221,7 +230,7 @@ class _Mover:
             for stretch in stretches:
                 for job, slab in stretch.draw():
                     self._carry_out(job, slab)
-                    if self._account.nbytes >= self._options.step:
+                    if self._account.nbytes >= STEP:
                         self._report(report)
         finally:
             self._report(report)
@@ -232,10 +241,12 @@ class _Mover:
 
     def _take(self, account: _Account) -> None:
         """Add up what was moved, and finish the files that are complete."""
-        for number, part in account.sums.items():
-            file = self._files[number]
+        for (number, wanted), part in account.read.items():
+            self._sources[number].add(wanted, part)
+        for number, part in account.written.items():
+            file = self._targets[number]
             file.sum.merge(part)
-            if isinstance(file, TargetFile) and file.sum.is_complete:
+            if file.sum.is_complete:
                 self._finish(file)
         self._progress(account.nbytes)
 
@@ -244,6 +255,8 @@ class _Mover:
         arena.clear()
         if slab.is_flat and not slab.checks:
             self._stream(job, slab)
+            return
+        if not self._want(job, (region.rank for region in slab.writes)):
             return
         read = {region.rank: self._reader.read(job.source(region.rank), region, arena.take) for region in slab.reads}
         check_slab(job, slab, read)
@@ -254,6 +267,15 @@ class _Mover:
 
     # -- reading and writing
 
+    def _want(self, job: Job, ranks: Iterable[int]) -> bool:
+        """Note which targets want what is read next; whether any of them is still to be written."""
+        files = [self._place(job, rank).file for rank in ranks]
+        self._wanted = frozenset(self._numbers[file] for file in files)
+        return not files or not all(file.done for file in files)
+
+    def _is_done(self, job: Job, rank: int) -> bool:
+        return self._place(job, rank).file.done
+
     def _stream(self, job: Job, slab: Slab) -> None:
         """Move plain byte ranges window by window: each is read once and written to all that want it."""
         starts = {region.rank: region.offset for region in slab.writes}
@@ -262,6 +284,8 @@ class _Mover:
             start = source.offset + region.offset
 
             def move(window: _Window, file: SourceFile = source.file, start: int = start) -> None:
+                if not self._want(job, (copy.target for copy in window.copies)):
+                    return
                 self._arena.clear()
                 data = self._arena.take(window.end - window.begin)
                 part = self._reader.fill(data, file, start + window.begin)
@@ -269,7 +293,8 @@ class _Mover:
                     (held,), (wanted,) = copy.source_slices, copy.target_slices
                     place = self._place(job, copy.target)
                     at = place.offset + starts[copy.target] + wanted.start + window.begin - held.start
-                    part = self._write_piece(place.file, at, data, part)
+                    if not place.file.done:
+                        part = self._write_piece(place.file, at, data, part)
 
             windows = _windows([copy for copy in slab.copies if copy.source == region.rank], PIECE)
             self._one_by_one(job, ((window.copies[0].target, window) for window in windows), move)
@@ -297,6 +322,8 @@ class _Mover:
         return place
 
     def _write_zeros(self, job: Job, copy: Copy, offset: int) -> None:
+        if self._is_done(job, copy.target):
+            return
         part = copy.target_slices[0]
         zeros = np.zeros(min(PIECE, part.stop - part.start), dtype=np.uint8)
         for begin in range(part.start, part.stop, PIECE):
@@ -307,6 +334,8 @@ class _Mover:
         for copy in slab.copies:
             if copy.source is None:
                 self._write_zeros(job, copy, offsets[copy.target])
+                continue
+            if self._is_done(job, copy.target):
                 continue
             data = read[copy.source][copy.source_slices]
             self._write(job, copy.target, offsets[copy.target] + copy.target_slices[0].start, data)
@@ -324,7 +353,8 @@ class _Mover:
                     block[copy.target_slices] = copy.block(read)
             self._write(job, region.rank, region.offset, block.reshape(-1))
 
-        self._one_by_one(job, ((region.rank, region) for region in slab.writes), move)
+        left = [(region.rank, region) for region in slab.writes if not self._is_done(job, region.rank)]
+        self._one_by_one(job, left, move)
 
     def _write(self, job: Job, rank: int, offset: int, data: Bytes) -> None:
         """Write at ``offset`` of a rank's tensor."""
@@ -334,7 +364,7 @@ class _Mover:
 
     def _write_piece(self, target: TargetFile, offset: int, data: Bytes, part: Part | None = None) -> Part | None:
         """Write at ``offset`` of a file; ``part`` are the sums of the data, if known. Returns them, if wanted."""
-        if not self._options.sums_targets:
+        if not self._options.sums(target):
             part = None
         elif part is None or not part.fits(offset):
             part = sum_part(data, offset)
@@ -346,11 +376,12 @@ class _Mover:
         except OSError as error:
             raise refused("write", target.path, error) from error
         self._account.nbytes += size
-        self._account.add(self._numbers[target], target.size, offset, size, part)
+        self._account.written.setdefault(self._numbers[target], PartialSum(target.size)).add(offset, size, part)
         return part
 
     def _read(self, file: SourceFile, offset: int, length: int, part: Part) -> None:
-        self._account.add(self._numbers[file], file.size, offset, length, part)
+        key = (self._source_numbers[file], self._wanted)
+        self._account.read.setdefault(key, PartialSum(file.size)).add(offset, length, part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,9 +414,9 @@ class _Stretch:
     _FEW = 256 << 20
     """Bytes of a tensor up to which its steps are kept for the next that goes the same way."""
 
-    def __init__(self, jobs: Sequence[Job], step: int) -> None:
-        self._jobs, self._step = jobs, step
-        self._kept: Callable[[Way], Sequence[Slab]] = lru_cache(maxsize=32)(lambda way: tuple(way.slabs(step)))
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self._jobs = jobs
+        self._kept: Callable[[Way], Sequence[Slab]] = lru_cache(maxsize=32)(lambda way: tuple(way.slabs(STEP)))
         self._reads, self._writes = os.pipe()
         self._put(0)
 
@@ -398,7 +429,7 @@ class _Stretch:
                 drawn = self._next()
 
     def _slabs(self, job: Job) -> Iterable[Slab]:
-        return self._kept(job.transfer) if job.nbytes <= self._FEW else job.transfer.slabs(self._step)
+        return self._kept(job.transfer) if job.nbytes <= self._FEW else job.transfer.slabs(STEP)
 
     def _next(self) -> int:
         number = int.from_bytes(os.read(self._reads, self._LENGTH), "little")

@@ -2,8 +2,13 @@
 
 Everything is built in ``OUT.partial`` and renamed to ``OUT`` when complete. ``.reshard-*`` in it are the task (an empty
 file whose name tells another run whether it may go on with the files), a journal of finished files with their
-checksums, and the locks. Ranks that are written alone (``--rank``) are renamed into ``OUT`` one by one; the manifest
-there lists those that are complete. Guarantees: POSIX rename is atomic; against power loss only with ``fsync``.
+checksums and those of what they were made from, the locks, and an older output that is being replaced. A folder of
+that name without the task's file is somebody else's, and is refused. Ranks that are written alone (``--rank``) are
+renamed into ``OUT`` one by one; the manifest there lists those that are complete.
+
+Guarantees: POSIX rename is atomic. A run goes on with a finished file if nothing has touched it since; after a restart
+of the machine, which may have lost what was written, only if the file still has its checksum. What is published is safe
+from power loss only with ``fsync``.
 """
 
 from __future__ import annotations
@@ -13,22 +18,27 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
 from formats.errors import CheckpointError
 from formats.sharded import MANIFEST, FileRecord
-from reshard.checksum import checksum
+from formats.stamps import Stamp, stamp_from_document
+from reshard.checksum import checksum, file_checksum
+from reshard.system import boot_id
 
 STATE = ".reshard-"
 """How the names of what is not part of the output begin in a staging folder."""
 
 TASK = f"{STATE}task-"
+_MARKER = re.compile(re.escape(TASK) + "[a-z]+-[0-9a-f]{32}")
+_REPLACED_OUTPUT, _REPLACED_RANK = f"{STATE}replaced-output", f"{STATE}replaced-rank"
 PATIENCE = 0.2
 """Seconds for the processes of a run that was killed to end, which hold its locks till then."""
 
@@ -42,8 +52,31 @@ def staging_of(out: Path) -> Path:
 
 def unfinished_command(path: Path) -> str | None:
     """The command that such a folder is the work of, None for any other path."""
-    tasks = path.glob(f"{TASK}*-*") if path.name.endswith(SUFFIX) else ()
-    return next((task.name.removeprefix(TASK).rpartition("-")[0] for task in tasks), None)
+    if not path.name.endswith(SUFFIX):
+        return None
+    return next((marker.name.removeprefix(TASK).rpartition("-")[0] for marker in _markers(path)), None)
+
+
+def _markers(work: Path) -> list[Path]:
+    """The files that show a folder to be a staging folder of reshard's."""
+    return [p for p in work.glob(f"{TASK}*") if _MARKER.fullmatch(p.name) and p.is_file() and not p.is_symlink()]
+
+
+def check_staging(out: Path) -> None:
+    """Refuse a path that is needed for staging and is somebody else's. Touches nothing, and follows no link."""
+    work, hint = staging_of(out), "move it away, or choose another output folder"
+    if work.is_symlink():
+        raise CheckpointError(f"{work} is a link, and {out.name} would be built there", hint)
+    if not work.exists():
+        return
+    if not work.is_dir():
+        raise CheckpointError(f"{work} is a file, and {out.name} would be built there", hint)
+    if not _markers(work):  # of a run that has just begun there are only locks
+        other = next((entry.name for entry in work.iterdir() if not entry.name.startswith(STATE)), None)
+        if other is not None:
+            raise CheckpointError(
+                f"{work} holds '{other}' and was not made by reshard, and {out.name} would be built there", hint
+            )
 
 
 def _task_name(task: Mapping[str, Any]) -> str:
@@ -53,43 +86,98 @@ def _task_name(task: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
+class Read:
+    """What finished files were made from: the sum (see ``PartialSum.to_text``) of the bytes of a source file that these
+    targets wanted, all of them by name.
+    """
+
+    source: str
+    targets: frozenset[str]
+    sum: str
+
+
+@dataclass(frozen=True)
 class Finished:
     """A file that an earlier run (or this one) has completed."""
 
     size: int
     checksum: str | None
+    reads: tuple[Read, ...] = ()
 
 
 class Staging:
     """The place in which one output is built. A context manager: the locks are held inside it.
 
     ``task`` describes what is written, in JSON, with the ``command``: a run may go on with the files of another that
-    had an equal task. ``parts`` are the folders that this run writes (``""`` is the root).
+    had an equal task. ``parts`` are the folders that this run writes (``""`` is the root), ``inputs`` the states of the
+    files that it reads. ``check`` is called when the locks are held; what it raises ends the run.
     """
 
-    def __init__(self, out: Path, task: Mapping[str, Any], parts: Sequence[str], *, fsync: bool) -> None:
-        self.out, self.parts, self._fsync = out, tuple(parts), fsync
+    def __init__(
+        self,
+        out: Path,
+        task: Mapping[str, Any],
+        parts: Sequence[str],
+        inputs: Sequence[Stamp] = (),
+        *,
+        fsync: bool,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.out, self.parts, self._fsync, self._check = out, tuple(parts), fsync, check
         self.work = staging_of(out)
+        self._inputs = tuple(inputs)
         self._task = self.work / _task_name(task)
-        self._locks: list[TextIO] = []
-        self._journals: dict[str, TextIO] = {}
+        self._locks: list[IO[str]] = []
+        self._journals: dict[str, IO[str]] = {}
         self.finished: dict[str, Finished] = {}
 
     def __enter__(self) -> Staging:
         with disk_errors(self.work):
-            self.work.mkdir(exist_ok=True)
-        try:
-            self._lock_parts()
-            self._adopt_or_clear()
-            for part in self.parts:
-                self._load_journal(part)
-        except BaseException:
-            self._unlock()
-            raise
+            self._claim()
+            try:
+                self._lock_parts()
+                self._restore_replaced()
+                try:
+                    self._check()
+                except BaseException:
+                    self._leave()
+                    raise
+                self._adopt_or_clear()
+                for part in self.parts:
+                    self._load_journal(part)
+            except BaseException:
+                self._unlock()
+                raise
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._unlock()
+
+    # -- whose it is
+
+    def _claim(self) -> None:
+        while True:
+            try:
+                self.work.mkdir()
+                return
+            except FileExistsError:
+                with contextlib.suppress(FileNotFoundError):  # another process has just removed it
+                    check_staging(self.out)
+                    return
+
+    def _restore_replaced(self) -> None:
+        """Give back its name to an output that a run had moved aside when it was killed."""
+        if not self.out.exists():
+            for aside in sorted(self.work.glob(f"{_REPLACED_OUTPUT}-*"))[:1]:
+                aside.rename(self.out)
+
+    def _leave(self) -> None:
+        """Remove the staging folder, if nothing was built in it and nobody else is at work there."""
+        if any(not entry.name.startswith(STATE) for entry in self.work.iterdir()):
+            return
+        with contextlib.suppress(CheckpointError):
+            self._check_nobody_else_writes()
+            remove_tree(self.work)
 
     # -- locks
 
@@ -102,12 +190,15 @@ class Staging:
                 raise CheckpointError(f"another run is writing {self.out / part}", "wait for it, or stop it")
             self._locks.append(lock)
 
-    def _lock(self, name: str, *, wait: bool) -> TextIO | None:
+    def _lock(self, name: str, *, wait: bool) -> IO[str] | None:
         """Lock a file of the staging folder, which another process may remove at the same time."""
         path = self.work / (STATE + name)
         while True:
-            self.work.mkdir(exist_ok=True)
-            lock = path.open("a")
+            self._claim()
+            try:
+                lock = _open_new(path, "a")
+            except FileNotFoundError:  # the folder has been removed meanwhile
+                continue
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             except BlockingIOError:
@@ -131,14 +222,19 @@ class Staging:
         lock = self._lock("lock-task", wait=True)
         assert lock is not None
         with lock:
-            if self._task.exists():
-                return
             built = [entry for entry in self.work.iterdir() if not entry.name.startswith(STATE)]
+            if self._task.exists():
+                for entry in (p for root in built for p in (root, *root.rglob("*")) if p.is_symlink()):
+                    entry.unlink()  # not reshard's, and what is written must not go where it leads
+                return
             if built:
                 self._check_nobody_else_writes()
-            for entry in (*built, *self.work.glob(f"{STATE}journal-*"), *self.work.glob(f"{TASK}*")):
-                _remove(entry)
+            for entry in (*built, *self.work.glob(f"{STATE}journal-*")):
+                remove_tree(entry)
             self._task.touch()
+            for marker in _markers(self.work):
+                if marker != self._task:
+                    marker.unlink()
 
     def _check_nobody_else_writes(self) -> None:
         mine = {f"lock-{part or 'root'}" for part in self.parts}
@@ -154,19 +250,43 @@ class Staging:
             lock.close()
 
     def _load_journal(self, part: str) -> None:
+        """Take over the files that an earlier run of the same inputs and parts has finished, and begin a journal."""
         path = self.work / f"{STATE}journal-{part or 'root'}"
-        lines = path.read_text().splitlines() if path.exists() else []
-        for line in lines:
-            with contextlib.suppress(ValueError, KeyError):
-                entry = json.loads(line)
-                file = self.work / entry["name"]
-                if file.is_file() and file.stat().st_size == entry["size"]:
-                    self.finished[entry["name"]] = Finished(entry["size"], entry["checksum"])
-        self._journals[part] = path.open("a")
+        lines = path.read_text().splitlines() if path.is_file() and not path.is_symlink() else []
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+            begin, *entries = (json.loads(line) for line in lines if line.endswith("}"))
+            inputs = [stamp_from_document(document) for document in begin["inputs"]]
+            if begin["parts"] == list(self.parts) and _are_same(inputs, self._inputs):
+                for entry in entries:
+                    self._adopt(entry, same_boot=begin["boot"] == boot_id() is not None)
+        path.unlink(missing_ok=True)
+        journal = self._journals[part] = _open_new(path, "a")
+        inputs_now = [stamp.to_document() for stamp in self._inputs]
+        journal.write(json.dumps({"inputs": inputs_now, "parts": self.parts, "boot": boot_id()}) + "\n")
+        for name, finished in self.finished.items():
+            if part in ("", name.partition("/")[0]):
+                self._note(journal, name, finished)
+        journal.flush()
+
+    def _adopt(self, entry: Mapping[str, Any], *, same_boot: bool) -> None:
+        name, size, checksum = entry["name"], entry["size"], entry["checksum"]
+        path = self.work / name
+        if not path.is_file() or path.is_symlink() or path.stat().st_size != size:
+            return
+        untouched = _state(path) == entry["state"]
+        if not untouched or (not same_boot and (checksum is None or file_checksum(path) != checksum)):
+            return
+        reads = tuple(Read(source, frozenset(targets), total) for source, targets, total in entry["reads"])
+        self.finished[name] = Finished(size, checksum, reads)
+
+    def _note(self, journal: IO[str], name: str, finished: Finished) -> None:
+        entry = {"name": name, "size": finished.size, "checksum": finished.checksum, "state": _state(self.work / name)}
+        entry["reads"] = [[read.source, sorted(read.targets), read.sum] for read in finished.reads]
+        journal.write(json.dumps(entry) + "\n")
 
     def clear(self) -> None:
         """Throw away what was built: it cannot be trusted."""
-        shutil.rmtree(self.work, ignore_errors=True)
+        remove_tree(self.work)
 
     # -- writing
 
@@ -176,36 +296,45 @@ class Staging:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
-    def note_finished(self, part: str, name: str, size: int, checksum: str | None) -> None:
+    def note_finished(self, part: str, name: str, finished: Finished) -> None:
         """Write a completed file into the journal."""
+        self.finished[name] = finished
         journal = self._journals[part]
-        journal.write(json.dumps({"name": name, "size": size, "checksum": checksum}) + "\n")
+        self._note(journal, name, finished)
         journal.flush()
-        self.finished[name] = Finished(size, checksum)
 
     def write(self, name: str, content: bytes) -> FileRecord:
         """Write a small file whole."""
         path = self.path(name)
         with disk_errors(path):
-            path.write_bytes(content)
+            with _open_new(path, "wb") as file:
+                file.write(content)
             self._sync(path)
         return FileRecord(name, len(content), checksum(content))
 
     # -- publishing
 
     def publish_all(self, *, overwrite: bool) -> None:
-        """Give the whole output its final name, and remove the staging folder."""
+        """Give the whole output its final name, and remove the staging folder.
+
+        Killed before the end, this leaves the old output or the new one under the name, or neither: then both lie in
+        the staging folder, and the next run of the same output gives the old one its name back.
+        """
         with disk_errors(self.out):
             self._sync_folders()
-            replaced = _free_name(self.out.with_name(self.out.name + ".replaced"))
-            if self.out.exists() and overwrite:
-                self.out.rename(replaced)
-            self.work.rename(self.out)
+            if self.out.exists() and any(self.out.iterdir()):
+                if not overwrite:
+                    raise _appeared(self.out)
+                self.out.rename(_free_name(self.work / _REPLACED_OUTPUT))
+            try:
+                self.work.rename(self.out)
+            except OSError as error:
+                if error.errno in {errno.ENOTEMPTY, errno.EEXIST}:
+                    raise _appeared(self.out) from error
+                raise
             self._unlock()
-            for entry in self.out.glob(f"{STATE}*"):
-                _remove(entry)  # a rank that was replaced by an earlier run is a folder
+            _remove_state(self.out)
             self._sync(self.out.parent)
-            shutil.rmtree(replaced, ignore_errors=True)
 
     @contextlib.contextmanager
     def publishing(self) -> Iterator[None]:
@@ -222,16 +351,19 @@ class Staging:
         self._sync_folders()
         target, built = self.out / part, self.work / part
         if target.exists():
-            target.rename(_free_name(self.work / f"{STATE}replaced"))
+            target.rename(_free_name(self.work / _REPLACED_RANK))
         built.rename(target)
         self._sync(self.out)
+        for replaced in self.work.glob(f"{_REPLACED_RANK}-*"):
+            remove_tree(replaced)
 
     def put(self, name: str, content: bytes) -> None:
         """Write a small file into the output at once, atomically."""
         path = self.out / name
         path.parent.mkdir(parents=True, exist_ok=True)
         staged = path.with_name(f".{path.name}.incomplete")
-        staged.write_bytes(content)
+        with _open_new(staged, "wb") as file:
+            file.write(content)
         self._sync(staged)
         staged.replace(path)
         self._sync(path.parent)
@@ -239,7 +371,7 @@ class Staging:
     def remove_work(self) -> None:
         """Remove the staging folder."""
         self._unlock()
-        shutil.rmtree(self.work, ignore_errors=True)
+        remove_tree(self.work)
 
     def _sync(self, path: Path) -> None:
         if not self._fsync:
@@ -256,20 +388,25 @@ class Staging:
                 self._sync(Path(folder))
 
 
-def check_output(out: Path, sources: Sequence[Path], *, overwrite: bool) -> None:
-    """Refuse an output that exists, or that lies inside a source or around one. Touches nothing."""
-    target = out.resolve()
-    for source in sources:
-        other = source.resolve()
-        if target == other or target in other.parents or other in target.parents:
-            raise CheckpointError(
-                f"{out} and {source} are the same folder, or one lies in the other", "choose another output folder"
-            )
+def check_output(out: Path, sources: Sequence[Path], *, overwrite: bool, begun: bool = False) -> None:
+    """Refuse an output that exists, unless it was ``begun``, or that lies inside a source or around one, as the place
+    where it is built may not either. Touches nothing.
+    """
+    for place in (out, staging_of(out)):
+        target = place.resolve()
+        for source in sources:
+            other = source.resolve()
+            if target == other or target in other.parents or other in target.parents:
+                what = f"{out} and {source}" if place == out else f"{place}, where {out.name} is built, and {source}"
+                raise CheckpointError(
+                    f"{what} are the same folder, or one lies in the other", "choose another output folder"
+                )
     if not out.parent.is_dir():
         raise CheckpointError(f"{out.parent}: no such folder", "make it first")
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise CheckpointError(f"{out} exists and is not a folder")
-    if not out.exists() or not any(out.iterdir()):
+    check_staging(out)
+    if begun or not out.exists() or not any(out.iterdir()):
         return
     if not any((out / name).exists() for name in (MANIFEST, "config.json")):
         raise CheckpointError(
@@ -277,6 +414,20 @@ def check_output(out: Path, sources: Sequence[Path], *, overwrite: bool) -> None
         )
     if not overwrite:
         raise CheckpointError(f"{out} exists", "remove it, choose another folder, or pass --overwrite")
+
+
+def tidy(out: Path) -> None:
+    """Remove what a run that was killed right after it had published its output left in it."""
+    if out.is_symlink() or not out.is_dir() or not _markers(out):
+        return
+    with contextlib.ExitStack() as locks:
+        for path in out.glob(f"{STATE}lock-*"):
+            lock = locks.enter_context(_open_new(path, "a"))
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:  # it is just being done
+                return
+        _remove_state(out)
 
 
 def check_space(folder: Path, needed: int) -> None:
@@ -288,11 +439,47 @@ def check_space(folder: Path, needed: int) -> None:
         )
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
+def remove_tree(path: Path) -> None:
+    """Remove a file, a link or a folder; of a staging folder last what shows whose it is, so that a run that is killed
+    while it does this leaves nothing that cannot be told.
+    """
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    with contextlib.suppress(FileNotFoundError):
+        entries = sorted(path.iterdir(), key=lambda entry: (entry.name.startswith(STATE), entry.name.startswith(TASK)))
+        for entry in entries:
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                entry.unlink(missing_ok=True)
+        path.rmdir()
+
+
+def _remove_state(out: Path) -> None:
+    """Remove from a published output what is no part of it, last the marker by which ``tidy`` finds it."""
+    for entry in sorted(out.glob(f"{STATE}*"), key=lambda entry: entry.name.startswith(TASK)):
+        remove_tree(entry)
+
+
+def _appeared(out: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{out} appeared while it was being built", "move it away or pass --overwrite, and run the same command again"
+    )
+
+
+def _open_new(path: Path, mode: str) -> IO[Any]:
+    """Open a file of ours for writing, never through a link."""
+    return open(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
+
+
+def _state(path: Path) -> list[int]:
+    found = path.stat()
+    return [found.st_size, found.st_mtime_ns, found.st_ino]
+
+
+def _are_same(before: Sequence[Stamp], now: Sequence[Stamp]) -> bool:
+    return [stamp.closed_state for stamp in before] == [stamp.closed_state for stamp in now]
 
 
 def _free_name(path: Path) -> Path:

@@ -20,17 +20,34 @@ Room = Callable[[int], Bytes]
 """Gives a buffer of so many bytes."""
 
 
+Wanted = frozenset[int]
+"""The numbers of the target files that want some bytes of a source."""
+
+
 @dataclass(eq=False)
 class SourceFile:
-    """A file to read from, with the checksum it should have, if one is known."""
+    """A file to read from: ``name`` relative to the source's folder, ``expected`` its checksum, if one is known.
+
+    ``sums`` has what was read of it, apart by which target files wanted it: so it can be told which sums are those of
+    the bytes that finished files were made of.
+    """
 
     path: Path
+    name: str
     size: int
     expected: str | None = None
-    sum: PartialSum = field(init=False)
+    sums: dict[Wanted, PartialSum] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.sum = PartialSum(self.size)
+    def add(self, wanted: Wanted, part: PartialSum) -> None:
+        """Take in the sum of bytes that these targets wanted."""
+        self.sums.setdefault(wanted, PartialSum(self.size)).merge(part)
+
+    def checksum(self) -> str | None:
+        """The checksum of the whole file, None if not all of it was summed."""
+        total = PartialSum(self.size)
+        for part in self.sums.values():
+            total.merge(part)
+        return total.value() if total.is_complete else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +61,7 @@ class SourcePlace:
 class Reader:
     """Reads regions of source files, each file opened once.
 
-    Where a file's checksum is expected, ``summed`` is called with the offset and the sums of what is read of it.
+    ``summed`` is called with the offset and the sums of all that is read whole.
     """
 
     def __init__(self, summed: Callable[[SourceFile, int, int, Part], None] | None = None) -> None:
@@ -66,9 +83,9 @@ class Reader:
         return data.reshape(region.shape)
 
     def fill(self, data: Bytes, file: SourceFile, offset: int) -> Part | None:
-        """Read into ``data``; its sums, where they are wanted for this file."""
+        """Read into ``data``; its sums, if sums are taken."""
         self._fill(file.path, offset, data.data)
-        if self._summed is None or file.expected is None:
+        if self._summed is None:
             return None
         part = sum_part(data, offset)
         self._summed(file, offset, data.size, part)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,11 +18,12 @@ from formats.architecture import (
     to_document,
 )
 from formats.blocks import block_size
-from formats.checkpoint import Checkpoint, fingerprint, open_checkpoint
+from formats.checkpoint import Checkpoint, WeightFile, fingerprint, open_checkpoint
 from formats.errors import CheckpointError, MismatchError
 from formats.mesh import Mesh
 from formats.safetensors import DTYPE_BITS, TensorInfo, parse_header
 from formats.sharded import (
+    MANIFEST,
     Identity,
     Manifest,
     ShardedCheckpoint,
@@ -31,8 +33,9 @@ from formats.sharded import (
     open_sharded,
     plan_digest,
 )
+from formats.stamps import Stamp, stamp_of
 from reshard.blocks import with_blocks
-from reshard.checksum import sum_part
+from reshard.checksum import PartialSum, sum_part
 from reshard.output import unfinished_command
 from reshard.plan import FullTensor, Model, Plan, bind, make_plan
 from reshard.reading import SourceFile, SourcePlace
@@ -47,7 +50,8 @@ class Source:
     ``plan`` says how its tensors lie on its own mesh (one rank, for a full checkpoint); ``unsplit`` is the model of
     the full checkpoint (of other blocks, see ``reshard.regrid``); ``names`` are those of all tensors in the order of
     the original files; ``ranks`` has each rank's tensors by name; ``files`` are the files these lie in, by path.
-    ``checkpoint`` is set for a full one, ``sharded`` for a split one.
+    ``checkpoint`` is set for a full one, ``sharded`` for a split one. ``stamps`` has the state of each file that was or
+    will be read, as it was before that.
     """
 
     path: Path
@@ -61,6 +65,36 @@ class Source:
     side_files: tuple[Path, ...]
     checkpoint: Checkpoint | None
     sharded: ShardedCheckpoint | None
+    stamps: Mapping[Path, Stamp]
+
+    @property
+    def states(self) -> tuple[Stamp, ...]:
+        """The state of each weight file."""
+        return tuple(self.stamps[path] for path in self.files)
+
+    @property
+    def inputs(self) -> tuple[Stamp, ...]:
+        """The same; a checksum in a manifest, which is compared when a file is read, names its content."""
+        files = zip(self.states, self.files.values(), strict=True)
+        return tuple(dataclasses.replace(stamp, content=file.expected or stamp.content) for stamp, file in files)
+
+    def read_side_files(self) -> dict[str, bytes]:
+        """The content of the side files, by their relative names. Raises CheckpointError."""
+        found = {}
+        for path in self.side_files:
+            try:
+                found[path.relative_to(self.path).as_posix()] = path.read_bytes()
+            except OSError as error:
+                raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+        return found
+
+    def check_unchanged(self) -> None:
+        """Raise MismatchError if a file is no longer in the state in which it was opened."""
+        for path, stamp in self.stamps.items():
+            if not path.exists() or stamp_of(path, stamp.name).open_state != stamp.open_state:
+                raise MismatchError(
+                    f"{path} was changed while it was read", "run the command again when nobody writes there"
+                )
 
     @property
     def model(self) -> Model:
@@ -121,8 +155,9 @@ def open_source(
     where = location or str(path.resolve())
     if unfinished_command(path) is not None:
         raise CheckpointError(f"{path} is unfinished output", "run the command that began it again: it goes on")
+    stamps = _stamps(path)
     if is_sharded(path):
-        return _open_sharded(path, where, plan_file)
+        return _open_sharded(path, where, plan_file, stamps)
     checkpoint = open_checkpoint(path)
     architecture = load_architecture(plan_file) if plan_file else find_architecture(checkpoint.config, path)
     tensors = dict(checkpoint.tensors)
@@ -130,14 +165,44 @@ def open_source(
         tensors |= {alias: dataclasses.replace(tensors[kept], name=alias) for alias, kept in checkpoint.aliases.items()}
     full = [FullTensor(t.name, t.dtype, t.shape, t.file.name) for t in tensors.values()]
     model = bind(architecture, checkpoint.config, full, every_rule=plan_file is not None)
-    files = {file.path: SourceFile(file.path, file.size) for file in checkpoint.files}
+    files = {file.path: SourceFile(file.path, file.name, file.size) for file in checkpoint.files}
+    _add_headers(files, checkpoint.files)
     plan = make_plan(model, UNSPLIT)
+    used = [*files, *checkpoint.side_files, *([path / checkpoint.index_name] if checkpoint.index_name else [])]
     return Source(
-        path, where, commit, plan, model, tuple(tensors), (tensors,), files, checkpoint.side_files, checkpoint, None
-    )
+        path, where, commit, plan, model, tuple(tensors), (tensors,), files, checkpoint.side_files, checkpoint, None,
+        _of_used(stamps, used, path),
+    )  # fmt: skip
 
 
-def _open_sharded(path: Path, location: str, plan_file: Path | None) -> Source:
+def _stamps(path: Path) -> dict[Path, Stamp]:
+    """The state of the files of a folder, and of the folders in it, before any of them is read."""
+    found = (Path(root) / name for root, _, names in _two_levels(path) for name in names)
+    return {file: stamp_of(file, file.relative_to(path).as_posix()) for file in found if file.is_file()}
+
+
+def _two_levels(path: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    for root, folders, names in os.walk(path):
+        if root != str(path):
+            folders.clear()
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield root, folders, names
+
+
+def _of_used(stamps: Mapping[Path, Stamp], used: Iterable[Path], root: Path) -> dict[Path, Stamp]:
+    return {file: stamps.get(file) or stamp_of(file, file.relative_to(root).as_posix()) for file in used}
+
+
+def _add_headers(files: Mapping[Path, SourceFile], found: Iterable[WeightFile]) -> None:
+    """Sum the headers, which have been read."""
+    for file in found:
+        if file.header is not None:
+            part = PartialSum(file.size)
+            part.add(0, len(file.header), sum_part(file.header, 0))
+            files[file.path].add(frozenset(), part)
+
+
+def _open_sharded(path: Path, location: str, plan_file: Path | None, stamps: Mapping[Path, Stamp]) -> Source:
     sharded = open_sharded(path)
     identity, manifest = sharded.identity, sharded.manifest
     architecture = _architecture(sharded, plan_file)
@@ -150,12 +215,15 @@ def _open_sharded(path: Path, location: str, plan_file: Path | None) -> Source:
     plan = make_plan(refined, identity.mesh, padding=identity.padding)
     _check_shapes(sharded, plan)
     expected = {path / f.name: f.checksum for files in manifest.ranks.values() for f in files} if manifest else {}
-    files = {f.path: SourceFile(f.path, f.size, expected.get(f.path)) for rank in sharded.ranks for f in rank.files}
-    for file in (file for rank in sharded.ranks for file in rank.files):
-        header = file.header or b""
-        files[file.path].sum.add(0, len(header), sum_part(header, 0))
+    found = [file for rank in sharded.ranks for file in rank.files]
+    files = {f.path: SourceFile(f.path, f.name, f.size, expected.get(f.path)) for f in found}
+    _add_headers(files, found)
     ranks = tuple(rank.tensors for rank in sharded.ranks)
-    source = Source(path, location, None, plan, model, names, ranks, files, sharded.side_files, None, sharded)
+    used = [*files, *sharded.side_files, *([path / MANIFEST] if manifest else [])]
+    source = Source(
+        path, location, None, plan, model, names, ranks, files, sharded.side_files, None, sharded,
+        _of_used(stamps, used, path),
+    )  # fmt: skip
     if plan_digest(source.rules) != identity.plan:
         raise MismatchError(
             f"{path}: the shards were split by another plan than '{architecture.name}'",

@@ -1,4 +1,4 @@
-"""Calls of the C library that Python has not."""
+"""What Python's own library does not offer of the operating system."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import errno
 import os
 import signal
 import sys
+from functools import lru_cache
+from pathlib import Path
 
 _SET_PARENT_DEATH_SIGNAL = 1
 _LIBRARY = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
@@ -31,3 +33,12 @@ def stop_with_parent(parent: int) -> None:
         _LIBRARY.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
         if os.getppid() != parent:  # it is dead already
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+@lru_cache(maxsize=1)
+def boot_id() -> str | None:
+    """What is another after each start of the machine, None where the system does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return None

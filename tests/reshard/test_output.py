@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import json
 import os
 import random
 import shutil
@@ -31,7 +32,7 @@ def slow(*arguments):
     time.sleep(0.002)
     return real(*arguments)
 os.pwrite = slow
-reshard.move.STEPS = 1200
+reshard.move.STEP = 1200
 reshard.reading.PIECE = 600
 from reshard.api import merge, split
 from reshard.move import Options
@@ -58,6 +59,23 @@ def await_files(process: subprocess.Popen[str], out: Path) -> float:
 
 def journals(out: Path) -> list[Path]:
     return list(out.parent.glob(f"{out.name}.partial/.reshard-journal-*"))
+
+
+def noted(journal: Path) -> list[str]:
+    """The names of the files that a journal says are finished."""
+    try:
+        return [json.loads(line)["name"] for line in journal.read_text().splitlines()[1:] if line.endswith("}")]
+    except FileNotFoundError:
+        return []
+
+
+def without_sums(folder: Path) -> dict[str, bytes]:
+    """All files; the manifest without the checksums of the source, which a run for some ranks does not read whole."""
+    found = contents(folder)
+    manifest = json.loads(found["reshard.json"])
+    for file in manifest["source"]["files"]:
+        file["checksum"] = None
+    return found | {"reshard.json": json.dumps(manifest).encode()}
 
 
 def is_finished(folder: Path) -> bool:
@@ -90,7 +108,7 @@ def test_killed_at_random_moments(command, how, tmp_path):
         await_files(process, out)
         if attempt % 2:  # at any moment, or else when a file has just been finished
             time.sleep(whole * moments.uniform(0, 0.95))
-        while not attempt % 2 and process.poll() is None and not any(p.stat().st_size for p in journals(out)):
+        while not attempt % 2 and process.poll() is None and not any(map(noted, journals(out))):
             time.sleep(0.002)
         process.send_signal(how)
         process.wait()
@@ -103,14 +121,14 @@ def test_killed_at_random_moments(command, how, tmp_path):
             shutil.rmtree(staged, ignore_errors=True)
             continue
         done = {p: p.stat().st_mtime_ns for p in staged.rglob("*.safetensors")} if staged.exists() else {}
-        journal = "".join(p.read_text() for p in journals(out))
+        finished = [name for journal in journals(out) for name in noted(journal)]
         again = start(command, source, out)
         assert again.wait() == 0, again.stderr.read()
         assert contents(out) == expected
         assert not staged.exists()
         for path, time_ns in done.items():
             name = path.relative_to(staged).as_posix()
-            if f'"{name}"' in journal:
+            if name in finished:
                 kept += 1
                 assert (out / name).stat().st_mtime_ns == time_ns, "a finished file is not written again"
         shutil.rmtree(out)
@@ -123,7 +141,7 @@ def test_ranks_written_alone_and_at_the_same_time_add_up(tmp_path):
     processes = [start("split", source, tmp_path / "out", rank) for rank in range(4)]
     for process in processes:
         assert process.wait() == 0, process.stderr.read()
-    assert contents(tmp_path / "out") == contents(tmp_path / "one")
+    assert without_sums(tmp_path / "out") == without_sums(tmp_path / "one")
     assert not (tmp_path / "out.partial").exists()
 
 
@@ -143,24 +161,24 @@ def test_ranks_one_after_the_other(tmp_path):
         split(source, out, 4, ranks=[4])
     assert split(source, out, 4, ranks=[3], overwrite=True).complete is False
     assert split(source, out, 4, ranks=[1]).complete
-    assert contents(out) == contents(tmp_path / "one")
+    assert without_sums(out) == without_sums(tmp_path / "one")
 
 
 def test_a_killed_rank_is_finished_by_the_same_command(tmp_path):
     source = write_checkpoint(tmp_path / "source", files=3)
     split(source, tmp_path / "one", 4, max_shard_size=2500)
-    out, moments, expected = tmp_path / "out", random.Random(5), contents(tmp_path / "one")
+    out, moments, expected = tmp_path / "out", random.Random(5), without_sums(tmp_path / "one")
     for rank in range(4):
         process = start("split", source, out, rank)
         time.sleep(moments.uniform(0.1, 0.4))
         process.kill()
         process.wait()
-        assert not is_finished(out) or contents(out) == expected
+        assert not is_finished(out) or without_sums(out) == expected
     for rank in range(4):
         process = start("split", source, out, rank)
         error = process.communicate()[1]
         assert process.returncode == 0 or "exists" in error, error
-    assert contents(out) == expected
+    assert without_sums(out) == expected
 
 
 def test_two_runs_for_one_output(tmp_path):
@@ -231,7 +249,7 @@ def test_an_error_in_one_process_ends_the_others(tmp_path, monkeypatch):
             merge(tmp_path / "shards", tmp_path / "merged", options=Options(workers=4))
 
     monkeypatch.setattr(os, "pwrite", write)
-    monkeypatch.setattr("reshard.move.STEPS", 400)
+    monkeypatch.setattr("reshard.move.STEP", 400)
     thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
     thread.join(30)

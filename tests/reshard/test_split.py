@@ -337,7 +337,7 @@ def test_one_pass(tmp_path, monkeypatch, steps):
     monkeypatch.setattr("reshard.api.file_checksum", again)
     monkeypatch.setattr(os, "preadv", read)
     monkeypatch.setattr(os, "pwrite", write)
-    monkeypatch.setattr("reshard.move.STEPS", steps)
+    monkeypatch.setattr("reshard.move.STEP", steps)
 
     def check(folder: Path, out: Path) -> None:
         files = list(folder.rglob("*.safetensors"))
@@ -556,7 +556,7 @@ def test_the_size_of_a_step_changes_nothing(tmp_path, monkeypatch, steps, piece,
     for tp in (4, 8):
         split(source, tmp_path / f"tp{tp}", tp)
     sizes = {
-        "move.STEPS": steps,
+        "move.STEP": steps,
         "move.WRITE": write,
         "reading.PIECE": piece,
         "move.PIECE": piece,

@@ -445,8 +445,9 @@ def merge(
     with Staging(out, task, [""], opened.states, fsync=options.fsync, check=check) as staging:
         found = _Targets(target)
         for file in files.weights:
-            found.add("", file.name, 0, _target(staging, file.name, file.header, file.checksum, recorded=False))
+            found.add("", file.name, 0, _target(staging, file.name, file.header, summed=file.checksum is not None))
         written = _move(opened, found, staging, options, total, progress)
+        _check_merged(files, staging)
         for name, content in files.others.items():
             staging.write(name, content)
         for name, content in opened.read_side_files().items():
@@ -454,6 +455,18 @@ def merge(
         _check_unchanged(opened, staging)
         staging.publish_all(overwrite=overwrite)
     return dataclasses.replace(summary, written=written, complete=True)
+
+
+def _check_merged(files: _MergedFiles, staging: Staging) -> None:
+    """Compare the checksum of each merged file with that of the original, where both are known."""
+    for file in files.weights:
+        found = staging.finished[file.name].checksum
+        if found is not None and file.checksum not in (None, found):
+            staging.clear()
+            raise MismatchError(
+                f"{file.name} would have the checksum {found}, the original's was {file.checksum}",
+                "the manifest or the shards are damaged: fetch or split them again",
+            )
 
 
 @dataclass(frozen=True)
@@ -529,13 +542,11 @@ class _Targets:
         return self.parts[self.files[number]][1]
 
 
-def _target(
-    staging: Staging, name: str, header: bytes, expected: str | None = None, *, recorded: bool = True
-) -> TargetFile:
+def _target(staging: Staging, name: str, header: bytes, *, summed: bool = True) -> TargetFile:
     path = staging.path(name)
     tensors = parse_header(header, path, None).tensors.values()
     size = max((t.offset + t.nbytes for t in tensors), default=len(header))
-    return TargetFile(path, header, size, name in staging.finished, expected, recorded)
+    return TargetFile(path, header, size, name in staging.finished, summed)
 
 
 def _task_of(source: Source, options: Options) -> dict[str, Any]:

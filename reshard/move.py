@@ -50,16 +50,14 @@ T = TypeVar("T")
 class TargetFile:
     """A file to be written: its final path, its header, and what the data adds up to.
 
-    A file that is ``done`` was finished by an earlier run. ``expected`` is the checksum that it must have, if known.
+    A file that is ``done`` was finished by an earlier run. ``summed`` says whether anybody wants its checksum.
     """
 
     path: Path
     header: bytes
     size: int
     done: bool = False
-    expected: str | None = None
-    recorded: bool = True
-    """Whether its checksum is to be recorded: a merged checkpoint has no manifest to hold it."""
+    summed: bool = True
     sum: PartialSum = field(init=False)
     descriptor: int = -1
     """Where it is open for writing, while it is."""
@@ -109,7 +107,7 @@ class Options:
 
     def sums(self, target: TargetFile) -> bool:
         """Whether what is written to a target is summed."""
-        return self.checksum and (target.recorded or target.expected is not None)
+        return self.checksum and target.summed
 
     @cached_property
     def processes(self) -> int:
@@ -184,15 +182,8 @@ class _Mover:
             if self._options.fsync:
                 os.fsync(target.descriptor)
             self._close(target)
-            checksum = target.sum.value() if self._options.sums(target) else None
-            if target.expected is not None and checksum not in (None, target.expected):
-                target.staged.unlink()
-                raise MismatchError(
-                    f"{target.path.name} would have the checksum {checksum}, the original's was {target.expected}",
-                    "the shards are damaged: fetch or split them again",
-                )
             target.staged.rename(target.path)
-        self._finished(target, checksum)
+        self._finished(target, target.sum.value() if self._options.sums(target) else None)
 
     @staticmethod
     def _close(target: TargetFile) -> None:

@@ -24,6 +24,7 @@ from typing import TypeVar
 import numpy as np
 
 from formats.errors import MismatchError
+from reshard.apart import has_threads, move_apart
 from reshard.checksum import PIECE, Part, PartialSum, sum_part
 from reshard.output import disk_errors, refused
 from reshard.reading import Bytes, Reader, SourceFile, SourcePlace, Wanted, pieces
@@ -129,11 +130,19 @@ def move(
     written, MismatchError for replicas that differ and for padding that is not zero. On any error, and on
     KeyboardInterrupt, the processes are stopped and the files closed before it is raised.
     """
+    if _processes(jobs, options) > 1 and has_threads():
+        move_apart(jobs, targets, options, finished=finished, progress=progress)
+        return
     mover = _Mover(options, targets, jobs, finished, progress)
     try:
         mover.run()
     finally:
         mover.close()
+
+
+def _processes(jobs: Sequence[Job], options: Options) -> int:
+    """How many processes the work is worth."""
+    return max(1, min(options.processes, sum(job.nbytes for job in jobs) // STEP))
 
 
 @dataclass
@@ -207,8 +216,7 @@ class _Mover:
             if not target.done:
                 self._start(target)
         self._report(self._take)
-        work = sum(job.nbytes for job in self._jobs)
-        count = max(1, min(self._options.processes, work // STEP))
+        count = _processes(self._jobs, self._options)
         stretches = [_Stretch(part) for part in _stretches(self._jobs, count)]
         try:
             share(count, lambda number, report: self._work(stretches[number:] + stretches[:number], report), self._take)

@@ -60,6 +60,7 @@ class Progress:
         if bars_are_wanted():
             from tqdm import tqdm
 
+            tqdm.monitor_interval = 0  # a thread, in a process that forks
             self._bar = tqdm(
                 desc=self._title,
                 total=total,

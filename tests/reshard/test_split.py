@@ -338,6 +338,7 @@ def test_one_pass(tmp_path, monkeypatch, steps):
     monkeypatch.setattr(os, "preadv", read)
     monkeypatch.setattr(os, "pwrite", write)
     monkeypatch.setattr("reshard.move.STEP", steps)
+    monkeypatch.setattr("reshard.move.has_threads", lambda: False)
 
     def check(folder: Path, out: Path) -> None:
         files = list(folder.rglob("*.safetensors"))
@@ -563,6 +564,7 @@ def test_the_size_of_a_step_changes_nothing(tmp_path, monkeypatch, steps, piece,
     }
     for name, value in sizes.items():
         monkeypatch.setattr(f"reshard.{name}", value)
+    monkeypatch.setattr("reshard.move.has_threads", lambda: False)
     split(source, tmp_path / "small4", 4)
     split(tmp_path / "tp4", tmp_path / "small8", 8)
     split(tmp_path / "tp8", tmp_path / "again4", 4)

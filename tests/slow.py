@@ -1,0 +1,19 @@
+"""On import, the engine of this process writes slowly and in small steps, so that there is time to interrupt it."""
+
+import os
+import time
+
+import reshard.move
+import reshard.reading
+
+_real = os.pwrite
+
+
+def _slow(*arguments):
+    time.sleep(0.002)
+    return _real(*arguments)
+
+
+os.pwrite = _slow
+reshard.move.STEP = 1200
+reshard.reading.PIECE = 600

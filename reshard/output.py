@@ -29,7 +29,7 @@ from typing import IO, Any
 
 from formats.errors import CheckpointError
 from formats.sharded import MANIFEST, FileRecord
-from formats.stamps import Stamp, stamp_from_document
+from formats.stamps import Stamp, read_stamp
 from reshard.checksum import checksum, file_checksum
 from reshard.system import boot_id
 
@@ -255,7 +255,7 @@ class Staging:
         lines = path.read_text().splitlines() if path.is_file() and not path.is_symlink() else []
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
             begin, *entries = (json.loads(line) for line in lines if line.endswith("}"))
-            inputs = [stamp_from_document(document) for document in begin["inputs"]]
+            inputs = [read_stamp(document, "") for document in begin["inputs"]]
             if begin["parts"] == list(self.parts) and _are_same(inputs, self._inputs):
                 for entry in entries:
                     self._adopt(entry, same_boot=begin["boot"] == boot_id() is not None)

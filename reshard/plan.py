@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from formats.architecture import Architecture, Match, Rule
+from formats.architecture import Architecture, Match, Rule, is_index
 from formats.axes import Dim, Factor, Run, Shape, Share, deal, degrees, owned, share
 from formats.blocks import block_size
-from formats.errors import NotationError, PlanError
+from formats.documents import LARGEST
+from formats.errors import NotationError, PlanError, brief
 from formats.mesh import Mesh
 from formats.quantization import Companion, companion, shape_of, stated_shape, takes_heads
 from formats.safetensors import DTYPE_BITS
@@ -83,6 +84,10 @@ class Entry:
     """That of the weight, for a tensor that states which shape it has."""
 
 
+_DEEPEST, _MOST_STEPS = 30, 10_000
+"""Sizes that refer to a further one, and those that are looked up to know all. Built-in plans need 2 and 43."""
+
+
 class AxisSizes:
     """The size of every axis for a tensor's indices: from the config, or else as measured on disk."""
 
@@ -94,6 +99,7 @@ class AxisSizes:
             segment[1:-1] for name in architecture.tensors for segment in name.split(".") if segment.startswith("{")
         )
         self._cache: dict[tuple[tuple[str, int], ...], dict[str, int]] = {}
+        self._steps = 0
 
     @cached_property
     def _used_indices(self) -> frozenset[str]:
@@ -132,12 +138,14 @@ class AxisSizes:
         """The sizes for a tensor with these indices; an axis that nobody knows is absent."""
         key = self.key(indices)
         if key not in self._cache:
+            self._steps = 0
             values = {axis: self._config_size(axis, dict(key), ()) for axis in self._architecture.sizes}
             self._cache[key] = {axis: value for axis, value in values.items() if value is not None}
         return {**self.measured, **self._cache[key]}
 
     def holds(self, match: Match) -> Rule | None:
         """The first rule of a line whose condition holds."""
+        self._steps = 0
         for rule in match.rules:
             if rule.when is None or rule.when.evaluate(lambda name: self._look_up(name, match.indices, ())):
                 return rule
@@ -145,6 +153,9 @@ class AxisSizes:
 
     def _config_size(self, axis: str, indices: Mapping[str, int], below: tuple[str, ...]) -> int | None:
         expression = self._architecture.sizes[axis]
+        self._steps += 1
+        if len(below) > _DEEPEST or self._steps > _MOST_STEPS:
+            raise PlanError(f"plan '{self._architecture.name}': the sizes refer to each other without end")
         try:
             value = expression.evaluate(lambda name: self._look_up(name, indices, (*below, axis)))
         except NotationError as error:
@@ -156,8 +167,8 @@ class AxisSizes:
             return None
         if isinstance(value, float) and value.is_integer():  # a width times a factor
             value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise PlanError(f"config.json: axis '{axis}' = '{expression.text}' is {value!r}, not a size")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= LARGEST:
+            raise PlanError(f"config.json: axis '{axis}' = '{expression.text}' is {brief(value)}, not a size")
         return value
 
     def _look_up(self, name: str, indices: Mapping[str, int], below: tuple[str, ...]) -> Any:
@@ -729,8 +740,7 @@ def valid_degrees(
     families = list(_families(model, mesh_dim, pad=pad, same_ranks=same_ranks))
     if not families:  # nothing is dealt, or only what may be padded
         return list(range(1, limit + 1)) if _is_dealt(model, mesh_dim) else [1]
-    common = set.intersection(*(degrees(family, sizes) for family, sizes in families))
-    found = sorted(degree for degree in common if degree <= limit)
+    found = sorted(set.intersection(*(degrees(family, sizes, limit) for family, sizes in families)))
     return [d for d in found if _cut_block(model, mesh_dim, d, pad=pad, same_ranks=same_ranks) is None]
 
 
@@ -790,7 +800,7 @@ def _places(
     if not rest:
         yield settings, first, indices
         return
-    keys = [key for key in settings if key.isdigit()] if first.startswith("{") else [first]
+    keys = [key for key in settings if is_index(key)] if first.startswith("{") else [first]
     for key in keys:
         if isinstance(settings.get(key), dict):
             found = {first[1:-1]: int(key)} if first.startswith("{") else {}

@@ -37,7 +37,7 @@ from formats.stamps import Stamp, stamp_of
 from reshard.blocks import with_blocks
 from reshard.checksum import PartialSum, sum_part
 from reshard.output import unfinished_command
-from reshard.plan import FullTensor, Model, Plan, bind, make_plan
+from reshard.plan import AxisSizes, FullTensor, Model, Plan, bind, make_plan
 from reshard.reading import SourceFile, SourcePlace
 
 UNSPLIT = Mesh((("tp", 1),))
@@ -206,6 +206,7 @@ def _open_sharded(path: Path, location: str, plan_file: Path | None, stamps: Map
     sharded = open_sharded(path)
     identity, manifest = sharded.identity, sharded.manifest
     architecture = _architecture(sharded, plan_file)
+    _check_sizes(AxisSizes(architecture, sharded.config, {}).of({}), identity.sizes, path)
     holders = {name: info for rank in reversed(sharded.ranks) for name, info in rank.tensors.items()}
     names = _names(sharded)
     infos = [holders[name] for name in names]
@@ -230,6 +231,16 @@ def _open_sharded(path: Path, location: str, plan_file: Path | None, stamps: Map
             "pass the plan file of the split with --plan",
         )
     return source
+
+
+def _check_sizes(said: Mapping[str, int], split: Mapping[str, int], path: Path) -> None:
+    """The config is the one of the split: else a rank's part would be taken for that of another model."""
+    for axis in sorted(said.keys() & split.keys()):
+        if said[axis] != split[axis]:
+            raise MismatchError(
+                f"{path / 'config.json'}: '{axis}' is {said[axis]} by it, and was {split[axis]} when this was split",
+                "put the config.json of the split there again",
+            )
 
 
 def _architecture(sharded: ShardedCheckpoint, plan_file: Path | None) -> Architecture:

@@ -128,5 +128,5 @@ def test_places_of_other_tensors_are_refused(tmp_path):
         tensors = [(t.name, t.dtype, t.shape) for t in header.tensors.values()]
         changed = build_header(tensors, {**header.metadata, "reshard": json.dumps(document)})
         path.write_bytes(changed + bytes(sum(t.nbytes for t in header.tensors.values())))
-        with pytest.raises(CheckpointError, match=r"rank-00-of-02/model\.safetensors: its header gives the places of"):
+        with pytest.raises(CheckpointError, match=r"rank-00-of-02/model\.safetensors: its header .*places"):
             merge(tmp_path / "out", tmp_path / "merged")

@@ -165,8 +165,8 @@ def test_a_file_that_was_not_written_by_split(shards, tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda text: "{", ("reshard.json", "is not a manifest", "JSON")),
-        (lambda text: "[]", ("reshard.json", "is not a manifest")),
+        (lambda text: "{", ("reshard.json", "not valid JSON")),
+        (lambda text: "[]", ("reshard.json", "should be a JSON object and is []")),
         (lambda text: text.replace('"version": 1', '"version": 99'), ("reshard.json", "version 99")),
         (lambda text: text.replace('"tp": 8', '"tp": -1'), ("reshard.json", "no mesh dimension")),
         (

@@ -49,7 +49,7 @@ DTYPE_BITS: dict[str, int] = {
 #: Bytes; what the safetensors library accepts at most.
 MAX_HEADER = 100_000_000
 
-_MAX_DIMS = 64
+MAX_DIMS = 64
 """Dimensions of a tensor; torch and numpy allow no more, and the product of more sizes takes ever longer."""
 _DAMAGED = "the file is damaged or still incomplete: fetch or copy it again"
 _FOREIGN = "the program that wrote this file did not follow the safetensors format: write it again with safetensors"
@@ -218,7 +218,7 @@ def _read_entries(entries: dict[str, Any], path: Path, base: int) -> tuple[dict[
             bits, shape, (begin, end) = DTYPE_BITS[entry["dtype"]], entry["shape"], entry["data_offsets"]
             sound = (
                 type(begin) is int and type(end) is int and 0 <= begin <= end
-                and type(shape) is list and len(shape) <= _MAX_DIMS
+                and type(shape) is list and len(shape) <= MAX_DIMS
                 and all(type(n) is int and 0 <= n <= LARGEST for n in shape)
                 and math.prod(shape) * bits == (end - begin) * 8
             )  # fmt: skip
@@ -257,8 +257,8 @@ def _refuse_entry(name: str, entry: Any, path: Path) -> NoReturn:
         raise CheckpointError(
             f"{where}: data_offsets should be [begin, end] in bytes and is {brief(offsets)}", _FOREIGN
         )
-    if len(shape) > _MAX_DIMS:
-        raise CheckpointError(f"{where} has {len(shape)} dimensions; at most {_MAX_DIMS} are read", _FOREIGN)
+    if len(shape) > MAX_DIMS:
+        raise CheckpointError(f"{where} has {len(shape)} dimensions; at most {MAX_DIMS} are read", _FOREIGN)
     begin, end = offsets
     if begin > end:
         raise CheckpointError(f"{where}: data_offsets are reversed: [{begin}, {end}]", _FOREIGN)

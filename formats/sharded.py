@@ -254,12 +254,14 @@ def _identity_of(top: Record, source: str, plan: str) -> Identity:
 
 def _source(value: object, where: str) -> SourceRecord:
     source = Record(value, where)
-    index = source.get("index", optional(_index))
+    index, files = source.get("index", optional(_index)), source.get("files", items(_source_file))
+    if len({file.name for file in files}) != len(files):
+        raise Unfit(f"{where}.files should name each file once")
     return SourceRecord(
         id=source.get("id", text),
         location=source.get("location", text),
         commit=source.get("commit", optional(text)),
-        files=source.get("files", items(_source_file)),
+        files=files,
         index_name=index[0] if index else None,
         index=index[1] if index else None,
         aliases=source.get("aliases", mapping(text)),

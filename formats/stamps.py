@@ -14,6 +14,7 @@ from formats.documents import LARGEST, Record, optional, size, text, whole
 from formats.errors import CheckpointError
 from formats.files import read_file
 
+_NUMBER = whole(-LARGEST, 2**64)
 _BLOBS = "blobs"
 """The folder of the Hub's cache in which each file is named after its content (its etag)."""
 _DOWNLOADS = ".cache/huggingface/download"
@@ -75,9 +76,10 @@ class Stamp:
 def read_stamp(value: object, where: str) -> Stamp:
     """The inverse of ``Stamp.to_document`` (a reader of ``formats.documents``)."""
     stamp = Record(value, where)
-    times = {key: stamp.get(key, whole(-LARGEST)) for key in ("mtime_ns", "ctime_ns", "inode")}
+    numbers = {key: stamp.get(key, _NUMBER) for key in ("mtime_ns", "ctime_ns", "inode")}
     content = stamp.find("content", optional(text), None)
-    return Stamp(stamp.get("name", text), stamp.get("size", size), **times, host=stamp.get("host", text), content=content)
+    name, nbytes, host = stamp.get("name", text), stamp.get("size", size), stamp.get("host", text)
+    return Stamp(name, nbytes, **numbers, host=host, content=content)
 
 
 def stamp_of(path: Path, name: str) -> Stamp:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import gc
 import glob
-import json
 import logging
 import re
 import shutil
@@ -22,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from formats.documents import MAX_INDEX, json_object, read_document
 from formats.errors import CheckpointError
 from formats.mesh import RANK_FOLDER
 
@@ -173,10 +173,11 @@ def _indices(listing: Iterable[str]) -> list[str]:
 
 def _named_by_index(index: Path) -> set[str]:
     try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
-        return {name for name in weight_map.values() if isinstance(name, str)}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        _, content = read_document(index, MAX_INDEX, json_object)
+    except CheckpointError:
         return set()
+    found = content.get("weight_map")
+    return {name for name in found.values() if isinstance(name, str)} if isinstance(found, dict) else set()
 
 
 def _is_needed_to_plan(name: str) -> bool:

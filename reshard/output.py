@@ -393,9 +393,9 @@ def check_output(out: Path, sources: Sequence[Path], *, overwrite: bool, begun: 
     where it is built may not either. Touches nothing.
     """
     for place in (out, staging_of(out)):
-        target = place.resolve()
+        target = Path(os.path.realpath(place))  # Path.resolve does not take a link to itself
         for source in sources:
-            other = source.resolve()
+            other = Path(os.path.realpath(source))
             if target == other or target in other.parents or other in target.parents:
                 what = f"{out} and {source}" if place == out else f"{place}, where {out.name} is built, and {source}"
                 raise CheckpointError(

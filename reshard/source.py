@@ -20,6 +20,7 @@ from formats.architecture import (
 from formats.blocks import block_size
 from formats.checkpoint import Checkpoint, WeightFile, fingerprint, open_checkpoint
 from formats.errors import CheckpointError, MismatchError
+from formats.files import read_file
 from formats.mesh import Mesh
 from formats.safetensors import DTYPE_BITS, TensorInfo, parse_header
 from formats.sharded import (
@@ -80,13 +81,7 @@ class Source:
 
     def read_side_files(self) -> dict[str, bytes]:
         """The content of the side files, by their relative names. Raises CheckpointError."""
-        found = {}
-        for path in self.side_files:
-            try:
-                found[path.relative_to(self.path).as_posix()] = path.read_bytes()
-            except OSError as error:
-                raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-        return found
+        return {path.relative_to(self.path).as_posix(): read_file(path) for path in self.side_files}
 
     def check_unchanged(self) -> None:
         """Raise MismatchError if a file is no longer in the state in which it was opened."""
@@ -152,7 +147,7 @@ def open_source(
 
     Raises CheckpointError, MismatchError and PlanError.
     """
-    where = location or str(path.resolve())
+    where = location or os.path.realpath(path)
     if unfinished_command(path) is not None:
         raise CheckpointError(f"{path} is unfinished output", "run the command that began it again: it goes on")
     stamps = _stamps(path)

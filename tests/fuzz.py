@@ -46,17 +46,72 @@ def _nested(depth: int) -> Raw:
 
 
 VALUES: tuple[Any, ...] = (
-    None, True, False, 0, -1, 1, 3, 1.5, 0.0, 1e18, 1e308, -1e308, 2**31, 2**63, 10**12, 10**18, "", "1", "x", [], {},
-    Raw("Infinity"), Raw("-Infinity"), Raw("NaN"), Raw("1e999"), Raw("9" * 4000), Raw("9" * 5000), Raw("-" + "9" * 4000),
-    "\ud800", "x" * 200_000, "two\nlines \x1b[31m\x07\x00", "../../outside", "/etc/passwd", "²", "9" * 5000, "\udcff",
-    "re:(a+)+$", "model", [1, 2], [0, 0], ["a", None], [[]], {"a": 1}, {"tp": 2}, {"0": {}}, [1] * 1000,
-    _nested(90), _nested(400), _nested(700), _nested(100_000), Raw('{"a":' * 700 + "1" + "}" * 700),
-)  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    3,
+    1.5,
+    0.0,
+    1e18,
+    1e308,
+    -1e308,
+    2**31,
+    2**63,
+    10**12,
+    10**18,
+    "",
+    "1",
+    "x",
+    [],
+    {},
+    Raw("Infinity"),
+    Raw("-Infinity"),
+    Raw("NaN"),
+    Raw("1e999"),
+    Raw("9" * 4000),
+    Raw("9" * 5000),
+    Raw("-" + "9" * 4000),
+    "\ud800",
+    "x" * 200_000,
+    "two\nlines \x1b[31m\x07\x00",
+    "../../outside",
+    "/etc/passwd",
+    "²",
+    "9" * 5000,
+    "\udcff",
+    "re:(a+)+$",
+    "model",
+    [1, 2],
+    [0, 0],
+    ["a", None],
+    [[]],
+    {"a": 1},
+    {"tp": 2},
+    {"0": {}},
+    [1] * 1000,
+    _nested(90),
+    _nested(400),
+    _nested(700),
+    _nested(100_000),
+    Raw('{"a":' * 700 + "1" + "}" * 700),
+)
 KEYS = ("\ud800", "x" * 100_000, "", "²", "name", "a.b", "model.layers.²", "model.layers." + "9" * 5000, "\x1b[2J\n")
 CONFIG_KEYS = (
-    *LLAMA, "quantization_config", "quantization", "quantize", "text_config", "compression_config", "layer_types",
-    "torch_dtype", "head_dim", "model_type", "architectures",
-)  # fmt: skip
+    *LLAMA,
+    "quantization_config",
+    "quantization",
+    "quantize",
+    "text_config",
+    "compression_config",
+    "layer_types",
+    "torch_dtype",
+    "head_dim",
+    "model_type",
+    "architectures",
+)
 QUANTIZATION: tuple[dict[str, Any], ...] = tuple(
     {"quant_method": method, **more}
     for method, more in [
@@ -64,24 +119,90 @@ QUANTIZATION: tuple[dict[str, Any], ...] = tuple(
         ("awq", {"bits": 4, "group_size": 8, "version": "gemm"}),
         ("fp8", {"weight_block_size": [4, 4]}),
         ("auto-round", {"bits": 4, "extra_config": {"model.layers.0": {"bits": 8}}, "packing_format": "auto_gptq"}),
-        ("compressed-tensors", {"format": "pack-quantized", "config_groups": {
-            "group_0": {"targets": ["Linear", "re:.*down"], "weights": {"num_bits": 4, "group_size": 8}}}}),
+        (
+            "compressed-tensors",
+            {
+                "format": "pack-quantized",
+                "config_groups": {
+                    "group_0": {"targets": ["Linear", "re:.*down"], "weights": {"num_bits": 4, "group_size": 8}}
+                },
+            },
+        ),
         ("modelopt", {"quantization": {"quant_algo": "NVFP4", "group_size": 16, "quantized_layers": {"a": {}}}}),
         ("quark", {"global_quant_config": {"weight": {"qscheme": "per_group", "group_size": 32}}}),
-        ("bitsandbytes", {}), ("mxfp4", {}), ("bitnet", {}), ("unheard", {}),
+        ("bitsandbytes", {}),
+        ("mxfp4", {}),
+        ("bitnet", {}),
+        ("unheard", {}),
     ]
-)  # fmt: skip
+)
 EXPRESSIONS = (
-    "'a' * 3000000000", "[0] * 500000000", "'%1999999999d' % 1", "sum([1] * 100000000)", "-" * 5000 + "1",
-    "(" * 3000 + "1" + ")" * 3000, "not " * 3000 + "1", "1e308", "1e308 * 10", "9" * 4000, "9" * 5000, "hidden_size * " * 500 + "1",
-    "hidden_size * 1.5", "hidden_size / 0", "hidden_size % 0", "int('9' )", "int(1e308)", "int(1e999)", "max()", "len(1)",
-    "'\\ud800'", "\ud800", "\x00", "x.y.z", "layer_types[layer]", "1 if 1 else", "lambda: 1", "head", "group + group", "[[]] * 2",
-    "", " ", "None", "True", "-1", "0", "1" + " + 1" * 400, "x" * 5000, "'x' in 'x'", "x[1:2]", "f'{1}'", "1 is 1", "len('a' * 9)",
-)  # fmt: skip
+    "'a' * 3000000000",
+    "[0] * 500000000",
+    "'%1999999999d' % 1",
+    "sum([1] * 100000000)",
+    "-" * 5000 + "1",
+    "(" * 3000 + "1" + ")" * 3000,
+    "not " * 3000 + "1",
+    "1e308",
+    "1e308 * 10",
+    "9" * 4000,
+    "9" * 5000,
+    "hidden_size * " * 500 + "1",
+    "hidden_size * 1.5",
+    "hidden_size / 0",
+    "hidden_size % 0",
+    "int('9' )",
+    "int(1e308)",
+    "int(1e999)",
+    "max()",
+    "len(1)",
+    "'\\ud800'",
+    "\ud800",
+    "\x00",
+    "x.y.z",
+    "layer_types[layer]",
+    "1 if 1 else",
+    "lambda: 1",
+    "head",
+    "group + group",
+    "[[]] * 2",
+    "",
+    " ",
+    "None",
+    "True",
+    "-1",
+    "0",
+    "1" + " + 1" * 400,
+    "x" * 5000,
+    "'x' in 'x'",
+    "x[1:2]",
+    "f'{1}'",
+    "1 is 1",
+    "len('a' * 9)",
+)
 SHAPES = (
-    "(" * 3000, "(" * 900 + "ff" + ")" * 900, "9" * 5000 + " hidden", "9" * 4000, "hidden", "ff hidden", "hidden ff", "...",
-    "hidden/0", "hidden/" + "9" * 4000, "hidden*9/7 1", "->", "", "(ff + ff) hidden", "(ff ff)", "x" * 50_000, "(a: ff", "\ud800", "²", "(ff 1) (1 hidden)",
-)  # fmt: skip
+    "(" * 3000,
+    "(" * 900 + "ff" + ")" * 900,
+    "9" * 5000 + " hidden",
+    "9" * 4000,
+    "hidden",
+    "ff hidden",
+    "hidden ff",
+    "...",
+    "hidden/0",
+    "hidden/" + "9" * 4000,
+    "hidden*9/7 1",
+    "->",
+    "",
+    "(ff + ff) hidden",
+    "(ff ff)",
+    "x" * 50_000,
+    "(a: ff",
+    "\ud800",
+    "²",
+    "(ff 1) (1 hidden)",
+)
 
 
 # ------------------------------------------------------------------------------------------------------- documents
@@ -145,7 +266,11 @@ def damaged(content: bytes, chance: random.Random) -> bytes:
         [
             lambda: content[:place],
             lambda: content[:place] + bytes([chance.randrange(256)]) + content[place + 1 :],
-            lambda: content[:place] + chance.choice([b"\0", b"\xff\xfe", b'"', b"[" * 5000, b"{", b",", b"\n"]) + content[place:],
+            lambda: (
+                content[:place]
+                + chance.choice([b"\0", b"\xff\xfe", b'"', b"[" * 5000, b"{", b",", b"\n"])
+                + content[place:]
+            ),
             lambda: content + content,
             lambda: b"",
             lambda: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
@@ -154,7 +279,7 @@ def damaged(content: bytes, chance: random.Random) -> bytes:
             lambda: content.replace(b"1", b"7"),
             lambda: content.replace(b"null", b"NaN"),
         ]
-    )()  # fmt: skip
+    )()
 
 
 # ------------------------------------------------------------------------------------------------------- mutations
@@ -291,17 +416,36 @@ def mutate(root: Path, chance: random.Random) -> tuple[Path, str]:
 # --------------------------------------------------------------------------------------------------------- commands
 
 COMMANDS: tuple[tuple[str, ...], ...] = (
-    ("plan", "source"), ("plan", "source", "--json"), ("plan", "source", "--tp", "2"), ("plan", "source", "--tp", "3", "--no-pad-vocab"),
-    ("plan", "source", "--plan", "plan.toml", "--tp", "2"), ("plan", "source", "--plan", "plan.toml"), ("plan", "shards"),
-    ("plan", "source", "--plan", "plan.toml", "--save", "OUT"), ("plan", "source", "--draft", "OUT"),
-    ("plan", "shards", "--tp", "4", "--json"), ("inspect", "source"), ("inspect", "shards"), ("inspect", "shards", "--json"),
-    ("inspect", "shards/rank-00-of-02"), ("inspect", "shards/rank-01-of-02/model-00001-of-00002.safetensors"), ("inspect", "bare"),
-    ("split", "source", "OUT", "--tp", "2"), ("split", "source", "OUT", "--tp", "4", "--plan", "plan.toml"), ("split", "shards", "OUT", "--tp", "4"),
-    ("split", "bare", "OUT", "--tp", "1", "--json"), ("split", "source", "OUT", "--tp", "2", "--quiet"), ("merge", "shards", "OUT"), ("merge", "bare", "OUT"),
-    ("merge", "shards", "OUT", "--plan", "plan.toml", "--max-shard-size", "4kB"), ("verify", "source", "shards", "--exact-only"),
-    ("verify", "source", "bare", "--exact-only"), ("verify", "source", "shards", "--exact-only", "--plan", "plan.toml", "--json"),
-    ("split", "source", "OUT", "--tp", "2", "--refine-blocks"), ("split", "shards", "OUT", "--tp", "4", "--rank", "1", "--plan", "plan.toml"),
-)  # fmt: skip
+    ("plan", "source"),
+    ("plan", "source", "--json"),
+    ("plan", "source", "--tp", "2"),
+    ("plan", "source", "--tp", "3", "--no-pad-vocab"),
+    ("plan", "source", "--plan", "plan.toml", "--tp", "2"),
+    ("plan", "source", "--plan", "plan.toml"),
+    ("plan", "shards"),
+    ("plan", "source", "--plan", "plan.toml", "--save", "OUT"),
+    ("plan", "source", "--draft", "OUT"),
+    ("plan", "shards", "--tp", "4", "--json"),
+    ("inspect", "source"),
+    ("inspect", "shards"),
+    ("inspect", "shards", "--json"),
+    ("inspect", "shards/rank-00-of-02"),
+    ("inspect", "shards/rank-01-of-02/model-00001-of-00002.safetensors"),
+    ("inspect", "bare"),
+    ("split", "source", "OUT", "--tp", "2"),
+    ("split", "source", "OUT", "--tp", "4", "--plan", "plan.toml"),
+    ("split", "shards", "OUT", "--tp", "4"),
+    ("split", "bare", "OUT", "--tp", "1", "--json"),
+    ("split", "source", "OUT", "--tp", "2", "--quiet"),
+    ("merge", "shards", "OUT"),
+    ("merge", "bare", "OUT"),
+    ("merge", "shards", "OUT", "--plan", "plan.toml", "--max-shard-size", "4kB"),
+    ("verify", "source", "shards", "--exact-only"),
+    ("verify", "source", "bare", "--exact-only"),
+    ("verify", "source", "shards", "--exact-only", "--plan", "plan.toml", "--json"),
+    ("split", "source", "OUT", "--tp", "2", "--refine-blocks"),
+    ("split", "shards", "OUT", "--tp", "4", "--rank", "1", "--plan", "plan.toml"),
+)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 from formats.axes import Shape, parse
 from formats.documents import Reader, Unfit, items, json_object, mapping, sound, text, unfit
-from formats.errors import CheckpointError, NotationError, PlanError
+from formats.errors import CheckpointError, NotationError, PlanError, brief
 from formats.expressions import Expression, read_expression
 from formats.files import read_file
 
@@ -401,6 +401,11 @@ def find_architecture(config: Mapping[str, Any], where: Path) -> Architecture:
     model_type = config.get("model_type")
     hint = "'reshard plan SOURCE --draft FILE' writes a draft; check it (docs/design.md), pass it with --plan FILE"
     path = built_in_file(config)
+    if path is None and "_diffusers_version" in config:
+        raise PlanError(
+            f"{where} is a model of diffusers ({brief(config.get('_class_name'))}), which is no language model",
+            "give the folder of a model that transformers loads, such as the pipeline's text_encoder",
+        )
     if path is None and not isinstance(model_type, str):
         raise PlanError(f"{where / 'config.json'} has no model_type", hint)
     if path is None:

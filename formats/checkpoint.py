@@ -14,6 +14,7 @@ from typing import Any
 from formats.documents import MAX_CONFIG, MAX_INDEX, is_inside, json_object, read_config, read_document
 from formats.errors import CheckpointError, brief
 from formats.files import open_file, unreadable
+from formats.foreign import is_adapter, names_in, refuse_foreign
 from formats.quantization import quantization_settings
 from formats.safetensors import TensorInfo, read_header
 
@@ -82,6 +83,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not path.exists():
         raise CheckpointError(f"{path}: no such folder")
     if not path.is_dir():
+        refuse_foreign(path, [path.name])
         raise CheckpointError(f"{path}: not a folder", "give the folder that holds config.json and the weights")
     weights = _find_weights(path)
     config = with_modelopt(_read_config(path / "config.json"), path)
@@ -150,7 +152,9 @@ def _find_weights(folder: Path) -> _Weights:
 def _find_other(folder: Path) -> _Weights:
     """The one ``*.safetensors`` file of a folder in which none has a standard name."""
     names = sorted(file.name for file in folder.glob("*.safetensors") if not file.name.startswith("."))
+    names = [name for name in names if not is_adapter(name)]
     if not names:
+        refuse_foreign(folder, names_in(folder))
         others = sorted(file.name for file in folder.iterdir() if file.name.endswith(WEIGHT_SUFFIXES))
         found = f"; found {', '.join(others[:3])}, which is no format read here" if others else ""
         raise CheckpointError(

@@ -27,10 +27,10 @@ DEEPEST = 100
 """Objects and lists within each other. transformers' own configs have 6."""
 MAX_CONFIG = 64 << 20
 """Bytes of a ``config.json``; those with the names of 20,000 classes have 2 MB."""
-MAX_INDEX = 512 << 20
-"""Bytes of an index of tensors; that of 100,000 tensors has 10 MB."""
-MAX_MANIFEST = 2 << 30
-"""Bytes of a manifest, which holds the headers of all source files and their index."""
+MAX_INDEX = MAX_MANIFEST = 256 << 20
+"""Bytes of an index of tensors (that of 100,000 tensors has 10 MB), and of a manifest, which holds that index and the
+headers of all source files.
+"""
 
 
 class Unfit(ValueError):  # noqa: N818  # it never leaves as it is

@@ -89,7 +89,7 @@ def read_expression(text: str) -> Expression:
     _check_depth(tree, text)
     names = frozenset(node.id for node in ast.walk(tree) if isinstance(node, ast.Name)) - _CALLS.keys()
     for node in ast.walk(tree):
-        if not isinstance(node, _ALLOWED):
+        if not isinstance(node, _ALLOWED) or (isinstance(node, ast.Constant) and not isinstance(node.value, _VALUES)):
             raise NotationError(f"'{text}': '{ast.unparse(node)}' is not allowed in a size expression")
     return Expression(text, names, tree)
 
@@ -98,6 +98,8 @@ _ALLOWED = (
     ast.Name, ast.Constant, ast.Attribute, ast.Subscript, ast.List, ast.Tuple, ast.Load, ast.Call, ast.BinOp,
     ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.operator, ast.unaryop, ast.boolop, ast.cmpop,
 )  # fmt: skip
+
+_VALUES = (str, int, float, type(None))
 
 
 def _check_depth(tree: ast.AST, text: str) -> None:

@@ -42,12 +42,12 @@ def read_file(path: Path, limit: int | None = None) -> bytes:
     """The content of a regular file of at most ``limit`` bytes. Raises CheckpointError."""
     with open_file(path) as file:
         try:
-            content = file.read() if limit is None else file.read(limit + 1)
+            size = os.fstat(file.fileno()).st_size
+            if limit is not None and size > limit:
+                raise CheckpointError(f"{path}: has {size:,} bytes; of such a file at most {limit:,} are read")
+            return file.read() if limit is None else file.read(limit)
         except OSError as error:
             raise unreadable(path, error) from None
-    if limit is not None and len(content) > limit:
-        raise CheckpointError(f"{path}: has more than {limit:,} bytes, the most that is read of such a file")
-    return content
 
 
 def unreadable(path: Path, error: OSError) -> CheckpointError:

@@ -217,6 +217,27 @@ def method_of(settings: Mapping[str, Any]) -> str:
     return str(settings.get("quant_method") or settings.get("quant_library") or named or "").lower()
 
 
+_OF_MSMODELSLIM = (".weight_offset", ".input_offset", ".deq_scale", ".quant_bias")
+
+
+def unknown_method(config: Mapping[str, Any], tensor: str) -> str | None:
+    """The method by which a checkpoint is quantized, if it is none of those that are known here.
+
+    ``tensor`` is the name of a tensor that does not fit.
+
+    MLX names none: ``{"quantization": {"group_size": 64, "bits": 4}}`` (mlx-lm, utils.py). msModelSlim says it in a file
+    of its own (``quant_model_description.json``).
+    """
+    settings = quantization_settings(config)
+    method = method_of(settings)
+    if method:
+        return None if method in _METHODS else f"'{method}'"
+    mlx = config.get("quantization")
+    if any(isinstance(found, Mapping) and {"bits", "group_size"} <= found.keys() for found in (settings, mlx)):
+        return "MLX"
+    return "Ascend's msModelSlim" if tensor.endswith(_OF_MSMODELSLIM) else None
+
+
 def quantization_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Where a config keeps its quantization: at its top or with the language model, under today's name or an older."""
     for place in (config, config.get("text_config")):

@@ -430,9 +430,7 @@ def _save_plan(model: Model, file: Path) -> None:
 
     tensors = {name: rules for name, rules in model.architecture.tensors.items() if name in model.used_templates}
     _write_new(file, to_toml(dataclasses.replace(model.architecture, tensors=tensors)), "--save")
-    click.echo(
-        f"Wrote {len(tensors)} rules of '{model.architecture.name}' to {file}. Use it with --plan {file}", err=True
-    )
+    _note(f"Wrote {len(tensors)} rules of '{model.architecture.name}' to {file}. Use it with --plan {file}")
 
 
 def _write_new(file: Path, text: str, option: str) -> None:
@@ -457,10 +455,9 @@ def _write_draft(source: str, file: Path, revision: str | None, token: str | Non
     _write_new(file, draft.text, "--draft")
     count, degrees = len(draft.model.architecture.tensors), valid_degrees(draft.model)
     possible = ", ".join(map(str, degrees[:12])) if degrees != [1] else "1 alone: it splits nothing"
-    click.echo(
+    _note(
         f"Wrote a draft of {count} rules to {file}, {draft.checks} of its lines marked CHECK. It allows the degrees "
-        f"{possible}. Check it, split with --plan {file}, and let 'reshard verify' decide.",
-        err=True,
+        f"{possible}. Check it, split with --plan {file}, and let 'reshard verify' decide."
     )
 
 
@@ -470,6 +467,11 @@ def _write_draft(source: str, file: Path, revision: str | None, token: str | Non
 def _echo(text: str = "") -> None:
     """Print lines; what a terminal would obey in a name that was read is escaped."""
     click.echo("\n".join(map(printable, text.split("\n"))))
+
+
+def _note(text: str) -> None:
+    """Print one line that is no part of the result."""
+    click.echo(one_line(text), err=True)
 
 
 def _print_json(document: dict[str, Any]) -> None:
@@ -593,12 +595,12 @@ def _print_tp_plan(model: Model, tp: int | None, as_json: bool) -> None:
     else:
         _echo(json.dumps(plan.styles, indent=2))
     for name, why in plan.gathered.items():
-        click.echo(f"{name}: split, its vector whole on every rank before and after: {why}", err=True)
+        _note(f"{name}: split, its vector whole on every rank before and after: {why}")
     for name, why in plan.whole.items():
-        click.echo(f"{name}: whole on every rank: {why}", err=True)
+        _note(f"{name}: whole on every rank: {why}")
     if plan.degrees_of:
         counts = " and ".join(map(str, plan.degrees_of))
-        click.echo(f"For degrees that divide {counts}, the number of KV heads; for others give --tp N.", err=True)
+        _note(f"For degrees that divide {counts}, the number of KV heads; for others give --tp N.")
 
 
 def _title(model: Model, source: str) -> str:

@@ -15,6 +15,7 @@ from formats.architecture import built_in_file
 from formats.checkpoint import open_checkpoint
 from formats.documents import read_config
 from formats.errors import CheckpointError, MismatchError, PlanError, ReshardError, listed
+from formats.foreign import is_adapter, refuse_foreign
 from formats.mesh import Mesh
 from formats.safetensors import Header, TensorInfo, parse_header, read_header
 from formats.sharded import (
@@ -110,7 +111,7 @@ def _full(path: Path) -> Report:
 
 def _has_weights(path: Path) -> bool:
     endings = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
-    return path.is_dir() and any(file.name.endswith(endings) for file in path.iterdir())
+    return any(file.name.endswith(endings) and not is_adapter(file.name) for file in path.iterdir())
 
 
 def _damaged(report: Report, error: CheckpointError) -> Report:
@@ -133,6 +134,7 @@ def _damaged(report: Report, error: CheckpointError) -> Report:
 
 def _file(path: Path) -> Report:
     if path.suffix != ".safetensors":
+        refuse_foreign(path, [path.name])
         hint = "give the folder that holds config.json and the weights"
         raise CheckpointError(f"{path}: not a folder and no .safetensors file", hint)
     report = Report(path, "one file", "safetensors", files=1, nbytes=path.stat().st_size)

@@ -361,7 +361,7 @@ class Staging:
         """Write a small file into the output at once, atomically."""
         path = self.out / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        staged = path.with_name(f".{path.name}.incomplete")
+        staged = path.with_name(".reshard.incomplete")  # not longer than the name, which may be as long as one can be
         with _open_new(staged, "wb") as file:
             file.write(content)
         self._sync(staged)

@@ -17,8 +17,9 @@ from formats.blocks import block_size
 from formats.documents import LARGEST
 from formats.errors import NotationError, PlanError, brief
 from formats.mesh import Mesh
-from formats.quantization import Companion, companion, shape_of, stated_shape, takes_heads
+from formats.quantization import Companion, companion, shape_of, stated_shape, takes_heads, unknown_method
 from formats.safetensors import DTYPE_BITS
+from reshard.words import cuts_blocks, does_not_divide
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +279,13 @@ def bind(
         indices = sizes.key(match.indices)
         key = (rule, indices, tensor.shape)
         if key not in fitted:
-            fitted[key] = _fit(tensor, rule, sizes.of(match.indices), _WRONG_BLOCKS if each.belonging else _WRONG_RULE)
+            method = unknown_method(sizes.settings, tensor.name)
+            hint = (
+                f"it is quantized by {method}, a method that is not known here: {_UNQUANTIZED}"
+                if method
+                else (_WRONG_BLOCKS if each.belonging else _WRONG_RULE)
+            )
+            fitted[key] = _fit(tensor, rule, sizes.of(match.indices), hint)
         _check_indices(tensor, match, sizes)
         places = tuple((axis, index) for axis, index in match.indices.items() if axis in dealt)
         stated = stated_shape(each.rule.shapes[0]) if each.belonging and each.belonging.states_shape else None
@@ -314,7 +321,7 @@ def _rule_of(tensor: FullTensor, architecture: Architecture, sizes: AxisSizes) -
     if belonging is not None:
         match = _weight_of(belonging, architecture, sizes)
     if match is None:
-        raise _no_rule(tensor, architecture)
+        raise _no_rule(tensor, architecture, sizes.settings)
     rule = sizes.holds(match)
     if rule is None:
         raise PlanError(f"{tensor.where}: tensor '{tensor.name}': no condition of the rule '{match.template}' holds")
@@ -423,13 +430,21 @@ def _weight_of(belonging: Companion, architecture: Architecture, sizes: AxisSize
     return next((match for match, rule in rules if rule is not None and any(map(takes_heads, rule.shapes))), None)
 
 
-def _no_rule(tensor: FullTensor, architecture: Architecture) -> PlanError:
+def _no_rule(tensor: FullTensor, architecture: Architecture, settings: Mapping[str, Any]) -> PlanError:
     shown = "x".join(map(str, tensor.shape)) if tensor.shape is not None else "?"
+    what = f"{tensor.where}: tensor '{tensor.name}' ({tensor.dtype}, {shown}) has no rule in plan '{architecture.name}'"
+    method = unknown_method(settings, tensor.name)
+    if method is not None:
+        return PlanError(f"{what}: the model is quantized by {method}, a method that is not known here", _UNQUANTIZED)
+    save = "save the plan with 'reshard plan SOURCE --save FILE'"
+    module = tensor.name.rpartition(".")[0]
+    weight = architecture.match(f"{module}.weight")
+    if weight is not None:  # numbers would make it whole on every rank, which is wrong for a part of a split weight
+        rule = f"'{weight.rules[0].shapes[0]}'"
+        beside = f"say its dimensions in the axes of '{module}.weight' beside it ({rule}) if it belongs to that"
+        return PlanError(what, f"{save}, add a line for it, and pass it with --plan FILE; {beside}")
     line = f'"{tensor.name}" = "{" ".join(map(str, tensor.shape or ()))}"'
-    return PlanError(
-        f"{tensor.where}: tensor '{tensor.name}' ({tensor.dtype}, {shown}) has no rule in plan '{architecture.name}'",
-        f"save the plan with 'reshard plan SOURCE --save FILE', add a line such as {line}, pass it with --plan FILE",
-    )
+    return PlanError(what, f"{save}, add a line such as {line}, pass it with --plan FILE")
 
 
 def _measure(sizes: AxisSizes, found: Iterable[tuple[FullTensor, Shape, Match]]) -> None:
@@ -459,6 +474,7 @@ def _measure(sizes: AxisSizes, found: Iterable[tuple[FullTensor, Shape, Match]])
                 )
 
 
+_UNQUANTIZED = "split the model as it was before it was quantized, or quantized by a method in docs/quantization.md"
 _WRONG_RULE = "either config.json does not belong to these weights, or the rule is wrong for them (see --plan)"
 _WRONG_BLOCKS = "either config.json does not belong to these weights, or they are quantized in blocks of another size"
 
@@ -703,8 +719,7 @@ class Refusal:
     def __str__(self) -> str:
         if self.cut is not None:
             return self.cut
-        names = " x ".join(f"{axis} {size}" for axis, size in self.family)
-        return f"{names} cannot be dealt to {self.degree} ranks"
+        return does_not_divide(self.family, self.degree)
 
 
 def refusal(model: Model, mesh_dim: str, degree: int, *, pad: bool = True, same_ranks: bool = False) -> Refusal | None:
@@ -729,7 +744,8 @@ def _cut_block(model: Model, mesh_dim: str, degree: int, *, pad: bool, same_rank
                 for dim in tensor.rule.unfolded(sizes).dims:
                     owned(dim, sizes, shares)
         except NotationError as error:
-            return Refusal(degree, (), f"tensor '{tensor.name}': {error.message}", tensor.advice)
+            why = cuts_blocks(dim, sizes, shares) or error.message
+            return Refusal(degree, (), f"tensor '{tensor.name}': {why}", tensor.advice)
     return None
 
 

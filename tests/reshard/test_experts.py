@@ -88,7 +88,7 @@ def test_fused_experts_are_cut_along_their_first_dimension(tmp_path):
 def test_degrees(tmp_path):
     source = zoo.save("mixtral", tmp_path / "source")
     assert valid_degrees(plan(source).model, "ep") == [1, 2, 3, 6]
-    with pytest.raises(PlanError, match="--ep 4 is not possible: expert 6 cannot be dealt to 4 ranks"):
+    with pytest.raises(PlanError, match="--ep 4 is not possible: 6 experts do not divide by 4"):
         split(source, tmp_path / "out", ep=4)
     with pytest.raises(PlanError, match="cannot be over the same ranks"):
         split(source, tmp_path / "out", tp=2, ep=3, same_ranks=True)

@@ -114,11 +114,11 @@ def is_adapter(name: str) -> bool:
 
 
 def names_in(folder: Path) -> list[str]:
-    """The names of files in a folder and in the folders in it, as far as they can be read."""
+    """The names of files in a folder and up to two levels below it, as far as they can be read."""
     found: list[str] = []
     for root, folders, files in os.walk(folder):
         here = os.path.relpath(root, folder)
-        if here != ".":
+        if here.count(os.sep) == 1:
             folders.clear()
         found += [name if here == "." else f"{here}/{name}" for name in files]
         if len(found) > _MOST:

@@ -225,8 +225,8 @@ def unknown_method(config: Mapping[str, Any], tensor: str) -> str | None:
 
     ``tensor`` is the name of a tensor that does not fit.
 
-    MLX names none: ``{"quantization": {"group_size": 64, "bits": 4}}`` (mlx-lm, utils.py). msModelSlim says it in a file
-    of its own (``quant_model_description.json``).
+    MLX names none: ``{"quantization": {"group_size": 64, "bits": 4}}`` (mlx-lm, utils.py). msModelSlim says it in a
+    file of its own (``quant_model_description.json``).
     """
     settings = quantization_settings(config)
     method = method_of(settings)

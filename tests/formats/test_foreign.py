@@ -30,9 +30,9 @@ def folder(path: Path, *names: str) -> Path:
         (["adapter_config.json", "adapter_model.bin", "config.json"], "a PEFT adapter", "merge_and_unload"),
         (["model_index.json", "unet/diffusion_pytorch_model.safetensors"], "a diffusers pipeline", "text_encoder"),
         (["model-Q4_K_M.gguf", "config.json"], "GGUF, the format of llama.cpp", "safetensors checkpoint"),
-        (["latest_checkpointed_iteration.txt", "iter_0000100/mp_rank_00/model_optim_rng.pt"], "Megatron-LM", "export_ckpt"),
-        (["iter_0000100/mp_rank_00_001/model_rng.pt"], "Megatron-LM", "export_ckpt"),
-        (["iter_0000100/.metadata", "iter_0000100/common.pt", "iter_0000100/__0_0.distcp"], "Megatron-LM", "export_ckpt"),
+        (["latest_checkpointed_iteration.txt", "iter_0000100/mp_rank_00/model_rng.pt"], "Megatron-LM", "AutoBridge"),
+        (["iter_0000100/mp_rank_00_001/model_rng.pt"], "Megatron-LM", "AutoBridge"),
+        (["iter_0000100/.metadata", "iter_0000100/common.pt", "iter_0000100/0.distcp"], "Megatron-LM", "AutoBridge"),
         ([".metadata", "__0_0.distcp", "__1_0.distcp"], "a distributed checkpoint of PyTorch", "merge-weights"),
         (["pytorch_model_fsdp_0/.metadata", "pytorch_model_fsdp_0/__0_0.distcp"], "distributed", "merge-weights"),
         (["latest", "zero_to_fp32.py", "global_step9/mp_rank_00_model_states.pt"], "DeepSpeed", "zero_to_fp32.py"),
@@ -74,7 +74,7 @@ def test_what_is_of_no_known_kind() -> None:
 def test_a_part_of_a_diffusers_pipeline(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "source")
     (source / "config.json").write_text('{"_class_name": "UNet2DConditionModel", "_diffusers_version": "0.30.0"}')
-    with pytest.raises(PlanError, match='a model of diffusers \\(.UNet2DConditionModel.\\)'):
+    with pytest.raises(PlanError, match="a model of diffusers"):
         plan(source)
 
 

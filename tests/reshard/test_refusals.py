@@ -220,7 +220,8 @@ def test_a_tensor_without_a_rule(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("tp", "words"), [(3, ("8 attention heads do not divide by 3",)), (16, ("do not divide by 16",)), (0, ("at least 1",))]
+    ("tp", "words"),
+    [(3, ("8 attention heads do not divide by 3",)), (16, ("do not divide by 16",)), (0, ("at least 1",))],
 )
 def test_degrees_that_are_not_possible(source, tmp_path, tp, words):
     with refused(PlanError, f"--tp {tp} is not possible", *words):

@@ -3,13 +3,18 @@ PYTHON ?= python3
 BIN := .venv/bin
 JOBS ?= 2
 
-.PHONY: demo test check format docs bench clean
+.PHONY: demo test fuzz check format docs bench clean
 
 demo: .venv/ready
 	$(BIN)/reshard demo
 
 test: .venv/ready
 	$(BIN)/pytest -n $(JOBS) --dist worksteal
+
+SEED ?= 0
+SECONDS ?= 600
+fuzz: .venv/ready
+	$(BIN)/python -m tests.fuzz --seed $(SEED) --seconds $(SECONDS)
 
 check: .venv/ready
 	$(BIN)/ruff check .

@@ -16,14 +16,20 @@ from pathlib import Path
 from typing import Any
 
 from formats.axes import Shape, parse
-from formats.errors import NotationError, PlanError
+from formats.documents import Reader, Unfit, items, json_object, mapping, sound, text, unfit
+from formats.errors import CheckpointError, NotationError, PlanError, brief
 from formats.expressions import Expression, read_expression
+from formats.files import read_file
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
+MAX_PLAN = 16 << 20
+"""Bytes of a plan file."""
+LONGEST_NAME, DEEPEST = 1000, 100
+"""Characters of a template in a plan file, and its parts between dots."""
 BUILT_IN = Path(__file__).parent / "architectures"
 HEADS = Path(__file__).parent / "heads.toml"
 """Rules that every built-in architecture has beside its own: what stands in the place of a language model's head."""
@@ -140,6 +146,11 @@ class Architecture:
         return ()
 
 
+def is_index(segment: str) -> bool:
+    """Whether a part of a tensor's name is the number of a layer, an expert, …"""
+    return segment.isdecimal() and segment.isascii() and len(segment) < 10
+
+
 def _walk(node: _Node, name: str) -> Iterator[tuple[_Node, dict[str, int]]]:
     """The nodes on the way of a name, as far as there is one, with the indices found so far."""
     indices: dict[str, int] = {}
@@ -147,7 +158,7 @@ def _walk(node: _Node, name: str) -> Iterator[tuple[_Node, dict[str, int]]]:
     for segment in name.split("."):
         if segment in node.literal:
             node = node.literal[segment]
-        elif node.index is not None and segment.isdigit():
+        elif node.index is not None and is_index(segment):
             indices = {**indices, node.index[0]: int(segment)}
             node = node.index[1]
         else:
@@ -178,26 +189,97 @@ def load_architecture(path: Path) -> Architecture:
 
 
 def _document(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise PlanError(f"plan file {path} does not exist")
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise PlanError(f"plan file {path} does not exist") from None
-    except OSError as error:
-        raise PlanError(f"plan file {path} cannot be read: {error.strerror or error}") from None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        return tomllib.loads(read_file(path, MAX_PLAN).decode())
+    except CheckpointError as error:
+        raise PlanError(f"plan file {error.message}", error.hint) from None
+    except RecursionError:
+        raise PlanError(f"plan file {path} cannot be read: it is nested too deeply") from None
+    except ValueError as error:  # no UTF-8, no TOML, or a number of too many digits
         raise PlanError(f"plan file {path} cannot be read: {error}") from None
 
 
 def architecture_from_document(document: Mapping[str, Any], name: str, where: str) -> Architecture:
     """Build an architecture from the parsed form of its file (as also kept in a manifest)."""
     try:
+        for key, reader in _FORM.items():
+            if key in document:
+                reader(sound(document[key]), key)
         return _build(document, name)
     except NotationError as error:
         raise PlanError(f"plan file {where}: {error.message}", error.hint) from None
-    except (TypeError, AttributeError, ValueError) as error:
+    except Unfit as error:
         raise PlanError(f"plan file {where} does not have the form of an architecture file: {error}") from None
 
 
+# What the parsed form of a file is: readers of formats.documents.
+
+
+def _formula(value: object, where: str) -> None:
+    """An expression, which may be written as the number that it is."""
+    if not isinstance(value, (str, int, float)):
+        raise unfit(where, "an expression", value)
+
+
+def _one_or_more(reader: Reader[None]) -> Reader[None]:
+    def read(value: object, where: str) -> None:
+        items(reader)(value if isinstance(value, list) else [value], where)
+
+    return read
+
+
+def _text(value: object, where: str) -> None:
+    text(value, where)
+
+
+def _named(reader: Reader[None]) -> Reader[None]:
+    """An object of templates: names of tensors or modules, with axes in braces."""
+
+    def read(value: object, where: str) -> None:
+        for template, line in json_object(value, where).items():
+            if len(template) > LONGEST_NAME or template.count(".") > DEEPEST:
+                raise unfit(
+                    where, f"a table of names of at most {LONGEST_NAME} characters in {DEEPEST} parts", template
+                )
+            reader(line, f"{where}.{template}")
+
+    return read
+
+
+def _rule_form(value: object, where: str) -> None:
+    """A shape, or a table with a shape or several, and conditions."""
+    if not isinstance(value, str):
+        for key, item in json_object(value, where).items():
+            (_one_or_more(_text) if key == "shape" else _formula)(item, f"{where}.{key}")
+
+
+def _module_form(value: object, where: str) -> None:
+    for key, item in json_object(value, where).items():
+        if key == "split":
+            mapping(text)(item, f"{where}.split")
+        else:
+            (text if key in {"when", "sums"} else _formula)(item, f"{where}.{key}")
+
+
+def _parallel_form(value: object, where: str) -> None:
+    for key, item in json_object(value, where).items():
+        (items(text) if key == "pad" else items(items(text)))(item, f"{where}.{key}")
+
+
+_FORM: Mapping[str, Reader[Any]] = {
+    "name": text,
+    "model_types": items(text),
+    "classes": items(text),
+    "prefixes": items(text),
+    "section": _one_or_more(_text),
+    "sizes": mapping(_formula),
+    "config": mapping(_formula),
+    "parallel": _parallel_form,
+    "tensors": _named(_one_or_more(_rule_form)),
+    "modules": _named(_one_or_more(_module_form)),
+}
 _KEYS = {"name", "model_types", "classes", "prefixes", "section", "sizes", "parallel", "config", "tensors", "modules"}
 
 
@@ -319,6 +401,11 @@ def find_architecture(config: Mapping[str, Any], where: Path) -> Architecture:
     model_type = config.get("model_type")
     hint = "'reshard plan SOURCE --draft FILE' writes a draft; check it (docs/design.md), pass it with --plan FILE"
     path = built_in_file(config)
+    if path is None and "_diffusers_version" in config:
+        raise PlanError(
+            f"{where} is a model of diffusers ({brief(config.get('_class_name'))}), which is no language model",
+            "give the folder of a model that transformers loads, such as the pipeline's text_encoder",
+        )
     if path is None and not isinstance(model_type, str):
         raise PlanError(f"{where / 'config.json'} has no model_type", hint)
     if path is None:
@@ -347,7 +434,8 @@ def built_in_file(config: Mapping[str, Any]) -> Path | None:
     if isinstance(config.get("model_type"), str):
         return _file_with("model_types", (config["model_type"],))
     classes = config.get("architectures")
-    return _file_with("classes", tuple(map(str, classes)) if isinstance(classes, list) else ())
+    named = classes[:8] if isinstance(classes, list) else ()
+    return _file_with("classes", tuple(name for name in named if isinstance(name, str)))
 
 
 @lru_cache

@@ -21,6 +21,11 @@ Factor = Union[str, int, "Dim"]
 
 OPEN = "..."
 
+LONGEST, MOST_PARENTHESES = 2000, 100
+"""Characters of a shape, and the opening parentheses in it."""
+MOST_RUNS = 1 << 20
+"""Runs of one dimension that a rank may own: far more than a plan has that someone means."""
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -204,7 +209,7 @@ class Shape:
 
 # --------------------------------------------------------------------------------------------------- parsing
 
-_TOKEN = re.compile(r"\s*(->|\.\.\.|[()+*/]|[A-Za-z_][A-Za-z0-9_]*\s*:|[A-Za-z_][A-Za-z0-9_]*|\d+)")
+_TOKEN = re.compile(r"\s*(->|\.\.\.|[()+*/]|[A-Za-z_][A-Za-z0-9_]*\s*:|[A-Za-z_][A-Za-z0-9_]*|[0-9]{1,18}(?![0-9]))")
 
 
 @cache
@@ -258,6 +263,10 @@ def _parse_blocks(tokens: Sequence[str], position: int) -> tuple[int, int, int]:
 
 
 def _tokens(text: str) -> list[str]:
+    if len(text) > LONGEST or text.count("(") > MOST_PARENTHESES:
+        raise NotationError(
+            f"shape '{text}': at most {LONGEST:,} characters and {MOST_PARENTHESES} parentheses are a shape"
+        )
     tokens, position = [], 0
     stripped = text.rstrip()
     while position < len(stripped):
@@ -356,6 +365,8 @@ def _block_runs(block: Block, sizes: Mapping[str, int], shares: Mapping[str, Sha
         if inner == [Run(0, inner_size)]:
             inner = [Run(run.offset * inner_size, run.length * inner_size) for run in outer]
         else:
+            if sum(run.length for run in outer) * len(inner) > MOST_RUNS:
+                raise NotationError(f"'{block}' falls into more than {MOST_RUNS:,} pieces for a rank")
             indices = (index for run in outer for index in range(run.offset, run.end))
             inner = list(merge_runs(Run(i * inner_size + run.offset, run.length) for i in indices for run in inner))
         inner_size *= _factor_size(factor, sizes)
@@ -414,8 +425,9 @@ def share(parts: Mapping[str, int], rank: int) -> dict[str, Share]:
     return shares
 
 
-def degrees(family: Sequence[str], sizes: Mapping[str, int]) -> set[int]:
-    """Every degree that a family can absorb."""
+def degrees(family: Sequence[str], sizes: Mapping[str, int], limit: int) -> set[int]:
+    """Every degree up to ``limit`` that a family can absorb."""
     whole = math.prod(sizes[axis] for axis in family)
-    candidates = {d for i in range(1, math.isqrt(whole) + 1) if whole % i == 0 for d in (i, whole // i)}
-    return {degree for degree in candidates if deal(family, sizes, degree) is not None}
+    up_to = min(math.isqrt(whole), limit)
+    candidates = {d for i in range(1, up_to + 1) if whole % i == 0 for d in (i, whole // i)}
+    return {degree for degree in candidates if degree <= limit and deal(family, sizes, degree) is not None}

@@ -12,8 +12,8 @@ def block_size(config: Mapping[str, Any]) -> tuple[int, int] | None:
     """Rows and columns of a block, as in ``quantization_config.weight_block_size``; None where there are no blocks."""
     for settings in _settings(config):
         block = settings.get("weight_block_size")
-        if isinstance(block, (list, tuple)) and len(block) == 2:
-            return int(block[0]), int(block[1])
+        if isinstance(block, (list, tuple)) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
+            return block[0], block[1]
     return None
 
 

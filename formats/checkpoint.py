@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from formats.errors import CheckpointError
+from formats.documents import MAX_CONFIG, MAX_INDEX, is_inside, json_object, read_config, read_document
+from formats.errors import CheckpointError, brief
+from formats.files import open_file, unreadable
+from formats.foreign import is_adapter, names_in, refuse_foreign
 from formats.quantization import quantization_settings
-from formats.safetensors import TensorInfo, brief, read_header, strict_json
+from formats.safetensors import TensorInfo, read_header
 
 #: Endings of files that hold weights in some format; such files are never side files.
 WEIGHT_SUFFIXES = (
@@ -80,6 +83,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not path.exists():
         raise CheckpointError(f"{path}: no such folder")
     if not path.is_dir():
+        refuse_foreign(path, [path.name])
         raise CheckpointError(f"{path}: not a folder", "give the folder that holds config.json and the weights")
     weights = _find_weights(path)
     config = with_modelopt(_read_config(path / "config.json"), path)
@@ -115,21 +119,18 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 def _sample(file: Path, infos: Sequence[TensorInfo]) -> Iterator[tuple[str, bytes]]:
     """Up to 64 bytes from the middle of each tensor's data; all of them lie in ``file``."""
     try:
-        descriptor = os.open(file, os.O_RDONLY)
-        try:
+        with open_file(file) as opened:
             for info in infos:
                 length = min(_SAMPLE, info.nbytes)
-                found = os.pread(descriptor, length, info.offset + (info.nbytes - length) // 2)
+                found = os.pread(opened.fileno(), length, info.offset + (info.nbytes - length) // 2)
                 if len(found) != length:
                     raise CheckpointError(
                         f"{file}: tensor {info.name!r} ends before its {info.nbytes} bytes: the file became shorter",
                         "do not change the files while they are read",
                     )
                 yield info.name, found
-        finally:
-            os.close(descriptor)
     except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
+        raise unreadable(file, error) from error
 
 
 def _find_weights(folder: Path) -> _Weights:
@@ -151,7 +152,9 @@ def _find_weights(folder: Path) -> _Weights:
 def _find_other(folder: Path) -> _Weights:
     """The one ``*.safetensors`` file of a folder in which none has a standard name."""
     names = sorted(file.name for file in folder.glob("*.safetensors") if not file.name.startswith("."))
+    names = [name for name in names if not is_adapter(name)]
     if not names:
+        refuse_foreign(folder, names_in(folder))
         others = sorted(file.name for file in folder.iterdir() if file.name.endswith(WEIGHT_SUFFIXES))
         found = f"; found {', '.join(others[:3])}, which is no format read here" if others else ""
         raise CheckpointError(
@@ -175,7 +178,7 @@ def _find_other(folder: Path) -> _Weights:
 def _read_index(folder: Path, name: str) -> _Weights:
     """Read ``*.index.json`` and check that each file it names lies in the folder."""
     path = folder / name
-    raw, content = _read_object(path)
+    raw, content = read_document(path, MAX_INDEX, json_object)
     file_of = content.get("weight_map")
     if not isinstance(file_of, dict) or not file_of:
         raise CheckpointError(f"{path}: no 'weight_map' from tensors to files", "fetch or write the index again")
@@ -184,12 +187,12 @@ def _read_index(folder: Path, name: str) -> _Weights:
         if not isinstance(file, str) or not file:
             raise CheckpointError(f"{path}: tensor {tensor!r} should be mapped to a file name, not to {brief(file)}")
     for file, tensor in first.items():
-        if PurePosixPath(file).is_absolute() or "\\" in file or "\0" in file or ".." in PurePosixPath(file).parts:
+        if not is_inside(file) or "\\" in file:
             raise CheckpointError(
                 f"{path}: tensor {tensor!r} is said to lie in {file!r}, outside the folder",
                 "an index names only files of its own folder; do not trust this one",
             )
-        if not (folder / file).is_file():
+        if not (folder / file).exists():
             raise CheckpointError(
                 f"{path}: tensor {tensor!r} is said to lie in {file!r}, which does not exist",
                 "fetch the missing file, or write the index again",
@@ -200,9 +203,9 @@ def _read_index(folder: Path, name: str) -> _Weights:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+    if not path.exists():
         raise CheckpointError(f"{path}: missing", "a checkpoint needs the config.json that describes its model")
-    return _read_object(path)[1]
+    return read_config(path)
 
 
 def with_modelopt(config: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -215,26 +218,10 @@ def with_modelopt(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     path = folder / _MODELOPT
     if quantization_settings(config) or not path.is_file():
         return config
-    found = _read_object(path)[1]
+    _, found = read_document(path, MAX_CONFIG, json_object)
     if not isinstance(found.get("quantization"), dict):
         return config
     return {**config, "quantization_config": {"quant_method": "modelopt", **found}}
-
-
-def _read_object(path: Path) -> tuple[bytes, dict[str, Any]]:
-    """Content of a JSON file, as bytes and as the object it must hold."""
-    try:
-        raw = path.read_bytes()
-        content = strict_json(raw.decode("utf-8-sig")) if path.name != "config.json" else json.loads(raw)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except RecursionError as error:
-        raise CheckpointError(f"{path}: not valid JSON: it is nested too deeply") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not valid JSON: {error}", "fetch or copy the file again") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: should hold a JSON object and holds {brief(content)}")
-    return raw, content
 
 
 def _read_files(

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Sequence
+
+LONGEST_WORD = 300
+"""Characters of a message without a space between them: a name or a path. Of what is longer the middle is left out."""
+LONGEST_LINE = 900
+"""Characters of a message."""
+
 
 class ReshardError(Exception):
     """A request that cannot be carried out, in words for the person who made it.
 
     ``message`` is one line: what is wrong, in which file, tensor or axis, what was expected and what was found.
-    ``hint`` is one line: what to do about it.
+    ``hint`` is one line: what to do about it. Both are made printable and short, whatever they quote.
     """
 
     def __init__(self, message: str, hint: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.hint = hint
+        self.message = one_line(message)
+        self.hint = None if hint is None else one_line(hint)
+        super().__init__(self.message)
 
 
 class NotationError(ReshardError):
@@ -30,3 +39,41 @@ class PlanError(ReshardError):
 
 class MismatchError(ReshardError):
     """Things that should be equal are not: a checksum, replicas, shards of different runs."""
+
+
+def one_line(text: str) -> str:
+    """The same text on one line of at most ``LONGEST_LINE`` characters, all of them printable: others are escaped."""
+    text = printable(" ".join(text.split()))
+    if len(text) <= LONGEST_WORD:
+        return text
+    return _shortened(_LONG_WORD.sub(lambda word: _shortened(word[0], LONGEST_WORD), text), LONGEST_LINE)
+
+
+def printable(text: str) -> str:
+    """The same text with what a terminal would obey or cannot show (control characters, half characters) escaped."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def brief(value: object) -> str:
+    """A value from a file, as JSON and short enough for a message of one line."""
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, default=str)
+    except (RecursionError, ValueError):  # nested too deeply, a number of too many digits
+        text = f"a {type(value).__name__} that is too large to show"
+    text = text if len(text) <= 60 else text[:57] + "..."
+    return repr(text) if isinstance(value, str) else text
+
+
+def listed(things: Sequence[object], most: int = 20) -> str:
+    """``0, 1, 2``; of more than ``most`` things the first ones, and how many there are."""
+    shown = ", ".join(str(thing) for thing in things[:most])
+    return shown if len(things) <= most else f"{shown}, … ({len(things):,} in all)"
+
+
+_LONG_WORD = re.compile(rf"\S{{{LONGEST_WORD + 1},}}")
+
+
+def _shortened(text: str, length: int) -> str:
+    """Text of at most so many characters: of a longer one the beginning, and an end half as long."""
+    tail = length // 3
+    return text if len(text) <= length else f"{text[: length - tail - 1]}…{text[-tail:]}"

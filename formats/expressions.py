@@ -1,27 +1,42 @@
 """Sizes as small expressions over ``config.json``, in a safe subset of Python.
 
 ``"head_dim or hidden_size / num_attention_heads"``: names are looked up by the caller, ``/`` must divide exactly, and
-arithmetic with ``None`` (a name that nobody knows) is ``None``. Nothing is executed: the syntax tree is walked.
+arithmetic with ``None`` (a name that nobody knows) is ``None``. Nothing is executed: the syntax tree is walked. An
+expression costs no more than its length: arithmetic is of numbers (and ``+`` of short lists), and every number that it
+makes is one that a size can be.
 """
 
 from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from formats.errors import NotationError
+from formats.documents import LARGEST
+from formats.errors import NotationError, brief
 
 Lookup = Callable[[str], Any]
+
+LONGEST = 2000
+"""Characters of an expression; the longest of a built-in architecture has 200."""
+MOST_ITEMS = 10_000
+"""Items of a list that is joined from others (settings of each layer)."""
+DEEPEST = 50
+"""Levels of an expression's syntax tree."""
 
 
 def _int(value: Any) -> int | None:
     return None if value is None else int(value)
 
 
-_CALLS: dict[str, Callable[..., Any]] = {"int": _int, "len": len, "max": max, "min": min, "sum": sum}
+def _sum(values: Iterable[Any]) -> Any:
+    return sum(_number(value) for value in values)
+
+
+_CALLS: dict[str, Callable[..., Any]] = {"int": _int, "len": len, "max": max, "min": min, "sum": _sum}
 _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -57,19 +72,24 @@ class Expression:
             return _evaluate(self._tree, lookup)
         except NotationError as error:
             raise NotationError(f"'{self.text}': {error.message}", error.hint) from None
-        except (TypeError, IndexError, KeyError, AttributeError, ZeroDivisionError, ValueError) as error:
+        except (TypeError, LookupError, AttributeError, ArithmeticError, ValueError) as error:
             raise NotationError(f"'{self.text}' cannot be evaluated: {error}") from None
 
 
 def read_expression(text: str) -> Expression:
-    """Read an expression. Raises NotationError for anything outside the subset."""
+    """Read an expression. Raises NotationError for anything outside the subset, and for what is too long or nested."""
+    if len(text) > LONGEST:
+        raise NotationError(f"'{text}': an expression has at most {LONGEST:,} characters, this has {len(text):,}")
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
-    except SyntaxError:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two are the parser's own for deep nesting
         raise NotationError(f"'{text}' is not an expression") from None
+    _check_depth(tree, text)
     names = frozenset(node.id for node in ast.walk(tree) if isinstance(node, ast.Name)) - _CALLS.keys()
     for node in ast.walk(tree):
-        if not isinstance(node, _ALLOWED):
+        if not isinstance(node, _ALLOWED) or (isinstance(node, ast.Constant) and not isinstance(node.value, _VALUES)):
             raise NotationError(f"'{text}': '{ast.unparse(node)}' is not allowed in a size expression")
     return Expression(text, names, tree)
 
@@ -78,6 +98,17 @@ _ALLOWED = (
     ast.Name, ast.Constant, ast.Attribute, ast.Subscript, ast.List, ast.Tuple, ast.Load, ast.Call, ast.BinOp,
     ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.operator, ast.unaryop, ast.boolop, ast.cmpop,
 )  # fmt: skip
+
+_VALUES = (str, int, float, type(None))
+
+
+def _check_depth(tree: ast.AST, text: str) -> None:
+    level: list[ast.AST] = [tree]
+    for _ in range(DEEPEST):
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
+        if not level:
+            return
+    raise NotationError(f"'{text}' is nested more than {DEEPEST} levels deep")
 
 
 def _evaluate(node: ast.expr, lookup: Lookup) -> Any:
@@ -109,7 +140,7 @@ def _evaluate(node: ast.expr, lookup: Lookup) -> Any:
             # JSON's keys are strings, and an index is a number.
             return value.get(index, value.get(str(index))) if isinstance(value, dict) else value[index]
         case ast.Call(func=ast.Name(id=name), keywords=[]) if name in _CALLS:
-            return _CALLS[name](*(_evaluate(argument, lookup) for argument in node.args))
+            return _bounded(_CALLS[name](*(_evaluate(argument, lookup) for argument in node.args)))
     raise NotationError(f"'{ast.unparse(node)}' is not allowed in a size expression")
 
 
@@ -126,20 +157,45 @@ def _unary(node: ast.UnaryOp, value: Any) -> Any:
     if isinstance(node.op, ast.Not):
         return not value
     if isinstance(node.op, ast.USub):
-        return None if value is None else -value
+        return None if value is None else -_number(value)
     raise NotationError(f"'{ast.unparse(node)}' is not allowed in a size expression")
 
 
 def _binary(op: ast.operator, left: Any, right: Any) -> Any:
     if left is None or right is None:
         return None
+    if isinstance(op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+        return _joined(left, right)
+    left, right = _number(left), _number(right)
     if isinstance(op, ast.Div):
         if left % right:
             raise NotationError(f"{left} / {right} is not a whole number")
         return left // right
     if type(op) not in _ARITHMETIC:
         raise NotationError(f"the operator {type(op).__name__} is not allowed in a size expression")
-    return _ARITHMETIC[type(op)](left, right)
+    return _bounded(_ARITHMETIC[type(op)](left, right))
+
+
+def _joined(left: list[Any], right: list[Any]) -> list[Any]:
+    if len(left) + len(right) > MOST_ITEMS:
+        raise NotationError(f"a list of {len(left) + len(right):,} items is longer than {MOST_ITEMS:,}")
+    return left + right
+
+
+def _number(value: Any) -> int | float:
+    """What arithmetic is of: not of texts and lists, which a product makes as long as it likes."""
+    if not isinstance(value, (int, float)):
+        raise NotationError(f"{brief(value)} is not a number")
+    _bounded(value)
+    return value
+
+
+def _bounded(value: Any) -> Any:
+    """The same value, unless it is a number that no size can be."""
+    if isinstance(value, (int, float)) and not -LARGEST <= value <= LARGEST:
+        shown = f"{value:g}" if isinstance(value, float) else f"a number of {value.bit_length()} bits"
+        raise NotationError(f"{shown} is more than a size can be")
+    return value
 
 
 def _compare(node: ast.Compare, lookup: Lookup) -> bool:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from formats.errors import CheckpointError
+from formats.documents import Unfit, json_object
+from formats.errors import brief
+
+MOST_RANKS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +84,18 @@ class Mesh:
 RANK_FOLDER = re.compile(r"(?:rank-\d+-of-\d+|(?:(?:^|-)(?:ep|tp)-\d+-of-\d+)+)")
 
 
-def mesh_from_document(document: Mapping[str, object], where: str) -> Mesh:
-    """Read ``{"tp": 4}``. Raises CheckpointError that names ``where`` it stood."""
-    degrees = []
+def read_mesh(value: object, where: str) -> Mesh:
+    """A mesh as ``Mesh.to_document`` says it: ``{"tp": 4}`` (a reader of ``formats.documents``)."""
+    document = dict(json_object(value, where))
+    same_ranks = document.pop("same_ranks", False) is True
     for name, degree in document.items():
-        if name == "same_ranks":
-            continue
-        if name not in {"tp", "ep"} or not isinstance(degree, int) or not 1 <= degree <= 100_000:
-            raise CheckpointError(f"{where}: '{name}: {degree}' is no mesh dimension")
-        degrees.append((name, degree))
-    if not degrees:
-        raise CheckpointError(f"{where}: the mesh has no dimensions")
-    same_ranks = document.get("same_ranks", False) is True
-    if same_ranks and len({degree for _, degree in degrees}) > 1:
-        raise CheckpointError(f"{where}: mesh dimensions over the same ranks have different degrees")
-    return Mesh(tuple(degrees), same_ranks)
+        if name not in {"tp", "ep"} or type(degree) is not int or not 1 <= degree <= MOST_RANKS:
+            raise Unfit(f"{where}: {brief(name)} of {brief(degree)} is no mesh dimension")
+    if not document:
+        raise Unfit(f"{where} has no dimensions")
+    if same_ranks and len(set(document.values())) > 1:
+        raise Unfit(f"{where}: mesh dimensions over the same ranks have different degrees")
+    mesh = Mesh(tuple(document.items()), same_ranks)
+    if mesh.size > MOST_RANKS:
+        raise Unfit(f"{where}: {mesh} are more than {MOST_RANKS:,} ranks")
+    return mesh

@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 
 from formats.axes import Block, Dim, Factor, Shape, parse
 from formats.errors import PlanError
+from formats.quantization_settings import check_settings
 
 
 @dataclass(frozen=True)
@@ -202,9 +203,39 @@ def _scheme(key: _Identical) -> _Scheme:
     settings = quantization_settings(key.config)
     if not settings:
         return _Scheme({suffix: entry for suffix, entry in _modelopt({}).items() if suffix != " U8"})
-    producer = settings.get("producer") or {}
-    method = str(settings.get("quant_method") or settings.get("quant_library") or producer.get("name") or "").lower()
-    return _METHODS[method](settings) if method in _METHODS else _Scheme({})
+    method = method_of(settings)
+    if method not in _METHODS:
+        return _Scheme({})
+    check_settings(settings, method)
+    return _METHODS[method](settings)
+
+
+def method_of(settings: Mapping[str, Any]) -> str:
+    """The name of the quantization method, in small letters; empty where the settings name none."""
+    producer = settings.get("producer")
+    named = producer.get("name") if isinstance(producer, dict) else None
+    return str(settings.get("quant_method") or settings.get("quant_library") or named or "").lower()
+
+
+_OF_MSMODELSLIM = (".weight_offset", ".input_offset", ".deq_scale", ".quant_bias")
+
+
+def unknown_method(config: Mapping[str, Any], tensor: str) -> str | None:
+    """The method by which a checkpoint is quantized, if it is none of those that are known here.
+
+    ``tensor`` is the name of a tensor that does not fit.
+
+    MLX names none: ``{"quantization": {"group_size": 64, "bits": 4}}`` (mlx-lm, utils.py). msModelSlim says it in a
+    file of its own (``quant_model_description.json``).
+    """
+    settings = quantization_settings(config)
+    method = method_of(settings)
+    if method:
+        return None if method in _METHODS else f"'{method}'"
+    mlx = config.get("quantization")
+    if any(isinstance(found, Mapping) and {"bits", "group_size"} <= found.keys() for found in (settings, mlx)):
+        return "MLX"
+    return "Ascend's msModelSlim" if tensor.endswith(_OF_MSMODELSLIM) else None
 
 
 def quantization_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from formats.errors import CheckpointError
+from formats.documents import LARGEST, strict_json
+from formats.errors import CheckpointError, brief
+from formats.files import open_file, unreadable
 
 #: Bits of one element, for every dtype of safetensors 0.8. ``F4`` and ``F6_*`` are packed, several to a byte.
 DTYPE_BITS: dict[str, int] = {
@@ -47,7 +49,8 @@ DTYPE_BITS: dict[str, int] = {
 #: Bytes; what the safetensors library accepts at most.
 MAX_HEADER = 100_000_000
 
-_MAX_SIZE = 2**63 - 1
+MAX_DIMS = 64
+"""Dimensions of a tensor; torch and numpy allow no more, and the product of more sizes takes ever longer."""
 _DAMAGED = "the file is damaged or still incomplete: fetch or copy it again"
 _FOREIGN = "the program that wrote this file did not follow the safetensors format: write it again with safetensors"
 
@@ -86,14 +89,14 @@ def read_header(path: Path) -> Header:
     that is shorter or longer than its header says.
     """
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             size = file.seek(0, 2)
             file.seek(0)
             prefix = file.read(8)
             length = _check_length(prefix, size, path)
             raw = prefix + file.read(length)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+        raise unreadable(path, error) from error
     return parse_header(raw, path, size)
 
 
@@ -153,40 +156,6 @@ def tensor_bytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:
     if rest:
         raise CheckpointError(f"tensor {name!r}: {dtype} of shape {list(shape)} is not a whole number of bytes")
     return nbytes
-
-
-def strict_json(text: str) -> Any:
-    """Parse JSON, refusing what Python's parser forgives: repeated keys, ``NaN`` and ``Infinity``.
-
-    Raises ``ValueError`` with the reason.
-    """
-    try:
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-
-
-def brief(value: object) -> str:
-    """A value from a JSON file, short enough for a message of one line."""
-    try:
-        text = value if isinstance(value, str) else json.dumps(value, default=str)
-    except RecursionError:
-        text = f"a deeply nested {type(value).__name__}"
-    text = text if len(text) <= 60 else text[:57] + "..."
-    return repr(text) if isinstance(value, str) else text
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"{twice!r} appears twice")
-    return found
-
-
-def _refuse_constant(word: str) -> NoReturn:
-    raise ValueError(f"{word} is not JSON")
 
 
 def _check_length(prefix: bytes, file_size: int | None, path: Path) -> int:
@@ -249,7 +218,8 @@ def _read_entries(entries: dict[str, Any], path: Path, base: int) -> tuple[dict[
             bits, shape, (begin, end) = DTYPE_BITS[entry["dtype"]], entry["shape"], entry["data_offsets"]
             sound = (
                 type(begin) is int and type(end) is int and 0 <= begin <= end
-                and type(shape) is list and all(type(n) is int and 0 <= n <= _MAX_SIZE for n in shape)
+                and type(shape) is list and len(shape) <= MAX_DIMS
+                and all(type(n) is int and 0 <= n <= LARGEST for n in shape)
                 and math.prod(shape) * bits == (end - begin) * 8
             )  # fmt: skip
         except (TypeError, KeyError, ValueError):
@@ -287,11 +257,13 @@ def _refuse_entry(name: str, entry: Any, path: Path) -> NoReturn:
         raise CheckpointError(
             f"{where}: data_offsets should be [begin, end] in bytes and is {brief(offsets)}", _FOREIGN
         )
+    if len(shape) > MAX_DIMS:
+        raise CheckpointError(f"{where} has {len(shape)} dimensions; at most {MAX_DIMS} are read", _FOREIGN)
     begin, end = offsets
     if begin > end:
         raise CheckpointError(f"{where}: data_offsets are reversed: [{begin}, {end}]", _FOREIGN)
-    bits = math.prod(shape) * DTYPE_BITS[dtype]
-    size = f"{bits // 8} bytes" if bits % 8 == 0 else f"{bits / 8:g} bytes, not a whole number"
+    whole, rest = divmod(math.prod(shape) * DTYPE_BITS[dtype], 8)
+    size = f"{brief(whole)}{f'{rest / 8:g}'[1:]} bytes, not a whole number" if rest else f"{brief(whole)} bytes"
     raise CheckpointError(
         f"{where}: {dtype} of shape {brief(shape)} has {size}; its data_offsets [{begin}, {end}] span {end - begin}",
         _FOREIGN,
@@ -315,7 +287,7 @@ def _refuse_size(found: int, expected: int, last: str | None, path: Path) -> NoR
 
 
 def _sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(n) is int and 0 <= n <= _MAX_SIZE for n in value)
+    return isinstance(value, list) and all(type(n) is int and 0 <= n <= LARGEST for n in value)
 
 
 def _unknown_dtype(dtype: object) -> str:

@@ -15,14 +15,38 @@ from typing import Any
 
 from formats.axes import Run, merge_runs
 from formats.checkpoint import WeightFile, with_modelopt
-from formats.errors import CheckpointError, MismatchError
-from formats.mesh import RANK_FOLDER, Mesh, mesh_from_document
-from formats.safetensors import Header, TensorInfo, read_header, strict_json
-from formats.stamps import Stamp, stamp_from_document
+from formats.documents import (
+    LARGEST,
+    MAX_MANIFEST,
+    Reader,
+    Record,
+    Unfit,
+    anything,
+    file_name,
+    items,
+    json_bytes,
+    json_object,
+    mapping,
+    optional,
+    read_config,
+    read_document,
+    size,
+    sound,
+    strict_json,
+    text,
+    utf8,
+    whole,
+)  # fmt: skip
+from formats.errors import CheckpointError, MismatchError, brief
+from formats.mesh import RANK_FOLDER, Mesh, read_mesh
+from formats.safetensors import Header, TensorInfo, read_header
+from formats.stamps import Stamp, read_stamp
 
 MANIFEST = "reshard.json"
 VERSION = 1
 METADATA_KEY = "reshard"
+_MOST_TENSORS = 10_000_000
+"""Tensors of one file; a header of the largest size has room for 1,500,000."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +197,7 @@ def manifest_text(manifest: Manifest) -> str:
         },
         "inputs": [stamp.to_document() for stamp in manifest.inputs],
     }
-    return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+    return json_bytes(document).decode() + "\n"
 
 
 def _file(record: FileRecord) -> dict[str, Any]:
@@ -188,78 +212,89 @@ def _text(content: bytes | None) -> str | None:
     return None if content is None else content.decode("utf-8")
 
 
+_NOT_OURS = "remove it: the shards say themselves what they are (only the original file boundaries are lost)"
+
+
 def read_manifest(path: Path) -> Manifest:
     """Read ``reshard.json``. Raises CheckpointError that names the file and what is wrong with it."""
-    try:
-        document = strict_json(path.read_text(encoding="utf-8"))
-        return _manifest(document, path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from None
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        hint = "remove it: the shards say themselves what they are (only the original file boundaries are lost)"
-        raise CheckpointError(f"{path} is not a manifest of reshard: {type(error).__name__} {error}", hint) from None
+    return read_document(path, MAX_MANIFEST, _manifest, hint=_NOT_OURS)[1]
 
 
-def _manifest(document: Any, path: Path) -> Manifest:
-    if document["format"] != "reshard" or document["version"] != VERSION:
-        raise CheckpointError(f"{path}: version {document.get('version')!r}, this reshard reads version {VERSION}")
-    mesh = mesh_from_document(document["mesh"], str(path))
-    source, index = document["source"], document["source"]["index"]
-    identity = Identity(
-        source["id"],
-        mesh,
-        _int_dict(document["sizes"]),
-        _int_dict(document["padding"]),
-        plan_digest(document["plan"]),
-        _blocks(document["blocks"]),
-    )
+def _manifest(value: object, where: str) -> Manifest:
+    top = Record(value, where)
+    if top.find("format", anything, None) != "reshard":
+        raise Unfit("is not a manifest of reshard")
+    if top.find("version", anything, None) != VERSION:
+        raise Unfit(f"version {brief(top.find('version', anything, None))}, this reshard reads version {VERSION}")
+    plan, source = top.get("plan", json_object), top.get("source", _source)
+    identity = _identity_of(top, source.id, plan_digest(plan))
+    ranks = top.get("ranks", items(_rank_files(identity.mesh)))
+    if len(dict(ranks)) != len(ranks):
+        raise Unfit("ranks should list each rank once")
     return Manifest(
         identity=identity,
-        source=SourceRecord(
-            id=source["id"],
-            location=source["location"],
-            commit=source["commit"],
-            files=tuple(_source_file(entry, path) for entry in source["files"]),
-            index_name=_inside(index["name"], path) if index else None,
-            index=index["content"].encode() if index else None,
-            aliases=dict(source["aliases"]),
-        ),
-        architecture=document["plan"],
-        max_shard_size=int(document["max_shard_size"]),
-        side_files=tuple(_record(entry, path) for entry in document["side_files"]),
-        ranks={entry["rank"]: tuple(_record(f, path) for f in entry["files"]) for entry in document["ranks"]},
-        inputs=tuple(stamp_from_document(entry) for entry in document["inputs"]),
+        source=source,
+        architecture=plan,
+        max_shard_size=top.get("max_shard_size", whole(1)),
+        side_files=top.get("side_files", items(_file_record)),
+        ranks=dict(ranks),
+        inputs=top.get("inputs", items(read_stamp)),
     )
 
 
-def _blocks(value: Any) -> tuple[int, int] | None:
-    return None if value is None else (int(value[0]), int(value[1]))
+def _identity_of(top: Record, source: str, plan: str) -> Identity:
+    """What a manifest and the metadata of a shard have in common."""
+    sizes, padding = top.get("sizes", mapping(size)), top.get("padding", mapping(size))
+    for axis, padded in padding.items():
+        if padded < sizes.get(axis, LARGEST):
+            raise Unfit(f"padding.{axis} should be the padded size of an axis and is {padded}")
+    block = top.find("blocks", optional(items(whole(1), 2)), None)
+    return Identity(source, top.get("mesh", read_mesh), sizes, padding, plan, (block[0], block[1]) if block else None)
 
 
-def _int_dict(value: Mapping[str, Any]) -> dict[str, int]:
-    return {str(key): int(item) for key, item in value.items()}
+def _source(value: object, where: str) -> SourceRecord:
+    source = Record(value, where)
+    index, files = source.get("index", optional(_index)), source.get("files", items(_source_file))
+    if len({file.name for file in files}) != len(files):
+        raise Unfit(f"{where}.files should name each file once")
+    return SourceRecord(
+        id=source.get("id", text),
+        location=source.get("location", text),
+        commit=source.get("commit", optional(text)),
+        files=files,
+        index_name=index[0] if index else None,
+        index=index[1] if index else None,
+        aliases=source.get("aliases", mapping(text)),
+    )
 
 
-def _source_file(entry: Mapping[str, Any], path: Path) -> SourceFileRecord:
-    content = entry["header"].encode()
+def _index(value: object, where: str) -> tuple[str, bytes]:
+    index = Record(value, where)
+    return index.get("name", file_name), index.get("content", utf8)
+
+
+def _source_file(value: object, where: str) -> SourceFileRecord:
+    file = Record(value, where)
+    content = file.get("header", utf8)
     return SourceFileRecord(
-        _inside(entry["name"], path),
-        int(entry["size"]),
+        file.get("name", file_name),
+        file.get("size", size),
         len(content).to_bytes(8, "little") + content,
-        entry["checksum"],
+        file.get("checksum", optional(text)),
     )
 
 
-def _record(entry: Mapping[str, Any], path: Path) -> FileRecord:
-    return FileRecord(_inside(entry["name"], path), int(entry["size"]), entry["checksum"])
+def _file_record(value: object, where: str) -> FileRecord:
+    file = Record(value, where)
+    return FileRecord(file.get("name", file_name), file.get("size", size), file.get("checksum", optional(text)))
 
 
-def _inside(name: str, path: Path) -> str:
-    """A relative name that stays in its folder."""
-    parts = Path(name).parts
-    if not parts or Path(name).is_absolute() or ".." in parts:
-        raise CheckpointError(f"{path}: the file name '{name}' points outside the folder")
-    return name
+def _rank_files(mesh: Mesh) -> Reader[tuple[int, tuple[FileRecord, ...]]]:
+    def read(value: object, where: str) -> tuple[int, tuple[FileRecord, ...]]:
+        rank = Record(value, where)
+        return rank.get("rank", whole(0, mesh.size - 1)), rank.get("files", items(_file_record))
+
+    return read
 
 
 # --------------------------------------------------------------------------------------------------------- opening
@@ -304,17 +339,10 @@ def open_sharded(path: Path) -> ShardedCheckpoint:
 
 
 def _config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{path / 'config.json'} is missing", "copy the one of the original model there"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path / 'config.json'} cannot be read: {error}") from None
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path / 'config.json'} is not a JSON object")
-    return with_modelopt(config, path)
+    file = path / "config.json"
+    if not file.exists():
+        raise CheckpointError(f"{file} is missing", "copy the one of the original model there")
+    return with_modelopt(read_config(file), path)
 
 
 def _side_files(path: Path) -> tuple[Path, ...]:
@@ -344,7 +372,8 @@ def _read_rank(path: Path, files: Sequence[Path], rank: int | None) -> tuple[Ran
     first: Identity | None = None
     for file in files:
         header = read_header(file)
-        identity, found = _identity(header.metadata, file)
+        shard = read_shard(header, file)
+        identity, found = shard.identity, shard.rank
         rank = found if rank is None else rank
         if found != rank:
             raise MismatchError(f"{file} is a shard of rank {found}, it stands in the folder of rank {rank}")
@@ -355,7 +384,7 @@ def _read_rank(path: Path, files: Sequence[Path], rank: int | None) -> tuple[Ran
         if twice:
             raise CheckpointError(f"{file}: tensor '{min(twice)}' also stands in {tensors[min(twice)].file.name}")
         tensors.update(header.tensors)
-        places.update(_places(header, file))
+        places.update(zip(header.tensors, shard.places, strict=False))
         weight_files.append(WeightFile(file.relative_to(path).as_posix(), file, file.stat().st_size, header.raw))
     if first is None or rank is None:
         raise CheckpointError(f"{path}: rank {rank} has no safetensors file")
@@ -386,36 +415,41 @@ def _from_headers(path: Path) -> tuple[Identity, dict[int, RankShards]]:
     return first[0], shards
 
 
-def _identity(metadata: Mapping[str, str], file: Path) -> tuple[Identity, int]:
-    try:
-        document = json.loads(metadata[METADATA_KEY])
-        identity = Identity(
-            document["source"],
-            mesh_from_document(document["mesh"], str(file)),
-            _int_dict(document["sizes"]),
-            _int_dict(document["padding"]),
-            document["plan"],
-            _blocks(document.get("blocks")),
-        )
-        return identity, int(document["rank"])
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise CheckpointError(
-            f"{file}: its header does not say which rank of what it is", "it was not written by reshard split"
-        ) from None
+@dataclass(frozen=True)
+class Shard:
+    """What the metadata of a shard file says: which rank of what it is, and the places of its tensors among all."""
+
+    identity: Identity
+    rank: int
+    places: tuple[int, ...]
 
 
-def _places(header: Header, file: Path) -> dict[str, int]:
-    """The places of a file's tensors among all of the model's, where its header says them."""
-    runs = json.loads(header.metadata[METADATA_KEY]).get("places")
-    if runs is None:
-        return {}
+def read_shard(header: Header, file: Path) -> Shard:
+    """What the header of a shard file says. Raises CheckpointError for a file that is no shard."""
+    what, hint = "its header does not say which rank of what it is", "it was not written by reshard split"
+    if METADATA_KEY not in header.metadata:
+        raise CheckpointError(f"{file}: {what}", hint)
     try:
-        if sum(length for _, length in runs) != len(header.tensors):
-            raise ValueError
-        places = [place for start, length in runs for place in range(start, start + length)]
-        return dict(zip(header.tensors, places, strict=True))
-    except (TypeError, ValueError):
-        raise CheckpointError(f"{file}: its header gives the places of other tensors than it holds") from None
+        shard = _shard(sound(strict_json(header.metadata[METADATA_KEY])), "")
+    except ValueError as error:
+        raise CheckpointError(f"{file}: {what}: {error}", hint) from None
+    if shard.places and len(shard.places) != len(header.tensors):
+        raise CheckpointError(f"{file}: its header gives the places of other tensors than it holds")
+    return shard
+
+
+def _shard(value: object, where: str) -> Shard:
+    top = Record(value, where)
+    identity = _identity_of(top, top.get("source", text), top.get("plan", text))
+    return Shard(identity, top.get("rank", whole(0, identity.mesh.size - 1)), top.find("places", _places, ()))
+
+
+def _places(value: object, where: str) -> tuple[int, ...]:
+    """``[[3, 2]]`` for 3 and 4."""
+    runs = items(items(whole(0, _MOST_TENSORS), 2))(value, where)
+    if sum(length for _, length in runs) > _MOST_TENSORS:
+        raise Unfit(f"{where} should be the places of the tensors of one file")
+    return tuple(place for start, length in runs for place in range(start, start + length))
 
 
 def _runs(places: Sequence[int]) -> list[list[int]]:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from formats.documents import LARGEST, Record, optional, size, text, whole
 from formats.errors import CheckpointError
+from formats.files import read_file
 
+_NUMBER = whole(-LARGEST, 2**64)
 _BLOBS = "blobs"
 """The folder of the Hub's cache in which each file is named after its content (its etag)."""
 _DOWNLOADS = ".cache/huggingface/download"
 """Where ``hf download --local-dir`` keeps commit, etag and time of each file (huggingface_hub, _local_folder.py)."""
+_MAX_METADATA = 10_000
+"""Bytes of such a file."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +73,13 @@ class Stamp:
         return document | ({"content": self.content} if self.content else {})
 
 
-def stamp_from_document(document: Mapping[str, Any]) -> Stamp:
-    """The inverse of ``Stamp.to_document``. Raises KeyError, TypeError and ValueError."""
-    content = document.get("content")
-    return Stamp(
-        str(document["name"]), int(document["size"]), int(document["mtime_ns"]), int(document["ctime_ns"]),
-        int(document["inode"]), str(document["host"]), None if content is None else str(content),
-    )  # fmt: skip
+def read_stamp(value: object, where: str) -> Stamp:
+    """The inverse of ``Stamp.to_document`` (a reader of ``formats.documents``)."""
+    stamp = Record(value, where)
+    numbers = {key: stamp.get(key, _NUMBER) for key in ("mtime_ns", "ctime_ns", "inode")}
+    content = stamp.find("content", optional(text), None)
+    name, nbytes, host = stamp.get("name", text), stamp.get("size", size), stamp.get("host", text)
+    return Stamp(name, nbytes, **numbers, host=host, content=content)
 
 
 def stamp_of(path: Path, name: str) -> Stamp:
@@ -95,9 +99,10 @@ def _downloaded(path: Path, name: str, mtime: float) -> str | None:
     """The etag of a file of a download folder, if the file has not been changed since."""
     folder = path.parents[name.count("/")]
     try:
-        _, etag, time = (folder / _DOWNLOADS / f"{name}.metadata").read_text(encoding="utf-8").splitlines()[:3]
+        content = read_file(folder / _DOWNLOADS / f"{name}.metadata", _MAX_METADATA).decode()
+        _, etag, time = content.splitlines()[:3]
         return etag if mtime - 1 <= float(time) else None
-    except (OSError, ValueError):
+    except (CheckpointError, ValueError):
         return None
 
 

@@ -7,12 +7,12 @@ to the byte: in JSON, spaces stand behind it.
 
 from __future__ import annotations
 
-import json
 import re
 import struct
 from collections.abc import Sequence
 from typing import Any
 
+from formats.documents import lenient_json
 from formats.errors import CheckpointError
 
 _INTEGERS = {"I32": "i", "I64": "q"}
@@ -58,7 +58,7 @@ def _stated(data: bytes, dtype: str) -> Any:
 
 def _shape_in_json(data: bytes) -> Any:
     try:
-        document = json.loads(data.decode())
-    except (ValueError, RecursionError):
+        document = lenient_json(data.decode())
+    except ValueError:
         return None
     return document.get("shape") if isinstance(document, dict) else None

@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import math
 import pickletools
+import struct
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from formats.documents import LARGEST
 from formats.errors import CheckpointError
-from formats.safetensors import DTYPE_BITS, TensorInfo
+from formats.files import open_file, unreadable
+from formats.safetensors import DTYPE_BITS, MAX_DIMS, TensorInfo
 
 _DTYPES = {
     "torch.bool": "BOOL", "torch.uint8": "U8", "torch.int8": "I8", "torch.uint16": "U16", "torch.int16": "I16",
@@ -81,14 +84,14 @@ def read_bin(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     for tensors whose bytes are not contiguous, not little-endian or not in the file.
     """
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             if file.read(2) != b"PK":
                 _refuse_foreign(path, file)
             with zipfile.ZipFile(file) as archive:
                 return _read_archive(path, file, archive)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+        raise unreadable(path, error) from error
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, EOFError, OverflowError) as error:
         raise CheckpointError(f"{path}: not a readable zip archive: {error}", _DAMAGED) from error
 
 
@@ -232,7 +235,7 @@ def _interpret(path: Path, pickled: bytes) -> object:
             f"{path}: the pickle asks for {error}; only plain tensors are read (weights_only), and no code is run",
             "if you trust its author, save the weights again with safetensors",
         ) from error
-    except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{path}: the pickle is damaged: {error!s:.200}", _DAMAGED) from error
 
 
@@ -312,7 +315,11 @@ class _Machine:
 
 
 def _are_sizes(values: object) -> bool:
-    return isinstance(values, tuple) and all(type(value) is int and value >= 0 for value in values)
+    return (
+        isinstance(values, tuple)
+        and len(values) <= MAX_DIMS
+        and all(type(value) is int and 0 <= value <= LARGEST for value in values)
+    )
 
 
 def _tensor(storage: object, offset: Any, shape: Any, strides: Any, dtype: str | None, metadata: object) -> _Tensor:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from formats.documents import json_bytes
 from formats.errors import CheckpointError, MismatchError, PlanError
 from formats.mesh import Mesh
 from formats.safetensors import TensorInfo, build_header, parse_header, tensor_bytes
@@ -278,6 +278,7 @@ class _Split:
         self.identity = source.identity(plan)
         self._place = {name: place for place, name in enumerate(source.names_in_order())}
         self._shards = {rank: partition(self._tensors(rank), max_shard_size) for rank in ranks}
+        self._configs = {rank: json_bytes(rank_config(plan, rank)) + b"\n" for rank in ranks}
         self._headers = {
             (rank, shard.name): build_header(shard.tensors, self.identity.metadata(rank, self._places(rank, shard)))
             for rank, shards in self._shards.items()
@@ -331,8 +332,7 @@ class _Split:
     def finish_rank(self, staging: Staging, rank: int) -> tuple[FileRecord, ...]:
         """Write what stands beside a rank's shards; the records of all its files."""
         folder, shards = self.plan.mesh.folder(rank), self._shards[rank]
-        config = json.dumps(rank_config(self.plan, rank), indent=2, ensure_ascii=False) + "\n"
-        records = [staging.write(f"{folder}/config.json", config.encode())]
+        records = [staging.write(f"{folder}/config.json", self._configs[rank])]
         for shard in shards:
             name = f"{folder}/{shard.name}"
             done = staging.finished[name]

@@ -7,6 +7,7 @@ out, 130 interrupted. Nothing heavy is imported before a command needs it: ``res
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from formats.errors import CheckpointError, MismatchError, ReshardError
+from formats.errors import CheckpointError, MismatchError, ReshardError, listed, one_line, printable
 from reshard import __version__
 
 if TYPE_CHECKING:
@@ -429,9 +430,7 @@ def _save_plan(model: Model, file: Path) -> None:
 
     tensors = {name: rules for name, rules in model.architecture.tensors.items() if name in model.used_templates}
     _write_new(file, to_toml(dataclasses.replace(model.architecture, tensors=tensors)), "--save")
-    click.echo(
-        f"Wrote {len(tensors)} rules of '{model.architecture.name}' to {file}. Use it with --plan {file}", err=True
-    )
+    _note(f"Wrote {len(tensors)} rules of '{model.architecture.name}' to {file}. Use it with --plan {file}")
 
 
 def _write_new(file: Path, text: str, option: str) -> None:
@@ -456,10 +455,9 @@ def _write_draft(source: str, file: Path, revision: str | None, token: str | Non
     _write_new(file, draft.text, "--draft")
     count, degrees = len(draft.model.architecture.tensors), valid_degrees(draft.model)
     possible = ", ".join(map(str, degrees[:12])) if degrees != [1] else "1 alone: it splits nothing"
-    click.echo(
+    _note(
         f"Wrote a draft of {count} rules to {file}, {draft.checks} of its lines marked CHECK. It allows the degrees "
-        f"{possible}. Check it, split with --plan {file}, and let 'reshard verify' decide.",
-        err=True,
+        f"{possible}. Check it, split with --plan {file}, and let 'reshard verify' decide."
     )
 
 
@@ -467,7 +465,13 @@ def _write_draft(source: str, file: Path, revision: str | None, token: str | Non
 
 
 def _echo(text: str = "") -> None:
-    click.echo(text)
+    """Print lines; what a terminal would obey in a name that was read is escaped."""
+    click.echo("\n".join(map(printable, text.split("\n"))))
+
+
+def _note(text: str) -> None:
+    """Print one line that is no part of the result."""
+    click.echo(one_line(text), err=True)
 
 
 def _print_json(document: dict[str, Any]) -> None:
@@ -483,7 +487,7 @@ def _print_summary(summary: Summary, source: str, seconds: float, as_json: bool,
     if as_json:
         _print_json(_summary_document(summary, seconds))
     elif quiet:
-        click.echo(str(summary.out))
+        click.echo(os.fsencode(summary.out))
     else:
         click.echo(_summary_text(summary, source, seconds))
 
@@ -591,12 +595,12 @@ def _print_tp_plan(model: Model, tp: int | None, as_json: bool) -> None:
     else:
         _echo(json.dumps(plan.styles, indent=2))
     for name, why in plan.gathered.items():
-        click.echo(f"{name}: split, its vector whole on every rank before and after: {why}", err=True)
+        _note(f"{name}: split, its vector whole on every rank before and after: {why}")
     for name, why in plan.whole.items():
-        click.echo(f"{name}: whole on every rank: {why}", err=True)
+        _note(f"{name}: whole on every rank: {why}")
     if plan.degrees_of:
         counts = " and ".join(map(str, plan.degrees_of))
-        click.echo(f"For degrees that divide {counts}, the number of KV heads; for others give --tp N.", err=True)
+        _note(f"For degrees that divide {counts}, the number of KV heads; for others give --tp N.")
 
 
 def _title(model: Model, source: str) -> str:
@@ -681,8 +685,8 @@ def _print_report(report: Report, path: str) -> None:
         rank = f", rank {report.rank}" if report.rank is not None else ""
         pairs.append(("mesh", f"{report.mesh}{rank}"))
     if report.ranks_missing:
-        pairs.append(("ranks here", ", ".join(map(str, report.ranks_present)) or "none"))
-        pairs.append(("missing", ", ".join(map(str, report.ranks_missing))))
+        pairs.append(("ranks here", listed(report.ranks_present) or "none"))
+        pairs.append(("missing", listed(report.ranks_missing)))
     if report.dtypes:
         of_ranks = " (all ranks here together)" if report.counts_ranks else ""
         kinds = ", ".join(f"{dtype} {count:,}" for dtype, count in report.dtypes.items())
@@ -762,12 +766,21 @@ def _print_compared(compared: Sequence[Compared], folder: Path | None, as_json: 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code."""
     args = list(sys.argv[1:] if arguments is None else arguments)
+    _escape_what_cannot_be_said()
     code = _run(args)
     try:
         sys.stdout.flush()
     except BrokenPipeError:
         code = _closed_pipe()
     raise SystemExit(code)
+
+
+def _escape_what_cannot_be_said() -> None:
+    """Names of files need be no UTF-8, and a terminal's encoding may lack a character: both are shown as ``\\udcff``,
+    which in JSON is the very name.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _run(args: list[str]) -> int:
@@ -798,6 +811,8 @@ def _run(args: list[str]) -> int:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         return _fail(f"{where}{error.strerror or error}", None, code=2, debug=debug)
+    except MemoryError:
+        return _fail("there is not enough memory", None, code=2, debug=debug)
     except Exception as error:
         hint = None if debug else "run the same command with --debug and report what it shows"
         return _fail(f"internal error: {type(error).__name__}: {error}", hint, code=2, debug=debug)
@@ -811,19 +826,15 @@ def _fail(message: str, hint: str | None, *, code: int, debug: bool = False) -> 
         traceback.print_exc()
     colour = _colour_is_wanted()
     label = click.style("Error:", fg="red", bold=True) if colour else "Error:"
-    click.echo(f"{label} {_one_line(message)}", err=True, color=colour)
+    click.echo(f"{label} {one_line(message)}", err=True, color=colour)
     if hint:
-        click.echo(f"Hint: {_one_line(hint)}", err=True)
+        click.echo(f"Hint: {one_line(hint)}", err=True)
     return code
 
 
 def _fail_plainly(message: str, code: int) -> int:
     click.echo(f"reshard: {message}", err=True)
     return code
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
 
 
 def _colour_is_wanted() -> bool:

@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from formats.architecture import architecture_from_document
+from formats.architecture import architecture_from_document, is_index
 from formats.axes import parse
 from formats.checkpoint import open_checkpoint
 from formats.errors import CheckpointError, PlanError
@@ -319,7 +319,7 @@ def _template(name: str) -> tuple[str, dict[str, int]]:
     words: list[str] = []
     indices: dict[str, int] = {}
     for word in name.split("."):
-        if not word.isdigit():
+        if not is_index(word):
             words.append(word)
             continue
         before = re.sub(r"\W", "", words[-1]) if words else "part"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import gc
 import glob
-import json
 import logging
 import re
 import shutil
@@ -22,7 +21,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from formats.documents import MAX_INDEX, json_object, read_document
 from formats.errors import CheckpointError
+from formats.foreign import is_adapter, refuse_foreign
 from formats.mesh import RANK_FOLDER
 
 # Other frameworks' weights, other packagings of the same weights, archives and pictures: all else is small and may
@@ -173,10 +174,11 @@ def _indices(listing: Iterable[str]) -> list[str]:
 
 def _named_by_index(index: Path) -> set[str]:
     try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
-        return {name for name in weight_map.values() if isinstance(name, str)}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        _, content = read_document(index, MAX_INDEX, json_object)
+    except CheckpointError:
         return set()
+    found = content.get("weight_map")
+    return {name for name in found.values() if isinstance(name, str)} if isinstance(found, dict) else set()
 
 
 def _is_needed_to_plan(name: str) -> bool:
@@ -204,6 +206,8 @@ def _download(request: _Request, headers_only: bool) -> Fetched:
     with _bars_off():
         folder = request.snapshot(side)  # by the revision's name, which the cache then knows without the Hub
     weights = weight_files(sizes, folder)
+    if not any(not is_adapter(name) for name in weights):
+        refuse_foreign(request.repo, sizes)
     if not weights:
         raise CheckpointError(
             f"{request.repo} holds no checkpoint: no .safetensors and no pytorch_model*.bin at its top",

@@ -5,20 +5,29 @@ Works without rules for the architecture, and for checkpoints of which something
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from formats.architecture import built_in_file
 from formats.checkpoint import open_checkpoint
-from formats.errors import CheckpointError, MismatchError, PlanError, ReshardError
-from formats.mesh import Mesh, mesh_from_document
-from formats.safetensors import TensorInfo, parse_header, read_header
-from formats.sharded import MANIFEST, METADATA_KEY, Manifest, is_sharded, rank_folders, read_manifest
+from formats.documents import read_config
+from formats.errors import CheckpointError, MismatchError, PlanError, ReshardError, listed
+from formats.foreign import is_adapter, refuse_foreign
+from formats.mesh import Mesh
+from formats.safetensors import Header, TensorInfo, parse_header, read_header
+from formats.sharded import (
+    MANIFEST,
+    METADATA_KEY,
+    Identity,
+    Manifest,
+    is_sharded,
+    rank_folders,
+    read_manifest,
+    read_shard,
+)
 from reshard.output import SUFFIX, staging_of, unfinished_command
 
 
@@ -94,15 +103,15 @@ def _full(path: Path) -> Report:
     report.files, report.nbytes = len(checkpoint.files), sum(file.size for file in checkpoint.files)
     report.format = "safetensors" if all(file.header for file in checkpoint.files) else "PyTorch .bin"
     _count(report, checkpoint.tensors.values())
-    header = checkpoint.files[0].header
-    if header is not None:
-        _take_shard(report, parse_header(header, checkpoint.files[0].path, None).metadata)
+    file = checkpoint.files[0]
+    if file.header is not None:
+        _take_shard(report, parse_header(file.header, file.path, None), file.path)
     return report
 
 
 def _has_weights(path: Path) -> bool:
     endings = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
-    return path.is_dir() and any(file.name.endswith(endings) for file in path.iterdir())
+    return any(file.name.endswith(endings) and not is_adapter(file.name) for file in path.iterdir())
 
 
 def _damaged(report: Report, error: CheckpointError) -> Report:
@@ -112,6 +121,7 @@ def _damaged(report: Report, error: CheckpointError) -> Report:
     files = sorted(report.path.glob("*.safetensors"))
     report.format = "safetensors" if files or list(report.path.glob("*.safetensors.index.json")) else "PyTorch .bin"
     found = files or sorted(report.path.glob("*.bin"))
+    found = [file for file in found if file.is_file()]
     report.files, report.nbytes = len(found), sum(file.stat().st_size for file in found)
     for file in files:
         try:
@@ -124,6 +134,7 @@ def _damaged(report: Report, error: CheckpointError) -> Report:
 
 def _file(path: Path) -> Report:
     if path.suffix != ".safetensors":
+        refuse_foreign(path, [path.name])
         hint = "give the folder that holds config.json and the weights"
         raise CheckpointError(f"{path}: not a folder and no .safetensors file", hint)
     report = Report(path, "one file", "safetensors", files=1, nbytes=path.stat().st_size)
@@ -134,39 +145,31 @@ def _file(path: Path) -> Report:
         report.hint = error.hint
         return report
     _count(report, header.tensors.values())
-    _take_shard(report, header.metadata)
+    _take_shard(report, header, path)
     return report
 
 
-def _take_shard(report: Report, metadata: Mapping[str, str]) -> None:
+def _take_shard(report: Report, header: Header, file: Path) -> None:
     """Take in what a shard's header says, if it is one."""
-    shard = _shard(metadata, report.path)
-    if shard is not None:
-        part = "rank" if report.kind == "full checkpoint" else "file"
-        report.kind = f"one {part} of a split checkpoint"
-        report.mesh, report.rank, report.padding = shard.mesh, shard.rank, shard.padding
-        report.source = shard.source
+    if METADATA_KEY not in header.metadata:
+        return
+    try:
+        shard = read_shard(header, file)
+    except CheckpointError as error:
+        report.problems.append(error.message)
+        return
+    part = "rank" if report.kind == "full checkpoint" else "file"
+    report.kind = f"one {part} of a split checkpoint"
+    report.rank = shard.rank
+    _take_identity(report, shard.identity)
+
+
+def _take_identity(report: Report, identity: Identity) -> None:
+    report.mesh, report.padding = identity.mesh, _padding(identity.padding, identity.sizes)
+    report.source = f"fingerprint {identity.source[:16]}"
 
 
 # ----------------------------------------------------------------------------------------------------------- split
-
-
-@dataclass(frozen=True)
-class _Shard:
-    source: str
-    mesh: Mesh
-    rank: int
-    padding: dict[str, tuple[int, int]]
-
-
-def _shard(metadata: Mapping[str, str], where: Path) -> _Shard | None:
-    try:
-        document = json.loads(metadata[METADATA_KEY])
-        padding = _padding(document["padding"], document["sizes"])
-        mesh = mesh_from_document(document["mesh"], str(where))
-        return _Shard(f"fingerprint {document['source'][:16]}", mesh, int(document["rank"]), padding)
-    except (KeyError, TypeError, ValueError, ReshardError):
-        return None
 
 
 def _padding(padded: Mapping[str, int], sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
@@ -192,7 +195,7 @@ def _split(path: Path) -> Report:
 
 def _from_manifest(report: Report, manifest: Manifest) -> dict[int, list[TensorInfo]]:
     identity = manifest.identity
-    report.mesh, report.padding = identity.mesh, _padding(identity.padding, identity.sizes)
+    _take_identity(report, identity)
     report.source, report.commit = manifest.source.location, manifest.source.commit
     report.architecture = str(manifest.architecture.get("name", "")) or report.architecture
     found: dict[int, list[TensorInfo]] = {}
@@ -221,15 +224,12 @@ def _from_folders(report: Report) -> dict[int, list[TensorInfo]]:
         for file in sorted(folder.glob("*.safetensors")):
             try:
                 header = read_header(file)
+                shard = read_shard(header, file)
             except CheckpointError as error:
                 report.problems.append(error.message)
                 continue
-            shard = _shard(header.metadata, file)
-            if shard is None:
-                report.problems.append(f"{file}: its header does not say which rank of what it is")
-                continue
             if report.mesh is None:
-                report.mesh, report.padding, report.source = shard.mesh, shard.padding, shard.source
+                _take_identity(report, shard.identity)
             report.files += 1
             report.nbytes += file.stat().st_size
             tensors += header.tensors.values()
@@ -253,7 +253,7 @@ def _take_ranks(report: Report, ranks: Mapping[int, object]) -> None:
     report.ranks_present = tuple(sorted(ranks))
     report.ranks_missing = tuple(rank for rank in range(report.mesh.size) if rank not in ranks)
     if report.ranks_missing:
-        missing = ", ".join(map(str, report.ranks_missing))
+        missing = listed(report.ranks_missing)
         many = len(report.ranks_missing) > 1
         report.problems.append(
             f"rank{'s' if many else ''} {missing} of {report.mesh} {'are' if many else 'is'} missing"
@@ -312,19 +312,14 @@ def _staging(path: Path, command: str) -> Report:
 
 
 def _take_config(report: Report, folder: Path) -> None:
-    config = _object(folder / "config.json")
+    try:
+        config = read_config(folder / "config.json")
+    except CheckpointError:  # whoever opens the checkpoint says so
+        config = {}
     model_type = config.get("model_type")
     report.model_type = model_type if isinstance(model_type, str) else None
     known = built_in_file(config)
     report.architecture = known.stem if known else None
-
-
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _count(report: Report, tensors: Iterable[TensorInfo]) -> None:

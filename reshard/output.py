@@ -29,7 +29,7 @@ from typing import IO, Any
 
 from formats.errors import CheckpointError
 from formats.sharded import MANIFEST, FileRecord
-from formats.stamps import Stamp, stamp_from_document
+from formats.stamps import Stamp, read_stamp
 from reshard.checksum import checksum, file_checksum
 from reshard.system import boot_id
 
@@ -255,7 +255,7 @@ class Staging:
         lines = path.read_text().splitlines() if path.is_file() and not path.is_symlink() else []
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
             begin, *entries = (json.loads(line) for line in lines if line.endswith("}"))
-            inputs = [stamp_from_document(document) for document in begin["inputs"]]
+            inputs = [read_stamp(document, "") for document in begin["inputs"]]
             if begin["parts"] == list(self.parts) and _are_same(inputs, self._inputs):
                 for entry in entries:
                     self._adopt(entry, same_boot=begin["boot"] == boot_id() is not None)
@@ -361,7 +361,7 @@ class Staging:
         """Write a small file into the output at once, atomically."""
         path = self.out / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        staged = path.with_name(f".{path.name}.incomplete")
+        staged = path.with_name(".reshard.incomplete")  # not longer than the name, which may be as long as one can be
         with _open_new(staged, "wb") as file:
             file.write(content)
         self._sync(staged)
@@ -393,9 +393,9 @@ def check_output(out: Path, sources: Sequence[Path], *, overwrite: bool, begun: 
     where it is built may not either. Touches nothing.
     """
     for place in (out, staging_of(out)):
-        target = place.resolve()
+        target = Path(os.path.realpath(place))  # Path.resolve does not take a link to itself
         for source in sources:
-            other = source.resolve()
+            other = Path(os.path.realpath(source))
             if target == other or target in other.parents or other in target.parents:
                 what = f"{out} and {source}" if place == out else f"{place}, where {out.name} is built, and {source}"
                 raise CheckpointError(

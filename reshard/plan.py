@@ -11,13 +11,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from formats.architecture import Architecture, Match, Rule
+from formats.architecture import Architecture, Match, Rule, is_index
 from formats.axes import Dim, Factor, Run, Shape, Share, deal, degrees, owned, share
 from formats.blocks import block_size
-from formats.errors import NotationError, PlanError
+from formats.documents import LARGEST
+from formats.errors import NotationError, PlanError, brief
 from formats.mesh import Mesh
-from formats.quantization import Companion, companion, shape_of, stated_shape, takes_heads
+from formats.quantization import Companion, companion, shape_of, stated_shape, takes_heads, unknown_method
 from formats.safetensors import DTYPE_BITS
+from reshard.words import cuts_blocks, does_not_divide
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,10 @@ class Entry:
     """That of the weight, for a tensor that states which shape it has."""
 
 
+_DEEPEST, _MOST_STEPS = 30, 10_000
+"""Sizes that refer to a further one, and those that are looked up to know all. Built-in plans need 2 and 43."""
+
+
 class AxisSizes:
     """The size of every axis for a tensor's indices: from the config, or else as measured on disk."""
 
@@ -94,6 +100,7 @@ class AxisSizes:
             segment[1:-1] for name in architecture.tensors for segment in name.split(".") if segment.startswith("{")
         )
         self._cache: dict[tuple[tuple[str, int], ...], dict[str, int]] = {}
+        self._steps = 0
 
     @cached_property
     def _used_indices(self) -> frozenset[str]:
@@ -132,12 +139,14 @@ class AxisSizes:
         """The sizes for a tensor with these indices; an axis that nobody knows is absent."""
         key = self.key(indices)
         if key not in self._cache:
+            self._steps = 0
             values = {axis: self._config_size(axis, dict(key), ()) for axis in self._architecture.sizes}
             self._cache[key] = {axis: value for axis, value in values.items() if value is not None}
         return {**self.measured, **self._cache[key]}
 
     def holds(self, match: Match) -> Rule | None:
         """The first rule of a line whose condition holds."""
+        self._steps = 0
         for rule in match.rules:
             if rule.when is None or rule.when.evaluate(lambda name: self._look_up(name, match.indices, ())):
                 return rule
@@ -145,6 +154,9 @@ class AxisSizes:
 
     def _config_size(self, axis: str, indices: Mapping[str, int], below: tuple[str, ...]) -> int | None:
         expression = self._architecture.sizes[axis]
+        self._steps += 1
+        if len(below) > _DEEPEST or self._steps > _MOST_STEPS:
+            raise PlanError(f"plan '{self._architecture.name}': the sizes refer to each other without end")
         try:
             value = expression.evaluate(lambda name: self._look_up(name, indices, (*below, axis)))
         except NotationError as error:
@@ -156,8 +168,8 @@ class AxisSizes:
             return None
         if isinstance(value, float) and value.is_integer():  # a width times a factor
             value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise PlanError(f"config.json: axis '{axis}' = '{expression.text}' is {value!r}, not a size")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= LARGEST:
+            raise PlanError(f"config.json: axis '{axis}' = '{expression.text}' is {brief(value)}, not a size")
         return value
 
     def _look_up(self, name: str, indices: Mapping[str, int], below: tuple[str, ...]) -> Any:
@@ -267,7 +279,13 @@ def bind(
         indices = sizes.key(match.indices)
         key = (rule, indices, tensor.shape)
         if key not in fitted:
-            fitted[key] = _fit(tensor, rule, sizes.of(match.indices), _WRONG_BLOCKS if each.belonging else _WRONG_RULE)
+            method = unknown_method(sizes.settings, tensor.name)
+            hint = (
+                f"it is quantized by {method}, a method that is not known here: {_UNQUANTIZED}"
+                if method
+                else (_WRONG_BLOCKS if each.belonging else _WRONG_RULE)
+            )
+            fitted[key] = _fit(tensor, rule, sizes.of(match.indices), hint)
         _check_indices(tensor, match, sizes)
         places = tuple((axis, index) for axis, index in match.indices.items() if axis in dealt)
         stated = stated_shape(each.rule.shapes[0]) if each.belonging and each.belonging.states_shape else None
@@ -303,7 +321,7 @@ def _rule_of(tensor: FullTensor, architecture: Architecture, sizes: AxisSizes) -
     if belonging is not None:
         match = _weight_of(belonging, architecture, sizes)
     if match is None:
-        raise _no_rule(tensor, architecture)
+        raise _no_rule(tensor, architecture, sizes.settings)
     rule = sizes.holds(match)
     if rule is None:
         raise PlanError(f"{tensor.where}: tensor '{tensor.name}': no condition of the rule '{match.template}' holds")
@@ -412,13 +430,21 @@ def _weight_of(belonging: Companion, architecture: Architecture, sizes: AxisSize
     return next((match for match, rule in rules if rule is not None and any(map(takes_heads, rule.shapes))), None)
 
 
-def _no_rule(tensor: FullTensor, architecture: Architecture) -> PlanError:
+def _no_rule(tensor: FullTensor, architecture: Architecture, settings: Mapping[str, Any]) -> PlanError:
     shown = "x".join(map(str, tensor.shape)) if tensor.shape is not None else "?"
+    what = f"{tensor.where}: tensor '{tensor.name}' ({tensor.dtype}, {shown}) has no rule in plan '{architecture.name}'"
+    method = unknown_method(settings, tensor.name)
+    if method is not None:
+        return PlanError(f"{what}: the model is quantized by {method}, a method that is not known here", _UNQUANTIZED)
+    save = "save the plan with 'reshard plan SOURCE --save FILE'"
+    module = tensor.name.rpartition(".")[0]
+    weight = architecture.match(f"{module}.weight")
+    if weight is not None:  # numbers would make it whole on every rank, which is wrong for a part of a split weight
+        rule = f"'{weight.rules[0].shapes[0]}'"
+        beside = f"say its dimensions in the axes of '{module}.weight' beside it ({rule}) if it belongs to that"
+        return PlanError(what, f"{save}, add a line for it, and pass it with --plan FILE; {beside}")
     line = f'"{tensor.name}" = "{" ".join(map(str, tensor.shape or ()))}"'
-    return PlanError(
-        f"{tensor.where}: tensor '{tensor.name}' ({tensor.dtype}, {shown}) has no rule in plan '{architecture.name}'",
-        f"save the plan with 'reshard plan SOURCE --save FILE', add a line such as {line}, pass it with --plan FILE",
-    )
+    return PlanError(what, f"{save}, add a line such as {line}, pass it with --plan FILE")
 
 
 def _measure(sizes: AxisSizes, found: Iterable[tuple[FullTensor, Shape, Match]]) -> None:
@@ -448,6 +474,7 @@ def _measure(sizes: AxisSizes, found: Iterable[tuple[FullTensor, Shape, Match]])
                 )
 
 
+_UNQUANTIZED = "split the model as it was before it was quantized, or quantized by a method in docs/quantization.md"
 _WRONG_RULE = "either config.json does not belong to these weights, or the rule is wrong for them (see --plan)"
 _WRONG_BLOCKS = "either config.json does not belong to these weights, or they are quantized in blocks of another size"
 
@@ -692,8 +719,7 @@ class Refusal:
     def __str__(self) -> str:
         if self.cut is not None:
             return self.cut
-        names = " x ".join(f"{axis} {size}" for axis, size in self.family)
-        return f"{names} cannot be dealt to {self.degree} ranks"
+        return does_not_divide(self.family, self.degree)
 
 
 def refusal(model: Model, mesh_dim: str, degree: int, *, pad: bool = True, same_ranks: bool = False) -> Refusal | None:
@@ -718,7 +744,8 @@ def _cut_block(model: Model, mesh_dim: str, degree: int, *, pad: bool, same_rank
                 for dim in tensor.rule.unfolded(sizes).dims:
                     owned(dim, sizes, shares)
         except NotationError as error:
-            return Refusal(degree, (), f"tensor '{tensor.name}': {error.message}", tensor.advice)
+            why = cuts_blocks(dim, sizes, shares) or error.message
+            return Refusal(degree, (), f"tensor '{tensor.name}': {why}", tensor.advice)
     return None
 
 
@@ -729,8 +756,7 @@ def valid_degrees(
     families = list(_families(model, mesh_dim, pad=pad, same_ranks=same_ranks))
     if not families:  # nothing is dealt, or only what may be padded
         return list(range(1, limit + 1)) if _is_dealt(model, mesh_dim) else [1]
-    common = set.intersection(*(degrees(family, sizes) for family, sizes in families))
-    found = sorted(degree for degree in common if degree <= limit)
+    found = sorted(set.intersection(*(degrees(family, sizes, limit) for family, sizes in families)))
     return [d for d in found if _cut_block(model, mesh_dim, d, pad=pad, same_ranks=same_ranks) is None]
 
 
@@ -790,7 +816,7 @@ def _places(
     if not rest:
         yield settings, first, indices
         return
-    keys = [key for key in settings if key.isdigit()] if first.startswith("{") else [first]
+    keys = [key for key in settings if is_index(key)] if first.startswith("{") else [first]
     for key in keys:
         if isinstance(settings.get(key), dict):
             found = {first[1:-1]: int(key)} if first.startswith("{") else {}

@@ -20,6 +20,7 @@ from formats.architecture import (
 from formats.blocks import block_size
 from formats.checkpoint import Checkpoint, WeightFile, fingerprint, open_checkpoint
 from formats.errors import CheckpointError, MismatchError
+from formats.files import read_file
 from formats.mesh import Mesh
 from formats.safetensors import DTYPE_BITS, TensorInfo, parse_header
 from formats.sharded import (
@@ -37,7 +38,7 @@ from formats.stamps import Stamp, stamp_of
 from reshard.blocks import with_blocks
 from reshard.checksum import PartialSum, sum_part
 from reshard.output import unfinished_command
-from reshard.plan import FullTensor, Model, Plan, bind, make_plan
+from reshard.plan import AxisSizes, FullTensor, Model, Plan, bind, make_plan
 from reshard.reading import SourceFile, SourcePlace
 
 UNSPLIT = Mesh((("tp", 1),))
@@ -80,13 +81,7 @@ class Source:
 
     def read_side_files(self) -> dict[str, bytes]:
         """The content of the side files, by their relative names. Raises CheckpointError."""
-        found = {}
-        for path in self.side_files:
-            try:
-                found[path.relative_to(self.path).as_posix()] = path.read_bytes()
-            except OSError as error:
-                raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-        return found
+        return {path.relative_to(self.path).as_posix(): read_file(path) for path in self.side_files}
 
     def check_unchanged(self) -> None:
         """Raise MismatchError if a file is no longer in the state in which it was opened."""
@@ -152,7 +147,7 @@ def open_source(
 
     Raises CheckpointError, MismatchError and PlanError.
     """
-    where = location or str(path.resolve())
+    where = location or os.path.realpath(path)
     if unfinished_command(path) is not None:
         raise CheckpointError(f"{path} is unfinished output", "run the command that began it again: it goes on")
     stamps = _stamps(path)
@@ -206,6 +201,7 @@ def _open_sharded(path: Path, location: str, plan_file: Path | None, stamps: Map
     sharded = open_sharded(path)
     identity, manifest = sharded.identity, sharded.manifest
     architecture = _architecture(sharded, plan_file)
+    _check_sizes(AxisSizes(architecture, sharded.config, {}).of({}), identity.sizes, path)
     holders = {name: info for rank in reversed(sharded.ranks) for name, info in rank.tensors.items()}
     names = _names(sharded)
     infos = [holders[name] for name in names]
@@ -230,6 +226,16 @@ def _open_sharded(path: Path, location: str, plan_file: Path | None, stamps: Map
             "pass the plan file of the split with --plan",
         )
     return source
+
+
+def _check_sizes(said: Mapping[str, int], split: Mapping[str, int], path: Path) -> None:
+    """The config is the one of the split: else a rank's part would be taken for that of another model."""
+    for axis in sorted(said.keys() & split.keys()):
+        if said[axis] != split[axis]:
+            raise MismatchError(
+                f"{path / 'config.json'}: '{axis}' is {said[axis]} by it, and was {split[axis]} when this was split",
+                "put the config.json of the split there again",
+            )
 
 
 def _architecture(sharded: ShardedCheckpoint, plan_file: Path | None) -> Architecture:

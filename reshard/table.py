@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from formats.architecture import Architecture
+from formats.architecture import Architecture, is_index
 from formats.safetensors import DTYPE_BITS, tensor_bytes
 from reshard.plan import Entry, Layout, Plan
 from reshard.transfer import segments_of
@@ -200,7 +200,7 @@ def all_reduces(plan: Plan) -> tuple[AllReduce, AllReduce]:
             continue
         kind = _plain_kind(entry, architecture)
         if kind == "row":
-            layer = next((word for word in entry.name.split(".") if word.isdigit()), None)
+            layer = next((word for word in entry.name.split(".") if is_index(word)), None)
             blocks[entry.template, layer] = _output_size(entry)
         elif kind == "vocabulary":
             vocabulary[entry.template] = max(n for i, n in enumerate(layout.full) if i not in layout.parallel_dims)

@@ -286,7 +286,7 @@ def test_wrong_paths(model: Path, tp4: Path, tmp_path: Path) -> None:
 
 def test_wrong_degrees_and_ranks(model: Path, tmp_path: Path) -> None:
     text = refused("split", model, tmp_path / "out", "--tp", "3")
-    assert "kv 4 x group 2" in text
+    assert "8 attention heads do not divide by 3" in text
     assert "valid degrees: 1, 2, 4, 8" in text
     assert "--tp 0" in refused("split", model, tmp_path / "out", "--tp", "0")
     assert "--rank 4" in refused("split", model, tmp_path / "out", "--tp", "4", "--rank", "4")
@@ -510,7 +510,7 @@ def test_plan_without_a_degree_lists_all(model: Path) -> None:
     assert found["valid_degrees"] == [1, 2, 4, 8]
     refusals = {entry["tp"]: entry["reason"] for entry in found["degrees"] if not entry["valid"]}
     assert set(refusals) >= {3, 5, 6, 7, 10, 12}
-    assert refusals[6] == "kv 4 x group 2 cannot be dealt to 6 ranks"
+    assert refusals[6] == "8 attention heads do not divide by 6"
     text = ok("plan", model)
     assert re.search(r"^ +8  yes .*on other ranks too, vocab padded 101 -> 104$", text, re.MULTILINE)
     assert "Valid degrees: 1, 2, 4, 8." in text

@@ -24,7 +24,9 @@ import numpy.typing as npt
 
 from formats.axes import Run
 from formats.checkpoint import WEIGHT_SUFFIXES
+from formats.documents import read_config
 from formats.errors import CheckpointError, PlanError, ReshardError
+from formats.files import read_file
 from formats.mesh import RANK_FOLDER
 from formats.safetensors import DTYPE_BITS, TensorInfo
 from formats.sharded import is_sharded
@@ -268,7 +270,7 @@ class _Structure:
         for rank, tensors in enumerate(self.shards.ranks):
             self._check_tensors(rank, tensors)
         config = "config.json"
-        self._check_config(config, _read_json(self.original.path / config), self.shards.path / config)
+        self._check_config(config, read_config(self.original.path / config), self.shards.path / config)
         self._check_side_files()
         if self.shards.sharded is not None:
             self._check_identity()
@@ -331,14 +333,15 @@ class _Structure:
                 self._check_index(rank, root / folder / "model.safetensors.index.json")
 
     def _check_index(self, rank: int, path: Path) -> None:
-        found = _read_json(path)
-        expected = {name: info.file.name for name, info in self.shards.ranks[rank].items()}
-        if found is not None and (not isinstance(found, dict) or found.get("weight_map") != expected):
+        if not path.exists():
+            return
+        found, expected = _read_json(path), {name: i.file.name for name, i in self.shards.ranks[rank].items()}
+        if found is None or found.get("weight_map") != expected:
             self.problems.append(f"{path}: does not say in which file each tensor lies")
 
     def _check_config(self, name: str, expected: Mapping[str, Any], path: Path) -> None:
         found = _read_json(path)
-        if not isinstance(found, dict):
+        if found is None:
             if path.exists():
                 self.problems.append(f"{path}: is not a JSON object")
             elif name not in self.missing:
@@ -354,14 +357,15 @@ class _Structure:
         for file in self.shards.side_files:
             name = file.relative_to(self.shards.path)
             twin = self.original.path / name
-            if name.as_posix() != "config.json" and twin.is_file() and twin.read_bytes() != file.read_bytes():
+            if name.as_posix() != "config.json" and twin.is_file() and read_file(twin) != read_file(file):
                 self.problems.append(f"{file}: is not the original's")
 
 
-def _read_json(path: Path) -> Any:
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """The object that a file holds; None if it holds none."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_config(path)
+    except CheckpointError:
         return None
 
 

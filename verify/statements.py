@@ -6,7 +6,6 @@ are read here in a way of their own.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from formats.documents import lenient_json
 from formats.errors import CheckpointError
 from formats.safetensors import TensorInfo
 
@@ -52,8 +52,10 @@ def says(found: bytes, original: bytes, dtype: str, shape: Sequence[int]) -> boo
     if dtype in _INTEGERS:
         return np.array_equal(np.frombuffer(found, _INTEGERS[dtype]), shape)
     try:
-        theirs, ours = json.loads(found), json.loads(original)
+        theirs, ours = lenient_json(found), lenient_json(original)
     except ValueError:
+        return False
+    if not isinstance(ours, dict):
         return False
     alike = _LIST.sub(b"[]", found) == _LIST.sub(b"[]", original)
     padded = all(_PADDED.fullmatch(part) for part in _LIST.findall(found))

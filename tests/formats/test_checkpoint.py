@@ -185,7 +185,7 @@ def test_no_config(tmp_path: Path) -> None:
         (b"", "not valid JSON"),
         (b"\xff\xfe\xfa", "not valid JSON"),
         (b"[" * 200_000, "not valid JSON"),
-        (b"[1]", "should hold a JSON object and holds [1]"),
+        (b"[1]", "should be a JSON object and is [1]"),
     ],
 )
 @pytest.mark.parametrize("name", ["config.json", SAFE_INDEX])

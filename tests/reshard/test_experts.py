@@ -88,7 +88,7 @@ def test_fused_experts_are_cut_along_their_first_dimension(tmp_path):
 def test_degrees(tmp_path):
     source = zoo.save("mixtral", tmp_path / "source")
     assert valid_degrees(plan(source).model, "ep") == [1, 2, 3, 6]
-    with pytest.raises(PlanError, match="--ep 4 is not possible: expert 6 cannot be dealt to 4 ranks"):
+    with pytest.raises(PlanError, match="--ep 4 is not possible: 6 experts do not divide by 4"):
         split(source, tmp_path / "out", ep=4)
     with pytest.raises(PlanError, match="cannot be over the same ranks"):
         split(source, tmp_path / "out", tp=2, ep=3, same_ranks=True)
@@ -128,5 +128,5 @@ def test_places_of_other_tensors_are_refused(tmp_path):
         tensors = [(t.name, t.dtype, t.shape) for t in header.tensors.values()]
         changed = build_header(tensors, {**header.metadata, "reshard": json.dumps(document)})
         path.write_bytes(changed + bytes(sum(t.nbytes for t in header.tensors.values())))
-        with pytest.raises(CheckpointError, match=r"rank-00-of-02/model\.safetensors: its header gives the places of"):
+        with pytest.raises(CheckpointError, match=r"rank-00-of-02/model\.safetensors: its header .*places"):
             merge(tmp_path / "out", tmp_path / "merged")

@@ -163,7 +163,7 @@ def test_a_degree_that_cuts_a_block_is_refused(name, packing, tmp_path):
     bound = open_source(source).model
     if method.block is None:
         assert valid_degrees(bound) == [1, 2, 4, 8]
-        message = r"--tp 16 is not possible: kv 4 x group 2 cannot be dealt to 16 ranks"
+        message = r"--tp 16 is not possible: 8 attention heads do not divide by 16"
     else:
         assert valid_degrees(bound) == [1, 2, 4]
         message = r"--tp 8 is not possible: tensor 'model\.layers\.0\.\S+': rows \d+ to \d+ of '.*' cut a block of \d+"

@@ -165,8 +165,8 @@ def test_a_file_that_was_not_written_by_split(shards, tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda text: "{", ("reshard.json", "is not a manifest", "JSON")),
-        (lambda text: "[]", ("reshard.json", "is not a manifest")),
+        (lambda text: "{", ("reshard.json", "not valid JSON")),
+        (lambda text: "[]", ("reshard.json", "should be a JSON object and is []")),
         (lambda text: text.replace('"version": 1', '"version": 99'), ("reshard.json", "version 99")),
         (lambda text: text.replace('"tp": 8', '"tp": -1'), ("reshard.json", "no mesh dimension")),
         (
@@ -220,7 +220,8 @@ def test_a_tensor_without_a_rule(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("tp", "words"), [(3, ("kv 4 x group 2", "3 ranks")), (16, ("16 ranks",)), (0, ("at least 1",))]
+    ("tp", "words"),
+    [(3, ("8 attention heads do not divide by 3",)), (16, ("do not divide by 16",)), (0, ("at least 1",))],
 )
 def test_degrees_that_are_not_possible(source, tmp_path, tp, words):
     with refused(PlanError, f"--tp {tp} is not possible", *words):

@@ -251,7 +251,7 @@ def test_padding_is_zero_recorded_and_stripped_once(tmp_path):
     assert without_manifest(tmp_path / "out4") == without_manifest(tmp_path / "direct4"), "padding is not padded again"
     merge(tmp_path / "out", tmp_path / "merged")
     assert contents(tmp_path / "merged") == contents(source)
-    with pytest.raises(PlanError, match=r"--tp 4 is not possible: vocab 37 cannot be dealt to 4 ranks"):
+    with pytest.raises(PlanError, match=r"--tp 4 is not possible: a vocabulary of 37 does not divide by 4"):
         split(source, tmp_path / "refused", 4, padding=Padding(allowed=False))
     assert not (tmp_path / "refused").exists()
 

@@ -1,0 +1,235 @@
+"""Documents that are read from outside (config, index, manifest, shard metadata), checked at once against what they
+should be.
+
+A description is a *reader*: a function that takes a value and its place in the document, and gives back what the code
+goes on with, or raises ``Unfit`` that names the place. Readers are put together: ``mapping(text)``, ``optional(size)``,
+and a function with a ``Record`` for an object whose fields differ. What has been read needs no second look.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any, NoReturn, TypeVar
+
+from formats.errors import CheckpointError, brief
+from formats.files import read_file
+
+T = TypeVar("T")
+Reader = Callable[[object, str], T]
+
+LARGEST = 2**63 - 1
+"""The largest size, count or offset: what a file format and the operating system can express."""
+LONGEST_NUMBER = 1024
+"""Bits of an integer that is no size; as large as a float."""
+DEEPEST = 100
+"""Objects and lists within each other. transformers' own configs have 6."""
+MAX_CONFIG = 64 << 20
+"""Bytes of a ``config.json``; those with the names of 20,000 classes have 2 MB."""
+MAX_INDEX = MAX_MANIFEST = 256 << 20
+"""Bytes of an index of tensors (that of 100,000 tensors has 10 MB), and of a manifest, which holds that index and the
+headers of all source files.
+"""
+
+
+class Unfit(ValueError):  # noqa: N818  # it never leaves as it is
+    """What a document should be, and is not: one line."""
+
+
+# -------------------------------------------------------------------------------------------------------- documents
+
+
+def read_document(path: Path, limit: int, reader: Reader[T], *, hint: str | None = None) -> tuple[bytes, T]:
+    """A file of strict JSON as it is, and what ``reader`` makes of it. Raises CheckpointError that names the file."""
+    raw = read_file(path, limit)
+    try:
+        return raw, reader(sound(strict_json(raw.decode("utf-8-sig"))), "")
+    except Unfit as error:
+        raise CheckpointError(f"{path}: {error}", hint) from None
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not valid JSON: {error}", hint or "fetch or copy the file again") from None
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A ``config.json``: a JSON object as Python's own reader takes it, and transformers. Raises CheckpointError."""
+    raw = read_file(path, MAX_CONFIG)
+    try:
+        return json_object(sound(lenient_json(raw)), "")
+    except Unfit as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not valid JSON: {error}", "fetch or copy the file again") from None
+
+
+def strict_json(text: str) -> Any:
+    """Parse JSON, refusing what Python's parser forgives: repeated keys, ``NaN`` and ``Infinity``.
+
+    Raises ``ValueError`` with the reason.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def lenient_json(text: str | bytes) -> Any:
+    """Parse JSON as Python's parser does. Raises ``ValueError`` with the reason."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def json_bytes(document: Any, *, indent: int | None = 2) -> bytes:
+    """A document as JSON in UTF-8. Half a surrogate pair (also: a byte of a file name that is no UTF-8) is escaped."""
+    return json.dumps(document, indent=indent, ensure_ascii=False).encode("utf-8", "backslashreplace")
+
+
+def sound(document: T) -> T:
+    """The same document, unless it is nested so deeply, or has a number of so many digits, that to go on would fail.
+
+    Raises ``ValueError``.
+    """
+    level: list[object] = [document]
+    for _ in range(DEEPEST):
+        below: list[object] = []
+        for value in level:
+            for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else (value,):
+                if isinstance(item, int) and item.bit_length() > LONGEST_NUMBER:
+                    raise Unfit(f"holds a number of about {item.bit_length() * 3 // 10:,} digits")
+                if isinstance(item, (dict, list)):
+                    below.append(item)
+        if not below:
+            return document
+        level = below
+    raise Unfit(f"is nested more than {DEEPEST} levels deep")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"{twice!r} appears twice")
+    return found
+
+
+def _refuse_constant(word: str) -> NoReturn:
+    raise ValueError(f"{word} is not JSON")
+
+
+# ---------------------------------------------------------------------------------------------------------- readers
+
+
+def unfit(where: str, what: str, value: object) -> Unfit:
+    """``ranks[3].rank should be a number of a rank and is "x"``."""
+    return Unfit(f"{where} should be {what} and is {brief(value)}".lstrip())
+
+
+def anything(value: object, where: str) -> Any:
+    """Whatever it is."""
+    return value
+
+
+def text(value: object, where: str) -> str:
+    """A string."""
+    if not isinstance(value, str):
+        raise unfit(where, "a text", value)
+    return value
+
+
+def utf8(value: object, where: str) -> bytes:
+    """A string, as bytes."""
+    try:
+        return text(value, where).encode()
+    except UnicodeEncodeError:
+        raise unfit(where, "valid Unicode", value) from None
+
+
+def whole(low: int, high: int = LARGEST) -> Reader[int]:
+    """An integer from ``low`` to ``high``."""
+    bounds = f"a whole number from {low}" + (f" to {high}" if high < LARGEST else " on")
+
+    def read(value: object, where: str) -> int:
+        if type(value) is not int or not low <= value <= high:
+            raise unfit(where, bounds, value)
+        return value
+
+    return read
+
+
+size = whole(0)
+"""A size, a count, an offset."""
+
+
+def truth(value: object, where: str) -> bool:
+    """True or false."""
+    if not isinstance(value, bool):
+        raise unfit(where, "true or false", value)
+    return value
+
+
+def json_object(value: object, where: str) -> dict[str, Any]:
+    """An object, whatever is in it."""
+    if not isinstance(value, dict):
+        raise unfit(where, "a JSON object", value)
+    return value
+
+
+def optional(reader: Reader[T]) -> Reader[T | None]:
+    """What ``reader`` reads, or null."""
+    return lambda value, where: None if value is None else reader(value, where)
+
+
+def items(reader: Reader[T], count: int | None = None) -> Reader[tuple[T, ...]]:
+    """A list, of ``count`` items if that is given."""
+
+    def read(value: object, where: str) -> tuple[T, ...]:
+        if not isinstance(value, list) or (count is not None and len(value) != count):
+            raise unfit(where, "a list" if count is None else f"a list of {count}", value)
+        return tuple(reader(item, f"{where}[{place}]") for place, item in enumerate(value))
+
+    return read
+
+
+def mapping(reader: Reader[T]) -> Reader[dict[str, T]]:
+    """An object whose values are alike."""
+    return lambda value, where: {
+        key: reader(item, f"{where}.{key}" if where else key) for key, item in json_object(value, where).items()
+    }
+
+
+def file_name(value: object, where: str) -> str:
+    """A relative name with ``/`` that stays in its folder."""
+    name = text(value, where)
+    if not is_inside(name):
+        raise Unfit(f"{where}: the file name {brief(name)} points outside the folder")
+    return name
+
+
+def is_inside(name: str) -> bool:
+    """Whether a name with ``/`` is that of something below the folder that it is relative to."""
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
+
+
+class Record:
+    """An object whose fields are read one by one."""
+
+    def __init__(self, value: object, where: str) -> None:
+        self._fields: Mapping[str, object] = json_object(value, where)
+        self._where = where
+
+    def get(self, key: str, reader: Reader[T]) -> T:
+        """A field that must be there."""
+        if key not in self._fields:
+            raise Unfit(f"{self._where} has no {key!r}".lstrip())
+        return reader(self._fields[key], self._place(key))
+
+    def find(self, key: str, reader: Reader[T], default: T) -> T:
+        """A field that may be missing."""
+        return reader(self._fields[key], self._place(key)) if key in self._fields else default
+
+    def _place(self, key: str) -> str:
+        return f"{self._where}.{key}" if self._where else key

@@ -1,0 +1,115 @@
+"""Folders in other programs' forms, and models quantized by methods that are not known: named, with what to do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from formats.errors import CheckpointError, PlanError
+from formats.foreign import foreign
+from reshard.api import plan, split
+from reshard.inspect import inspect
+from tests.support import LLAMA, write_checkpoint, write_file
+
+
+def folder(path: Path, *names: str) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(b"{}")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("names", "what", "hint"),
+    [
+        (["config.json", "pytorch_model-00001-of-00002.bin"], "pytorch_model.bin.index.json is missing", "fetch"),
+        (["adapter_config.json", "adapter_model.safetensors"], "a PEFT adapter", "merge_and_unload"),
+        (["adapter_config.json", "adapter_model.bin", "config.json"], "a PEFT adapter", "merge_and_unload"),
+        (["model_index.json", "unet/diffusion_pytorch_model.safetensors"], "a diffusers pipeline", "text_encoder"),
+        (["model-Q4_K_M.gguf", "config.json"], "GGUF, the format of llama.cpp", "safetensors checkpoint"),
+        (["latest_checkpointed_iteration.txt", "iter_0000100/mp_rank_00/model_rng.pt"], "Megatron-LM", "AutoBridge"),
+        (["iter_0000100/mp_rank_00_001/model_rng.pt"], "Megatron-LM", "AutoBridge"),
+        (["iter_0000100/.metadata", "iter_0000100/common.pt", "iter_0000100/0.distcp"], "Megatron-LM", "AutoBridge"),
+        ([".metadata", "__0_0.distcp", "__1_0.distcp"], "a distributed checkpoint of PyTorch", "merge-weights"),
+        (["pytorch_model_fsdp_0/.metadata", "pytorch_model_fsdp_0/__0_0.distcp"], "distributed", "merge-weights"),
+        (["latest", "zero_to_fp32.py", "global_step9/mp_rank_00_model_states.pt"], "DeepSpeed", "zero_to_fp32.py"),
+        (["global_step9/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"], "DeepSpeed", "zero_to_fp32.py"),
+        (["consolidated.00.pth", "params.json"], "Meta's own form", "weights_to_hf"),
+        (["config.json", "tf_model.h5"], "TensorFlow or Flax", "from_tf"),
+    ],
+)  # fmt: skip
+def test_it_is_named(tmp_path: Path, names: list[str], what: str, hint: str) -> None:
+    path = folder(tmp_path / "model", *names)
+    for command in (plan, inspect):
+        if command is inspect and names[-1].endswith("00002.bin"):
+            report = inspect(path)
+            assert what in report.problems[0] and hint in str(report.hint)
+            continue
+        with pytest.raises(CheckpointError) as error:
+            command(path)
+        assert f"{path} is" in error.value.message and what in error.value.message
+        assert hint in str(error.value.hint)
+
+
+def test_one_file_is_named(tmp_path: Path) -> None:
+    folder(tmp_path, "model.gguf")
+    for command in (plan, inspect):
+        with pytest.raises(CheckpointError, match="is GGUF"):
+            command(tmp_path / "model.gguf")
+
+
+def test_a_checkpoint_beside_other_forms_is_read(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source")
+    folder(source, "adapter_config.json", "adapter_model.safetensors", "model.gguf", "latest", "zero_to_fp32.py")
+    split(source, tmp_path / "out", 2)
+
+
+def test_what_is_of_no_known_kind() -> None:
+    assert foreign(["config.json", "weights.dat"]) is None
+
+
+def test_a_part_of_a_diffusers_pipeline(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source")
+    (source / "config.json").write_text('{"_class_name": "UNet2DConditionModel", "_diffusers_version": "0.30.0"}')
+    with pytest.raises(PlanError, match="a model of diffusers"):
+        plan(source)
+
+
+@pytest.mark.parametrize(
+    ("settings", "tensor", "method"),
+    [
+        ({"quantization": {"group_size": 64, "bits": 4}}, ("scales", "BF16", (48, 1)), "MLX"),
+        ({"quantization_config": {"group_size": 64, "bits": 4, "mode": "affine"}}, ("biases", "BF16", (48, 1)), "MLX"),
+        ({"quantization": {"group_size": 64, "bits": 4}}, ("weight", "U32", (48, 3)), "MLX"),
+        ({"quantize": "w8a8"}, ("quant_bias", "I32", (48,)), "Ascend's msModelSlim"),
+        ({}, ("weight_offset", "BF16", (48, 1)), "Ascend's msModelSlim"),
+        ({"quantization_config": {"quant_method": "quanto"}}, ("weight._data", "I8", (48, 20)), "'quanto'"),
+        ({"quantization_config": {"quant_method": "hqq"}}, ("W_q", "U8", (24, 20)), "'hqq'"),
+    ],
+)
+def test_a_method_that_is_not_known_is_named(tmp_path: Path, settings: dict, tensor: tuple, method: str) -> None:
+    """To be advised to write a line of numbers would be wrong: each rank would have the whole of a part of a weight."""
+    name, dtype, shape = tensor
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(LLAMA | settings))
+    write_file(source / "model.safetensors", [(f"model.layers.0.self_attn.q_proj.{name}", dtype, shape)])
+    with pytest.raises(PlanError) as error:
+        plan(source)
+    said = f"{error.value.message} {error.value.hint}"
+    assert f"quantized by {method}, a method that is not known here" in said
+    assert "split the model as it was before it was quantized" in said and "add a line" not in said
+
+
+def test_what_stands_beside_a_weight_is_not_advised_to_be_whole(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(LLAMA))
+    write_file(source / "model.safetensors", [("model.layers.0.self_attn.q_proj.unheard", "F32", (48, 1))])
+    with pytest.raises(PlanError) as error:
+        plan(source)
+    assert "in the axes of 'model.layers.0.self_attn.q_proj.weight' beside it" in str(error.value.hint)
+    assert '"48 1"' not in str(error.value.hint)

@@ -97,6 +97,8 @@ def _full(path: Path) -> Report:
     header = checkpoint.files[0].header
     if header is not None:
         _take_shard(report, parse_header(header, checkpoint.files[0].path, None).metadata)
+    if report.rank is None:
+        _check_whole(report)
     return report
 
 
@@ -275,7 +277,7 @@ def _count_full(report: Report, manifest: Manifest | None, ranks: Mapping[int, l
 
 
 def _check_whole(report: Report) -> None:
-    """All that a merge would check before it moves a byte."""
+    """All that a split or a merge would check before it moves a byte."""
     from reshard.source import open_source
 
     try:

@@ -145,7 +145,7 @@ class _Found:
 
     def count(self, stack: str, outer: At) -> int | None:
         """How many members a stack must have; None where the config does not say, or it predicts further tokens."""
-        return self._counts(stack, outer)[0] if self.is_dealt(stack) else None
+        return self._counts(stack, outer)[0] if self.is_dealt(stack) and not _further(stack) else None
 
     def is_further(self, stack: str, at: At) -> bool:
         """Whether a member of a stack, or of one around it, predicts further tokens."""

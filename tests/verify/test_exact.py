@@ -514,12 +514,12 @@ def test_memory_is_bounded_and_torch_is_not_imported(tmp_path: Path) -> None:
     config = {"model_type": "llama", "hidden_size": hidden, "num_attention_heads": 32, "vocab_size": rows,
               "intermediate_size": 64, "num_hidden_layers": 1}  # fmt: skip
     (original / "config.json").write_text(json.dumps(config))
-    names = {"model.embed_tokens.weight": (rows, hidden), "model.layers.0.self_attn.q_proj.weight": (hidden, hidden)}
-    tensors = [(name, "BF16", shape) for name, shape in names.items()]
+    attention = {f"model.layers.0.self_attn.{name}_proj.weight": (hidden, hidden) for name in "qo"}
+    tensors = [(name, "BF16", shape) for name, shape in {"model.embed_tokens.weight": (rows, hidden), **attention}.items()]
     with (original / "model.safetensors").open("wb") as file:
         header = build_header(tensors, {"format": "pt"})
         file.write(header)
-        file.truncate(len(header) + (rows + hidden) * hidden * 2)
+        file.truncate(len(header) + (rows + 2 * hidden) * hidden * 2)
     split(original, tmp_path / "out", 4)
     command = [sys.executable, "-c", MEASURE, str(original), str(tmp_path / "out")]
     root = Path(__file__).parents[2]

@@ -205,7 +205,8 @@ def architecture_from_document(document: Mapping[str, Any], name: str, where: st
 
 
 _KEYS = {
-    "name", "model_types", "classes", "prefixes", "section", "partial", "sizes", "parallel", "config", "tensors", "modules",
+    "name", "model_types", "classes", "prefixes", "section", "partial",
+    "sizes", "parallel", "config", "tensors", "modules",
 }  # fmt: skip
 
 

@@ -232,7 +232,7 @@ def _missing_indices(found: _Found) -> Iterator[str]:
 
 def _like(members: Mapping[At, set[str]], outer: At, indices: Iterable[int], index: int) -> int:
     """The member of a stack that tells what another one would have: the nearest of those that have most."""
-    return min(indices, key=lambda other: (-len(members[*outer, other]), abs(other - index)))
+    return min(indices, key=lambda other: (-len(members[(*outer, other)]), abs(other - index)))
 
 
 def _missing_in_some(found: _Found) -> Iterator[str]:
@@ -345,8 +345,8 @@ def _first_needed(found: _Found, templates: Sequence[str], beside: str) -> Itera
 
 def _missing_layers(found: _Found) -> Iterator[str]:
     """Something of each layer, where there is none at all."""
-    stacks = dict.fromkeys(stack for template in found.architecture.tensors for stack, _ in _around(template))
-    stacks = [stack for stack in stacks if len(_axes(stack)) == 1 and found.count(stack, ())]
+    known = dict.fromkeys(stack for template in found.architecture.tensors for stack, _ in _around(template))
+    stacks = [stack for stack in known if len(_axes(stack)) == 1 and found.count(stack, ())]
     if stacks and not any(matrix.makes | matrix.takes for matrix in _matrices(found, found.lines)):
         inside = (template for template in found.architecture.tensors if _stack(template) == stacks[0])
         for template in itertools.islice(inside, 1):

@@ -295,8 +295,8 @@ def bind(
             BoundTensor(
                 tensor.name, tensor.dtype, match.template, rule, indices, places, fitted[key], stated, advice,
                 match.indices,
-            )  # fmt: skip
-        )
+            )
+        )  # fmt: skip
     model = Model(architecture, config, sizes, tuple(bound))
     unused = [template for template in architecture.tensors if template not in model.used_templates]
     if every_rule and unused:

@@ -1022,7 +1022,7 @@ REMOTE["deepseek_vl_v2-ocr"] = Remote(
 
 # ------------------------------------------------------------------------------------------ towers for sound, and text
 
-# as published: the 32 heads, that there are as many of keys, and the 32 layers are nowhere said (nor is there the width of 4096)
+# as published: the 32 heads, that there are as many of keys, the 32 layers (and the width of 4096) are nowhere said
 REMOTE["qwen2_audio"] = Remote(
     {
         "model_type": "qwen2_audio",

@@ -492,7 +492,8 @@ def test_plan_of_matrices_stored_input_first(tmp_path: Path) -> None:
 
 
 def test_plan_of_experts_counts_their_all_reduce_once(tmp_path: Path) -> None:
-    config = TINY | {"model_type": "mixtral", "num_local_experts": 4, "num_hidden_layers": 2, "tie_word_embeddings": True}
+    config = TINY | {"model_type": "mixtral", "num_local_experts": 4, "num_hidden_layers": 2}
+    config["tie_word_embeddings"] = True
     shapes: dict[str, Sequence[int]] = {"model.embed_tokens.weight": (101, 24)}
     for layer in range(2):
         moe = f"model.layers.{layer}.block_sparse_moe"

@@ -11,16 +11,13 @@ from typing import Any
 import pytest
 
 from benchmarks.models import MODELS, bound_model, published_tensors, read_config
-from formats.checkpoint import open_checkpoint
 from formats.errors import CheckpointError
-from formats.safetensors import build_header
-from formats.sharded import rank_folders
-from reshard.api import merge, plan, split
+from reshard.api import Access, merge, plan, split
 from reshard.cli import main
 from reshard.complete import missing
 from reshard.inspect import inspect
 from reshard.source import open_source
-from tests import remote, zoo
+from tests import remote
 from tests.support import LLAMA, Tensor, llama_tensors, write_checkpoint, write_file
 
 MIXTRAL: dict[str, Any] = {
@@ -135,7 +132,8 @@ def test_every_command_says_so_before_it_writes(tmp_path: Path, capsys: pytest.C
         with pytest.raises(SystemExit) as stop:
             main(command)
         error = capsys.readouterr().err
-        assert stop.value.code == 2 and "'model.layers.2.input_layernorm.weight' is missing, and 8 more" in error, command
+        assert stop.value.code == 2, command
+        assert "'model.layers.2.input_layernorm.weight' is missing, and 8 more" in error, command
         assert "Hint: fetch the files that are missing" in error and "Traceback" not in error
     report = inspect(part)
     assert not report.complete and "model.layers.2.input_layernorm.weight" in report.problems[0]
@@ -147,8 +145,6 @@ def test_shards_that_all_lack_a_layer(tmp_path: Path) -> None:
     """Shards of a part, which agree with one another and with their manifest."""
     part = written(tmp_path / "part", LLAMA, without(llama_tensors(), r"layers\.2"))
     plan_file = partial_plan(tmp_path)
-    from reshard.api import Access
-
     split(part, tmp_path / "out", 2, access=Access(plan_file=plan_file))
     (tmp_path / "out" / "reshard.json").unlink()
     assert "is missing" in refusal(tmp_path / "out")
@@ -165,8 +161,6 @@ def partial_plan(folder: Path) -> Path:
 
 
 def test_a_plan_may_say_that_it_is_for_a_part(tmp_path: Path) -> None:
-    from reshard.api import Access
-
     part = written(tmp_path / "part", LLAMA, without(llama_tensors(), r"layers\.2"))
     access = Access(plan_file=partial_plan(tmp_path))
     assert plan(part, 2, access=access).mesh.size == 2

@@ -99,7 +99,7 @@ def changed_side_files(original: Source, shards: Source) -> Iterator[Path]:
 
 
 def manifest_changes(original: Source, shards: Source, plan: Plan) -> Iterator[Change]:
-    """What ``reshard.json`` says and should not, but for checksums of weights (see ``wrong_checksums``)."""
+    """What ``reshard.json`` says and should not, but for checksums (see ``wrong_checksums``)."""
     found = _sharded(shards).manifest
     if found is None:
         return
@@ -147,8 +147,11 @@ def _records(shards: Source, plan: Plan, rank: int, found: Manifest) -> Iterator
     for name in (f"{folder}/config.json", *(file.name for file in files), *index):
         path = shards.path / name
         if path.is_file():
-            small = not name.endswith(".safetensors")
-            yield FileRecord(name, path.stat().st_size, file_checksum(path) if small else said.get(name))
+            value = said.get(name)
+            is_always_summed = not name.endswith(".safetensors")
+            yield FileRecord(
+                name, path.stat().st_size, file_checksum(path) if is_always_summed and not value else value
+            )
 
 
 def begun_sums(original: Source, shards: Source) -> dict[Path, PartialSum]:
@@ -167,13 +170,13 @@ def begun_sums(original: Source, shards: Source) -> dict[Path, PartialSum]:
 def wrong_checksums(
     original: Source, shards: Source, sums: Mapping[Path, PartialSum], damaged: Iterable[Path]
 ) -> Iterator[str]:
-    """Checksums of weights in the manifest that are not those of the files. What ``sums`` are not of whole files are
+    """Checksums in the manifest that are not those of the files. What ``sums`` are not of whole files are
     taken anew.
 
     Files that are ``damaged``, of which the manifest is right to say something else, are passed over.
     """
     said, passed = _said(original, shards), {*damaged}
-    mine = [path for path in said if path.is_relative_to(shards.path)]
+    mine = [path for path in said if path.is_relative_to(shards.path) and path.suffix == ".safetensors"]
     without = [path for path in mine if said[path] is None]
     if 0 < len(without) < len(mine):
         yield f"{MANIFEST}: there is no checksum of {without[0].relative_to(shards.path)}, and there is of others"
@@ -188,13 +191,14 @@ def wrong_checksums(
 
 
 def _said(original: Source, shards: Source) -> dict[Path, str | None]:
-    """The checksums of weights in the manifest, of shards and original."""
+    """The checksums in the manifest, of the ranks' files and the original's weights."""
     if shards.sharded is None or shards.sharded.manifest is None:
         return {}
     manifest = shards.sharded.manifest
     records = (record for files in manifest.ranks.values() for record in files)
-    said = {shards.path / record.name: record.checksum for record in records if record.name.endswith(".safetensors")}
-    return said | {original.path / file.name: file.checksum for file in manifest.source.files}
+    return {shards.path / record.name: record.checksum for record in records} | {
+        original.path / file.name: file.checksum for file in manifest.source.files
+    }
 
 
 def _summed(path: Path) -> str:

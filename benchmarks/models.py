@@ -20,6 +20,7 @@ from typing import Any
 from formats.architecture import find_architecture
 from formats.errors import ReshardError
 from reshard.api import mesh_of
+from reshard.complete import check_complete
 from reshard.plan import FullTensor, Model, bind, make_plan, refusal, valid_degrees
 from reshard.table import human_bytes, rows_of, totals_of
 
@@ -462,7 +463,9 @@ def published_tensors(listed: Listed, config: Mapping[str, Any]) -> tuple[Tensor
 
 def bound_model(config: Mapping[str, Any], tensors: Tensors) -> Model:
     architecture = find_architecture(config, Path())
-    return bind(architecture, config, [FullTensor(name, *value, WHERE) for name, value in tensors.items()])
+    model = bind(architecture, config, [FullTensor(name, *value, WHERE) for name, value in tensors.items()])
+    check_complete(model, Path(WHERE))
+    return model
 
 
 def row(listed: Listed) -> Row:

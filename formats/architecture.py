@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.axes import Shape, parse
-from formats.documents import Reader, Unfit, items, json_object, mapping, sound, text, unfit
+from formats.documents import Reader, Unfit, items, json_object, mapping, sound, text, truth, unfit
 from formats.errors import CheckpointError, NotationError, PlanError, brief
 from formats.expressions import Expression, read_expression
 from formats.files import read_file
@@ -41,11 +41,13 @@ CONFIG_DEFAULTS = Path(__file__).parent / "config_defaults.json"
 class Rule:
     """The shape of a tensor, where ``when`` holds (always, if it is None).
 
-    Several ``shapes`` are layouts that occur on disk, of which one must fit the tensor's.
+    Several ``shapes`` are layouts that occur on disk, of which one must fit the tensor's. Where ``optional`` holds, a
+    complete checkpoint may lack the tensor although it has those that stand beside it (see ``reshard.complete``).
     """
 
     shapes: tuple[Shape, ...]
     when: Expression | None = None
+    optional: Expression | None = None
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,10 @@ class _Node:
 
 @dataclass(frozen=True)
 class Architecture:
-    """The rules of one family of models. Fields as in the file; see docs/design.md."""
+    """The rules of one family of models. Fields as in the file; see docs/design.md.
+
+    ``partial`` says of a user's plan that it is for a part of a checkpoint, on purpose.
+    """
 
     name: str
     model_types: tuple[str, ...]
@@ -101,6 +106,7 @@ class Architecture:
     config: Mapping[str, Expression]
     tensors: Mapping[str, tuple[Rule, ...]]
     modules: Mapping[str, tuple[ModuleRule, ...]] = field(default_factory=dict)
+    partial: bool = False
     _root: _Node = field(repr=False, compare=False, default_factory=_Node)
     _module_root: _Node = field(repr=False, compare=False, default_factory=_Node)
 
@@ -274,13 +280,14 @@ _FORM: Mapping[str, Reader[Any]] = {
     "classes": items(text),
     "prefixes": items(text),
     "section": _one_or_more(_text),
+    "partial": truth,
     "sizes": mapping(_formula),
     "config": mapping(_formula),
     "parallel": _parallel_form,
     "tensors": _named(_one_or_more(_rule_form)),
     "modules": _named(_one_or_more(_module_form)),
 }
-_KEYS = {"name", "model_types", "classes", "prefixes", "section", "sizes", "parallel", "config", "tensors", "modules"}
+_KEYS = _FORM.keys()
 
 
 def _build(document: Mapping[str, Any], name: str) -> Architecture:
@@ -305,6 +312,7 @@ def _build(document: Mapping[str, Any], name: str) -> Architecture:
         config={key: read_expression(str(text)) for key, text in document.get("config", {}).items()},
         tensors=tensors,
         modules=modules,
+        partial=document.get("partial", False) is True,
         _root=_trie(tensors, prefixes),
         _module_root=_trie(modules, prefixes),
     )
@@ -315,17 +323,21 @@ def _rules(template: str, value: Any) -> tuple[Rule, ...]:
     rules = []
     for entry in entries:
         line = {"shape": entry} if isinstance(entry, str) else entry
-        if line.keys() - {"when", "shape"} or "shape" not in line:
-            raise NotationError(f"tensor '{template}': a rule is a shape, or a table of 'when' and 'shape'")
+        if line.keys() - {"when", "shape", "optional"} or "shape" not in line:
+            raise NotationError(f"tensor '{template}': a rule is a shape, or a table of 'shape', 'when' and 'optional'")
         try:
-            when = read_expression(line["when"]) if "when" in line else None
+            when, optional = (_condition(line[key]) if key in line else None for key in ("when", "optional"))
             shapes = line["shape"] if isinstance(line["shape"], list) else [line["shape"]]
             if not shapes:
                 raise NotationError("no shape")
-            rules.append(Rule(tuple(parse(shape) for shape in shapes), when))
+            rules.append(Rule(tuple(parse(shape) for shape in shapes), when, optional))
         except NotationError as error:
             raise NotationError(f"tensor '{template}': {error.message}") from None
     return tuple(rules)
+
+
+def _condition(value: Any) -> Expression:
+    return read_expression("True" if value is True else value)
 
 
 def _module_rules(template: str, value: Any) -> tuple[ModuleRule, ...]:
@@ -473,19 +485,22 @@ def to_document(architecture: Architecture) -> dict[str, Any]:
         "config": {key: expression.text for key, expression in architecture.config.items()},
         "tensors": {template: _rule_document(rules) for template, rules in architecture.tensors.items()},
     }
+    if architecture.partial:
+        document["partial"] = True
     if architecture.sections:
         document["section"] = architecture.sections[0] if len(architecture.sections) == 1 else [*architecture.sections]
     return document
 
 
 def _rule_document(rules: tuple[Rule, ...]) -> Any:
-    if len(rules) == 1 and rules[0].when is None and len(rules[0].shapes) == 1:
+    if len(rules) == 1 and rules[0] == Rule(rules[0].shapes[:1]):
         return str(rules[0].shapes[0])
     lines = []
     for rule in rules:
         shapes = [str(shape) for shape in rule.shapes]
         line: dict[str, Any] = {"shape": shapes[0] if len(shapes) == 1 else shapes}
-        lines.append(line | ({"when": rule.when.text} if rule.when else {}))
+        line |= {"when": rule.when.text} if rule.when else {}
+        lines.append(line | ({"optional": rule.optional.text} if rule.optional else {}))
     return lines
 
 

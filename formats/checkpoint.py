@@ -93,7 +93,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         found = {name: places[info.file] for name, info in tensors.items()}
         found |= {alias: found[kept] for alias, kept in aliases.items()}
         _check_index(path / str(weights.index_name), weights.file_of, found)
-    return Checkpoint(path, config, tensors, aliases, files, weights.index, weights.index_name, _find_side_files(path))
+    return Checkpoint(path, config, tensors, aliases, files, weights.index, weights.index_name, find_side_files(path))
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
@@ -271,7 +271,7 @@ def _check_index(path: Path, said: dict[str, str], found: dict[str, str]) -> Non
     raise CheckpointError(f"{path}: tensor {name!r} lies in {found[name]!r}, but the index does not name it", hint)
 
 
-def _find_side_files(folder: Path) -> tuple[Path, ...]:
+def find_side_files(folder: Path) -> tuple[Path, ...]:
     """Files that belong to the model and are no weights; folders with weights of their own are left out whole."""
     found: list[Path] = []
     for root, folders, files in os.walk(folder):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.axes import Run, merge_runs
-from formats.checkpoint import WeightFile, with_modelopt
+from formats.checkpoint import WeightFile, find_side_files, with_modelopt
 from formats.documents import (
     LARGEST,
     MAX_MANIFEST,
@@ -346,7 +346,8 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _side_files(path: Path) -> tuple[Path, ...]:
-    return tuple(p for p in sorted(path.iterdir()) if p.is_file() and p.name != MANIFEST and not p.name.startswith("."))
+    found = (file for file in find_side_files(path) if file.is_file() and file.name != MANIFEST)
+    return tuple(file for file in found if not RANK_FOLDER.fullmatch(file.relative_to(path).parts[0]))
 
 
 def _open_rank(path: Path, manifest: Manifest, rank: int) -> RankShards:
@@ -460,7 +461,7 @@ def _runs(places: Sequence[int]) -> list[list[int]]:
 def _check_identity(found: Identity, expected: Identity, file: Path, other: Path) -> None:
     if found.source != expected.source:
         raise MismatchError(
-            f"{file} and {other} come from different sources ({found.source[:12]} and {expected.source[:12]})"
+            f"{file} and {other} come from different sources ({str(found.source)[:12]} and {str(expected.source)[:12]})"
         )
     if found.mesh != expected.mesh:
         raise MismatchError(f"{file} belongs to the mesh {found.mesh}, {other} to {expected.mesh}")

@@ -106,6 +106,8 @@ def _full(path: Path) -> Report:
     file = checkpoint.files[0]
     if file.header is not None:
         _take_shard(report, parse_header(file.header, file.path, None), file.path)
+    if report.rank is None:
+        _check_whole(report)
     return report
 
 
@@ -275,7 +277,7 @@ def _count_full(report: Report, manifest: Manifest | None, ranks: Mapping[int, l
 
 
 def _check_whole(report: Report) -> None:
-    """All that a merge would check before it moves a byte."""
+    """All that a split or a merge would check before it moves a byte."""
     from reshard.source import open_source
 
     try:

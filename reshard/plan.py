@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +16,7 @@ from formats.axes import Dim, Factor, Run, Shape, Share, deal, degrees, owned, s
 from formats.blocks import block_size
 from formats.documents import LARGEST
 from formats.errors import NotationError, PlanError, brief
+from formats.expressions import Expression
 from formats.mesh import Mesh
 from formats.quantization import Companion, companion, shape_of, stated_shape, takes_heads, unknown_method
 from formats.safetensors import DTYPE_BITS
@@ -148,9 +149,26 @@ class AxisSizes:
         """The first rule of a line whose condition holds."""
         self._steps = 0
         for rule in match.rules:
-            if rule.when is None or rule.when.evaluate(lambda name: self._look_up(name, match.indices, ())):
+            if rule.when is None or self.evaluate(rule.when, match.indices):
                 return rule
         return None
+
+    def evaluate(self, expression: Expression, indices: Mapping[str, int]) -> Any:
+        """What an expression gives for a tensor with these indices."""
+        return expression.evaluate(lambda name: self._look_up(name, indices, ()))
+
+    def count(
+        self, axis: str, indices: Mapping[str, int], *, without: Callable[[str], bool] = lambda _: False
+    ) -> int | None:
+        """The size that the config gives an axis, as if it lacked some settings; None if it gives none."""
+        expression = self._architecture.sizes.get(axis)
+        if expression is None:
+            return None
+        try:
+            value = expression.evaluate(lambda name: None if without(name) else self._look_up(name, indices, (axis,)))
+        except NotationError:
+            return None
+        return int(value) if isinstance(value, (int, float)) else None
 
     def _config_size(self, axis: str, indices: Mapping[str, int], below: tuple[str, ...]) -> int | None:
         expression = self._architecture.sizes[axis]
@@ -185,7 +203,7 @@ class BoundTensor:
     """A tensor with the shape that holds for it.
 
     ``indices`` are those of its name that its sizes depend on, ``places`` those along axes that may be dealt to ranks
-    (experts).
+    (experts); ``at`` are all of its name.
     """
 
     name: str
@@ -199,6 +217,7 @@ class BoundTensor:
     """The weight's, for a tensor that states which shape it has."""
     advice: str | None = None
     """What to do where a rank's boundary would cut a block of it."""
+    at: Mapping[str, int] = field(default_factory=dict, compare=False)
 
     @property
     def axes(self) -> frozenset[str]:
@@ -291,8 +310,11 @@ def bind(
         stated = stated_shape(each.rule.shapes[0]) if each.belonging and each.belonging.states_shape else None
         advice = each.belonging.advice if each.belonging else None
         bound.append(
-            BoundTensor(tensor.name, tensor.dtype, match.template, rule, indices, places, fitted[key], stated, advice)
-        )
+            BoundTensor(
+                tensor.name, tensor.dtype, match.template, rule, indices, places, fitted[key], stated, advice,
+                match.indices,
+            )
+        )  # fmt: skip
     model = Model(architecture, config, sizes, tuple(bound))
     unused = [template for template in architecture.tensors if template not in model.used_templates]
     if every_rule and unused:

@@ -37,6 +37,7 @@ from formats.sharded import (
 from formats.stamps import Stamp, stamp_of
 from reshard.blocks import with_blocks
 from reshard.checksum import PartialSum, sum_part
+from reshard.complete import check_complete
 from reshard.output import unfinished_command
 from reshard.plan import AxisSizes, FullTensor, Model, Plan, bind, make_plan
 from reshard.reading import SourceFile, SourcePlace
@@ -160,6 +161,7 @@ def open_source(
         tensors |= {alias: dataclasses.replace(tensors[kept], name=alias) for alias, kept in checkpoint.aliases.items()}
     full = [FullTensor(t.name, t.dtype, t.shape, t.file.name) for t in tensors.values()]
     model = bind(architecture, checkpoint.config, full, every_rule=plan_file is not None)
+    check_complete(model, path)
     files = {file.path: SourceFile(file.path, file.name, file.size) for file in checkpoint.files}
     _add_headers(files, checkpoint.files)
     plan = make_plan(model, UNSPLIT)
@@ -210,6 +212,7 @@ def _open_sharded(path: Path, location: str, plan_file: Path | None, stamps: Map
     refined = with_blocks(model, identity.blocks) if identity.blocks else model
     plan = make_plan(refined, identity.mesh, padding=identity.padding)
     _check_shapes(sharded, plan)
+    check_complete(model, path)
     expected = {path / f.name: f.checksum for files in manifest.ranks.values() for f in files} if manifest else {}
     found = [file for rank in sharded.ranks for file in rank.files]
     files = {f.path: SourceFile(f.path, f.name, f.size, expected.get(f.path)) for f in found}

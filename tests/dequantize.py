@@ -50,7 +50,7 @@ def _e4m3() -> Array:
     1."""
     code = np.arange(256)
     exponent, mantissa = code >> 3 & 15, code & 7
-    size = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7))
+    size = np.where(exponent == 0, mantissa / 8 * 2.0**-6, np.ldexp(1 + mantissa / 8, exponent - 7))
     size = np.where(code & 127 == 127, np.nan, size)
     return np.where(code & 128, -size, size).astype(np.float32)
 
@@ -62,7 +62,9 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -
 
 def e8m0(codes: Array) -> Array:
     """Powers of two (OCP microscaling formats, revision 1.0): 2 ** (code - 127), and NaN for 255."""
-    return np.where(codes == 255, np.nan, np.exp2(np.minimum(codes, 254).astype(np.float32) - 127)).astype(np.float32)
+    # not exp2, whose last bit is wrong on some processors
+    powers = np.ldexp(np.float32(1), np.minimum(codes, 254).astype(np.int32) - 127)
+    return np.where(codes == 255, np.float32(np.nan), powers)
 
 
 # ---------------------------------------------------------------------------------------------------------- packing

@@ -1022,7 +1022,7 @@ REMOTE["deepseek_vl_v2-ocr"] = Remote(
 
 # ------------------------------------------------------------------------------------------ towers for sound, and text
 
-# as published: the 32 heads, and that there are as many of keys, are nowhere said (nor is there the width of 4096)
+# as published: the 32 heads, that there are as many of keys, the 32 layers (and the width of 4096) are nowhere said
 REMOTE["qwen2_audio"] = Remote(
     {
         "model_type": "qwen2_audio",
@@ -1035,7 +1035,7 @@ REMOTE["qwen2_audio"] = Remote(
         "language_model.model.norm.weight": (64,),
         "language_model.lm_head.weight": (101, 64),
         **_at(
-            "language_model.model.layers.0",
+            "language_model.model.layers.[0-31]",
             {
                 "input_layernorm.weight": (64,),
                 "post_attention_layernorm.weight": (64,),

@@ -400,9 +400,10 @@ def test_a_closed_pipe_is_silent(model: Path) -> None:
 
 def test_interrupt_and_go_on(tmp_path: Path) -> None:
     shapes = {"model.embed_tokens.weight": (32000, 1024)}
-    for layer in range(6):
-        shapes[f"model.layers.{layer}.mlp.up_proj.weight"] = (8192, 1024)
-    config = TINY | {"hidden_size": 1024, "intermediate_size": 8192, "vocab_size": 32000, "num_hidden_layers": 6}
+    for layer in range(3):
+        shapes |= {f"model.layers.{layer}.mlp.{name}_proj.weight": (8192, 1024) for name in ("gate", "up")}
+        shapes[f"model.layers.{layer}.mlp.down_proj.weight"] = (1024, 8192)
+    config = TINY | {"hidden_size": 1024, "intermediate_size": 8192, "vocab_size": 32000, "tie_word_embeddings": True}
     source = write_checkpoint(tmp_path / "model", config, shapes)
     command = ["split", str(source), str(tmp_path / "out"), "--tp", "2", "--workers", "1", "--max-shard-size", "40MB"]
     process = subprocess.Popen([*RESHARD, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -492,7 +493,8 @@ def test_plan_of_matrices_stored_input_first(tmp_path: Path) -> None:
 
 def test_plan_of_experts_counts_their_all_reduce_once(tmp_path: Path) -> None:
     config = TINY | {"model_type": "mixtral", "num_local_experts": 4, "num_hidden_layers": 2}
-    shapes: dict[str, Sequence[int]] = {}
+    config["tie_word_embeddings"] = True
+    shapes: dict[str, Sequence[int]] = {"model.embed_tokens.weight": (101, 24)}
     for layer in range(2):
         moe = f"model.layers.{layer}.block_sparse_moe"
         shapes[f"{moe}.gate.weight"] = (4, 24)
@@ -501,8 +503,9 @@ def test_plan_of_experts_counts_their_all_reduce_once(tmp_path: Path) -> None:
             shapes[f"{moe}.experts.{expert}.w2.weight"] = (24, 40)
     found = document("plan", write_checkpoint(tmp_path / "moe", config, shapes), "--tp", "2")
     kinds = {row["tensor"].rpartition(".")[0].rpartition(".")[2]: row["kind"] for row in found["rows"]}
-    assert kinds == {"gate": "replicated", "w1": "expert column", "w2": "expert row", "w3": "expert column"}
-    assert found["all_reduce_per_token"]["forward"] == {"count": 2, "bytes": 2 * 24 * 2}
+    experts = {"gate": "replicated", "w1": "expert column", "w2": "expert row", "w3": "expert column"}
+    assert kinds == {"embed_tokens": "vocabulary", **experts}
+    assert found["all_reduce_per_token"]["forward"] == {"count": 3, "bytes": 3 * 24 * 2}
 
 
 def test_plan_without_a_degree_lists_all(model: Path) -> None:

@@ -17,22 +17,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from formats.axes import Run
-from formats.checkpoint import WEIGHT_SUFFIXES
 from formats.documents import read_config
 from formats.errors import CheckpointError, PlanError, ReshardError
-from formats.files import read_file
-from formats.mesh import RANK_FOLDER
 from formats.safetensors import DTYPE_BITS, TensorInfo
-from formats.sharded import is_sharded
+from formats.sharded import MANIFEST, is_sharded
 from reshard.blocks import with_blocks
+from reshard.checksum import PartialSum, sum_part
 from reshard.plan import Layout, Plan, make_plan, rank_config
 from reshard.source import Source, open_source
+from verify import folder
 from verify.scales import differing, refined
 from verify.statements import Statements, says
 
@@ -91,7 +91,7 @@ class Damage:
 
 @dataclass(frozen=True)
 class ConfigDifference:
-    """A setting of a config.json that is not as planned, as JSON; None: not there."""
+    """A setting of a config.json, or of another JSON file, that is not as planned, as JSON; None: not there."""
 
     file: str
     key: str
@@ -192,7 +192,10 @@ def compare(
     found.problems += _check_refined(original, shards, plan, found.comparable)
     found.problems += _check_statements(original, shards, plan, found.comparable)
     workers = workers or min(4, os.cpu_count() or 1)
-    bytes_found = _compare_bytes(original, shards, plan, found.comparable, progress, workers)
+    sums = folder.begun_sums(original, shards)
+    bytes_found = _compare_bytes(original, shards, plan, found.comparable, progress, workers, sums)
+    damaged = {shards.ranks[damage.rank][damage.tensor].file for damage in bytes_found.damages}
+    found.problems += folder.wrong_checksums(original, shards, sums, damaged)
     return replace(
         bytes_found,
         missing=tuple(found.missing),
@@ -273,8 +276,9 @@ class _Structure:
         self._check_config(config, read_config(self.original.path / config), self.shards.path / config)
         self._check_side_files()
         if self.shards.sharded is not None:
-            self._check_identity()
             self._check_files()
+            self._check_identity()
+            self._check_documents()
             for rank in range(self.plan.mesh.size):
                 name = f"{self.plan.mesh.folder(rank)}/config.json"
                 self._check_config(name, rank_config(self.plan, rank), self.shards.path / name)
@@ -312,32 +316,30 @@ class _Structure:
                 )
 
     def _check_files(self) -> None:
-        root, mesh = self.shards.path, self.plan.mesh
-        folders = {mesh.folder(rank): rank for rank in range(mesh.size)}
-        for path in sorted(root.iterdir()):
-            is_weights = path.is_file() and path.name.endswith((*WEIGHT_SUFFIXES, ".index.json"))
-            is_rank = path.is_dir() and RANK_FOLDER.fullmatch(path.name)
-            if is_weights or (is_rank and path.name not in folders):
-                self.extra.append(path.name)
-        for folder, rank in folders.items():
-            weights = {info.file.relative_to(root).as_posix() for info in self.shards.ranks[rank].values()}
-            weights |= {file.relative_to(root).as_posix() for file in self.shards.files if file.parent == root / folder}
-            planned = weights | {f"{folder}/config.json"}
-            planned |= {f"{folder}/model.safetensors.index.json"} if len(weights) > 1 else set()
-            present = {p.relative_to(root).as_posix() for p in (root / folder).rglob("*") if not p.is_dir()}
-            manifest = self.shards.manifest
-            listed = {f.name for f in manifest.ranks[rank]} if manifest else planned
-            self.missing += sorted((planned | listed) - present)
-            self.extra += sorted(present - (planned & listed))
-            if len(weights) > 1:
-                self._check_index(rank, root / folder / "model.safetensors.index.json")
+        root = self.shards.path
+        expected = folder.expected_files(self.original, self.shards, self.plan)
+        files = [name for names in expected.values() for name in names]
+        self.missing += sorted(name for name in files if not (root / name).is_file())
+        self.extra += folder.extra_entries(root, files)
 
-    def _check_index(self, rank: int, path: Path) -> None:
-        if not path.exists():
-            return
-        found, expected = _read_json(path), {name: i.file.name for name, i in self.shards.ranks[rank].items()}
-        if found is None or found.get("weight_map") != expected:
-            self.problems.append(f"{path}: does not say in which file each tensor lies")
+    def _check_documents(self) -> None:
+        """The manifest, and what headers and indexes of the ranks say."""
+        self._take(MANIFEST, folder.manifest_changes(self.original, self.shards, self.plan))
+        agree = not (self.missing or self.extra or self.problems)
+        for rank in range(self.plan.mesh.size):
+            self._take(
+                f"{self.plan.mesh.folder(rank)}/{folder.INDEX}", folder.index_changes(self.shards, self.plan, rank)
+            )
+            if agree:
+                for file, change in folder.header_changes(self.original, self.shards, self.plan, rank):
+                    self._take(file, [change])
+                problem = folder.boundary_problem(self.shards, self.plan, rank)
+                self.problems += [problem] if problem else []
+
+    def _take(self, file: str, changes: Iterable[folder.Change]) -> None:
+        for key, should, found in changes:
+            difference = ConfigDifference(file, key, folder.shown(should, found), folder.shown(found, should))
+            self.configs.append(difference)
 
     def _check_config(self, name: str, expected: Mapping[str, Any], path: Path) -> None:
         found = _read_json(path)
@@ -353,11 +355,16 @@ class _Structure:
                 self.configs.append(ConfigDifference(name, key, should.get(key), has.get(key)))
 
     def _check_side_files(self) -> None:
-        """Side files that both have (a tokenizer) are the same; the config is compared elsewhere, as JSON."""
-        for file in self.shards.side_files:
-            name = file.relative_to(self.shards.path)
-            twin = self.original.path / name
-            if name.as_posix() != "config.json" and twin.is_file() and read_file(twin) != read_file(file):
+        """Side files (a tokenizer) are all there and the original's; of a config, compared as JSON, all bytes, too."""
+        root = self.shards.path
+        if self.shards.sharded is None:
+            names = {file.relative_to(self.original.path).as_posix() for file in self.original.side_files}
+            present = {file.relative_to(root).as_posix() for file in self.shards.side_files}
+            self.missing += sorted(names - present)
+            self.extra += sorted(present - names)
+        told = {difference.file for difference in self.configs}
+        for file in folder.changed_side_files(self.original, self.shards):
+            if file.relative_to(root).as_posix() not in told:
                 self.problems.append(f"{file}: is not the original's")
 
 
@@ -541,10 +548,12 @@ def _compare_bytes(
     comparable: Mapping[str, Sequence[int]],
     progress: Progress,
     workers: int,
+    sums: Mapping[Path, PartialSum] = MappingProxyType({}),
 ) -> ExactReport:
+    """What differs; to ``sums`` is added what is read of their files."""
     tensors = _tensors(original, shards, plan, comparable)
     total = sum(info.nbytes for tensor in tensors for info in tensor.shards if info is not None)
-    tally = _Tally(total, progress)
+    tally = _Tally(total, progress, sums)
     chunks = _Shared(_chunks(tensors))
     stopped = threading.Event()
 
@@ -610,8 +619,8 @@ class _Shared:
 class _Tally:
     """What the threads have found so far."""
 
-    def __init__(self, total: int, progress: Progress) -> None:
-        self.total, self.done = total, 0
+    def __init__(self, total: int, progress: Progress, sums: Mapping[Path, PartialSum]) -> None:
+        self.total, self.done, self.sums = total, 0, sums
         self.first: tuple[tuple[int, int, int], FirstDifference] | None = None
         self.damages: dict[tuple[int, str, int], list[int]] = {}
         self._progress, self._lock = progress, threading.Lock()
@@ -621,6 +630,12 @@ class _Tally:
         with self._lock:
             self.done += nbytes
             self._progress(self.done, self.total)
+
+    def summed(self, sums: Mapping[Path, PartialSum]) -> None:
+        """Add what one thread has read of files."""
+        with self._lock:
+            for path, part in sums.items():
+                self.sums[path].merge(part)
 
     def differs(self, tensor: _Tensor, byte: int, nbytes: int, elements: int, first: FirstDifference) -> None:
         """Count what differs in a part of a tensor; ``first`` is the first of it, at this byte of the tensor."""
@@ -640,12 +655,14 @@ class _Worker:
         self._tally = tally
         self._buffers: dict[str, Array] = {}
         self._files: dict[Path, Any] = {}
+        self._sums: dict[Path, PartialSum] = {}
 
     def __enter__(self) -> _Worker:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._close()
+        self._tally.summed(self._sums)
 
     def _close(self) -> None:
         for file in self._files.values():
@@ -672,6 +689,10 @@ class _Worker:
                 done += count
         except OSError as error:
             raise CheckpointError(f"{info.file}: cannot be read: {error.strerror or error}") from error
+        if info.file in self._tally.sums:
+            if info.file not in self._sums:
+                self._sums[info.file] = PartialSum(self._tally.sums[info.file].size)
+            self._sums[info.file].add(info.offset + offset, nbytes, sum_part(buffer, info.offset + offset))
         return buffer
 
     def compare(self, chunk: _Chunk) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from formats.safetensors import DTYPE_BITS, TensorInfo
 from reshard.plan import Layout
+from verify.statements import Statements
 
 
 def refined(info: TensorInfo, original: Layout, finer: Layout) -> NDArray[np.uint8]:
@@ -31,6 +31,6 @@ def differing(info: TensorInfo, expected: NDArray[np.uint8], finer: Layout, rank
 
 
 def _read(info: TensorInfo) -> NDArray[np.uint8]:
-    with Path(info.file).open("rb") as file:
-        file.seek(info.offset)
-        return np.frombuffer(file.read(info.nbytes), dtype=np.uint8)
+    """All bytes of a tensor. Raises CheckpointError for a file that cannot be read."""
+    with Statements() as statements:
+        return np.frombuffer(statements.read(info), dtype=np.uint8)

@@ -42,7 +42,13 @@ class Statements:
                 self._files[info.file] = info.file.open("rb", buffering=0)
             file = self._files[info.file]
             file.seek(info.offset)
-            return file.read(info.nbytes)
+            content = b""
+            while len(content) < info.nbytes:  # of a file that is not buffered, a read may give less
+                more = file.read(info.nbytes - len(content))
+                if not more:
+                    raise CheckpointError(f"{info.file} became shorter while it was read")
+                content += more
+            return content
         except OSError as error:
             raise CheckpointError(f"{info.file}: cannot be read: {error.strerror or error}") from error
 

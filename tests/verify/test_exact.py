@@ -375,8 +375,13 @@ def test_index_of_a_rank(pairs: Callable[..., Pair], tmp_path: Path) -> None:
     original = pairs("llama", 4).original
     split(original, tmp_path / "out", 2, max_shard_size=100_000)
     path = tmp_path / "out/rank-01-of-02/model.safetensors.index.json"
+    before = json.loads(path.read_text())["weight_map"]
     path.write_text(path.read_text().replace("model-00002", "model-00001"))
-    assert "does not say in which file" in check(Pair(original, tmp_path / "out")).problems[0]
+    (tmp_path / "out/reshard.json").unlink()
+    found = check(Pair(original, tmp_path / "out")).configs
+    moved = sorted(f"weight_map.{name}" for name, file in before.items() if file.startswith("model-00002"))
+    assert sorted(difference.key for difference in found) == moved
+    assert {difference.file for difference in found} == {"rank-01-of-02/model.safetensors.index.json"}
 
 
 def test_truncated_file(llama: Pair) -> None:
@@ -514,12 +519,13 @@ def test_memory_is_bounded_and_torch_is_not_imported(tmp_path: Path) -> None:
     config = {"model_type": "llama", "hidden_size": hidden, "num_attention_heads": 32, "vocab_size": rows,
               "intermediate_size": 64, "num_hidden_layers": 1}  # fmt: skip
     (original / "config.json").write_text(json.dumps(config))
-    names = {"model.embed_tokens.weight": (rows, hidden), "model.layers.0.self_attn.q_proj.weight": (hidden, hidden)}
+    attention = {f"model.layers.0.self_attn.{name}_proj.weight": (hidden, hidden) for name in "qo"}
+    names = {"model.embed_tokens.weight": (rows, hidden), **attention}
     tensors = [(name, "BF16", shape) for name, shape in names.items()]
     with (original / "model.safetensors").open("wb") as file:
         header = build_header(tensors, {"format": "pt"})
         file.write(header)
-        file.truncate(len(header) + (rows + hidden) * hidden * 2)
+        file.truncate(len(header) + (rows + 2 * hidden) * hidden * 2)
     split(original, tmp_path / "out", 4)
     command = [sys.executable, "-c", MEASURE, str(original), str(tmp_path / "out")]
     root = Path(__file__).parents[2]

@@ -1,0 +1,377 @@
+"""All that lies beside tensors: nothing of a folder of shards, and nothing that its manifest says, goes unproven."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from formats.errors import ReshardError
+from formats.safetensors import build_header, read_header
+from reshard.api import Options, merge, split
+from reshard.cli import main
+from reshard.source import open_source
+from tests.support import LLAMA, write_checkpoint
+from verify.exact import ExactReport, verify_exact
+
+RANK = "rank-01-of-02"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A checkpoint in two files with side files at two depths, and its shards in several files a rank."""
+    root = tmp_path_factory.mktemp("folder")
+    original = write_checkpoint(root / "original", files=2)
+    (original / "1_Pooling").mkdir()
+    (original / "1_Pooling/config.json").write_text('{"mode": "mean"}')
+    split(original, root / "shards", 2, max_shard_size=6000)
+    return original, root / "shards"
+
+
+@pytest.fixture
+def pair(made: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
+    return made[0], Path(shutil.copytree(made[1], tmp_path / "shards"))
+
+
+def report(original: Path, shards: Path) -> ExactReport:
+    return verify_exact(open_source(original), shards)
+
+
+def lines(found: ExactReport) -> list[str]:
+    return [
+        *found.problems,
+        *found.missing,
+        *found.extra,
+        *map(str, found.configs),
+        *([str(found.first)] if found.first else []),
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------- the manifest
+
+# What nothing reads but people, or no more once all ranks are there; and why another value is no fault of the shards.
+UNPROVEN = {
+    r"source\.location": "where the source was: it may lie elsewhere now, nothing reads it but inspect",
+    r"source\.commit": "the Hub's name of the state the source was in; the id says what its weights are",
+    r"inputs\[\d+\]\.(mtime_ns|ctime_ns|inode|host|content)": "when the source's files were written, which a copy does "
+    "not keep; only a later run for another rank reads it, and refuses to go on",
+    r"max_shard_size": "another number that gives the same files; one that does not is found",
+    r"source\.files\[\d+\]\.checksum": "null alone: a run for one rank reads no whole file, and merge then compares none",
+}
+
+
+def leaves(document: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """Every value of a document that is no list or object, or an empty one."""
+    pairs = (
+        document.items() if isinstance(document, dict) else enumerate(document) if isinstance(document, list) else ()
+    )
+    inner = [leaf for key, value in pairs for leaf in leaves(value, (*path, key))]
+    yield from inner or [(path, document)]
+
+
+def spelled(path: tuple[str | int, ...]) -> str:
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")
+
+
+def others(value: Any) -> Iterator[Any]:
+    """Values that are not this one: of its own kind, of another, and none."""
+    if isinstance(value, str):
+        half = len(value) // 2
+        yield value[:half] + ("0" if value[half : half + 1] != "0" else "1") + value[half + 1 :]
+        yield f"{value} "
+    elif isinstance(value, bool):
+        yield not value
+    elif isinstance(value, int):
+        yield from (value + 1, 0 if value else 2)
+    elif isinstance(value, dict):
+        yield {"x": 1}
+    elif isinstance(value, list):
+        yield ["x"]
+    yield 7 if value is None else None
+
+
+def put(document: Any, path: tuple[str | int, ...], value: Any) -> Any:
+    changed = copy.deepcopy(document)
+    at = changed
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    return changed
+
+
+def verdict(original: Path, shards: Path) -> list[str]:
+    """What is said of shards: an error's line, or what is different."""
+    try:
+        return lines(report(original, shards))
+    except ReshardError as error:
+        return [error.message]
+
+
+def test_every_value_of_the_manifest_is_proven(pair: tuple[Path, Path]) -> None:
+    original, shards = pair
+    manifest = shards / "reshard.json"
+    document = json.loads(manifest.read_text())
+    assert lines(report(original, shards)) == []
+    passed: dict[str, list[Any]] = {}
+    source = open_source(original)
+    for path, value in leaves(document):
+        for other in others(value):
+            manifest.write_text(json.dumps(put(document, path, other)))
+            try:
+                found = lines(verify_exact(source, shards))
+            except ReshardError as error:
+                found = [error.message]
+            if not found:
+                passed.setdefault(spelled(path), []).append(other)
+            else:
+                assert all("\n" not in line and "Traceback" not in line for line in found)
+    unexplained = {name: kept for name, kept in passed.items() if not any(re.fullmatch(key, name) for key in UNPROVEN)}
+    assert unexplained == {}
+    assert all(values == [None] for name, values in passed.items() if name.endswith("checksum"))
+    assert {key for key in UNPROVEN if any(re.fullmatch(key, name) for name in passed)} == set(UNPROVEN)
+
+
+@pytest.mark.parametrize("kind", ["removed", "added"])
+def test_nothing_is_left_out_of_the_manifest_or_put_in(pair: tuple[Path, Path], kind: str) -> None:
+    """Each entry of each list and object: without it, or with one more."""
+    original, shards = pair
+    manifest = shards / "reshard.json"
+    document = json.loads(manifest.read_text())
+    source, passed = open_source(original), []
+
+    def inner(at: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+        for key, value in at.items() if isinstance(at, dict) else enumerate(at) if isinstance(at, list) else ():
+            yield (*path, key)
+            yield from inner(value, (*path, key))
+
+    for path in inner(document):
+        changed = copy.deepcopy(document)
+        at = changed
+        for key in path[:-1]:
+            at = at[key]
+        if kind == "removed":
+            del at[path[-1]]
+        elif isinstance(at[path[-1]], dict):
+            at[path[-1]]["more"] = 1
+        elif isinstance(at[path[-1]], list):
+            at[path[-1]].append(copy.deepcopy(at[path[-1]][-1]) if at[path[-1]] else 1)
+        else:
+            continue
+        manifest.write_text(json.dumps(changed))
+        try:
+            found = lines(verify_exact(source, shards))
+        except ReshardError as error:
+            found = [error.message]
+        if not found:
+            passed.append(spelled(path))
+    assert passed == [path for path in passed if re.fullmatch(r"inputs\[\d+\]\.content", path)]
+
+
+def test_aliases_of_tied_weights(tmp_path: Path) -> None:
+    """A .bin whose head is its embedding: what merge would give both names."""
+    original = tmp_path / "original"
+    original.mkdir()
+    (original / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 0, "tie_word_embeddings": True}))
+    table = torch.arange(37 * 20, dtype=torch.float32).reshape(37, 20)
+    tensors = {"model.embed_tokens.weight": table, "lm_head.weight": table, "model.norm.weight": torch.ones(20)}
+    torch.save(tensors, original / "pytorch_model.bin")
+    split(original, tmp_path / "shards", 2)
+    assert lines(report(original, tmp_path / "shards")) == []
+    manifest = tmp_path / "shards/reshard.json"
+    document = json.loads(manifest.read_text())
+    assert document["source"]["aliases"]
+    document["source"]["aliases"] = {}
+    manifest.write_text(json.dumps(document))
+    (line,) = lines(report(original, tmp_path / "shards"))
+    assert line.startswith("reshard.json: 'source.aliases")
+
+
+def test_a_size_of_files_that_gives_others(pair: tuple[Path, Path]) -> None:
+    original, shards = pair
+    manifest = shards / "reshard.json"
+    manifest.write_text(manifest.read_text().replace('"max_shard_size": 6000', '"max_shard_size": 60000'))
+    assert any("'max_shard_size' 60000 gives 1 file" in line for line in lines(report(original, shards)))
+
+
+def test_routes_and_options_that_are_the_same(made: tuple[Path, Path], tmp_path: Path) -> None:
+    """Without checksums, without a manifest, from shards without a manifest, from shards with one: nothing to say."""
+    original, shards = made
+    split(original, tmp_path / "plain", 2, options=Options(checksum=False))
+    assert lines(report(original, tmp_path / "plain")) == []
+    split(shards, tmp_path / "again", 4)
+    assert lines(report(original, tmp_path / "again")) == []
+    lost = Path(shutil.copytree(shards, tmp_path / "lost"))
+    (lost / "reshard.json").unlink()
+    assert lines(report(original, lost)) == []
+    split(lost, tmp_path / "after", 4)
+    assert lines(report(original, tmp_path / "after")) == []
+    merge(shards, tmp_path / "merged")
+    assert lines(report(original, tmp_path / "merged")) == []
+    for rank in (1, 0):
+        split(original, tmp_path / "by-rank", 2, ranks=[rank])
+    assert lines(report(original, tmp_path / "by-rank")) == []
+
+
+def test_a_source_file_that_is_no_longer_what_merge_expects(made: tuple[Path, Path], tmp_path: Path) -> None:
+    """A checksum in the manifest, of a file of the source and of a shard, each on its own."""
+    original, shards = made
+    for place in ("source", "ranks"):
+        copied = Path(shutil.copytree(shards, tmp_path / place))
+        document = json.loads((copied / "reshard.json").read_text())
+        files = document["source"]["files"] if place == "source" else document["ranks"][1]["files"]
+        entry = next(file for file in files if file["name"].endswith(".safetensors"))
+        entry["checksum"] = "0123456789abcdef"
+        (copied / "reshard.json").write_text(json.dumps(document))
+        (line,) = lines(report(original, copied))
+        assert (
+            line.startswith("reshard.json: the checksum of ") and entry["name"] in line and "0123456789abcdef" in line
+        )
+
+
+# --------------------------------------------------------------------------------------------------------- the folder
+
+
+def write(path: Path, text: str = "?") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+CHANGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a side file is gone": (lambda p: (p / "tokenizer.json").unlink(), "tokenizer.json"),
+    "a side file is changed": (lambda p: write(p / "tokenizer.json", '{"tokens": [] }'), "tokenizer.json"),
+    "a deeper side file is gone": (lambda p: (p / "1_Pooling/config.json").unlink(), "1_Pooling/config.json"),
+    "a deeper side file is changed": (lambda p: write(p / "1_Pooling/config.json", "{}"), "1_Pooling/config.json"),
+    "a side file is added": (lambda p: write(p / "more.json"), "more.json"),
+    "a deeper file is added": (lambda p: write(p / "1_Pooling/more.json"), "1_Pooling/more.json"),
+    "the config is written otherwise": (
+        lambda p: write(p / "config.json", json.dumps(json.loads((p / "config.json").read_text()))), "config.json",
+    ),
+    "an empty folder": (lambda p: (p / "more").mkdir(), "more/"),
+    "a folder": (lambda p: write(p / "more/file"), "more/"),
+    "an empty folder of a rank": (lambda p: (p / RANK / "more").mkdir(), f"{RANK}/more/"),
+    "a folder of a rank": (lambda p: write(p / RANK / "more/file"), f"{RANK}/more/"),
+    "a file of a rank": (lambda p: write(p / RANK / "more"), f"{RANK}/more"),
+    "a hidden file of a rank": (lambda p: write(p / RANK / ".more"), f"{RANK}/.more"),
+    "an empty rank of another mesh": (lambda p: (p / "rank-02-of-03").mkdir(), "rank-02-of-03"),
+    "what a run has left": (lambda p: write(p / ".reshard-lock-root"), ".reshard-lock-root"),
+    "a broken link": (lambda p: (p / "link").symlink_to("nowhere"), "link"),
+    "a broken link in a rank": (lambda p: (p / RANK / "link").symlink_to("nowhere"), f"{RANK}/link"),
+    "a link to a folder": (lambda p: (p / "link").symlink_to(p / RANK, target_is_directory=True), "link/"),
+    "a link in a rank to it": (lambda p: (p / RANK / "link").symlink_to(p / RANK), f"{RANK}/link/"),
+    "a pipe": (lambda p: os.mkfifo(p / "pipe"), "pipe"),
+    "weights": (
+        lambda p: shutil.copy(p / RANK / "model-00001-of-00003.safetensors", p / "x.safetensors"), "x.safetensors",
+    ),
+    "a rank's config": (
+        lambda p: write(p / RANK / "config.json", (p / RANK / "config.json").read_text().replace('": 4', '": 3')),
+        f"{RANK}/config.json",
+    ),
+    "a rank's config is written otherwise": (
+        lambda p: write(p / RANK / "config.json", (p / RANK / "config.json").read_text().replace("\n  ", "\n\t ")),
+        f"{RANK}/config.json",
+    ),
+    "a rank's config is gone": (lambda p: (p / RANK / "config.json").unlink(), f"{RANK}/config.json"),
+    "a rank's index": (
+        lambda p: write(
+            p / RANK / "model.safetensors.index.json",
+            (p / RANK / "model.safetensors.index.json").read_text().replace("00002-of", "00001-of"),
+        ),
+        f"{RANK}/model.safetensors.index.json",
+    ),
+    "a rank's index is gone": (
+        lambda p: (p / RANK / "model.safetensors.index.json").unlink(), f"{RANK}/model.safetensors.index.json",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("manifest", [True, False], ids=["manifest", "no-manifest"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_is_changed_in_the_folder_is_named(change: str, manifest: bool, pair: tuple[Path, Path]) -> None:
+    original, shards = pair
+    if not manifest:
+        if change == "a rank's config is written otherwise":
+            return  # nothing but the manifest says how a rank's config is written
+        (shards / "reshard.json").unlink()
+    do, name = CHANGES[change]
+    do(shards)
+    found = verdict(original, shards)
+    assert any(name in line for line in found), found
+
+
+def test_the_command_says_so(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    original, shards = pair
+    (shards / RANK / "more").mkdir()
+    (shards / "tokenizer.json").write_text("[]")
+    with pytest.raises(SystemExit) as stop:
+        main(["verify", str(original), str(shards), "--exact-only"])
+    out = capsys.readouterr().out
+    assert stop.value.code == 1
+    assert (
+        f"extra: {RANK}/more/" in out and "tokenizer.json: is not the original's" in out and "nothing extra" not in out
+    )
+
+
+def test_what_tools_keep_for_themselves_is_no_part(pair: tuple[Path, Path]) -> None:
+    """What the Hub's client and git leave beside a download, and links in the place of files and folders."""
+    original, shards = pair
+    write(shards / ".cache/huggingface/download/x.metadata")
+    write(shards / ".gitattributes")
+    shutil.move(shards / RANK, shards.parent / "elsewhere")
+    (shards / RANK).symlink_to(shards.parent / "elsewhere", target_is_directory=True)
+    shutil.move(shards / "tokenizer.json", shards.parent / "blob")
+    (shards / "tokenizer.json").symlink_to(shards.parent / "blob")
+    assert lines(report(original, shards)) == []
+
+
+def test_side_files_of_a_merged_checkpoint(made: tuple[Path, Path], tmp_path: Path) -> None:
+    original, shards = made
+    merge(shards, tmp_path / "merged")
+    (tmp_path / "merged/tokenizer.json").unlink()
+    (tmp_path / "merged/notes.txt").write_text("?")
+    found = report(original, tmp_path / "merged")
+    assert (found.missing, found.extra) == (("tokenizer.json",), ("notes.txt",))
+
+
+# ------------------------------------------------------------------------------------------------------------ headers
+
+
+def rewrite(file: Path, change: Callable[[dict[str, Any], dict[str, str]], None]) -> None:
+    """Write a shard file with other metadata."""
+    raw, header = file.read_bytes(), read_header(file)
+    document = json.loads(header.metadata["reshard"])
+    metadata = dict(header.metadata)
+    change(document, metadata)
+    metadata["reshard"] = json.dumps(document)
+    tensors = [(info.name, info.dtype, info.shape) for info in header.tensors.values()]
+    file.write_bytes(build_header(tensors, metadata) + raw[len(header.raw) :])
+
+
+@pytest.mark.parametrize(
+    "key", ["version", "source", "mesh", "rank", "sizes", "padding", "plan", "blocks", "format", "more"]
+)
+def test_what_a_header_says_of_its_file(key: str, pair: tuple[Path, Path]) -> None:
+    """Of all files alike and without a manifest, so that only the original can tell."""
+    original, shards = pair
+    (shards / "reshard.json").unlink()
+    values = {
+        "version": 2, "source": "0" * 64, "mesh": {"dims": [["tp", 3]]}, "rank": 0, "plan": "0" * 16, "blocks": [4, 4],
+        "padding": {}, "sizes": {"hidden": 21},
+    }  # fmt: skip
+
+    def change(document: dict[str, Any], metadata: dict[str, str]) -> None:
+        if key in ("format", "more"):
+            metadata[key] = "tf"
+        else:
+            document[key] = document[key] | values[key] if key == "sizes" else values[key]
+
+    for file in shards.glob("rank-*/*.safetensors"):
+        rewrite(file, change)
+    assert verdict(original, shards) != []

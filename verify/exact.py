@@ -31,6 +31,7 @@ from formats.sharded import is_sharded
 from reshard.blocks import with_blocks
 from reshard.plan import Layout, Plan, make_plan, rank_config
 from reshard.source import Source, open_source
+from verify.rules import flat, with_sound_config
 from verify.scales import differing, refined
 from verify.statements import Statements, says
 
@@ -273,9 +274,10 @@ class _Structure:
         if self.shards.sharded is not None:
             self._check_identity()
             self._check_files()
+            planned = with_sound_config(self.plan)
             for rank in range(self.plan.mesh.size):
                 name = f"{self.plan.mesh.folder(rank)}/config.json"
-                self._check_config(name, rank_config(self.plan, rank), self.shards.path / name)
+                self._check_config(name, rank_config(planned, rank), self.shards.path / name)
 
     def _check_tensors(self, rank: int, tensors: Mapping[str, TensorInfo]) -> None:
         where = self.plan.mesh.folder(rank) if self.shards.sharded else self.shards.path.name
@@ -344,7 +346,7 @@ class _Structure:
             elif name not in self.missing:
                 self.missing.append(name)
             return
-        has, should = dict(_flat(found)), dict(_flat(expected))
+        has, should = dict(flat(found)), dict(flat(expected))
         for key in sorted(has.keys() | should.keys()):
             if has.get(key) != should.get(key):
                 self.configs.append(ConfigDifference(name, key, should.get(key), has.get(key)))
@@ -363,15 +365,6 @@ def _read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-
-
-def _flat(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Each setting by its dotted path, as JSON text (in which 1, 1.0 and true are three things, and NaN is NaN)."""
-    for key, value in document.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", json.dumps(value, sort_keys=True)
 
 
 # ----------------------------------------------------------------------------------------------------- what lies where

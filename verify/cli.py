@@ -448,7 +448,7 @@ def _difference_in_words(exact: Any) -> str:
         if found:
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
             return f"The shards are not the original's: {word}: {found[0]}{more}."
-    return f"A config is not as planned: {exact.configs[0]}."
+    return f"A config is not as it should be: {exact.configs[0]}."
 
 
 def _amount(report: Any) -> str:

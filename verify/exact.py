@@ -90,7 +90,7 @@ class Damage:
 
 @dataclass(frozen=True)
 class ConfigDifference:
-    """A setting of a config.json that is not as planned, as JSON; None: not there."""
+    """A setting of a config.json that is not as it should be, as JSON; None: not there."""
 
     file: str
     key: str

@@ -510,7 +510,7 @@ def _failure(error: Exception, plan: Plan, path: Sequence[str], sources: Mapping
     place, tensor, is_gathered = path[-1] if path else "", None, False
     if isinstance(error, UnfitError):
         place = error.parameter.rpartition(".")[0]
-        tensor = next((name for name in plan.entries if name.endswith(error.parameter)), None)
+        tensor = next((name for name in plan.entries if name.endswith(error.parameter)), None) if place else None
     elif isinstance(error, _UnlikeError):
         place = error.place
     if tensor is None:
@@ -872,12 +872,15 @@ def _verdict(
 
 
 def _failure_in_words(failure: Failure) -> str:
-    where = f"in '{failure.place}'" if failure.place else "where"
-    text = f"rank {failure.rank} fails {where} where the original does not ({failure.message})."
+    where = f"in '{failure.place}', " if failure.place else ""
+    text = f"rank {failure.rank} fails {where}where the original does not ({failure.message})."
     if failure.tensor and failure.is_gathered:
         text += f" No weight takes as its input what the rule '{failure.rule}' deals of '{failure.tensor}'."
     elif failure.tensor:
-        text += f" The rule of '{failure.tensor}' is '{failure.rule}'."
+        text += (
+            f" The rule '{failure.rule}' of '{failure.tensor}' does not go with the sizes that [config] and [modules] "
+            "give this rank."
+        )
     return text
 
 

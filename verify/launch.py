@@ -565,7 +565,7 @@ class Crew:
         """
         if end is not None and self._store.add("ends", 1) == 1:
             plain = ReshardError(end.message, end.hint) if isinstance(end, ReshardError) else end
-            self._store.set("end", pickle.dumps(plain))
+            self._store.set("end", pickle.dumps(plain).hex())
         while True:
             time.sleep(60)
 
@@ -589,7 +589,7 @@ class Crew:
 
     def _end(self) -> Any:
         # Written by a rank of this run, as the results of all ranks are.
-        return pickle.loads(self._store.get("end")) if self._store.check(["end"]) else None
+        return pickle.loads(bytes.fromhex(self._store.get("end").decode())) if self._store.check(["end"]) else None
 
     def _listen(self) -> None:
         try:

@@ -41,6 +41,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -202,9 +203,10 @@ def _config_of(folder: Path, rank: Rank) -> Any:
     try:
         own = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         return transformers.AutoConfig.for_model(**_settings(with_sizes_of_whole(rank.plan, own)))
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        message = f"{folder / 'config.json'}: transformers cannot load it: {type(error).__name__}: {_one_line(error)}"
-        raise CheckpointError(message) from error
+    except OSError as error:
+        raise CheckpointError(f"{folder / 'config.json'} cannot be read: {error.strerror or error}") from error
+    except Exception as error:  # whatever the type checks of its settings
+        raise _not_loaded(folder, error) from error
 
 
 def _for_input(config: Any, tokens: int) -> Any:
@@ -249,10 +251,8 @@ def _from_pretrained(cls: Any, folder: Path, dtype: torch.dtype, more: Mapping[s
                 local_files_only=True,
                 **more,
             )
-        except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-            raise CheckpointError(
-                f"{folder}: transformers cannot load it: {type(error).__name__}: {_one_line(error)}"
-            ) from error
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, StrictDataclassError) as error:
+            raise _not_loaded(folder, error) from error
     _check_filled(folder, info)
     for tensor in (*model.parameters(), *model.buffers()):
         # Of a quantized checkpoint, what is not quantized stays as it is stored. Wider numbers are the same.
@@ -268,11 +268,20 @@ def _one_line(error: Exception) -> str:
 
 
 class UnfitError(CheckpointError):
-    """A folder does not fill its model: ``parameter`` is the first for which there is nothing, or something else."""
+    """A folder is not that of a model: its config.json is refused, or it does not fill the model that this describes.
 
-    def __init__(self, message: str, parameter: str) -> None:
+    ``parameter`` is the first for which there is nothing, or something else.
+    """
+
+    def __init__(self, message: str, parameter: str = "") -> None:
         super().__init__(message)
         self.parameter = parameter
+
+
+def _not_loaded(folder: Path, error: Exception) -> CheckpointError:
+    message = f"{folder}: transformers cannot load it: {type(error).__name__}: {_one_line(error)}"
+    is_of_machine = isinstance(error, (OSError, RuntimeError, ImportError))
+    return CheckpointError(message) if is_of_machine else UnfitError(message)
 
 
 def _check_filled(folder: Path, info: Mapping[str, Any]) -> None:

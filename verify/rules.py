@@ -43,7 +43,7 @@ def own_rules(plan: Plan, modules: Architecture) -> tuple[str, ...] | None:
     if _is_same(model, built_in):
         return (*lines,)
     try:
-        theirs = make_plan(_bound(built_in, model), plan.mesh, padding=plan.padding)
+        theirs = _planned(built_in, plan)
     except PlanError as error:
         return (f"the built-in rules of '{built_in.name}' do not fit: {error.message}", *lines)
     return (*_tensors(plan, theirs), *_configs(plan, theirs), *lines)
@@ -52,12 +52,12 @@ def own_rules(plan: Plan, modules: Architecture) -> tuple[str, ...] | None:
 def with_sound_config(plan: Plan) -> Plan:
     """The plan by which a rank's ``config.json`` is the original's with the counts that this rank holds, and no more.
 
-    A plan's own lines under [config] are believed where the built-in rules of the type have the same, or none and the
-    line gives the original's number for the whole model. Of what both have, the built-in line is taken.
+    Of what a plan and the built-in rules of its type both have under [config], the built-in line is taken; another
+    line of the plan only if it speaks of an axis and gives the original's number, if there is one, for the whole model.
     """
     own = plan.model.architecture.config
     built_in = _built_in(plan.model)
-    if built_in is not None and own == built_in.config:
+    if built_in is not None and (own == built_in.config or not _differing_configs(plan, built_in)):
         return plan
     chosen = {key: line for key, line in own.items() if _is_sound(plan, key, line)}
     return _with_config(plan, chosen | (_evaluable(plan, built_in) if built_in is not None else {}))
@@ -73,6 +73,11 @@ def _built_in(model: Model) -> Architecture | None:
 def _bound(architecture: Architecture, model: Model) -> Model:
     """The same tensors by other rules."""
     return bind(architecture, model.config, [FullTensor(t.name, t.dtype, t.shape, "plan") for t in model.tensors])
+
+
+def _planned(architecture: Architecture, plan: Plan) -> Plan:
+    """The same tensors on the same mesh by other rules."""
+    return make_plan(_bound(architecture, plan.model), plan.mesh, padding=plan.padding)
 
 
 def _is_same(model: Model, built_in: Architecture) -> bool:
@@ -138,12 +143,22 @@ def _text(rules: Sequence[ModuleRule] | None) -> str:
 # ---------------------------------------------------------------------------------------------------- a rank's config
 
 
+def _differing_configs(plan: Plan, built_in: Architecture) -> bool:
+    """Whether a rank's config is another by the built-in rules, or these do not fit."""
+    try:
+        return any(_configs(plan, _planned(built_in, plan)))
+    except PlanError:
+        return True
+
+
 def _with_config(plan: Plan, config: Mapping[str, Expression]) -> Plan:
     return replace(plan, model=replace(plan.model, architecture=replace(plan.model.architecture, config=config)))
 
 
 def _is_sound(plan: Plan, key: str, line: Expression) -> bool:
-    """Whether a line gives the original's own number where nothing is dealt, if the original has one."""
+    """Whether a line speaks of an axis and gives the original's own number where nothing is dealt, if there is one."""
+    if not line.names & plan.model.architecture.sizes.keys():
+        return False
     whole = Plan(plan.model, UNSPLIT, {}, {})
     found = dict(flat(rank_config(_with_config(whole, {key: line}), 0)))
     original = dict(flat(plan.model.config))

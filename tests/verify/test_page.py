@@ -83,8 +83,9 @@ def same() -> dict[str, Any]:
     return {
         "schema_version": 1, "command": "verify", "original": "/models/llama", "shards": "/models/llama-tp2",
         "verdict": "same", "summary": "Every byte is the original's.", "plan": None, "exact": exact(),
-        "forward": forward(), "error": None, "notes": [], "options": {"batch": 2, "seed": 0}, "seconds": {"bytes": 0.2, "forward": 9.0},
-        "environment": {"reshard": "0.1.0", "python": "3.11.7"}, "created": "2030-01-01T00:00:00+00:00",
+        "forward": forward(), "error": None, "notes": [], "options": {"batch": 2, "seed": 0},
+        "seconds": {"bytes": 0.2, "forward": 9.0}, "environment": {"reshard": "0.1.0", "python": "3.11.7"},
+        "created": "2030-01-01T00:00:00+00:00",
     }  # fmt: skip
 
 

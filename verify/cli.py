@@ -481,6 +481,11 @@ def forward_summary(report: Any) -> str:
         f"{report.batch} x {report.seq} tokens, seed {report.seed}; measured against {report.exact_dtype}"
     ]
     lines += _places("layer", report.layers)
+    if report.cut:
+        more = f" (and {len(report.cut) - 1} more)" if len(report.cut) > 1 else ""
+        lines.append(
+            f"A rank's config.json gives '{report.cut[0]}'{more} another shape: other programs may not load it."
+        )
     if report.gradients:
         worst = sorted(report.gradients, key=lambda row: (row.is_same, -row.ratio))[:SHOWN]
         lines += ["", *_places("gradient of", worst)]

@@ -152,6 +152,9 @@ class Power:
 class ForwardReport:
     """The answer: ``is_same``, or ``first`` names the first place that leaves the noise, or in which the shards' model
     ended with a ``failure``; and what was run on what.
+
+    ``unused`` are tensors that the original's model does not use; ``cut`` parameters that have not the shape on a rank
+    that its config.json gives them.
     """
 
     is_same: bool
@@ -168,6 +171,7 @@ class ForwardReport:
     own_overruled: int
     overruled: int
     unused: tuple[str, ...]
+    cut: tuple[str, ...]
     mesh: Mapping[str, int]
     ranks: int
     dtype: str
@@ -353,6 +357,7 @@ class _Result:
     seconds: float
     gradients: tuple[tuple[str, Distance], ...] = field(default=())
     biases: tuple[tuple[str, float], ...] = field(default=())
+    cut: tuple[str, ...] = ()
     failure: Failure | None = None
 
 
@@ -412,7 +417,7 @@ def _run_shards(
     from verify.model import Rank, load_rank
     from verify.trace import Trace, run
 
-    rank, trace = Rank(job.plan, dist.get_rank(), job.modules, job.config), Trace()
+    rank, trace = Rank(job.plan, dist.get_rank(), job.modules, job.config, job.is_built_in), Trace()
     folder = job.shards / job.plan.mesh.folder(rank.rank)
     say(f"shards on {job.plan.mesh.size} ranks")
     ids = reference.ids.to(device)
@@ -433,7 +438,7 @@ def _run_shards(
     biases = _biases_twice(places, trace, reference) if rank.rank == 0 else ()
     seconds = time.monotonic() - started
     return dataclasses.replace(
-        result, logits=logits, unused=loaded.unused, gradients=gradients, biases=biases, seconds=seconds
+        result, logits=logits, unused=loaded.unused, cut=loaded.cut, gradients=gradients, biases=biases, seconds=seconds
     )
 
 
@@ -599,12 +604,12 @@ def _run_original(job: _Job, device: torch.device) -> _Reference:
     with _original(job, job.exact_dtype, device) as loaded:
         ids = _random_ids(loaded.model, job) if job.ids is None else job.ids
         exact, exact_grads = _run_whole(loaded, ids.to(device), job, None, 0)
-        _check_numbers(exact, exact_grads, loaded, job, job.exact_dtype)
+        _check_numbers(exact, exact_grads, job, job.exact_dtype)
     say(f"original in {_name(job.dtype)}, {job.options.draws + 1} times")
     with _original(job, job.dtype, device) as loaded, _refusing(job):
         draws = [_run_whole(loaded, ids.to(device), job, exact, draw) for draw in range(job.options.draws + 1)]
         for run, grads in draws:
-            _check_numbers(run, grads, loaded, job, job.dtype)
+            _check_numbers(run, grads, job, job.dtype)
     own = draws[0][0]
     logits = _vocabulary_output(exact.states, job)
     return _Reference(
@@ -620,28 +625,27 @@ def _run_original(job: _Job, device: torch.device) -> _Reference:
     )
 
 
-def _check_numbers(
-    trace: Trace, gradients: Mapping[str, torch.Tensor], loaded: Loaded, job: _Job, dtype: torch.dtype
-) -> None:
+def _check_numbers(trace: Trace, gradients: Mapping[str, torch.Tensor], job: _Job, dtype: torch.dtype) -> None:
     """Raise CheckpointError for an original with which nothing can be compared, as it computes NaN or infinity.
 
-    Scores and logits may be infinite: what may not be chosen is minus infinity there.
+    What must or may not be chosen has infinite scores, and what may not be said has a logit of minus infinity.
     """
-    from verify.trace import EMBEDDING
+    from verify.trace import is_choice
 
-    places = _places(loaded, job.plan)
-    finite = {EMBEDDING, *places.blocks, *places.others}
-    values = {
-        **{f"output is not a number from '{name}' on": (x, name in finite) for name, x in trace.states.items()},
-        **{f"gradient of '{name}' is not a number": (x, True) for name, x in gradients.items()},
-    }
-    for what, (value, is_finite) in values.items():
-        if (value.isnan() | (value.isinf() if is_finite else value.isposinf())).any():
-            is_narrow = dtype == torch.float16
-            raise CheckpointError(
-                f"{job.original}: the original's own {what}, in {_name(dtype)}",
-                "--dtype float32 has a wider range" if is_narrow else _BYTES_ALONE,
-            )
+    for name, state in trace.states.items():
+        wrong = state.isnan()
+        if not is_choice(name):
+            wrong |= state.isposinf() if name in trace.outputs else state.isinf()
+        if wrong.any():
+            raise _no_numbers(job, f"output is not a number from '{name}' on", dtype)
+    for name, gradient in gradients.items():
+        if not gradient.isfinite().all():
+            raise _no_numbers(job, f"gradient of '{name}' is not a number", dtype)
+
+
+def _no_numbers(job: _Job, what: str, dtype: torch.dtype) -> CheckpointError:
+    hint = "--dtype float32 has a wider range" if dtype == torch.float16 else _BYTES_ALONE
+    return CheckpointError(f"{job.original}: the original's own {what}, in {_name(dtype)}", hint)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -814,6 +818,7 @@ def _report(job: _Job, results: Sequence[_Result], device: str) -> ForwardReport
         own_overruled=result.own_overruled,
         overruled=max(r.overruled for r in results),
         unused=result.unused,
+        cut=result.cut,
         mesh=job.plan.mesh.to_document(),
         ranks=job.plan.mesh.size,
         dtype=_name(job.dtype),

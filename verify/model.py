@@ -69,12 +69,16 @@ from verify.layers import (
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank of a plan. ``modules`` is the architecture whose ``[modules]`` table is meant."""
+    """One rank of a plan. ``modules`` is the architecture whose ``[modules]`` table is meant.
+
+    ``is_built_in`` says that the plan is known to be right, and the rank's config.json with it.
+    """
 
     plan: Plan
     rank: int
     modules: Architecture
     config: Mapping[str, Any]
+    is_built_in: bool = True
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -104,7 +108,8 @@ class Loaded:
     """A model, what its parameters were made of, and the tensors on disk that it does not use.
 
     Of a rank's model, ``parts`` are the parameters of which ranks have parts, with the mesh dimensions along which
-    these differ; ``experts`` says of those made of experts of its own, by name, where they lie among all.
+    these differ; ``experts`` says of those made of experts of its own, by name, where they lie among all. ``cut`` are
+    those to which the rank's config.json gives another shape, where it should give the right one.
     """
 
     model: Any
@@ -112,6 +117,7 @@ class Loaded:
     unused: tuple[str, ...]
     parts: tuple[tuple[torch.Tensor, frozenset[str]], ...] = ()
     experts: Mapping[str, Part] = field(default_factory=dict)
+    cut: tuple[str, ...] = ()
 
 
 # Loading
@@ -187,15 +193,17 @@ def load_rank(
     """
     modules = ModuleTable(rank, groups)
     cls, more = model_class(rank.config), on_disk(offload) if offload else {"device_map": {"": device}}
-    if modules.is_needed or rank.lacks_experts:
-        cls = _localised(_concrete(cls, rank.config), rank, modules)
+    cut: dict[str, None] = {}
+    if modules.is_needed or rank.lacks_experts or not rank.is_built_in:
+        cls = _localised(_concrete(cls, rank.config), rank, modules, cut)
     if modules.is_needed:
         # What transformers would make of the rank's sizes is in the [modules] table.
         more["config"] = _for_input(_config_of(folder, rank), tokens)
     loaded = _from_pretrained(cls, folder, dtype, {**more, **dequantizing(rank.config)})
     own = modules.split(loaded.model)
     loaded = parallelise(loaded, rank, groups, modules.alone(loaded.model), modules.sums(loaded.model))
-    return replace(loaded, parts=(*loaded.parts, *own))
+    is_to_fit = not modules.is_needed and not rank.lacks_experts
+    return replace(loaded, parts=(*loaded.parts, *own), cut=tuple(cut) if is_to_fit else ())
 
 
 def _config_of(folder: Path, rank: Rank) -> Any:
@@ -524,8 +532,11 @@ def _is_indexed(rule: ModuleRule, template: str) -> bool:
     return rule.when is not None and any(f"{{{name}}}" in template for name in rule.when.names)
 
 
-def _localised(cls: Any, rank: Rank, modules: ModuleTable) -> Any:
-    """A subclass that is cut to the sizes of a rank before it is filled. Experts are in the first dimension."""
+def _localised(cls: Any, rank: Rank, modules: ModuleTable, cut: dict[str, None]) -> Any:
+    """A subclass that is cut to the sizes of a rank before it is filled; ``cut`` gets the names of what had others.
+
+    Experts are in the first dimension.
+    """
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         cls.__init__(self, config, *args, **kwargs)
@@ -538,6 +549,7 @@ def _localised(cls: Any, rank: Rank, modules: ModuleTable) -> Any:
             if name in experts:
                 shape = (shape[0] // experts[name].parts, *shape[1:])
             if tuple(old.shape) != shape:
+                cut[name] = None
                 new = torch.empty(shape, dtype=old.dtype, device=old.device)
                 if last in module._parameters:
                     # In place, so that tied parameters stay one.

@@ -292,6 +292,7 @@ def _setting(document: Document) -> Html:
         element("h2", "What was run on what"),
         _pairs([(name, value) for name, value in pairs if value is not None]),
         _list("Weights that the model does not use", unused),
+        _list("Weights to which a rank's config.json gives another shape", report.get("cut") or ()),
     )
 
 

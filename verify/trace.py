@@ -9,6 +9,7 @@ state, and how often a run would have chosen otherwise is counted.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -36,6 +37,11 @@ class Trace:
     overruled: int = 0
     outputs: dict[str, Tensor] = field(default_factory=dict)
     path: list[str] = field(default_factory=list)
+
+
+def is_choice(name: str) -> bool:
+    """Whether a state is the scores that a choice was made from."""
+    return re.search(r" choice \d+$", name) is not None
 
 
 @dataclass(frozen=True)

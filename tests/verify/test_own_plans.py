@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from verify.exact import compare
 from verify.forward import ForwardOptions, ForwardReport, run_forward, run_forwards
 from verify.rules import own_rules
 
+ROOT = Path(__file__).parents[2]
 Done = subprocess.CompletedProcess[str]
 Edits = Mapping[str, str]
 
@@ -32,7 +34,7 @@ IN_PROJ = "backbone.layers.{layer}.mixer.in_proj.weight"
 
 def reshard(*arguments: str | Path) -> Done:
     command = [sys.executable, "-m", "reshard", *map(str, arguments)]
-    return subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture(scope="module")
@@ -136,9 +138,8 @@ WRONG = [
     # What does not fit: the parts are gathered, as nothing takes them.
     ("phi3", 2, dealt("packed hidden", GATE_UP, PHI3), "model.layers.0.mlp.down_proj", GATE_UP),
     ("phi3", 2, dealt("(packed head) hidden", QKV, PHI3, packed="(group + 2) * kv"), "model.layers.0.self_attn", QKV),
-    # Two ranks share a KV head, and a chunk is less than what a rank's config.json says.
-    ("phi3", 8, dealt("packed hidden", QKV, PHI3), "model.layers.0.self_attn.qkv_proj", QKV),
-    # What fits, with other rows than the model means.
+    # What fits, with other rows than the model means: of 8 ranks each takes the first rows of all.
+    ("phi3", 8, dealt("packed hidden", QKV, PHI3), "model.layers.0.self_attn.o_proj", QKV),
     ("phi3", 2, dealt("(kv of head) hidden", QKV, PLAIN, of="group + 2"), "model.layers.0.self_attn.o_proj", None),
     ("phi3", 4, dealt("(kv of head) hidden", QKV, PLAIN, of="group + 2"), "model.layers.0.self_attn.o_proj", None),
     ("phi3", 2, dealt("(ff 2) hidden", GATE_UP, PLAIN), "model.layers.0.mlp.down_proj", None),
@@ -162,7 +163,6 @@ def test_what_is_gathered_may_be_right(model: Callable[[str], Path], tmp_path: P
     edits: dict[str, str] = {
         "tensors model.layers.{layer}.self_attn.o_proj.weight": '"hidden wide"',
         "config num_attention_heads": "", "config num_key_value_heads": "",
-        "modules model.layers.{layer}.self_attn": "{}",  # of which a config.json cannot say that it has these rows
     }  # fmt: skip
     for rule in ("packed hidden", "(packed 2) hidden", "(2 packed) hidden"):
         lines = edits | dealt(rule, QKV, '[["ff"], ["vocab"], ["packed"]]')
@@ -271,3 +271,36 @@ def test_what_differs_is_listed(model: Callable[[str], Path], tmp_path: Path) ->
     config = {**original.model.config, "model_type": "nobody-knows-it"}
     unknown = dataclasses.replace(shards.plan.model, config=config)
     assert own_rules(dataclasses.replace(shards.plan, model=unknown), original.model.architecture) is None
+
+
+def test_under_torchrun(model: Callable[[str], Path], tmp_path: Path) -> None:
+    """The ranks fail together, and the first says once what any of them found out."""
+    original, shards = by_plan(model("phi3"), tmp_path, dealt("packed hidden", QKV, PHI3))
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "verify", "--json"]
+    arguments = [original.path, shards.path, "--plan", tmp_path / "plan.toml"]
+    done = subprocess.run(
+        [sys.executable, *command, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    document = json.loads(done.stdout)
+    assert (done.returncode, document["verdict"], document["error"]) == (1, "different", None)
+    assert document["forward"]["failure"]["place"] == "model.layers.0.self_attn"
+    assert "exitcode  : 1" in done.stderr and "exitcode  : 2" not in done.stderr
+
+
+def test_a_plan_that_is_another_and_right(model: Callable[[str], Path], tmp_path: Path) -> None:
+    """The table of tokens is whole on every rank. What one rank alone finds wrong is the answer of all, and soon."""
+    edits = {"tensors model.embed_tokens.weight": '"words hidden"'}
+    original, shards = by_plan(model("phi3"), tmp_path, edits)
+    assert own_rules(shards.plan, original.model.architecture) == (
+        "model.embed_tokens.weight is 'words hidden', built in 'vocab hidden'",
+    )
+    assert compare(original, shards).verdict == "same"
+    report = run_forward(original, shards, QUICK)
+    assert report.is_same and report.cut == ("model.embed_tokens.weight",), report.verdict
+    config = shards.path / "rank-01-of-02" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "rms_norm_eps": "small"}))
+    started = time.monotonic()
+    report = run_forward(original, shards, QUICK)
+    assert report.failure is not None and (report.is_same, report.failure.rank) == (False, 1)
+    assert "transformers cannot load it" in report.verdict and str(config.parent) in report.verdict
+    assert time.monotonic() - started < QUICK.timeout / 3

@@ -20,7 +20,8 @@ from reshard.source import Source, open_source
 from tests import zoo
 from verify.exact import compare
 from verify.forward import ForwardOptions, ForwardReport, run_forward, run_forwards
-from verify.rules import own_rules
+from verify.launch import RankError
+from verify.rules import own_rules, with_sound_config
 
 ROOT = Path(__file__).parents[2]
 Done = subprocess.CompletedProcess[str]
@@ -304,3 +305,28 @@ def test_a_plan_that_is_another_and_right(model: Callable[[str], Path], tmp_path
     assert report.failure is not None and (report.is_same, report.failure.rank) == (False, 1)
     assert "transformers cannot load it" in report.verdict and str(config.parent) in report.verdict
     assert time.monotonic() - started < QUICK.timeout / 3
+
+
+def test_what_fails_by_the_built_in_rules_is_an_error(model: Callable[[str], Path], tmp_path: Path) -> None:
+    """They are known to be right: that the run fails is no answer, but it says where."""
+    split(model("bert"), tmp_path / "shards", 2)
+    original, shards = open_source(model("bert")), open_source(tmp_path / "shards")
+    config = tmp_path / "shards" / "rank-01-of-02" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "chunk_size_feed_forward": 5}))
+    said = (
+        r"rank 1 of 2 failed: the shards' model: 'bert\.encoder\.layer\.0' fails, where the original's does not: ValueE"
+    )
+    with pytest.raises(RankError, match=said):
+        run_forward(original, shards, ForwardOptions(draws=3))
+
+
+def test_of_a_type_without_rules_a_line_is_believed_that_has_the_originals_number(
+    model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    edits = {"config n_head": '"kv * group * 2"', "config n_inner": '"ff"', "config n_layer": '"layer // group"',
+             "config n_embd": '"80"', "config head_dim": '"head"', "config label": '"3"'}  # fmt: skip
+    _, shards = by_plan(model("gpt2"), tmp_path, edits)
+    config = {**shards.plan.model.config, "model_type": "nobody-knows-it"}
+    plan = dataclasses.replace(shards.plan, model=dataclasses.replace(shards.plan.model, config=config))
+    believed = with_sound_config(plan).model.architecture.config
+    assert believed.keys() == {"n_inner", "n_layer", "head_dim", "vocab_size", "pad_token_id"}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.architecture import Architecture, ModuleRule, Rule, find_architecture, module_document
-from formats.errors import PlanError
+from formats.errors import ReshardError
 from formats.expressions import Expression
 from reshard.plan import Entry, FullTensor, Model, Plan, bind, make_plan, rank_config
 from reshard.source import UNSPLIT
@@ -44,7 +44,7 @@ def own_rules(plan: Plan, modules: Architecture) -> tuple[str, ...] | None:
         return (*lines,)
     try:
         theirs = _planned(built_in, plan)
-    except PlanError as error:
+    except ReshardError as error:
         return (f"the built-in rules of '{built_in.name}' do not fit: {error.message}", *lines)
     return (*_tensors(plan, theirs), *_configs(plan, theirs), *lines)
 
@@ -66,7 +66,7 @@ def with_sound_config(plan: Plan) -> Plan:
 def _built_in(model: Model) -> Architecture | None:
     try:
         return find_architecture(model.config, Path())
-    except PlanError:
+    except ReshardError:
         return None
 
 
@@ -147,7 +147,7 @@ def _differing_configs(plan: Plan, built_in: Architecture) -> bool:
     """Whether a rank's config is another by the built-in rules, or these do not fit."""
     try:
         return any(_configs(plan, _planned(built_in, plan)))
-    except PlanError:
+    except ReshardError:
         return True
 
 
@@ -169,7 +169,7 @@ def _evaluable(plan: Plan, built_in: Architecture) -> dict[str, Expression]:
     """The built-in lines whose axes the plan has too, of the same sizes."""
     try:
         theirs = _bound(built_in, plan.model).sizes
-    except PlanError:
+    except ReshardError:
         return {}
     ours = plan.model.sizes
     places = [{}, *({"layer": layer} for layer in range(ours.counts.get("layer", 0)))]

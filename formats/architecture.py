@@ -504,7 +504,8 @@ def _rule_document(rules: tuple[Rule, ...]) -> Any:
     return lines
 
 
-def _module_document(rules: tuple[ModuleRule, ...]) -> Any:
+def module_document(rules: Sequence[ModuleRule]) -> Any:
+    """The parsed form of a line of ``[modules]``."""
     lines = []
     for rule in rules:
         line: dict[str, Any] = {"when": rule.when.text} if rule.when else {}
@@ -520,7 +521,7 @@ def to_toml(architecture: Architecture) -> str:
     document = to_document(architecture)
     tables = {key: document.pop(key) for key in ("sizes", "parallel", "config", "tensors")}
     if architecture.modules:
-        tables["modules"] = {name: _module_document(rules) for name, rules in architecture.modules.items()}
+        tables["modules"] = {name: module_document(rules) for name, rules in architecture.modules.items()}
     lines = [f"{key} = {_toml(value)}" for key, value in document.items()]
     for key, table in tables.items():
         lines += ["", f"[{key}]"]

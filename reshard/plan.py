@@ -830,6 +830,23 @@ def rank_config(plan: Plan, rank: int) -> dict[str, Any]:
     return config
 
 
+def with_sizes_of_whole(plan: Plan, config: Mapping[str, Any]) -> dict[str, Any]:
+    """A rank's ``config.json`` with the whole model's numbers in the place of those that follow from its sizes."""
+    architecture, found = plan.model.architecture, copy.deepcopy(dict(config))
+    ours: dict[str, Any] = found
+    whole: dict[str, Any] = dict(plan.model.config)
+    for key in architecture.section(plan.model.config):
+        ours, whole = ours.get(key) or {}, whole[key]
+    for key, expression in architecture.config.items():
+        if not expression.names & architecture.sizes.keys():
+            continue
+        places = zip(*(_places(settings, key.split("."), {}) for settings in (ours, whole)), strict=False)
+        for (inner, last, _), (outer, _, _) in places:
+            inner.pop(last, None)
+            inner |= {last: outer[last]} if last in outer else {}
+    return found
+
+
 def _places(
     settings: dict[str, Any], path: Sequence[str], indices: Mapping[str, int]
 ) -> Iterable[tuple[dict[str, Any], str, Mapping[str, int]]]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from formats.errors import ReshardError
-from verify.markup import number, printable, ratio
+from verify.markup import number, percent, printable, ratio
 
 if TYPE_CHECKING:
     from reshard.api import Access
@@ -34,6 +34,26 @@ SHOWN = 10
 """Lines of each kind that the summary shows; ``--json`` has all of them."""
 
 
+@dataclass(frozen=True)
+class _OwnPlan:
+    """The user's plan that bytes were compared with, and what it says otherwise than the built-in rules of the type.
+
+    ``differences`` is None if there are no such rules.
+    """
+
+    name: str
+    model_type: str
+    differences: tuple[str, ...] | None
+
+    def __str__(self) -> str:
+        if self.differences is None:
+            return f"plan {self.name}: there are no built-in rules of model type '{self.model_type}' to compare it with"
+        if not self.differences:
+            return f"plan {self.name}: says the same as the built-in rules of model type '{self.model_type}'"
+        title = f"plan {self.name}: differs from the built-in rules of model type '{self.model_type}'"
+        return "\n".join([title, *_some("", self.differences)])
+
+
 @dataclass
 class _Run:
     """What was asked for, and what has been found so far."""
@@ -44,6 +64,7 @@ class _Run:
     is_json: bool
     quiet: bool
     report: Path | None = None
+    plan: _OwnPlan | None = None
     exact: Any = None
     forward: Any = None
     error: ReshardError | None = None
@@ -72,6 +93,11 @@ class _Run:
             return "different"
         return "unchecked" if self.error or self.exact is None else "same"
 
+    @property
+    def in_words(self) -> str:
+        """The verdict in a sentence or two."""
+        return in_words(self.exact, self.forward, self.error, self.plan)
+
     def to_document(self) -> dict[str, Any]:
         """The document of ``--json``, which is also what the page is made from."""
         from reshard import __version__
@@ -83,7 +109,8 @@ class _Run:
             "original": self.original,
             "shards": self.shards,
             "verdict": self.verdict,
-            "summary": in_words(self.exact, self.forward, self.error),
+            "summary": self.in_words,
+            "plan": asdict(self.plan) if self.plan is not None else None,
             "exact": self.exact.to_document() if self.exact is not None else None,
             "forward": asdict(self.forward) if self.forward is not None else None,
             "error": error,
@@ -209,16 +236,23 @@ def _verify_as_rank(run: _Run, access: Access, debug: bool) -> None:
     """As one rank of a launcher's: the first compares the bytes and speaks for all, the others wait for its word."""
     from verify.launch import Crew
 
-    def give_up(error: ReshardError) -> int:
-        run.error = error
+    def take(end: Any) -> None:
+        if isinstance(end, ReshardError):
+            run.error = end
+        elif end is not None:
+            run.forward, run.error = end, None
+
+    def give_up(end: Any) -> int:
+        take(end)
         _finish(run)
         return run.exit_code
 
     crew = Crew(give_up)
     _attempt(run, access, debug, crew)
+    failed = run.forward if run.forward is not None and run.forward.failure is not None else None
     if not crew.is_first:
-        crew.leave(run.error)
-    run.error = crew.first_error(run.error)
+        crew.leave(run.error or failed)
+    take(crew.first_end(run.error or failed))
     _finish(run)
     crew.end(run.exit_code)
 
@@ -240,6 +274,7 @@ def _verify(run: _Run, access: Access, crew: Crew | None) -> None:
     is_first = crew is None or crew.is_first
     original = open_any(run.original, access)
     shards = open_shards(Path(run.shards), plan_file=access.plan_file)
+    run.plan = _own_plan(original, shards, access.plan_file)
     is_wanted = is_first and _compare_bytes(run, original, shards) and "exact_only" not in run.options
     if crew is not None:
         is_wanted = crew.agree(is_wanted)
@@ -251,6 +286,20 @@ def _verify(run: _Run, access: Access, crew: Crew | None) -> None:
         with _phases(is_silent=run.is_silent or not is_first) as progress:
             run.forward = forward.run_forward(original, shards, forward.ForwardOptions(**run.options), progress)
         run.seconds["forward"] = time.monotonic() - started
+
+
+def _own_plan(original: Source, shards: Source | ExactReport, plan_file: Path | None) -> _OwnPlan | None:
+    """The plan that is not a built-in one: the user's file, or what the shards say that they were split by."""
+    from verify.exact import ExactReport
+    from verify.rules import own_rules
+
+    if isinstance(shards, ExactReport):
+        return None
+    differences = own_rules(shards.plan, original.model.architecture)
+    if plan_file is None and not differences:
+        return None
+    name = str(plan_file) if plan_file is not None else f"of {shards.path}"
+    return _OwnPlan(name, str(original.model.config.get("model_type")), differences)
 
 
 def _compare_bytes(run: _Run, original: Source, shards: Source | ExactReport) -> bool:
@@ -346,28 +395,47 @@ def _one_line(text: str) -> str:
 
 def _summary(run: _Run) -> list[str]:
     """What is printed for a person; the verdict comes last."""
-    parts = [exact_summary(run.exact)] if run.exact is not None else []
+    parts = [str(run.plan)] if run.plan is not None else []
+    parts += [exact_summary(run.exact)] if run.exact is not None else []
     parts += [*run.notes, *([forward_summary(run.forward)] if run.forward is not None else [])]
     if run.report is not None and run.report.exists():
         parts.append(f"report: {run.report}")
     if not parts:  # the error has been printed
         return [run.verdict.upper()]
-    return [*parts, "", f"{run.verdict.upper()}: {in_words(run.exact, run.forward, run.error)}"]
+    return [*parts, "", f"{run.verdict.upper()}: {run.in_words}"]
 
 
-def in_words(exact: Any, forward: Any, error: ReshardError | None) -> str:
+def in_words(exact: Any, forward: Any, error: ReshardError | None, plan: _OwnPlan | None = None) -> str:
     """The verdict in a sentence or two, with the first tensor and the first layer that differ by name."""
     parts = []
     if exact is not None and exact.verdict == "different":
         parts.append(_difference_in_words(exact))
     elif exact is not None:
-        parts.append(f"Every byte is the original's ({_amount(exact)}).")
+        by = f" by the plan {plan.name}" if plan is not None else ""
+        parts.append(f"Every byte is the original's{by} ({_amount(exact)}).")
+        if plan is not None and plan.differences != () and forward is None:
+            parts.append("Whether that plan is right, the forward alone can tell.")
     if forward is not None:
         parts.append(forward.verdict)
+        parts += [power_in_words(forward)] if forward.is_same and forward.power is not None else []
     if error is not None:
         what = "The forward" if exact is not None else "It"
         parts.append(f"{what} could not be checked: {_one_line(error.message)}")
     return " ".join(parts) or "Nothing was checked."
+
+
+def power_in_words(forward: Any) -> str:
+    """How small a fault the run would have shown, and how to see smaller ones where that is poor."""
+    power = forward.power
+    text = (
+        f"That noise is up to {percent(power.noise)} of the values ('{power.place}'): a fault that moves "
+        f"them by {percent(power.seen_from)} is seen there, and elsewhere a smaller one."
+    )
+    if power.bias_ratio is not None and power.bias_ratio <= forward.factor:
+        text += f" A bias added twice is not: it measures {ratio(power.bias_ratio)} at '{power.bias_place}'."
+    if power.is_poor:
+        text += " That is little power" + ("; --dtype float32 has more." if forward.dtype != "float32" else ".")
+    return text
 
 
 def _difference_in_words(exact: Any) -> str:
@@ -380,7 +448,7 @@ def _difference_in_words(exact: Any) -> str:
         if found:
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
             return f"The shards are not the original's: {word}: {found[0]}{more}."
-    return f"A config is not as planned: {exact.configs[0]}."
+    return f"A config is not as it should be: {exact.configs[0]}."
 
 
 def _amount(report: Any) -> str:
@@ -413,6 +481,11 @@ def forward_summary(report: Any) -> str:
         f"{report.batch} x {report.seq} tokens, seed {report.seed}; measured against {report.exact_dtype}"
     ]
     lines += _places("layer", report.layers)
+    if report.cut:
+        more = f" (and {len(report.cut) - 1} more)" if len(report.cut) > 1 else ""
+        lines.append(
+            f"A rank's config.json gives '{report.cut[0]}'{more} another shape: other programs may not load it."
+        )
     if report.gradients:
         worst = sorted(report.gradients, key=lambda row: (row.is_same, -row.ratio))[:SHOWN]
         lines += ["", *_places("gradient of", worst)]

@@ -9,7 +9,6 @@ does not grow with the model.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 import threading
@@ -33,6 +32,7 @@ from reshard.checksum import PartialSum, sum_part
 from reshard.plan import Layout, Plan, make_plan, rank_config
 from reshard.source import Source, open_source
 from verify import folder
+from verify.rules import flat, with_sound_config
 from verify.scales import differing, refined
 from verify.statements import Statements, says
 
@@ -279,9 +279,10 @@ class _Structure:
             self._check_files()
             self._check_identity()
             self._check_documents()
+            planned = with_sound_config(self.plan)
             for rank in range(self.plan.mesh.size):
                 name = f"{self.plan.mesh.folder(rank)}/config.json"
-                self._check_config(name, rank_config(self.plan, rank), self.shards.path / name)
+                self._check_config(name, rank_config(planned, rank), self.shards.path / name)
 
     def _check_tensors(self, rank: int, tensors: Mapping[str, TensorInfo]) -> None:
         where = self.plan.mesh.folder(rank) if self.shards.sharded else self.shards.path.name
@@ -349,7 +350,7 @@ class _Structure:
             elif name not in self.missing:
                 self.missing.append(name)
             return
-        has, should = dict(_flat(found)), dict(_flat(expected))
+        has, should = dict(flat(found)), dict(flat(expected))
         for key in sorted(has.keys() | should.keys()):
             if has.get(key) != should.get(key):
                 self.configs.append(ConfigDifference(name, key, should.get(key), has.get(key)))
@@ -374,15 +375,6 @@ def _read_json(path: Path) -> dict[str, Any] | None:
         return read_config(path)
     except CheckpointError:
         return None
-
-
-def _flat(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Each setting by its dotted path, as JSON text (in which 1, 1.0 and true are three things, and NaN is NaN)."""
-    for key, value in document.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", json.dumps(value, sort_keys=True)
 
 
 # ----------------------------------------------------------------------------------------------------- what lies where

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,8 +31,9 @@ from reshard.plan import Plan, dequantized
 from reshard.source import Source
 from verify.collectives import Groups
 from verify.ending import temporary_folder
-from verify.launch import rank_device, run_ranks, say, start_fork_server
-from verify.noise import FACTOR, SURE, Distance, Yardstick, measure, yardstick
+from verify.launch import RankAnswer, is_of_collective, rank_device, run_ranks, say, start_fork_server
+from verify.noise import FACTOR, FLOOR, SURE, Distance, Yardstick, measure, yardstick
+from verify.rules import own_rules
 
 if TYPE_CHECKING:
     from verify.model import Loaded
@@ -39,6 +41,9 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str], None]
 """Called with what is being done."""
+
+POOR = 0.25
+"""The part of the values that a fault may change unseen, from which on the power of a run is called poor."""
 
 _BYTES_ALONE = "--exact-only compares the bytes alone"
 _MORE = 4  # times the draws of the rounding, when an alarm is looked at again
@@ -110,12 +115,53 @@ class Logits:
 
 
 @dataclass(frozen=True)
+class Failure:
+    """That the shards' model does not run where the original's does.
+
+    ``place`` is the module in which it ended on ``rank``, empty while it was loaded; ``tensor`` the one whose ``rule``
+    does not fit there, as far as that is known; ``is_gathered`` if no weight takes the part that a rank has of it.
+    """
+
+    place: str
+    rank: int
+    message: str
+    tensor: str | None
+    rule: str | None
+    is_gathered: bool
+
+
+@dataclass(frozen=True)
+class Power:
+    """How small a fault the run would have shown.
+
+    ``noise`` is the largest of all places, at ``place``, relative to the values there; ``seen_from`` the part of the
+    values that a fault has to change to be told from it. ``bias_ratio`` is the smallest that a bias of a row-parallel
+    weight would have measured had it been added twice, at ``bias_place``; None where there is no such bias.
+    ``is_poor`` if faults are hidden that change much of the values.
+    """
+
+    noise: float
+    place: str
+    seen_from: float
+    bias_ratio: float | None
+    bias_place: str | None
+    is_poor: bool
+
+
+@dataclass(frozen=True)
 class ForwardReport:
-    """The answer: ``is_same``, or ``first`` names the first place that leaves the noise; and what was run on what."""
+    """The answer: ``is_same``, or ``first`` names the first place that leaves the noise, or in which the shards' model
+    ended with a ``failure``; and what was run on what.
+
+    ``unused`` are tensors that the original's model does not use; ``cut`` parameters that have not the shape on a rank
+    that its config.json gives them.
+    """
 
     is_same: bool
     verdict: str
     first: str | None
+    failure: Failure | None
+    power: Power | None
     factor: float
     layers: tuple[Row, ...]
     gradients: tuple[Row, ...]
@@ -125,6 +171,7 @@ class ForwardReport:
     own_overruled: int
     overruled: int
     unused: tuple[str, ...]
+    cut: tuple[str, ...]
     mesh: Mapping[str, int]
     ranks: int
     dtype: str
@@ -162,7 +209,12 @@ def run_forwards(
         raise ValueError("all pairs need the same number of ranks")
     device = _device(options.device)
     progress(f"starting {world} ranks, {device}")
-    results = run_ranks(_run_jobs, world, jobs, device, device=device, timeout=options.timeout, progress=progress)
+    try:
+        results = run_ranks(_run_jobs, world, jobs, device, device=device, timeout=options.timeout, progress=progress)
+    except RankAnswer as answer:
+        if len(pairs) > 1:
+            return [run_forwards([pair], options, progress)[0] for pair in pairs]
+        return [_report(jobs[0], [answer.value], device)]
     return [_report(job, [ranks[i] for ranks in results], device) for i, job in enumerate(jobs)]
 
 
@@ -188,6 +240,7 @@ class _Job:
     dtype: torch.dtype
     ids: Any
     options: ForwardOptions
+    is_built_in: bool
 
     @property
     def exact_dtype(self) -> torch.dtype:
@@ -222,6 +275,7 @@ def _job(original: Source, shards: Source, options: ForwardOptions) -> _Job:
         _dtype(original, plan, options),
         ids,
         options,
+        own_rules(shards.plan, original.model.architecture) == (),
     )
 
 
@@ -287,8 +341,9 @@ class _Reference:
 
 @dataclass(frozen=True)
 class _Result:
-    """What a rank found. ``logits`` from rank 0 alone."""
+    """What a rank found. ``logits`` and ``biases`` from rank 0 alone."""
 
+    rank: int
     rows: tuple[tuple[str, Distance], ...]
     logits: Logits | None
     draws: int
@@ -301,6 +356,9 @@ class _Result:
     batch: int
     seconds: float
     gradients: tuple[tuple[str, Distance], ...] = field(default=())
+    biases: tuple[tuple[str, float], ...] = field(default=())
+    cut: tuple[str, ...] = ()
+    failure: Failure | None = None
 
 
 def _run_jobs(jobs: Sequence[_Job], device: str) -> list[_Result]:
@@ -335,41 +393,151 @@ def _run_once(
 def _run_rank(
     job: _Job, device: torch.device, groups: Groups, patient: dist.ProcessGroup | None, offload: Path
 ) -> _Result:
-    from verify.model import Rank, load_rank
-    from verify.trace import run
+    from verify.model import quiet_transformers
 
     started = time.monotonic()
-    original = _run_original(job, device) if dist.get_rank() == 0 else None
-    # The gradients are for rank 0 alone.
-    reference = _shared(dataclasses.replace(original, gradients={}) if original else None, patient)
-    rank = Rank(job.plan, dist.get_rank(), job.modules, job.config)
+    with quiet_transformers():
+        original = _run_original(job, device) if dist.get_rank() == 0 else None
+        # The gradients are for rank 0 alone.
+        reference = _shared(dataclasses.replace(original, gradients={}) if original else None, patient)
+        return _run_shards(job, device, groups, patient, offload, original, reference, started)
+
+
+def _run_shards(
+    job: _Job,
+    device: torch.device,
+    groups: Groups,
+    patient: dist.ProcessGroup | None,
+    offload: Path,
+    original: _Reference | None,
+    reference: _Reference,
+    started: float,
+) -> _Result:
+    """Run this rank's shards, and compare. ``original`` is the reference with its gradients, on rank 0."""
+    from verify.model import Rank, load_rank
+    from verify.trace import Trace, run
+
+    rank, trace = Rank(job.plan, dist.get_rank(), job.modules, job.config, job.is_built_in), Trace()
     folder = job.shards / job.plan.mesh.folder(rank.rank)
     say(f"shards on {job.plan.mesh.size} ranks")
-    loaded = load_rank(folder, rank, job.dtype, device, groups, offload=offload if job.options.streamed else None)
     ids = reference.ids.to(device)
+    offload_to = offload if job.options.streamed else None
+    with _answering(job, reference, trace, started):
+        loaded = load_rank(folder, rank, job.dtype, device, groups, tokens=ids.shape[1], offload=offload_to)
     feed = {name: known.exact for name, known in reference.states.items()} if job.options.streamed else None
-    trace = run(loaded.model, ids, _places(loaded, job.plan), reference.chosen, grad=job.options.backward, feed=feed)
-    say("comparison")
-    rows = _compare(trace.states, reference)
-    gradients = _backward(loaded, trace, ids, job, original, groups, patient) if job.options.backward else ()
-    logits = None
+    places = _places(loaded, job.plan)
+    with _answering(job, reference, trace, started, loaded.sources):
+        run(loaded.model, ids, places, reference.chosen, grad=job.options.backward, feed=feed, into=trace)
+        say("comparison")
+        _check_alike(trace.states, reference)
+        gradients = _backward(loaded, trace, ids, job, original, groups, patient) if job.options.backward else ()
+    result, logits = _result(job, reference, trace, started), None
     if reference.logits is not None and reference.own_logits is not None and rank.rank == 0:
         exact = reference.states[reference.logits].exact
         logits = _logits(trace.states[reference.logits], reference.own_logits, exact)
+    biases = _biases_twice(places, trace, reference) if rank.rank == 0 else ()
+    seconds = time.monotonic() - started
+    return dataclasses.replace(
+        result, logits=logits, unused=loaded.unused, cut=loaded.cut, gradients=gradients, biases=biases, seconds=seconds
+    )
+
+
+def _result(job: _Job, reference: _Reference, trace: Trace, started: float) -> _Result:
+    """What this rank found at all places that its run came to."""
     return _Result(
-        rows=rows,
-        logits=logits,
+        rank=dist.get_rank(),
+        rows=_compare(trace.states, reference),
+        logits=None,
         draws=job.options.draws,
         choices=reference.choices,
         own_overruled=reference.overruled,
         overruled=trace.overruled,
-        unused=loaded.unused,
+        unused=(),
         backend=dist.get_backend(),
         batch=reference.ids.shape[0],
         seq=reference.ids.shape[1],
         seconds=time.monotonic() - started,
-        gradients=gradients,
     )
+
+
+def _biases_twice(places: Places, trace: Trace, reference: _Reference) -> tuple[tuple[str, float], ...]:
+    """What each bias of a row-parallel weight would have measured if two ranks had added it."""
+    found = []
+    for name, module in places.others.items():
+        bias, state = getattr(module, "bias", None), trace.states.get(name)
+        if isinstance(bias, torch.Tensor) and state is not None and not bias.is_meta and bias.any():
+            twice = state.double() + bias.detach().to("cpu", torch.float64)
+            found.append((name, measure(twice, reference.states[name]).ratio))
+    return tuple(found)
+
+
+@contextmanager
+def _answering(
+    job: _Job,
+    reference: _Reference,
+    trace: Trace,
+    started: float,
+    sources: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+) -> Iterator[None]:
+    """Let it be the answer of the run, and no error, that the shards' model fails where the original's did not.
+
+    Not so by the built-in rules: these are known to be right, and what fails then is more likely the run than they.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not _is_of_model(error):
+            raise
+        failure = _failure(error, job.plan, trace.path, sources)
+        if job.is_built_in:
+            if isinstance(error, ReshardError):
+                raise
+            where = f"'{failure.place}' fails, where the original's does not" if failure.place else "fails"
+            raise CheckpointError(f"the shards' model: {where}: {failure.message}") from error
+        raise RankAnswer(dataclasses.replace(_result(job, reference, trace, started), failure=failure)) from error
+
+
+def _is_of_model(error: Exception) -> bool:
+    """Whether an error says something of the model, and not of the machine or of another rank."""
+    from verify.model import UnfitError
+
+    if isinstance(error, ReshardError):
+        return isinstance(error, (UnfitError, _UnlikeError))
+    if isinstance(error, (OSError, MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error):
+        return False
+    return not is_of_collective(error)
+
+
+def _failure(error: Exception, plan: Plan, path: Sequence[str], sources: Mapping[str, tuple[str, ...]]) -> Failure:
+    """Where the shards' model failed, and which tensor's rule does not fit there."""
+    from verify.model import UnfitError
+
+    place, tensor, is_gathered = path[-1] if path else "", None, False
+    if isinstance(error, UnfitError):
+        place = error.parameter.rpartition(".")[0]
+        tensor = next((name for name in plan.entries if name.endswith(error.parameter)), None) if place else None
+    elif isinstance(error, _UnlikeError):
+        place = error.place
+    if tensor is None:
+        tensor, is_gathered = _unfitting(place, plan, sources)
+    rule = str(plan.entries[tensor].layout.rule) if tensor else None
+    message = error.message if isinstance(error, ReshardError) else " ".join(f"{type(error).__name__}: {error}".split())
+    return Failure(place, dist.get_rank(), message, tensor, rule, is_gathered)
+
+
+def _unfitting(place: str, plan: Plan, sources: Mapping[str, tuple[str, ...]]) -> tuple[str | None, bool]:
+    """The tensor to look at if a module fails: the nearest in its block of which nothing takes a part, or its own."""
+    from verify.model import Kind, roles
+
+    found = roles(plan, sources)
+    around = place
+    while around and (around == place or any(segment.isdigit() for segment in around.split("."))):
+        for name, role in found.items():
+            if name.startswith(f"{around}.") and role.is_gathered and role.kind is Kind.COLUMN:
+                return role.entry.name, True
+        around = around.rpartition(".")[0]
+    own = (role.entry.name for name, role in found.items() if name.rpartition(".")[0] == place and role.along)
+    return next(own, None), False
 
 
 def _backward(
@@ -436,9 +604,12 @@ def _run_original(job: _Job, device: torch.device) -> _Reference:
     with _original(job, job.exact_dtype, device) as loaded:
         ids = _random_ids(loaded.model, job) if job.ids is None else job.ids
         exact, exact_grads = _run_whole(loaded, ids.to(device), job, None, 0)
+        _check_numbers(exact, exact_grads, job, job.exact_dtype)
     say(f"original in {_name(job.dtype)}, {job.options.draws + 1} times")
     with _original(job, job.dtype, device) as loaded, _refusing(job):
         draws = [_run_whole(loaded, ids.to(device), job, exact, draw) for draw in range(job.options.draws + 1)]
+        for run, grads in draws:
+            _check_numbers(run, grads, job, job.dtype)
     own = draws[0][0]
     logits = _vocabulary_output(exact.states, job)
     return _Reference(
@@ -452,6 +623,29 @@ def _run_original(job: _Job, device: torch.device) -> _Reference:
         seconds=time.monotonic() - started,
         gradients={n: yardstick(x, [grads[n] for _, grads in draws], job.dtype) for n, x in exact_grads.items()},
     )
+
+
+def _check_numbers(trace: Trace, gradients: Mapping[str, torch.Tensor], job: _Job, dtype: torch.dtype) -> None:
+    """Raise CheckpointError for an original with which nothing can be compared, as it computes NaN or infinity.
+
+    What must or may not be chosen has infinite scores, and what may not be said has a logit of minus infinity.
+    """
+    from verify.trace import is_choice
+
+    for name, state in trace.states.items():
+        wrong = state.isnan()
+        if not is_choice(name):
+            wrong |= state.isposinf() if name in trace.outputs else state.isinf()
+        if wrong.any():
+            raise _no_numbers(job, f"output is not a number from '{name}' on", dtype)
+    for name, gradient in gradients.items():
+        if not gradient.isfinite().all():
+            raise _no_numbers(job, f"gradient of '{name}' is not a number", dtype)
+
+
+def _no_numbers(job: _Job, what: str, dtype: torch.dtype) -> CheckpointError:
+    hint = "--dtype float32 has a wider range" if dtype == torch.float16 else _BYTES_ALONE
+    return CheckpointError(f"{job.original}: the original's own {what}, in {_name(dtype)}", hint)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -526,12 +720,30 @@ def _random_ids(model: Any, job: _Job) -> torch.Tensor:
     return ids
 
 
-def _compare(states: Mapping[str, torch.Tensor], reference: _Reference) -> tuple[tuple[str, Distance], ...]:
+class _UnlikeError(CheckpointError):
+    """The shards' model does not return at ``place`` what the original's does, whatever its values."""
+
+    def __init__(self, message: str, place: str) -> None:
+        super().__init__(message)
+        self.place = place
+
+
+def _check_alike(states: Mapping[str, torch.Tensor], reference: _Reference) -> None:
     for name, known in reference.states.items():
-        if name not in states or states[name].shape != known.exact.shape:
+        if not _is_alike(states.get(name), known):
             found = list(states[name].shape) if name in states else "nothing"
-            raise CheckpointError(f"the shards' model has {found} at '{name}', the original {list(known.exact.shape)}")
-    return tuple((name, measure(states[name], known)) for name, known in reference.states.items())
+            message = f"the shards' model has {found} at '{name}', the original {list(known.exact.shape)}"
+            raise _UnlikeError(message, name)
+
+
+def _is_alike(state: torch.Tensor | None, known: Yardstick) -> bool:
+    return state is not None and state.shape == known.exact.shape
+
+
+def _compare(states: Mapping[str, torch.Tensor], reference: _Reference) -> tuple[tuple[str, Distance], ...]:
+    """The distance at each place that both have."""
+    known = reference.states.items()
+    return tuple((name, measure(states[name], place)) for name, place in known if _is_alike(states.get(name), place))
 
 
 def _vocabulary_output(states: Mapping[str, torch.Tensor], job: _Job) -> str | None:
@@ -585,16 +797,18 @@ def _histogram(error: torch.Tensor, noise: torch.Tensor, bins: int = 41) -> tupl
 
 
 def _report(job: _Job, results: Sequence[_Result], device: str) -> ForwardReport:
-    layers = _worst([result.rows for result in results])
-    gradients = _worst([results[0].gradients])
-    first = next((row for row in layers if not row.is_same), None) or next(
-        (r for r in gradients if not r.is_same), None
-    )
     result = results[0]
+    layers = _worst([result.rows for result in results], [result.rank for result in results])
+    gradients = _worst([result.gradients], [0])
+    first = next((row for row in (*layers, *gradients) if not row.is_same), None)
+    power = _power(job, layers, result.biases) if layers and result.failure is None else None
+    place = first.name if first else result.failure.place if result.failure else None
     return ForwardReport(
-        is_same=first is None,
-        verdict=_verdict(layers, gradients, first),
-        first=first.name if first else None,
+        is_same=first is None and result.failure is None,
+        verdict=_verdict(layers, gradients, first, result.failure, power),
+        first=place,
+        failure=result.failure,
+        power=power,
         factor=FACTOR,
         layers=layers,
         gradients=gradients,
@@ -604,6 +818,7 @@ def _report(job: _Job, results: Sequence[_Result], device: str) -> ForwardReport
         own_overruled=result.own_overruled,
         overruled=max(r.overruled for r in results),
         unused=result.unused,
+        cut=result.cut,
         mesh=job.plan.mesh.to_document(),
         ranks=job.plan.mesh.size,
         dtype=_name(job.dtype),
@@ -618,25 +833,60 @@ def _report(job: _Job, results: Sequence[_Result], device: str) -> ForwardReport
     )
 
 
-def _worst(ranks: Sequence[Sequence[tuple[str, Distance]]]) -> tuple[Row, ...]:
-    """The worst of all ranks at each place: what should be the same on all is looked at on all."""
+def _worst(found: Sequence[Sequence[tuple[str, Distance]]], ranks: Sequence[int]) -> tuple[Row, ...]:
+    """The worst of these ranks at each place: what should be the same on all is looked at on all."""
     rows = []
-    for i, (name, _) in enumerate(ranks[0]):
-        rank = max(range(len(ranks)), key=lambda r: ranks[r][i][1].ratio)
-        found = ranks[rank][i][1]
-        rows.append(Row(name, found.error, found.noise, found.ratio, found.worst, rank, found.is_same))
+    for i, (name, _) in enumerate(found[0]):
+        worst = max(range(len(found)), key=lambda r: found[r][i][1].ratio)
+        at = found[worst][i][1]
+        rows.append(Row(name, at.error, at.noise, at.ratio, at.worst, ranks[worst], at.is_same))
     return tuple(rows)
 
 
-def _verdict(layers: Sequence[Row], gradients: Sequence[Row], first: Row | None) -> str:
-    if first is None:
+def _power(job: _Job, layers: Sequence[Row], biases: Sequence[tuple[str, float]]) -> Power:
+    noisiest = max(layers, key=lambda row: row.noise)
+    least = min(biases, key=lambda found: found[1], default=None)
+    seen_from = FACTOR * max(noisiest.noise, FLOOR * torch.finfo(job.dtype).eps)
+    is_poor = seen_from > POOR or (least is not None and least[1] <= FACTOR)
+    return Power(
+        noise=noisiest.noise,
+        place=noisiest.name,
+        seen_from=seen_from,
+        bias_ratio=least[1] if least else None,
+        bias_place=least[0] if least else None,
+        is_poor=is_poor,
+    )
+
+
+def _verdict(
+    layers: Sequence[Row], gradients: Sequence[Row], first: Row | None, failure: Failure | None, power: Power | None
+) -> str:
+    if first is None and failure is None:
         largest = max((row.ratio for row in (*layers, *gradients)), default=0.0)
         return f"The shards are the same model: no error exceeds {largest:.2f} times the original's own rounding noise."
-    what = "gradient of" if first in gradients else "error at"
-    return (
-        f"The shards are not the same model: the {what} '{first.name}' is {first.ratio:.3g} times the original's own "
-        f"rounding noise (at most {FACTOR:g} is rounding), worst in {first.worst} on rank {first.rank}."
-    )
+    parts = []
+    if first is not None:
+        what = "gradient of" if first in gradients else "error at"
+        parts.append(
+            f"the {what} '{first.name}' is {first.ratio:.3g} times the original's own rounding noise (at most "
+            f"{FACTOR:g} is rounding), worst in {first.worst} on rank {first.rank}."
+        )
+    if failure is not None:
+        parts.append(_failure_in_words(failure))
+    return f"The shards are not the same model: {' Then '.join(parts)}"
+
+
+def _failure_in_words(failure: Failure) -> str:
+    where = f"in '{failure.place}', " if failure.place else ""
+    text = f"rank {failure.rank} fails {where}where the original does not ({failure.message})."
+    if failure.tensor and failure.is_gathered:
+        text += f" No weight takes as its input what the rule '{failure.rule}' deals of '{failure.tensor}'."
+    elif failure.tensor:
+        text += (
+            f" The rule '{failure.rule}' of '{failure.tensor}' does not go with the sizes that [config] and [modules] "
+            "give this rank."
+        )
+    return text
 
 
 def _versions() -> dict[str, str]:

@@ -69,6 +69,17 @@ class RankError(ReshardError):
         self.details = details
 
 
+class RankAnswer(Exception):  # noqa: N818
+    """What a rank found out that is the answer of the run, and no failure of it: ``value``, which can be pickled.
+
+    Raised in a rank, it ends all ranks, wherever they are, and is raised where they were started.
+    """
+
+    def __init__(self, value: Any) -> None:
+        super().__init__("a rank knows the answer")
+        self.value = value
+
+
 class RankTimeoutError(RankError):
     """Ranks waited in a collective that ``rank`` did not come to."""
 
@@ -91,8 +102,8 @@ def run_ranks(
     In a process that torchrun or another launcher started (``RANK`` and ``WORLD_SIZE`` are set), this process is one of
     the ranks: ``fn`` runs here, and every rank gets all results.
 
-    Raises :class:`RankError` at the first rank that fails, with all others ended. Standard output of the ranks is not
-    shown, nor is the standard error of any but rank 0.
+    Raises :class:`RankError` at the first rank that fails, with all others ended, and the first :class:`RankAnswer`
+    that a rank raises. Standard output of the ranks is not shown, nor is the standard error of any but rank 0.
     """
     if world_size < 1:
         raise ValueError(f"world_size is {world_size}")
@@ -275,7 +286,10 @@ def _variable(name: str, value: str) -> Iterator[None]:
             os.environ[name] = before
 
 
-def _explain(folder: Path, rank: int, exitcode: int, world_size: int, timeout: float) -> RankError:
+def _explain(folder: Path, rank: int, exitcode: int, world_size: int, timeout: float) -> RankError | RankAnswer:
+    answer = folder / f"answer-{rank}"
+    if answer.exists():
+        return RankAnswer(pickle.loads(answer.read_bytes()))
     file = folder / f"failure-{rank}"
     if not file.exists():
         if exitcode >= 0:
@@ -396,7 +410,7 @@ def _run_as_rank(fn: Callable[..., T], world_size: int, args: tuple[Any, ...], d
             _join_group(device, timeout)
         results: list[Any] = [None] * world_size
         dist.all_gather_object(results, fn(*args))
-    except ReshardError:
+    except (ReshardError, RankAnswer):
         raise
     except Exception as error:
         raise RankError(
@@ -447,6 +461,8 @@ def _fail(folder: Path, rank: int, error: BaseException) -> NoReturn:
     with suppress(OSError):  # the launcher may be gone, and the folder with it
         if place.collective:
             _write(folder / f"place-{rank}", json.dumps(asdict(place)).encode())
+        if isinstance(error, RankAnswer):
+            _write(folder / f"answer-{rank}", pickle.dumps(error.value))
         _write(folder / f"failure-{rank}", json.dumps(asdict(failure)).encode())
         if timed_out:
             (folder / "timed-out").touch()
@@ -462,6 +478,11 @@ def _last_line(error: BaseException) -> str:
     if isinstance(error, ReshardError):
         return error.message
     return traceback.format_exception_only(error)[-1].strip()
+
+
+def is_of_collective(error: BaseException) -> bool:
+    """Whether an error was raised while this rank was in a collective: another rank may be the cause of it."""
+    return _place(list(traceback.walk_tb(error.__traceback__))).collective is not None
 
 
 def _current_place(main: int) -> _Place:
@@ -509,12 +530,13 @@ def _write(path: Path, data: bytes) -> None:
 class Crew:
     """The ranks that a launcher started, before and after their collectives: the first of them speaks for all.
 
-    The others wait, without a limit, while it works alone. An error of any rank reaches it even while it is in a
-    collective: then it calls ``give_up`` with the error and ends with the exit code that this returns. All ranks end
-    with the code of the first, and not before it has spoken, as the launcher ends all of them at the first failure.
+    The others wait, without a limit, while it works alone. What ends the run on any rank, an error or an answer that
+    the rank alone knows, reaches it even while it is in a collective: then it calls ``give_up`` with that and ends with
+    the exit code that this returns. All ranks end with the code of the first, and not before it has spoken, as the
+    launcher ends all of them at the first failure.
     """
 
-    def __init__(self, give_up: Callable[[ReshardError], int]) -> None:
+    def __init__(self, give_up: Callable[[Any], int]) -> None:
         store, self.rank, self.size = next(rendezvous("env://", timeout=timedelta(minutes=10)))
         self._store = PrefixStore("crew", store)
         self._give_up = give_up
@@ -536,20 +558,24 @@ class Crew:
             time.sleep(_POLL)
         return bool(json.loads(self._store.get("answer")))
 
-    def leave(self, error: ReshardError | None) -> NoReturn:
-        """Of a rank that is not the first: report the error, if there is one, and end when the first does."""
-        if error is not None and self._store.add("errors", 1) == 1:
-            self._store.set("error", json.dumps([error.message, error.hint]))
+    def leave(self, end: Any) -> NoReturn:
+        """Of a rank that is not the first: report what ended the run, if not all know it, and end when the first does.
+
+        That is a ReshardError, or something else that can be pickled.
+        """
+        if end is not None and self._store.add("ends", 1) == 1:
+            plain = ReshardError(end.message, end.hint) if isinstance(end, ReshardError) else end
+            self._store.set("end", pickle.dumps(plain).hex())
         while True:
             time.sleep(60)
 
-    def first_error(self, error: ReshardError | None) -> ReshardError | None:
-        """Of the first rank: take the word. Another rank's error, the cause of its own perhaps, goes before that."""
+    def first_end(self, end: Any) -> Any:
+        """Of the first rank: take the word. Another rank's end, the cause of its own perhaps, goes before that."""
         self._speaks.acquire()
-        deadline = time.monotonic() + (_SETTLE if error is not None else 0)
-        while not (found := self._error()) and time.monotonic() < deadline:
+        deadline = time.monotonic() + (_SETTLE if isinstance(end, ReshardError) else 0)
+        while (found := self._end()) is None and time.monotonic() < deadline:
             time.sleep(_POLL)
-        return found or error
+        return end if found is None else found
 
     def end(self, code: int) -> None:
         """Of the first rank: let the others end with this exit code, and see them go."""
@@ -561,8 +587,9 @@ class Crew:
         if threading.current_thread() is not self._listener:
             self._listener.join()  # a thread that asks the store while the interpreter ends aborts the process
 
-    def _error(self) -> ReshardError | None:
-        return ReshardError(*json.loads(self._store.get("error"))) if self._store.check(["error"]) else None
+    def _end(self) -> Any:
+        # Written by a rank of this run, as the results of all ranks are.
+        return pickle.loads(bytes.fromhex(self._store.get("end").decode())) if self._store.check(["end"]) else None
 
     def _listen(self) -> None:
         try:
@@ -571,8 +598,8 @@ class Crew:
                     code = int(self._store.get("code"))
                     self._store.add("gone", 1)
                     break
-                if self.is_first and (error := self._error()) and self._speaks.acquire(blocking=False):
-                    code = self._give_up(error)
+                if self.is_first and (end := self._end()) is not None and self._speaks.acquire(blocking=False):
+                    code = self._give_up(end)
                     self.end(code)
                     break
             else:

@@ -268,12 +268,18 @@ def vocab_parallel(
     return _with_forward(module, forward)
 
 
-def gather_logits(module: Module, group: dist.ProcessGroup | None, true_size: int) -> Module:
-    """Let an output layer that has some rows of the vocabulary return the logits of all, without those of padding."""
+def gather_logits(
+    module: Module, group: dist.ProcessGroup | None, true_size: int, order: Tensor | None = None
+) -> Module:
+    """Let an output layer that has some rows of the vocabulary return the logits of all, without those of padding.
+
+    ``order`` says where each of them lies among the parts of the ranks, if these are not in order one after the other.
+    """
     local = column_parallel(module, group).forward
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
-        return gather_from_group(local(*args, **kwargs), group)[..., :true_size]
+        whole = gather_from_group(local(*args, **kwargs), group)
+        return whole[..., :true_size] if order is None else whole.index_select(-1, order.to(whole.device))
 
     return _with_forward(module, forward)
 

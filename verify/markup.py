@@ -65,6 +65,11 @@ def number(value: Any, form: str = ".2e") -> str:
     return "0" if x == 0 else format(x, form)
 
 
+def percent(value: Any) -> str:
+    """A part of a whole: ``1.23%``, or ``1.23e-06`` where that would be next to nothing."""
+    return number(value, ".2%" if to_number(value) >= 1e-3 else ".2e")
+
+
 def ratio(value: Any) -> str:
     """A ratio: two digits after the point where it is small, else three digits in all."""
     x = to_number(value)

@@ -34,13 +34,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -52,7 +53,7 @@ from formats.axes import Dim, Share, owned
 from formats.errors import CheckpointError, PlanError, ReshardError
 from formats.mesh import Mesh
 from formats.quantization import companion, is_of_activations, quantization_settings
-from reshard.plan import AxisSizes, Entry, Plan, shares_of
+from reshard.plan import AxisSizes, Entry, Layout, Plan, shares_of, with_sizes_of_whole
 from verify.collectives import Groups, copy_to_group, gather_from_group
 from verify.layers import (
     Part,
@@ -68,12 +69,16 @@ from verify.layers import (
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank of a plan. ``modules`` is the architecture whose ``[modules]`` table is meant."""
+    """One rank of a plan. ``modules`` is the architecture whose ``[modules]`` table is meant.
+
+    ``is_built_in`` says that the plan is known to be right, and the rank's config.json with it.
+    """
 
     plan: Plan
     rank: int
     modules: Architecture
     config: Mapping[str, Any]
+    is_built_in: bool = True
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -103,7 +108,8 @@ class Loaded:
     """A model, what its parameters were made of, and the tensors on disk that it does not use.
 
     Of a rank's model, ``parts`` are the parameters of which ranks have parts, with the mesh dimensions along which
-    these differ; ``experts`` says of those made of experts of its own, by name, where they lie among all.
+    these differ; ``experts`` says of those made of experts of its own, by name, where they lie among all. ``cut`` are
+    those to which the rank's config.json gives another shape, where it should give the right one.
     """
 
     model: Any
@@ -111,6 +117,7 @@ class Loaded:
     unused: tuple[str, ...]
     parts: tuple[tuple[torch.Tensor, frozenset[str]], ...] = ()
     experts: Mapping[str, Part] = field(default_factory=dict)
+    cut: tuple[str, ...] = ()
 
 
 # Loading
@@ -173,24 +180,52 @@ def load_rank(
     device: torch.device,
     groups: Groups,
     *,
+    tokens: int,
     offload: Path | None = None,
 ) -> Loaded:
     """Load a rank's folder, and nothing else, into a model of that rank's sizes, and make it parallel.
 
-    With ``offload``, a folder, weights stay on disk, and are there for as long as their module computes.
+    With ``offload``, a folder, weights stay on disk, and are there for as long as their module computes. ``tokens`` is
+    the length of a sequence.
 
-    Raises CheckpointError if the folder does not fill the model, PlanError for what a plan cannot say.
+    Raises UnfitError if the folder does not fill the model, CheckpointError if it cannot be loaded at all, PlanError
+    for what a plan cannot say.
     """
     modules = ModuleTable(rank, groups)
     cls, more = model_class(rank.config), on_disk(offload) if offload else {"device_map": {"": device}}
-    if modules.is_needed or rank.lacks_experts:
-        cls = _localised(_concrete(cls, rank.config), rank, modules)
+    cut: dict[str, None] = {}
+    if modules.is_needed or rank.lacks_experts or not rank.is_built_in:
+        cls = _localised(_concrete(cls, rank.config), rank, modules, cut)
     if modules.is_needed:
-        more["config"] = transformers.AutoConfig.for_model(**_settings(rank.config))
+        # What transformers would make of the rank's sizes is in the [modules] table.
+        more["config"] = _for_input(_config_of(folder, rank), tokens)
     loaded = _from_pretrained(cls, folder, dtype, {**more, **dequantizing(rank.config)})
     own = modules.split(loaded.model)
     loaded = parallelise(loaded, rank, groups, modules.alone(loaded.model), modules.sums(loaded.model))
-    return replace(loaded, parts=(*loaded.parts, *own))
+    is_to_fit = not modules.is_needed and not rank.lacks_experts
+    return replace(loaded, parts=(*loaded.parts, *own), cut=tuple(cut) if is_to_fit else ())
+
+
+def _config_of(folder: Path, rank: Rank) -> Any:
+    """What transformers makes of a rank's own config.json, but for the sizes, which are the whole model's."""
+    try:
+        own = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return transformers.AutoConfig.for_model(**_settings(with_sizes_of_whole(rank.plan, own)))
+    except OSError as error:
+        raise CheckpointError(f"{folder / 'config.json'} cannot be read: {error.strerror or error}") from error
+    except Exception as error:  # whatever the type checks of its settings
+        raise _not_loaded(folder, error) from error
+
+
+def _for_input(config: Any, tokens: int) -> Any:
+    """The config that a model would give itself when it first sees an input of so many tokens.
+
+    BigBird then makes its sparse attention anew as a full one, of the sizes that its config says and not this rank's.
+    """
+    if getattr(config, "attention_type", None) == "block_sparse":
+        blocks = 5 + 2 * config.num_random_blocks
+        config.attention_type = "original_full" if tokens <= blocks * config.block_size else "block_sparse"
+    return config
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -212,7 +247,7 @@ def _concrete(cls: Any, config: Mapping[str, Any]) -> Any:
 
 
 def _from_pretrained(cls: Any, folder: Path, dtype: torch.dtype, more: Mapping[str, Any]) -> Loaded:
-    with _quiet_transformers():
+    with quiet_transformers():
         try:
             model, info = cls.from_pretrained(
                 folder,
@@ -224,10 +259,8 @@ def _from_pretrained(cls: Any, folder: Path, dtype: torch.dtype, more: Mapping[s
                 local_files_only=True,
                 **more,
             )
-        except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-            raise CheckpointError(
-                f"{folder}: transformers cannot load it: {type(error).__name__}: {_one_line(error)}"
-            ) from error
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, StrictDataclassError) as error:
+            raise _not_loaded(folder, error) from error
     _check_filled(folder, info)
     for tensor in (*model.parameters(), *model.buffers()):
         # Of a quantized checkpoint, what is not quantized stays as it is stored. Wider numbers are the same.
@@ -242,18 +275,35 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
+class UnfitError(CheckpointError):
+    """A folder is not that of a model: its config.json is refused, or it does not fill the model that this describes.
+
+    ``parameter`` is the first for which there is nothing, or something else.
+    """
+
+    def __init__(self, message: str, parameter: str = "") -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
+def _not_loaded(folder: Path, error: Exception) -> CheckpointError:
+    message = f"{folder}: transformers cannot load it: {type(error).__name__}: {_one_line(error)}"
+    is_of_machine = isinstance(error, (OSError, RuntimeError, ImportError))
+    return CheckpointError(message) if is_of_machine else UnfitError(message)
+
+
 def _check_filled(folder: Path, info: Mapping[str, Any]) -> None:
     for name, found, expected in sorted(info.get("mismatched_keys") or (), key=str):
-        raise CheckpointError(f"{folder}: '{name}' has shape {list(found)}, transformers' model has {list(expected)}")
+        has = f"'{name}' has shape {list(found)}, transformers' model has {list(expected)}"
+        raise UnfitError(f"{folder}: {has}", name)
     missing = sorted(info.get("missing_keys") or ())
     if missing:
-        raise CheckpointError(
-            f"{folder}: no tensor fills '{missing[0]}' of transformers' model ({len(missing)} in all)"
-        )
+        what = f"no tensor fills '{missing[0]}' of transformers' model ({len(missing)} in all)"
+        raise UnfitError(f"{folder}: {what}", missing[0])
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Keep transformers' reports and progress bars of loading to ourselves: what matters becomes an error."""
     level, accelerate = transformers.logging.get_verbosity(), logging.getLogger("accelerate.big_modeling")
     transformers.logging.set_verbosity(logging.CRITICAL)
@@ -482,8 +532,11 @@ def _is_indexed(rule: ModuleRule, template: str) -> bool:
     return rule.when is not None and any(f"{{{name}}}" in template for name in rule.when.names)
 
 
-def _localised(cls: Any, rank: Rank, modules: ModuleTable) -> Any:
-    """A subclass that is cut to the sizes of a rank before it is filled. Experts are in the first dimension."""
+def _localised(cls: Any, rank: Rank, modules: ModuleTable, cut: dict[str, None]) -> Any:
+    """A subclass that is cut to the sizes of a rank before it is filled; ``cut`` gets the names of what had others.
+
+    Experts are in the first dimension.
+    """
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         cls.__init__(self, config, *args, **kwargs)
@@ -496,6 +549,7 @@ def _localised(cls: Any, rank: Rank, modules: ModuleTable) -> Any:
             if name in experts:
                 shape = (shape[0] // experts[name].parts, *shape[1:])
             if tuple(old.shape) != shape:
+                cut[name] = None
                 new = torch.empty(shape, dtype=old.dtype, device=old.device)
                 if last in module._parameters:
                     # In place, so that tied parameters stay one.
@@ -539,7 +593,8 @@ class Role:
     """The kind of a parameter, the plan's entry of a tensor in it, and what the plan says of all that it is made of.
 
     ``along`` are the mesh dimensions along which ranks have different parts of it, ``experts_along`` those that deal
-    its experts. ``is_gathered``: nothing takes its outputs as they are, so they are to be gathered.
+    its experts. ``is_gathered``: nothing takes its outputs as they are, so they are to be gathered;
+    ``is_taken_whole``: but something takes all of them, which is not dealt with them.
     """
 
     kind: Kind
@@ -547,6 +602,7 @@ class Role:
     along: frozenset[str]
     experts_along: frozenset[str]
     is_gathered: bool
+    is_taken_whole: bool
 
     @property
     def summed_along(self) -> frozenset[str]:
@@ -602,6 +658,8 @@ def roles(plan: Plan, sources: Mapping[str, tuple[str, ...]]) -> dict[str, Role]
         kinds[name] = known[alike] = known[alike] if alike in known else kind_of(plan, entry)
     rows = [entry for name, entry in plan.entries.items() if kinds[name] is Kind.ROW]
     consumed = frozenset[str]().union(*(dealt_axes(plan, entry) for entry in rows))
+    rules = {entry.layout.rule for entry in plan.entries.values()}
+    inputs = frozenset[str]().union(*(rule.dims[dim].axes for rule in rules for dim in rule.input_dims))
     found = {}
     for parameter, names in sources.items():
         of_sources = {kinds[name] for name in names}
@@ -613,7 +671,8 @@ def roles(plan: Plan, sources: Mapping[str, tuple[str, ...]]) -> dict[str, Role]
         dealt = dealt_axes(plan, entry)
         experts_along = _experts_along(plan.mesh) if dealt & plan.model.expert_axes else frozenset()
         is_gathered = kind in {Kind.COLUMN, Kind.VECTOR} and not dealt & consumed
-        found[parameter] = Role(kind, entry, plan.mesh.varying(entry.layout.boxes), experts_along, is_gathered)
+        along, is_taken = plan.mesh.varying(entry.layout.boxes), bool(dealt & inputs)
+        found[parameter] = Role(kind, entry, along, experts_along, is_gathered, is_gathered and is_taken)
     return found
 
 
@@ -715,11 +774,12 @@ def _make_parallel(
     elif columns := [role for role in own.values() if role.is_gathered and role.kind is Kind.COLUMN]:
         role = columns[0]
         dim = min(role.entry.layout.parallel_dims)
-        if role.entry.layout.rule.dims[dim].axis is None:
+        if role.is_taken_whole and role.entry.layout.rule.dims[dim].axis is None:
             raise PlanError(
                 f"no forward of {rank.plan.mesh} is known: '{role.entry.name}' is cut, but no weight takes its parts"
             )
-        gather_logits(module, groups.along(role.along), role.entry.layout.full[dim])
+        order = _order_of_parts(role.entry.layout, dim, rank.plan.mesh.peers(rank.rank, role.along))
+        gather_logits(module, groups.along(role.along), role.entry.layout.full[dim], order)
     elif kinds == {Kind.VECTOR} and not list(module.children()):
         parallel_norm(module, groups.along(next(iter(own.values())).along))
     elif kinds == {Kind.VECTOR}:
@@ -733,6 +793,17 @@ def _make_parallel(
             group = groups.along(next(iter(added.values())).along)
             gathered_vectors(module, group, {name: role.entry.layout.full[0] for name, role in added.items()})
     return []
+
+
+def _order_of_parts(layout: Layout, dim: int, ranks: Iterable[int]) -> torch.Tensor | None:
+    """Where each index of a dimension lies among the parts of these ranks, one after the other; None: at its place."""
+    runs = [run for rank in ranks for run in layout.box(rank).dims[dim]]
+    if [run.offset for run in runs] == [0, *accumulate(run.length for run in runs[:-1])]:
+        return None
+    joined = enumerate(chain(*(range(run.offset, run.end) for run in runs)))
+    # Of what several ranks have, the first one's is taken.
+    places = {index: place for place, index in reversed([*joined])}
+    return torch.tensor([places[index] for index in range(layout.full[dim])])
 
 
 def _padding_row(module: nn.Embedding, rows: int, rank: Rank) -> int | None:

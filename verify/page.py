@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verify.markup import Html, element, joined, number, ratio, to_number, void
+from verify.markup import Html, element, joined, number, percent, ratio, to_number, void
 from verify.plots import histogram_plot, place_plot
 
 ROWS = 2000
@@ -48,7 +48,7 @@ def page(document: Document) -> str:
         element("title", f"{headline}: {Path(str(document.get('shards'))).name} · reshard verify"),
         element("style", Html(style)),
     )
-    parts = (_header(document, headline), _exact(document), _forward(document), _gradients(document))
+    parts = (_header(document, headline), _plan(document), _exact(document), _forward(document), _gradients(document))
     foot = element("footer", element("p", "Written by ", element("code", "reshard verify"), ". ",
                    "The same in numbers: ", element("code", "--json"), "."), class_="muted")  # fmt: skip
     body = element("body", element("main", *parts, _setting(document)), foot)
@@ -71,6 +71,24 @@ def _header(document: Document, headline: str) -> Html:
         *(element("p", note) for note in document.get("notes") or ()),
         _pairs([("original", _code(document.get("original"))), ("shards", _code(document.get("shards")))]),
         class_=kind if kind in HEADLINES else "unchecked",
+    )
+
+
+def _plan(document: Document) -> Html | None:
+    plan = document.get("plan")
+    if plan is None:
+        return None
+    differences, model_type = plan.get("differences"), _code(plan.get("model_type"))
+    words = {
+        None: "There are no built-in rules of the model type ",
+        True: "It differs from the built-in rules of the model type ",
+        False: "It says the same as the built-in rules of the model type ",
+    }[differences if differences is None else bool(differences)]
+    return element(
+        "section",
+        element("h2", "A plan of your own"),
+        element("p", "The bytes were compared with ", _code(plan.get("name")), f". {words}", model_type, "."),
+        _list("What differs", differences or ()),
     )
 
 
@@ -125,7 +143,7 @@ def _damages(damages: Sequence[Document]) -> Html | None:
 def _configs(configs: Sequence[Document]) -> Html | None:
     rows = [[c["file"], c["key"], _or_nothing(c["found"]), _or_nothing(c["expected"])] for c in configs]
     columns = ["file", "setting", "found", "expected"]
-    return _table("Configs that are not as planned", columns, rows, wide=4) if rows else None
+    return _table("Configs that are not as they should be", columns, rows, wide=4) if rows else None
 
 
 def _or_nothing(value: object) -> str:
@@ -143,6 +161,7 @@ def _forward(document: Document) -> Html | None:
         element("h2", "Forward, layer by layer"),
         element("p", report.get("verdict"), class_=None if report.get("is_same") else "bad"),
         element("p", _explanation(report), class_="muted"),
+        _power(report),
         _places(rows, factor, "layer", "Layers, in the order of computation") if rows else None,
         _logits(report.get("logits"), report),
     )
@@ -154,6 +173,27 @@ def _explanation(report: Document) -> str:
         f"Noise: how far the original is from that when it runs in {report.get('dtype')} itself. Both are relative to "
         "the size of the values. Ratio: the largest of error over noise, of all values, of any one token and of any "
         f"one channel. Up to {number(report.get('factor'), 'g')} is rounding."
+    )
+
+
+def _power(report: Document) -> Html | None:
+    power = report.get("power")
+    if power is None:
+        return None
+    bias, limit = power.get("bias_ratio"), number(report.get("factor"), "g")
+    pairs: list[tuple[str, object]] = [
+        ("largest noise", joined(f"{percent(power.get('noise'))} of the values of ", _code(power.get("place")))),
+        ("a fault is seen there from", f"{percent(power.get('seen_from'))} of the values on"),
+    ]
+    if bias is not None:
+        where = _code(power.get("bias_place"))
+        pairs.append(("a bias added twice", joined(f"would have a ratio of {ratio(bias)} or more, least at ", where)))
+    poor = f"Faults that change much of the values may stay within {limit} times the noise."
+    wider = " In float32 (--dtype float32) they are seen." if report.get("dtype") != "float32" else ""
+    return joined(
+        element("h3", "How small a fault is seen"),
+        element("p", poor + wider, class_="bad") if power.get("is_poor") else None,
+        _pairs(pairs),
     )
 
 
@@ -252,6 +292,7 @@ def _setting(document: Document) -> Html:
         element("h2", "What was run on what"),
         _pairs([(name, value) for name, value in pairs if value is not None]),
         _list("Weights that the model does not use", unused),
+        _list("Weights to which a rank's config.json gives another shape", report.get("cut") or ()),
     )
 
 

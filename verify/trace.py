@@ -9,6 +9,7 @@ state, and how often a run would have chosen otherwise is counted.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -26,7 +27,8 @@ EMBEDDING, FINAL = "embedding", "final hidden state"
 class Trace:
     """One run. ``states`` in the order of the model, on the CPU; ``chosen`` the indices of each choice, in order.
 
-    ``overruled`` counts the rows of choices that this run would have made otherwise, ``choices`` all of them.
+    ``overruled`` counts the rows of choices that this run would have made otherwise, ``choices`` all of them. ``path``
+    has the modules that compute, the innermost last: those in which a run ended that failed.
     """
 
     states: dict[str, Tensor] = field(default_factory=dict)
@@ -34,6 +36,12 @@ class Trace:
     choices: int = 0
     overruled: int = 0
     outputs: dict[str, Tensor] = field(default_factory=dict)
+    path: list[str] = field(default_factory=list)
+
+
+def is_choice(name: str) -> bool:
+    """Whether a state is the scores that a choice was made from."""
+    return re.search(r" choice \d+$", name) is not None
 
 
 @dataclass(frozen=True)
@@ -66,8 +74,9 @@ def run(
     draw: int = 0,
     grad: bool = False,
     feed: Mapping[str, Tensor] | None = None,
+    into: Trace | None = None,
 ) -> Trace:
-    """Run a model and trace it.
+    """Run a model and trace it, ``into`` a trace that the caller has even if the run fails.
 
     With ``feed``, another run's states, each block's output is kept and then replaced by that run's, so that the
     next block starts from it.
@@ -75,8 +84,8 @@ def run(
     With ``chosen``, another run's choices are taken. With ``draw``, the results of all layers that have weights are
     moved at random by as much as rounding moves them: another draw of the rounding, with ``draw`` its seed.
     """
-    trace = Trace()
-    path: list[str] = []
+    trace = Trace() if into is None else into
+    path = trace.path
     with ExitStack() as stack:
         for name, module in model.named_modules():
             stack.callback(module.register_forward_pre_hook(_push(path, name)).remove)

@@ -64,7 +64,7 @@ UNPROVEN = {
     r"inputs\[\d+\]\.(mtime_ns|ctime_ns|inode|host|content)": "when the source's files were written, which a copy does "
     "not keep; only a later run for another rank reads it, and refuses to go on",
     r"max_shard_size": "another number that gives the same files; one that does not is found",
-    r"source\.files\[\d+\]\.checksum": "null alone: a run for one rank reads no whole file, and merge then compares none",
+    r"source\.files\[\d+\]\.checksum": "null alone: of a run for one rank, which reads no whole file",
 }
 
 

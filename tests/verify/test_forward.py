@@ -292,7 +292,8 @@ def _logits_of_shards(paths: list[tuple[Path, Path]], ids: torch.Tensor) -> list
         source = open_source(shards)
         rank = Rank(source.plan, dist.get_rank(), open_source(original).model.architecture, source.model.config)
         folder = shards / source.plan.mesh.folder(rank.rank)
-        loaded = load_rank(folder, rank, torch.float32, torch.device("cpu"), Groups(source.plan.mesh))
+        groups = Groups(source.plan.mesh)
+        loaded = load_rank(folder, rank, torch.float32, torch.device("cpu"), groups, tokens=ids.shape[1])
         with torch.no_grad():
             found.append(loaded.model(input_ids=ids, use_cache=False).logits)
     return found

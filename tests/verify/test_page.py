@@ -58,7 +58,9 @@ def forward(count: int = 4) -> dict[str, Any]:
     bins = [[(i - 20) / 200, int(4000 * math.exp(-((i - 20) ** 2) / 40)), 40 if i % 3 else 0] for i in range(41)]
     return {
         "is_same": True, "verdict": "The shards are the same model: no error exceeds 0.78 times the noise.",
-        "first": None, "factor": 4.0, "layers": rows, "gradients": [row("lm_head.weight", 1e-3, 2e-3, 0.5)],
+        "first": None, "failure": None, "factor": 4.0,
+        "power": {"noise": 0.0149, "place": "logits", "seen_from": 0.0596, "bias_ratio": None, "bias_place": None,
+                  "is_poor": False}, "layers": rows, "gradients": [row("lm_head.weight", 1e-3, 2e-3, 0.5)],
         "logits": {
             "max_error": 0.07, "own_max_error": 0.068, "relative_error": 0.015, "own_relative_error": 0.0143,
             "kl": 1.13e-4, "own_kl": 1.1e-4, "agreement": 0.96875, "own_agreement": 1.0, "positions": 64,
@@ -80,9 +82,10 @@ def exact() -> dict[str, Any]:
 def same() -> dict[str, Any]:
     return {
         "schema_version": 1, "command": "verify", "original": "/models/llama", "shards": "/models/llama-tp2",
-        "verdict": "same", "summary": "Every byte is the original's.", "exact": exact(), "forward": forward(),
-        "error": None, "notes": [], "options": {"batch": 2, "seed": 0}, "seconds": {"bytes": 0.2, "forward": 9.0},
-        "environment": {"reshard": "0.1.0", "python": "3.11.7"}, "created": "2030-01-01T00:00:00+00:00",
+        "verdict": "same", "summary": "Every byte is the original's.", "plan": None, "exact": exact(),
+        "forward": forward(), "error": None, "notes": [], "options": {"batch": 2, "seed": 0},
+        "seconds": {"bytes": 0.2, "forward": 9.0}, "environment": {"reshard": "0.1.0", "python": "3.11.7"},
+        "created": "2030-01-01T00:00:00+00:00",
     }  # fmt: skip
 
 
@@ -118,6 +121,16 @@ def unchecked() -> dict[str, Any]:
     return only_bytes() | {"exact": None, "verdict": "unchecked", "error": error, "summary": summary, "seconds": {}}
 
 
+def by_own_plan() -> dict[str, Any]:
+    """As a plan of the user's has it, in which little power is left."""
+    document = same()
+    lines = ["[config] rms_norm_eps is 1 on rank 0, built in 1e-05"]
+    document["plan"] = {"name": "wrong.toml", "model_type": "phi3", "differences": lines}
+    bias = {"bias_ratio": 0.77, "bias_place": "model.layers.2.self_attn.o_proj"}
+    document["forward"]["power"] |= {"noise": 0.1737, "seen_from": 0.6949, "is_poor": True, **bias}
+    return document
+
+
 def not_finite() -> dict[str, Any]:
     """As ``--json`` writes it, and as Python has it."""
     document = different()
@@ -143,6 +156,8 @@ def hostile() -> dict[str, Any]:
     document["forward"]["gradients"] = copy.deepcopy(document["forward"]["layers"])
     document["forward"] |= {"verdict": worst, "unused": HOSTILE, "device": worst, "versions": {worst: worst}}
     document["environment"] = {worst: worst}
+    document["plan"] = {"name": worst, "model_type": worst, "differences": HOSTILE}
+    document["forward"]["power"] |= {"place": worst, "bias_place": worst, "bias_ratio": "nan", "is_poor": True}
     return document
 
 
@@ -156,7 +171,7 @@ def large() -> dict[str, Any]:
     return document
 
 
-DOCUMENTS = {f.__name__: f for f in (same, different, only_bytes, unchecked, not_finite, hostile, large)}
+DOCUMENTS = {f.__name__: f for f in (same, different, only_bytes, unchecked, by_own_plan, not_finite, hostile, large)}
 
 
 # -------------------------------------------------------------------------------------------------- without a browser
@@ -226,6 +241,19 @@ def test_what_it_says() -> None:
     assert text.count("the first that differs") == 1
     assert "Could not be checked" in "".join(Reader(page(unchecked())).words)
     assert "Forward" not in "".join(Reader(page(only_bytes())).words)
+
+
+def test_it_says_whose_plan_and_how_small_a_fault_is_seen() -> None:
+    text = "".join(Reader(page(by_own_plan())).words)
+    for expected in (
+        "The bytes were compared with wrong.toml. It differs from the built-in rules of the model type phi3.",
+        "[config] rms_norm_eps is 1 on rank 0, built in 1e-05",
+        "17.37% of the values of logits", "69.49% of the values on",
+        "would have a ratio of 0.77 or more, least at model.layers.2.self_attn.o_proj", "--dtype float32",
+    ):  # fmt: skip
+        assert expected in text, expected
+    text = "".join(Reader(page(same())).words)
+    assert "1.49% of the values of logits" in text and "--dtype float32" not in text and "A plan of" not in text
 
 
 def test_long_lists_are_cut_but_what_differs_is_shown() -> None:

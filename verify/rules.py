@@ -1,0 +1,181 @@
+"""The rules that shards were split by, where a user wrote them: against the built-in ones of the type, and themselves.
+
+The bytes of shards are compared with what a plan says; if the plan is the user's own, it is not known to be right. What
+of it differs from the built-in rules can be said without running the model, and so can what a rank's config.json should
+be: the original's but for the sizes that the rank has.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from formats.architecture import Architecture, ModuleRule, Rule, find_architecture, module_document
+from formats.errors import ReshardError
+from formats.expressions import Expression
+from reshard.plan import Entry, FullTensor, Model, Plan, bind, make_plan, rank_config
+from reshard.source import UNSPLIT
+
+
+def flat(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Each setting by its dotted path, as JSON text (in which 1, 1.0 and true are three things, and NaN is NaN)."""
+    for key, value in document.items():
+        if isinstance(value, dict) and value:
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", json.dumps(value, sort_keys=True)
+
+
+def own_rules(plan: Plan, modules: Architecture) -> tuple[str, ...] | None:
+    """What a plan says otherwise than the built-in rules of the type do, a line each; None if there are no such rules.
+
+    Of rules that say the same in other words, there is no line. ``modules`` is the architecture whose ``[modules]``
+    table is meant.
+    """
+    model = plan.model
+    built_in = _built_in(model)
+    if built_in is None:
+        return None
+    lines = _modules(modules, built_in)
+    if _is_same(model, built_in):
+        return (*lines,)
+    try:
+        theirs = _planned(built_in, plan)
+    except ReshardError as error:
+        return (f"the built-in rules of '{built_in.name}' do not fit: {error.message}", *lines)
+    return (*_tensors(plan, theirs), *_configs(plan, theirs), *lines)
+
+
+def with_sound_config(plan: Plan) -> Plan:
+    """The plan by which a rank's ``config.json`` is the original's with the counts that this rank holds, and no more.
+
+    Of what a plan and the built-in rules of its type both have under [config], the built-in line is taken; another
+    line of the plan only if it speaks of an axis and gives the original's number, if there is one, for the whole model.
+    """
+    own = plan.model.architecture.config
+    built_in = _built_in(plan.model)
+    if built_in is not None and (own == built_in.config or not _differing_configs(plan, built_in)):
+        return plan
+    chosen = {key: line for key, line in own.items() if _is_sound(plan, key, line)}
+    return _with_config(plan, chosen | (_evaluable(plan, built_in) if built_in is not None else {}))
+
+
+def _built_in(model: Model) -> Architecture | None:
+    try:
+        return find_architecture(model.config, Path())
+    except ReshardError:
+        return None
+
+
+def _bound(architecture: Architecture, model: Model) -> Model:
+    """The same tensors by other rules."""
+    return bind(architecture, model.config, [FullTensor(t.name, t.dtype, t.shape, "plan") for t in model.tensors])
+
+
+def _planned(architecture: Architecture, plan: Plan) -> Plan:
+    """The same tensors on the same mesh by other rules."""
+    return make_plan(_bound(architecture, plan.model), plan.mesh, padding=plan.padding)
+
+
+def _is_same(model: Model, built_in: Architecture) -> bool:
+    """Whether the rules are the same word for word: of several layouts on disk, a model's have one."""
+    own = model.architecture
+    return (
+        (own.sizes, own.families, own.pad, own.config)
+        == (built_in.sizes, built_in.families, built_in.pad, built_in.config)
+        and own.section(model.config) == built_in.section(model.config)
+        and all(_is_narrowed(own.tensors[name], built_in.tensors.get(name, ())) for name in model.used_templates)
+    )
+
+
+def _is_narrowed(ours: Sequence[Rule], theirs: Sequence[Rule]) -> bool:
+    pairs = zip(ours, theirs, strict=False)
+    return len(ours) == len(theirs) and all(a.when == b.when and {*a.shapes} <= {*b.shapes} for a, b in pairs)
+
+
+# ------------------------------------------------------------------------------------------------------- what differs
+
+
+def _tensors(plan: Plan, theirs: Plan) -> Iterator[str]:
+    said: set[str] = set()
+    known: dict[tuple[int, int], bool] = {}
+    for name, entry in plan.entries.items():
+        other = theirs.entries[name]
+        pair = id(entry.layout), id(other.layout)
+        if pair not in known:
+            known[pair] = _lies_alike(entry, other)
+        if not known[pair] and entry.template not in said:
+            said.add(entry.template)
+            yield f"{entry.template} is '{entry.layout.rule}', built in '{other.layout.rule}'"
+
+
+def _lies_alike(entry: Entry, other: Entry) -> bool:
+    """Whether ranks have the same of a tensor, and it is as much of an input."""
+    ours, theirs = entry.layout, other.layout
+    return ours.boxes == theirs.boxes and ours.rule.input_dims == theirs.rule.input_dims
+
+
+def _configs(plan: Plan, theirs: Plan) -> Iterator[str]:
+    said: set[str] = set()
+    for rank in range(plan.mesh.size):
+        ours, built_in = dict(flat(rank_config(plan, rank))), dict(flat(rank_config(theirs, rank)))
+        for key in sorted(ours.keys() | built_in.keys()):
+            if ours.get(key) != built_in.get(key) and key not in said:
+                said.add(key)
+                has, should = (each.get(key, "nothing") for each in (ours, built_in))
+                yield f"[config] {key} is {has} on rank {rank}, built in {should}"
+
+
+def _modules(own: Architecture, built_in: Architecture) -> Iterator[str]:
+    for name in sorted(own.modules.keys() | built_in.modules.keys()):
+        if own.modules.get(name) != built_in.modules.get(name):
+            has, should = (_text(each.modules.get(name)) for each in (own, built_in))
+            yield f"[modules] {name} is {has}, built in {should}"
+
+
+def _text(rules: Sequence[ModuleRule] | None) -> str:
+    return json.dumps(module_document(rules)) if rules else "nothing"
+
+
+# ---------------------------------------------------------------------------------------------------- a rank's config
+
+
+def _differing_configs(plan: Plan, built_in: Architecture) -> bool:
+    """Whether a rank's config is another by the built-in rules, or these do not fit."""
+    try:
+        return any(_configs(plan, _planned(built_in, plan)))
+    except ReshardError:
+        return True
+
+
+def _with_config(plan: Plan, config: Mapping[str, Expression]) -> Plan:
+    return replace(plan, model=replace(plan.model, architecture=replace(plan.model.architecture, config=config)))
+
+
+def _is_sound(plan: Plan, key: str, line: Expression) -> bool:
+    """Whether a line speaks of an axis and gives the original's own number where nothing is dealt, if there is one."""
+    if not line.names & plan.model.architecture.sizes.keys():
+        return False
+    whole = Plan(plan.model, UNSPLIT, {}, {})
+    found = dict(flat(rank_config(_with_config(whole, {key: line}), 0)))
+    original = dict(flat(plan.model.config))
+    return all(found[name] == value for name, value in original.items() if value != "null" and name in found)
+
+
+def _evaluable(plan: Plan, built_in: Architecture) -> dict[str, Expression]:
+    """The built-in lines whose axes the plan has too, of the same sizes."""
+    try:
+        theirs = _bound(built_in, plan.model).sizes
+    except ReshardError:
+        return {}
+    ours = plan.model.sizes
+    places = [{}, *({"layer": layer} for layer in range(ours.counts.get("layer", 0)))]
+    axes = built_in.sizes.keys()
+
+    def has(line: Expression) -> bool:
+        return all(ours.of(at).get(axis) == theirs.of(at).get(axis) for at in places for axis in line.names & axes)
+
+    return {key: line for key, line in built_in.config.items() if has(line)}

@@ -2491,3 +2491,44 @@ _add(
     vision_config=None,
     audio_config=None,
 )
+# an encoder and a decoder: 3 layers and 2, 8 heads of 12
+_T5: dict[str, Any] = {
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "decoder_start_token_id": 0,
+    "vocab_size": 101,
+    "d_model": 80,
+    "d_kv": 12,
+    "num_heads": 8,
+    "d_ff": 72,
+    "num_layers": 3,
+    "num_decoder_layers": 2,
+    "relative_attention_num_buckets": 10,
+    "relative_attention_max_distance": 20,
+}
+_CROSS_BIAS = {"decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight": (10, 8)}
+_add("t5", (2, 4, 8), model="T5ForConditionalGeneration", extra=_CROSS_BIAS, **_T5)
+_add("t5-encoder", (2, 4, 8), model_type="t5", model="T5EncoderModel", feed_forward_proj="gated-gelu", **_T5)
+_add(
+    "mt5",
+    (2, 4, 8),
+    model="MT5ForConditionalGeneration",
+    notes="the head is its own",
+    extra={"lm_head.weight": (101, 80)},
+    feed_forward_proj="gated-gelu",
+    tie_word_embeddings=False,
+    **_T5,
+)
+_add("umt5", (2, 4, 8), model="UMT5ForConditionalGeneration", **_T5)
+_add("umt5-encoder", (2, 4, 8), model_type="umt5", model="UMT5EncoderModel", **_T5)
+_add("longt5", (2, 4, 8), model="LongT5ForConditionalGeneration", local_radius=5, **_T5)
+_add(
+    "longt5-global",
+    (2, 4, 8),
+    model_type="longt5",
+    model="LongT5ForConditionalGeneration",
+    encoder_attention_type="transient-global",
+    local_radius=5,
+    global_block_size=4,
+    **_T5,
+)

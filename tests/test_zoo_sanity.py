@@ -22,7 +22,7 @@ from reshard.plan import Model
 from reshard.source import open_source
 from tests import remote, zoo
 from tests.support import contents
-from verify.trace import on_tokens
+from verify.inputs import inputs_of, running
 
 # what a reordering changes although the rule is right
 POSITIONAL = {
@@ -97,7 +97,8 @@ def test_reordering_parallel_axes_changes_nothing(name: str, tmp_path: Path):
     folder = zoo.save(name, tmp_path)
     model = open_source(folder).plan.model
     tensors = load_file(folder / "model.safetensors")
-    vocab = model.sizes.settings["vocab_size"]
+    vocabularies = _vocabularies(model)
+    vocab = vocabularies["input_ids"][1]
     tokens = torch.randint(3, vocab, (2, 23), generator=torch.Generator().manual_seed(0))
     cls = zoo.class_of(name)
     dtype, expected = _first_forward(cls, folder, tokens)
@@ -108,14 +109,27 @@ def test_reordering_parallel_axes_changes_nothing(name: str, tmp_path: Path):
 
     def changed(axes: list[str]) -> bool:
         save_file(_reordered(model, tensors, axes), folder / "model.safetensors", metadata={"format": "pt"})
-        places = torch.argsort(_order(vocab)) if "vocab" in axes else torch.arange(vocab)
-        found = _forward(cls, folder, places[tokens], dtype)
-        found = found[..., places] if found.shape[-1] == vocab else found
+        places = {key: _new_places(size, axis in axes) for key, (axis, size) in vocabularies.items()}
+        found = _forward(cls, folder, tokens, dtype, places)
+        outputs = places["decoder_input_ids"]
+        found = found[..., outputs] if found.shape[-1] == len(outputs) else found
         return bool((found - expected).abs().max() >= tolerance)
 
     if changed(axes):
         guilty = [axis for axis in axes if changed([axis])]
         pytest.fail(f"reordering {' and '.join(guilty or axes)} changes what {name} computes")
+
+
+def _vocabularies(model: Model) -> dict[str, tuple[str, int]]:
+    """The axis and the size of the vocabulary of each side's tokens. The decoder's may be its own."""
+    used = frozenset().union(*(tensor.rule.axes for tensor in model.tensors))
+    both = {"input_ids": "vocab", "decoder_input_ids": "dvocab" if "dvocab" in used else "vocab"}
+    return {key: (axis, model.sizes.of({})[axis]) for key, axis in both.items()}
+
+
+def _new_places(size: int, is_reordered: bool) -> torch.Tensor:
+    """Where each row is found after a reordering."""
+    return torch.argsort(_order(size)) if is_reordered else torch.arange(size)
 
 
 def _order(size: int) -> torch.Tensor:
@@ -160,8 +174,13 @@ def _first_forward(cls: Any, folder: Path, tokens: torch.Tensor) -> tuple[torch.
 
 
 @torch.no_grad()
-def _forward(cls: Any, folder: Path, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    output = on_tokens(cls.from_pretrained(folder, dtype=dtype).eval(), tokens)
+def _forward(
+    cls: Any, folder: Path, tokens: torch.Tensor, dtype: torch.dtype, places: Mapping[str, torch.Tensor] | None = None
+) -> torch.Tensor:
+    model = cls.from_pretrained(folder, dtype=dtype).eval()
+    inputs = inputs_of(model, tokens, dtype)
+    inputs |= {key: new[inputs[key]] for key, new in (places or {}).items() if key in inputs}
+    output = running(model)(**inputs)
     for kind in ("logits", "prediction_logits", "last_hidden_state"):
         if getattr(output, kind, None) is not None:
             return getattr(output, kind)

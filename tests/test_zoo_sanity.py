@@ -45,6 +45,7 @@ POSITIONAL = {
             "mpnet",
             "esm",
             "esm-absolute",
+            "m2m_100",
         )
     },
     **{
@@ -52,6 +53,7 @@ POSITIONAL = {
         for name in ("doge", "doge-experts")
     },
     **{name: {"vocab": "a token says that it is padding"} for name in ("xlm", "xlm-causal", "flaubert")},
+    "t5gemma2": {"vocab": "one token has a vector beside the table"},
     "blt": {"vocab": "groups of bytes are hashed from their numbers", "hashes": "as vocab"},
     "molmo2": {"vocab": "the table of tokens is the same on every rank, only the head is dealt"},
     "mllama": {"vocab": "two tables are read with the same token", "rows": "as vocab"},

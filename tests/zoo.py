@@ -2509,6 +2509,7 @@ _T5: dict[str, Any] = {
 _CROSS_BIAS = {"decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight": (10, 8)}
 _add("t5", (2, 4, 8), model="T5ForConditionalGeneration", extra=_CROSS_BIAS, **_T5)
 _add("t5-encoder", (2, 4, 8), model_type="t5", model="T5EncoderModel", feed_forward_proj="gated-gelu", **_T5)
+_add("t5-classes", (2, 4, 8), model_type="t5", model="T5ForTokenClassification", num_labels=3, **_T5)
 _add(
     "mt5",
     (2, 4, 8),
@@ -2568,7 +2569,11 @@ _bart("blenderbot", model="BlenderbotForConditionalGeneration")
 _bart("blenderbot-small", model="BlenderbotSmallForConditionalGeneration")
 _bart("plbart", model="PLBartForConditionalGeneration")
 _bart("mvp", model="MvpForConditionalGeneration")
-_bart("m2m_100", model="M2M100ForConditionalGeneration")
+_bart(
+    "m2m_100",
+    model="M2M100ForConditionalGeneration",
+    extra={"model.encoder.embed_positions.weights": (66, 80), "model.decoder.embed_positions.weights": (66, 80)},
+)
 _bart("trocr", cross_attention_hidden_size=36)
 _SOUND = {"num_mel_bins": 6, "max_source_positions": 13, "max_target_positions": 64}
 _bart("whisper", model="WhisperForConditionalGeneration", **_SOUND)

@@ -1,4 +1,4 @@
-"""What a model is given to run: random tokens, and what else its forward asks for, the same for the original and all ranks.
+"""What a model is given to run: tokens and what else its forward asks for, the same for the original and all ranks.
 
 An encoder and a decoder take tokens of their own, a speech model takes sound, and a decoder whose encoder is another
 model takes that one's states.
@@ -48,11 +48,12 @@ def inputs_of(model: Any, ids: Tensor, dtype: torch.dtype, avoided: int | None =
     if "decoder_input_ids" in taken:
         rows = _decoder_rows(model)
         found["decoder_input_ids"] = _without(ids % rows, avoided, rows) if rows else ids
-    elif states := {"encoder_hidden_states", "encoder_outputs"} & taken.keys():
-        # A type whose config does not say whether it attends to an encoder always does.
+        return found
+    # A type whose config does not say whether it attends to an encoder always does.
+    for states in {"encoder_hidden_states", "encoder_outputs"} & taken.keys():
         if getattr(model.config, "add_cross_attention", True):
             width = getattr(model.config, "cross_attention_hidden_size", None) or model.config.hidden_size
-            found[states.pop()] = _random((*ids.shape, width), dtype)
+            found[states] = _random((*ids.shape, width), dtype)
     return found
 
 

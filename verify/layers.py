@@ -348,12 +348,12 @@ def _with_forward(module: Module, forward: Callable[..., Any]) -> Module:
 @contextmanager
 def _instead(module: nn.Module, instead: Mapping[str, Tensor]) -> Iterator[None]:
     """Let the module see other tensors in place of its parameters and buffers, for one forward."""
-    held = [module._parameters, module._buffers]
-    true = [{name: tensors[name] for name in instead if name in tensors} for tensors in held]
+    kept: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+    true = [(tensors, name, tensors[name]) for tensors in kept for name in instead if name in tensors]
     try:
-        for tensors, own in zip(held, true, strict=True):
-            tensors.update({name: instead[name] for name in own})  # type: ignore[arg-type]
+        for tensors, name, _ in true:
+            tensors[name] = instead[name]
         yield
     finally:
-        for tensors, own in zip(held, true, strict=True):
-            tensors.update(own)  # type: ignore[arg-type]
+        for tensors, name, tensor in true:
+            tensors[name] = tensor

@@ -2543,11 +2543,10 @@ _BART: dict[str, Any] = {
     "decoder_attention_heads": 16,
     "encoder_ffn_dim": 72,
     "decoder_ffn_dim": 88,
-    "max_position_embeddings": 64,
     "decoder_start_token_id": 2,
 }
 _FAIRSEQ = {"model.encoder.version": (1,), "model.decoder.version": (1,)}
-_bart = partial(_add, degrees=(2, 4, 8), loads_alone=False, **_BART)
+_bart = partial(_add, degrees=(2, 4, 8), loads_alone=False, max_position_embeddings=64, **_BART)
 _bart("bart", model="BartForConditionalGeneration", extra=_FAIRSEQ)
 _bart("bart-base", model_type="bart", model="BartModel")
 _bart("bart-causal", model_type="bart")
@@ -2575,9 +2574,9 @@ _bart(
     extra={"model.encoder.embed_positions.weights": (66, 80), "model.decoder.embed_positions.weights": (66, 80)},
 )
 _bart("trocr", cross_attention_hidden_size=36)
-_SOUND = {"num_mel_bins": 6, "max_source_positions": 13, "max_target_positions": 64}
-_bart("whisper", model="WhisperForConditionalGeneration", **_SOUND)
-_bart("whisper-causal", model_type="whisper", model="WhisperForCausalLM", **_SOUND)
+_WHISPERS: dict[str, Any] = {**_BART, "num_mel_bins": 6, "max_source_positions": 13, "max_target_positions": 64}
+_add("whisper", (2, 4, 8), loads_alone=False, model="WhisperForConditionalGeneration", **_WHISPERS)
+_add("whisper-causal", (2, 4, 8), loads_alone=False, model_type="whisper", model="WhisperForCausalLM", **_WHISPERS)
 _T5GEMMA: dict[str, Any] = {
     **_DENSE,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],

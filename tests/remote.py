@@ -2253,8 +2253,8 @@ _PROJECTOR: dict[str, Shape] = {
 }
 for _name, _type in (("llava-own", "llava"), *((_t, _t) for _t in ("llava_llama", "llava_mistral", "llava_qwen"))):
     REMOTE[_name] = _images({**_TWO, "model_type": _type, "mm_hidden_size": 32}, "model.", "lm_head.weight", _PROJECTOR)
-for _type in ("skywork_chat", "Llama_Nemotron_Nano_VL", "eagle_2_5_vl"):
-    _section = "text_config" if _type == "eagle_2_5_vl" else "llm_config"
+for _type in ("skywork_chat", "Llama_Nemotron_Nano_VL", "eagle_2_5_vl", "locateanything"):
+    _section = "text_config" if _type in {"eagle_2_5_vl", "locateanything"} else "llm_config"
     REMOTE[_type] = _images(
         {"model_type": _type, _section: {**_TWO, "model_type": "qwen2"}, "vision_config": {}},
         "language_model.model.",
@@ -2581,4 +2581,34 @@ REMOTE["llama-eagle3"] = Remote(
         "midlayer.self_attn.o_proj.weight": (80, 96),
     },
     parts={"midlayer.self_attn.v_proj.weight": (0, [(24, 48)]), "lm_head.weight": (0, [(0, 37)])},
+)
+REMOTE["videollama3_qwen2"] = Remote(
+    {**_DENSE, "model_type": "videollama3_qwen2", "vision_encoder_config": {"hidden_size": 32}},
+    {
+        **_ENDS,
+        **_at("model.layers.[0-2]", {**_NORMS, **_QKV, **_QKV_BIAS, **_at("mlp", _mlp(72))}),
+        "model.vision_encoder.embeddings.patch_embedding.weight": (32, 3, 4, 4),
+        **_at("model.vision_encoder.encoder.layers.[0-1].self_attn.q_proj", {"weight": (32, 32), "bias": (32,)}),
+        **_at("model.mm_projector.readout.0", {"weight": (80, 32), "bias": (80,)}),
+    },
+)
+_BLOCK: dict[str, Shape] = {
+    **_at("ln", {"weight": (96,), "bias": (96,)}),
+    **_at("mixer.Wqkv", {"weight": (288, 96), "bias": (288,)}),
+    **_at("mixer.out_proj", {"weight": (96, 96), "bias": (96,)}),
+    "mixer.rotary_emb.inv_freq": (4,),
+    **_at("mlp", _FC),
+}
+REMOTE["mixformer-sequential"] = Remote(
+    {**_GPT, "model_type": "mixformer-sequential", "n_inner": None},
+    {
+        "layers.0.wte.weight": (101, 96),
+        **_at("layers.[1-2]", _BLOCK),
+        **_at("layers.3", {"ln.weight": (96,), "ln.bias": (96,), "linear.weight": (101, 96), "linear.bias": (101,)}),
+    },
+    parts={
+        "layers.1.mixer.Wqkv.weight": _ALL,
+        "layers.2.mixer.Wqkv.bias": _ALL,
+        "layers.2.mlp.fc2.weight": (1, [(192, 384)]),
+    },
 )

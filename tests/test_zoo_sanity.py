@@ -22,7 +22,7 @@ from reshard.plan import Model
 from reshard.source import open_source
 from tests import remote, zoo
 from tests.support import contents
-from verify.trace import on_tokens
+from verify.inputs import inputs_of, running
 
 # what a reordering changes although the rule is right
 POSITIONAL = {
@@ -45,6 +45,7 @@ POSITIONAL = {
             "mpnet",
             "esm",
             "esm-absolute",
+            "m2m_100",
         )
     },
     **{
@@ -52,6 +53,7 @@ POSITIONAL = {
         for name in ("doge", "doge-experts")
     },
     **{name: {"vocab": "a token says that it is padding"} for name in ("xlm", "xlm-causal", "flaubert")},
+    "t5gemma2": {"vocab": "one token has a vector beside the table"},
     "blt": {"vocab": "groups of bytes are hashed from their numbers", "hashes": "as vocab"},
     "molmo2": {"vocab": "the table of tokens is the same on every rank, only the head is dealt"},
     "mllama": {"vocab": "two tables are read with the same token", "rows": "as vocab"},
@@ -68,7 +70,7 @@ POSITIONAL = {
 NOT_IN_THE_ZOO = {
     "NemotronH_Nano_Omni_Reasoning_V3", "RefinedWeb", "RefinedWebModel", "Yi", "aquila", "deepseek", "fast_vlm",
     "gemma3n", "glm4v_moe_text", "glm4v_text", "gpt-sw3", "internlm", "internlm3", "iquestcoder", "kimi_k2",
-    "kimi_k25", "llava_next", "minicpm", "orion", "perception_lm", "qwen2_5_vl_text", "qwen2_vl_text",
+    "kimi_k25", "llava_next", "logics", "minicpm", "orion", "perception_lm", "qwen2_5_vl_text", "qwen2_vl_text",
     "qwen3_vl_moe_text", "qwen3_vl_text", "shieldgemma2", "step3_text", "vipllava", "xverse",
 }  # fmt: skip
 
@@ -97,7 +99,8 @@ def test_reordering_parallel_axes_changes_nothing(name: str, tmp_path: Path):
     folder = zoo.save(name, tmp_path)
     model = open_source(folder).plan.model
     tensors = load_file(folder / "model.safetensors")
-    vocab = model.sizes.settings["vocab_size"]
+    vocabularies = _vocabularies(model)
+    vocab = vocabularies["input_ids"][1]
     tokens = torch.randint(3, vocab, (2, 23), generator=torch.Generator().manual_seed(0))
     cls = zoo.class_of(name)
     dtype, expected = _first_forward(cls, folder, tokens)
@@ -108,14 +111,27 @@ def test_reordering_parallel_axes_changes_nothing(name: str, tmp_path: Path):
 
     def changed(axes: list[str]) -> bool:
         save_file(_reordered(model, tensors, axes), folder / "model.safetensors", metadata={"format": "pt"})
-        places = torch.argsort(_order(vocab)) if "vocab" in axes else torch.arange(vocab)
-        found = _forward(cls, folder, places[tokens], dtype)
-        found = found[..., places] if found.shape[-1] == vocab else found
+        places = {key: _new_places(size, axis in axes) for key, (axis, size) in vocabularies.items()}
+        found = _forward(cls, folder, tokens, dtype, places)
+        outputs = places["decoder_input_ids"]
+        found = found[..., outputs] if found.shape[-1] == len(outputs) else found
         return bool((found - expected).abs().max() >= tolerance)
 
     if changed(axes):
         guilty = [axis for axis in axes if changed([axis])]
         pytest.fail(f"reordering {' and '.join(guilty or axes)} changes what {name} computes")
+
+
+def _vocabularies(model: Model) -> dict[str, tuple[str, int]]:
+    """The axis and the size of the vocabulary of each side's tokens. The decoder's may be its own."""
+    used = frozenset().union(*(tensor.rule.axes for tensor in model.tensors))
+    both = {"input_ids": "vocab", "decoder_input_ids": "dvocab" if "dvocab" in used else "vocab"}
+    return {key: (axis, model.sizes.of({})[axis]) for key, axis in both.items()}
+
+
+def _new_places(size: int, is_reordered: bool) -> torch.Tensor:
+    """Where each row is found after a reordering."""
+    return torch.argsort(_order(size)) if is_reordered else torch.arange(size)
 
 
 def _order(size: int) -> torch.Tensor:
@@ -160,8 +176,13 @@ def _first_forward(cls: Any, folder: Path, tokens: torch.Tensor) -> tuple[torch.
 
 
 @torch.no_grad()
-def _forward(cls: Any, folder: Path, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    output = on_tokens(cls.from_pretrained(folder, dtype=dtype).eval(), tokens)
+def _forward(
+    cls: Any, folder: Path, tokens: torch.Tensor, dtype: torch.dtype, places: Mapping[str, torch.Tensor] | None = None
+) -> torch.Tensor:
+    model = cls.from_pretrained(folder, dtype=dtype).eval()
+    inputs = inputs_of(model, tokens, dtype)
+    inputs |= {key: new[inputs[key]] for key, new in (places or {}).items() if key in inputs}
+    output = running(model)(**inputs)
     for kind in ("logits", "prediction_logits", "last_hidden_state"):
         if getattr(output, kind, None) is not None:
             return getattr(output, kind)

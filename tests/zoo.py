@@ -12,7 +12,7 @@ import logging
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -2490,4 +2490,134 @@ _add(
     text_config={**_EMBEDDING, "model_type": "embedding_gemma2_text"},
     vision_config=None,
     audio_config=None,
+)
+# an encoder and a decoder: 3 layers and 2, 8 heads of 12
+_T5: dict[str, Any] = {
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "decoder_start_token_id": 0,
+    "vocab_size": 101,
+    "d_model": 80,
+    "d_kv": 12,
+    "num_heads": 8,
+    "d_ff": 72,
+    "num_layers": 3,
+    "num_decoder_layers": 2,
+    "relative_attention_num_buckets": 10,
+    "relative_attention_max_distance": 20,
+}
+_CROSS_BIAS = {"decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight": (10, 8)}
+_add("t5", (2, 4, 8), model="T5ForConditionalGeneration", extra=_CROSS_BIAS, **_T5)
+_add("t5-encoder", (2, 4, 8), model_type="t5", model="T5EncoderModel", feed_forward_proj="gated-gelu", **_T5)
+_add("t5-classes", (2, 4, 8), model_type="t5", model="T5ForTokenClassification", num_labels=3, **_T5)
+_add(
+    "mt5",
+    (2, 4, 8),
+    model="MT5ForConditionalGeneration",
+    notes="the head is its own",
+    extra={"lm_head.weight": (101, 80)},
+    feed_forward_proj="gated-gelu",
+    tie_word_embeddings=False,
+    **_T5,
+)
+_add("umt5", (2, 4, 8), model="UMT5ForConditionalGeneration", **_T5)
+_add("umt5-encoder", (2, 4, 8), model_type="umt5", model="UMT5EncoderModel", **_T5)
+_add("longt5", (2, 4, 8), model="LongT5ForConditionalGeneration", local_radius=5, **_T5)
+_add(
+    "longt5-global",
+    (2, 4, 8),
+    model_type="longt5",
+    model="LongT5ForConditionalGeneration",
+    encoder_attention_type="transient-global",
+    local_radius=5,
+    global_block_size=4,
+    **_T5,
+)
+_BART: dict[str, Any] = {
+    **_TOKENS,
+    "vocab_size": 101,
+    "d_model": 80,
+    "encoder_layers": 3,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 8,
+    "decoder_attention_heads": 16,
+    "encoder_ffn_dim": 72,
+    "decoder_ffn_dim": 88,
+    "decoder_start_token_id": 2,
+}
+_FAIRSEQ = {"model.encoder.version": (1,), "model.decoder.version": (1,)}
+_bart = partial(_add, degrees=(2, 4, 8), loads_alone=False, max_position_embeddings=64, **_BART)
+_bart("bart", model="BartForConditionalGeneration", extra=_FAIRSEQ)
+_bart("bart-base", model_type="bart", model="BartModel")
+_bart("bart-causal", model_type="bart")
+_bart("mbart", model="MBartForConditionalGeneration", extra={"lm_head.weight": (101, 80)})
+_bart("mbart-causal", model_type="mbart")
+_SINES = {"model.encoder.embed_positions.weight": (64, 80), "model.decoder.embed_positions.weight": (64, 80)}
+_bart("marian", model="MarianMTModel", extra=_SINES)
+_bart(
+    "marian-two-vocabularies",
+    model_type="marian",
+    model="MarianMTModel",
+    decoder_vocab_size=93,
+    share_encoder_decoder_embeddings=False,
+)
+_bart("marian-causal", model_type="marian")
+_bart("pegasus", model="PegasusForConditionalGeneration")
+_bart("pegasus-causal", model_type="pegasus")
+_bart("blenderbot", model="BlenderbotForConditionalGeneration")
+_bart("blenderbot-small", model="BlenderbotSmallForConditionalGeneration")
+_bart("plbart", model="PLBartForConditionalGeneration")
+_bart("mvp", model="MvpForConditionalGeneration")
+_bart(
+    "m2m_100",
+    model="M2M100ForConditionalGeneration",
+    extra={"model.encoder.embed_positions.weights": (66, 80), "model.decoder.embed_positions.weights": (66, 80)},
+)
+_bart("trocr", cross_attention_hidden_size=36)
+_WHISPERS: dict[str, Any] = {**_BART, "num_mel_bins": 6, "max_source_positions": 13, "max_target_positions": 64}
+_add("whisper", (2, 4, 8), loads_alone=False, model="WhisperForConditionalGeneration", **_WHISPERS)
+_add("whisper-causal", (2, 4, 8), loads_alone=False, model_type="whisper", model="WhisperForCausalLM", **_WHISPERS)
+_T5GEMMA: dict[str, Any] = {
+    **_DENSE,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 8,
+}
+_T5GEMMA_DECODER: dict[str, Any] = {
+    **_T5GEMMA,
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "num_key_value_heads": 2,
+    "intermediate_size": 88,
+}
+_add(
+    "t5gemma",
+    (2, 4, 8),
+    model="T5GemmaForConditionalGeneration",
+    encoder=_T5GEMMA,
+    decoder={**_T5GEMMA_DECODER, "hidden_size": 96, "head_dim": 20},
+    vocab_size=101,
+)
+_add(
+    "t5gemma-encoder",
+    (2, 4, 8),
+    model_type="t5gemma",
+    model="T5GemmaEncoderModel",
+    encoder=_T5GEMMA,
+    decoder=_T5GEMMA_DECODER,
+    vocab_size=101,
+    is_encoder_decoder=False,
+)
+_add(
+    "t5gemma2",
+    (2, 4, 8),
+    model="T5Gemma2ForConditionalGeneration",
+    encoder={
+        "text_config": _T5GEMMA,
+        "vision_config": _SIGLIP,
+        "mm_tokens_per_image": 4,
+        "eoi_token_index": 70,
+        "image_token_index": 99,
+    },
+    decoder=_T5GEMMA_DECODER,
+    image_token_index=99,
 )

@@ -329,6 +329,7 @@ class _Reference:
     """What the original did, as rank 0 sends it to all."""
 
     ids: torch.Tensor
+    inputs: Mapping[str, torch.Tensor]
     states: Mapping[str, Yardstick]
     logits: str | None
     own_logits: torch.Tensor | None
@@ -420,17 +421,18 @@ def _run_shards(
     rank, trace = Rank(job.plan, dist.get_rank(), job.modules, job.config, job.is_built_in), Trace()
     folder = job.shards / job.plan.mesh.folder(rank.rank)
     say(f"shards on {job.plan.mesh.size} ranks")
-    ids = reference.ids.to(device)
+    inputs = {name: value.to(device) for name, value in reference.inputs.items()}
+    tokens = reference.ids.shape[1]
     offload_to = offload if job.options.streamed else None
     with _answering(job, reference, trace, started):
-        loaded = load_rank(folder, rank, job.dtype, device, groups, tokens=ids.shape[1], offload=offload_to)
+        loaded = load_rank(folder, rank, job.dtype, device, groups, tokens=tokens, offload=offload_to)
     feed = {name: known.exact for name, known in reference.states.items()} if job.options.streamed else None
     places = _places(loaded, job.plan)
     with _answering(job, reference, trace, started, loaded.sources):
-        run(loaded.model, ids, places, reference.chosen, grad=job.options.backward, feed=feed, into=trace)
+        run(loaded.model, inputs, places, reference.chosen, grad=job.options.backward, feed=feed, into=trace)
         say("comparison")
         _check_alike(trace.states, reference)
-        gradients = _backward(loaded, trace, ids, job, original, groups, patient) if job.options.backward else ()
+        gradients = _backward(loaded, trace, job, original, groups, patient) if job.options.backward else ()
     result, logits = _result(job, reference, trace, started), None
     if reference.logits is not None and reference.own_logits is not None and rank.rank == 0:
         exact = reference.states[reference.logits].exact
@@ -543,7 +545,6 @@ def _unfitting(place: str, plan: Plan, sources: Mapping[str, tuple[str, ...]]) -
 def _backward(
     loaded: Loaded,
     trace: Trace,
-    ids: torch.Tensor,
     job: _Job,
     original: _Reference | None,
     groups: Groups,
@@ -553,7 +554,7 @@ def _backward(
     from verify.gradients import gradients_on_disk, loss_of, sum_where_ranks_part, together
 
     say("gradients")
-    loss = loss_of(trace.outputs, ids)
+    loss = loss_of(trace.outputs)
     sum_where_ranks_part(loss, loaded.parts, groups)
     loss.backward()  # type: ignore[no-untyped-call]
     along = {id(tensor): dimensions for tensor, dimensions in loaded.parts}
@@ -588,7 +589,7 @@ def _places(loaded: Loaded, plan: Plan) -> Places:
     layered = [
         name
         for name, sources in loaded.sources.items()
-        if any("{layer}" in plan.entries[source].template for source in sources)
+        if any("layer}" in plan.entries[source].template for source in sources)  # {dlayer} of a decoder, too
     ]
     summed = {
         name.rpartition(".")[0]: loaded.model.get_submodule(name.rpartition(".")[0])
@@ -602,18 +603,20 @@ def _run_original(job: _Job, device: torch.device) -> _Reference:
     started = time.monotonic()
     say(f"original in {_name(job.exact_dtype)}")
     with _original(job, job.exact_dtype, device) as loaded:
-        ids = _random_ids(loaded.model, job) if job.ids is None else job.ids
-        exact, exact_grads = _run_whole(loaded, ids.to(device), job, None, 0)
+        ids, inputs = _inputs(loaded.model, job)
+        given = {name: value.to(device) for name, value in inputs.items()}
+        exact, exact_grads = _run_whole(loaded, given, job, None, 0)
         _check_numbers(exact, exact_grads, job, job.exact_dtype)
     say(f"original in {_name(job.dtype)}, {job.options.draws + 1} times")
     with _original(job, job.dtype, device) as loaded, _refusing(job):
-        draws = [_run_whole(loaded, ids.to(device), job, exact, draw) for draw in range(job.options.draws + 1)]
+        draws = [_run_whole(loaded, given, job, exact, draw) for draw in range(job.options.draws + 1)]
         for run, grads in draws:
             _check_numbers(run, grads, job, job.dtype)
     own = draws[0][0]
     logits = _vocabulary_output(exact.states, job)
     return _Reference(
         ids=ids,
+        inputs=inputs,
         states={n: yardstick(x, [run.states[n] for run, _ in draws], job.dtype) for n, x in exact.states.items()},
         logits=logits,
         own_logits=own.states[logits] if logits else None,
@@ -689,7 +692,7 @@ def _fits(job: _Job, dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def _run_whole(
-    loaded: Loaded, ids: torch.Tensor, job: _Job, exact: Trace | None, draw: int
+    loaded: Loaded, inputs: Mapping[str, torch.Tensor], job: _Job, exact: Trace | None, draw: int
 ) -> tuple[Trace, dict[str, torch.Tensor]]:
     """Run the original, and its loss backward if that is asked for. ``exact`` is the run whose choices are taken."""
     from verify.gradients import gradients_on_disk, loss_of
@@ -698,26 +701,24 @@ def _run_whole(
     chosen = exact.chosen if exact else None
     feed = exact.states if exact and job.options.streamed else None
     grad = job.options.backward
-    trace = run(loaded.model, ids, _places(loaded, job.plan), chosen, draw=draw, grad=grad, feed=feed)
+    trace = run(loaded.model, inputs, _places(loaded, job.plan), chosen, draw=draw, grad=grad, feed=feed)
     if not job.options.backward:
         return trace, {}
     loaded.model.zero_grad()
-    loss_of(trace.outputs, ids).backward()  # type: ignore[no-untyped-call]
+    loss_of(trace.outputs).backward()  # type: ignore[no-untyped-call]
     return trace, gradients_on_disk(loaded.model, loaded.sources)
 
 
-def _random_ids(model: Any, job: _Job) -> torch.Tensor:
+def _inputs(model: Any, job: _Job) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The tokens of the original's run, and all that its forward takes."""
+    from verify.inputs import inputs_of, random_ids
+
     options = job.options
-    generator = torch.Generator().manual_seed(options.seed)
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    limit = getattr(model.config, "max_position_embeddings", None) or options.seq
-    longest = min(options.seq, limit) if limit > 0 else options.seq  # -1: there is no limit
-    ids = torch.randint(vocabulary, (options.batch, longest), generator=generator)
     padding = job.plan.model.sizes.settings.get("pad_token_id")
-    if options.backward and isinstance(padding, int):
-        # The row of padding takes no gradient in some models, and a rank's config cannot always say which it is.
-        ids = ids.where(ids != padding, (padding + 1) % vocabulary)
-    return ids
+    # The row of padding takes no gradient in some models, and a rank's config cannot always say which it is.
+    avoided = padding if options.backward and isinstance(padding, int) else None
+    ids = random_ids(model, options.batch, options.seq, options.seed, avoided) if job.ids is None else job.ids
+    return ids, inputs_of(model, ids, job.dtype, avoided)
 
 
 class _UnlikeError(CheckpointError):
@@ -747,8 +748,9 @@ def _compare(states: Mapping[str, torch.Tensor], reference: _Reference) -> tuple
 
 
 def _vocabulary_output(states: Mapping[str, torch.Tensor], job: _Job) -> str | None:
-    size = job.plan.model.sizes.of({}).get("vocab")
-    return next((name for name, state in states.items() if "logits" in name and state.shape[-1] == size), None)
+    sizes, vocabularies = job.plan.model.sizes.of({}), job.plan.model.architecture.pad
+    known = {sizes[axis] for axis in vocabularies if axis in sizes}
+    return next((name for name, state in states.items() if "logits" in name and state.shape[-1] in known), None)
 
 
 def _logits(sharded: torch.Tensor, own: torch.Tensor, exact: torch.Tensor) -> Logits:

@@ -25,14 +25,14 @@ from verify.collectives import Groups, reduce_from_group
 from verify.layers import Part
 
 
-def loss_of(outputs: Mapping[str, Tensor], ids: Tensor) -> Tensor:
+def loss_of(outputs: Mapping[str, Tensor]) -> Tensor:
     """A loss that every output has a part in: cross entropy of its last dimension with fixed random targets."""
-    total = torch.zeros((), device=ids.device)
+    total = torch.zeros((), device=next(iter(outputs.values())).device)
     for name, output in sorted(outputs.items()):
         wide = output.to(torch.promote_types(output.dtype, torch.float32)).flatten(0, -2)
         generator = torch.Generator().manual_seed(len(name))
         targets = torch.randint(wide.shape[-1], (len(wide),), generator=generator)
-        total = total + F.cross_entropy(wide, targets.to(ids.device))
+        total = total + F.cross_entropy(wide, targets.to(wide.device))
     return total
 
 

@@ -182,7 +182,7 @@ def row_parallel(
         # Zeros, not None: transformers' Conv1D needs a bias to add.
         instead = {} if last is None else {bias: torch.zeros_like(last)}
         instead |= {name: torch.zeros_like(getattr(module, name)) for name in elsewhere}
-        with _parameters(module, instead):
+        with _instead(module, instead):
             out = local(*args, **kwargs)
         partial, *others = out if isinstance(out, tuple) else (out,)
         total = reduce_from_group(partial, group)
@@ -243,7 +243,7 @@ def with_all_experts(module: Module, holder: nn.Module, parts: Mapping[str, Part
             # Weights that are brought only for the holder's own forward are not there yet.
             if own is not None and not own.is_meta and len(own) < part.length:
                 whole[name] = part.among_zeros(own)
-        with _parameters(holder, whole):
+        with _instead(holder, whole):
             return local(*args, **kwargs)
 
     return _with_forward(module, forward)
@@ -261,6 +261,10 @@ def vocab_parallel(
     own_padding = padding_row is not None and first_row <= padding_row < first_row + rows
     if hasattr(module, "padding_idx"):
         module.padding_idx = padding_row - first_row if own_padding and padding_row is not None else None  # type: ignore[assignment]
+
+    for name, token in list(vars(module).items()):
+        if name.endswith(("_token_index", "_token_id")) and isinstance(token, int):
+            setattr(module, name, token - first_row if 0 <= token - first_row < rows else -1)  # a token apart
 
     def forward(ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return _masked_lookup(lambda own: local(own, *args, **kwargs), ids, first_row, rows, group)
@@ -289,8 +293,8 @@ def gathered_vectors(module: Module, group: dist.ProcessGroup | None, true_sizes
     local = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        whole = {name: gather_from_group(module.get_parameter(name), group)[:size] for name, size in true_sizes.items()}
-        with _parameters(module, whole):
+        own = {name: getattr(module, name) for name in true_sizes}
+        with _instead(module, {name: gather_from_group(own[name], group)[..., :n] for name, n in true_sizes.items()}):
             return local(*args, **kwargs)
 
     return _with_forward(module, forward)
@@ -316,7 +320,7 @@ def parallel_norm(module: Module, group: dist.ProcessGroup | None) -> Module:
         try:
             if shape is not None:  # torch's own norms, which are told their size
                 module.normalized_shape = (*shape[:-1], full.shape[-1])  # type: ignore[assignment]
-            with _parameters(module, whole):
+            with _instead(module, whole):
                 y: Tensor = local(full, *map(gathered, args), **{k: gathered(a) for k, a in kwargs.items()})
         finally:
             if shape is not None:
@@ -348,11 +352,14 @@ def _with_forward(module: Module, forward: Callable[..., Any]) -> Module:
 
 
 @contextmanager
-def _parameters(module: nn.Module, instead: Mapping[str, Tensor]) -> Iterator[None]:
-    """Let the module see other tensors in place of its parameters, for one forward."""
-    true = {name: module._parameters[name] for name in instead}
-    module._parameters.update(instead)  # type: ignore[arg-type]
+def _instead(module: nn.Module, instead: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let the module see other tensors in place of its parameters and buffers, for one forward."""
+    kept: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+    true = [(tensors, name, tensors[name]) for tensors in kept for name in instead if name in tensors]
     try:
+        for tensors, name, _ in true:
+            tensors[name] = instead[name]
         yield
     finally:
-        module._parameters.update(true)
+        for tensors, name, tensor in true:
+            tensors[name] = tensor

@@ -556,10 +556,12 @@ def _localised(cls: Any, rank: Rank, modules: ModuleTable, cut: dict[str, None])
                     old.data = new
                 else:
                     module._buffers[last] = new
-        for module in self.modules():
+        filled = {*placed, *(getattr(self, "all_tied_weights_keys", None) or {})}
+        for path, module in self.named_modules():
             _say_size(module)
-            if module._parameters and not module._non_persistent_buffers_set:
-                # All of it comes from the folder; first values may have the original's sizes.
+            own = {f"{path}.{key}" if path else key for key in module._parameters}
+            if own & filled and not module._non_persistent_buffers_set:
+                # It comes from the folder; first values may have the original's sizes. A table of sines may not.
                 module._is_hf_initialized = True
         modules.set_attributes(self)
 
@@ -646,7 +648,11 @@ def kind_of(plan: Plan, entry: Entry) -> Kind:
         return Kind.WHOLE
     if len(rule.dims) - leading == 1:
         return Kind.VECTOR
-    return Kind.ROW if rule.input_dims & inner else Kind.COLUMN
+    if rule.input_dims & inner:
+        return Kind.ROW
+    others = [dim for i, dim in enumerate(rule.dims) if i >= leading and i not in inner]
+    is_one_row = all(not dim.axes and dim.size({}) == 1 for dim in others)  # "1 -> vocab"
+    return Kind.VECTOR if is_one_row else Kind.COLUMN
 
 
 def roles(plan: Plan, sources: Mapping[str, tuple[str, ...]]) -> dict[str, Role]:
@@ -784,14 +790,11 @@ def _make_parallel(
         parallel_norm(module, groups.along(next(iter(own.values())).along))
     elif kinds == {Kind.VECTOR}:
         in_children = {id(tensor) for child in module.children() for tensor in child.parameters()}
-        added = {
-            name: role
-            for name, role in own.items()
-            if role.is_gathered and name in module._parameters and id(module._parameters[name]) not in in_children
-        }
+        tensors = {**module._parameters, **module._buffers}
+        added = {name: role for name, role in own.items() if role.is_gathered and id(tensors[name]) not in in_children}
         if added:
             group = groups.along(next(iter(added.values())).along)
-            gathered_vectors(module, group, {name: role.entry.layout.full[0] for name, role in added.items()})
+            gathered_vectors(module, group, {name: role.entry.layout.full[-1] for name, role in added.items()})
     return []
 
 

@@ -8,7 +8,6 @@ state, and how often a run would have chosen otherwise is counted.
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import GenerationMixin
+
+from verify.inputs import running
 
 EMBEDDING, FINAL = "embedding", "final hidden state"
 
@@ -67,7 +67,7 @@ def blocks_of(model: Any, parameters: Iterable[str]) -> dict[str, nn.Module]:
 
 def run(
     model: Any,
-    ids: Tensor,
+    inputs: Mapping[str, Tensor],
     places: Places,
     chosen: Sequence[Tensor] | None = None,
     *,
@@ -76,7 +76,8 @@ def run(
     feed: Mapping[str, Tensor] | None = None,
     into: Trace | None = None,
 ) -> Trace:
-    """Run a model and trace it, ``into`` a trace that the caller has even if the run fails.
+    """Run a model on the inputs of its forward (see verify/inputs.py) and trace it, ``into`` a trace that the caller
+    has even if the run fails.
 
     With ``feed``, another run's states, each block's output is kept and then replaced by that run's, so that the
     next block starts from it.
@@ -90,11 +91,10 @@ def run(
         for name, module in model.named_modules():
             stack.callback(module.register_forward_pre_hook(_push(path, name)).remove)
             stack.callback(module.register_forward_hook(_pop(path)).remove)
-        first = next(iter(places.blocks.values()), None)
-        if first is not None:
-            stack.callback(first.register_forward_pre_hook(_keep_input(trace, feed), with_kwargs=True).remove)
+        for name, first in _first_blocks(places.blocks).items():
+            stack.callback(first.register_forward_pre_hook(_keep_input(trace, name, feed), with_kwargs=True).remove)
         for name, module in {**places.others, **places.blocks}.items():
-            instead = feed.get(name) if feed and name in places.blocks else None
+            instead = feed if name in places.blocks else None
             # First of all hooks: of what some modules return whole, a rank takes its part.
             stack.callback(module.register_forward_hook(_keep_output(trace, name, instead), prepend=True).remove)
         if draw:
@@ -108,7 +108,8 @@ def run(
         stack.enter_context(_default_dtype(model.dtype))
         if model.dtype == torch.float64:
             stack.enter_context(_NoLessThanFloat64())
-        output = on_tokens(model, ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        given = {name: x.to(model.dtype) if x.is_floating_point() else x for name, x in inputs.items()}
+        output = running(model)(**given, use_cache=False)
     for name, value in output.items():
         if isinstance(value, Tensor) and value.is_floating_point():
             trace.outputs[name] = value
@@ -116,17 +117,12 @@ def run(
     return trace
 
 
-def on_tokens(model: Any, ids: Tensor, **more: Any) -> Any:
-    """What a model returns of tokens alone.
-
-    Of one that asks for an image as well, the part that generates is run; a decoder beside an encoder has the same
-    tokens.
-    """
-    if getattr(model, "main_input_name", "input_ids") != "input_ids":
-        model = next((part for part in model.children() if isinstance(part, GenerationMixin)), model)
-    if "decoder_input_ids" in inspect.signature(model.forward).parameters:
-        more["decoder_input_ids"] = ids
-    return model(input_ids=ids, **more)
+def _first_blocks(blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """The first block of each list, by the name of what enters it: of an encoder and of a decoder, for one."""
+    firsts: dict[str, nn.Module] = {}
+    for name, block in blocks.items():
+        firsts.setdefault(name.rpartition(".")[0], block)
+    return {EMBEDDING if len(firsts) == 1 else f"{path} {EMBEDDING}": block for path, block in firsts.items()}
 
 
 @contextmanager
@@ -151,29 +147,32 @@ def _pop(path: list[str]) -> Callable[..., None]:
     return pop
 
 
-def _keep_input(trace: Trace, feed: Mapping[str, Tensor] | None) -> Callable[..., Any]:
+def _keep_input(trace: Trace, name: str, feed: Mapping[str, Tensor] | None) -> Callable[..., Any]:
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name in trace.states:
+            return None  # a block that runs more than once: what it takes then are results of blocks
         found = args[0] if args else kwargs["hidden_states"]
-        trace.states.setdefault(EMBEDDING, _kept(found))
+        trace.states[name] = _kept(found)
         if feed is None:
             return None
-        instead = feed[EMBEDDING].to(found)
+        instead = feed[name].to(found)
         return ((instead, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": instead})
 
     return hook
 
 
-def _keep_output(trace: Trace, name: str, instead: Tensor | None) -> Callable[..., Any]:
+def _keep_output(trace: Trace, name: str, feed: Mapping[str, Tensor] | None) -> Callable[..., Any]:
     calls = 0
 
     def hook(_: nn.Module, __: Any, output: Any) -> Any:
         nonlocal calls
         calls += 1
         first, *others = output if isinstance(output, (tuple, list)) else (output,)
-        trace.states[f"{name} call {calls}" if calls > 1 else name] = _kept(first)
-        if instead is None:
+        called = f"{name} call {calls}" if calls > 1 else name
+        trace.states[called] = _kept(first)
+        if feed is None:
             return None
-        first = instead.to(first)
+        first = feed[called].to(first)
         return type(output)((first, *others)) if isinstance(output, (tuple, list)) else first
 
     return hook

@@ -328,7 +328,7 @@ class _Casts(torch.nn.Module):
 
 def test_the_exact_run_is_exact_throughout() -> None:
     ids = torch.arange(1, 8).reshape(1, 7)
-    found = run(_Casts(), ids, Places({}, {})).states["logits"]
+    found = run(_Casts(), {"input_ids": ids}, Places({}, {})).states["logits"]
     x = ids.double() / 3
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, torch.stack([x, x, x, x.softmax(-1) / 3, x]), rtol=1e-15, atol=0)
@@ -345,7 +345,8 @@ class _Positions(torch.nn.Module):
 
 
 def test_the_largest_of_integers_is_no_choice() -> None:
-    found = run(_Positions(), torch.arange(1, 8).reshape(1, 7), Places({}, {}))
+    ids = torch.arange(1, 8).reshape(1, 7)
+    found = run(_Positions(), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, Places({}, {}))
     assert (found.choices, [x.item() for x in found.chosen]) == (1, [6])
 
 

@@ -16,11 +16,13 @@ class Mesh:
     """Named mesh dimensions with their degrees, slowest first; a full checkpoint is a mesh of one rank.
 
     With ``same_ranks`` all dimensions run over the same ranks, each with the whole degree: experts are dealt whole,
-    and all else is cut (DeepSeek's inference layout, vLLM's ``--enable-expert-parallel``).
+    and all else is cut (DeepSeek's inference layout, vLLM's ``--enable-expert-parallel``). ``uneven`` has the axes that
+    are dealt over ``tp`` in units, of which the last ranks have fewer, with the indices of a unit (see ``Share``).
     """
 
     degrees: tuple[tuple[str, int], ...] = (("tp", 1),)
     same_ranks: bool = False
+    uneven: tuple[tuple[str, int], ...] = ()
 
     @property
     def size(self) -> int:
@@ -63,6 +65,10 @@ class Mesh:
                     found.add(name)
         return frozenset(found)
 
+    def unit(self, axis: str) -> int | None:
+        """The indices of a unit of an axis that is dealt unevenly; None of any other."""
+        return next((unit for name, unit in self.uneven if name == axis), None)
+
     def folder(self, rank: int) -> str:
         """``rank-02-of-04`` for tp alone, ``ep-00-of-02-tp-01-of-04`` for more than one dimension."""
         if len(self.degrees) == 1 or self.same_ranks:
@@ -70,12 +76,16 @@ class Mesh:
         here = self.coordinates(rank)
         return "-".join(f"{name}-{here[name]:02d}-of-{degree:02d}" for name, degree in self.degrees)
 
-    def to_document(self) -> dict[str, int | bool]:
+    def to_document(self) -> dict[str, int | bool | dict[str, int]]:
         """``{"tp": 4}``."""
-        return dict(self.degrees) | ({"same_ranks": True} if self.same_ranks else {})
+        document: dict[str, int | bool | dict[str, int]] = {**dict(self.degrees)}
+        document |= {"same_ranks": True} if self.same_ranks else {}
+        return document | ({"uneven": dict(self.uneven)} if self.uneven else {})
 
     def __str__(self) -> str:
-        return (" = " if self.same_ranks else " x ").join(f"{name} {degree}" for name, degree in self.degrees)
+        text = (" = " if self.same_ranks else " x ").join(f"{name} {degree}" for name, degree in self.degrees)
+        units = " and ".join(f"{axis} in units of {unit}" for axis, unit in self.uneven)
+        return f"{text} ({units})" if units else text
 
 
 RANK_FOLDER = re.compile(r"(?:rank-\d+-of-\d+|(?:(?:^|-)(?:ep|tp)-\d+-of-\d+)+)")
@@ -85,7 +95,7 @@ def mesh_from_document(document: Mapping[str, object], where: str) -> Mesh:
     """Read ``{"tp": 4}``. Raises CheckpointError that names ``where`` it stood."""
     degrees = []
     for name, degree in document.items():
-        if name == "same_ranks":
+        if name in {"same_ranks", "uneven"}:
             continue
         if name not in {"tp", "ep"} or not isinstance(degree, int) or not 1 <= degree <= 100_000:
             raise CheckpointError(f"{where}: '{name}: {degree}' is no mesh dimension")
@@ -95,4 +105,10 @@ def mesh_from_document(document: Mapping[str, object], where: str) -> Mesh:
     same_ranks = document.get("same_ranks", False) is True
     if same_ranks and len({degree for _, degree in degrees}) > 1:
         raise CheckpointError(f"{where}: mesh dimensions over the same ranks have different degrees")
-    return Mesh(tuple(degrees), same_ranks)
+    return Mesh(tuple(degrees), same_ranks, _units(document.get("uneven", {}), where))
+
+
+def _units(document: object, where: str) -> tuple[tuple[str, int], ...]:
+    if not isinstance(document, dict) or not all(isinstance(unit, int) and unit > 0 for unit in document.values()):
+        raise CheckpointError(f"{where}: 'uneven: {document}' does not give the units of axes")
+    return tuple(sorted(document.items()))

@@ -125,7 +125,7 @@ class ForwardReport:
     own_overruled: int
     overruled: int
     unused: tuple[str, ...]
-    mesh: Mapping[str, int]
+    mesh: Mapping[str, Any]
     ranks: int
     dtype: str
     exact_dtype: str

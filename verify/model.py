@@ -88,8 +88,9 @@ class Rank:
         for name, entry in self.plan.entries.items():
             sizes = entry_sizes(self.plan, entry)
             shares = entry_shares(self.plan, entry, self.rank)
-            parts = {axis: share.parts for axis, share in shares.items() if axis not in model.expert_axes}
-            found[name] = entry.layout.rule.sizes({axis: size // parts.get(axis, 1) for axis, size in sizes.items()})
+            own = {axis: share.run(sizes[axis]).length for axis, share in shares.items() if axis in sizes}
+            own = {axis: length for axis, length in own.items() if axis not in model.expert_axes}
+            found[name] = entry.layout.rule.sizes({**sizes, **own})
         return found
 
     @property
@@ -183,7 +184,7 @@ def load_rank(
     """
     modules = ModuleTable(rank, groups)
     cls, more = model_class(rank.config), on_disk(offload) if offload else {"device_map": {"": device}}
-    if modules.is_needed or rank.lacks_experts:
+    if modules.is_needed or rank.lacks_experts or rank.plan.mesh.uneven:
         cls = _localised(_concrete(cls, rank.config), rank, modules)
     if modules.is_needed:
         more["config"] = transformers.AutoConfig.for_model(**_settings(rank.config))

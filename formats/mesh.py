@@ -85,7 +85,7 @@ class Mesh:
     def __str__(self) -> str:
         text = (" = " if self.same_ranks else " x ").join(f"{name} {degree}" for name, degree in self.degrees)
         units = " and ".join(f"{axis} in units of {unit}" for axis, unit in self.uneven)
-        return f"{text} ({units})" if units else text
+        return f"{text} with {units}" if units else text
 
 
 RANK_FOLDER = re.compile(r"(?:rank-\d+-of-\d+|(?:(?:^|-)(?:ep|tp)-\d+-of-\d+)+)")
@@ -109,6 +109,6 @@ def mesh_from_document(document: Mapping[str, object], where: str) -> Mesh:
 
 
 def _units(document: object, where: str) -> tuple[tuple[str, int], ...]:
-    if not isinstance(document, dict) or not all(isinstance(unit, int) and unit > 0 for unit in document.values()):
+    if not isinstance(document, dict) or not all(type(unit) is int and unit > 0 for unit in document.values()):
         raise CheckpointError(f"{where}: 'uneven: {document}' does not give the units of axes")
     return tuple(sorted(document.items()))

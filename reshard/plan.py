@@ -835,6 +835,9 @@ def _is_dealt(model: Model, mesh_dim: str) -> bool:
 
 def check_degrees(model: Model, mesh: Mesh, *, pad: bool = True) -> None:
     """Raise PlanError for a degree that some family of axes does not absorb, with the valid ones."""
+    for axis, _ in mesh.uneven:
+        if axis not in model.channels:
+            raise PlanError(f"{mesh}: the axis '{axis}' cannot be dealt unevenly")
     for mesh_dim, degree in mesh.degrees:
         if degree == 1:
             continue

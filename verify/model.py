@@ -184,7 +184,7 @@ def load_rank(
     """
     modules = ModuleTable(rank, groups)
     cls, more = model_class(rank.config), on_disk(offload) if offload else {"device_map": {"": device}}
-    if modules.is_needed or rank.lacks_experts or rank.plan.mesh.uneven:
+    if modules.is_needed or rank.lacks_experts or not _says_sizes(cls, folder, rank):
         cls = _localised(_concrete(cls, rank.config), rank, modules)
     if modules.is_needed:
         more["config"] = transformers.AutoConfig.for_model(**_settings(rank.config))
@@ -192,6 +192,21 @@ def load_rank(
     own = modules.split(loaded.model)
     loaded = parallelise(loaded, rank, groups, modules.alone(loaded.model), modules.sums(loaded.model))
     return replace(loaded, parts=(*loaded.parts, *own))
+
+
+def _says_sizes(cls: Any, folder: Path, rank: Rank) -> bool:
+    """Whether the config.json in a rank's folder says all sizes that the rank has.
+
+    One setting may stand for two axes (DeepSeek's ``moe_intermediate_size`` for the shared experts' width, too). Of
+    equal parts it can be right for both, of others it need not.
+    """
+    if not rank.plan.mesh.uneven:
+        return True
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    with torch.device("meta"):
+        model = _concrete(cls, config)(transformers.AutoConfig.for_model(**_settings(config)))
+    known = model.state_dict()
+    return all(tuple(known[name].shape) == place.shape for name, place in placements(model, rank.shapes).items())
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -431,13 +446,14 @@ class ModuleTable:
             along = mesh.varying(parts)
             if along:
                 # Of what several ranks have, the first one's is taken.
-                joined = [*enumerate(chain(*(parts[rank] for rank in mesh.peers(self._rank.rank, along))))]
-                places = {index: place for place, index in reversed(joined)}
-                orders[i] = self._groups.along(along), torch.tensor([places[index] for index in range(length)])
+                of_peers = [parts[rank] for rank in mesh.peers(self._rank.rank, along)]
+                places = {index: place for place, index in reversed([*enumerate(chain(*of_peers))])}
+                order = torch.tensor([places[index] for index in range(length)])
+                orders[i] = self._groups.along(along), order, [len(part) for part in of_peers]
 
         def hook(_: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
-            for i, (group, order) in orders.items():
-                out = gather_from_group(out, group, i).index_select(i, order.to(out.device))
+            for i, (group, order, lengths) in orders.items():
+                out = gather_from_group(out, group, i, lengths=lengths).index_select(i, order.to(out.device))
             return out
 
         return hook

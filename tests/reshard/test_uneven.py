@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +23,7 @@ from reshard.table import bytes_of_ranks, rows_of, totals_of, uneven_lines
 from tests import zoo
 from tests.dequantize import METHODS
 from tests.reshard.test_quantized import CASES, PACKINGS, checkpoint, dequantize, parts
-from tests.support import LLAMA, contents, without_manifest, write_checkpoint
+from tests.support import LLAMA, change_tensor, contents, without_manifest, write_checkpoint
 from verify.exact import compare, verify_exact
 
 FAST = Options(fsync=False)
@@ -146,7 +148,7 @@ def test_from_any_mesh_to_any_mesh(before, tmp_path):
         for after, arguments in ROUTES.items():
             if after == before:
                 continue
-            direct, again = tmp_path / f"{name}-{after}", tmp_path / f"{name}-{before}-{after}"
+            direct, again = tmp_path / f"{name}-{after}", tmp_path / f"{name}-again-{after}"
             split(source, direct, **arguments, options=FAST)
             split(first, again, **arguments, options=FAST)
             assert without_manifest(again) == without_manifest(direct), (name, after)
@@ -224,12 +226,12 @@ def test_the_same_ranks_are_named_where_they_work(tmp_path):
     fused = zoo.save("gpt_oss", tmp_path / "fused", experts=8)
     assert plan(fused, 8).mesh == Mesh((("tp", 8),))
     settings = json.loads((fused / "config.json").read_text())
-    odd = bind_without_data(settings | {"intermediate_size": 42}, open_source(fused))
+    odd = bind_without_data(settings | {"intermediate_size": 46}, open_source(fused))
     with pytest.raises(PlanError) as error:
         make_plan(odd, Mesh((("tp", 8),)))
     assert error.value.hint == "valid degrees: 1, 2, or --uneven, or --tp 8 --ep 8 --same-ranks"
     whole = make_plan(odd, Mesh((("tp", 8), ("ep", 8)), same_ranks=True))
-    assert whole.entries["model.layers.0.mlp.experts.down_proj"].layout.box(0).shape == (1, 42, 80)
+    assert whole.entries["model.layers.0.mlp.experts.down_proj"].layout.box(0).shape == (1, 46, 80)
 
 
 def bind_without_data(settings: dict, source: Source) -> Model:
@@ -243,8 +245,8 @@ def test_a_rank_that_would_have_none_is_refused(mxfp4, tmp_path):
     source = checkpoint(tmp_path / "nine", METHODS["gpt-oss"], PACKINGS[3], blocks=9)[0]
     message, hint = hint_of(lambda: split(source, tmp_path / "out", 8, uneven=True))
     assert message == "--tp 8 is not possible: ff 288 in units of 32 is enough for 5 of 8 ranks"
-    assert hint == "valid degrees: 1, 2, 4"
-    assert valid_degrees(open_source(source).model, uneven=True) == [1, 2, 4]
+    assert hint == "valid degrees: 1, 2"  # on four ranks 3 + 3 + 3 + 0
+    assert valid_degrees(open_source(source).model, uneven=True) == [1, 2]
     assert valid_degrees(open_source(source).model) == [1]
 
 
@@ -256,9 +258,9 @@ def test_heads_are_not_dealt_unevenly(tmp_path):
     assert open_source(deepseek).model.channels == {"ff", "moe_ff", "shared_ff"}
 
 
-@pytest.mark.parametrize("units", [{"ff": 64}, {"ff": 16}, {}, {"kv": 1}, {"vocab": 1}, {"other": 1}])
+@pytest.mark.parametrize("units", [{"ff": 128}, {"ff": 40}, {}, {"kv": 1}, {"vocab": 1}, {"other": 1}])
 def test_headers_that_say_something_else(units, mxfp4, tmp_path):
-    """Of units that were not those of the split the shapes do not fit; and heads are never dealt in units."""
+    """Units that leave a rank without any, or cut a block; and axes that are never dealt in units."""
     split(mxfp4, tmp_path / "out", 8, uneven=True, options=FAST)
     (tmp_path / "out/reshard.json").unlink()
     for path in (tmp_path / "out").rglob("*.safetensors"):
@@ -288,3 +290,61 @@ def test_the_plan_shows_the_largest_rank(mxfp4):
     assert uneven == {"gate_up_proj_blocks", "gate_up_proj_scales", "down_proj_blocks", "down_proj_scales"}
     assert found.mesh.to_document() == {"tp": 8, "uneven": {"ff": 32}}
     assert uneven_lines(found) == ["ff 480 = 7 x 64 + 32"]
+
+
+def test_bytes_of_the_smallest_rank_are_compared(mxfp4, tmp_path):
+    split(mxfp4, tmp_path / "out", 8, uneven=True, options=FAST)
+    name = "model.layers.0.mlp.experts.down_proj_blocks"
+    change_tensor(folder(tmp_path / "out", 7, 8) / "model.safetensors", name, at=16 * 64 + 3)
+    found = compare(open_source(mxfp4), open_source(tmp_path / "out"))
+    assert found.first is not None and (found.first.tensor, found.first.rank) == (name, 7)
+    assert found.first.index == (1, 0, 14, 3)
+    document = json.loads((folder(tmp_path / "out", 7, 8) / "config.json").read_text())
+    (folder(tmp_path / "out", 7, 8) / "config.json").write_text(json.dumps({**document, "intermediate_size": 64}))
+    (tmp_path / "out/reshard.json").unlink()  # it knows the size of the file
+    (wrong,) = compare(open_source(mxfp4), open_source(tmp_path / "out")).configs
+    assert str(wrong) == "rank-07-of-08/config.json: 'intermediate_size' is 64, expected 32"
+
+
+# ------------------------------------------------------------------------------------------------ the installed command
+
+
+def reshard(*arguments: object, code: int = 0) -> tuple[str, str]:
+    run = subprocess.run(
+        [sys.executable, "-m", "reshard", *map(str, arguments)], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == code, run.stderr
+    return run.stdout, run.stderr
+
+
+def test_the_command_says_how_it_was_dealt(mxfp4, tmp_path):
+    _, error = reshard("split", mxfp4, tmp_path / "out", "--tp", 8, code=2)
+    assert error.splitlines()[-2:] == [
+        "Error: --tp 8 is not possible: tensor 'model.layers.0.mlp.experts.down_proj_scales': "
+        "rows 0 to 60 of 'ff' cut a block of 32",
+        "Hint: valid degrees: 1, or --uneven",
+    ]
+    text, _ = reshard("split", mxfp4, tmp_path / "out", "--tp", 8, "--uneven")
+    assert "The last ranks have less of ff, which goes in units of 32." in text
+    text, _ = reshard("inspect", tmp_path / "out")
+    assert re.search(r"^  mesh +tp 8 with ff in units of 32$", text, re.MULTILINE)
+    found = json.loads(reshard("inspect", tmp_path / "out", "--json")[0])
+    assert found["mesh"] == {"tp": 8, "uneven": {"ff": 32}}
+    text, _ = reshard("verify", mxfp4, tmp_path / "out", "--exact-only")
+    assert "tp 8 with ff in units of 32" in text
+
+
+def test_the_command_lists_what_is_possible_unevenly(mxfp4):
+    text, _ = reshard("plan", mxfp4)
+    assert re.search(r"^ +8  no +tensor .* cut a block of 32; possible with --uneven$", text, re.MULTILINE)
+    assert "Valid degrees: 1." in text
+    text, _ = reshard("plan", mxfp4, "--uneven")
+    assert re.search(r"^ +8  yes +\S+ kB per rank at most, .*, uneven: ff 480 = 7 x 64 \+ 32", text, re.MULTILINE)
+    assert "Valid degrees: 1, 2, 4, 8." in text
+    by_degree = {entry["tp"]: entry for entry in json.loads(reshard("plan", mxfp4, "--json")[0])["degrees"]}
+    assert (by_degree[8]["valid"], by_degree[8]["possible_with"]) == (False, ["--uneven"])
+    assert by_degree[3]["possible_with"] == by_degree[1]["possible_with"] == []
+    text, _ = reshard("plan", mxfp4, "--tp", 8, "--uneven")
+    assert "uneven: this is the first rank's part; the last ranks have less" in text
+    assert re.search(r"^bytes per rank .* on the largest of 8 ranks, .*; .* on the smallest$", text, re.MULTILINE)
+    assert re.search(r"^uneven +ff 480 = 7 x 64 \+ 32$", text, re.MULTILINE)

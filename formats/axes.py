@@ -42,10 +42,24 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part ``index`` of ``parts`` equal parts of an axis."""
+    """The part ``index`` of ``parts`` parts of an axis: of equal ones or, with ``unit``, of whole units of so many
+    indices.
+
+    Of units every part has as many as the first, which has their number over ``parts``, rounded up; the last parts have
+    what is left, which may be none. The last unit may be shorter.
+    """
 
     parts: int
     index: int
+    unit: int | None = None
+
+    def run(self, size: int) -> Run:
+        """The indices that it has of an axis of ``size``. Raises NotationError where equal parts do not divide it."""
+        if self.unit is None and size % self.parts:
+            raise NotationError(f"{size} does not divide into {self.parts} parts")
+        each = size // self.parts if self.unit is None else -(-size // (self.unit * self.parts)) * self.unit
+        begin = min(self.index * each, size)
+        return Run(begin, min(each, size - begin))
 
 
 @dataclass(frozen=True)
@@ -380,10 +394,11 @@ def _factor_runs(factor: Factor, sizes: Mapping[str, int], shares: Mapping[str, 
     share = shares.get(factor) if isinstance(factor, str) else None
     if share is None:
         return [Run(0, size)]
-    if size % share.parts:
-        raise NotationError(f"axis '{factor}' of size {size} does not divide into {share.parts} parts")
-    part = size // share.parts
-    return [Run(share.index * part, part)]
+    try:
+        run = share.run(size)
+    except NotationError as error:
+        raise NotationError(f"axis '{factor}' of size {error.message}") from None
+    return [run] if run.length else []
 
 
 def merge_runs(runs: Iterable[Run]) -> Iterator[Run]:
@@ -431,3 +446,42 @@ def degrees(family: Sequence[str], sizes: Mapping[str, int], limit: int) -> set[
     up_to = min(math.isqrt(whole), limit)
     candidates = {d for i in range(1, up_to + 1) if whole % i == 0 for d in (i, whole // i)}
     return {degree for degree in candidates if degree <= limit and deal(family, sizes, degree) is not None}
+
+
+def unit_of(dim: Dim, axis: str, sizes: Mapping[str, int]) -> int:
+    """How many neighbouring indices of an axis fill whole blocks of a dimension together: 1 where it is not counted in
+    blocks.
+
+    Of ``(ff 2)/128`` it is 64 of ``ff``. (That a block begins where the axis does is not said: see ``owned``.)
+    """
+    return math.lcm(1, *(dim.step // math.gcd(dim.step, stride) for stride in _strides(dim, axis, sizes)))
+
+
+def _strides(dim: Dim, axis: str, sizes: Mapping[str, int]) -> Iterator[int]:
+    """How many indices of a dimension lie within one of an axis, wherever the axis stands in it."""
+    for block in dim.blocks:
+        stride = 1
+        for factor in reversed(block.factors):
+            if isinstance(factor, Dim):
+                yield from (stride * inner for inner in _strides(factor, axis, sizes))
+            elif factor == axis:
+                yield stride
+            stride *= _factor_size(factor, sizes)
+
+
+def encloses(dim: Dim, axis: str) -> bool:
+    """Whether other axes lie within one index of an axis, as the elements of a head lie within ``kv`` of
+    ``(kv head)``.
+    """
+    for block in dim.blocks:
+        within = False
+        for factor in reversed(block.factors):
+            if isinstance(factor, Dim):
+                if encloses(factor, axis) or (within and axis in factor.axes):
+                    return True
+                within = within or bool(factor.axes)
+            elif isinstance(factor, str):
+                if within and factor == axis:
+                    return True
+                within = True
+    return False

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from formats.documents import Unfit, json_object
+from formats.documents import Unfit, json_object, mapping, whole
 from formats.errors import brief
 
 MOST_RANKS = 100_000
@@ -19,11 +19,13 @@ class Mesh:
     """Named mesh dimensions with their degrees, slowest first; a full checkpoint is a mesh of one rank.
 
     With ``same_ranks`` all dimensions run over the same ranks, each with the whole degree: experts are dealt whole,
-    and all else is cut (DeepSeek's inference layout, vLLM's ``--enable-expert-parallel``).
+    and all else is cut (DeepSeek's inference layout, vLLM's ``--enable-expert-parallel``). ``uneven`` has the axes that
+    are dealt over ``tp`` in units, of which the last ranks have fewer, with the indices of a unit (see ``Share``).
     """
 
     degrees: tuple[tuple[str, int], ...] = (("tp", 1),)
     same_ranks: bool = False
+    uneven: tuple[tuple[str, int], ...] = ()
 
     @property
     def size(self) -> int:
@@ -66,6 +68,10 @@ class Mesh:
                     found.add(name)
         return frozenset(found)
 
+    def unit(self, axis: str) -> int | None:
+        """The indices of a unit of an axis that is dealt unevenly; None of any other."""
+        return next((unit for name, unit in self.uneven if name == axis), None)
+
     def folder(self, rank: int) -> str:
         """``rank-02-of-04`` for tp alone, ``ep-00-of-02-tp-01-of-04`` for more than one dimension."""
         if len(self.degrees) == 1 or self.same_ranks:
@@ -73,12 +79,16 @@ class Mesh:
         here = self.coordinates(rank)
         return "-".join(f"{name}-{here[name]:02d}-of-{degree:02d}" for name, degree in self.degrees)
 
-    def to_document(self) -> dict[str, int | bool]:
+    def to_document(self) -> dict[str, int | bool | dict[str, int]]:
         """``{"tp": 4}``."""
-        return dict(self.degrees) | ({"same_ranks": True} if self.same_ranks else {})
+        document: dict[str, int | bool | dict[str, int]] = {**dict(self.degrees)}
+        document |= {"same_ranks": True} if self.same_ranks else {}
+        return document | ({"uneven": dict(self.uneven)} if self.uneven else {})
 
     def __str__(self) -> str:
-        return (" = " if self.same_ranks else " x ").join(f"{name} {degree}" for name, degree in self.degrees)
+        text = (" = " if self.same_ranks else " x ").join(f"{name} {degree}" for name, degree in self.degrees)
+        units = " and ".join(f"{axis} in units of {unit}" for axis, unit in self.uneven)
+        return f"{text} with {units}" if units else text
 
 
 RANK_FOLDER = re.compile(r"(?:rank-\d+-of-\d+|(?:(?:^|-)(?:ep|tp)-\d+-of-\d+)+)")
@@ -88,6 +98,7 @@ def read_mesh(value: object, where: str) -> Mesh:
     """A mesh as ``Mesh.to_document`` says it: ``{"tp": 4}`` (a reader of ``formats.documents``)."""
     document = dict(json_object(value, where))
     same_ranks = document.pop("same_ranks", False) is True
+    units = mapping(whole(1))(document.pop("uneven", {}), f"{where}.uneven")
     for name, degree in document.items():
         if name not in {"tp", "ep"} or type(degree) is not int or not 1 <= degree <= MOST_RANKS:
             raise Unfit(f"{where}: {brief(name)} of {brief(degree)} is no mesh dimension")
@@ -95,7 +106,7 @@ def read_mesh(value: object, where: str) -> Mesh:
         raise Unfit(f"{where} has no dimensions")
     if same_ranks and len(set(document.values())) > 1:
         raise Unfit(f"{where}: mesh dimensions over the same ranks have different degrees")
-    mesh = Mesh(tuple(document.items()), same_ranks)
+    mesh = Mesh(tuple(document.items()), same_ranks, tuple(sorted(units.items())))
     if mesh.size > MOST_RANKS:
         raise Unfit(f"{where}: {mesh} are more than {MOST_RANKS:,} ranks")
     return mesh

@@ -39,7 +39,7 @@ from reshard.output import (
     tidy,
     unfinished_command,
 )
-from reshard.plan import Layout, Plan, make_plan, rank_config
+from reshard.plan import Layout, Model, Plan, make_plan, rank_config, unevenly
 from reshard.source import UNSPLIT, Source, open_source
 from reshard.transfer import Way
 from reshard.ways import way_between
@@ -122,15 +122,23 @@ def plan(
     *,
     ep: int = 1,
     same_ranks: bool = False,
+    uneven: bool = False,
     access: Access = Access(),
     padding: Padding = Padding(),
 ) -> Plan:
     """What each rank of a mesh of ``ep`` x ``tp`` would hold of each tensor of a checkpoint. Reads headers only.
 
-    Raises CheckpointError for a source that is none, PlanError for a degree that is not possible.
+    ``uneven`` as for ``split``. Raises CheckpointError for a source that is none, PlanError for a degree that is not
+    possible.
     """
     opened = open_any(source, access, headers_only=True)
-    return make_plan(opened.model, mesh_of(tp, ep, same_ranks), pad=padding.allowed, pad_to=padding.to)
+    return plan_of(opened.model, mesh_of(tp, ep, same_ranks), uneven=uneven, padding=padding)
+
+
+def plan_of(model: Model, mesh: Mesh, *, uneven: bool = False, padding: Padding = Padding()) -> Plan:
+    """A model on a mesh; ``uneven`` as for ``split``. Raises PlanError for a degree that is not possible."""
+    mesh = unevenly(model, mesh) if uneven else mesh
+    return make_plan(model, mesh, pad=padding.allowed, pad_to=padding.to)
 
 
 def mesh_of(tp: int = 1, ep: int = 1, same_ranks: bool = False) -> Mesh:
@@ -161,6 +169,7 @@ def split(
     *,
     ep: int = 1,
     same_ranks: bool = False,
+    uneven: bool = False,
     ranks: Sequence[int] | None = None,
     access: Access = Access(),
     padding: Padding = Padding(),
@@ -174,6 +183,7 @@ def split(
     """Split a checkpoint (full, or split already) into shards for ``ep`` x ``tp`` ranks. See ``reshard split
     --help``.
 
+    ``uneven`` lets the last ranks have less of what has no equal parts, or none that leave blocks whole.
     ``refine_blocks`` lowers the block size of quantized weights where a rank's boundary would cut a block. ``ranks``
     writes only these; runs for other ranks into the same ``out`` add up to the whole. Raises ReshardError; nothing is
     left under the name ``out`` that is not complete.
@@ -181,6 +191,7 @@ def split(
     out, mesh, options = Path(out), mesh_of(tp, ep, same_ranks), options or Options()
     wanted = _wanted_ranks(ranks, mesh)
     opened = open_any(source, access)
+    mesh = unevenly(opened.model, mesh) if uneven else mesh
     finer = finer_blocks(opened.model, mesh) if refine_blocks else None
     model = with_blocks(opened.model, finer) if finer else opened.model
     target = make_plan(model, mesh, pad=padding.allowed, pad_to=padding.to)
@@ -660,20 +671,22 @@ def load(
     *,
     ep: int = 1,
     same_ranks: bool = False,
+    uneven: bool = False,
     access: Access = Access(),
     padding: Padding = Padding(),
 ) -> dict[str, torch.Tensor]:
     """The tensors of one rank, read straight from a checkpoint (full, or split to any degree): only the bytes that it
     owns.
 
-    Returns a dict of CPU tensors of the rank's local shapes, in the checkpoint's dtypes. Raises ReshardError.
+    ``uneven`` as for ``split``. Returns a dict of CPU tensors of the rank's local shapes, in the checkpoint's dtypes.
+    Raises ReshardError.
     """
     from reshard.loading import load_rank
 
     mesh = mesh_of(tp, ep, same_ranks)
     _wanted_ranks([rank], mesh)
     opened = open_any(source, access)
-    target = make_plan(opened.model, mesh, pad=padding.allowed, pad_to=padding.to)
+    target = plan_of(opened.model, mesh, uneven=uneven, padding=padding)
     tensors = load_rank(opened, target, rank)
     opened.check_unchanged()
     return tensors

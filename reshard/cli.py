@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from reshard.api import Access, Padding, Summary
     from reshard.demo import Compared
     from reshard.inspect import Report
-    from reshard.plan import Model, Plan
+    from reshard.plan import Model, Plan, Refusal
 
 SCHEMA_VERSION = 1
 SWEEP = (*range(1, 17), 20, 24, 32, 40, 48, 64, 96, 128)
@@ -96,6 +96,7 @@ mesh_options = _options(
     click.option("--tp", type=int, metavar="N", help="Degree of tensor parallelism."),
     click.option("--ep", type=int, metavar="N", help="Degree of expert parallelism: deal whole experts over N ranks."),
     click.option("--same-ranks", is_flag=True, help="Deal the experts over the ranks of --tp itself, not beside them."),
+    click.option("--uneven", is_flag=True, help="Let the last ranks have less of an MLP that has no N equal parts."),
 )
 padding_options = _options(
     click.option(
@@ -191,7 +192,7 @@ def cli(ctx: click.Context) -> None:
 @write_options
 @output_options
 def split_command(
-    source: str, out: Path, tp: int | None, ep: int | None, same_ranks: bool, ranks: tuple[int, ...],
+    source: str, out: Path, tp: int | None, ep: int | None, same_ranks: bool, uneven: bool, ranks: tuple[int, ...],
     max_shard_size: int, refine_blocks: bool, pad_vocab_to: int | None, no_pad_vocab: bool, plan_file: Path | None,
     revision: str | None, token: str | None, cache_dir: Path | None, overwrite: bool, fsync: bool, no_checksum:
     bool, workers: int | None,
@@ -220,7 +221,7 @@ def split_command(
     with _resumable(dry_run), Progress("split", quiet=quiet or as_json) as progress:
         summary = split(
             source, out, 1 if tp is None else tp, ep=1 if ep is None else ep, same_ranks=same_ranks,
-            ranks=ranks or None, access=access, padding=padding,
+            uneven=uneven, ranks=ranks or None, access=access, padding=padding,
             options=Options(workers=workers, checksum=not no_checksum, fsync=fsync),
             max_shard_size=max_shard_size, refine_blocks=refine_blocks, overwrite=overwrite, dry_run=dry_run,
             progress=progress,
@@ -275,7 +276,7 @@ def merge_command(
 @json_option
 @debug_option
 def plan_command(
-    source: str, tp: int | None, ep: int | None, same_ranks: bool, save_file: Path | None,
+    source: str, tp: int | None, ep: int | None, same_ranks: bool, uneven: bool, save_file: Path | None,
     draft_file: Path | None, as_form: str | None, pad_vocab_to: int | None, no_pad_vocab: bool,
     plan_file: Path | None, revision: str | None, token: str | None, cache_dir: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
@@ -287,8 +288,7 @@ def plan_command(
     file of a similar model with --save, check and edit it (docs/design.md describes its form) and pass it to any
     command with --plan. --as transformers prints the tp_plan that transformers' own tensor parallelism takes.
     """
-    from reshard.api import mesh_of, open_any
-    from reshard.plan import make_plan
+    from reshard.api import mesh_of, open_any, plan_of
 
     padding = _padding(pad_vocab_to, no_pad_vocab)
     _check_same_ranks(tp, ep, same_ranks)
@@ -306,10 +306,9 @@ def plan_command(
         _print_tp_plan(opened.model, tp, as_json)
     elif tp is not None or ep is not None:
         mesh = mesh_of(1 if tp is None else tp, 1 if ep is None else ep, same_ranks)
-        planned = make_plan(opened.model, mesh, pad=padding.allowed, pad_to=padding.to)
-        _print_plan(planned, source, as_json)
+        _print_plan(plan_of(opened.model, mesh, uneven=uneven, padding=padding), source, as_json)
     elif save_file is None or as_json:
-        _print_degrees(opened.model, source, padding, as_json)
+        _print_degrees(opened.model, source, padding, uneven, as_json)
 
 
 @cli.command("inspect", short_help="Say what a folder is, and whether it is complete.")
@@ -526,6 +525,8 @@ def _summary_text(summary: Summary, source: str, seconds: float) -> str:
             parts.append(f"{human_bytes(summary.nbytes - summary.written)} of that had been written before")
     for axis, (full, padded) in summary.padding.items():
         parts.append(f"{axis} padded from {full:,} to {padded:,} with zeros, which merge strips")
+    for axis, unit in summary.mesh.uneven:
+        parts.append(f"the last ranks have less of {axis}, which goes in units of {unit:,}")
     parts.append(f"nothing was written to {summary.out}" if summary.dry_run else _where(summary))
     return ". ".join(part[0].upper() + part[1:] for part in parts) + "."
 
@@ -569,6 +570,7 @@ def _print_plan(plan: Plan, source: str, as_json: bool) -> None:
                 "parameters": totals.parameters,
                 "bytes_full": totals.bytes_full,
                 "bytes_per_rank": totals.bytes_per_rank,
+                "bytes_per_rank_least": totals.bytes_least,
                 "bytes_replicated_per_rank": totals.replicated,
                 "all_reduce_per_token": {name: {"count": p.count, "bytes": p.nbytes} for name, p in passes.items()},
             }
@@ -610,17 +612,20 @@ def _title(model: Model, source: str) -> str:
     return f"{source}: {model.config.get('model_type', 'no model_type')} (rules: {model.architecture.name}), {count}"
 
 
-def _print_degrees(model: Model, source: str, padding: Padding, as_json: bool) -> None:
+def _print_degrees(model: Model, source: str, padding: Padding, uneven: bool, as_json: bool) -> None:
     from reshard.plan import refusal, valid_degrees
     from reshard.table import align
 
-    valid = valid_degrees(model, pad=padding.allowed, limit=max(SWEEP))
-    more = valid_degrees(model, pad=padding.allowed, limit=1 << 16)
+    pad = padding.allowed
+    valid = valid_degrees(model, pad=pad, uneven=uneven, limit=max(SWEEP))
+    more = valid_degrees(model, pad=pad, uneven=uneven, limit=1 << 16)
     swept = {degree for degree in SWEEP if degree <= max(16, 2 * valid[-1])}
-    tried = {degree: refusal(model, "tp", degree, pad=padding.allowed) for degree in sorted({*swept, *valid})}
+    tried = {n: refusal(model, "tp", n, pad=pad, uneven=uneven) for n in sorted({*swept, *valid})}
+    ways = {n: _other_ways(model, n, why, pad) for n, why in tried.items()}
     if as_json:
         degrees = [
-            {"tp": n, "valid": n in valid, "reason": None if n in valid else str(why)} for n, why in tried.items()
+            {"tp": n, "valid": n in valid, "reason": None if n in valid else str(why), "possible_with": ways[n]}
+            for n, why in tried.items()
         ]
         _print_json(
             {
@@ -642,7 +647,7 @@ def _print_degrees(model: Model, source: str, padding: Padding, as_json: bool) -
             (
                 str(degree),
                 "yes" if degree in valid else "no",
-                _remark(model, degree, padding) if degree in valid else str(why),
+                _remark(model, degree, padding, uneven) if degree in valid else _why_not(str(why), ways[degree]),
             )
         )
     for line in align(cells, right=(0,), width=None):
@@ -654,18 +659,31 @@ def _print_degrees(model: Model, source: str, padding: Padding, as_json: bool) -
     _echo(f"Valid degrees: {', '.join(map(str, more))}. 'reshard plan {source} --tp N' shows one in detail.")
 
 
-def _remark(model: Model, degree: int, padding: Padding) -> str:
-    """Bytes per rank of a degree, what is padded, and what is on more ranks than one."""
+def _other_ways(model: Model, degree: int, why: Refusal | None, pad: bool) -> list[str]:
+    """The options with which a refused degree is possible."""
+    from formats.mesh import Mesh
+    from reshard.plan import other_ways
+
+    return list(other_ways(model, Mesh((("tp", degree),)), "tp", why, pad=pad)) if why is not None else []
+
+
+def _why_not(reason: str, ways: Sequence[str]) -> str:
+    return f"{reason}; possible with {' or '.join(ways)}" if ways else reason
+
+
+def _remark(model: Model, degree: int, padding: Padding, uneven: bool) -> str:
+    """Bytes per rank of a degree, what is dealt unevenly or padded, and what is on more ranks than one."""
     from formats.mesh import Mesh
     from reshard import table
-    from reshard.plan import make_plan
+    from reshard.api import plan_of
 
-    plan = make_plan(model, Mesh((("tp", degree),)), pad=padding.allowed, pad_to=padding.to)
+    plan = plan_of(model, Mesh((("tp", degree),)), uneven=uneven, padding=padding)
     totals = table.totals_of(plan, table.rows_of(plan))
-    text = f"{table.human_bytes(totals.bytes_per_rank)} per rank"
+    text = f"{table.human_bytes(totals.bytes_per_rank)} per rank{' at most' if plan.mesh.uneven else ''}"
     if degree > 1:
         text += f", {totals.share_replicated:.1%} of it on other ranks too"
     full = model.sizes.of({})
+    text += "".join(f", uneven: {line}" for line in table.uneven_lines(plan))
     return text + "".join(f", {axis} padded {full[axis]:,} -> {size:,}" for axis, size in plan.padding.items())
 
 

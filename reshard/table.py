@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from formats.architecture import Architecture, is_index
+from formats.axes import Share
 from formats.safetensors import DTYPE_BITS, tensor_bytes
 from reshard.plan import Entry, Layout, Plan
 from reshard.transfer import segments_of
@@ -27,7 +28,8 @@ class Row:
 
     ``copies`` are the numbers of ranks that hold one element, increasing: 1 where nothing is held twice, the degree
     where everything is, something between where there are fewer KV heads than ranks, and (1, 2) where only the keys
-    and values of a packed weight are on two. ``replicated`` counts the bytes of a rank that another holds too.
+    and values of a packed weight are on two. ``replicated`` counts the bytes of a rank that another holds too. Where
+    ``is_uneven``, ranks have unequal parts; all that is said of a rank is said of the first, which has the most.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Row:
     bytes_full: int
     bytes_per_rank: int
     replicated: int
+    is_uneven: bool
 
 
 @dataclass(frozen=True)
@@ -53,12 +56,16 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class Totals:
-    """What a person decides by. Sizes in bytes; ``replicated`` are those on a rank that another rank holds too."""
+    """What a person decides by. Sizes in bytes; ``replicated`` are those on a rank that another rank holds too.
+
+    Where ranks have unequal parts, ``bytes_per_rank`` is that of the largest, and ``bytes_least`` of the smallest.
+    """
 
     tensors: int
     parameters: int
     bytes_full: int
     bytes_per_rank: int
+    bytes_least: int
     replicated: int
     forward: AllReduce
     backward: AllReduce
@@ -143,6 +150,7 @@ def _row(plan: Plan, entries: Sequence[Entry]) -> Row:
         bytes_full=len(entries) * tensor_bytes(entry.name, entry.dtype, layout.stored),
         bytes_per_rank=len(on_first) * tensor_bytes(entry.name, entry.dtype, local),
         replicated=len(on_first) * shared * DTYPE_BITS[entry.dtype] // 8,
+        is_uneven=len({box.shape for box in layout.boxes if box}) > 1,
     )
 
 
@@ -163,15 +171,40 @@ def copies_of(layout: Layout, rank: int) -> Counter[int]:
 def totals_of(plan: Plan, rows: Sequence[Row]) -> Totals:
     """The sums of the rows, and the all-reduces of a token's way forward and back."""
     forward, backward = all_reduces(plan)
+    per_rank = sum(row.bytes_per_rank for row in rows)
     return Totals(
         tensors=sum(row.tensors for row in rows),
         parameters=sum(row.tensors * math.prod(row.full) for row in rows),
         bytes_full=sum(row.bytes_full for row in rows),
-        bytes_per_rank=sum(row.bytes_per_rank for row in rows),
+        bytes_per_rank=per_rank,
+        bytes_least=min(bytes_of_ranks(plan)) if plan.mesh.uneven else per_rank,
         replicated=sum(row.replicated for row in rows),
         forward=forward,
         backward=backward,
     )
+
+
+def bytes_of_ranks(plan: Plan) -> list[int]:
+    """The bytes of all tensors that each rank has."""
+    found = [0] * plan.mesh.size
+    alike = Counter((entry.layout, entry.dtype) for entry in plan.entries.values())
+    for (layout, dtype), count in alike.items():
+        for rank, box in enumerate(layout.boxes):
+            found[rank] += count * tensor_bytes("", dtype, box.shape) if box else 0
+    return found
+
+
+def uneven_lines(plan: Plan) -> list[str]:
+    """``ff 2,880 = 7 x 384 + 192``: the parts of each axis that is dealt unevenly, in each size that it has."""
+    degree, lines = dict(plan.mesh.degrees).get("tp", 1), []
+    for axis, unit in plan.mesh.uneven:
+        for size in sorted({sizes[axis] for sizes in plan.model.axis_sets() if axis in sizes}):
+            parts = Counter(Share(degree, rank, unit).run(size).length for rank in range(degree))
+            text = " + ".join(
+                f"{count} x {length:,}" if count > 1 else f"{length:,}" for length, count in parts.items()
+            )
+            lines.append(f"{axis} {size:,} = {text}")
+    return lines
 
 
 def all_reduces(plan: Plan) -> tuple[AllReduce, AllReduce]:
@@ -254,8 +287,10 @@ def format_table(rows: Sequence[Row], width: int | None) -> list[str]:
     for row in rows:
         copies, note = _copies_text(row)
         notes |= {copies: note} if copies else {}
+        notes |= {"uneven": "this is the first rank's part; the last ranks have less"} if row.is_uneven else {}
         change = shape_text(row.full) if row.full == row.local else f"{shape_text(row.full)} -> {shape_text(row.local)}"
-        kind, size = f"{row.kind} {copies}".rstrip(), human_bytes(row.bytes_per_rank)
+        words = (row.kind, copies, "uneven" if row.is_uneven else "")
+        kind, size = " ".join(filter(None, words)), human_bytes(row.bytes_per_rank)
         cells.append((row.name, row.rule or "scalar", kind, row.dtype, change, f"{row.tensors:,}", size))
     return _fit_columns(cells, width) + [f"{copies}: {note}" for copies, note in sorted(notes.items())]
 
@@ -308,14 +343,19 @@ def totals_lines(plan: Plan, totals: Totals) -> list[str]:
     """The totals, one a line."""
     ranks, width = plan.mesh.size, activation_bytes(plan)
     share = totals.bytes_per_rank / totals.bytes_full if totals.bytes_full else 0.0
-    exact = f"{human_bytes(totals.bytes_per_rank)} ({totals.bytes_per_rank:,} bytes) on each of {plural(ranks, 'rank')}"
+    exact = f"{human_bytes(totals.bytes_per_rank)} ({totals.bytes_per_rank:,} bytes)"
+    where, least = f"on each of {plural(ranks, 'rank')}", ""
+    if totals.bytes_least < totals.bytes_per_rank:
+        where = f"on the largest of {plural(ranks, 'rank')}"
+        least = f"; {human_bytes(totals.bytes_least)} ({totals.bytes_least:,} bytes) on the smallest"
     pairs = [
-        ("bytes per rank", f"{exact}, {share:.1%} of {human_bytes(totals.bytes_full)}"),
+        ("bytes per rank", f"{exact} {where}, {share:.1%} of {human_bytes(totals.bytes_full)}{least}"),
         ("replicated", f"{human_bytes(totals.replicated)} of that on other ranks too ({totals.share_replicated:.1%})"),
     ]
     full = plan.model.sizes.of({})
     for axis, size in plan.padding.items():
         pairs.append(("padding", f"{axis} {full[axis]:,} -> {size:,} with zeros; merge strips them"))
+    pairs += [("uneven", line) for line in uneven_lines(plan)]
     if ranks > 1:
         for name, one_pass in (("forward", totals.forward), ("backward", totals.backward)):
             count, nbytes = plural(one_pass.count, "all-reduce"), human_bytes(one_pass.nbytes)
@@ -338,5 +378,6 @@ def row_document(row: Row) -> Mapping[str, Any]:
         "copies": max(row.copies, default=1),
         "bytes_full": row.bytes_full,
         "bytes_per_rank": row.bytes_per_rank,
+        "uneven": row.is_uneven,
         "bytes_replicated": row.replicated,
     }

@@ -59,6 +59,12 @@ def does_not_divide(family: Sequence[tuple[str, int]], degree: int) -> str:
     return f"{_size_of(axes, size)} does not divide by {degree}"
 
 
+def too_few_units(axis: str, size: int, unit: int, degree: int) -> str:
+    """``an intermediate size of 96 in units of 32 is enough for 3 of 4 ranks``."""
+    each = Share(degree, 0, unit).run(size).length
+    return f"{_size_of((axis,), size)} in units of {unit} is enough for {-(-size // each)} of {degree} ranks"
+
+
 def cuts_blocks(dim: Dim, sizes: Mapping[str, int], shares: Mapping[str, Share]) -> str | None:
     """``an intermediate size of 704 is 5.5 blocks of 128, which do not divide by 2``; None where a rank's part of a
     dimension would be whole blocks, or where it is a sum or a product of others.

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from formats.errors import ReshardError
+from formats.mesh import read_mesh
 from verify.markup import number, percent, printable, ratio
 
 if TYPE_CHECKING:
@@ -475,7 +476,7 @@ def exact_summary(report: Any) -> str:
 
 def forward_summary(report: Any) -> str:
     """What the forward pass (and the backward one) found: tables of places, and the logits beside the original's."""
-    mesh = " x ".join(f"{name} {size}" for name, size in report.mesh.items())
+    mesh = read_mesh(report.mesh, "mesh")
     lines = [
         f"forward: {report.dtype} on {report.ranks} ranks ({mesh}), {report.device}, {report.backend}; "
         f"{report.batch} x {report.seq} tokens, seed {report.seed}; measured against {report.exact_dtype}"

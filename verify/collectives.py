@@ -13,13 +13,15 @@ They are f, g and their gather and scatter counterparts of Shoeybi et al. 2019, 
 Parameter Language Models Using Model Parallelism". The backwards hold under the convention of that paper: a tensor that
 is the same on every rank has the same, complete gradient on every rank.
 
-``group`` is a process group of torch.distributed, ``None`` the group of all ranks. Slices are equal and in rank order.
+``group`` is a process group of torch.distributed, ``None`` the group of all ranks. Slices are in rank order, and equal
+unless it is said how long they are.
 16-bit tensors are summed in float32 and rounded once, so that the rounding does not grow with the number of ranks.
 Where gloo serves CUDA tensors (more ranks than GPUs), they travel through the CPU.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from datetime import timedelta
 from itertools import combinations
@@ -44,19 +46,34 @@ def reduce_from_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return out
 
 
-def gather_from_group(x: Tensor, group: dist.ProcessGroup | None, dim: int = -1) -> Tensor:
-    """Concatenate the ranks' slices ``x``, all of one shape, along ``dim``; every rank gets the whole."""
-    out: Tensor = _Gather.apply(x, group, dim)  # type: ignore[no-untyped-call]
-    return out
+def gather_from_group(
+    x: Tensor, group: dist.ProcessGroup | None, dim: int = -1, *, lengths: Sequence[int] | None = None
+) -> Tensor:
+    """Concatenate the ranks' slices ``x`` along ``dim``; every rank gets the whole.
 
-
-def scatter_to_group(x: Tensor, group: dist.ProcessGroup | None, dim: int = -1) -> Tensor:
-    """Take this rank's slice, of as many equal ones along ``dim`` as there are ranks, of an ``x`` that all ranks have.
-
-    Raises ``ValueError`` if the slices would not be equal.
+    ``lengths`` are those of the slices along ``dim`` where these are not all of one shape.
     """
-    out: Tensor = _Scatter.apply(x, group, dim)  # type: ignore[no-untyped-call]
+    out: Tensor = _Gather.apply(x, group, dim, lengths)  # type: ignore[no-untyped-call]
     return out
+
+
+def scatter_to_group(
+    x: Tensor, group: dist.ProcessGroup | None, dim: int = -1, *, lengths: Sequence[int] | None = None
+) -> Tensor:
+    """Take this rank's slice along ``dim`` of an ``x`` that all ranks have: of these ``lengths``, or of equal ones.
+
+    Raises ``ValueError`` if equal slices are not possible.
+    """
+    out: Tensor = _Scatter.apply(x, group, dim, lengths)  # type: ignore[no-untyped-call]
+    return out
+
+
+def lengths_in_group(x: Tensor, group: dist.ProcessGroup | None, dim: int = -1) -> list[int]:
+    """How long each rank's slice ``x`` is along ``dim``, in rank order."""
+    mine = torch.tensor([x.shape[dim]], device=_transport(x, group))
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, mine, group=group)
+    return [int(length) for length in found]
 
 
 class Groups:
@@ -113,24 +130,28 @@ class _Reduce(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _all_gather(x, group, dim)
+    def forward(
+        ctx: Any, x: Tensor, group: dist.ProcessGroup | None, dim: int, lengths: Sequence[int] | None
+    ) -> Tensor:
+        ctx.group, ctx.dim, ctx.lengths = group, dim, lengths
+        return _all_gather(x, group, dim, lengths)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return scatter_to_group(grads[0], ctx.group, ctx.dim), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return scatter_to_group(grads[0], ctx.group, ctx.dim, lengths=ctx.lengths), None, None, None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _own_slice(x, group, dim)
+    def forward(
+        ctx: Any, x: Tensor, group: dist.ProcessGroup | None, dim: int, lengths: Sequence[int] | None
+    ) -> Tensor:
+        ctx.group, ctx.dim, ctx.lengths = group, dim, lengths
+        return _own_slice(x, group, dim, lengths)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return gather_from_group(grads[0], ctx.group, ctx.dim), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return gather_from_group(grads[0], ctx.group, ctx.dim, lengths=ctx.lengths), None, None, None
 
 
 def _all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -140,19 +161,32 @@ def _all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return total.to(device=x.device, dtype=x.dtype)
 
 
-def _all_gather(x: Tensor, group: dist.ProcessGroup | None, dim: int) -> Tensor:
+def _all_gather(x: Tensor, group: dist.ProcessGroup | None, dim: int, lengths: Sequence[int] | None) -> Tensor:
     mine = x.detach().to(_transport(x, group)).contiguous()
-    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    lengths = lengths or [mine.shape[dim]] * dist.get_world_size(group)
+    missing = max(lengths) - mine.shape[dim]
+    if missing:  # all_gather takes tensors of one shape
+        mine = torch.cat([mine, mine.narrow(dim, 0, 1).expand(_with(mine.shape, dim, missing))], dim)
+    parts = [torch.empty_like(mine) for _ in lengths]
     dist.all_gather(parts, mine, group=group)
-    return torch.cat(parts, dim).to(x.device)
+    own = [part.narrow(dim, 0, length) for part, length in zip(parts, lengths, strict=True)]
+    return torch.cat(own, dim).to(x.device)
 
 
-def _own_slice(x: Tensor, group: dist.ProcessGroup | None, dim: int) -> Tensor:
-    ranks, size = dist.get_world_size(group), x.shape[dim]
-    if size % ranks:
+def _with(shape: Sequence[int], dim: int, length: int) -> list[int]:
+    """A shape with another length of one dimension."""
+    changed = list(shape)
+    changed[dim] = length
+    return changed
+
+
+def _own_slice(x: Tensor, group: dist.ProcessGroup | None, dim: int, lengths: Sequence[int] | None) -> Tensor:
+    ranks, size, rank = dist.get_world_size(group), x.shape[dim], dist.get_rank(group)
+    if lengths is None and size % ranks:
         raise ValueError(f"dimension {dim} of shape {list(x.shape)} has no {ranks} equal slices, one for each rank")
+    lengths = lengths or [size // ranks] * ranks
     # A copy: autograd does not let a custom function return a view whose base it does not know.
-    return x.detach().narrow(dim, size // ranks * dist.get_rank(group), size // ranks).clone()
+    return x.detach().narrow(dim, sum(lengths[:rank]), lengths[rank]).clone()
 
 
 def _transport(x: Tensor, group: dist.ProcessGroup | None) -> torch.device:

@@ -172,7 +172,7 @@ class ForwardReport:
     overruled: int
     unused: tuple[str, ...]
     cut: tuple[str, ...]
-    mesh: Mapping[str, int]
+    mesh: Mapping[str, Any]
     ranks: int
     dtype: str
     exact_dtype: str

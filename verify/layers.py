@@ -24,7 +24,13 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from verify.collectives import copy_to_group, gather_from_group, reduce_from_group, scatter_to_group
+from verify.collectives import (
+    copy_to_group,
+    gather_from_group,
+    lengths_in_group,
+    reduce_from_group,
+    scatter_to_group,
+)
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -310,11 +316,14 @@ def parallel_norm(module: Module, group: dist.ProcessGroup | None) -> Module:
     local = module.forward
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        lengths = lengths_in_group(x, group)
+
         def gathered(value: Any) -> Any:
             is_alike = isinstance(value, Tensor) and value.shape == x.shape
-            return gather_from_group(value, group) if is_alike else value
+            return gather_from_group(value, group, lengths=lengths) if is_alike else value
 
-        whole = {name: gather_from_group(p, group) for name, p in module.named_parameters(recurse=False)}
+        weights = module.named_parameters(recurse=False)
+        whole = {name: gather_from_group(weight, group, lengths=lengths) for name, weight in weights}
         full = gathered(x)
         shape = getattr(module, "normalized_shape", None)
         try:
@@ -325,7 +334,7 @@ def parallel_norm(module: Module, group: dist.ProcessGroup | None) -> Module:
         finally:
             if shape is not None:
                 module.normalized_shape = shape
-        return scatter_to_group(y, group)
+        return scatter_to_group(y, group, lengths=lengths)
 
     return _with_forward(module, forward)
 

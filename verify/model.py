@@ -93,8 +93,9 @@ class Rank:
         for name, entry in self.plan.entries.items():
             sizes = entry_sizes(self.plan, entry)
             shares = entry_shares(self.plan, entry, self.rank)
-            parts = {axis: share.parts for axis, share in shares.items() if axis not in model.expert_axes}
-            found[name] = entry.layout.rule.sizes({axis: size // parts.get(axis, 1) for axis, size in sizes.items()})
+            own = {axis: share.run(sizes[axis]).length for axis, share in shares.items() if axis in sizes}
+            own = {axis: length for axis, length in own.items() if axis not in model.expert_axes}
+            found[name] = entry.layout.rule.sizes({**sizes, **own})
         return found
 
     @property
@@ -194,7 +195,7 @@ def load_rank(
     modules = ModuleTable(rank, groups)
     cls, more = model_class(rank.config), on_disk(offload) if offload else {"device_map": {"": device}}
     cut: dict[str, None] = {}
-    if modules.is_needed or rank.lacks_experts or not rank.is_built_in:
+    if modules.is_needed or rank.lacks_experts or not rank.is_built_in or not _says_sizes(cls, folder, rank):
         cls = _localised(_concrete(cls, rank.config), rank, modules, cut)
     if modules.is_needed:
         # What transformers would make of the rank's sizes is in the [modules] table.
@@ -226,6 +227,21 @@ def _for_input(config: Any, tokens: int) -> Any:
         blocks = 5 + 2 * config.num_random_blocks
         config.attention_type = "original_full" if tokens <= blocks * config.block_size else "block_sparse"
     return config
+
+
+def _says_sizes(cls: Any, folder: Path, rank: Rank) -> bool:
+    """Whether the config.json in a rank's folder says all sizes that the rank has.
+
+    One setting may stand for two axes (DeepSeek's ``moe_intermediate_size`` for the shared experts' width, too). Of
+    equal parts it can be right for both, of others it need not.
+    """
+    if not rank.plan.mesh.uneven:
+        return True
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    with torch.device("meta"):
+        model = _concrete(cls, config)(transformers.AutoConfig.for_model(**_settings(config)))
+    known = model.state_dict()
+    return all(tuple(known[name].shape) == place.shape for name, place in placements(model, rank.shapes).items())
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -480,13 +496,14 @@ class ModuleTable:
             along = mesh.varying(parts)
             if along:
                 # Of what several ranks have, the first one's is taken.
-                joined = [*enumerate(chain(*(parts[rank] for rank in mesh.peers(self._rank.rank, along))))]
-                places = {index: place for place, index in reversed(joined)}
-                orders[i] = self._groups.along(along), torch.tensor([places[index] for index in range(length)])
+                of_peers = [parts[rank] for rank in mesh.peers(self._rank.rank, along)]
+                places = {index: place for place, index in reversed([*enumerate(chain(*of_peers))])}
+                order = torch.tensor([places[index] for index in range(length)])
+                orders[i] = self._groups.along(along), order, [len(part) for part in of_peers]
 
         def hook(_: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
-            for i, (group, order) in orders.items():
-                out = gather_from_group(out, group, i).index_select(i, order.to(out.device))
+            for i, (group, order, lengths) in orders.items():
+                out = gather_from_group(out, group, i, lengths=lengths).index_select(i, order.to(out.device))
             return out
 
         return hook

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from formats.mesh import read_mesh
 from verify.markup import Html, element, joined, number, percent, ratio, to_number, void
 from verify.plots import histogram_plot, place_plot
 
@@ -275,7 +276,7 @@ def _setting(document: Document) -> Html:
     tokens = f"{report['batch']:,} × {report['seq']:,}, seed {report['seed']}" if report else None
     mesh = report.get("mesh")
     pairs = [
-        ("mesh", " × ".join(f"{k} {v}" for k, v in mesh.items()) if isinstance(mesh, Mapping) else mesh),
+        ("mesh", str(read_mesh(mesh, "mesh")) if isinstance(mesh, Mapping) else mesh),
         ("ranks", report.get("ranks")),
         ("device", report.get("device")),
         ("backend", report.get("backend")),

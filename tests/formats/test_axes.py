@@ -13,7 +13,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from formats.axes import Block, Dim, Run, Shape, Share, deal, degrees, owned, parse, share
+from formats.axes import Block, Dim, Run, Shape, Share, deal, degrees, encloses, owned, parse, share, unit_of
 from formats.errors import NotationError
 
 AXES = ("kv", "group", "head", "ff", "vocab")
@@ -30,6 +30,15 @@ dims = sums(3)
 sizes = st.fixed_dictionaries({axis: st.sampled_from([1, 2, 3, 4, 6]) for axis in AXES})
 
 
+def dealt(indices: list[int], share: Share) -> list[int]:
+    """A share of a list: of its elements or, in units, of a list of lists of them, handed out as a pack of cards."""
+    unit = share.unit or 1
+    units = [indices[start : start + unit] for start in range(0, len(indices), unit)]
+    each = math.ceil(len(units) / share.parts)
+    hands = [units[start : start + each] for start in range(0, len(units), each)]
+    return [index for hand in hands[share.index : share.index + 1] for unit in hand for index in unit]
+
+
 def oracle(dim: Dim, sizes: dict[str, int], shares: dict[str, Share]) -> list[int]:
     """The owned indices, by enumerating every index of every factor."""
     found: list[int] = []
@@ -44,13 +53,23 @@ def oracle(dim: Dim, sizes: dict[str, int], shares: dict[str, Share]) -> list[in
                 length = factor if isinstance(factor, int) else sizes[factor]
                 own = list(range(length))
                 if isinstance(factor, str) and factor in shares:
-                    part = length // shares[factor].parts
-                    own = own[shares[factor].index * part : (shares[factor].index + 1) * part]
+                    own = dealt(own, shares[factor])
             indices = (indices[:, None] * length + np.array(own, dtype=np.int64)[None, :]).reshape(-1)
             size *= length
         found += (start + indices).tolist()
         start += size
     return found
+
+
+def draw_shares(data, sizes: dict[str, int]) -> dict[str, Share]:
+    """For each axis equal parts, or parts in units."""
+    shares = {}
+    for axis in AXES:
+        unit = data.draw(st.none() | st.integers(1, 4))
+        possible = [p for p in range(1, sizes[axis] + 2) if unit or sizes[axis] % p == 0]
+        parts = data.draw(st.sampled_from(possible))
+        shares[axis] = Share(parts, data.draw(st.integers(0, parts - 1)), unit)
+    return shares
 
 
 def expand(runs: tuple[Run, ...]) -> list[int]:
@@ -59,10 +78,7 @@ def expand(runs: tuple[Run, ...]) -> list[int]:
 
 @given(dims, sizes, st.data())
 def test_owned_runs_are_those_of_the_enumeration(dim, sizes, data):
-    shares = {}
-    for axis in AXES:
-        parts = data.draw(st.sampled_from([p for p in range(1, sizes[axis] + 1) if sizes[axis] % p == 0]))
-        shares[axis] = Share(parts, data.draw(st.integers(0, parts - 1)))
+    shares = draw_shares(data, sizes)
     assume(dim.size(sizes) < 5000)
     runs = owned(dim, sizes, shares)
     assert expand(runs) == oracle(dim, sizes, shares)
@@ -72,14 +88,6 @@ def test_owned_runs_are_those_of_the_enumeration(dim, sizes, data):
 counted = st.tuples(dims, st.sampled_from([(1, 1), (2, 1), (4, 1), (4, 3), (8, 3), (3, 2)])).map(
     lambda pair: replace(pair[0], step=pair[1][0], per=pair[1][1])
 )
-
-
-def draw_shares(data, sizes: dict[str, int]) -> dict[str, Share]:
-    shares = {}
-    for axis in AXES:
-        parts = data.draw(st.sampled_from([p for p in range(1, sizes[axis] + 1) if sizes[axis] % p == 0]))
-        shares[axis] = Share(parts, data.draw(st.integers(0, parts - 1)))
-    return shares
 
 
 def places(dim: Dim, sizes: dict[str, int]) -> list[int]:
@@ -325,3 +333,75 @@ def test_an_axis_without_size_and_a_cut_block_are_named():
         owned(parse("ff/2").dims[0], {"ff": 6}, {"ff": Share(2, 0)})
     with pytest.raises(NotationError, match="axis 'ff' of size 6 does not divide into 4"):
         owned(parse("ff").dims[0], {"ff": 6}, {"ff": Share(4, 0)})
+
+
+@given(st.integers(1, 400), st.integers(1, 40), st.integers(1, 12))
+def test_units_go_to_the_ranks_in_order_and_as_many_to_each_as_to_the_first(size, unit, parts):
+    runs = [Share(parts, index, unit).run(size) for index in range(parts)]
+    assert expand(tuple(runs)) == list(range(size)), "in order, each once"
+    assert all(run.offset % unit == 0 for run in runs if run.length), "no unit is cut"
+    units = [-(-run.length // unit) for run in runs]
+    assert units[0] == math.ceil(math.ceil(size / unit) / parts)
+    assert all(more == units[0] or not less for more, less in itertools.pairwise(units)), "only the last one is short"
+
+
+@given(st.integers(1, 12), st.integers(1, 30), st.integers(1, 30))
+def test_units_that_divide_are_equal_parts(parts, units, unit):
+    """What can be dealt evenly is dealt the same way in units."""
+    size = parts * units * unit
+    for index in range(parts):
+        assert Share(parts, index, unit).run(size) == Share(parts, index).run(size)
+
+
+counted_once = st.tuples(
+    st.lists(st.integers(1, 6), max_size=2), st.sampled_from([1, 2, 3, 4, 6, 8, 12, 32]), st.integers(1, 3)
+)
+
+
+@given(counted_once, st.integers(1, 40))
+def test_a_unit_is_the_least_that_cuts_no_block(counted, boundary):
+    """With plain numbers behind the axis, a cut falls between blocks where it falls between units, and nowhere else."""
+    numbers, step, per = counted
+    dim = Dim((Block(("ff", *numbers)),), step, per)
+    sizes, shares = {"ff": 2 * boundary}, {"ff": Share(2, 0)}
+    if boundary % unit_of(dim, "ff", sizes):
+        with pytest.raises(NotationError, match=f"cut a block of {step}"):
+            owned(dim, sizes, shares)
+    else:
+        owned(dim, sizes, shares)
+
+
+@pytest.mark.parametrize(
+    ("text", "unit"),
+    [
+        ("ff", 1),
+        ("ff/32", 32),
+        ("(ff 2)/128", 64),
+        ("(gate: ff + up: ff)/128", 128),
+        ("ff*3/32", 32),
+        ("(ff (head group))/64", 16),
+        ("(kv head)/8", 1),
+        ("(ff + 3 (ff 4))/8", 8),
+    ],
+)
+def test_the_unit_that_a_dimension_needs(text, unit):
+    (dim,) = parse(text).dims
+    assert unit_of(dim, "ff", {"ff": 90, "head": 6, "group": 2, "kv": 4}) == unit
+
+
+@pytest.mark.parametrize(
+    ("text", "enclosing"),
+    [
+        ("(kv group head)", {"kv", "group"}),
+        ("(heads (nope + rope))", {"heads"}),
+        ("(kv (group + 1 + 1) head)", {"kv", "group"}),
+        ("(expert ff)", {"expert"}),
+        ("(ff 2)", set()),
+        ("(gate: ff + up: ff)", set()),
+        ("((kv group) head + ff)", {"kv", "group"}),
+        ("((kv head) ff)", {"kv", "head"}),
+    ],
+)
+def test_axes_that_enclose_others(text, enclosing):
+    (dim,) = parse(text).dims
+    assert {axis for axis in dim.axes if encloses(dim, axis)} == enclosing

@@ -27,13 +27,13 @@ FAST = Options(fsync=False)
 Weights = dict[str, tuple[int, ...]]
 
 
-def model(packing: str, unit: int) -> tuple[dict, Weights, Weights]:
+def model(packing: str, unit: int, blocks: int = 12) -> tuple[dict, Weights, Weights]:
     """A config, and the shapes of the weights that are quantized and of the others, output before input.
 
-    Eight query heads of one block each on four KV heads; twelve blocks in the MLP: 3 for each of four ranks, 1.5 for
-    each of eight.
+    Eight query heads of one block each on four KV heads; twelve blocks in the MLP, if not so many: 3 for each of four
+    ranks, 1.5 for each of eight.
     """
-    hidden, ff, heads, kv = 2 * unit, 12 * unit, 8 * unit, 4 * unit
+    hidden, ff, heads, kv = 2 * unit, blocks * unit, 8 * unit, 4 * unit
     config = {
         "hidden_size": hidden, "intermediate_size": ff, "num_hidden_layers": 1, "num_attention_heads": 8,
         "num_key_value_heads": 4, "head_dim": unit, "vocab_size": 37, "tie_word_embeddings": False,
@@ -86,11 +86,13 @@ def read(folder: Path) -> dict[str, Stored]:
     return found
 
 
-def checkpoint(folder: Path, method: Method, packing: str, seed: int = 0) -> tuple[Path, dict[str, list[str]], dict]:
+def checkpoint(
+    folder: Path, method: Method, packing: str, seed: int = 0, blocks: int = 12
+) -> tuple[Path, dict[str, list[str]], dict]:
     """A quantized checkpoint, the ends of the names of each weight's tensors, and the same model's config without
     quantization."""
     rng = np.random.default_rng(seed)
-    config, quantized, plain = model(packing, method.unit)
+    config, quantized, plain = model(packing, method.unit, blocks)
     plain |= {name: quantized.pop(name) for name in list(quantized) if name.endswith(method.plain or ("?",))}
     tensors = {name: Stored("BF16", rng.integers(0, 2**16, shape, np.uint16)) for name, shape in plain.items()}
     ends: dict[str, list[str]] = {}
@@ -114,11 +116,13 @@ def dequantize(folder: Path, method: Method, ends: dict[str, list[str]], input_f
     return found
 
 
-def parts(config: dict, full: dict[str, np.ndarray], degree: int) -> list[dict[str, np.ndarray]]:
+def parts(
+    config: dict, full: dict[str, np.ndarray], degree: int, uneven: tuple[tuple[str, int], ...] = ()
+) -> list[dict[str, np.ndarray]]:
     """What each rank holds of weights that are not quantized, by the rules of the weights themselves."""
     architecture = find_architecture(config, Path())
     tensors = [FullTensor(name, "F32", whole.shape, "here") for name, whole in full.items()]
-    plan = make_plan(bind(architecture, config, tensors), Mesh((("tp", degree),)))
+    plan = make_plan(bind(architecture, config, tensors), Mesh((("tp", degree),), uneven=uneven))
     cut = []
     for rank in range(degree):
         runs = {name: plan.entries[name].layout.boxes[rank].dims for name in full}

@@ -28,6 +28,6 @@ def finer_blocks(model: Model, mesh: Mesh) -> tuple[int, int] | None:
 
 def with_blocks(model: Model, block: tuple[int, int]) -> Model:
     """The same model with scales for blocks of another size."""
-    blocked = {tensor.name for tensor in model.tensors if any(dim.step > 1 for dim in tensor.rule.dims)}
+    blocked = {tensor.name for tensor in model.tensors if any(dim.counted[0] > 1 for dim in tensor.rule.dims)}
     tensors = [FullTensor(t.name, t.dtype, None if t.name in blocked else t.shape, "") for t in model.tensors]
     return bind(model.architecture, with_block_size(model.config, block), tensors, known=model.sizes.measured)

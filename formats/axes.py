@@ -89,6 +89,14 @@ class Dim:
         return last if isinstance(last, Dim) and last.apart else None
 
     @property
+    def joined(self) -> Dim:
+        """The same indices without the mark of what was quantized on its own, where that is a product."""
+        if self.part is None or len(self.part.blocks) > 1:
+            return self
+        product = Block((*self.blocks[0].factors[:-1], *self.part.blocks[0].factors), self.blocks[0].label)
+        return Dim((product,), *self.counted)
+
+    @property
     def counted(self) -> tuple[int, int]:
         """The indices and the places of a block."""
         return (self.step, self.per) if self.part is None else self.part.counted
@@ -201,6 +209,11 @@ class Shape:
         last = max([1, *named])
         is_matrix = last == len(self.dims) - 1 or len(named) > 1
         return frozenset({last}) if is_matrix and len(self.dims) > 1 else frozenset()
+
+    @property
+    def joined(self) -> Shape:
+        """The same shape without the marks of what was quantized on its own, where that is a product."""
+        return replace(self, dims=tuple(dim.joined for dim in self.dims))
 
     def unfolded(self, sizes: Mapping[str, int]) -> Shape:
         """The same elements in the same order, with each dimension unfolded (see ``Dim.unfolded``)."""

@@ -302,7 +302,9 @@ def _fp8(settings: Mapping[str, Any]) -> _Table:
     scales = inverse if block else (*_BY_EXPERT, *_BY_ROW, "lead 1 out")
     kinds = {".weight_scale_inv": inverse, "_scale_inv": inverse, ".weight_scale": scales, "_scale": scales}
     four, four_scale = ("stored lead out in/2",), ("stored lead out in/32",)
-    fours = {" I8": four, " U8": four, ".scale of I8": four_scale, ".weight_scale of U8": four_scale}
+    fours = {" I8": four, ".scale of I8": four_scale}
+    if settings.get("store_dtype") == "mxfp4":
+        fours |= {" U8": four, ".weight_scale of U8": four_scale}
     return {**_SCALES_OF_ACTIVATIONS, **kinds, ".scale": scales, **fours}
 
 

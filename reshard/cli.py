@@ -7,6 +7,7 @@ out, 130 interrupted. Nothing heavy is imported before a command needs it: ``res
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -20,10 +21,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from formats.errors import CheckpointError, MismatchError, ReshardError
+from formats.errors import CheckpointError, MismatchError, PlanError, ReshardError
 from reshard import __version__
 
 if TYPE_CHECKING:
+    from formats.architecture import Architecture
     from reshard.api import Access, Padding, Summary
     from reshard.demo import Compared
     from reshard.inspect import Report
@@ -286,7 +288,7 @@ def plan_command(
     file of a similar model with --save, check and edit it (docs/design.md describes its form) and pass it to any
     command with --plan. --as transformers prints the tp_plan that transformers' own tensor parallelism takes.
     """
-    from reshard.api import mesh_of, open_any
+    from reshard.api import lines_of_any, mesh_of, open_any
     from reshard.plan import make_plan
 
     padding = _padding(pad_vocab_to, no_pad_vocab)
@@ -296,9 +298,18 @@ def plan_command(
             raise click.UsageError("--draft goes alone: pass the file that it writes with --plan")
         _write_draft(source, draft_file, revision, token, cache_dir)
         return
-    opened = open_any(source, _access(revision, token, cache_dir, plan_file, as_json), headers_only=True)
+    access = _access(revision, token, cache_dir, plan_file, as_json)
+    try:
+        opened = open_any(source, access, headers_only=True)
+    except PlanError as error:
+        if save_file is None:
+            raise
+        _save_plan(lines_of_any(source, access), save_file)
+        raise PlanError(error.message, f"edit {save_file}, pass it with --plan {save_file}") from None
     if save_file is not None:
-        _save_plan(opened.model, save_file)
+        used = opened.model.used_templates
+        lines = {name: rules for name, rules in opened.model.architecture.tensors.items() if name in used}
+        _save_plan(dataclasses.replace(opened.model.architecture, tensors=lines), save_file)
     if as_form is not None:
         if ep is not None:
             raise click.UsageError("--as transformers goes with --tp alone")
@@ -422,15 +433,13 @@ def _working_in(folder: Path) -> Iterator[None]:
         os.chdir(before)
 
 
-def _save_plan(model: Model, file: Path) -> None:
-    import dataclasses
-
+def _save_plan(architecture: Architecture, file: Path) -> None:
     from formats.architecture import to_toml
 
-    tensors = {name: rules for name, rules in model.architecture.tensors.items() if name in model.used_templates}
-    _write_new(file, to_toml(dataclasses.replace(model.architecture, tensors=tensors)), "--save")
+    _write_new(file, to_toml(architecture), "--save")
     click.echo(
-        f"Wrote {len(tensors)} rules of '{model.architecture.name}' to {file}. Use it with --plan {file}", err=True
+        f"Wrote {len(architecture.tensors)} rules of '{architecture.name}' to {file}. Use it with --plan {file}",
+        err=True,
     )
 
 

@@ -286,6 +286,15 @@ def bind(
     return model
 
 
+def lines_for(architecture: Architecture, config: Mapping[str, Any], tensors: Iterable[FullTensor]) -> Architecture:
+    """An architecture with those lines alone that cover some of these tensors, whether or not they fit."""
+    tensors, sizes = list(tensors), AxisSizes(architecture, config, {})
+    dtypes = {tensor.name: tensor.dtype for tensor in tensors}
+    matches = (_line_of(tensor, architecture, sizes, dtypes)[0] for tensor in tensors)
+    used = {match.template for match in matches if match is not None}
+    return replace(architecture, tensors={name: rules for name, rules in architecture.tensors.items() if name in used})
+
+
 @dataclass
 class _Covered:
     """A tensor, the line that covers it, the rule of that line, the shapes that the tensor may have by it, and what it
@@ -300,10 +309,7 @@ class _Covered:
 
 
 def _rule_of(tensor: FullTensor, architecture: Architecture, sizes: AxisSizes, dtypes: Mapping[str, str]) -> _Covered:
-    match = architecture.match(tensor.name)
-    belonging = belonging_of(tensor.name, dtypes, architecture, sizes)
-    if belonging is not None:
-        match = _weight_of(belonging, architecture, sizes)
+    match, belonging = _line_of(tensor, architecture, sizes, dtypes)
     if match is None:
         raise _no_rule(tensor, architecture)
     rule = sizes.holds(match)
@@ -322,6 +328,16 @@ def _rule_of(tensor: FullTensor, architecture: Architecture, sizes: AxisSizes, d
             + ", ".join(f"'{pattern}'" for pattern in belonging.patterns)
         )
     return _Covered(tensor, match, rule, tuple(shape for shape in derived if shape is not None), belonging)
+
+
+def _line_of(
+    tensor: FullTensor, architecture: Architecture, sizes: AxisSizes, dtypes: Mapping[str, str]
+) -> tuple[Match | None, Companion | None]:
+    """The line that covers a tensor, or that of the quantized weight that it belongs to."""
+    belonging = belonging_of(tensor.name, dtypes, architecture, sizes)
+    if belonging is not None:
+        return _weight_of(belonging, architecture, sizes), belonging
+    return architecture.match(tensor.name), None
 
 
 def _with_layouts_on_disk(
@@ -345,7 +361,7 @@ def _with_layouts_on_disk(
     chosen: dict[tuple[str, int], set[int]] = {}
     for each, places in zip(several, fitting, strict=True):
         left = places if len(places) == 1 else sorted(common[_ending(each.match.template)])
-        if len(left) != 1:
+        if len({each.shapes[place].joined for place in left}) != 1:
             raise _layout_in_doubt(each, places)
         chosen.setdefault((each.match.template, each.match.rules.index(each.rule)), set()).add(left[0])
         each.shapes = (each.shapes[left[0]],)

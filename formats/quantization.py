@@ -221,7 +221,7 @@ class _Identical:
 def _scheme(key: _Identical) -> _Scheme:
     settings = quantization_settings(key.config)
     if not settings:
-        return _Scheme({suffix: entry for suffix, entry in _modelopt({}).items() if suffix != " U8"})
+        return _Scheme({suffix: entry for suffix, entry in _modelopt({}).items() if suffix != " U8"} | _ASCEND)
     producer = settings.get("producer") or {}
     method = str(settings.get("quant_method") or settings.get("quant_library") or producer.get("name") or "").lower()
     return _METHODS[method](settings) if method in _METHODS else _Scheme({})
@@ -254,7 +254,14 @@ _SCALAR = ("", "1")
 _BY_ROW = ("lead out 1", "lead out")
 # "lead" before "1": of fused experts a rank may hold one alone; without experts "lead" is "", and does not fit
 _BY_EXPERT = ("", "lead", "1", "lead 1 1")
-_OF_ACTIVATIONS = ("input_scale", "activation_scale", "input_global_scale", "input_zero_point", "output_scale")
+_OF_ACTIVATIONS = (
+    "input_scale",
+    "input_offset",
+    "activation_scale",
+    "input_global_scale",
+    "input_zero_point",
+    "output_scale",
+)
 _OF_KEYS = ("k_scale", "v_scale", "kv_scale", "k_zero_point", "v_zero_point")
 _OF_QUERIES = ("q_scale", "q_zero_point", "prob_scale", "prob_output_scale")
 _OF_ATTENTION = {*_OF_KEYS, *_OF_QUERIES}
@@ -288,6 +295,12 @@ _SCALES_OF_ACTIVATIONS: dict[str, _Entry] = {
     ".input_scale_ub": _SCALAR,
     **_of_attention((*_SCALAR, "{} 1 1")),
 }
+
+
+#: Ascend's ModelSlim, W8A8: scales and offsets for each output, and what it adds for activations of a fixed scale: a
+#: factor and a sum for each output. Its settings stand in a file of its own, quant_model_description.json. Source:
+#: vllm-ascend, quantization/methods.
+_ASCEND: _Table = {".weight_offset": _BY_ROW, ".deq_scale": ("lead out",), ".quant_bias": ("lead out",)}
 
 
 def _fp8(settings: Mapping[str, Any]) -> _Table:

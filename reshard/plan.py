@@ -259,8 +259,10 @@ def bind(
     tensors = list(tensors)
     dtypes = {tensor.name: tensor.dtype for tensor in tensors}
     covered = [_rule_of(tensor, architecture, sizes, dtypes) for tensor in tensors]
+    several = [each for each in covered if len(each.shapes) > 1]
     _measure(sizes, ((each.tensor, each.shapes[0], each.match) for each in covered if len(each.shapes) == 1))
-    architecture = _with_layouts_on_disk(architecture, covered, sizes, mesh or Mesh(), padding or {})
+    architecture = _with_layouts_on_disk(architecture, several, sizes, mesh or Mesh(), padding or {})
+    _measure(sizes, ((each.tensor, each.shapes[0], each.match) for each in several))
     fitted: dict[tuple[object, ...], tuple[int, ...]] = {}
     dealt = {axis for families in architecture.families.values() for family in families for axis in family}
     bound = []
@@ -342,7 +344,7 @@ def _line_of(
 
 def _with_layouts_on_disk(
     architecture: Architecture,
-    covered: Iterable[_Covered],
+    several: Sequence[_Covered],
     sizes: AxisSizes,
     mesh: Mesh,
     padding: Mapping[str, int],
@@ -352,7 +354,6 @@ def _with_layouts_on_disk(
     Where several fit one tensor, those decide of which the names end alike (all ``self_attn.qkv_proj`` and what belongs
     to them): they are laid out in one way.
     """
-    several = [each for each in covered if len(each.shapes) > 1]
     fitting = [_layouts_on_disk(each, architecture, sizes, mesh, padding) for each in several]
     common: dict[str, set[int]] = {}
     for each, places in zip(several, fitting, strict=True):

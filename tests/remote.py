@@ -33,16 +33,17 @@ class Remote:
 
 
 def shapes(remote: Remote) -> dict[str, Shape]:
-    return {name: shape for key, shape in remote.tensors.items() for name in _names(key)}
+    return {name: shape for key, shape in remote.tensors.items() for name in numbered(key)}
 
 
-def _names(key: str) -> Iterator[str]:
+def numbered(key: str) -> Iterator[str]:
+    """The names that ``[0-2]`` in a name stands for."""
     found = re.search(r"\[(\d+)-(\d+)\]", key)
     if not found:
         yield key
         return
     for number in range(int(found[1]), int(found[2]) + 1):
-        yield from _names(key[: found.start()] + str(number) + key[found.end() :])
+        yield from numbered(key[: found.start()] + str(number) + key[found.end() :])
 
 
 def save(name: str, folder: Path) -> Path:

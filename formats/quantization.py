@@ -221,7 +221,8 @@ class _Identical:
 def _scheme(key: _Identical) -> _Scheme:
     settings = quantization_settings(key.config)
     if not settings:
-        return _Scheme({suffix: entry for suffix, entry in _modelopt({}).items() if suffix != " U8"} | _ASCEND)
+        modelopt = {suffix: entry for suffix, entry in _modelopt({}).items() if suffix != " U8"}
+        return _Scheme({**modelopt, **_ASCEND})
     producer = settings.get("producer") or {}
     method = str(settings.get("quant_method") or settings.get("quant_library") or producer.get("name") or "").lower()
     return _METHODS[method](settings) if method in _METHODS else _Scheme({})

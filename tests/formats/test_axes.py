@@ -122,7 +122,7 @@ def test_blocks_of_a_part_of_its_own_begin_anew_with_each_repetition(outer, part
     length = part.size(sizes)
     assert dim.size(sizes) == math.prod(sizes[axis] for axis in outer) * length
     assert expand(owned(dim, sizes, shares)) == [index * length + place for index in repeated for place in each]
-    assert parse(str(Shape((dim,)))) == Shape((dim,))
+    assert str(parse(str(dim))) == str(dim)
 
 
 rows = st.lists(dims, min_size=2, max_size=3).map(lambda ds: Dim((Block(tuple(ds)),)))

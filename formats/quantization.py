@@ -322,6 +322,26 @@ def _fp8(settings: Mapping[str, Any]) -> _Table:
     return {**_SCALES_OF_ACTIVATIONS, **kinds, ".scale": scales, **fours}
 
 
+def _int8_blocks(settings: Mapping[str, Any]) -> _Table:
+    """SGLang's blockwise_int8 (DeepSeek-R1-Block-INT8): as fp8 with blocks, of whole integers."""
+    inverse = (_blocks(settings.get("weight_block_size") or (128, 128)),)
+    return {**_SCALES_OF_ACTIVATIONS, ".weight_scale_inv": inverse}
+
+
+def _rows8(settings: Mapping[str, Any]) -> _Table:
+    """SGLang's w8a8_int8 and w8a8_fp8 (DeepSeek-R1-Channel-INT8): a scale for each output."""
+    return {**_SCALES_OF_ACTIVATIONS, ".weight_scale": _BY_ROW}
+
+
+def _w4afp8(settings: Mapping[str, Any]) -> _Table:
+    """DeepSeek-R1-W4AFP8: fp8 in blocks, and experts of 4 bits, two to an int8 along the input, with a scale for each
+    group. Sources: SGLang, layers/quantization/w4afp8.py; vLLM, model_executor/layers/quantization/w4afp8.py.
+    """
+    size = int(settings.get("group_size") or 128)
+    table = _fp8({"weight_block_size": (128, 128), **settings})
+    return {**table, ".weight_scale_inv of I8": (f"stored lead out in/{size}",)}
+
+
 def _fp8_scheme(settings: Mapping[str, Any]) -> _Scheme:
     """fp8, with ModelOpt's tensors in those modules that ModelOpt has quantized anew (its DeepSeek-V4)."""
     return replace(_modelopt_scheme(settings), general=_fp8(settings))
@@ -589,6 +609,10 @@ def _plain(method: Callable[[Mapping[str, Any]], _Table]) -> Callable[[Mapping[s
 _METHODS: Mapping[str, Callable[[Mapping[str, Any]], _Scheme]] = {
     "fp8": _fp8_scheme,
     "mxfp8": _fp8_scheme,
+    "w4afp8": _plain(_w4afp8),
+    "blockwise_int8": _plain(_int8_blocks),
+    "w8a8_int8": _plain(_rows8),
+    "w8a8_fp8": _plain(_rows8),
     "fbgemm_fp8": _plain(_fbgemm),
     "gptq": _gptq_scheme,
     "awq": _plain(_awq),

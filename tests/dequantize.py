@@ -540,6 +540,18 @@ METHODS: dict[str, Method] = {
         (".weight", ".weight_scale", ""),
         32,
     ),
+    "w4afp8": _fp4(
+        {"quant_method": "w4afp8", "group_size": 32}, (".weight", ".weight_scale_inv", ""), 32, dtypes=("I8", "F8_E8M0")
+    ),
+    "blockwise-int8": _scaled(
+        {"quant_method": "blockwise_int8", "weight_block_size": [32, 16]},
+        "block",
+        scale=".weight_scale_inv",
+        dtype="I8",
+        block=(32, 16),
+    ),
+    "w8a8-int8": _scaled({"quant_method": "w8a8_int8"}, "out 1", dtype="I8"),
+    "w8a8-fp8": _scaled({"quant_method": "w8a8_fp8"}, "out 1"),
     "mxfp8": _scaled(
         {"quant_method": "mxfp8", "weight_block_size": [1, 32]}, "block", scale=".weight_scale_inv", block=(1, 32)
     ),

@@ -570,3 +570,40 @@ PUBLISHED["Qwen-7B-Chat-Int4"] = Published(
     (1, 2),
     held={"transformer.h.0.mlp.w1.bias": (5504,), "transformer.h.0.mlp.c_proj.bias": (4096,)},
 )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------- bitsandbytes
+
+
+def _nf4(name: str, out: int, width: int) -> Tensors:
+    return {
+        f"{name}.weight": ("U8", (out * width // 2, 1)),
+        f"{name}.weight.absmax": ("F32", (out * width // 64,)),
+        f"{name}.weight.quant_map": ("F32", (16,)),
+        f"{name}.weight.quant_state.bitsandbytes__nf4": ("U8", (90,)),
+        f"{name}.bias": ("BF16", (out,)),
+    }
+
+
+PUBLISHED["unsloth/gpt-oss-20b-unsloth-bnb-4bit"] = Published(
+    "names in tests of loaders of this file, github.com",
+    {
+        "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32,
+        "vocab_size": 201088,
+        "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    },
+    _at(
+        "model.layers.[0-1].mlp",
+        {
+            **_nf4("experts.gate_up_projs.[0-1]", 5760, 2880), **_nf4("experts.down_projs.[0-1]", 2880, 2880),
+            **_bf16(router__linear__weight=(32, 2880), router__linear__bias=(32,)),
+        },
+    ),
+    (1, 3, 5, 9, 15, 45),
+    (1, 2, 4, 8, 16, 32),
+    {
+        "model.layers.0.mlp.experts.gate_up_projs.0.bias": (128,),
+        "model.layers.0.mlp.experts.down_projs.0.weight.absmax": (2880,),
+    },
+)  # fmt: skip

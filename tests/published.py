@@ -254,6 +254,14 @@ PUBLISHED["DeepSeek-V4-Pro"] = Published(
     (1, 2, 4, 8),
     (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64),
 )
+PUBLISHED["sgl-project/DeepSeek-V4-Flash-FP8"] = Published(
+    f"{_AIC}/sgl-project--DeepSeek-V4-Flash-FP8_config.json, names as of Flash",
+    _v4_config(model_type="deepseek_ref", expert_dtype="fp8"),
+    _v4(_FLASH, _v4_fp8),
+    (1, 2, 4, 8),
+    _ALL_EP,
+    {"layers.3.ffn.experts.1.w2.scale": (32, 2)},
+)
 PUBLISHED["nvidia/DeepSeek-V4-Flash-NVFP4"] = Published(
     f"{_AIC}/nvidia--DeepSeek-V4-Flash-NVFP4_config.json; names of its experts' tensors by ModelOpt's export",
     _v4_config(

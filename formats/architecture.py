@@ -18,6 +18,7 @@ from typing import Any
 from formats.axes import Shape, parse
 from formats.documents import Reader, Unfit, items, json_object, mapping, sound, text, truth, unfit
 from formats.errors import CheckpointError, NotationError, PlanError, brief
+from formats.experts import by_name
 from formats.expressions import Expression, read_expression
 from formats.files import read_file
 
@@ -430,8 +431,24 @@ def find_architecture(config: Mapping[str, Any], where: Path) -> Architecture:
 @lru_cache
 def _built_in(path: Path) -> Architecture:
     document = _document(path)
-    document["tensors"] = {**_document(HEADS)["tensors"], **document["tensors"]}
+    own = document["tensors"]
+    document["tensors"] = {**_document(HEADS)["tensors"], **_experts_by_name(own), **own}
     return architecture_from_document(document, path.stem, str(path))
+
+
+def _experts_by_name(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The lines for experts that quantizers name one by one, in addition to those of fused ones."""
+    found: dict[str, Any] = {}
+    for template in (name for name in tensors if "experts." in name):
+        for rule in _rules(template, tensors[template]):
+            names: dict[str, list[str]] = {}
+            for shape in rule.shapes:
+                for name, own in by_name(template, shape).items():
+                    names.setdefault(name, []).append(str(own))
+            for name, shapes in names.items():
+                condition = {"when": rule.when.text} if rule.when else {}
+                found.setdefault(name, []).append({"shape": [*dict.fromkeys(shapes)], **condition})
+    return found
 
 
 @lru_cache

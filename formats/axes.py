@@ -80,17 +80,45 @@ class Dim:
     shorter), each of which takes ``per`` places.
 
     Both are 1 but for what belongs to quantized weights: a scale for 128 rows, an integer that packs 8 of them, three
-    integers that pack 32.
+    integers that pack 32. A last factor that was quantized on its own (``apart``, in square brackets) is counted in
+    blocks by itself: they begin anew with each of its repetitions.
     """
 
     blocks: tuple[Block, ...]
     step: int = 1
     per: int = 1
+    apart: bool = False
 
     @property
     def whole(self) -> Dim:
         """The same dimension, not counted in blocks."""
-        return replace(self, step=1, per=1)
+        return self.in_blocks(1, 1)
+
+    def in_blocks(self, step: int, per: int) -> Dim:
+        """The same dimension counted in blocks, in its parts if they were quantized on their own."""
+        if self.part is None:
+            return replace(self, step=step, per=per)
+        *rows, _ = self.blocks[0].factors
+        return replace(self, blocks=(Block((*rows, self.part.in_blocks(step, per)), self.blocks[0].label),))
+
+    @property
+    def part(self) -> Dim | None:
+        """What its other factors repeat, if that was quantized on its own."""
+        last = self.blocks[0].factors[-1]
+        return last if isinstance(last, Dim) and last.apart else None
+
+    @property
+    def joined(self) -> Dim:
+        """The same indices without the mark of what was quantized on its own, where that is a product."""
+        if self.part is None or len(self.part.blocks) > 1:
+            return self
+        product = Block((*self.blocks[0].factors[:-1], *self.part.blocks[0].factors), self.blocks[0].label)
+        return Dim((product,), *self.counted)
+
+    @property
+    def counted(self) -> tuple[int, int]:
+        """The indices and the places of a block."""
+        return (self.step, self.per) if self.part is None else self.part.counted
 
     def places(self, indices: int) -> int:
         """How many places the first so many indices take."""
@@ -137,10 +165,11 @@ class Dim:
 
     def __str__(self) -> str:
         single = len(self.blocks) == 1 and len(self.blocks[0].factors) == 1 and not self.blocks[0].label
-        text = " + ".join(str(block) for block in self.blocks)
-        text = text if single else f"({text})"
-        places = f"*{self.per}" if self.per > 1 else ""
-        return text if self.step == 1 else f"{text}{places}/{self.step}"
+        text = " + ".join(str(block) for block in self.whole.blocks)
+        text = f"[{text}]" if self.apart else text if single else f"({text})"
+        step, per = self.counted
+        places = f"*{per}" if per > 1 else ""
+        return text if step == 1 else f"{text}{places}/{step}"
 
 
 @dataclass(frozen=True)
@@ -200,6 +229,11 @@ class Shape:
         is_matrix = last == len(self.dims) - 1 or len(named) > 1
         return frozenset({last}) if is_matrix and len(self.dims) > 1 else frozenset()
 
+    @property
+    def joined(self) -> Shape:
+        """The same shape without the marks of what was quantized on its own, where that is a product."""
+        return replace(self, dims=tuple(dim.joined for dim in self.dims))
+
     def unfolded(self, sizes: Mapping[str, int]) -> Shape:
         """The same elements in the same order, with each dimension unfolded (see ``Dim.unfolded``)."""
         dims = [dim.unfolded(sizes) for dim in self.dims]
@@ -223,7 +257,7 @@ class Shape:
 
 # --------------------------------------------------------------------------------------------------- parsing
 
-_TOKEN = re.compile(r"\s*(->|\.\.\.|[()+*/]|[A-Za-z_][A-Za-z0-9_]*\s*:|[A-Za-z_][A-Za-z0-9_]*|[0-9]{1,18}(?![0-9]))")
+_TOKEN = re.compile(r"\s*(->|\.\.\.|[()[\]+*/]|[A-Za-z_][A-Za-z0-9_]*\s*:|[A-Za-z_][A-Za-z0-9_]*|[0-9]{1,18}(?![0-9]))")
 
 
 @cache
@@ -251,15 +285,17 @@ def parse(text: str) -> Shape:
             position += 1
         elif token == "(":
             dim, position = _parse_sum(text, tokens, position + 1)
+            if _any_apart(dim) and (len(dim.blocks) > 1 or dim.part is None or _any_apart(dim.part)):
+                raise NotationError(f"shape '{text}': square brackets stand once, around the last factor")
             dims.append(dim)
         elif token in {"*", "/"}:
             step, per, position = _parse_blocks(tokens, position)
-            if not dims or dims[-1].step != 1 or not step or not per:
+            if not dims or dims[-1].counted != (1, 1) or not step or not per:
                 raise NotationError(
                     f"shape '{text}': '/' stands between a dimension and the size of its blocks, as in 'ff/128' or "
                     "'ff*3/32'"
                 )
-            dims[-1] = replace(dims[-1], step=step, per=per)
+            dims[-1] = dims[-1].in_blocks(step, per)
         else:
             dims.append(Dim((Block((_atom(text, token),)),)))
             position += 1
@@ -292,23 +328,23 @@ def _tokens(text: str) -> list[str]:
     return tokens
 
 
-def _parse_sum(text: str, tokens: Sequence[str], position: int) -> tuple[Dim, int]:
-    """Read blocks up to the closing parenthesis; return them and the position after it."""
+def _parse_sum(text: str, tokens: Sequence[str], position: int, close: str = ")") -> tuple[Dim, int]:
+    """Read blocks up to the closing parenthesis or bracket; return them and the position after it."""
     blocks: list[Block] = []
     factors: list[Factor] = []
     label: str | None = None
     while position < len(tokens):
         token = tokens[position]
         position += 1
-        if token in {")", "+"}:
+        if token in {close, "+"}:
             if not factors:
                 raise NotationError(f"shape '{text}': nothing stands before '{token}'")
             blocks.append(Block(tuple(factors), label))
-            if token == ")":
-                return Dim(tuple(blocks)), position
+            if token == close:
+                return Dim(tuple(blocks), apart=close == "]"), position
             factors, label = [], None
-        elif token == "(":
-            inner, position = _parse_sum(text, tokens, position)
+        elif token in _CLOSING:
+            inner, position = _parse_sum(text, tokens, position, _CLOSING[token])
             factors.append(inner)
         elif token.endswith(":"):
             if factors or label:
@@ -316,7 +352,15 @@ def _parse_sum(text: str, tokens: Sequence[str], position: int) -> tuple[Dim, in
             label = token[:-1].rstrip()
         else:
             factors.append(_atom(text, token))
-    raise NotationError(f"shape '{text}': a parenthesis is not closed")
+    raise NotationError(f"shape '{text}': a {'parenthesis' if close == ')' else 'bracket'} is not closed")
+
+
+_CLOSING = {"(": ")", "[": "]"}
+
+
+def _any_apart(dim: Dim) -> bool:
+    parts = (factor for block in dim.blocks for factor in block.factors if isinstance(factor, Dim))
+    return any(part.apart or _any_apart(part) for part in parts)
 
 
 def _atom(text: str, token: str) -> str | int:
@@ -389,7 +433,7 @@ def _block_runs(block: Block, sizes: Mapping[str, int], shares: Mapping[str, Sha
 
 def _factor_runs(factor: Factor, sizes: Mapping[str, int], shares: Mapping[str, Share]) -> list[Run]:
     if isinstance(factor, Dim):
-        return list(merge_runs(_dim_runs(factor, sizes, shares)))
+        return list(owned(factor, sizes, shares))
     size = _factor_size(factor, sizes)
     share = shares.get(factor) if isinstance(factor, str) else None
     if share is None:

@@ -12,14 +12,16 @@ first. See docs/quantization.md.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
 
 from formats.axes import Block, Dim, Factor, Shape, parse
 from formats.errors import PlanError
 from formats.quantization_settings import check_settings
+
+_NO_DTYPES: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -38,24 +40,27 @@ class Companion:
     advice: str | None = None
 
 
-def companion(name: str, config: Mapping[str, Any], dtype: str | None = None) -> Companion | None:
+def companion(
+    name: str, config: Mapping[str, Any], dtype: str | None = None, dtypes: Mapping[str, str] = _NO_DTYPES
+) -> Companion | None:
     """The weight that a tensor belongs to, by the method in ``quantization_config``; None if it belongs to none.
 
-    A weight that is itself packed (``dtype`` U8: two values to a byte) belongs to itself. Where the config names no
-    method, scales are read as ModelOpt writes them. Raises PlanError for a tensor of a method that cannot be split.
+    A weight that is itself packed (``dtype`` U8: two values to a byte) belongs to itself. ``dtypes`` are those of the
+    checkpoint's tensors by name: one method may quantize weights in two ways. Where the config names no method, scales
+    are read as ModelOpt writes them. Raises PlanError for a tensor of a method that cannot be split.
     """
     module, _, last = name.rpartition(".")
     scheme = _scheme(_Identical(config))
     table = scheme.table(module)
     for suffix in (*_dotted_suffixes(name), *_fused_suffixes(last), *([""] if _is_weight(last) else [])):
-        patterns = table.get(f"{suffix} {dtype}") or table.get(suffix)
+        base = name.removesuffix(suffix)
+        weight = f"{base}.weight" if suffix.startswith(".") else base
+        patterns = table.get(f"{suffix} of {dtypes.get(weight)}") or table.get(f"{suffix} {dtype}") or table.get(suffix)
         if isinstance(patterns, _Refused):
             raise PlanError(f"tensor '{name}' cannot be split: {patterns.reason}", patterns.hint)
         if patterns is not None:
-            base = name.removesuffix(suffix)
             if suffix.removeprefix(".") in _OF_ATTENTION:
                 return Companion(base, patterns, of_attention=True)
-            weight = f"{base}.weight" if suffix.startswith(".") else base
             return Companion(weight, patterns, states_shape=suffix in _STATE_SHAPE, advice=_ADVICE.get(suffix))
     return None
 
@@ -134,7 +139,7 @@ def _substitute(text: str, weight: Shape) -> Shape | None:
             (heads,) = weight.dims[inner].blocks
             dims.append(Dim((Block(heads.factors[:-1] if word == "heads" else heads.factors[:1]),)))
         elif word in {"out", "in"}:
-            dims.append(replace(weight.dims[output if word == "out" else inner], step=dim.step, per=dim.per))
+            dims.append(weight.dims[output if word == "out" else inner].in_blocks(*dim.counted))
         elif dim.axes:
             (row,) = dim.blocks
             named: Mapping[Factor, Dim] = {"out": weight.dims[output], "in": weight.dims[inner]}
@@ -166,23 +171,38 @@ class _Refused:
 
 #: The patterns of one kind of tensor, or why it is refused.
 _Entry: TypeAlias = "tuple[str, ...] | _Refused"
-#: By the end of a tensor's name, alone or with a dtype after it (".weight_scale U8"; " U8" is the weight itself).
+#: By the end of a tensor's name, alone, with a dtype after it (".weight_scale U8"; " U8" is the weight itself) or with
+#: the dtype of its weight (".scale of I8"; "of None" where there is no tensor of the weight's name).
 _Table: TypeAlias = Mapping[str, _Entry]
 
 
 @dataclass(frozen=True)
 class _Scheme:
-    """What the settings say: for modules in general, and for those that an expression matches (the first does)."""
+    """What the settings say: for modules in general, for those that an expression matches (the first does), and for
+    those of a name, whatever stands before it, and all within them.
+    """
 
     general: _Table
     named: tuple[tuple[re.Pattern[str], _Table], ...] = ()
+    within: Mapping[str, _Table] = field(default_factory=dict)
 
     def table(self, module: str) -> _Table:
         """The table for a module."""
         for expression, table in self.named:
             if expression.match(module):
                 return table
-        return self.general
+        found = self._within(module.split(".")) if self.within else None
+        return self.general if found is None else found
+
+    def _within(self, words: Sequence[str]) -> _Table | None:
+        """That of the longest name in a module's, of two with the same end the one with more before it."""
+        ends = range(len(words), 0, -1)
+        names = (".".join(words[begin:end]) for end in ends for begin in range(end) if words[end - 1] in self._ends)
+        return next((self.within[name] for name in names if name in self.within), None)
+
+    @cached_property
+    def _ends(self) -> frozenset[str]:
+        return frozenset(name.rpartition(".")[2] for name in self.within)
 
 
 class _Identical:
@@ -202,7 +222,8 @@ class _Identical:
 def _scheme(key: _Identical) -> _Scheme:
     settings = quantization_settings(key.config)
     if not settings:
-        return _Scheme({suffix: entry for suffix, entry in _modelopt({}).items() if suffix != " U8"})
+        modelopt = {suffix: entry for suffix, entry in _modelopt({}).items() if suffix != " U8"}
+        return _Scheme({**modelopt, **_ASCEND})
     method = method_of(settings)
     if method not in _METHODS:
         return _Scheme({})
@@ -249,16 +270,14 @@ def quantization_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {}
 
 
-def _overrides(
-    method: Callable[[Mapping[str, Any]], _Table], settings: Mapping[str, Any], named: Iterable[tuple[str, Any]]
-) -> _Scheme:
-    """A scheme whose settings differ for some modules: (regular expression, settings over the general ones) each."""
-    found = ((re.compile(name), {**settings, **own} if isinstance(own, dict) else settings) for name, own in named)
-    return _Scheme(method(settings), tuple((expression, method(own)) for expression, own in found))
-
-
-def _exactly(module: str) -> str:
-    return rf"(.*\.)?{re.escape(module)}$"
+def _by_name(
+    method: Callable[[Mapping[str, Any]], _Table], settings: Mapping[str, Any], named: Mapping[str, Any]
+) -> dict[str, _Table]:
+    """The tables of modules that have settings over the general ones; one for all that have the same."""
+    own = {name: found if isinstance(found, dict) else {} for name, found in named.items()}
+    tables = {repr(found): found for found in own.values()}
+    made = {key: method({**settings, **found}) for key, found in tables.items()}
+    return {name: made[repr(found)] for name, found in own.items()}
 
 
 # --------------------------------------------------------------------------------------------------------- methods
@@ -267,7 +286,14 @@ _SCALAR = ("", "1")
 _BY_ROW = ("lead out 1", "lead out")
 # "lead" before "1": of fused experts a rank may hold one alone; without experts "lead" is "", and does not fit
 _BY_EXPERT = ("", "lead", "1", "lead 1 1")
-_OF_ACTIVATIONS = ("input_scale", "activation_scale", "input_global_scale", "input_zero_point", "output_scale")
+_OF_ACTIVATIONS = (
+    "input_scale",
+    "input_offset",
+    "activation_scale",
+    "input_global_scale",
+    "input_zero_point",
+    "output_scale",
+)
 _OF_KEYS = ("k_scale", "v_scale", "kv_scale", "k_zero_point", "v_zero_point")
 _OF_QUERIES = ("q_scale", "q_zero_point", "prob_scale", "prob_output_scale")
 _OF_ATTENTION = {*_OF_KEYS, *_OF_QUERIES}
@@ -303,16 +329,53 @@ _SCALES_OF_ACTIVATIONS: dict[str, _Entry] = {
 }
 
 
-def _fp8(settings: Mapping[str, Any]) -> _Table:
-    """Scales for blocks of 128 x 128, or one for the tensor.
+#: Ascend's ModelSlim, W8A8: scales and offsets for each output, and what it adds for activations of a fixed scale: a
+#: factor and a sum for each output. Its settings stand in a file of its own, quant_model_description.json. Source:
+#: vllm-ascend, quantization/methods.
+_ASCEND: _Table = {".weight_offset": _BY_ROW, ".deq_scale": ("lead out",), ".quant_bias": ("lead out",)}
 
-    Sources: transformers, integrations/finegrained_fp8.py; DeepSeek-V3, README_WEIGHTS.md.
+
+def _fp8(settings: Mapping[str, Any]) -> _Table:
+    """Scales for blocks of 128 x 128, or one for the tensor; MXFP8 has one for each 32 along the input.
+
+    Beside them experts may have 4 bits, two to a byte along the input, with a scale for each 32: I8 in DeepSeek-V4,
+    which calls all scales ``scale``, and U8 in MiMo-V2.5 ("store_dtype": "mxfp4"). Sources: transformers,
+    integrations/finegrained_fp8.py; DeepSeek-V3, README_WEIGHTS.md; DeepSeek-V4, inference/convert.py; vllm#45200.
     """
     block = settings.get("weight_block_size")
     inverse = (_blocks(block), "lead 1 1") if block else (*_BY_EXPERT, _blocks((128, 128)))
     scales = inverse if block else (*_BY_EXPERT, *_BY_ROW, "lead 1 out")
     kinds = {".weight_scale_inv": inverse, "_scale_inv": inverse, ".weight_scale": scales, "_scale": scales}
-    return {**_SCALES_OF_ACTIVATIONS, **kinds}
+    four, four_scale = ("stored lead out in/2",), ("stored lead out in/32",)
+    fours = {" I8": four, ".scale of I8": four_scale}
+    if settings.get("store_dtype") == "mxfp4":
+        fours |= {" U8": four, ".weight_scale of U8": four_scale}
+    return {**_SCALES_OF_ACTIVATIONS, **kinds, ".scale": scales, **fours}
+
+
+def _int8_blocks(settings: Mapping[str, Any]) -> _Table:
+    """SGLang's blockwise_int8 (DeepSeek-R1-Block-INT8): as fp8 with blocks, of whole integers."""
+    inverse = (_blocks(settings.get("weight_block_size") or (128, 128)),)
+    return {**_SCALES_OF_ACTIVATIONS, ".weight_scale_inv": inverse}
+
+
+def _rows8(settings: Mapping[str, Any]) -> _Table:
+    """SGLang's w8a8_int8 and w8a8_fp8 (DeepSeek-R1-Channel-INT8): a scale for each output."""
+    return {**_SCALES_OF_ACTIVATIONS, ".weight_scale": _BY_ROW}
+
+
+def _w4afp8(settings: Mapping[str, Any]) -> _Table:
+    """DeepSeek-R1-W4AFP8: fp8 in blocks, and experts of 4 bits, two to an int8 along the input, with a scale for each
+    group. Sources: SGLang, layers/quantization/w4afp8.py; vLLM, model_executor/layers/quantization/w4afp8.py.
+    """
+    size = int(settings.get("group_size") or 128)
+    table = _fp8({"weight_block_size": (128, 128), **settings})
+    return {**table, ".weight_scale_inv of I8": (f"stored lead out in/{size}",)}
+
+
+def _fp8_scheme(settings: Mapping[str, Any]) -> _Scheme:
+    """fp8, with ModelOpt's tensors in those modules that ModelOpt has quantized anew (its DeepSeek-V4)."""
+    return replace(_modelopt_scheme(settings), general=_fp8(settings))
 
 
 def _blocks(block: Any) -> str:
@@ -330,7 +393,8 @@ def _gptq(settings: Mapping[str, Any]) -> _Table:
     output.
 
     With act-order a row may belong to any group, so that every rank keeps all groups. Without, ``g_idx`` keeps the
-    original's group numbers. Source: AutoGPTQ, nn_modules/qlinear/qlinear_cuda_old.py.
+    original's group numbers. AutoGPTQ gives every linear a bias, of zeros where the model has none. Source: AutoGPTQ,
+    nn_modules/qlinear/qlinear_cuda_old.py.
     """
     names = (".qweight", ".qzeros", ".scales", ".g_idx")
     layout = str(settings.get("checkpoint_format") or "gptq").lower()
@@ -348,6 +412,7 @@ def _gptq(settings: Mapping[str, Any]) -> _Table:
         ".qzeros": (f"{groups} -> out{pack}",),
         ".scales": (f"{groups} -> out",),
         ".g_idx": ("in",),
+        ".bias of None": ("lead out",),
     }
 
 
@@ -355,7 +420,8 @@ def _gptq_scheme(settings: Mapping[str, Any]) -> _Scheme:
     """GPTQModel's ``dynamic``: regular expressions, ``+:`` for other settings, ``-:`` for modules left as they are."""
     dynamic = (settings.get("dynamic") or {}).items()
     changed = ((name.removeprefix("+:"), own) for name, own in dynamic if not name.startswith("-:"))
-    return _overrides(_gptq, settings, changed)
+    named = ((re.compile(name), _gptq({**settings, **(own if isinstance(own, dict) else {})})) for name, own in changed)
+    return _Scheme(_gptq(settings), tuple(named))
 
 
 def _awq(settings: Mapping[str, Any]) -> _Table:
@@ -378,25 +444,27 @@ def _awq(settings: Mapping[str, Any]) -> _Table:
 
 def _auto_round(settings: Mapping[str, Any]) -> _Scheme:
     """AutoRound writes the tensors of AWQ or GPTQ: ``packing_format`` says which."""
-    awq = "awq" in str(settings.get("packing_format") or settings.get("backend") or "")
-    named = ((_exactly(name), own) for name, own in (settings.get("extra_config") or {}).items())
-    return _overrides(_awq if awq else _gptq, settings, named)
+    method = _awq if "awq" in str(settings.get("packing_format") or settings.get("backend") or "") else _gptq
+    return _Scheme(method(settings), within=_by_name(method, settings, settings.get("extra_config") or {}))
 
 
 def _compressed_scheme(settings: Mapping[str, Any]) -> _Scheme:
     """compressed-tensors: groups of modules by class, by name or by ``re:`` expression; names win over classes."""
     general: dict[str, _Entry] = {}
     named: list[tuple[re.Pattern[str], _Table]] = []
+    within: dict[str, _Table] = {}
     for group in (settings.get("config_groups") or {}).values():
         if not isinstance(group, dict):
             continue
         table = _compressed(group.get("weights") or {}, str(group.get("format") or settings.get("format") or ""))
         for target in group.get("targets") or ():
-            if target.startswith("re:") or "." in target:
-                named.append((re.compile(target[3:] if target.startswith("re:") else _exactly(target)), table))
+            if target.startswith("re:"):
+                named.append((re.compile(target[3:]), table))
+            elif "." in target:
+                within[target] = table
             else:
                 general = _either(general, table)
-    return _Scheme(general or _compressed({}, str(settings.get("format") or "")), tuple(named))
+    return _Scheme(general or _compressed({}, str(settings.get("format") or "")), tuple(named), within)
 
 
 def _either(one: _Table, other: _Table) -> dict[str, _Entry]:
@@ -461,9 +529,9 @@ def _strategy(weights: Mapping[str, Any]) -> str:
 
 
 def _modelopt_scheme(settings: Mapping[str, Any]) -> _Scheme:
-    """ModelOpt; with MIXED_PRECISION the algorithm of each module by its name."""
+    """ModelOpt; with MIXED_PRECISION the algorithm of each module, or of all within it, by its name."""
     layers = settings.get("quantized_layers") or {}
-    return _overrides(_modelopt, settings, ((_exactly(name), own) for name, own in layers.items()))
+    return _Scheme(_modelopt(settings), within=_by_name(_modelopt, settings, layers))
 
 
 def _modelopt(settings: Mapping[str, Any]) -> _Table:
@@ -570,7 +638,12 @@ def _plain(method: Callable[[Mapping[str, Any]], _Table]) -> Callable[[Mapping[s
 
 
 _METHODS: Mapping[str, Callable[[Mapping[str, Any]], _Scheme]] = {
-    "fp8": _plain(_fp8),
+    "fp8": _fp8_scheme,
+    "mxfp8": _fp8_scheme,
+    "w4afp8": _plain(_w4afp8),
+    "blockwise_int8": _plain(_int8_blocks),
+    "w8a8_int8": _plain(_rows8),
+    "w8a8_fp8": _plain(_rows8),
     "fbgemm_fp8": _plain(_fbgemm),
     "gptq": _gptq_scheme,
     "awq": _plain(_awq),

@@ -40,12 +40,14 @@ from reshard.output import (
     unfinished_command,
 )
 from reshard.plan import Layout, Model, Plan, make_plan, rank_config, unevenly
-from reshard.source import UNSPLIT, Source, open_source
+from reshard.source import UNSPLIT, Source, lines_of, open_source
 from reshard.transfer import Way
 from reshard.ways import way_between
 
 if TYPE_CHECKING:
     import torch
+
+    from formats.architecture import Architecture
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
 
@@ -106,6 +108,15 @@ def open_any(source: str | Path, access: Access, *, headers_only: bool = False) 
     opened = open_source(fetched.path, location=fetched.repo, commit=fetched.commit, plan_file=access.plan_file)
     _refuse_one_rank(opened)
     return opened
+
+
+def lines_of_any(source: str | Path, access: Access) -> Architecture:
+    """The lines that cover the tensors of a folder or a Hub id, whether or not they fit. Raises ReshardError."""
+    fetched = fetch(
+        str(source), revision=access.revision, token=access.token, cache_dir=access.cache_dir, quiet=access.quiet,
+        headers_only=True,
+    )  # fmt: skip
+    return lines_of(fetched.path, access.plan_file)
 
 
 def _refuse_one_rank(source: Source) -> None:

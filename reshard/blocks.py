@@ -6,17 +6,27 @@ import math
 
 from formats.axes import owned
 from formats.blocks import block_size, with_block_size
+from formats.errors import PlanError
 from formats.mesh import Mesh
 from reshard.plan import FullTensor, Model, bind, shares_of
 
 
 def finer_blocks(model: Model, mesh: Mesh) -> tuple[int, int] | None:
-    """The largest block size of which every rank's boundaries are multiples; None if that is the model's own."""
+    """The largest block size of which every rank's boundaries are multiples; None if that is the model's own.
+
+    Raises PlanError for blocks that begin anew in each part of a weight.
+    """
     block = block_size(model.config)
     if block is None:
         return None
     common = list(block)
     for tensor in model.in_blocks:
+        if any(dim.part is not None for dim in tensor.rule.dims):
+            raise PlanError(
+                f"--refine-blocks is not possible: tensor '{tensor.name}' has blocks that begin anew in each part of "
+                f"'{tensor.rule.dims[0].whole}'",
+                "choose a degree that cuts no block",
+            )
         sizes = model.sizes.of(dict(tensor.indices))
         for place, dim in zip((-2, -1), tensor.rule.dims[-2:], strict=True):
             for rank in range(mesh.size):
@@ -28,6 +38,6 @@ def finer_blocks(model: Model, mesh: Mesh) -> tuple[int, int] | None:
 
 def with_blocks(model: Model, block: tuple[int, int]) -> Model:
     """The same model with scales for blocks of another size."""
-    blocked = {tensor.name for tensor in model.tensors if any(dim.step > 1 for dim in tensor.rule.dims)}
+    blocked = {tensor.name for tensor in model.tensors if any(dim.counted[0] > 1 for dim in tensor.rule.dims)}
     tensors = [FullTensor(t.name, t.dtype, None if t.name in blocked else t.shape, "") for t in model.tensors]
     return bind(model.architecture, with_block_size(model.config, block), tensors, known=model.sizes.measured)

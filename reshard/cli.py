@@ -7,6 +7,7 @@ out, 130 interrupted. Nothing heavy is imported before a command needs it: ``res
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -21,10 +22,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from formats.errors import CheckpointError, MismatchError, ReshardError, listed, one_line, printable
+from formats.errors import CheckpointError, MismatchError, PlanError, ReshardError, listed, one_line, printable
 from reshard import __version__
 
 if TYPE_CHECKING:
+    from formats.architecture import Architecture
     from reshard.api import Access, Padding, Summary
     from reshard.demo import Compared
     from reshard.inspect import Report
@@ -288,7 +290,7 @@ def plan_command(
     file of a similar model with --save, check and edit it (docs/design.md describes its form) and pass it to any
     command with --plan. --as transformers prints the tp_plan that transformers' own tensor parallelism takes.
     """
-    from reshard.api import mesh_of, open_any, plan_of
+    from reshard.api import lines_of_any, mesh_of, open_any, plan_of
 
     padding = _padding(pad_vocab_to, no_pad_vocab)
     _check_same_ranks(tp, ep, same_ranks)
@@ -297,9 +299,18 @@ def plan_command(
             raise click.UsageError("--draft goes alone: pass the file that it writes with --plan")
         _write_draft(source, draft_file, revision, token, cache_dir)
         return
-    opened = open_any(source, _access(revision, token, cache_dir, plan_file, as_json), headers_only=True)
+    access = _access(revision, token, cache_dir, plan_file, as_json)
+    try:
+        opened = open_any(source, access, headers_only=True)
+    except PlanError as error:
+        if save_file is None:
+            raise
+        _save_plan(lines_of_any(source, access), save_file)
+        raise PlanError(error.message, f"edit {save_file}, pass it with --plan {save_file}") from None
     if save_file is not None:
-        _save_plan(opened.model, save_file)
+        used = opened.model.used_templates
+        lines = {name: rules for name, rules in opened.model.architecture.tensors.items() if name in used}
+        _save_plan(dataclasses.replace(opened.model.architecture, tensors=lines), save_file)
     if as_form is not None:
         if ep is not None:
             raise click.UsageError("--as transformers goes with --tp alone")
@@ -422,14 +433,12 @@ def _working_in(folder: Path) -> Iterator[None]:
         os.chdir(before)
 
 
-def _save_plan(model: Model, file: Path) -> None:
-    import dataclasses
-
+def _save_plan(architecture: Architecture, file: Path) -> None:
     from formats.architecture import to_toml
 
-    tensors = {name: rules for name, rules in model.architecture.tensors.items() if name in model.used_templates}
-    _write_new(file, to_toml(dataclasses.replace(model.architecture, tensors=tensors)), "--save")
-    _note(f"Wrote {len(tensors)} rules of '{model.architecture.name}' to {file}. Use it with --plan {file}")
+    _write_new(file, to_toml(architecture), "--save")
+    count = len(architecture.tensors)
+    _note(f"Wrote {count} rules of '{architecture.name}' to {file}. Use it with --plan {file}")
 
 
 def _write_new(file: Path, text: str, option: str) -> None:

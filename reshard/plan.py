@@ -242,7 +242,7 @@ class Model:
     @cached_property
     def in_blocks(self) -> tuple[BoundTensor, ...]:
         """One tensor of each kind that counts a dimension in blocks (scales and packed integers)."""
-        blocked = [t for t in self.tensors if any(dim.step > 1 for dim in t.rule.dims)]
+        blocked = [t for t in self.tensors if any(dim.counted[0] > 1 for dim in t.rule.dims)]
         return tuple({(tensor.rule, tensor.indices): tensor for tensor in reversed(blocked)}.values())
 
     @cached_property
@@ -304,9 +304,13 @@ def bind(
     tensor, the rule, and both shapes.
     """
     sizes = AxisSizes(architecture, config, known or {})
-    covered = [_rule_of(tensor, architecture, sizes) for tensor in tensors]
+    tensors = list(tensors)
+    dtypes = {tensor.name: tensor.dtype for tensor in tensors}
+    covered = [_rule_of(tensor, architecture, sizes, dtypes) for tensor in tensors]
+    several = [each for each in covered if len(each.shapes) > 1]
     _measure(sizes, ((each.tensor, each.shapes[0], each.match) for each in covered if len(each.shapes) == 1))
-    architecture = _with_layouts_on_disk(architecture, covered, sizes, mesh or Mesh(), padding or {})
+    architecture = _with_layouts_on_disk(architecture, several, sizes, mesh or Mesh(), padding or {})
+    _measure(sizes, ((each.tensor, each.shapes[0], each.match) for each in several))
     fitted: dict[tuple[object, ...], tuple[int, ...]] = {}
     dealt = {axis for families in architecture.families.values() for family in families for axis in family}
     bound = []
@@ -341,6 +345,15 @@ def bind(
     return model
 
 
+def lines_for(architecture: Architecture, config: Mapping[str, Any], tensors: Iterable[FullTensor]) -> Architecture:
+    """An architecture with those lines alone that cover some of these tensors, whether or not they fit."""
+    tensors, sizes = list(tensors), AxisSizes(architecture, config, {})
+    dtypes = {tensor.name: tensor.dtype for tensor in tensors}
+    matches = (_line_of(tensor, architecture, sizes, dtypes)[0] for tensor in tensors)
+    used = {match.template for match in matches if match is not None}
+    return replace(architecture, tensors={name: rules for name, rules in architecture.tensors.items() if name in used})
+
+
 @dataclass
 class _Covered:
     """A tensor, the line that covers it, the rule of that line, the shapes that the tensor may have by it, and what it
@@ -354,11 +367,8 @@ class _Covered:
     belonging: Companion | None = None
 
 
-def _rule_of(tensor: FullTensor, architecture: Architecture, sizes: AxisSizes) -> _Covered:
-    match = architecture.match(tensor.name)
-    belonging = belonging_of(tensor.name, tensor.dtype, architecture, sizes)
-    if belonging is not None:
-        match = _weight_of(belonging, architecture, sizes)
+def _rule_of(tensor: FullTensor, architecture: Architecture, sizes: AxisSizes, dtypes: Mapping[str, str]) -> _Covered:
+    match, belonging = _line_of(tensor, architecture, sizes, dtypes)
     if match is None:
         raise _no_rule(tensor, architecture, sizes.settings)
     rule = sizes.holds(match)
@@ -379,20 +389,40 @@ def _rule_of(tensor: FullTensor, architecture: Architecture, sizes: AxisSizes) -
     return _Covered(tensor, match, rule, tuple(shape for shape in derived if shape is not None), belonging)
 
 
+def _line_of(
+    tensor: FullTensor, architecture: Architecture, sizes: AxisSizes, dtypes: Mapping[str, str]
+) -> tuple[Match | None, Companion | None]:
+    """The line that covers a tensor, or that of the quantized weight that it belongs to."""
+    belonging = belonging_of(tensor.name, dtypes, architecture, sizes)
+    if belonging is not None:
+        return _weight_of(belonging, architecture, sizes), belonging
+    return architecture.match(tensor.name), None
+
+
 def _with_layouts_on_disk(
     architecture: Architecture,
-    covered: Iterable[_Covered],
+    several: Sequence[_Covered],
     sizes: AxisSizes,
     mesh: Mesh,
     padding: Mapping[str, int],
 ) -> Architecture:
-    """Leave each tensor the one shape that fits, and each rule of the architecture those that its tensors have."""
+    """Leave each tensor the one shape that fits, and each rule of the architecture those that its tensors have.
+
+    Where several fit one tensor, those decide of which the names end alike (all ``self_attn.qkv_proj`` and what belongs
+    to them): they are laid out in one way.
+    """
+    fitting = [_layouts_on_disk(each, architecture, sizes, mesh, padding) for each in several]
+    common: dict[str, set[int]] = {}
+    for each, places in zip(several, fitting, strict=True):
+        end = _ending(each.match.template)
+        common[end] = common.get(end, {*places}) & {*places}
     chosen: dict[tuple[str, int], set[int]] = {}
-    for each in covered:
-        if len(each.shapes) > 1:
-            place = _layout_on_disk(each, architecture, sizes, mesh, padding)
-            chosen.setdefault((each.match.template, each.match.rules.index(each.rule)), set()).add(place)
-            each.shapes = (each.shapes[place],)
+    for each, places in zip(several, fitting, strict=True):
+        left = places if len(places) == 1 else sorted(common[_ending(each.match.template)])
+        if len({each.shapes[place].joined for place in left}) != 1:
+            raise _layout_in_doubt(each, places)
+        chosen.setdefault((each.match.template, each.match.rules.index(each.rule)), set()).add(left[0])
+        each.shapes = (each.shapes[left[0]],)
     if not chosen:
         return architecture
     tensors = {
@@ -407,10 +437,15 @@ def _with_layouts_on_disk(
     return replace(architecture, tensors=tensors)
 
 
-def _layout_on_disk(
+def _ending(template: str) -> str:
+    """The module's name behind the last index of a line's name."""
+    return template.rpartition(".")[0].rpartition("}.")[2]
+
+
+def _layouts_on_disk(
     each: _Covered, architecture: Architecture, sizes: AxisSizes, mesh: Mesh, padding: Mapping[str, int]
-) -> int:
-    """Which of several shapes a tensor has: the only one that fits, as a whole or as a rank has its part of it."""
+) -> list[int]:
+    """Which of several shapes fit a tensor, as a whole or as a rank has its part of it."""
     found, tensor = sizes.of(each.match.indices), each.tensor
     if tensor.shape is None:
         skeleton = Model(architecture, sizes.settings, sizes, ())
@@ -419,15 +454,22 @@ def _layout_on_disk(
     on_disk = tensor.held if tensor.shape is None else tensor.shape
     given = [_sizes_or_none(shape, found) for shape in each.shapes]
     fitting = [place for place, lengths in enumerate(given) if lengths == on_disk]
-    if len(fitting) == 1:
-        return fitting[0]
+    if fitting:
+        return fitting
     shown = " and ".join(f"'{shape}' {list(lengths or ())}" for shape, lengths in zip(each.shapes, given, strict=True))
     raise PlanError(
-        f"{tensor.where}: tensor '{tensor.name}' has shape {list(on_disk or ())}, "
-        + (f"which may be either of {shown}" if fitting else f"and the rule gives {shown}"),
-        "save the plan with 'reshard plan SOURCE --save FILE', leave one shape, pass it with --plan FILE"
-        if fitting
-        else _WRONG_RULE,
+        f"{tensor.where}: tensor '{tensor.name}' has shape {list(on_disk or ())}, and the rule gives {shown}",
+        _WRONG_RULE,
+    )
+
+
+def _layout_in_doubt(each: _Covered, places: Sequence[int]) -> PlanError:
+    tensor = each.tensor
+    shown = " and ".join(f"'{each.shapes[place]}'" for place in places)
+    return PlanError(
+        f"{tensor.where}: tensor '{tensor.name}' has shape {list(tensor.shape or tensor.held or ())}, "
+        f"which may be either of {shown}",
+        "save the plan with 'reshard plan SOURCE --save FILE', leave one shape, pass it with --plan FILE",
     )
 
 
@@ -438,17 +480,24 @@ def _sizes_or_none(shape: Shape, sizes: Mapping[str, int]) -> tuple[int, ...] | 
         return None
 
 
-def belonging_of(name: str, dtype: str, architecture: Architecture, sizes: AxisSizes) -> Companion | None:
-    """The quantized weight that a tensor belongs to (a packed one to itself); None of a weight as rules have it."""
-    packed = dtype in {"U8", "I32"}  # several values in one element, so that the weight's own rule may not fit
-    return companion(name, sizes.settings, dtype) if packed or architecture.match(name) is None else None
+def belonging_of(
+    name: str, dtypes: Mapping[str, str], architecture: Architecture, sizes: AxisSizes
+) -> Companion | None:
+    """The quantized weight that a tensor belongs to (a packed one to itself); None of a weight as rules have it.
+
+    ``dtypes`` are those of all tensors by name.
+    """
+    dtype = dtypes[name]
+    packed = dtype in {"U8", "I8", "I32"}  # perhaps several values in one element: the weight's own rule may not fit
+    return companion(name, sizes.settings, dtype, dtypes) if packed or architecture.match(name) is None else None
 
 
 def dequantized(plan: Plan) -> Plan:
     """The plan of the same model on the same mesh with plain weights in the place of quantized ones."""
     model, kept, weights = plan.model, [], set()
+    dtypes = {tensor.name: tensor.dtype for tensor in model.tensors}
     for tensor in model.tensors:
-        belonging = belonging_of(tensor.name, tensor.dtype, model.architecture, model.sizes)
+        belonging = belonging_of(tensor.name, dtypes, model.architecture, model.sizes)
         if belonging is None:
             kept.append(FullTensor(tensor.name, tensor.dtype, tensor.shape, "plan"))
         else:

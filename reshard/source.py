@@ -39,7 +39,7 @@ from reshard.blocks import with_blocks
 from reshard.checksum import PartialSum, sum_part
 from reshard.complete import check_complete
 from reshard.output import unfinished_command
-from reshard.plan import AxisSizes, FullTensor, Model, Plan, bind, make_plan
+from reshard.plan import AxisSizes, FullTensor, Model, Plan, bind, lines_for, make_plan
 from reshard.reading import SourceFile, SourcePlace
 
 UNSPLIT = Mesh((("tp", 1),))
@@ -156,10 +156,8 @@ def open_source(
         return _open_sharded(path, where, plan_file, stamps)
     checkpoint = open_checkpoint(path)
     architecture = load_architecture(plan_file) if plan_file else find_architecture(checkpoint.config, path)
-    tensors = dict(checkpoint.tensors)
-    if checkpoint.config.get("tie_word_embeddings") is False:
-        tensors |= {alias: dataclasses.replace(tensors[kept], name=alias) for alias, kept in checkpoint.aliases.items()}
-    full = [FullTensor(t.name, t.dtype, t.shape, t.file.name) for t in tensors.values()]
+    tensors = _with_aliases(checkpoint)
+    full = _full_tensors(tensors)
     model = bind(architecture, checkpoint.config, full, every_rule=plan_file is not None)
     check_complete(model, path)
     files = {file.path: SourceFile(file.path, file.name, file.size) for file in checkpoint.files}
@@ -197,6 +195,26 @@ def _add_headers(files: Mapping[Path, SourceFile], found: Iterable[WeightFile]) 
             part = PartialSum(file.size)
             part.add(0, len(file.header), sum_part(file.header, 0))
             files[file.path].add(frozenset(), part)
+
+
+def lines_of(path: Path, plan_file: Path | None = None) -> Architecture:
+    """The lines that cover a checkpoint's tensors, whether or not they fit. Raises CheckpointError and PlanError."""
+    if is_sharded(path):
+        return _architecture(open_sharded(path), plan_file)
+    checkpoint = open_checkpoint(path)
+    architecture = load_architecture(plan_file) if plan_file else find_architecture(checkpoint.config, path)
+    return lines_for(architecture, checkpoint.config, _full_tensors(_with_aliases(checkpoint)))
+
+
+def _with_aliases(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
+    tensors = dict(checkpoint.tensors)
+    if checkpoint.config.get("tie_word_embeddings") is False:
+        tensors |= {alias: dataclasses.replace(tensors[kept], name=alias) for alias, kept in checkpoint.aliases.items()}
+    return tensors
+
+
+def _full_tensors(tensors: Mapping[str, TensorInfo]) -> list[FullTensor]:
+    return [FullTensor(t.name, t.dtype, t.shape, t.file.name) for t in tensors.values()]
 
 
 def _open_sharded(path: Path, location: str, plan_file: Path | None, stamps: Mapping[Path, Stamp]) -> Source:

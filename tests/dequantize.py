@@ -154,11 +154,13 @@ def _exponents(rng: Rng, *shape: int, dtype: str = "U8") -> Stored:
     return Stored(dtype, rng.integers(117, 137, shape, np.uint8))
 
 
-def _gptq(bits: int, size: int, act_order: bool = False, bias: int = 1, **settings: Any) -> Method:
+def _gptq(
+    bits: int, size: int, act_order: bool = False, bias: int = 1, module_bias: bool = False, **settings: Any
+) -> Method:
     """GPTQ: AutoGPTQ, auto_gptq/nn_modules/qlinear/qlinear_cuda_old.py (``pack`` and ``forward``).
 
     ``weight[i, o] = scales[g, o] * (qweight[i, o] - (qzeros[g, o] + 1))`` with ``g = g_idx[i]``; GPTQModel's "gptq_v2"
-    does not add the one.
+    does not add the one. With ``module_bias`` each module has a bias beside these, of zeros.
     """
 
     def encode(rng: Rng, shape: tuple[int, ...]) -> dict[str, Stored]:
@@ -170,6 +172,7 @@ def _gptq(bits: int, size: int, act_order: bool = False, bias: int = 1, **settin
             ".qzeros": Stored("I32", pack(rng.integers(0, 2**bits, (groups, outputs)), bits, 1)),
             ".scales": _scale(rng, groups, outputs, dtype="F16"),
             ".g_idx": Stored("I32", (rng.permutation(g_idx) if act_order else g_idx).astype(np.int32)),
+            **({".bias": Stored("F16", np.zeros(outputs, np.float16))} if module_bias else {}),
         }
 
     def decode(tensors: Tensors) -> Array:
@@ -280,14 +283,14 @@ def _groups(group: dict[str, Any], layout: str) -> dict[str, Any]:
 
 def _scaled(
     settings: dict[str, Any], kind: str, *, scale: str = ".weight_scale", dtype: str = "F8_E4M3",
-    block: tuple[int, int] = (0, 0), extra: tuple[str, ...] = (), zero: bool = False,
+    block: tuple[int, int] = (0, 0), extra: tuple[str, ...] = (), zero: str = "",
 ) -> Method:  # fmt: skip
     """Values of one byte times a scale: for the tensor ("", "1"), each output ("out", "out 1") or a block of outputs
     and inputs.
 
     transformers, integrations/finegrained_fp8.py and fbgemm_fp8.py; compressed-tensors,
     compressors/naive_quantized/base.py; ModelOpt, torch/export/quant_utils.py; bitsandbytes, functional.py (``SCB``
-    over 127).
+    over 127); DeepSeek-V4, inference/convert.py (``scale``); vllm-ascend, quantization/methods (``weight_offset``).
     """
     rows, columns = block
 
@@ -298,8 +301,8 @@ def _scaled(
         shapes["block 4"] = grid and (grid[0], 1, grid[1], 1)
         found = {".weight": _codes(rng, *shape, dtype=dtype), scale: _scale(rng, *shapes[kind])}
         if zero:
-            found[".weight_zero_point"] = Stored("I8", rng.integers(-9, 9, shapes[kind], np.int8))
-        return found | {name: _scale(rng) for name in extra}
+            found[zero] = Stored("I8", rng.integers(-9, 9, shapes[kind], np.int8))
+        return found | {name: _scale(rng, *((outputs,) if name in _BY_OUTPUT else ())) for name in extra}
 
     def decode(tensors: Tensors) -> Array:
         numbers = values(tensors[".weight"])
@@ -309,7 +312,7 @@ def _scaled(
             scales = spread(spread(scales, rows, -2, numbers.shape[-2]), columns, -1, numbers.shape[-1])
         elif kind == "out":
             scales = scales[..., None]
-        numbers = numbers - values(tensors[".weight_zero_point"]) if zero else numbers
+        numbers = numbers - values(tensors[zero]) if zero else numbers
         return (numbers * scales).astype(np.float32)
 
     return Method(settings, encode, decode, max(block) or None)
@@ -345,7 +348,13 @@ def _fused_fp8(settings: dict[str, Any], kind: str, scale: str, block: tuple[int
     return Method(settings, encode, decode, max(block) or None, fused=True, input_first=True)
 
 
-def _fp4(settings: dict[str, Any], names: tuple[str, str, str], size: int, input_first: bool = False) -> Method:
+def _fp4(
+    settings: dict[str, Any],
+    names: tuple[str, str, str],
+    size: int,
+    input_first: bool = False,
+    dtypes: tuple[str, str] = ("U8", "U8"),
+) -> Method:
     """Two E2M1 values to a byte along the input, the low half first, with a scale for ``size`` of them.
 
     NVFP4: E4M3 scales for 16 and one for the tensor, which ModelOpt multiplies by
@@ -359,14 +368,14 @@ def _fp4(settings: dict[str, Any], names: tuple[str, str, str], size: int, input
     def encode(rng: Rng, shape: tuple[int, ...]) -> dict[str, Stored]:
         *lead, outputs, inputs = shape
         grid = (*lead, outputs, inputs // size)
-        found = {weight: _codes(rng, *lead, outputs, inputs // 2, dtype="U8")}
-        found[scale] = _codes(rng, *grid) if second else _exponents(rng, *grid)
+        found = {weight: _codes(rng, *lead, outputs, inputs // 2, dtype=dtypes[0])}
+        found[scale] = _codes(rng, *grid) if second else _exponents(rng, *grid, dtype=dtypes[1])
         if input_first:
             found = {name: Stored(t.dtype, np.ascontiguousarray(t.array.swapaxes(-1, -2))) for name, t in found.items()}
         return found | ({second: _scale(rng, *([1] if divide else []))} if second else {})
 
     def decode(tensors: Tensors) -> Array:
-        packed, scales = tensors[weight].array, tensors[scale]
+        packed, scales = tensors[weight].array.view(np.uint8), tensors[scale]
         if input_first:
             packed, scales = packed.swapaxes(-1, -2), Stored(scales.dtype, scales.array.swapaxes(-1, -2))
         numbers = E2M1[nibbles(packed)]
@@ -474,6 +483,7 @@ def _bitsandbytes(kind: str, double: bool = False) -> Method:
 
 _FLOAT = {"num_bits": 8, "type": "float", "symmetric": True}
 _INPUT = (".input_scale",)
+_BY_OUTPUT = (".deq_scale", ".quant_bias")
 _COMPRESSED_FP4 = (".weight_packed", ".weight_scale", ".weight_global_scale")
 _MODELOPT = {"quant_method": "modelopt", "ignore": ["lm_head"]}
 _NV_WEIGHTS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
@@ -496,6 +506,7 @@ METHODS: dict[str, Method] = {
     "gptq-8": _gptq(8, 16),
     "gptq-3": _gptq(3, 16),
     "gptq-3-act-order": _gptq(3, 16, act_order=True),
+    "gptq-bias": _gptq(4, 16, module_bias=True),
     "gptq-v2": _gptq(4, 16, bias=0, checkpoint_format="gptq_v2"),
     "gptq-act-order": _gptq(4, 8, act_order=True),
     "gptq-one-group": _gptq(4, -1),
@@ -506,7 +517,9 @@ METHODS: dict[str, Method] = {
     "packed-4-act-order": _packed(4, 8, actorder="group"),
     "packed-8-channel-zeros": _packed(8, None, symmetric=False),
     "int8": _scaled(_linear(_INT8, "int-quantized"), "out 1", dtype="I8"),
-    "int8-zeros": _scaled(_linear({**_INT8, "symmetric": False}, "int-quantized"), "out 1", dtype="I8", zero=True),
+    "int8-zeros": _scaled(
+        _linear({**_INT8, "symmetric": False}, "int-quantized"), "out 1", dtype="I8", zero=".weight_zero_point"
+    ),
     "float8-tensor": _scaled(_linear({**_FLOAT, "strategy": "tensor"}, "float-quantized"), "1", extra=_INPUT),
     "float8-channel": _scaled(_linear({**_FLOAT, "strategy": "channel"}, "float-quantized"), "out 1"),
     "float8-block": _scaled(_linear(_BLOCKS, "float-quantized"), "block", block=(16, 32)),
@@ -514,6 +527,35 @@ METHODS: dict[str, Method] = {
     "compressed-mxfp4": _fp4(_linear(_MX_WEIGHTS, "mxfp4-pack-quantized"), (".weight_packed", ".weight_scale", ""), 32),
     "fp8-block": _scaled(
         {"quant_method": "fp8", "weight_block_size": [32, 16]}, "block", scale=".weight_scale_inv", block=(32, 16)
+    ),
+    "fp8-block-scale": _scaled(
+        {"quant_method": "fp8", "weight_block_size": [32, 16]}, "block", scale=".scale", block=(32, 16)
+    ),
+    "fp8-beside-fp4": _fp4(
+        {"quant_method": "fp8", "weight_block_size": [32, 16]},
+        (".weight", ".scale", ""),
+        32,
+        dtypes=("I8", "F8_E8M0"),
+    ),
+    "fp8-beside-mxfp4": _fp4(
+        {"quant_method": "fp8", "weight_block_size": [32, 16], "store_dtype": "mxfp4"},
+        (".weight", ".weight_scale", ""),
+        32,
+    ),
+    "w4afp8": _fp4(
+        {"quant_method": "w4afp8", "group_size": 32}, (".weight", ".weight_scale_inv", ""), 32, dtypes=("I8", "F8_E8M0")
+    ),
+    "blockwise-int8": _scaled(
+        {"quant_method": "blockwise_int8", "weight_block_size": [32, 16]},
+        "block",
+        scale=".weight_scale_inv",
+        dtype="I8",
+        block=(32, 16),
+    ),
+    "w8a8-int8": _scaled({"quant_method": "w8a8_int8"}, "out 1", dtype="I8"),
+    "w8a8-fp8": _scaled({"quant_method": "w8a8_fp8"}, "out 1"),
+    "mxfp8": _scaled(
+        {"quant_method": "mxfp8", "weight_block_size": [1, 32]}, "block", scale=".weight_scale_inv", block=(1, 32)
     ),
     "fp8-tensor": _scaled(_FP8, "", scale=".weight_scale_inv", extra=(".activation_scale",)),
     "fp8-static": _scaled(_FP8, "1", extra=_INPUT),
@@ -524,6 +566,7 @@ METHODS: dict[str, Method] = {
     "modelopt-nvfp4": _fp4(_NVFP4, (".weight", ".weight_scale", ".weight_scale_2"), 16),
     "modelopt-int4-awq": _int4_awq(16),
     "no-config-fp8": _scaled({}, "", extra=_INPUT),
+    "no-config-int8": _scaled({}, "out 1", dtype="I8", zero=".weight_offset", extra=(*_INPUT, *_BY_OUTPUT)),
     "quark-fp8": _scaled({"quant_method": "quark", "global_quant_config": _QUARK_FP8}, "", extra=(".output_scale",)),
     "quark-mxfp4": _fp4(
         {"quant_method": "quark", "global_quant_config": _QUARK_FP4}, (".weight", ".weight_scale", ""), 32

@@ -33,16 +33,17 @@ class Remote:
 
 
 def shapes(remote: Remote) -> dict[str, Shape]:
-    return {name: shape for key, shape in remote.tensors.items() for name in _names(key)}
+    return {name: shape for key, shape in remote.tensors.items() for name in numbered(key)}
 
 
-def _names(key: str) -> Iterator[str]:
+def numbered(key: str) -> Iterator[str]:
+    """The names that ``[0-2]`` in a name stands for."""
     found = re.search(r"\[(\d+)-(\d+)\]", key)
     if not found:
         yield key
         return
     for number in range(int(found[1]), int(found[2]) + 1):
-        yield from _names(key[: found.start()] + str(number) + key[found.end() :])
+        yield from numbered(key[: found.start()] + str(number) + key[found.end() :])
 
 
 def save(name: str, folder: Path) -> Path:
@@ -2517,33 +2518,65 @@ for _name, _model, _body, _head in (
         _head,
         {**_RETRIEVAL, **_at("vlm.vision_tower" if _name == "colpali" else "vlm.visual", _TALL)},
     )
-# layers 0 and 2 with 4 KV heads of 8 query heads, layer 1 with 8; v of 10
-REMOTE["mimo_v2"] = Remote(
-    {
-        **_DENSE,
-        "model_type": "mimo_v2",
-        "v_head_dim": 10,
-        "swa_num_key_value_heads": 8,
-        "hybrid_layer_pattern": [0, 1, 0],
-        "attention_projection_layout": "fused_qkv",
-        "n_routed_experts": 3,
-        "moe_intermediate_size": 24,
-    },
-    {
+# Layers 0 and 2 with 4 KV heads of 8 query heads, layer 1 with 8; v of 10. Four chunks of q, k and v in each: in layer
+# 1 a chunk is a whole number of blocks of 4 rows, so that its scales cannot tell chunks from all q, all k, all v. Those
+# of the other layers do.
+_MIMO: dict[str, Any] = {
+    **_DENSE,
+    "model_type": "mimo_v2",
+    "v_head_dim": 10,
+    "swa_num_key_value_heads": 8,
+    "hybrid_layer_pattern": [0, 1, 0],
+    "attention_projection_layout": "fused_qkv",
+    "n_routed_experts": 3,
+    "moe_intermediate_size": 24,
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [4, 8]},
+}
+
+
+def _mimo(scales: int) -> dict[str, Shape]:
+    """With so many rows of scales for the 184 rows of a layer with full attention."""
+    return {
         **_ENDS,
         **_at("model.layers.[0-2]", _NORMS),
         "model.layers.[0-2].self_attn.o_proj.weight": (80, 80),
         "model.layers.[0-2].self_attn.attention_sink_bias": (8,),
         **{f"model.layers.{layer}.self_attn.qkv_proj.weight": (184, 80) for layer in (0, 2)},
+        **{f"model.layers.{layer}.self_attn.qkv_proj.weight_scale_inv": (scales, 10) for layer in (0, 2)},
         "model.layers.1.self_attn.qkv_proj.weight": (272, 80),
+        "model.layers.1.self_attn.qkv_proj.weight_scale_inv": (68, 10),
+        "model.mtp.layers.0.self_attn.qkv_proj.weight": (272, 80),
+        "model.mtp.layers.0.self_attn.qkv_proj.weight_scale_inv": (68, 10),
         **_at("model.layers.0.mlp", _mlp(72)),
         "model.layers.[1-2].mlp.gate.weight": (3, 80),
         "model.layers.[1-2].mlp.gate.e_score_correction_bias": (3,),
         **_at("model.layers.[1-2].mlp.experts.[0-2]", _mlp(24)),
+        "speech_embeddings.0.weight": (20, 16),
+        "visual.merger.mlp.0.weight": (32, 24),
+    }
+
+
+REMOTE["mimo_v2"] = Remote(
+    _MIMO,
+    _mimo(48),
+    degrees=(2, 4),
+    parts={
+        "model.layers.0.self_attn.qkv_proj.weight": (0, [(92, 184)]),
+        "model.layers.0.self_attn.qkv_proj.weight_scale_inv": (0, [(24, 48)]),
+        "model.layers.1.self_attn.qkv_proj.weight": (0, [(136, 272)]),
+        "model.mtp.layers.0.self_attn.qkv_proj.weight_scale_inv": (0, [(34, 68)]),
+        "model.layers.1.self_attn.o_proj.weight": (1, [(40, 80)]),
     },
+)
+REMOTE["mimo_v2-reexported"] = Remote(
+    _MIMO,
+    _mimo(46),
+    degrees=(2,),
     parts={
         "model.layers.0.self_attn.qkv_proj.weight": (0, [(48, 96), (120, 144), (164, 184)]),
+        "model.layers.0.self_attn.qkv_proj.weight_scale_inv": (0, [(12, 24), (30, 36), (41, 46)]),
         "model.layers.1.self_attn.qkv_proj.weight": (0, [(48, 96), (144, 192), (232, 272)]),
+        "model.mtp.layers.0.self_attn.qkv_proj.weight_scale_inv": (0, [(12, 24), (36, 48), (58, 68)]),
     },
 )
 REMOTE["llama_bidirec"] = Remote({**_TWO, "model_type": "llama_bidirec"}, _TEXT)

@@ -113,6 +113,26 @@ def test_blocks_are_owned_whole_or_refused(dim, sizes, data):
         assert expand(owned(dim, sizes, shares)) == expected
 
 
+@given(st.lists(st.sampled_from(AXES), min_size=1, max_size=2), counted, sizes, st.data())
+def test_blocks_of_a_part_of_its_own_begin_anew_with_each_repetition(outer, part, sizes, data):
+    """``(kv [q + k])/128`` is owned as ``(q + k)/128`` of each kv that is owned."""
+    whole = Dim((Block((*outer, replace(part.whole, apart=True))),))
+    assume(whole.size(sizes) < 5000)
+    dim, shares = whole.in_blocks(part.step, part.per), draw_shares(data, sizes)
+    repeated = oracle(Dim((Block((*outer, 1)),)), sizes, shares)
+    assert dim.whole == whole and dim.counted == (part.step, part.per)
+    try:
+        each = expand(owned(part, sizes, shares))
+    except NotationError:
+        with pytest.raises(NotationError, match="cut a block"):
+            owned(dim, sizes, shares)
+        return
+    length = part.size(sizes)
+    assert dim.size(sizes) == math.prod(sizes[axis] for axis in outer) * length
+    assert expand(owned(dim, sizes, shares)) == [index * length + place for index in repeated for place in each]
+    assert str(parse(str(dim))) == str(dim)
+
+
 rows = st.lists(dims, min_size=2, max_size=3).map(lambda ds: Dim((Block(tuple(ds)),)))
 
 
@@ -220,6 +240,9 @@ def test_first_axis_is_slowest():
         # scales for blocks of 2 rows, the last one short
         ("ff/2", {"ff": 6}, {"ff": Share(3, 2)}, [2]),
         ("ff/4", {"ff": 6}, {}, [0, 1]),
+        # of two parts of 3 rows each, with blocks of 2: two blocks each, the second of one row
+        ("(kv [head])/2", {"kv": 2, "head": 3}, {"kv": Share(2, 1)}, [2, 3]),
+        ("(kv [group head + 1])/2", {"kv": 2, "group": 2, "head": 2}, {"group": Share(2, 1)}, [1, 2, 4, 5]),
         # 4 values of 6 bits in three bytes
         ("ff*3/4", {"ff": 8}, {"ff": Share(2, 1)}, [3, 4, 5]),
         ("ff*3/4", {"ff": 6}, {}, [0, 1, 2, 3, 4]),
@@ -234,6 +257,13 @@ def test_known_layouts(text, sizes, shares, expected):
     [
         ("(kv head", "not closed"),
         ("kv head)", "stands where an axis"),
+        ("(kv [head + ff)", "stands where an axis"),
+        ("(kv [head + ff", "a bracket is not closed"),
+        ("[kv head]", "stands where an axis"),
+        ("([head] kv)", "square brackets stand once, around the last factor"),
+        ("(kv [head] + kv [ff])", "square brackets stand once"),
+        ("(kv [group [head]])", "square brackets stand once"),
+        ("(kv (group [head]))", "square brackets stand once"),
         ("(kv + )", "nothing stands before ')'"),
         ("( )", "nothing stands before ')'"),
         ("kv * head", "'/' stands between"),
@@ -405,3 +435,12 @@ def test_the_unit_that_a_dimension_needs(text, unit):
 def test_axes_that_enclose_others(text, enclosing):
     (dim,) = parse(text).dims
     assert {axis for axis in dim.axes if encloses(dim, axis)} == enclosing
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("(kv [head])", "(kv head)"), ("(kv [group head])/4", "(kv group head)/4"), ("(kv [q: group + k: 1])", None),
+     ("(kv head)", None)],
+)  # fmt: skip
+def test_a_part_that_is_a_product_is_joined_to_what_repeats_it(text: str, expected: str | None):
+    assert parse(text).joined == parse(expected or text)

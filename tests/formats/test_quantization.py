@@ -6,7 +6,7 @@ import pytest
 
 from formats.axes import parse
 from formats.errors import PlanError
-from formats.quantization import companion, shape_of, stated_shape
+from formats.quantization import _Identical, _scheme, companion, shape_of, stated_shape
 
 SIZES = {"out": 4096, "in": 2048, "e": 8, "groups_in": 16}
 
@@ -50,6 +50,12 @@ NV = packed("tensor_group", "nvfp4-pack-quantized", type="float", group_size=16)
         ("p.qzeros", GPTQ | {"bits": 3}, "I32", (16, 384), "p.weight: in/128 -> out*3/32"),
         ("p.qweight", {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"}, "I32", (2048, 512),
          "p.weight: in -> out/8"),
+        ("p.bias", GPTQ, "F16", (4096,), "p.weight: out"),
+        ("p.weight_scale_inv", {"quant_method": "mxfp8", "weight_block_size": [1, 32]}, "U8", (4096, 64),
+         "p.weight: out in/32"),
+        ("p.scale", FP8, "F8_E8M0", (32, 16), "p.weight: out/128 in/128"),
+        ("p.weight", FP8, "I8", (4096, 1024), "p.weight: out in/2"),
+        ("p.weight", FP8 | {"store_dtype": "mxfp4"}, "U8", (4096, 1024), "p.weight: out in/2"),
         ("p.qweight", AWQ, "I32", (2048, 512), "p.weight: in -> out/8"),
         ("p.qzeros", AWQ, "I32", (16, 512), "p.weight: in/128 -> out/8"),
         # Kimi K2 Thinking: 4 bits in groups of 32
@@ -222,3 +228,51 @@ def test_what_states_the_shape_of_its_weight(name, states):
 def test_a_shape_is_stated_output_before_input():
     assert str(stated_shape(parse("out in"))) == "out in"
     assert str(stated_shape(parse("in -> out"))) == "out in"
+
+
+@pytest.mark.parametrize(
+    "name, settings, dtypes, expected",
+    [
+        ("p.scale", FP8, {"p.weight": "I8"}, "stored lead out in/32"),
+        ("p.scale", FP8, {"p.weight": "F8_E4M3"}, "stored lead out/128 in/128"),
+        ("p.weight_scale", FP8 | {"store_dtype": "mxfp4"}, {"p.weight": "U8"}, "stored lead out in/32"),
+        ("p.bias", GPTQ, {"p.qweight": "I32"}, "lead out"),
+        ("p.bias", GPTQ, {"p.weight": "BF16"}, None),
+    ],
+)
+def test_the_dtype_of_a_weight_says_how_it_is_quantized(name: str, settings: dict, dtypes: dict, expected: str | None):
+    found = companion(name, {"quantization_config": settings}, "F8_E8M0", dtypes)
+    assert (found and found.patterns[0]) == expected
+
+
+@pytest.mark.parametrize(
+    "method, key", [("fp8", "quantized_layers"), ("modelopt", "quantized_layers"), ("auto-round", "extra_config")]
+)
+def test_settings_of_modules_hold_within_them_whatever_stands_before(method: str, key: str):
+    inner = {"quant_algo": "W4A8_AWQ", "bits": 8, "group_size": 64}
+    named = {"layers.1.experts": inner, "layers.1.experts.3.w2": inner | {"quant_algo": "NVFP4", "bits": 2}}
+    config = {"quantization_config": {"quant_method": method, "bits": 4, key: named}}
+
+    def patterns(module: str) -> tuple[str, ...] | None:
+        found = companion(f"{module}.{'qweight' if method == 'auto-round' else 'weight'}", config, "U8")
+        return found and found.patterns
+
+    general, within, deeper = {
+        "fp8": (None, "lead out/2 in", "stored lead out in/2"),
+        "modelopt": ("stored lead out in/2", "lead out/2 in", "stored lead out in/2"),
+        "auto-round": ("in/8 -> out", "in/4 -> out", "in/16 -> out"),
+    }[method]
+    for module in ("layers.1.experts", "layers.1.experts.0.w1", "model.layers.1.experts.0.w1", "layers.1.experts.3.w1"):
+        assert patterns(module) == (within,), module
+    assert patterns("model.layers.1.experts.3.w2") == (deeper,)
+    for module in ("layers.1", "layers.11.experts.0.w1", "layers.1.shared_experts.w1", "layers.1.experts_norm"):
+        assert patterns(module) == (general and (general,)), module
+
+
+def test_settings_of_thousands_of_modules_are_found_by_name():
+    """MiniMax-M3-NVFP4 names 22,484 modules: to try each on each of 90,000 tensors would take hours."""
+    layers = {f"m.layers.{i}.experts.{e}.w1": {"quant_algo": "NVFP4"} for i in range(60) for e in range(128)}
+    config = {"quantization_config": {"quant_method": "modelopt", "quantized_layers": layers}}
+    tables = _scheme(_Identical(config))
+    assert not tables.named and len({id(table) for table in tables.within.values()}) == 1
+    assert all(companion(f"{layer}.weight", config, "U8") for layer in layers)

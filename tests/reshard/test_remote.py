@@ -23,7 +23,7 @@ def test_every_route_gives_the_same_bytes(name, tmp_path):
     model = open_source(original).plan.model
     assert tuple(degree for degree in valid_degrees(model) if degree in zoo.DEGREES) == entry.degrees
     low, high = entry.degrees[0], entry.degrees[-1]
-    for tp in (low, high):
+    for tp in {low, high}:
         split(original, tmp_path / f"tp{tp}", tp)
     split(tmp_path / f"tp{low}", tmp_path / "again", high)
     assert without_manifest(tmp_path / "again") == without_manifest(tmp_path / f"tp{high}")

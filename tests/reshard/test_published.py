@@ -1,0 +1,113 @@
+"""Published checkpoints at their real sizes: every name has a rule, every shape fits, and the degrees are right."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from formats.architecture import find_architecture
+from formats.errors import PlanError
+from formats.mesh import Mesh
+from reshard.blocks import finer_blocks
+from reshard.plan import FullTensor, bind, make_plan, valid_degrees
+from reshard.source import open_source
+from tests import remote
+from tests.published import PUBLISHED, full_tensors
+from tests.test_cli import ok, run
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_checkpoint_is_planned(name: str):
+    published = PUBLISHED[name]
+    model = bind(find_architecture(published.config, Path()), published.config, full_tensors(published))
+    assert tuple(valid_degrees(model, limit=64)) == published.tp
+    assert tuple(valid_degrees(model, "ep", limit=64)) == published.ep
+    plan = make_plan(model, Mesh((("tp", published.tp[-1]),)))
+    for tensor, shape in (published.held or {}).items():
+        assert plan.entries[tensor].layout.box(1).shape == shape, tensor
+
+
+QKV = "model.layers.{}.self_attn.qkv_proj.weight"
+
+
+def mimo(*tensors: FullTensor):
+    config = PUBLISHED["MiMo-V2.5"].config
+    return bind(find_architecture(config, Path()), config, tensors)
+
+
+def weight(layer: int, rows: int) -> FullTensor:
+    return FullTensor(QKV.format(layer), "F8_E4M3", (rows, 4096), "here")
+
+
+def scales(layer: int, rows: int) -> FullTensor:
+    return FullTensor(QKV.format(layer) + "_scale_inv", "F32", (rows, 32), "here")
+
+
+CHUNKS = "(chunk [q: per sgroup head + k: per head + v: per vdim]) hidden"
+SECTIONS = "(q: chunk per sgroup head + k: chunk per head + v: chunk per vdim) hidden"
+
+
+@pytest.mark.parametrize("rows, expected", [(108, CHUNKS), (106, SECTIONS)])
+def test_scales_of_one_layer_tell_how_all_are_packed(rows: int, expected: str):
+    """Layer 1 has the same shapes either way, layer 0 has not."""
+    found = mimo(weight(1, 14848), scales(1, 116), weight(0, 13568), scales(0, rows))
+    assert str(found.tensors[0].rule) == expected
+
+
+@pytest.mark.parametrize("tensors", [[weight(0, 13568)], [weight(1, 14848), scales(1, 116)]])
+def test_what_scales_cannot_tell_is_asked(tensors: list[FullTensor]):
+    with pytest.raises(PlanError, match=r"qkv_proj.weight' has shape .*, which may be either of '\((kv|chunk) \[q: "):
+        mimo(*tensors)
+
+
+def test_scales_that_contradict_each_other_are_refused():
+    with pytest.raises(PlanError, match="which may be either of"):
+        mimo(weight(0, 13568), scales(0, 108), weight(5, 13568), scales(5, 106), weight(1, 14848))
+
+
+def test_blocks_that_begin_anew_are_not_refined():
+    published = PUBLISHED["MiMo-V2.5"]
+    model = bind(find_architecture(published.config, Path()), published.config, full_tensors(published))
+    with pytest.raises(PlanError, match=r"--refine-blocks is not possible: .* blocks that begin anew in each part of"):
+        finer_blocks(model, Mesh((("tp", 8),)))
+
+
+@pytest.fixture
+def unquantized(tmp_path: Path) -> Path:
+    """A MiMo without scales, so that nothing tells how q, k and v lie."""
+    folder = remote.save("mimo_v2", tmp_path / "source")
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: tensor for name, tensor in tensors.items() if "scale" not in name}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("chosen, rows", [(0, [(92, 92)]), (1, [(48, 48), (120, 24), (164, 20)])])
+def test_the_answer_is_a_line_of_a_plan_file(chosen: int, rows: list[tuple[int, int]], unquantized: Path):
+    """The command that the hint names saves the rules although they do not fit yet."""
+    mine = unquantized.parent / "mine.toml"
+    asked = run("plan", unquantized, "--save", mine)
+    assert asked.returncode == 2
+    assert "which may be either of" in asked.stderr and f"Hint: edit {mine}, pass it with --plan {mine}" in asked.stderr
+    mine.write_text(re.sub(r"shape = (\[.*?\"\])", lambda m: f"shape = {json.loads(m[1])[chosen]!r}", mine.read_text()))
+    assert "degrees" in ok("plan", unquantized, "--plan", mine)
+    ok("split", unquantized, unquantized.parent / "tp2", "--tp", "2", "--plan", mine)
+    held = open_source(unquantized.parent / "tp2").plan.entries[QKV.format(0)].layout.box(1)
+    assert [(run.offset, run.length) for run in held.dims[0]] == rows
+
+
+def test_a_plan_is_saved_where_a_tensor_has_no_rule(tmp_path: Path):
+    folder, mine = remote.save("llama_bidirec", tmp_path / "source"), tmp_path / "mine.toml"
+    tensors = load_file(folder / "model.safetensors")
+    norm = next(tensor for name, tensor in tensors.items() if name.endswith("norm.weight"))
+    save_file({**tensors, "model.extra.weight": norm.clone()}, folder / "model.safetensors")
+    asked = run("plan", folder, "--save", mine)
+    assert asked.returncode == 2 and "'model.extra.weight'" in asked.stderr and "has no rule" in asked.stderr
+    mine.write_text(mine.read_text().replace("[tensors]\n", '[tensors]\n"model.extra.weight" = "hidden"\n'))
+    ok("plan", folder, "--plan", mine)

@@ -238,9 +238,6 @@ def method_of(settings: Mapping[str, Any]) -> str:
     return str(settings.get("quant_method") or settings.get("quant_library") or named or "").lower()
 
 
-_OF_MSMODELSLIM = (".weight_offset", ".input_offset", ".deq_scale", ".quant_bias")
-
-
 def unknown_method(config: Mapping[str, Any], tensor: str) -> str | None:
     """The method by which a checkpoint is quantized, if it is none of those that are known here.
 
@@ -256,7 +253,7 @@ def unknown_method(config: Mapping[str, Any], tensor: str) -> str | None:
     mlx = config.get("quantization")
     if any(isinstance(found, Mapping) and {"bits", "group_size"} <= found.keys() for found in (settings, mlx)):
         return "MLX"
-    return "Ascend's msModelSlim" if tensor.endswith(_OF_MSMODELSLIM) else None
+    return None
 
 
 def quantization_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:

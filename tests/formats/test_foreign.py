@@ -84,8 +84,6 @@ def test_a_part_of_a_diffusers_pipeline(tmp_path: Path) -> None:
         ({"quantization": {"group_size": 64, "bits": 4}}, ("scales", "BF16", (48, 1)), "MLX"),
         ({"quantization_config": {"group_size": 64, "bits": 4, "mode": "affine"}}, ("biases", "BF16", (48, 1)), "MLX"),
         ({"quantization": {"group_size": 64, "bits": 4}}, ("weight", "U32", (48, 3)), "MLX"),
-        ({"quantize": "w8a8"}, ("quant_bias", "I32", (48,)), "Ascend's msModelSlim"),
-        ({}, ("weight_offset", "BF16", (48, 1)), "Ascend's msModelSlim"),
         ({"quantization_config": {"quant_method": "quanto"}}, ("weight._data", "I8", (48, 20)), "'quanto'"),
         ({"quantization_config": {"quant_method": "hqq"}}, ("W_q", "U8", (24, 20)), "'hqq'"),
     ],

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from formats.errors import CheckpointError
-from formats.mesh import Mesh, mesh_from_document
+from formats.documents import Unfit
+from formats.mesh import Mesh, read_mesh
 
 PLANE = Mesh((("ep", 2), ("tp", 3)))
 SAME = Mesh((("tp", 4), ("ep", 4)), same_ranks=True)
@@ -56,17 +56,17 @@ def test_what_varies_along_which_dimension(held: str, along: set[str]) -> None:
     ],
 )
 def test_a_mesh_and_its_document(mesh: Mesh, text: str) -> None:
-    assert mesh_from_document(mesh.to_document(), "here") == mesh
+    assert read_mesh(mesh.to_document(), "here") == mesh
     assert str(mesh) == text
 
 
 def test_units_are_of_their_axes() -> None:
-    mesh = mesh_from_document({"tp": 8, "uneven": {"shared_ff": 1, "ff": 32}}, "here")
+    mesh = read_mesh({"tp": 8, "uneven": {"shared_ff": 1, "ff": 32}}, "here")
     assert mesh.uneven == (("ff", 32), ("shared_ff", 1))
     assert (mesh.unit("ff"), mesh.unit("kv")) == (32, None)
 
 
 @pytest.mark.parametrize("units", [32, ["ff"], {"ff": 0}, {"ff": "32"}, {"ff": None}, {"ff": True}])
 def test_what_does_not_give_units_is_refused(units: object) -> None:
-    with pytest.raises(CheckpointError, match=r"file: 'uneven: .*' does not give the units of axes"):
-        mesh_from_document({"tp": 8, "uneven": units}, "file")
+    with pytest.raises(Unfit, match=r"file\.uneven.* should be"):
+        read_mesh({"tp": 8, "uneven": units}, "file")

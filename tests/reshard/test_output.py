@@ -22,7 +22,7 @@ from reshard.api import merge, split
 from reshard.move import Options
 from reshard.output import STATE, Staging
 from reshard.source import open_source
-from tests.support import contents, write_checkpoint
+from tests.support import contents, without_sums, write_checkpoint
 
 SLOW = """
 import sys
@@ -60,15 +60,6 @@ def noted(journal: Path) -> list[str]:
         return [json.loads(line)["name"] for line in journal.read_text().splitlines()[1:] if line.endswith("}")]
     except FileNotFoundError:
         return []
-
-
-def without_sums(folder: Path) -> dict[str, bytes]:
-    """All files; the manifest without the checksums of the source, which a run for some ranks does not read whole."""
-    found = contents(folder)
-    manifest = json.loads(found["reshard.json"])
-    for file in manifest["source"]["files"]:
-        file["checksum"] = None
-    return found | {"reshard.json": json.dumps(manifest).encode()}
 
 
 def is_finished(folder: Path) -> bool:

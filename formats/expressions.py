@@ -13,6 +13,7 @@ import operator
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from formats.documents import LARGEST
@@ -76,6 +77,7 @@ class Expression:
             raise NotationError(f"'{self.text}' cannot be evaluated: {error}") from None
 
 
+@lru_cache(maxsize=4096)
 def read_expression(text: str) -> Expression:
     """Read an expression. Raises NotationError for anything outside the subset, and for what is too long or nested."""
     if len(text) > LONGEST:
@@ -86,9 +88,9 @@ def read_expression(text: str) -> Expression:
             tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two are the parser's own for deep nesting
         raise NotationError(f"'{text}' is not an expression") from None
-    _check_depth(tree, text)
-    names = frozenset(node.id for node in ast.walk(tree) if isinstance(node, ast.Name)) - _CALLS.keys()
-    for node in ast.walk(tree):
+    nodes = _nodes(tree, text)
+    names = frozenset(node.id for node in nodes if isinstance(node, ast.Name)) - _CALLS.keys()
+    for node in nodes:
         if not isinstance(node, _ALLOWED) or (isinstance(node, ast.Constant) and not isinstance(node.value, _VALUES)):
             raise NotationError(f"'{text}': '{ast.unparse(node)}' is not allowed in a size expression")
     return Expression(text, names, tree)
@@ -102,12 +104,14 @@ _ALLOWED = (
 _VALUES = (str, int, float, type(None))
 
 
-def _check_depth(tree: ast.AST, text: str) -> None:
-    level: list[ast.AST] = [tree]
+def _nodes(tree: ast.AST, text: str) -> list[ast.AST]:
+    """All nodes of a tree that is not too deep."""
+    found, level = [tree], [tree]
     for _ in range(DEEPEST):
         level = [child for node in level for child in ast.iter_child_nodes(node)]
         if not level:
-            return
+            return found
+        found += level
     raise NotationError(f"'{text}' is nested more than {DEEPEST} levels deep")
 
 

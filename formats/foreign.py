@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ class Foreign:
     hint: str
 
 
+_PART_OF_BIN = r"pytorch_model-\d+-of-\d+\.bin"
 _KINDS: Sequence[tuple[str, Foreign]] = (
     (
         r"adapter_config\.json",
@@ -82,7 +83,7 @@ _KINDS: Sequence[tuple[str, Foreign]] = (
         ),
     ),
     (
-        r"pytorch_model-\d+-of-\d+\.bin",
+        _PART_OF_BIN,
         Foreign(
             "a checkpoint of several files ({}) whose pytorch_model.bin.index.json is missing",
             "fetch pytorch_model.bin.index.json too: it says which tensor lies in which file",
@@ -106,6 +107,12 @@ def foreign(names: Iterable[str]) -> Foreign | None:
         if name is not None:
             return Foreign(kind.what.format(name), kind.hint)
     return None
+
+
+def is_usable(name: str, names: Container[str]) -> bool:
+    """Whether a file of weights can be read, with what stands beside it."""
+    needs_index = re.fullmatch(_PART_OF_BIN, name) is not None
+    return not is_adapter(name) and (not needs_index or "pytorch_model.bin.index.json" in names)
 
 
 def is_adapter(name: str) -> bool:

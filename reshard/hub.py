@@ -23,7 +23,7 @@ from pathlib import Path
 
 from formats.documents import MAX_INDEX, json_object, read_document
 from formats.errors import CheckpointError
-from formats.foreign import is_adapter, refuse_foreign
+from formats.foreign import is_usable, refuse_foreign
 from formats.mesh import RANK_FOLDER
 
 # Other frameworks' weights, other packagings of the same weights, archives and pictures: all else is small and may
@@ -206,7 +206,7 @@ def _download(request: _Request, headers_only: bool) -> Fetched:
     with _bars_off():
         folder = request.snapshot(side)  # by the revision's name, which the cache then knows without the Hub
     weights = weight_files(sizes, folder)
-    if not any(not is_adapter(name) for name in weights):
+    if not any(is_usable(name, sizes) for name in weights):
         refuse_foreign(request.repo, sizes)
     if not weights:
         raise CheckpointError(

@@ -78,7 +78,9 @@ def cuts_blocks(dim: Dim, sizes: Mapping[str, int], shares: Mapping[str, Share])
         return None
     blocks = f"{size / dim.step:g} blocks of {dim.step}, which do not divide by {parts}"
     named = next((name for end in range(len(axes), 0, -1) if (name := _COUNTED.get(axes[:end]))), None)
-    return f"{size:,} rows of {named} are {blocks}" if named else f"{_size_of(axes, size)} is {blocks}"
+    if named:
+        return f"{size:,} rows of {named} are {blocks}"
+    return f"{_size_of(axes, size)} is {blocks}" if axes == factors else None
 
 
 def _size_of(axes: Sequence[str], size: int) -> str:

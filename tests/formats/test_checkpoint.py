@@ -169,8 +169,8 @@ def test_no_folder(tmp_path: Path) -> None:
 
 def test_no_weights(tmp_path: Path) -> None:
     refusal(folder_of(tmp_path), "no weights", "model.safetensors", "pytorch_model.bin")
-    (tmp_path / "model.gguf").write_bytes(b"")
-    refusal(tmp_path, "no weights", "found model.gguf")
+    (tmp_path / "model.onnx").write_bytes(b"")
+    refusal(tmp_path, "no weights", "found model.onnx")
 
 
 def test_no_config(tmp_path: Path) -> None:

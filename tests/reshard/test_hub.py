@@ -193,8 +193,25 @@ def test_repository_without_weights_is_refused_before_any_is_fetched(hub: HubSer
     (hub.root / "org" / "empty").mkdir()
     (hub.root / "org" / "empty" / "README.md").write_text("nothing here")
     (hub.root / "org" / "empty" / "weights.gguf").write_bytes(b"not to be fetched")
-    assert "org/empty holds no checkpoint" in client("org/empty").error
+    assert "org/empty is GGUF, the format of llama.cpp (weights.gguf)" in client("org/empty").error
     assert "weights.gguf" not in hub.downloads()
+    (hub.root / "org" / "empty" / "weights.gguf").unlink()
+    assert "org/empty holds no checkpoint" in client("org/empty").error
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("adapter_model.safetensors", "a PEFT adapter"),
+        ("pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json is missing"),
+    ],
+)
+def test_what_is_no_checkpoint_is_not_downloaded(hub: HubServer, client: Client, name: str, what: str) -> None:
+    (hub.root / "org" / "part").mkdir()
+    for file in (name, "adapter_config.json" if "adapter" in name else "config.json"):
+        (hub.root / "org" / "part" / file).write_text("{}")
+    assert what in client("org/part").error
+    assert name not in hub.downloads()
 
 
 @pytest.mark.parametrize(

@@ -51,12 +51,13 @@ def test_a_family(family: list[tuple[str, int]], degree: int, words: str) -> Non
         ("ff", {"ff": 704}, 2, None),
         ("(ff + ff)/128", {"ff": 704}, 2, None),
         ("hidden/128", {"hidden": 704}, 2, None),
+        ("(hidden ff)/128", {"hidden": 10, "ff": 704}, 2, None),
     ],
 )
 def test_a_block(dim: str, sizes: dict[str, int], degree: int, words: str | None) -> None:
     family = [axis for axis in ("kv", "group", "ff") if axis in sizes]
     shares: dict[str, Share] = share(deal(family, sizes, degree) or dict.fromkeys(family, degree), 0)
-    ((found),) = parse(dim.replace("(ff + ff)", "(ff + ff)")).dims
+    ((found),) = parse(dim).dims
     assert cuts_blocks(found, sizes, shares) == words
 
 

@@ -170,6 +170,39 @@ def test_a_plan_may_say_that_it_is_for_a_part(tmp_path: Path) -> None:
     assert inspect(tmp_path / "out").complete
 
 
+# ---------------------------------------------------------------------------------------------------------- quantized
+
+FP8 = LLAMA | {"quantization_config": {"quant_method": "fp8"}}
+
+
+def quantized(tensors: list[Tensor]) -> list[Tensor]:
+    """The same model with its layers' matrices in 8 bits, each with a scale."""
+    found: list[Tensor] = []
+    for name, dtype, shape in tensors:
+        is_quantized = "_proj" in name
+        found.append((name, "F8_E4M3" if is_quantized else dtype, shape))
+        found += [(f"{name}_scale", "F32", (1,))] if is_quantized else []
+    return found
+
+
+def test_a_scale_that_is_missing(tmp_path: Path) -> None:
+    whole = quantized(llama_tensors())
+    open_source(written(tmp_path / "whole", FP8, whole))
+    scale = r"layers\.1\.mlp\.up_proj\.weight_scale"
+    message = refusal(written(tmp_path / "scale", FP8, without(whole, scale)))
+    assert "'model.layers.1.mlp.up_proj.weight_scale' is missing, by" in message
+    message = refusal(written(tmp_path / "weight", FP8, without(whole, r"layers\.1\.mlp\.up_proj\.weight$")))
+    assert "'model.layers.1.mlp.up_proj.weight' is missing, by" in message
+
+
+def test_layers_that_are_left_as_they_were_and_scales_of_the_cache(tmp_path: Path) -> None:
+    plain, whole = llama_tensors(), quantized(llama_tensors())
+    mixed = [*without(whole, r"layers\.1\."), *(t for t in plain if ".layers.1." in t[0])]
+    cache = [(f"model.layers.0.self_attn.{name}_scale", "F32", (1,)) for name in "kv"]
+    activations = [("model.layers.2.mlp.up_proj.input_scale", "F32", (1,))]
+    open_source(written(tmp_path, FP8, [*mixed, *cache, *activations]))
+
+
 # ------------------------------------------------------------------------------------------ what may well be missing
 
 

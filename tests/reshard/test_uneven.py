@@ -109,6 +109,14 @@ def test_a_unit_is_what_all_tensors_of_the_axis_need(name, unit, tmp_path):
     assert unevenly(model, Mesh((("tp", 7),))).uneven == (("ff", unit),)
 
 
+@pytest.mark.parametrize(("dtype", "unit"), [("F4", 2), ("F6_E2M3", 4), ("F8_E4M3", 1)])
+def test_a_unit_is_of_whole_bytes(dtype, unit, tmp_path):
+    model = open_source(write_checkpoint(tmp_path / "llama")).model
+    tensors = [FullTensor(t.name, dtype, None, "here") for t in model.tensors if "down_proj" in t.name]
+    packed = bind(model.architecture, LLAMA, tensors)
+    assert unevenly(packed, Mesh((("tp", 5),))).uneven == (("ff", unit),)
+
+
 def test_a_last_unit_that_is_not_full(tmp_path):
     """2,880 values in blocks of 128 are 22.5: 12 of them on one rank, and 10.5 on the other."""
     sizes = {**LLAMA, "hidden_size": 256, "intermediate_size": 2880, "head_dim": 128, "num_hidden_layers": 1}
@@ -184,7 +192,6 @@ def test_a_lost_manifest(mxfp4, tmp_path):
 
 
 def test_rank_by_rank(mxfp4, tmp_path):
-    """Each node writes its own; an even run into the same folder is refused."""
     split(mxfp4, tmp_path / "whole", 8, uneven=True, options=FAST)
     for rank in (7, *range(7)):
         split(mxfp4, tmp_path / "out", 8, uneven=True, ranks=[rank], options=FAST)

@@ -95,7 +95,7 @@ def others(value: Any) -> Iterator[Any]:
         yield {"x": 1}
     elif isinstance(value, list):
         yield ["x"]
-    yield 7 if value is None else None
+    yield from (7, "x") if value is None else (None,)
 
 
 def put(document: Any, path: tuple[str | int, ...], value: Any) -> Any:

@@ -959,7 +959,8 @@ def other_ways(model: Model, mesh: Mesh, mesh_dim: str, why: Refusal, *, pad: bo
         tried = (refusal(model, dim, degree, pad=pad, same_ranks=True) for dim in ("tp", "ep"))
         if all(found is None for found in tried):
             yield f"--tp {degree} --ep {degree} --same-ranks"
-    if why.cut is not None and block_size(model.config):
+    begins_anew = any(dim.part is not None for tensor in model.in_blocks for dim in tensor.rule.dims)
+    if why.cut is not None and block_size(model.config) and not begins_anew:
         yield "--refine-blocks"
 
 

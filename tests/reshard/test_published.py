@@ -74,6 +74,9 @@ def test_blocks_that_begin_anew_are_not_refined():
     model = bind(find_architecture(published.config, Path()), published.config, full_tensors(published))
     with pytest.raises(PlanError, match=r"--refine-blocks is not possible: .* blocks that begin anew in each part of"):
         finer_blocks(model, Mesh((("tp", 8),)))
+    with pytest.raises(PlanError, match="cut a block of 128") as refused:
+        make_plan(model, Mesh((("tp", 8),)))
+    assert "valid degrees: 1, 2, 4" in str(refused.value.hint) and "refine" not in str(refused.value.hint)
 
 
 @pytest.fixture

@@ -16,10 +16,12 @@ import torch
 
 from formats.errors import ReshardError
 from formats.safetensors import build_header, read_header
-from reshard.api import Options, merge, split
+from reshard.api import Options, Padding, merge, split
+from reshard.checksum import file_checksum
 from reshard.cli import main
 from reshard.source import open_source
 from tests.support import LLAMA, write_checkpoint
+from verify import exact, folder
 from verify.exact import ExactReport, verify_exact
 
 RANK = "rank-01-of-02"
@@ -64,7 +66,7 @@ UNPROVEN = {
     r"inputs\[\d+\]\.(mtime_ns|ctime_ns|inode|host|content)": "when the source's files were written, which a copy does "
     "not keep; only a later run for another rank reads it, and refuses to go on",
     r"max_shard_size": "another number that gives the same files; one that does not is found",
-    r"source\.files\[\d+\]\.checksum": "null alone: of a run for one rank, which reads no whole file",
+    r"source\.files\[\d+\]\.checksum": "null alone: a run for one rank may not read it whole; merge compares none",
 }
 
 
@@ -234,6 +236,23 @@ def test_a_source_file_that_is_no_longer_what_merge_expects(made: tuple[Path, Pa
         assert (
             line.startswith("reshard.json: the checksum of ") and entry["name"] in line and "0123456789abcdef" in line
         )
+
+
+def test_checksums_are_taken_of_what_is_read_anyway(
+    made: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No file of weights is read twice, however it is cut, as long as all is right."""
+    original, shards = made
+    split(original, tmp_path / "padded", 4, padding=Padding(to=64))
+
+    def read_again(path: Path) -> str:
+        assert path.suffix != ".safetensors", path
+        return file_checksum(path)
+
+    monkeypatch.setattr(folder, "_summed", read_again)
+    for size in (exact.CHUNK, 100):
+        monkeypatch.setattr(exact, "CHUNK", size)
+        assert lines(report(original, shards)) == [] == lines(report(original, tmp_path / "padded"))
 
 
 # --------------------------------------------------------------------------------------------------------- the folder

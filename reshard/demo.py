@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +96,7 @@ def write_model(folder: Path, config: dict[str, Any] = CONFIG) -> Path:
     names = list(shapes)
     half = len(names) // 2
     parts = {"model-00001-of-00002.safetensors": names[:half], "model-00002-of-00002.safetensors": names[half:]}
-    generator = np.random.default_rng(0)
+    generator = np.random.PCG64(0)
     total = 0
     for file, part in parts.items():
         with (folder / file).open("wb") as stream:
@@ -129,9 +130,16 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (vocab, hidden)}
 
 
-def _random_bf16(generator: np.random.Generator, shape: tuple[int, ...]) -> bytes:
-    """Normal values of a trained model's scale; bf16 is the upper half of float32. Norms lie around 1."""
-    values = generator.standard_normal(shape, dtype=np.float32) * np.float32(0.02)
+def _random_bf16(generator: np.random.PCG64, shape: tuple[int, ...]) -> bytes:
+    """Values of a trained model's scale; bf16 is the upper half of float32. Norms lie around 1.
+
+    Each is the sum of four random bytes, about its mean, in steps of 2 ** -13, and none is rounded: a normal
+    distribution takes logarithms, whose last bit depends on the processor.
+    """
+    count = math.prod(shape)
+    words = generator.random_raw(-(-count // 2)).astype("<u8")
+    sums = words.view(np.uint8)[: 4 * count].reshape(count, 4).sum(axis=1, dtype=np.int32) - 510
+    values = np.ldexp(sums.astype(np.float32), -13)
     if len(shape) == 1:
         values += np.float32(1)
     return bytes((values.view("<u4") >> 16).astype("<u2").data)

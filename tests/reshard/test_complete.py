@@ -17,7 +17,7 @@ from reshard.cli import main
 from reshard.complete import missing
 from reshard.inspect import inspect
 from reshard.source import open_source
-from tests import remote
+from tests import remote, zoo
 from tests.support import LLAMA, Tensor, llama_tensors, write_checkpoint, write_file
 
 MIXTRAL: dict[str, Any] = {
@@ -238,6 +238,20 @@ WHOLE: dict[str, tuple[dict[str, Any], Callable[[list[Tensor]], list[Tensor]]]] 
 def test_what_publishers_leave_out_is_not_missing(kind: str, tmp_path: Path) -> None:
     config, change = WHOLE[kind]
     open_source(written(tmp_path, config, change(llama_tensors())))
+
+
+@pytest.mark.parametrize("name", ["t5", "t5-encoder", "mt5", "marian"])
+def test_encoders_and_decoders(name: str, tmp_path: Path) -> None:
+    """Positions in the first layer alone, MLPs with and without a gate, no norm at the end; and each without one."""
+    whole = zoo.save(name, tmp_path / "whole")
+    source = open_source(whole)
+    assert list(missing(source.model)) == []
+    infos = [(info.name, info.dtype, info.shape) for info in source.ranks[0].values()]
+    for part in (r"\.1\.(layer\.0\.SelfAttention\.q|self_attn\.q_proj)\.weight", r"(\.wo|\.wi_1|fc1)\.weight"):
+        kept = without(infos, part)
+        if len(kept) < len(infos):
+            config = json.loads((whole / "config.json").read_text())
+            assert "is missing" in refusal(written(tmp_path / f"part{len(kept)}", config, kept))
 
 
 @pytest.mark.parametrize("name", remote.REMOTE)

@@ -397,10 +397,10 @@ def check_output(out: Path, sources: Sequence[Path], *, overwrite: bool, begun: 
         for source in sources:
             other = Path(os.path.realpath(source))
             if target == other or target in other.parents or other in target.parents:
-                what = f"{out} and {source}" if place == out else f"{place}, where {out.name} is built, and {source}"
-                raise CheckpointError(
-                    f"{what} are the same folder, or one lies in the other", "choose another output folder"
-                )
+                what = f"{out} and {source} are the same folder, or one lies in the other"
+                if place != out:
+                    what = f"{out} would be built in {place}, which is the source {source}, or around or in it"
+                raise CheckpointError(what, "choose another output folder")
     if not out.parent.is_dir():
         raise CheckpointError(f"{out.parent}: no such folder", "make it first")
     if out.is_symlink() or (out.exists() and not out.is_dir()):

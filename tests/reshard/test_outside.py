@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 
-from formats.errors import LONGEST_LINE, brief, listed, one_line
+from formats.blocks import block_size
+from formats.errors import LONGEST_LINE, CheckpointError, brief, listed, one_line
+from formats.files import open_file
 from formats.safetensors import build_header, read_header
 from reshard.api import split
 from tests.fuzz import Outcome, most_memory, run
@@ -90,6 +93,30 @@ def test_shapes_without_end(source: Path, tmp_path: Path, shape: str) -> None:
     assert "plan.toml" in refused("plan", source, "--plan", plan)
 
 
+def test_names_without_end_in_a_plan(source: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.toml"
+    ok("plan", source, "--save", plan)
+    for name in (".".join("a" * 2000), "a" * 2000):
+        plan.write_text(f'{plan.read_text()}\n"{name}" = "hidden"\n')
+        assert "names of at most 1000 characters in 100 parts" in refused("plan", source, "--plan", plan)
+
+
+def test_a_config_of_many_classes(source: Path) -> None:
+    settings = {key: value for key, value in LLAMA.items() if key != "model_type"}
+    (source / "config.json").write_text(json.dumps(settings | {"architectures": [f"Model{i}" for i in range(100_000)]}))
+    assert "has no model_type" in refused("plan", source)
+
+
+def test_an_output_that_is_a_link_to_itself(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").symlink_to("out")
+    assert "exists and is not a folder" in refused("split", source, tmp_path / "out", "--tp", "2")
+
+
+@pytest.mark.parametrize("block", [["a", 1], [0, 0], [1e308, 1], [128], None, [True, 1]])
+def test_blocks_of_no_size(block: object) -> None:
+    assert block_size({"quantization_config": {"weight_block_size": block}}) is None
+
+
 def test_a_mesh_of_more_ranks_than_there_can_be(shards: Path, tmp_path: Path) -> None:
     change(shards / "reshard.json", mesh={"ep": 100_000, "tp": 100_000})
     assert "more than 100,000 ranks" in refused("merge", shards, tmp_path / "out")
@@ -160,9 +187,27 @@ def test_a_rank_s_own_files_when_it_is_verified(source: Path, shards: Path, kind
     assert done.code in {1, 2} and "internal error" not in done.stderr and done.seconds < 5
 
 
+def test_a_file_that_becomes_a_pipe_when_it_is_opened(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was looked at need not be what is opened; and to open a pipe must not wait."""
+    pipe, before = source / "pipe", (source / "config.json").stat()
+    os.mkfifo(pipe)
+    monkeypatch.setattr(Path, "stat", lambda *_, **__: before)
+    signal.alarm(5)
+    with pytest.raises(CheckpointError, match="it is a pipe"):
+        open_file(pipe)
+    signal.alarm(0)
+
+
+def test_a_device_is_not_even_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "open", lambda *_: pytest.fail("to open a device may do something"))
+    with pytest.raises(CheckpointError, match="it is a device"):
+        open_file(Path("/dev/zero"))
+
+
 # -------------------------------------------------------------------------------------------------------- wrong types
 
 DEEP = "[" * 100_000 + "]" * 100_000
+MANY_PLACES = "[" + "[0, 9000000], " * 40 + "[0, 1]]"
 DEEPER_THAN_COPIED = '{"a":' * 400 + "1" + "}" * 400
 
 
@@ -192,7 +237,20 @@ def test_a_manifest_of_wrong_types(shards: Path, tmp_path: Path, key: str, value
 
 
 @pytest.mark.parametrize(
-    "value", ["Infinity", '"9"', "null", "[]", "true", "1e400", "-1", "[[0, 1e9]]", "[[0, 9000000000]]", DEEP]
+    "value",
+    [
+        "Infinity",
+        '"9"',
+        "null",
+        "[]",
+        "true",
+        "1e400",
+        "-1",
+        "[[0, 1e9]]",
+        "[[0, 9000000000]]",
+        MANY_PLACES,
+        DEEP,
+    ],
 )
 @pytest.mark.parametrize("key", ["rank", "sizes", "padding", "mesh", "source", "plan", "places"])
 def test_shard_metadata_of_wrong_types(shards: Path, tmp_path: Path, key: str, value: str) -> None:
@@ -232,6 +290,13 @@ def test_quantization_settings_of_wrong_types(source: Path, key: str, value: obj
 
 
 # --------------------------------------------------------------------------------------------------------------- text
+
+
+@pytest.mark.parametrize("padding", [{"vocab": 1}, {"own": 5}])
+def test_padding_of_nothing(shards: Path, tmp_path: Path, padding: dict[str, int]) -> None:
+    change(shards / "reshard.json", padding=padding)
+    assert "should be the padded size of an axis" in refused("merge", shards, tmp_path / "out")
+    assert run(["inspect", str(shards)]).code == 1
 
 
 def test_half_a_character_in_a_config_is_carried(source: Path, tmp_path: Path) -> None:

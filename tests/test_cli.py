@@ -188,9 +188,11 @@ def test_vocabulary_padding(model: Path, tmp_path: Path) -> None:
     assert found["padding"] == {"vocab": {"size": 101, "padded": 128}}
     ok("merge", tmp_path / "out", tmp_path / "merged")
     assert sums(tmp_path / "merged") == sums(model)
-    assert "vocab 101" in refused("split", model, tmp_path / "no", "--tp", "2", "--no-pad-vocab")
+    assert "a vocabulary of 101 does not divide by 2" in refused(
+        "split", model, tmp_path / "no", "--tp", "2", "--no-pad-vocab"
+    )
     assert "exclude" in refused("split", model, tmp_path / "no", "--tp", "2", "--no-pad-vocab", "--pad-vocab-to", "8")
-    assert "vocab 101" in refused("plan", model, "--tp", "2", "--no-pad-vocab")
+    assert "a vocabulary of 101 does not divide by 2" in refused("plan", model, "--tp", "2", "--no-pad-vocab")
 
 
 @pytest.mark.parametrize("options", [["--fsync"], ["--workers", "1"], ["--workers", "7"], ["--no-checksum"]])
@@ -226,7 +228,9 @@ def test_same_ranks_without_both_degrees(model: Path, command: list[str]) -> Non
 
 
 def test_a_plan_file_that_cannot_be_read(model: Path, tmp_path: Path) -> None:
-    assert f"plan file {tmp_path} cannot be read: Is a directory" in refused("plan", model, "--plan", tmp_path)
+    assert f"plan file {tmp_path}: cannot be read: it is a folder, not a file" in refused(
+        "plan", model, "--plan", tmp_path
+    )
 
 
 @pytest.mark.parametrize("command", [["split", "--tp", "4"], ["merge"]])

@@ -511,9 +511,7 @@ def dequantized(state: dict[str, torch.Tensor], name: str, block: tuple[int, int
 def test_blocks_are_refined_where_a_rank_would_cut_one(tmp_path):
     """40 rows of gate in blocks of 16 on 4 ranks of 10 rows each: blocks of 2 say the same."""
     source = write_fp8(tmp_path / "source")
-    with pytest.raises(
-        PlanError, match=r"an intermediate size of 40 is 2\.5 blocks of 16, which do not divide by 4"
-    ) as error:
+    with pytest.raises(PlanError, match=r"blocks of 16, which do not divide by 4") as error:
         split(source, tmp_path / "tp4", 4)
     assert "--refine-blocks" in str(error.value.hint)
     for tp in (2, 4):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from formats.safetensors import build_header, tensor_bytes
 
 Tensor = tuple[str, str, tuple[int, ...]]
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_size": 3072,
@@ -25,9 +26,16 @@ CONFIG = {
 }
 
 
-def llama_tensors(layers: int) -> Iterator[Tensor]:
-    """The tensors of a Llama-shaped model of about 0.2 GB a layer, in bfloat16."""
-    hidden, ff, heads, kv, vocab = 3072, 8192, 24 * 128, 8 * 128, 32000
+TINY = CONFIG | {
+    "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 2,
+    "vocab_size": 100,
+}  # fmt: skip
+
+
+def llama_tensors(layers: int, config: Mapping[str, Any] = CONFIG) -> Iterator[Tensor]:
+    """The tensors of a Llama-shaped model, in bfloat16: by ``CONFIG`` about 0.2 GB a layer, by ``TINY`` 3 kB."""
+    hidden, ff, head, vocab = (config[key] for key in ("hidden_size", "intermediate_size", "head_dim", "vocab_size"))
+    heads, kv = (config[f"num_{kind}_heads"] * head for kind in ("attention", "key_value"))
     yield "model.embed_tokens.weight", "BF16", (vocab, hidden)
     for i in range(layers):
         layer = f"model.layers.{i}"
@@ -69,6 +77,15 @@ def write_llama(folder: Path, gigabytes: float, files: int = 3) -> Path:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     (folder / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": layers}, indent=2))
     return folder
+
+
+def write_tiny(folder: Path, layers: int) -> int:
+    """Write a Llama of so many layers of a few hundred bytes a tensor in one file; the number of its tensors."""
+    tensors = list(llama_tensors(layers, TINY))
+    folder.mkdir(parents=True, exist_ok=True)
+    write_random(folder / "model.safetensors", tensors)
+    (folder / "config.json").write_text(json.dumps(TINY | {"num_hidden_layers": layers}, indent=2))
+    return len(tensors)
 
 
 def write_random(path: Path, tensors: list[Tensor]) -> None:

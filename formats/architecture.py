@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -116,13 +117,32 @@ class Architecture:
         found = _find(self._root, name)
         return Match(found[0], self.tensors[found[0]], found[1]) if found else None
 
+    def form(self, name: str) -> tuple[Hashable, Sequence[str]]:
+        """What is left of a name without its numbers, and these. Names of one form are covered by one line, and their
+        numbers stand for the same indices.
+        """
+        words = _NUMBERS.split(name)
+        numbers = words[1::2]
+        literal = [number if number in self._literal_numbers else "" for number in numbers]
+        return (*words[::2], *literal), numbers
+
+    def index_places(self, name: str) -> Mapping[str, int]:
+        """Which of a name's numbers are indices: the places among all its numbers, as far as the name is known."""
+        *_, (_, places) = _walk(self._root, name)
+        return places
+
+    @cached_property
+    def _literal_numbers(self) -> frozenset[str]:
+        """The numbers that lines have as such: ``mlp.0.weight``."""
+        return frozenset(number for template in self.tensors for number in _NUMBERS.findall(template))
+
     def around(self, module: str) -> Iterator[Match]:
         """The lines of a module's tensors, then of what it is a part of, and so on outwards, with the module's own
         indices.
         """
-        for node, indices in reversed(list(_walk(self._root, module))):
+        for node, places in reversed(list(_walk(self._root, module))):
             for template in _below(node):
-                yield Match(template, self.tensors[template], indices)
+                yield Match(template, self.tensors[template], _indices(module, places))
 
     def match_module(self, name: str) -> tuple[tuple[ModuleRule, ...], Mapping[str, int]] | None:
         """The rules under ``[modules]`` for a module of this name, and the indices in it, or None."""
@@ -158,28 +178,43 @@ def is_index(segment: str) -> bool:
     return segment.isdecimal() and segment.isascii() and len(segment) < 10
 
 
+_NUMBERS = re.compile(r"(?<![^.])([0-9]{1,9})(?![^.])")
+"""The same, within a name."""
+
+
 def _walk(node: _Node, name: str) -> Iterator[tuple[_Node, dict[str, int]]]:
-    """The nodes on the way of a name, as far as there is one, with the indices found so far."""
-    indices: dict[str, int] = {}
-    yield node, indices
+    """The nodes on the way of a name, as far as there is one, with the indices found so far: the places of their axes
+    among the name's numbers.
+    """
+    places: dict[str, int] = {}
+    place = 0
+    yield node, places
     for segment in name.split("."):
+        is_number = is_index(segment)
         if segment in node.literal:
             node = node.literal[segment]
-        elif node.index is not None and is_index(segment):
-            indices = {**indices, node.index[0]: int(segment)}
+        elif node.index is not None and is_number:
+            places = {**places, node.index[0]: place}
             node = node.index[1]
         else:
             return
-        yield node, indices
+        place += is_number
+        yield node, places
+
+
+def _indices(name: str, places: Mapping[str, int]) -> dict[str, int]:
+    numbers = _NUMBERS.findall(name)
+    return {axis: int(numbers[place]) for axis, place in places.items()}
 
 
 def _find(node: _Node, name: str) -> tuple[str, dict[str, int]] | None:
     """The template that covers a name, and the indices found in the name."""
     way, length = list(_walk(node, name)), name.count(".") + 1
-    last, indices = way[-1]
+    last, places = way[-1]
     if len(way) > length and last.template is not None:
-        return last.template, indices
-    return next(((node.rest, found) for node, found in reversed(way[:length]) if node.rest is not None), None)
+        return last.template, _indices(name, places)
+    rest = ((node.rest, _indices(name, found)) for node, found in reversed(way[:length]) if node.rest is not None)
+    return next(rest, None)
 
 
 def _below(node: _Node) -> Iterator[str]:

@@ -6,8 +6,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -16,7 +16,7 @@ from formats.errors import CheckpointError, brief
 from formats.files import open_file, unreadable
 from formats.foreign import is_adapter, names_in, refuse_foreign
 from formats.quantization import quantization_settings
-from formats.safetensors import TensorInfo, read_header
+from formats.safetensors import Header, TensorInfo, read_header
 
 #: Endings of files that hold weights in some format; such files are never side files.
 WEIGHT_SUFFIXES = (
@@ -33,13 +33,15 @@ _SAMPLE = 64
 class WeightFile:
     """One file of weights. ``name`` is relative to the folder, with ``/``; ``size`` is in bytes.
 
-    ``header`` is the raw header of a safetensors file (see ``formats.safetensors.Header``) and ``None`` for ``.bin``.
+    ``header`` is the raw header of a safetensors file (see ``formats.safetensors.Header``) and ``None`` for ``.bin``;
+    ``metadata`` stands in it.
     """
 
     name: str
     path: Path
     size: int
     header: bytes | None
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -109,9 +111,10 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     for file, infos in by_file.items():
         samples.update(_sample(file, infos))
     digest = hashlib.sha256()
+    kinds = {kind: json.dumps(kind)[1:] for kind in {(t.dtype, t.shape) for t in checkpoint.tensors.values()}}
     for name in sorted(checkpoint.tensors):
         info = checkpoint.tensors[name]
-        digest.update(json.dumps([name, info.dtype, info.shape]).encode())
+        digest.update(f"[{json.dumps(name)}, {kinds[info.dtype, info.shape]}".encode())  # [name, dtype, shape]
         digest.update(samples[name])
     return digest.hexdigest()
 
@@ -242,14 +245,15 @@ def _read_files(
                 )
         tensors.update(found)
         aliases.update(tied)
-        files.append(WeightFile(name, path, path.stat().st_size, header))
+        raw, metadata = (header.raw, header.metadata) if header else (None, {})
+        files.append(WeightFile(name, path, path.stat().st_size, raw, metadata))
     return tuple(files), tensors, aliases
 
 
-def _read_file(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str], bytes | None]:
+def _read_file(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str], Header | None]:
     if path.name.endswith(".safetensors"):
         header = read_header(path)
-        return header.tensors, {}, header.raw
+        return header.tensors, {}, header
     from formats.torch_bin import read_bin  # rarely needed
 
     return (*read_bin(path), None)

@@ -49,12 +49,12 @@ def companion(
     checkpoint's tensors by name: one method may quantize weights in two ways. Where the config names no method, scales
     are read as ModelOpt writes them. Raises PlanError for a tensor of a method that cannot be split.
     """
-    module, _, last = name.rpartition(".")
-    scheme = _scheme(_Identical(config))
-    table = scheme.table(module)
-    for suffix in (*_dotted_suffixes(name), *_fused_suffixes(last), *([""] if _is_weight(last) else [])):
-        base = name.removesuffix(suffix)
-        weight = f"{base}.weight" if suffix.startswith(".") else base
+    return scheme_of(config).companion(name, dtype, dtypes)
+
+
+def _companion(name: str, dtype: str | None, dtypes: Mapping[str, str], table: _Table) -> Companion | None:
+    for suffix in _suffixes(name):
+        base, weight = name.removesuffix(suffix), _weight(name, suffix)
         patterns = table.get(f"{suffix} of {dtypes.get(weight)}") or table.get(f"{suffix} {dtype}") or table.get(suffix)
         if isinstance(patterns, _Refused):
             raise PlanError(f"tensor '{name}' cannot be split: {patterns.reason}", patterns.hint)
@@ -65,8 +65,16 @@ def companion(
     return None
 
 
-def _is_weight(last: str) -> bool:
-    return last == "weight" or last.endswith("_proj")
+def _suffixes(name: str) -> Iterable[str]:
+    """The ends of a name by which it may belong to a weight."""
+    last = name.rpartition(".")[2]
+    packed = [""] if last == "weight" or last.endswith("_proj") else []
+    return (*_dotted_suffixes(name), *_fused_suffixes(last), *packed)
+
+
+def _weight(name: str, suffix: str) -> str:
+    base = name.removesuffix(suffix)
+    return f"{base}.weight" if suffix.startswith(".") else base
 
 
 def _dotted_suffixes(name: str) -> Iterable[str]:
@@ -177,7 +185,7 @@ _Table: TypeAlias = Mapping[str, _Entry]
 
 
 @dataclass(frozen=True)
-class _Scheme:
+class Scheme:
     """What the settings say: for modules in general, for those that an expression matches (the first does), and for
     those of a name, whatever stands before it, and all within them.
     """
@@ -185,6 +193,28 @@ class _Scheme:
     general: _Table
     named: tuple[tuple[re.Pattern[str], _Table], ...] = ()
     within: Mapping[str, _Table] = field(default_factory=dict)
+
+    def companion(
+        self, name: str, dtype: str | None = None, dtypes: Mapping[str, str] = _NO_DTYPES
+    ) -> Companion | None:
+        """As the function ``companion``, for many names."""
+        return _companion(name, dtype, dtypes, self.table(name.rpartition(".")[0]))
+
+    def case(self, name: str, dtypes: Mapping[str, str]) -> tuple[object, ...]:
+        """Names that differ in numbers alone belong to weights of which the names differ in numbers alone, where this
+        is the same.
+        """
+        table = self.table(name.rpartition(".")[0]) if self.named or self.within else self.general
+        asked = self._ends_of_weights.get(id(table))
+        if asked is None:
+            asked = {key.rpartition(" of ")[0] for key in table if " of " in key}
+            self._ends_of_weights[id(table)] = asked
+        return id(table), *[dtypes.get(_weight(name, suffix)) for suffix in asked if name.endswith(suffix)]
+
+    @cached_property
+    def _ends_of_weights(self) -> dict[int, set[str]]:
+        """By table: after which ends of a name it matters what dtype the weight has."""
+        return {}
 
     def table(self, module: str) -> _Table:
         """The table for a module."""
@@ -205,28 +235,15 @@ class _Scheme:
         return frozenset(name.rpartition(".")[2] for name in self.within)
 
 
-class _Identical:
-    """A config as a key of a cache: equal only to itself."""
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        self.config = config
-
-    def __hash__(self) -> int:
-        return id(self.config)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identical) and self.config is other.config
-
-
-@lru_cache(maxsize=64)
-def _scheme(key: _Identical) -> _Scheme:
-    settings = quantization_settings(key.config)
+def scheme_of(config: Mapping[str, Any]) -> Scheme:
+    """What the ``quantization_config`` of a config says of names."""
+    settings = quantization_settings(config)
     if not settings:
         modelopt = {suffix: entry for suffix, entry in _modelopt({}).items() if suffix != " U8"}
-        return _Scheme({**modelopt, **_ASCEND})
+        return Scheme({**modelopt, **_ASCEND})
     method = method_of(settings)
     if method not in _METHODS:
-        return _Scheme({})
+        return Scheme({})
     check_settings(settings, method)
     return _METHODS[method](settings)
 
@@ -370,7 +387,7 @@ def _w4afp8(settings: Mapping[str, Any]) -> _Table:
     return {**table, ".weight_scale_inv of I8": (f"stored lead out in/{size}",)}
 
 
-def _fp8_scheme(settings: Mapping[str, Any]) -> _Scheme:
+def _fp8_scheme(settings: Mapping[str, Any]) -> Scheme:
     """fp8, with ModelOpt's tensors in those modules that ModelOpt has quantized anew (its DeepSeek-V4)."""
     return replace(_modelopt_scheme(settings), general=_fp8(settings))
 
@@ -413,12 +430,12 @@ def _gptq(settings: Mapping[str, Any]) -> _Table:
     }
 
 
-def _gptq_scheme(settings: Mapping[str, Any]) -> _Scheme:
+def _gptq_scheme(settings: Mapping[str, Any]) -> Scheme:
     """GPTQModel's ``dynamic``: regular expressions, ``+:`` for other settings, ``-:`` for modules left as they are."""
     dynamic = (settings.get("dynamic") or {}).items()
     changed = ((name.removeprefix("+:"), own) for name, own in dynamic if not name.startswith("-:"))
     named = ((re.compile(name), _gptq({**settings, **(own if isinstance(own, dict) else {})})) for name, own in changed)
-    return _Scheme(_gptq(settings), tuple(named))
+    return Scheme(_gptq(settings), tuple(named))
 
 
 def _awq(settings: Mapping[str, Any]) -> _Table:
@@ -439,13 +456,13 @@ def _awq(settings: Mapping[str, Any]) -> _Table:
     }
 
 
-def _auto_round(settings: Mapping[str, Any]) -> _Scheme:
+def _auto_round(settings: Mapping[str, Any]) -> Scheme:
     """AutoRound writes the tensors of AWQ or GPTQ: ``packing_format`` says which."""
     method = _awq if "awq" in str(settings.get("packing_format") or settings.get("backend") or "") else _gptq
-    return _Scheme(method(settings), within=_by_name(method, settings, settings.get("extra_config") or {}))
+    return Scheme(method(settings), within=_by_name(method, settings, settings.get("extra_config") or {}))
 
 
-def _compressed_scheme(settings: Mapping[str, Any]) -> _Scheme:
+def _compressed_scheme(settings: Mapping[str, Any]) -> Scheme:
     """compressed-tensors: groups of modules by class, by name or by ``re:`` expression; names win over classes."""
     general: dict[str, _Entry] = {}
     named: list[tuple[re.Pattern[str], _Table]] = []
@@ -461,7 +478,7 @@ def _compressed_scheme(settings: Mapping[str, Any]) -> _Scheme:
                 within[target] = table
             else:
                 general = _either(general, table)
-    return _Scheme(general or _compressed({}, str(settings.get("format") or "")), tuple(named), within)
+    return Scheme(general or _compressed({}, str(settings.get("format") or "")), tuple(named), within)
 
 
 def _either(one: _Table, other: _Table) -> dict[str, _Entry]:
@@ -525,10 +542,10 @@ def _strategy(weights: Mapping[str, Any]) -> str:
     return str(weights.get("strategy") or ("tensor" if size is None else "group" if size > 0 else "channel"))
 
 
-def _modelopt_scheme(settings: Mapping[str, Any]) -> _Scheme:
+def _modelopt_scheme(settings: Mapping[str, Any]) -> Scheme:
     """ModelOpt; with MIXED_PRECISION the algorithm of each module, or of all within it, by its name."""
     layers = settings.get("quantized_layers") or {}
-    return _Scheme(_modelopt(settings), within=_by_name(_modelopt, settings, layers))
+    return Scheme(_modelopt(settings), within=_by_name(_modelopt, settings, layers))
 
 
 def _modelopt(settings: Mapping[str, Any]) -> _Table:
@@ -630,11 +647,11 @@ def _group_size(settings: Mapping[str, Any]) -> int | None:
     return 128 if size is None else int(size) if int(size) > 0 else None
 
 
-def _plain(method: Callable[[Mapping[str, Any]], _Table]) -> Callable[[Mapping[str, Any]], _Scheme]:
-    return lambda settings: _Scheme(method(settings))
+def _plain(method: Callable[[Mapping[str, Any]], _Table]) -> Callable[[Mapping[str, Any]], Scheme]:
+    return lambda settings: Scheme(method(settings))
 
 
-_METHODS: Mapping[str, Callable[[Mapping[str, Any]], _Scheme]] = {
+_METHODS: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "fp8": _fp8_scheme,
     "mxfp8": _fp8_scheme,
     "w4afp8": _plain(_w4afp8),

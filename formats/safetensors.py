@@ -13,8 +13,10 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from json.encoder import encode_basestring
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from formats.documents import LARGEST, strict_json
 from formats.errors import CheckpointError, brief
@@ -55,8 +57,7 @@ _DAMAGED = "the file is damaged or still incomplete: fetch or copy it again"
 _FOREIGN = "the program that wrote this file did not follow the safetensors format: write it again with safetensors"
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):  # made for every tensor of every file: a dataclass takes four times as long
     """Where a tensor's bytes lie: ``nbytes`` bytes from byte ``offset`` of ``file`` (counted from the file's start).
 
     ``dtype`` is a key of ``DTYPE_BITS``; the data is contiguous, row-major and little-endian.
@@ -125,16 +126,22 @@ def build_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: 
     element. Equal arguments give equal bytes; metadata is sorted by key. Raises ``CheckpointError`` for a name given
     twice, reserved or not valid Unicode, an unknown dtype, and a size that is not whole bytes.
     """
-    entries: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    entries = [f'"__metadata__":{_compact(dict(sorted(metadata.items())))}'] if metadata else []
+    alike: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}  # there are few dtypes and shapes
+    taken = {"__metadata__"}
     offset = 0
     for name, dtype, shape in tensors:
-        if name in entries or name == "__metadata__":
+        if name in taken:
             raise CheckpointError(f"tensor {name!r} cannot be written: the name is already taken in this file")
-        nbytes = tensor_bytes(name, dtype, shape)
-        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": (offset, offset + nbytes)}
+        taken.add(name)
+        if (dtype, shape) not in alike:
+            nbytes = tensor_bytes(name, dtype, shape)
+            alike[dtype, shape] = nbytes, _compact({"dtype": dtype, "shape": shape}).removesuffix("}")
+        nbytes, entry = alike[dtype, shape]
+        entries.append(f'{encode_basestring(name)}:{entry},"data_offsets":[{offset},{offset + nbytes}]}}')
         offset += nbytes
     try:
-        text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+        text = f"{{{','.join(entries)}}}".encode()
     except UnicodeEncodeError as error:
         near = error.object[max(0, error.start - 30) : error.end]
         raise CheckpointError(f"a name is not valid Unicode and cannot be written: …{near!r}") from error
@@ -145,6 +152,10 @@ def build_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: 
             "write smaller files, with fewer tensors each",
         )
     return len(text).to_bytes(8, "little") + text
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def tensor_bytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:
@@ -212,31 +223,30 @@ def _check_metadata(metadata: Any, path: Path) -> dict[str, str]:
 
 def _read_entries(entries: dict[str, Any], path: Path, base: int) -> tuple[dict[str, TensorInfo], int]:
     """The tensors in order of offset, and the byte at which the file should end; data begins at byte ``base``."""
-    spans: list[tuple[int, int, str]] = []
+    found: list[TensorInfo] = []
+    bits_of: dict[tuple[str, tuple[int, ...]], int] = {}  # there are few dtypes and shapes
     for name, entry in entries.items():
         try:
-            bits, shape, (begin, end) = DTYPE_BITS[entry["dtype"]], entry["shape"], entry["data_offsets"]
-            sound = (
-                type(begin) is int and type(end) is int and 0 <= begin <= end
-                and type(shape) is list and len(shape) <= MAX_DIMS
-                and all(type(n) is int and 0 <= n <= LARGEST for n in shape)
-                and math.prod(shape) * bits == (end - begin) * 8
-            )  # fmt: skip
+            dtype, (begin, end), sizes = entry["dtype"], entry["data_offsets"], entry["shape"]
+            sound = type(sizes) is list and {*map(type, (begin, end, *sizes))} == {int} and 0 <= begin <= end
+            shape = tuple(sizes)
+            bits = bits_of.get((dtype, shape)) if sound else None
+            if sound and bits is None:
+                sound = len(shape) <= MAX_DIMS and _sizes(sizes)
+                bits = bits_of[dtype, shape] = math.prod(shape) * DTYPE_BITS[dtype] if sound else -1
+            sound = sound and bits == (end - begin) * 8
         except (TypeError, KeyError, ValueError):
             sound = False
         if not sound:
             _refuse_entry(name, entry, path)
-        spans.append((begin, end, name))
-    spans.sort(key=lambda span: span[:2])
-    tensors: dict[str, TensorInfo] = {}
-    expected = 0
-    for begin, end, name in spans:
-        if begin != expected:
-            _refuse_gap(name, begin, expected, next(reversed(tensors), None), path)
-        entry = entries[name]
-        tensors[name] = TensorInfo(name, entry["dtype"], tuple(entry["shape"]), path, base + begin, end - begin)
-        expected = end
-    return tensors, base + expected
+        found.append(TensorInfo(name, dtype, shape, path, base + begin, end - begin))
+    found.sort(key=attrgetter("offset", "nbytes"))
+    expected = base
+    for i, info in enumerate(found):
+        if info.offset != expected:
+            _refuse_gap(info.name, info.offset - base, expected - base, found[i - 1].name if i else None, path)
+        expected += info.nbytes
+    return {info.name: info for info in found}, expected
 
 
 def _refuse_entry(name: str, entry: Any, path: Path) -> NoReturn:

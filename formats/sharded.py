@@ -7,9 +7,11 @@ be rebuilt from the shards (all but the boundaries of the source's files).
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,7 @@ from formats.documents import (
 )  # fmt: skip
 from formats.errors import CheckpointError, MismatchError, brief
 from formats.mesh import RANK_FOLDER, Mesh, read_mesh
-from formats.safetensors import Header, TensorInfo, read_header
+from formats.safetensors import Header, TensorInfo, parse_header, read_header
 from formats.stamps import Stamp, read_stamp
 
 MANIFEST = "reshard.json"
@@ -69,6 +71,15 @@ class SourceFileRecord:
     size: int
     header: bytes
     checksum: str | None = None
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """The tensors in it. Raises CheckpointError for a header that is damaged or of another size."""
+        return parse_header(self.header, Path(self.name), self.size).tensors
+
+    def places(self) -> Iterator[tuple[str, int]]:
+        """Where each tensor lies in it."""
+        return ((name, info.offset) for name, info in self.tensors.items())
 
 
 @dataclass(frozen=True)
@@ -386,7 +397,8 @@ def _read_rank(path: Path, files: Sequence[Path], rank: int | None) -> tuple[Ran
             raise CheckpointError(f"{file}: tensor '{min(twice)}' also stands in {tensors[min(twice)].file.name}")
         tensors.update(header.tensors)
         places.update(zip(header.tensors, shard.places, strict=False))
-        weight_files.append(WeightFile(file.relative_to(path).as_posix(), file, file.stat().st_size, header.raw))
+        name, length = file.relative_to(path).as_posix(), file.stat().st_size
+        weight_files.append(WeightFile(name, file, length, header.raw, header.metadata))
     if first is None or rank is None:
         raise CheckpointError(f"{path}: rank {rank} has no safetensors file")
     return RankShards(rank, files[0].parent, tuple(weight_files), tensors, places), first
@@ -474,11 +486,21 @@ def _check_identity(found: Identity, expected: Identity, file: Path, other: Path
 
 @dataclass(frozen=True)
 class ShardFile:
-    """A safetensors file to be written: its name, and its tensors as (name, dtype, shape) in order."""
+    """A safetensors file to be written: its name, its tensors as (name, dtype, shape) in order, and their bytes."""
 
     name: str
     tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
-    nbytes: int
+    sizes: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(self.sizes)
+
+    def places(self, begin: int) -> Iterator[tuple[str, int]]:
+        """Where each tensor lies in the file, if their data begins at a byte of it."""
+        offsets = itertools.accumulate(self.sizes, initial=begin)
+        return ((name, offset) for (name, _, _), offset in zip(self.tensors, offsets, strict=False))
 
 
 def partition(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], max_size: int) -> tuple[ShardFile, ...]:
@@ -486,19 +508,18 @@ def partition(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], max_size
 
     A tensor larger than that has a file of its own. Names are those of transformers' save_pretrained.
     """
-    groups: list[list[tuple[str, str, tuple[int, ...]]]] = [[]]
-    totals = [0]
-    for name, dtype, shape, nbytes in tensors:
-        if groups[-1] and totals[-1] + nbytes > max_size:
+    groups: list[list[tuple[str, str, tuple[int, ...], int]]] = [[]]
+    left = max_size
+    for tensor in tensors:
+        if groups[-1] and tensor[3] > left:
             groups.append([])
-            totals.append(0)
-        groups[-1].append((name, dtype, shape))
-        totals[-1] += nbytes
-    if len(groups) == 1:
-        return (ShardFile("model.safetensors", tuple(groups[0]), totals[0]),)
+            left = max_size
+        groups[-1].append(tensor)
+        left -= tensor[3]
+    names = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
     return tuple(
-        ShardFile(f"model-{i:05d}-of-{len(groups):05d}.safetensors", tuple(group), total)
-        for i, (group, total) in enumerate(zip(groups, totals, strict=True), 1)
+        ShardFile(name, tuple(tensor[:3] for tensor in group), tuple(tensor[3] for tensor in group))
+        for name, group in zip(names if len(groups) > 1 else ["model.safetensors"], groups, strict=True)
     )
 
 

@@ -60,6 +60,7 @@ class _Done:
 
 def move_apart(
     jobs: Sequence[Any],
+    sources: Sequence[Any],
     targets: Sequence[Any],
     options: Any,
     *,
@@ -67,14 +68,13 @@ def move_apart(
     progress: Callable[[int], None],
 ) -> None:
     """Do what ``reshard.move.move`` does in another process; same arguments, same errors."""
-    sources = _sources(jobs)
 
     def take(read: dict[int, dict[Wanted, PartialSum]]) -> None:
         for number, sums in read.items():
             sources[number].sums |= sums
 
     with _Process() as process:
-        process.send((jobs, targets, options))
+        process.send((jobs, sources, targets, options))
         while not isinstance(report := process.receive(), _Done):
             if isinstance(report, BaseException):
                 raise report
@@ -84,10 +84,6 @@ def move_apart(
                 take(report.read)
                 finished(targets[report.number], report.checksum)
         take(report.read)
-
-
-def _sources(jobs: Sequence[Any]) -> list[Any]:
-    return list(dict.fromkeys(place.file for job in jobs for place in job.sources if place is not None))
 
 
 class _Process:
@@ -136,8 +132,7 @@ def serve(parent: int, requests: int, reports: int) -> None:
     signal.signal(signal.SIGTERM, _stop)
     stop_with_parent(parent)
     with os.fdopen(requests, "rb") as pipe:
-        jobs, targets, options = pickle.load(pipe)
-    sources = _sources(jobs)
+        jobs, sources, targets, options = pickle.load(pipe)
     with os.fdopen(reports, "wb") as output:
 
         def send(report: Any) -> None:
@@ -149,7 +144,7 @@ def serve(parent: int, requests: int, reports: int) -> None:
             send(_Finished(number, checksum, {i: _of(file.sums, number) for i, file in enumerate(sources)}))
 
         try:
-            move(jobs, targets, options, finished=finished, progress=lambda nbytes: send(_Progress(nbytes)))
+            move(jobs, sources, targets, options, finished=finished, progress=lambda nbytes: send(_Progress(nbytes)))
             send(_Done({i: file.sums for i, file in enumerate(sources)}))
         except BaseException as error:
             send(error)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from formats.documents import json_bytes
 from formats.errors import CheckpointError, MismatchError, PlanError
 from formats.mesh import Mesh
-from formats.safetensors import TensorInfo, build_header, parse_header, tensor_bytes
+from formats.safetensors import TensorInfo, build_header, tensor_bytes
 from formats.sharded import (
     MANIFEST,
     METADATA_KEY,
@@ -28,7 +29,7 @@ from reshard import __version__
 from reshard.blocks import finer_blocks, with_blocks
 from reshard.checksum import PartialSum, checksum, file_checksum
 from reshard.hub import fetch
-from reshard.move import Job, Options, TargetFile, TargetPlace, move
+from reshard.move import Job, Options, TargetFile, TargetPlace, move, place_in
 from reshard.output import (
     Finished,
     Read,
@@ -39,7 +40,8 @@ from reshard.output import (
     tidy,
     unfinished_command,
 )
-from reshard.plan import Layout, Model, Plan, make_plan, rank_config, unevenly
+from reshard.plan import Layout, Model, Plan, in_order, make_plan, rank_config, unevenly
+from reshard.reading import SourceFile
 from reshard.source import UNSPLIT, Source, lines_of, open_source
 from reshard.transfer import Way
 from reshard.ways import way_between
@@ -122,8 +124,7 @@ def lines_of_any(source: str | Path, access: Access) -> Architecture:
 def _refuse_one_rank(source: Source) -> None:
     """A rank's folder looks like a full checkpoint; its files' headers say what it is."""
     file = source.checkpoint.files[0] if source.checkpoint else None
-    metadata = parse_header(file.header, file.path, None).metadata if file and file.header else {}
-    if METADATA_KEY in metadata:
+    if file is not None and METADATA_KEY in file.metadata:
         raise CheckpointError(f"{source.path} is one rank of a split checkpoint", "give the folder of all ranks")
 
 
@@ -298,8 +299,9 @@ class _Split:
     def __init__(self, source: Source, plan: Plan, out: Path, ranks: tuple[int, ...], max_shard_size: int) -> None:
         self.source, self.plan, self.out, self.ranks, self.max_shard_size = source, plan, out, ranks, max_shard_size
         self.identity = source.identity(plan)
-        self._place = {name: place for place, name in enumerate(source.names_in_order())}
-        self._shards = {rank: partition(self._tensors(rank), max_shard_size) for rank in ranks}
+        self._tensors = in_order(plan.model.tensors)
+        self._place = {name: place for place, (name, _, _) in enumerate(self._tensors)}
+        self._shards = {rank: partition(self._held(rank), max_shard_size) for rank in ranks}
         self._configs = {rank: json_bytes(rank_config(plan, rank)) + b"\n" for rank in ranks}
         self._headers = {
             (rank, shard.name): build_header(shard.tensors, self.identity.metadata(rank, self._places(rank, shard)))
@@ -309,18 +311,19 @@ class _Split:
 
     def _places(self, rank: int, shard: ShardFile) -> list[int]:
         """Where a file's tensors stand among all, if others do not stand on this rank: else that would be lost."""
-        if sum(len(each.tensors) for each in self._shards[rank]) == len(self.plan.entries):
+        if sum(len(each.tensors) for each in self._shards[rank]) == len(self._tensors):
             return []
         return [self._place[name] for name, _, _ in shard.tensors]
 
-    def _tensors(self, rank: int) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
-        for name in self.source.names_in_order():
-            entry = self.plan.entries[name]
-            box = entry.layout.boxes[rank]
-            if box is None:
-                continue
-            shape = box.shape
-            yield name, entry.dtype, shape, tensor_bytes(name, entry.dtype, shape)
+    def _held(self, rank: int) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
+        """The tensors of a rank: name, dtype, shape, bytes."""
+        boxes = {kind: entry.layout.boxes[rank] for kind, entry in self.plan.laid.items()}
+        held = {
+            kind: (kind.dtype, box.shape, tensor_bytes(kind.name, kind.dtype, box.shape))
+            for kind, box in boxes.items()
+            if box is not None
+        }
+        return ((name, *held[kind]) for name, kind, _ in self._tensors if kind in held)
 
     @property
     def nbytes(self) -> int:
@@ -348,7 +351,8 @@ class _Split:
             folder = self.plan.mesh.folder(rank)
             for shard in shards:
                 name, header = f"{folder}/{shard.name}", self._headers[rank, shard.name]
-                found.add(folder, name, rank, _target(staging, name, header))
+                file = _target(staging, name, header, len(header) + shard.nbytes)
+                found.add(folder, name, rank, file, shard.places(len(header)))
         return found
 
     def finish_rank(self, staging: Staging, rank: int) -> tuple[FileRecord, ...]:
@@ -385,7 +389,7 @@ class _Split:
             out=self.out,
             source_mesh=self.source.plan.mesh,
             mesh=self.plan.mesh,
-            tensors=len(self.plan.entries),
+            tensors=len(self._tensors),
             files=len(self._headers),
             nbytes=self.nbytes,
             written=written,
@@ -457,7 +461,7 @@ def merge(
     check()
     summary = Summary(
         command="merge", source=opened.location, out=out, source_mesh=opened.plan.mesh, mesh=UNSPLIT,
-        tensors=len(target.entries), files=len(files.weights), nbytes=total, written=0, padding={}, ranks=(0,),
+        tensors=len(target.model.tensors), files=len(files.weights), nbytes=total, written=0, padding={}, ranks=(0,),
         complete=False, dry_run=dry_run,
     )  # fmt: skip
     if dry_run:
@@ -467,7 +471,8 @@ def merge(
     with Staging(out, task, [""], opened.states, fsync=options.fsync, check=check) as staging:
         found = _Targets(target)
         for file in files.weights:
-            found.add("", file.name, 0, _target(staging, file.name, file.header, summed=file.checksum is not None))
+            summed = file.checksum is not None
+            found.add("", file.name, 0, _target(staging, file.name, file.header, file.size, summed=summed), file.places)
         written = _move(opened, found, staging, options, total, progress)
         _check_merged(files, staging)
         for name, content in files.others.items():
@@ -496,6 +501,7 @@ class _MergedFile:
     name: str
     header: bytes
     size: int
+    places: Iterable[tuple[str, int]]
     checksum: str | None = None
 
 
@@ -511,14 +517,16 @@ def _merged_files(source: Source, plan: Plan, max_shard_size: int | None) -> _Me
     if record.files and max_shard_size is None:
         _check_restorable(source, plan)
         index = {record.index_name: record.index} if record.index_name and record.index is not None else {}
-        return _MergedFiles(tuple(_MergedFile(f.name, f.header, f.size, f.checksum) for f in record.files), index)
-    names = source.names_in_order()
-    tensors = [(n, plan.entries[n].dtype, plan.entries[n].layout.stored) for n in names]
-    shards = partition(((*t, tensor_bytes(*t)) for t in tensors), max_shard_size or DEFAULT_SHARD_SIZE)
+        originals = tuple(_MergedFile(f.name, f.header, f.size, f.places(), f.checksum) for f in record.files)
+        return _MergedFiles(originals, index)
+    sizes = {kind: tensor_bytes(kind.name, kind.dtype, kind.shape) for kind in plan.model.kinds}
+    tensors = ((name, kind.dtype, kind.shape, sizes[kind]) for name, kind, _ in in_order(plan.model.tensors))
+    shards = partition(tensors, max_shard_size or DEFAULT_SHARD_SIZE)
     weights = []
     for shard in shards:
         header = build_header(shard.tensors, {"format": "pt"})
-        weights.append(_MergedFile(shard.name, header, len(header) + shard.nbytes))
+        size = len(header) + shard.nbytes
+        weights.append(_MergedFile(shard.name, header, size, shard.places(len(header))))
     others = {"model.safetensors.index.json": index_text(shards).encode()} if len(shards) > 1 else {}
     return _MergedFiles(tuple(weights), others)
 
@@ -527,10 +535,10 @@ def _check_restorable(source: Source, plan: Plan) -> None:
     """The headers kept in the manifest speak of the very tensors that the shards hold."""
     kept: dict[str, TensorInfo] = {}
     for file in source.record.files:
-        kept.update(parse_header(file.header, Path(file.name), file.size).tensors)
-    for name, entry in plan.entries.items():
+        kept.update(file.tensors)
+    for name, kind, _ in plan.model.tensors:
         info = kept.pop(name, None)
-        if info is None or info.shape != entry.layout.stored or info.dtype != entry.dtype:
+        if info is None or info.shape != kind.shape or info.dtype != kind.dtype:
             raise MismatchError(
                 f"{source.path / MANIFEST}: its source files do not hold tensor '{name}' as the shards do"
             )
@@ -545,30 +553,26 @@ def _check_restorable(source: Source, plan: Plan) -> None:
 
 @dataclass
 class _Targets:
-    """Files to write, and for each tensor its place in the file of each rank."""
+    """Files to write, and for each rank the place of each tensor in them."""
 
     plan: Plan
     files: list[TargetFile] = field(default_factory=list)
     parts: dict[TargetFile, tuple[str, str]] = field(default_factory=dict)
-    places: dict[str, dict[int, TargetPlace]] = field(default_factory=dict)
+    places: dict[int, dict[str, TargetPlace]] = field(default_factory=dict)
 
-    def add(self, part: str, name: str, rank: int, file: TargetFile) -> None:
-        """Take in a file."""
+    def add(self, part: str, name: str, rank: int, file: TargetFile, places: Iterable[tuple[str, int]]) -> None:
+        """Take in a file of a rank; ``places`` are the offsets of its tensors."""
         self.files.append(file)
         self.parts[file] = (part, name)
-        for tensor in parse_header(file.header, file.path, None).tensors.values():
-            self.places.setdefault(tensor.name, {})[rank] = TargetPlace(file, tensor.offset)
+        self.places.setdefault(rank, {}).update((tensor, TargetPlace(file, offset)) for tensor, offset in places)
 
     def name(self, number: int) -> str:
         """The name of a file, by its number."""
         return self.parts[self.files[number]][1]
 
 
-def _target(staging: Staging, name: str, header: bytes, *, summed: bool = True) -> TargetFile:
-    path = staging.path(name)
-    tensors = parse_header(header, path, None).tensors.values()
-    size = max((t.offset + t.nbytes for t in tensors), default=len(header))
-    return TargetFile(path, header, size, name in staging.finished, summed)
+def _target(staging: Staging, name: str, header: bytes, size: int, *, summed: bool = True) -> TargetFile:
+    return TargetFile(staging.path(name), header, size, name in staging.finished, summed)
 
 
 def _task_of(source: Source, options: Options) -> dict[str, Any]:
@@ -611,10 +615,10 @@ def _move(source: Source, targets: _Targets, staging: Staging, options: Options,
 
     earlier = [read for entry in staging.finished.values() for read in entry.reads]
     try:
-        move(jobs, targets.files, options, finished=finished, progress=count)
+        move(jobs, [*source.files.values()], targets.files, options, finished=finished, progress=count)
         if options.checksum:
             _add_earlier(earlier, source, targets)
-            _check_sources(jobs)
+            _check_sources(source.files_of([job.name for job in jobs]))
     except MismatchError:
         staging.clear()
         raise
@@ -640,28 +644,28 @@ def _add_earlier(reads: Sequence[Read], source: Source, targets: _Targets) -> No
 def _jobs(source: Source, targets: _Targets) -> list[Job]:
     """One job a tensor, in the order in which the source stores them."""
     ways: dict[tuple[Layout, Layout, str, frozenset[int]], Way] = {}
+    sizes = {kind: tensor_bytes(kind.name, kind.dtype, kind.shape) for kind in source.plan.model.kinds}
     jobs = []
-    for name in source.names:
-        places = targets.places.get(name)
-        if places is None:
+    for (name, kind, _), (_, wanted, _) in zip(source.plan.model.tensors, targets.plan.model.tensors, strict=True):
+        ranks = frozenset([rank for rank, places in targets.places.items() if name in places])
+        if not ranks:
             continue
-        before, after = source.plan.entries[name], targets.plan.entries[name]
-        held, ranks = source.places(name), frozenset(places)
+        before, after, held = source.plan.laid[kind], targets.plan.laid[wanted], source.places(name)
         key = (before.layout, after.layout, before.dtype, ranks)
-        way = ways.get(key) or way_between(before, after, held, ranks)
-        if before.stated is None:  # else it is of these places
-            ways[key] = way
-        wanted = [places.get(rank) for rank in range(targets.plan.mesh.size)]
-        nbytes = tensor_bytes(name, before.dtype, before.layout.stored)
-        jobs.append(Job(name, way, held, wanted, nbytes))
+        way = ways.get(key)
+        if way is None:
+            way = way_between(before._replace(name=name), after, held, ranks)
+            if before.stated is None:  # else it is of these places
+                ways[key] = way
+        jobs.append(Job(name, way, held, partial(place_in, targets.places, name), sizes[kind]))
     return jobs
 
 
-def _check_sources(jobs: Sequence[Job]) -> None:
+def _check_sources(files: Iterable[SourceFile]) -> None:
     """Compare the checksum of each file that the output depends on with the one in its manifest; what was not summed in
     passing is read now.
     """
-    for file in dict.fromkeys(place.file for job in jobs for place in job.sources if place is not None):
+    for file in files:
         if file.expected is None:
             continue
         found = file.checksum() or file_checksum(file.path)

@@ -38,6 +38,6 @@ def finer_blocks(model: Model, mesh: Mesh) -> tuple[int, int] | None:
 
 def with_blocks(model: Model, block: tuple[int, int]) -> Model:
     """The same model with scales for blocks of another size."""
-    blocked = {tensor.name for tensor in model.tensors if any(dim.counted[0] > 1 for dim in tensor.rule.dims)}
-    tensors = [FullTensor(t.name, t.dtype, None if t.name in blocked else t.shape, "") for t in model.tensors]
+    blocked = {kind for kind in model.kinds if any(dim.counted[0] > 1 for dim in kind.rule.dims)}
+    tensors = [FullTensor(t.name, t.dtype, None if t.kind in blocked else t.shape, "") for t in model.tensors]
     return bind(model.architecture, with_block_size(model.config, block), tensors, known=model.sizes.measured)

@@ -103,8 +103,7 @@ class _Found:
         self.lines: dict[str, dict[At, list[BoundTensor]]] = {}
         for tensor in model.tensors:
             if not tensor.template.endswith("*") and not is_of_activations(tensor.name):
-                at = tuple(tensor.at.values())
-                self.lines.setdefault(tensor.template, {}).setdefault(at, []).append(tensor)
+                self.lines.setdefault(tensor.template, {}).setdefault(tensor.at, []).append(tensor)
         self.stacks: dict[str, dict[At, set[str]]] = {}
         for template, places in self.lines.items():
             for stack, inner in _around(template):
@@ -226,7 +225,7 @@ def _missing_indices(found: _Found) -> Iterator[str]:
             for index in sorted({*range(max(indices) + 1 if count is None else count)} - indices):
                 near = _like(members, outer, indices, index)
                 for tensor in found.inside(stack, (*outer, near)):
-                    if found.needed(tensor.template, (*outer, index, *tuple(tensor.at.values())[len(outer) + 1 :])):
+                    if found.needed(tensor.template, (*outer, index, *tensor.at[len(outer) + 1 :])):
                         yield _moved(tensor.name, (*outer, near), (*outer, index))
 
 

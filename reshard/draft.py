@@ -8,7 +8,6 @@ a draft by itself: it takes effect when it is passed with ``--plan``.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import re
@@ -50,7 +49,7 @@ def draft_of(path: Path) -> Draft:
     checkpoint = open_checkpoint(path)
     tensors = dict(checkpoint.tensors)
     if checkpoint.config.get("tie_word_embeddings") is False:
-        tensors |= {alias: dataclasses.replace(tensors[kept], name=alias) for alias, kept in checkpoint.aliases.items()}
+        tensors |= {alias: tensors[kept]._replace(name=alias) for alias, kept in checkpoint.aliases.items()}
     return draft(checkpoint.config, [FullTensor(t.name, t.dtype, t.shape, t.file.name) for t in tensors.values()])
 
 

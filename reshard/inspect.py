@@ -290,8 +290,8 @@ def _check_whole(report: Report) -> None:
         return
     if report.counts_ranks:
         report.counts_ranks, report.dtypes, report.tensors = False, {}, len(source.model.tensors)
-        for tensor in source.model.tensors:
-            report.dtypes[tensor.dtype] = report.dtypes.get(tensor.dtype, 0) + math.prod(tensor.shape)
+        for kind in source.model.kinds:
+            report.dtypes[kind.dtype] = report.dtypes.get(kind.dtype, 0) + kind.count * math.prod(kind.shape)
 
 
 # --------------------------------------------------------------------------------------------------------- staging

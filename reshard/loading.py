@@ -41,7 +41,7 @@ def _load(source: Source, target: Plan, rank: int, name: str, reader: Reader) ->
     data = np.empty(math.prod(shape) * bits // 8, dtype=np.uint8)
     places = source.places(name)
     way = way_between(before, after, places, frozenset({rank}), compare=False)
-    job = Job(name, way, places, [], data.size)
+    job = Job(name, way, places, lambda _: None, data.size)
     for slab in way.slabs(STEP):
         blocks = {r.rank: data[r.offset : r.offset + r.nbytes].reshape(r.shape) for r in slab.writes}
         if slab.is_flat and not slab.checks:

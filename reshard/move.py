@@ -19,15 +19,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from formats.errors import MismatchError
 from reshard.apart import has_threads, move_apart
 from reshard.checksum import PIECE, Part, PartialSum, sum_part
+from reshard.gathering import SMALL, TOGETHER, Runs
 from reshard.output import disk_errors, refused
-from reshard.reading import Bytes, Reader, SourceFile, SourcePlace, Wanted, pieces
+from reshard.reading import Bytes, Places, Reader, SourceFile, SourcePlace, Wanted, pieces
 from reshard.system import reserve
 from reshard.transfer import Copy, Region, Slab, Way
 from reshard.workers import Report, share
@@ -72,28 +73,42 @@ class TargetFile:
         return self.path.with_name(self.path.name + ".incomplete")
 
 
-@dataclass(frozen=True, slots=True)
-class TargetPlace:
+class TargetPlace(NamedTuple):
     """A tensor in a target file, at an absolute offset."""
 
     file: TargetFile
     offset: int
 
 
-@dataclass(frozen=True)
-class Job:
-    """A tensor to move: where each source rank has it, and where each target rank wants it (None: not)."""
+def place_in(ranks: Mapping[int, Mapping[str, TargetPlace]], name: str, rank: int) -> TargetPlace | None:
+    """Where a rank wants a tensor, given what each rank wants; None where it does not."""
+    return ranks[rank].get(name)
+
+
+class Job(NamedTuple):
+    """A tensor to move: where a source rank has it, and where a target rank wants it (None: not)."""
 
     name: str
     transfer: Way
-    sources: Sequence[SourcePlace | None]
-    targets: Sequence[TargetPlace | None]
+    sources: Places
+    targets: Callable[[int], TargetPlace | None]
     nbytes: int
-    """Bytes of the full tensor: how much work it is, about."""
+    """Bytes of the full tensor."""
+
+    @property
+    def work(self) -> int:
+        """How much work it is, about, in bytes: a small tensor is as much as one of some size."""
+        return self.nbytes + SMALL
 
     def source(self, rank: int) -> SourcePlace:
         """Where a source rank has it that is known to have it."""
-        place = self.sources[rank]
+        place = self.sources(rank)
+        assert place is not None
+        return place
+
+    def target(self, rank: int) -> TargetPlace:
+        """Where a target rank wants it that is known to want it."""
+        place = self.targets(rank)
         assert place is not None
         return place
 
@@ -118,22 +133,24 @@ class Options:
 
 def move(
     jobs: Sequence[Job],
+    sources: Sequence[SourceFile],
     targets: Sequence[TargetFile],
     options: Options,
     *,
     finished: Callable[[TargetFile, str | None], None],
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> None:
-    """Carry out jobs, in order. ``finished`` is called with each target file that is complete, and its checksum.
+    """Carry out jobs between these files, in order.
 
-    ``progress`` is called with the number of bytes written. Raises CheckpointError for files that cannot be read or
-    written, MismatchError for replicas that differ and for padding that is not zero. On any error, and on
-    KeyboardInterrupt, the processes are stopped and the files closed before it is raised.
+    ``finished`` is called with each target file that is complete, and its checksum, ``progress`` with the number of
+    bytes written. Raises CheckpointError for files that cannot be read or written, MismatchError for replicas that
+    differ and for padding that is not zero. On any error, and on KeyboardInterrupt, the processes are stopped and the
+    files closed before it is raised.
     """
     if _processes(jobs, options) > 1 and has_threads():
-        move_apart(jobs, targets, options, finished=finished, progress=progress)
+        move_apart(jobs, sources, targets, options, finished=finished, progress=progress)
         return
-    mover = _Mover(options, targets, jobs, finished, progress)
+    mover = _Mover(options, sources, targets, jobs, finished, progress)
     try:
         mover.run()
     finally:
@@ -142,7 +159,7 @@ def move(
 
 def _processes(jobs: Sequence[Job], options: Options) -> int:
     """How many processes the work is worth."""
-    return max(1, min(options.processes, sum(job.nbytes for job in jobs) // STEP))
+    return max(1, min(options.processes, sum(job.work for job in jobs) // STEP))
 
 
 @dataclass
@@ -161,15 +178,15 @@ class _Mover:
     def __init__(
         self,
         options: Options,
+        sources: Sequence[SourceFile],
         targets: Sequence[TargetFile],
         jobs: Sequence[Job],
         finished: Callable[[TargetFile, str | None], None],
         progress: Callable[[int], None],
     ) -> None:
-        self._options, self._targets, self._jobs = options, targets, jobs
+        self._options, self._sources, self._targets, self._jobs = options, sources, targets, jobs
         self._finished, self._progress = finished, progress
-        self._sources = list(dict.fromkeys(place.file for job in jobs for place in job.sources if place is not None))
-        self._source_numbers = {file: number for number, file in enumerate(self._sources)}
+        self._source_numbers = {file: number for number, file in enumerate(sources)}
         self._numbers = {file: number for number, file in enumerate(targets)}
         self._wanted: Wanted = frozenset()
         self._busy = mmap.mmap(-1, max(1, len(targets)))
@@ -227,8 +244,11 @@ class _Mover:
     def _work(self, stretches: Sequence[_Stretch], report: Report) -> None:
         try:
             for stretch in stretches:
-                for job, slab in stretch.draw():
-                    self._carry_out(job, slab)
+                for steps in stretch.draw():
+                    if len(steps) != 1 or steps[0][0].nbytes <= SMALL:
+                        self._carry_out_together(steps)
+                    else:
+                        self._carry_out(*steps[0])
                     if self._account.nbytes >= STEP:
                         self._report(report)
         finally:
@@ -249,6 +269,34 @@ class _Mover:
                 self._finish(file)
         self._progress(account.nbytes)
 
+    def _carry_out_together(self, steps: Sequence[tuple[Job, Slab]]) -> None:
+        """Move small tensors: what follows each other in a file is read or written at once."""
+        reads, writes = Runs[tuple[SourceFile, Wanted]](), Runs[int]()
+        ready = []
+        for job, slab in steps:
+            places = [(region, job.target(region.rank)) for region in slab.writes]
+            wanted = frozenset([self._numbers[place.file] for _, place in places])
+            left = [(region, place) for region, place in places if not place.file.done]
+            if wanted and not left:
+                continue
+            sources = [(region, job.source(region.rank)) for region in slab.reads]
+            read = {region.rank: reads.add((place.file, wanted), place.offset, region) for region, place in sources}
+            written = [(r.rank, writes.add(self._numbers[place.file], place.offset, r)) for r, place in left]
+            ready.append((job, slab, read, written))
+        for run in reads.make_room():
+            file, self._wanted = run.key
+            self._reader.fill(run.data, file, run.begin)
+        filled = writes.make_room()
+        for job, slab, read, written in ready:
+            found = {rank: span.data for rank, span in read.items()}
+            check_slab(job, slab, found)
+            for rank, span in written:
+                block = span.data
+                for copy in slab.copies_to[rank]:
+                    block[copy.target_slices] = copy.block(found)
+        for part in filled:
+            self._write_piece(self._targets[part.key], part.begin, part.data)
+
     def _carry_out(self, job: Job, slab: Slab) -> None:
         arena = self._arena
         arena.clear()
@@ -268,12 +316,12 @@ class _Mover:
 
     def _want(self, job: Job, ranks: Iterable[int]) -> bool:
         """Note which targets want what is read next; whether any of them is still to be written."""
-        files = [self._place(job, rank).file for rank in ranks]
+        files = [job.target(rank).file for rank in ranks]
         self._wanted = frozenset(self._numbers[file] for file in files)
         return not files or not all(file.done for file in files)
 
     def _is_done(self, job: Job, rank: int) -> bool:
-        return self._place(job, rank).file.done
+        return job.target(rank).file.done
 
     def _stream(self, job: Job, slab: Slab) -> None:
         """Move plain byte ranges window by window: each is read once and written to all that want it."""
@@ -290,7 +338,7 @@ class _Mover:
                 part = self._reader.fill(data, file, start + window.begin)
                 for copy in window.copies:
                     (held,), (wanted,) = copy.source_slices, copy.target_slices
-                    place = self._place(job, copy.target)
+                    place = job.target(copy.target)
                     at = place.offset + starts[copy.target] + wanted.start + window.begin - held.start
                     if not place.file.done:
                         part = self._write_piece(place.file, at, data, part)
@@ -306,19 +354,13 @@ class _Mover:
         waiting = deque(items)
         while waiting:
             for _ in range(len(waiting)):
-                number = self._numbers[self._place(job, waiting[0][0]).file]
+                number = self._numbers[job.target(waiting[0][0]).file]
                 if not self._busy[number]:
                     break
                 waiting.rotate(-1)
             self._busy[number] = 1
             move(waiting.popleft()[1])
             self._busy[number] = 0
-
-    @staticmethod
-    def _place(job: Job, rank: int) -> TargetPlace:
-        place = job.targets[rank]
-        assert place is not None
-        return place
 
     def _write_zeros(self, job: Job, copy: Copy, offset: int) -> None:
         if self._is_done(job, copy.target):
@@ -345,7 +387,7 @@ class _Mover:
 
         def move(region: Region) -> None:
             arena.clear(mark)
-            at = self._place(job, region.rank).offset + region.offset
+            at = job.target(region.rank).offset + region.offset
             block = arena.take(region.nbytes, at).reshape(region.shape)
             for copy in slab.copies:
                 if copy.target == region.rank:
@@ -357,7 +399,7 @@ class _Mover:
 
     def _write(self, job: Job, rank: int, offset: int, data: Bytes) -> None:
         """Write at ``offset`` of a rank's tensor."""
-        place = self._place(job, rank)
+        place = job.target(rank)
         for begin, piece in pieces(data):
             self._write_piece(place.file, place.offset + offset + begin, piece)
 
@@ -419,13 +461,19 @@ class _Stretch:
         self._reads, self._writes = os.pipe()
         self._put(0)
 
-    def draw(self) -> Iterator[tuple[Job, Slab]]:
-        """The steps that fall to this process: no other will draw them."""
+    def draw(self) -> Iterator[Sequence[tuple[Job, Slab]]]:
+        """The steps that fall to this process, those of small tensors several together: no other will draw them."""
         drawn = self._next()
-        for number, step in enumerate((job, slab) for job in self._jobs for slab in self._slabs(job)):
+        for number, steps in enumerate(self._steps()):
             if number == drawn:
-                yield step
+                yield list(steps)
                 drawn = self._next()
+
+    def _steps(self) -> Iterator[Iterable[tuple[Job, Slab]]]:
+        for is_small, jobs in itertools.groupby(self._jobs, lambda job: job.nbytes <= SMALL):
+            for together in _together(jobs) if is_small else ([job] for job in jobs):
+                steps = ((job, slab) for job in together for slab in self._slabs(job))
+                yield from [steps] if is_small else ([step] for step in steps)
 
     def _slabs(self, job: Job) -> Iterable[Slab]:
         return self._kept(job.transfer) if job.nbytes <= self._FEW else job.transfer.slabs(STEP)
@@ -445,11 +493,25 @@ class _Stretch:
 
 
 def _stretches(jobs: Sequence[Job], count: int) -> Iterator[Sequence[Job]]:
-    """Cut a sequence of jobs into ``count`` parts of about equal bytes."""
-    ends = list(itertools.accumulate(job.nbytes for job in jobs))
+    """Cut a sequence of jobs into ``count`` parts of about equal work."""
+    ends = list(itertools.accumulate(job.work for job in jobs))
     total = ends[-1] if ends else 0
     cuts = [bisect_left(ends, total * i // count) for i in range(count)] + [len(jobs)]
     return (jobs[first:last] for first, last in itertools.pairwise(cuts))
+
+
+def _together(jobs: Iterable[Job]) -> Iterator[Sequence[Job]]:
+    """Small tensors that are moved together."""
+    found: list[Job] = []
+    room = TOGETHER
+    for job in jobs:
+        found.append(job)
+        room -= job.nbytes
+        if room <= 0:
+            yield found
+            found, room = [], TOGETHER
+    if found:
+        yield found
 
 
 class _Arena:

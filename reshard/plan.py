@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from formats.architecture import Architecture, Match, Rule, is_index
 from formats.axes import Dim, Factor, Run, Shape, Share, deal, degrees, encloses, owned, share, unit_of
@@ -18,13 +18,12 @@ from formats.documents import LARGEST
 from formats.errors import NotationError, PlanError, brief
 from formats.expressions import Expression
 from formats.mesh import Mesh
-from formats.quantization import Companion, companion, shape_of, stated_shape, takes_heads, unknown_method
+from formats.quantization import Companion, Scheme, scheme_of, shape_of, stated_shape, takes_heads, unknown_method
 from formats.safetensors import DTYPE_BITS
 from reshard.words import cuts_blocks, does_not_divide, too_few_units
 
 
-@dataclass(frozen=True, slots=True)
-class FullTensor:
+class FullTensor(NamedTuple):  # there may be half a million of these: a dataclass takes four times as long to make
     """A tensor of the unsplit checkpoint; ``where`` names its file in errors, ``shape`` is None where only rules know
     it.
     """
@@ -74,8 +73,7 @@ class Layout:
         return box
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """A tensor, the rule line that covers it, and its layout."""
 
     name: str
@@ -104,10 +102,32 @@ class AxisSizes:
         self._steps = 0
 
     @cached_property
+    def scheme(self) -> Scheme:
+        """How weights are quantized, by the config."""
+        return scheme_of(self.settings)
+
+    @cached_property
     def _used_indices(self) -> frozenset[str]:
         expressions = list(self._architecture.sizes.values())
         expressions += [r.when for rules in self._architecture.tensors.values() for r in rules if r.when is not None]
         return self._index_names & frozenset().union(*(expression.names for expression in expressions))
+
+    def indices_for(self, rules: Sequence[Rule]) -> frozenset[str]:
+        """The axes in names on whose index it depends which of a line's rules holds, and how its tensors are split.
+
+        An axis is dealt together with its family.
+        """
+        axes = frozenset().union(*(shape.axes for rule in rules for shape in rule.shapes))
+        families = (family for found in self._architecture.families.values() for family in found)
+        axes = axes.union(*(family for family in families if axes & {*family}))
+        names = frozenset().union(*(rule.when.names for rule in rules if rule.when))
+        while True:
+            sizes = [self._architecture.sizes[axis] for axis in axes if axis in self._architecture.sizes]
+            names = names.union(*(expression.names for expression in sizes))
+            more = names - self._index_names - axes
+            if not more & self._architecture.sizes.keys():
+                return names & self._index_names
+            axes |= more
 
     @cached_property
     def varying(self) -> frozenset[str]:
@@ -198,12 +218,13 @@ class AxisSizes:
         return self.settings.get(name)
 
 
-@dataclass(frozen=True)
-class BoundTensor:
-    """A tensor with the shape that holds for it.
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """The tensors that differ in nothing but in indices on which nothing depends, with the shape that holds for them.
 
-    ``indices`` are those of its name that its sizes depend on, ``places`` those along axes that may be dealt to ranks
-    (experts); ``at`` are all of its name.
+    ``name`` is that of the first of them. ``indices`` are those of a name that sizes depend on, ``places`` those along
+    axes that may be dealt to ranks (experts). There are ``count`` of them, in ``layers``: their indices along the
+    outermost axis of a name that is not dealt.
     """
 
     name: str
@@ -213,16 +234,40 @@ class BoundTensor:
     indices: tuple[tuple[str, int], ...]
     places: tuple[tuple[str, int], ...]
     shape: tuple[int, ...]
-    stated: Shape | None = None
+    stated: Shape | None
     """The weight's, for a tensor that states which shape it has."""
-    advice: str | None = None
+    advice: str | None
     """What to do where a rank's boundary would cut a block of it."""
-    at: Mapping[str, int] = field(default_factory=dict, compare=False)
+    count: int
+    layers: frozenset[int]
 
-    @property
+    @cached_property
     def axes(self) -> frozenset[str]:
         """The axes of its shape, and those of its name that may be dealt."""
         return self.rule.axes | {axis for axis, _ in self.places}
+
+
+class BoundTensor(NamedTuple):
+    """A tensor by its name, of which kind it is, and all indices in its name, outermost first."""
+
+    name: str
+    kind: Kind
+    at: tuple[int, ...]
+
+    @property
+    def dtype(self) -> str:
+        """A key of ``DTYPE_BITS``."""
+        return self.kind.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The full shape, as it is stored."""
+        return self.kind.shape
+
+    @property
+    def template(self) -> str:
+        """The rule line that covers it."""
+        return self.kind.template
 
 
 @dataclass(frozen=True)
@@ -233,17 +278,18 @@ class Model:
     config: Mapping[str, Any]
     sizes: AxisSizes
     tensors: tuple[BoundTensor, ...]
+    kinds: tuple[Kind, ...]
 
     @cached_property
     def used_templates(self) -> frozenset[str]:
         """The rule lines that cover a tensor of this checkpoint."""
-        return frozenset(tensor.template for tensor in self.tensors)
+        return frozenset(kind.template for kind in self.kinds)
 
     @cached_property
-    def in_blocks(self) -> tuple[BoundTensor, ...]:
-        """One tensor of each kind that counts a dimension in blocks (scales and packed integers)."""
-        blocked = [t for t in self.tensors if any(dim.counted[0] > 1 for dim in t.rule.dims)]
-        return tuple({(tensor.rule, tensor.indices): tensor for tensor in reversed(blocked)}.values())
+    def in_blocks(self) -> tuple[Kind, ...]:
+        """What counts a dimension in blocks (scales and packed integers), one for each rule and its sizes."""
+        blocked = [kind for kind in self.kinds if any(dim.counted[0] > 1 for dim in kind.rule.dims)]
+        return tuple({(kind.rule, kind.indices): kind for kind in reversed(blocked)}.values())
 
     @cached_property
     def expert_axes(self) -> frozenset[str]:
@@ -262,21 +308,21 @@ class Model:
         return frozenset(alone - enclosing - {*self.architecture.pad})
 
     @cached_property
-    def with_channels(self) -> tuple[BoundTensor, ...]:
-        """One tensor of each kind that has an axis which may be dealt unevenly."""
-        found = (tensor for tensor in self.tensors if tensor.rule.axes & self.channels)
-        return tuple({(t.rule, t.indices, t.axes, DTYPE_BITS[t.dtype]): t for t in found}.values())
+    def with_channels(self) -> tuple[Kind, ...]:
+        """What has an axis which may be dealt unevenly, one for each rule, its sizes and its bits."""
+        found = (kind for kind in self.kinds if kind.rule.axes & self.channels)
+        return tuple({(k.rule, k.indices, k.axes, DTYPE_BITS[k.dtype]): k for k in found}.values())
 
     @cached_property
-    def _kinds(self) -> frozenset[tuple[frozenset[str], tuple[tuple[str, int], ...]]]:
-        return frozenset((tensor.axes, tensor.indices) for tensor in self.tensors)
+    def _axes(self) -> frozenset[tuple[frozenset[str], tuple[tuple[str, int], ...]]]:
+        return frozenset((kind.axes, kind.indices) for kind in self.kinds)
 
     def axis_sets(self, *, experts: bool = True) -> tuple[Mapping[str, int], ...]:
         """The distinct sizes of axes that occur (one, unless sizes depend on the layer); without those of experts
         alone, if so asked.
         """
         axes: dict[tuple[tuple[str, int], ...], set[str]] = {}
-        for names, indices in self._kinds:
+        for names, indices in self._axes:
             if experts or not names & self.expert_axes:
                 axes.setdefault(indices, set()).update(names)
         restricted = []
@@ -284,6 +330,11 @@ class Model:
             sizes = self.sizes.of(dict(indices))
             restricted.append({name: sizes[name] for name in sorted(found)})
         return tuple(dict(pairs) for pairs in dict.fromkeys(tuple(sizes.items()) for sizes in restricted))
+
+
+def in_order(tensors: Iterable[BoundTensor]) -> list[BoundTensor]:
+    """Tensors in the order in which they are to be stored: wide items first, then as in the source."""
+    return sorted(tensors, key=lambda tensor: -DTYPE_BITS[tensor.kind.dtype])
 
 
 def bind(
@@ -305,38 +356,16 @@ def bind(
     """
     sizes = AxisSizes(architecture, config, known or {})
     tensors = list(tensors)
-    dtypes = {tensor.name: tensor.dtype for tensor in tensors}
-    covered = [_rule_of(tensor, architecture, sizes, dtypes) for tensor in tensors]
+    alike = _Alike(architecture, sizes, {tensor.name: tensor.dtype for tensor in tensors})
+    of_each = [alike.take_in(tensor) for tensor in tensors]
+    covered = alike.covered
     several = [each for each in covered if len(each.shapes) > 1]
-    _measure(sizes, ((each.tensor, each.shapes[0], each.match) for each in covered if len(each.shapes) == 1))
+    _measure(sizes, (each for each in covered if len(each.shapes) == 1))
     architecture = _with_layouts_on_disk(architecture, several, sizes, mesh or Mesh(), padding or {})
-    _measure(sizes, ((each.tensor, each.shapes[0], each.match) for each in several))
-    fitted: dict[tuple[object, ...], tuple[int, ...]] = {}
-    dealt = {axis for families in architecture.families.values() for family in families for axis in family}
-    bound = []
-    for each in covered:
-        tensor, match, rule = each.tensor, each.match, each.shapes[0]
-        indices = sizes.key(match.indices)
-        key = (rule, indices, tensor.shape)
-        if key not in fitted:
-            method = unknown_method(sizes.settings, tensor.name)
-            hint = (
-                f"it is quantized by {method}, a method that is not known here: {_UNQUANTIZED}"
-                if method
-                else (_WRONG_BLOCKS if each.belonging else _WRONG_RULE)
-            )
-            fitted[key] = _fit(tensor, rule, sizes.of(match.indices), hint)
-        _check_indices(tensor, match, sizes)
-        places = tuple((axis, index) for axis, index in match.indices.items() if axis in dealt)
-        stated = stated_shape(each.rule.shapes[0]) if each.belonging and each.belonging.states_shape else None
-        advice = each.belonging.advice if each.belonging else None
-        bound.append(
-            BoundTensor(
-                tensor.name, tensor.dtype, match.template, rule, indices, places, fitted[key], stated, advice,
-                match.indices,
-            )
-        )  # fmt: skip
-    model = Model(architecture, config, sizes, tuple(bound))
+    _measure(sizes, several)
+    kinds = {each: _kind(each, alike) for each in covered}
+    bound = (BoundTensor(tensor.name, kinds[each], at) for tensor, (each, at) in zip(tensors, of_each, strict=True))
+    model = Model(architecture, config, sizes, tuple(bound), tuple(kinds.values()))
     unused = [template for template in architecture.tensors if template not in model.used_templates]
     if every_rule and unused:
         raise PlanError(
@@ -354,10 +383,13 @@ def lines_for(architecture: Architecture, config: Mapping[str, Any], tensors: It
     return replace(architecture, tensors={name: rules for name, rules in architecture.tensors.items() if name in used})
 
 
-@dataclass
+@dataclass(eq=False)
 class _Covered:
-    """A tensor, the line that covers it, the rule of that line, the shapes that the tensor may have by it, and what it
-    belongs to.
+    """What tensors that are alike have in common: the line that covers them, the rule of that line, the shapes that
+    they may have by it, and what they belong to. ``tensor`` and ``match`` are the first one's.
+
+    ``axes`` are those of the indices in their names; ``indices`` the indices that all of them have and that sizes
+    depend on; ``all_at`` has the indices of each.
     """
 
     tensor: FullTensor
@@ -365,6 +397,117 @@ class _Covered:
     rule: Rule
     shapes: tuple[Shape, ...]
     belonging: Companion | None = None
+    tensors: list[FullTensor] = field(default_factory=list)
+    all_at: list[tuple[int, ...]] = field(default_factory=list)
+    axes: tuple[str, ...] = ()
+    indices: tuple[tuple[str, int], ...] = ()
+
+    @cached_property
+    def seen(self) -> Mapping[str, frozenset[int]]:
+        """All indices along each axis."""
+        return dict(zip(self.axes, map(frozenset, zip(*self.all_at, strict=True)), strict=False))
+
+
+@dataclass(frozen=True, eq=False)
+class _Form:
+    """Names that differ in numbers alone: the axes of those numbers that are indices, with their places among the
+    numbers, and the axes along which tensors are not alike.
+    """
+
+    places: tuple[tuple[str, int], ...]
+    apart: frozenset[str]
+
+    @cached_property
+    def at(self) -> tuple[int, ...]:
+        """The places of the indices."""
+        return tuple(place for _, place in self.places)
+
+    @cached_property
+    def apart_at(self) -> tuple[int, ...]:
+        """The places of those that tell tensors apart."""
+        return tuple(place for axis, place in self.places if axis in self.apart)
+
+
+class _Alike:
+    """Finds what covers a tensor, once for all that are alike: checkpoints have few kinds of tensors and many of each.
+
+    Tensors are alike whose names differ in numbers alone, none of them an index on which it depends how they are split
+    (a layer's, where layers have several sizes) or which rank holds them (an expert's), and which have the same dtype
+    and shape.
+    """
+
+    def __init__(self, architecture: Architecture, sizes: AxisSizes, dtypes: Mapping[str, str]) -> None:
+        self.architecture, self.sizes, self._dtypes = architecture, sizes, dtypes
+        self.dealt = {axis for families in architecture.families.values() for family in families for axis in family}
+        self._forms: dict[tuple[object, ...], _Form] = {}
+        self._covered: dict[tuple[object, ...], _Covered] = {}
+        self._layers: dict[frozenset[int], frozenset[int]] = {}
+        self._at: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    @property
+    def covered(self) -> tuple[_Covered, ...]:
+        """What was found, in the order of the first tensors."""
+        return tuple(self._covered.values())
+
+    def take_in(self, tensor: FullTensor) -> tuple[_Covered, tuple[int, ...]]:
+        """What covers a tensor, and the indices in its name. Raises PlanError if nothing does."""
+        name, dtype, shape, _, held = tensor
+        words, texts = self.architecture.form(name)
+        spelled = (words, dtype, self.sizes.scheme.case(name, self._dtypes))
+        form = self._forms.get(spelled)
+        if form is None:
+            form = self._forms[spelled] = self._form(tensor)
+        numbers = [*map(int, texts)]
+        at = tuple([numbers[place] for place in form.at])
+        at = self._at.setdefault(at, at)
+        key = (form, shape, held, *[numbers[place] for place in form.apart_at])
+        found = self._covered.get(key)
+        if found is None:
+            found = self._covered[key] = _rule_of(tensor, self.architecture, self.sizes, self._dtypes)
+            indices = {axis: numbers[place] for axis, place in form.places if axis in form.apart}
+            found.axes, found.indices = tuple(axis for axis, _ in form.places), self.sizes.key(indices)
+        found.tensors.append(tensor)
+        found.all_at.append(at)
+        return found, at
+
+    def layers(self, each: _Covered) -> frozenset[int]:
+        """The indices of the outermost axis that is not dealt, one set for all that have the same."""
+        found = next((seen for axis, seen in each.seen.items() if axis not in self.dealt), frozenset[int]())
+        return self._layers.setdefault(found, found)
+
+    def _form(self, tensor: FullTensor) -> _Form:
+        places = self.architecture.index_places(tensor.name)
+        belonging = belonging_of(tensor.name, self._dtypes, self.architecture, self.sizes)
+        match = self.architecture.match(belonging.weight if belonging else tensor.name)
+        # without a match of its own it may go by any line of its attention, each with its condition
+        apart = self.sizes.indices_for(match.rules) if match else frozenset(places)
+        return _Form(tuple(places.items()), apart | self.dealt)
+
+
+def _kind(each: _Covered, alike: _Alike) -> Kind:
+    """What is known of tensors that are alike, once the shape on disk is known to fit."""
+    tensor, match, rule, belonging = each.tensor, each.match, each.shapes[0], each.belonging
+    method = unknown_method(alike.sizes.settings, tensor.name)
+    hint = (
+        f"it is quantized by {method}, a method that is not known here: {_UNQUANTIZED}"
+        if method
+        else (_WRONG_BLOCKS if belonging else _WRONG_RULE)
+    )
+    shape = _fit(tensor, rule, alike.sizes.of(match.indices), hint)
+    _check_indices(each, alike.sizes)
+    return Kind(
+        name=tensor.name,
+        dtype=tensor.dtype,
+        template=match.template,
+        rule=rule,
+        indices=each.indices,
+        places=tuple((axis, index) for axis, index in match.indices.items() if axis in alike.dealt),
+        shape=shape,
+        stated=stated_shape(each.rule.shapes[0]) if belonging and belonging.states_shape else None,
+        advice=belonging.advice if belonging else None,
+        count=len(each.tensors),
+        layers=alike.layers(each),
+    )
 
 
 def _rule_of(tensor: FullTensor, architecture: Architecture, sizes: AxisSizes, dtypes: Mapping[str, str]) -> _Covered:
@@ -448,7 +591,7 @@ def _layouts_on_disk(
     """Which of several shapes fit a tensor, as a whole or as a rank has its part of it."""
     found, tensor = sizes.of(each.match.indices), each.tensor
     if tensor.shape is None:
-        skeleton = Model(architecture, sizes.settings, sizes, ())
+        skeleton = Model(architecture, sizes.settings, sizes, (), ())
         axes = frozenset().union(*(shape.axes for shape in each.shapes), each.match.indices)
         found = _local(skeleton, mesh, 0, _padded(found, padding), axes)
     on_disk = tensor.held if tensor.shape is None else tensor.shape
@@ -489,7 +632,7 @@ def belonging_of(
     """
     dtype = dtypes[name]
     packed = dtype in {"U8", "I8", "I32"}  # perhaps several values in one element: the weight's own rule may not fit
-    return companion(name, sizes.settings, dtype, dtypes) if packed or architecture.match(name) is None else None
+    return sizes.scheme.companion(name, dtype, dtypes) if packed or architecture.match(name) is None else None
 
 
 def dequantized(plan: Plan) -> Plan:
@@ -535,15 +678,15 @@ def _no_rule(tensor: FullTensor, architecture: Architecture, settings: Mapping[s
     return PlanError(what, f"{save}, add a line such as {line}, pass it with --plan FILE")
 
 
-def _measure(sizes: AxisSizes, found: Iterable[tuple[FullTensor, Shape, Match]]) -> None:
+def _measure(sizes: AxisSizes, found: Iterable[_Covered]) -> None:
     """Take the size of an axis that the config does not give from a dimension in which it stands alone, or from the
     indices in names.
     """
     first: dict[str, str] = {}
-    for tensor, rule, match in found:
-        for counted, index in match.indices.items():
-            if counted not in sizes.configured:
-                sizes.measured[counted] = max(sizes.measured.get(counted, 0), index + 1)
+    for each in found:
+        tensor, rule, match = each.tensor, each.shapes[0], each.match
+        for counted in match.indices.keys() - sizes.configured:
+            sizes.measured[counted] = max(sizes.measured.get(counted, 0), max(each.seen[counted]) + 1)
         if tensor.shape is None or len(rule.dims) != len(tensor.shape):
             continue
         configured: dict[str, int] | None = None
@@ -585,14 +728,15 @@ def _fit(tensor: FullTensor, rule: Shape, sizes: Mapping[str, int], hint: str) -
     return expected
 
 
-def _check_indices(tensor: FullTensor, match: Match, sizes: AxisSizes) -> None:
-    counts = sizes.counts
-    for axis, index in match.indices.items():
-        size = counts.get(axis)
-        if size is not None and index >= size:
-            raise PlanError(
-                f"{tensor.where}: tensor '{tensor.name}': {axis} {index} is out of range, config.json says {size}"
-            )
+def _check_indices(each: _Covered, sizes: AxisSizes) -> None:
+    for place, axis in enumerate(each.axes):
+        size = sizes.counts.get(axis)
+        if size is None or max(each.seen[axis]) < size:
+            continue
+        tensor, at = next((t, at) for t, at in zip(each.tensors, each.all_at, strict=True) if at[place] >= size)
+        raise PlanError(
+            f"{tensor.where}: tensor '{tensor.name}': {axis} {at[place]} is out of range, config.json says {size}"
+        )
 
 
 # ------------------------------------------------------------------------------------------------------ on a mesh
@@ -608,7 +752,13 @@ class Plan:
     model: Model
     mesh: Mesh
     padding: Mapping[str, int]
-    entries: Mapping[str, Entry]
+    laid: Mapping[Kind, Entry]
+    """The first tensor of each kind."""
+
+    @cached_property
+    def entries(self) -> Mapping[str, Entry]:
+        """All tensors by their names."""
+        return {tensor.name: self.laid[tensor.kind]._replace(name=tensor.name) for tensor in self.model.tensors}
 
     def rank_sizes(self, rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
         """The sizes of the axes as ``rank`` holds them."""
@@ -640,28 +790,26 @@ def make_plan(
         padding = _padding(model, mesh, pad_to) if pad else {}
     layouts: dict[tuple[object, ...], Layout] = {}
     owners_of: dict[tuple[object, ...], frozenset[int] | None] = {}
-    entries: dict[str, Entry] = {}
-    for tensor in model.tensors:
-        expert = (tensor.places, tensor.indices, tensor.rule)
-        if tensor.places and expert not in owners_of:
-            owners_of[expert] = _owners(model, mesh, tensor)
-        owners = owners_of.get(expert) if tensor.places else None
-        key = (tensor.rule, tensor.indices, tensor.shape, DTYPE_BITS[tensor.dtype] % 8, owners)
+    laid: dict[Kind, Entry] = {}
+    for kind in model.kinds:
+        expert = (kind.places, kind.indices, kind.axes)
+        if kind.places and expert not in owners_of:
+            owners_of[expert] = _owners(model, mesh, kind)
+        owners = owners_of.get(expert) if kind.places else None
+        key = (kind.rule, kind.indices, kind.shape, DTYPE_BITS[kind.dtype] % 8, owners)
         if key not in layouts:
-            layouts[key] = _layout(model, mesh, tensor, padding, owners)
-            _check_whole_bytes(tensor, layouts[key])
-        stated = (tensor.stated, tensor.indices, owners)
-        if tensor.stated is not None and stated not in layouts:
-            shape = tensor.stated.sizes(model.sizes.of(dict(tensor.indices)))
-            weight = replace(tensor, rule=tensor.stated, shape=shape)
+            layouts[key] = _layout(model, mesh, kind, padding, owners)
+            _check_whole_bytes(kind, layouts[key])
+        stated = (kind.stated, kind.indices, owners)
+        if kind.stated is not None and stated not in layouts:
+            shape = kind.stated.sizes(model.sizes.of(dict(kind.indices)))
+            weight = replace(kind, rule=kind.stated, shape=shape)
             layouts[stated] = _layout(model, mesh, weight, padding, owners)
-        entries[tensor.name] = Entry(
-            tensor.name, tensor.dtype, tensor.template, layouts[key], layouts[stated] if tensor.stated else None
-        )
-    return Plan(model, mesh, padding, entries)
+        laid[kind] = Entry(kind.name, kind.dtype, kind.template, layouts[key], layouts[stated] if kind.stated else None)
+    return Plan(model, mesh, padding, laid)
 
 
-def _owners(model: Model, mesh: Mesh, tensor: BoundTensor) -> frozenset[int] | None:
+def _owners(model: Model, mesh: Mesh, tensor: Kind) -> frozenset[int] | None:
     """The ranks that hold a tensor whose name says which expert's it is; None where every rank does."""
     if mesh.degrees[0][0] == "tp" and len(mesh.degrees) == 1:
         return None
@@ -680,7 +828,7 @@ def _owners(model: Model, mesh: Mesh, tensor: BoundTensor) -> frozenset[int] | N
 
 
 def _layout(
-    model: Model, mesh: Mesh, tensor: BoundTensor, padding: Mapping[str, int], owners: frozenset[int] | None
+    model: Model, mesh: Mesh, tensor: Kind, padding: Mapping[str, int], owners: frozenset[int] | None
 ) -> Layout:
     sizes = model.sizes.of(dict(tensor.indices))
     padded_sizes = _padded(sizes, padding)
@@ -708,7 +856,7 @@ def _layout(
     return Layout(rule, full, padded, tuple(boxes), tensor.shape, parallel, owners is not None)
 
 
-def _check_whole_bytes(tensor: BoundTensor, layout: Layout) -> None:
+def _check_whole_bytes(tensor: Kind, layout: Layout) -> None:
     """Elements smaller than a byte are not cut within one."""
     bits = DTYPE_BITS[tensor.dtype]
     for box in layout.boxes if bits % 8 else ():
@@ -720,7 +868,7 @@ def _check_whole_bytes(tensor: BoundTensor, layout: Layout) -> None:
                 )
 
 
-def _check_padding(tensor: BoundTensor, padding: Mapping[str, int]) -> None:
+def _check_padding(tensor: Kind, padding: Mapping[str, int]) -> None:
     for dim in tensor.rule.dims:
         inside = dim.axes & padding.keys()
         if inside and dim.axis is None:
@@ -729,7 +877,7 @@ def _check_padding(tensor: BoundTensor, padding: Mapping[str, int]) -> None:
             )
 
 
-def _check_every_element_is_owned(architecture: Architecture, tensor: BoundTensor, dealt: set[str]) -> None:
+def _check_every_element_is_owned(architecture: Architecture, tensor: Kind, dealt: set[str]) -> None:
     """A mesh dimension may split a tensor along one family, each axis once (else ranks own only a diagonal)."""
     for mesh_dim, families in architecture.families.items():
         split = [family for family in families if dealt & tensor.rule.axes & {*family}]

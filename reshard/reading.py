@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from formats.errors import CheckpointError
+from formats.safetensors import TensorInfo
 from reshard.checksum import PIECE, Part, PartialSum, sum_part
 from reshard.output import refused
 from reshard.transfer import Region
@@ -50,12 +52,23 @@ class SourceFile:
         return total.value() if total.is_complete else None
 
 
-@dataclass(frozen=True, slots=True)
-class SourcePlace:
+class SourcePlace(NamedTuple):
     """A tensor in a source file, at an absolute offset."""
 
     file: SourceFile
     offset: int
+
+
+Places = Callable[[int], "SourcePlace | None"]
+"""Where a rank has a tensor; None where it does not."""
+
+
+def place_of(
+    ranks: Sequence[Mapping[str, TensorInfo]], files: Mapping[Path, SourceFile], name: str, rank: int
+) -> SourcePlace | None:
+    """Where a rank has a tensor, given the tensors of each rank; None where it does not."""
+    info = ranks[rank].get(name)
+    return SourcePlace(files[info.file], info.offset) if info else None
 
 
 class Reader:

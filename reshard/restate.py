@@ -15,7 +15,7 @@ from formats.errors import CheckpointError, MismatchError
 from formats.safetensors import tensor_bytes
 from formats.statements import restated
 from reshard.plan import Entry, Layout
-from reshard.reading import SourcePlace
+from reshard.reading import Places
 from reshard.transfer import Check, Copy, Edit, Region, Slab
 
 _WHOLE = (slice(None),)
@@ -31,14 +31,14 @@ class Restate:
     entry: Entry
     before: Layout
     after: Layout
-    places: Sequence[SourcePlace | None]
+    places: Places
     ranks: frozenset[int]
     compare: bool = True
 
     def slabs(self, budget: int) -> Iterator[Slab]:
         """One step for the whole tensor, whatever the budget."""
         nbytes = tensor_bytes(self.entry.name, self.entry.dtype, self.entry.layout.stored)
-        held = [rank for rank, place in enumerate(self.places) if place is not None]
+        held = [rank for rank in range(len(self.before.boxes)) if self.places(rank) is not None]
         first, *others = held if self.compare else held[:1]
         copies = [
             Copy(first, _WHOLE, rank, _WHOLE, self._edit(first, self.after.box(rank).shape)) for rank in self.ranks
@@ -53,7 +53,7 @@ class Restate:
     def _edit(self, source: int, shape: Sequence[int]) -> Edit:
         """From the shape that a source rank should state to another."""
         before = self.before.box(source).shape
-        place = self.places[source]
+        place = self.places(source)
         assert place is not None
         path = place.file.path
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from formats.checkpoint import Checkpoint, WeightFile, fingerprint, open_checkpo
 from formats.errors import CheckpointError, MismatchError
 from formats.files import read_file
 from formats.mesh import Mesh
-from formats.safetensors import DTYPE_BITS, TensorInfo, parse_header
+from formats.safetensors import TensorInfo
 from formats.sharded import (
     MANIFEST,
     Identity,
@@ -40,7 +40,7 @@ from reshard.checksum import PartialSum, sum_part
 from reshard.complete import check_complete
 from reshard.output import unfinished_command
 from reshard.plan import AxisSizes, FullTensor, Model, Plan, bind, lines_for, make_plan
-from reshard.reading import SourceFile, SourcePlace
+from reshard.reading import Places, SourceFile, place_of
 
 UNSPLIT = Mesh((("tp", 1),))
 
@@ -129,16 +129,14 @@ class Source:
         refined = blocks if blocks != block_size(self.model.config) else None
         return Identity(self.record.id, plan.mesh, sizes, plan.padding, plan_digest(self.rules), refined)
 
-    def places(self, name: str) -> list[SourcePlace | None]:
+    def places(self, name: str) -> Places:
         """Where each rank has a tensor."""
-        infos = [tensors.get(name) for tensors in self.ranks]
-        return [SourcePlace(self.files[info.file], info.offset) if info else None for info in infos]
+        return partial(place_of, self.ranks, self.files, name)
 
-    def names_in_order(self) -> list[str]:
-        """The names of all tensors, in the order in which they are to be stored: wide items first, then as in the
-        source.
-        """
-        return sorted(self.names, key=lambda name: -DTYPE_BITS[self.plan.entries[name].dtype])
+    def files_of(self, names: Collection[str]) -> list[SourceFile]:
+        """The files that hold some of these tensors."""
+        held = (tensors[name].file for tensors in self.ranks for name in names if name in tensors)
+        return [self.files[path] for path in dict.fromkeys(held)]
 
 
 def open_source(
@@ -209,7 +207,7 @@ def lines_of(path: Path, plan_file: Path | None = None) -> Architecture:
 def _with_aliases(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
     tensors = dict(checkpoint.tensors)
     if checkpoint.config.get("tie_word_embeddings") is False:
-        tensors |= {alias: dataclasses.replace(tensors[kept], name=alias) for alias, kept in checkpoint.aliases.items()}
+        tensors |= {alias: tensors[kept]._replace(name=alias) for alias, kept in checkpoint.aliases.items()}
     return tensors
 
 
@@ -276,7 +274,7 @@ def _names(sharded: ShardedCheckpoint) -> tuple[str, ...]:
         places = {name: place for rank in sharded.ranks for name, place in rank.places.items()}
         return tuple(sorted(held, key=lambda name: places.get(name, 0)))
     files = sharded.manifest.source.files
-    order = [name for f in files for name in parse_header(f.header, Path(f.name), f.size).tensors if name in held]
+    order = [name for file in files for name in file.tensors if name in held]
     return tuple(dict.fromkeys([*order, *held]))
 
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from formats.architecture import Architecture, is_index
+from formats.architecture import Architecture
 from formats.axes import Share
 from formats.safetensors import DTYPE_BITS, tensor_bytes
-from reshard.plan import Entry, Layout, Plan
+from reshard.plan import Entry, Kind, Layout, Plan
 from reshard.transfer import segments_of
 
 _SCALES = ("_scales", "_scale", "_scale_inv", ".scales", ".qzeros", ".g_idx", "_bias", ".bias")
@@ -117,12 +117,12 @@ def _output_size(entry: Entry) -> int:
 
 def rows_of(plan: Plan) -> list[Row]:
     """One row for each rule, dtype and shape, in the order in which they occur in the checkpoint."""
-    groups: dict[tuple[object, ...], list[Entry]] = {}
-    for entry in plan.entries.values():
+    groups: dict[tuple[object, ...], list[Kind]] = {}
+    for kind, entry in plan.laid.items():
         layout = entry.layout
         key = (_shown_name(entry), entry.dtype, layout.rule, layout.full, layout.parallel_dims, layout.dealt_by_name)
-        groups.setdefault(key, []).append(entry)
-    return [_row(plan, entries) for entries in groups.values()]
+        groups.setdefault(key, []).append(kind)
+    return [_row(plan, kinds) for kinds in groups.values()]
 
 
 def _shown_name(entry: Entry) -> str:
@@ -132,10 +132,11 @@ def _shown_name(entry: Entry) -> str:
     return entry.template if last.startswith("{") or last == "*" else f"{before}{dot}{own}"
 
 
-def _row(plan: Plan, entries: Sequence[Entry]) -> Row:
-    entry = entries[0]
+def _row(plan: Plan, kinds: Sequence[Kind]) -> Row:
+    entry = plan.laid[kinds[0]]
     layout, rank = entry.layout, next(rank for rank, box in enumerate(entry.layout.boxes) if box)
-    local, on_first = layout.box(rank).shape, [entry for entry in entries if entry.layout.boxes[0]]
+    count, local = sum(kind.count for kind in kinds), layout.box(rank).shape
+    on_first = sum(kind.count for kind in kinds if plan.laid[kind].layout.boxes[0])
     counts = copies_of(layout, rank)
     shared = sum(length for copies, length in counts.items() if copies > 1)
     return Row(
@@ -145,11 +146,11 @@ def _row(plan: Plan, entries: Sequence[Entry]) -> Row:
         dtype=entry.dtype,
         full=layout.stored,
         local=local,
-        tensors=len(entries),
+        tensors=count,
         copies=tuple(sorted(counts)),
-        bytes_full=len(entries) * tensor_bytes(entry.name, entry.dtype, layout.stored),
-        bytes_per_rank=len(on_first) * tensor_bytes(entry.name, entry.dtype, local),
-        replicated=len(on_first) * shared * DTYPE_BITS[entry.dtype] // 8,
+        bytes_full=count * tensor_bytes(entry.name, entry.dtype, layout.stored),
+        bytes_per_rank=on_first * tensor_bytes(entry.name, entry.dtype, local),
+        replicated=on_first * shared * DTYPE_BITS[entry.dtype] // 8,
         is_uneven=len({box.shape for box in layout.boxes if box}) > 1,
     )
 
@@ -187,7 +188,9 @@ def totals_of(plan: Plan, rows: Sequence[Row]) -> Totals:
 def bytes_of_ranks(plan: Plan) -> list[int]:
     """The bytes of all tensors that each rank has."""
     found = [0] * plan.mesh.size
-    alike = Counter((entry.layout, entry.dtype) for entry in plan.entries.values())
+    alike = Counter[tuple[Layout, str]]()
+    for kind, entry in plan.laid.items():
+        alike[entry.layout, entry.dtype] += kind.count
     for (layout, dtype), count in alike.items():
         for rank, box in enumerate(layout.boxes):
             found[rank] += count * tensor_bytes("", dtype, box.shape) if box else 0
@@ -225,23 +228,23 @@ def all_reduces(plan: Plan) -> tuple[AllReduce, AllReduce]:
     and a norm over heads that are split one number more.
     """
     width, architecture = activation_bytes(plan), plan.model.architecture
-    blocks: dict[tuple[object, ...], int] = {}
+    blocks: dict[tuple[str, frozenset[int]], int] = {}
     vocabulary: dict[str, int] = {}
-    for entry in plan.entries.values():
+    for found, entry in plan.laid.items():
         layout = entry.layout
         if layout.is_replicated or len(layout.full) < 2 or entry.name.endswith(_SCALES):
             continue
         kind = _plain_kind(entry, architecture)
         if kind == "row":
-            layer = next((word for word in entry.name.split(".") if is_index(word)), None)
-            blocks[entry.template, layer] = _output_size(entry)
+            blocks[entry.template, found.layers] = _output_size(entry)
         elif kind == "vocabulary":
             vocabulary[entry.template] = max(n for i, n in enumerate(layout.full) if i not in layout.parallel_dims)
-    body, hidden = sum(blocks.values()), max(vocabulary.values(), default=0)
+    sums = {(line, layer): size for (line, layers), size in blocks.items() for layer in layers or {None}}
+    body, hidden = sum(sums.values()), max(vocabulary.values(), default=0)
     head = hidden if len(vocabulary) > 1 or plan.model.sizes.settings.get("tie_word_embeddings") is not False else 0
     return (
-        AllReduce(len(blocks) + (hidden > 0), (body + hidden) * width),
-        AllReduce(len(blocks) + (head > 0), (body + head) * width),
+        AllReduce(len(sums) + (hidden > 0), (body + hidden) * width),
+        AllReduce(len(sums) + (head > 0), (body + head) * width),
     )
 
 
@@ -251,7 +254,7 @@ def activation_bytes(plan: Plan) -> int:
     named = str(settings.get("dtype") or settings.get("torch_dtype")).removeprefix("torch.")
     if named in _ACTIVATION_BYTES:
         return _ACTIVATION_BYTES[named]
-    floats = [entry for entry in plan.entries.values() if entry.dtype in _ACTIVATION_BYTES]
+    floats = [entry for entry in plan.laid.values() if entry.dtype in _ACTIVATION_BYTES]
     largest = max(floats, key=lambda entry: math.prod(entry.layout.full), default=None)
     return _ACTIVATION_BYTES[largest.dtype] if largest else 2
 

@@ -13,6 +13,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from formats.axes import Run, merge_runs
@@ -133,7 +134,7 @@ class Check:
         return block if self.edit is None else self.edit(block)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Slab:
     """One step: read, check, copy, write. Copies and checks name regions by rank.
 
@@ -145,6 +146,14 @@ class Slab:
     copies: tuple[Copy, ...]
     checks: tuple[Check, ...]
     is_flat: bool
+
+    @cached_property
+    def copies_to(self) -> Mapping[int, Sequence[Copy]]:
+        """The copies of each target rank."""
+        found: dict[int, list[Copy]] = {}
+        for copy in self.copies:
+            found.setdefault(copy.target, []).append(copy)
+        return found
 
     def shifted(self, by: int) -> Slab:
         """The same step, ``by`` indices of the first dimension further on."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from formats.safetensors import DTYPE_BITS
 from reshard.plan import Entry
-from reshard.reading import SourcePlace
+from reshard.reading import Places
 from reshard.regrid import Regrid
 from reshard.restate import Restate
 from reshard.transfer import Transfer, Way
@@ -15,12 +13,12 @@ from reshard.transfer import Transfer, Way
 def way_between(
     before: Entry,
     after: Entry,
-    places: Sequence[SourcePlace | None],
+    places: Places,
     ranks: frozenset[int],
     *,
     compare: bool = True,
 ) -> Way:
-    """The way of a tensor to the target ranks that are wanted; ``places`` is where each source rank has it.
+    """The way of a tensor to the target ranks that are wanted; ``places`` says where a source rank has it.
 
     Without ``compare`` no more is read than is wanted: replicas are not compared where that can be left out.
     """

@@ -6,6 +6,8 @@ import signal
 import torch
 from hypothesis import settings
 
+import reshard.move
+
 settings.register_profile("untimed", deadline=None)  # speed is a matter for benchmarks, on a quiet machine
 settings.load_profile("untimed")
 
@@ -14,6 +16,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The models are tiny, and tests run side by side: threads of one wait for the core that another has.
 torch.set_num_threads(1)
+
+# The tensors are tiny, too: some of them go the way of large ones.
+reshard.move.SMALL = 1000
 
 # torch and transformers are a million objects, which are looked through at each full collection.
 gc.set_threshold(100_000, 50, 50)

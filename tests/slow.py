@@ -16,4 +16,5 @@ def _slow(*arguments):
 
 os.pwrite = _slow
 reshard.move.STEP = 1200
+reshard.move.SMALL = 100  # most tensors go the way of large ones
 reshard.reading.PIECE = 600

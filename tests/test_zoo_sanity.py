@@ -105,7 +105,7 @@ def test_reordering_parallel_axes_changes_nothing(name: str, tmp_path: Path):
     cls = zoo.class_of(name)
     dtype, expected = _first_forward(cls, folder, tokens)
     tolerance = (1e-4 if dtype == torch.float64 else 1e-3) * expected.std()
-    used = frozenset().union(*(tensor.rule.axes for tensor in model.tensors))
+    used = frozenset().union(*(kind.rule.axes for kind in model.kinds))
     families = [axis for family in model.architecture.families["tp"] for axis in family]
     axes = [axis for axis in families if axis in used and axis not in POSITIONAL.get(name, {})]
 
@@ -142,11 +142,11 @@ def _order(size: int) -> torch.Tensor:
 
 def _reordered(model: Model, tensors: Mapping[str, torch.Tensor], axes: list[str]) -> dict[str, torch.Tensor]:
     result = dict(tensors)
-    for bound in model.tensors:
-        sizes = model.sizes.of(dict(bound.indices))
-        for number, dim in enumerate(bound.rule.dims):
+    for name, kind, _ in model.tensors:
+        sizes = model.sizes.of(dict(kind.indices))
+        for number, dim in enumerate(kind.rule.dims):
             if dim.axes & {*axes}:
-                result[bound.name] = result[bound.name].index_select(number, _places(dim, sizes, axes)).contiguous()
+                result[name] = result[name].index_select(number, _places(dim, sizes, axes)).contiguous()
     return result
 
 

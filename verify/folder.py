@@ -18,7 +18,7 @@ from formats.documents import MAX_MANIFEST, sound, strict_json
 from formats.errors import CheckpointError, brief
 from formats.files import read_file
 from formats.mesh import RANK_FOLDER
-from formats.safetensors import parse_header, tensor_bytes
+from formats.safetensors import tensor_bytes
 from formats.sharded import (
     MANIFEST,
     METADATA_KEY,
@@ -30,7 +30,7 @@ from formats.sharded import (
     partition,
 )
 from reshard.checksum import PartialSum, checksum, file_checksum, sum_part
-from reshard.plan import Plan
+from reshard.plan import Plan, in_order
 from reshard.source import Source
 
 INDEX = "model.safetensors.index.json"
@@ -219,11 +219,11 @@ def boundary_problem(shards: Source, plan: Plan, rank: int) -> str | None:
     if manifest is None:
         return None
     tensors = []
-    for name in shards.names_in_order():
-        box = plan.entries[name].layout.boxes[rank]
+    for tensor in in_order(shards.plan.model.tensors):
+        name, entry = tensor.name, plan.entries[tensor.name]
+        box = entry.layout.boxes[rank]
         if box is not None:
-            dtype = plan.entries[name].dtype
-            tensors.append((name, dtype, box.shape, tensor_bytes(name, dtype, box.shape)))
+            tensors.append((name, entry.dtype, box.shape, tensor_bytes(name, entry.dtype, box.shape)))
     folder = plan.mesh.folder(rank)
     should = [(f"{folder}/{s.name}", [t[0] for t in s.tensors]) for s in partition(tensors, manifest.max_shard_size)]
     found = [(file.name, list(names)) for file, names in _files(shards, rank)]
@@ -238,13 +238,12 @@ def header_changes(original: Source, shards: Source, plan: Plan, rank: int) -> I
     identity = _sharded(shards).identity
     true = original.identity(plan)
     should = Identity(identity.source, plan.mesh, identity.sizes, plan.padding, identity.plan, true.blocks)
-    places = {name: place for place, name in enumerate(shards.names_in_order())}
+    places = {tensor.name: place for place, tensor in enumerate(in_order(shards.plan.model.tensors))}
     held = sum(entry.layout.boxes[rank] is not None for entry in plan.entries.values())
     for file, names in _files(shards, rank):
         known = [places[name] for name in names if name in places] if held < len(plan.entries) else []
         expected = _opened(should.metadata(rank, known))
-        metadata = parse_header(file.header or b"", file.path, None).metadata
-        for change in changes(expected, _opened(metadata)):
+        for change in changes(expected, _opened(file.metadata)):
             yield file.name, change
 
 

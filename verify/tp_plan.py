@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from formats.axes import Dim, Shape, deal
 from formats.errors import PlanError
-from reshard.plan import BoundTensor, Model
+from reshard.plan import Kind, Model
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,7 +57,7 @@ class _Part:
     owner: str
     kind: str
     family: int
-    tensor: BoundTensor
+    tensor: Kind
     shape: tuple[int, ...]
     is_mixed: bool
 
@@ -151,9 +151,9 @@ def _parts(model: Model, network: Any, degree: int | None) -> Iterator[_Part]:
     """The parameters that the rules split, one for all layers; left out, if some layer's is not split."""
     from verify.model import placements
 
-    tensors = {tensor.name: tensor for tensor in model.tensors}
+    tensors = {tensor.name: tensor.kind for tensor in model.tensors}
     found: dict[str, set[tuple[str, int] | None]] = defaultdict(set)
-    first: dict[str, tuple[BoundTensor, tuple[int, ...]]] = {}
+    first: dict[str, tuple[Kind, tuple[int, ...]]] = {}
     for name, placed in placements(network, {tensor.name: tensor.shape for tensor in model.tensors}).items():
         generic = _generic(name)
         sources = [tensors[source] for source in placed.sources]
@@ -165,7 +165,7 @@ def _parts(model: Model, network: Any, degree: int | None) -> Iterator[_Part]:
             yield _Part(generic, generic.rpartition(".")[0], *known[0], *first[generic], len(known) > 1)
 
 
-def _kind(model: Model, tensor: BoundTensor, degree: int | None) -> tuple[str, int] | None:
+def _kind(model: Model, tensor: Kind, degree: int | None) -> tuple[str, int] | None:
     """Whether a tensor is split along its output, its input, or its only dimension; and the number of the family."""
     sizes = model.sizes.of(dict(tensor.indices))
     for number, family in enumerate(model.architecture.families.get("tp", ())):

@@ -551,13 +551,16 @@ def test_scales_that_were_one_and_differ_are_refused(tmp_path):
         merge(tmp_path / "tp4", tmp_path / "merged")
 
 
+@pytest.mark.parametrize("small", [0, 500, 1 << 20])
 @pytest.mark.parametrize(("steps", "piece", "write"), [(600, 64, 50), (10_000, 100, 4096), (1 << 20, 7, 3)])
-def test_the_size_of_a_step_changes_nothing(tmp_path, monkeypatch, steps, piece, write):
+def test_the_size_of_a_step_changes_nothing(tmp_path, monkeypatch, steps, piece, write, small):
     source = write_checkpoint(tmp_path / "source", files=3)
     for tp in (4, 8):
         split(source, tmp_path / f"tp{tp}", tp)
     sizes = {
         "move.STEP": steps,
+        "move.SMALL": small,
+        "move.TOGETHER": steps,
         "move.WRITE": write,
         "reading.PIECE": piece,
         "move.PIECE": piece,

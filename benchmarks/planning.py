@@ -1,0 +1,113 @@
+"""What a tensor costs where it is its number that counts: microseconds for each tensor of the largest checkpoints.
+
+    python -m benchmarks.planning [--only DeepSeek-R1] [--tp 8] [--rounds 3] [--folder DIR]
+
+The headers of DeepSeek-R1 (91,991 tensors) and of Kimi K3 (497,052) are planned from sparse files: true headers, no
+data. A Llama of 11,000 tiny layers (99,003 tensors in 30 MB) is split, verified and merged. Each command runs in a
+process of its own, from the start of Python to its end. Prints for each the smallest processor time of the rounds for
+each tensor (of all its processes; it does not count the time that others take from it), the wall time of that round,
+and the peak resident memory of the largest process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.checkpoints import DEEPSEEK_V3, deepseek_v3_tensors, write_sparse, write_tiny
+from benchmarks.models import kimi_k3, packed_mxfp4, read_config
+
+LAYERS = 11_000
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of wall and of processor time of a command, and the peak resident bytes of its largest process."""
+
+    wall: float
+    processor: float
+    peak: int
+
+
+def run(command: Sequence[str]) -> Timing:
+    """Run a command to its end, which must be a good one."""
+    begin = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    wall = time.perf_counter() - begin
+    if status:
+        sys.exit(f"{' '.join(command)}: exit status {status}")
+    unit = 1 if sys.platform == "darwin" else 1024
+    return Timing(wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * unit)
+
+
+def measure(what: str, tensors: int, command: Sequence[str], out: Path | None, rounds: int) -> None:
+    """Time a command several times, each time without its output ``out``, and print the best."""
+    found = []
+    for _ in range(rounds):
+        if out is not None:
+            shutil.rmtree(out, ignore_errors=True)
+        found.append(run([sys.executable, "-m", "reshard", *command]))
+    best = min(found, key=lambda timing: timing.processor)
+    peak = max(timing.peak for timing in found) / 1e6
+    each = f"{best.processor / tensors * 1e6:6.1f} us a tensor"
+    print(f"{what:32} {each}   {best.processor:6.2f} s ({best.wall:6.2f} s of wall)   peak {peak:5.0f} MB", flush=True)
+
+
+def deepseek_r1(folder: Path) -> int:
+    """Write the headers of DeepSeek-R1; the number of its tensors."""
+    tensors = list(deepseek_v3_tensors())
+    write_sparse(folder, DEEPSEEK_V3, tensors, files=163)
+    return len(tensors)
+
+
+def kimi(folder: Path) -> int:
+    """Write the headers of Kimi K3; the number of its tensors."""
+    config = read_config("kimi-k3")
+    tensors = [(name, *value) for name, value in packed_mxfp4(kimi_k3(config), config).items()]
+    write_sparse(folder, config, tensors, files=96)
+    return len(tensors)
+
+
+SPARSE: dict[str, Callable[[Path], int]] = {"DeepSeek-R1": deepseek_r1, "Kimi-K3": kimi}
+TINY = "tiny"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", choices=[*SPARSE, TINY], default=[*SPARSE, TINY])
+    parser.add_argument("--tp", default="8")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", type=Path, help="where to put the files, and leave them")
+    arguments = parser.parse_args()
+    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="reshard-planning-"))
+    tp, rounds = ["--tp", arguments.tp], arguments.rounds
+    try:
+        for name, write in SPARSE.items():
+            if name in arguments.only:
+                source = folder / name
+                count = write(source)
+                measure(f"{name}: plan {' '.join(tp)}", count, ["plan", str(source), *tp], None, rounds)
+                measure(f"{name}: list of degrees", count, ["plan", str(source)], None, rounds)
+        if TINY in arguments.only:
+            source, shards, merged = (folder / name for name in (TINY, "shards", "merged"))
+            count = write_tiny(source, LAYERS)
+            measure(f"tiny: split {' '.join(tp)}", count, ["split", str(source), str(shards), *tp], shards, rounds)
+            verify = ["verify", str(source), str(shards), "--exact-only"]
+            measure(f"tiny: verify of {arguments.tp}", count, verify, None, rounds)
+            measure(f"tiny: merge of {arguments.tp}", count, ["merge", str(shards), str(merged)], merged, rounds)
+    finally:
+        if arguments.folder is None:
+            shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()

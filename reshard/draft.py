@@ -13,7 +13,7 @@ import math
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +23,7 @@ from formats.architecture import architecture_from_document, is_index
 from formats.axes import parse
 from formats.checkpoint import open_checkpoint
 from formats.errors import CheckpointError, PlanError
-from formats.quantization import companion
+from formats.quantization import scheme_of
 from formats.sharded import is_sharded
 from reshard.plan import FullTensor, Model, bind
 
@@ -90,6 +90,8 @@ class _Sizes:
         inner = {key: config[key] for key in _SECTIONS if isinstance(config.get(key), dict)}
         self.section = next((key for key in inner if not self._key_in(config, "hidden")), None)
         self.settings = {**config, **inner[self.section]} if self.section else dict(config)
+        self.scheme = scheme_of(self.settings)
+        self.names = {tensor.name for tensor in tensors}
         self.keys = {axis: key for axis in _KEYS if (key := self._key_in(self.settings, axis)) is not None}
         self.texts: dict[str, str] = {}
         self.values: dict[str, int] = {}
@@ -277,7 +279,7 @@ def _lines(config: Mapping[str, Any], tensors: Sequence[FullTensor], sizes: _Siz
     styles = _transformers_styles(config, sizes.section)
     groups: dict[str, list[tuple[dict[str, int], tuple[int, ...]]]] = defaultdict(list)
     for tensor in tensors:
-        if not _belongs_to_a_weight(tensor, tensors, sizes):
+        if not _belongs_to_a_weight(tensor, sizes):
             template, indices = _template(tensor.name)
             groups[template].append((indices, tensor.shape or ()))
     for template, group in groups.items():
@@ -298,14 +300,14 @@ def _telling_index(template: str, group: Sequence[tuple[Mapping[str, int], tuple
     raise PlanError(f"no draft: the shapes of '{template}' follow none of the numbers in its name")
 
 
-def _belongs_to_a_weight(tensor: FullTensor, tensors: Iterable[FullTensor], sizes: _Sizes) -> bool:
+def _belongs_to_a_weight(tensor: FullTensor, sizes: _Sizes) -> bool:
     """Whether a tensor goes by the rule of a quantized weight."""
     if not any(key in sizes.settings for key in ("quantization_config", "compression_config")):
         return False
-    weight = companion(tensor.name, sizes.settings)
+    weight = sizes.scheme.companion(tensor.name)
     if weight is None:
         return False
-    if not weight.of_attention and not any(other.name == weight.weight for other in tensors):
+    if not weight.of_attention and weight.weight not in sizes.names:
         raise PlanError(
             f"no draft for '{tensor.name}': its weight is packed, so that its shape does not show",
             "make the draft from the model before it was quantized, and use that",

@@ -52,7 +52,7 @@ from formats.architecture import Architecture, ModuleRule
 from formats.axes import Dim, Share, owned
 from formats.errors import CheckpointError, PlanError, ReshardError
 from formats.mesh import Mesh
-from formats.quantization import companion, is_of_activations, quantization_settings
+from formats.quantization import is_of_activations, quantization_settings, scheme_of
 from reshard.plan import AxisSizes, Entry, Layout, Plan, shares_of, with_sizes_of_whole
 from verify.collectives import Groups, copy_to_group, gather_from_group
 from verify.layers import (
@@ -166,7 +166,8 @@ def load_original(
     Raises CheckpointError if it does not fill its model, or if that has no use for what belongs to a quantized weight.
     """
     loaded = _from_pretrained(model_class(config), folder, dtype, {**more, **dequantizing(config)})
-    scales = [name for name in loaded.unused if name not in plan.entries and companion(name, config)]
+    scheme = scheme_of(config)
+    scales = [name for name in loaded.unused if name not in plan.entries and scheme.companion(name)]
     lost = [name for name in scales if not is_of_activations(name)]
     if lost:
         raise CheckpointError(f"{folder}: transformers does not dequantize with '{lost[0]}' ({len(lost)} such tensors)")

@@ -6,7 +6,7 @@ import pytest
 
 from formats.axes import parse
 from formats.errors import PlanError
-from formats.quantization import _Identical, _scheme, companion, shape_of, stated_shape
+from formats.quantization import companion, scheme_of, shape_of, stated_shape
 
 SIZES = {"out": 4096, "in": 2048, "e": 8, "groups_in": 16}
 
@@ -273,6 +273,6 @@ def test_settings_of_thousands_of_modules_are_found_by_name():
     """MiniMax-M3-NVFP4 names 22,484 modules: to try each on each of 90,000 tensors would take hours."""
     layers = {f"m.layers.{i}.experts.{e}.w1": {"quant_algo": "NVFP4"} for i in range(60) for e in range(128)}
     config = {"quantization_config": {"quant_method": "modelopt", "quantized_layers": layers}}
-    tables = _scheme(_Identical(config))
-    assert not tables.named and len({id(table) for table in tables.within.values()}) == 1
-    assert all(companion(f"{layer}.weight", config, "U8") for layer in layers)
+    scheme = scheme_of(config)
+    assert not scheme.named and len({id(table) for table in scheme.within.values()}) == 1
+    assert all(scheme.companion(f"{layer}.weight", "U8") for layer in layers)

@@ -204,17 +204,22 @@ class Scheme:
         """Names that differ in numbers alone belong to weights of which the names differ in numbers alone, where this
         is the same.
         """
-        table = self.table(name.rpartition(".")[0]) if self.named or self.within else self.general
-        asked = self._ends_of_weights.get(id(table))
-        if asked is None:
-            asked = {key.rpartition(" of ")[0] for key in table if " of " in key}
-            self._ends_of_weights[id(table)] = asked
-        return id(table), *[dtypes.get(_weight(name, suffix)) for suffix in asked if name.endswith(suffix)]
+        if self._is_uniform:
+            return ()
+        table = self.table(name.rpartition(".")[0])
+        asked = [suffix for suffix in self._ends_of_weights if name.endswith(suffix)]
+        return id(table), *[dtypes.get(_weight(name, suffix)) for suffix in asked]
 
     @cached_property
-    def _ends_of_weights(self) -> dict[int, set[str]]:
-        """By table: after which ends of a name it matters what dtype the weight has."""
-        return {}
+    def _is_uniform(self) -> bool:
+        return not (self.named or self.within or self._ends_of_weights)
+
+    @cached_property
+    def _ends_of_weights(self) -> frozenset[str]:
+        """The ends of a name after which it matters in some table what dtype the weight has."""
+        tables = (self.general, *(table for _, table in self.named), *self.within.values())
+        different = {id(table): table for table in tables}.values()
+        return frozenset(key.rpartition(" of ")[0] for table in different for key in table if " of " in key)
 
     def table(self, module: str) -> _Table:
         """The table for a module."""

@@ -38,9 +38,10 @@ _KINDS: Mapping[str, Reader[Any]] = {
     **dict.fromkeys(("weight_block_size", "block_structure"), _BLOCK),
     **dict.fromkeys(("extra_config", "quantized_layers", "config_groups"), optional(mapping(anything))),
     **dict.fromkeys(("weights", "global_quant_config"), optional(json_object)),
-    "dynamic": optional(_expressions),
     "targets": optional(items(_target)),
 }
+_OUTERMOST: Mapping[str, Reader[Any]] = {"dynamic": optional(_expressions)}
+"""What some word means at the top alone: compressed-tensors says of weights whether they are ``dynamic``."""
 
 
 def check_settings(settings: Mapping[str, Any], method: str) -> None:
@@ -50,7 +51,8 @@ def check_settings(settings: Mapping[str, Any], method: str) -> None:
         while todo:
             found, where = todo.pop()
             for key, value in found.items():
-                _KINDS.get(key, anything)(value, f"{where}.{key}")
+                kind = _OUTERMOST.get(key) if found is settings else None
+                (kind or _KINDS.get(key, anything))(value, f"{where}.{key}")
                 if isinstance(value, dict):
                     todo.append((value, f"{where}.{key}"))
     except Unfit as error:

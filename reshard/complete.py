@@ -21,7 +21,7 @@ from formats.architecture import Match
 from formats.axes import Shape
 from formats.errors import CheckpointError, NotationError
 from formats.quantization import is_of_activations
-from reshard.plan import BoundTensor, Model
+from reshard.plan import BoundTensor, Kind, Model
 
 At = tuple[int, ...]
 """The indices in a name, outermost first."""
@@ -101,9 +101,13 @@ class _Found:
         self._known: dict[tuple[str, At], tuple[int | None, int | None]] = {}
         self._dealt: dict[str, bool] = {}
         self.lines: dict[str, dict[At, list[BoundTensor]]] = {}
+        line_of: dict[Kind, dict[At, list[BoundTensor]]] = {}
+        for kind in model.kinds:
+            if not kind.template.endswith("*") and not is_of_activations(kind.name):
+                line_of[kind] = self.lines.setdefault(kind.template, {})
         for tensor in model.tensors:
-            if not tensor.template.endswith("*") and not is_of_activations(tensor.name):
-                self.lines.setdefault(tensor.template, {}).setdefault(tensor.at, []).append(tensor)
+            if tensor.kind in line_of:
+                line_of[tensor.kind].setdefault(tensor.at, []).append(tensor)
         self.stacks: dict[str, dict[At, set[str]]] = {}
         for template, places in self.lines.items():
             for stack, inner in _around(template):
@@ -266,8 +270,12 @@ def _missing_companions(found: _Found) -> Iterator[str]:
         if max(map(len, places.values())) == 1:
             continue
         kinds: dict[frozenset[tuple[str, str]], list[At]] = defaultdict(list)
+        first: dict[Kind, tuple[str, str]] = {}  # the name that one of each kind would have at the first indices
         for at, tensors in places.items():
-            kinds[frozenset((_moved(t.name, at, (0,) * len(at)), t.dtype) for t in tensors)].append(at)
+            for tensor in tensors:
+                if tensor.kind not in first:
+                    first[tensor.kind] = _moved(tensor.name, at, (0,) * len(at)), tensor.dtype
+            kinds[frozenset([first[tensor.kind] for tensor in tensors])].append(at)
         for few, many in itertools.permutations(kinds, 2):
             if few < many:
                 for at in kinds[few]:

@@ -15,9 +15,10 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,12 +30,18 @@ from formats.safetensors import DTYPE_BITS, TensorInfo
 from formats.sharded import MANIFEST, is_sharded
 from reshard.blocks import with_blocks
 from reshard.checksum import PartialSum, sum_part
-from reshard.plan import Layout, Plan, make_plan, rank_config
+from reshard.plan import Kind, Layout, Plan, make_plan, rank_config
 from reshard.source import Source, open_source
 from verify import folder
 from verify.rules import flat, with_sound_config
 from verify.scales import differing, refined
 from verify.statements import Statements, says
+
+SMALL = 1 << 14
+"""Bytes of a tensor up to which to compare it by itself takes longer than to read it."""
+
+TOGETHER = 128
+"""Small tensors that are compared at a time."""
 
 CHUNK = 2 << 20
 """Bytes of the original that are compared at a time: few enough for the cache, enough for Python not to matter."""
@@ -43,6 +50,7 @@ Progress = Callable[[int, int], None]
 """Called with the bytes of the shards compared so far and in all, from any thread."""
 
 Array = npt.NDArray[Any]
+Indices = npt.NDArray[np.intp]
 
 
 def _no_progress(done: int, total: int) -> None:
@@ -207,9 +215,10 @@ def compare(
 
 def _check_refined(original: Source, shards: Source, plan: Plan, comparable: dict[str, list[int]]) -> Iterator[str]:
     """Compare the scales whose blocks were made smaller, and take them from what is compared byte for byte."""
-    for name in list(comparable):
-        coarse, finer = original.plan.entries[name].layout, plan.entries[name].layout
-        if coarse.full == finer.full:
+    for before, after in zip(original.plan.model.tensors, plan.model.tensors, strict=True):
+        name = after.name
+        coarse, finer = original.plan.laid[before.kind].layout, plan.laid[after.kind].layout
+        if coarse.full == finer.full or name not in comparable:
             continue
         expected = refined(original.ranks[0][name], coarse, finer)
         for rank in comparable.pop(name):
@@ -225,11 +234,11 @@ def _check_statements(original: Source, shards: Source, plan: Plan, comparable: 
     from what is.
     """
     with Statements() as statements:
-        for name, ranks in list(comparable.items()):
-            stated = plan.entries[name].stated
-            if stated is None:
+        for name, kind, _ in plan.model.tensors:
+            stated = plan.laid[kind].stated
+            if stated is None or name not in comparable:
                 continue
-            info = original.ranks[0][name]
+            ranks, info = comparable[name], original.ranks[0][name]
             whole = statements.read(info)
             comparable[name] = [rank for rank in ranks if stated.box(rank).shape == stated.stored]
             for rank in sorted(set(ranks) - set(comparable[name])):
@@ -286,19 +295,21 @@ class _Structure:
 
     def _check_tensors(self, rank: int, tensors: Mapping[str, TensorInfo]) -> None:
         where = self.plan.mesh.folder(rank) if self.shards.sharded else self.shards.path.name
-        for name, entry in self.plan.entries.items():
-            info, box = tensors.get(name), entry.layout.boxes[rank]
+        boxes = {kind: entry.layout.boxes[rank] for kind, entry in self.plan.laid.items()}
+        for name, kind, _ in self.plan.model.tensors:
+            info, box = tensors.get(name), boxes[kind]
             if box is None or info is None:
                 if box is not None:
                     self.missing.append(f"{where}: {name}")
                 elif info is not None:
                     self.extra.append(f"{where}: {name}")
-            elif (info.dtype, info.shape) != (entry.dtype, box.shape):
-                has, planned = f"{info.dtype} {list(info.shape)}", f"{entry.dtype} {list(box.shape)}"
+            elif info.dtype != kind.dtype or info.shape != box.shape:
+                has, planned = f"{info.dtype} {list(info.shape)}", f"{kind.dtype} {list(box.shape)}"
                 self.problems.append(f"{info.file}: tensor '{name}' is {has}, the original gives {planned}")
             else:
                 self.comparable.setdefault(name, []).append(rank)
-        self.extra += [f"{where}: {name}" for name in tensors if name not in self.plan.entries]
+        known = {tensor.name for tensor in self.plan.model.tensors}
+        self.extra += [f"{where}: {name}" for name in tensors if name not in known]
 
     def _check_identity(self) -> None:
         """What the headers say of where they come from. (Another plan with the same result is no difference.)"""
@@ -327,14 +338,15 @@ class _Structure:
         """The manifest, and what headers and indexes of the ranks say."""
         self._take(MANIFEST, folder.manifest_changes(self.original, self.shards, self.plan))
         agree = not (self.missing or self.extra or self.problems)
+        order = folder.stored_order(self.shards, self.plan) if agree else ()
         for rank in range(self.plan.mesh.size):
             self._take(
                 f"{self.plan.mesh.folder(rank)}/{folder.INDEX}", folder.index_changes(self.shards, self.plan, rank)
             )
             if agree:
-                for file, change in folder.header_changes(self.original, self.shards, self.plan, rank):
+                for file, change in folder.header_changes(self.original, self.shards, self.plan, rank, order):
                     self._take(file, [change])
-                problem = folder.boundary_problem(self.shards, self.plan, rank)
+                problem = folder.boundary_problem(self.shards, self.plan, rank, order)
                 self.problems += [problem] if problem else []
 
     def _take(self, file: str, changes: Iterable[folder.Change]) -> None:
@@ -457,6 +469,29 @@ class _View:
         last = slice(start * self.item // self.word, (start + length) * self.item // self.word)
         return (slice(None), *(slice(offset, offset + size) for offset, size in middle), last)
 
+    @cached_property
+    def places(self) -> tuple[Indices, ...]:
+        """Which of the original's words each word of a rank is, in the rank's order; one past the last: zeros."""
+        return tuple(self._places(part) for part in self.parts)
+
+    def _places(self, part: _Part) -> Indices:
+        sizes, found = [*self.full[:-1], self.full[-1] * self.item // self.word], np.zeros(1, np.intp)
+        inside = np.ones(1, bool)
+        for i, (size, pieces) in enumerate(zip(sizes, part.pieces, strict=True)):
+            scale = self.item if i == len(sizes) - 1 else self.word
+            spans = [(p.start * scale // self.word, p.end * scale // self.word, p.padding) for p in pieces]
+            indices = [np.arange(first, last) for first, last, _ in spans]
+            known = [np.full(last - first, not padding) for first, last, padding in spans]
+            empty = np.zeros(0, np.intp)
+            found = (found[:, None] * size + np.concatenate([empty, *indices])).reshape(-1)
+            inside = (inside[:, None] & np.concatenate([empty > 0, *known])).reshape(-1)
+        return np.where(inside, found, math.prod(sizes))
+
+    def zeroed(self, content: Array) -> Array:
+        """The words of the original, and a zero after the last."""
+        words = content.view(f"u{self.word}")
+        return np.append(words, words.dtype.type(0))
+
     def position(self, coordinates: Sequence[int]) -> tuple[int, tuple[int, ...]]:
         """The byte in the padded tensor of an element, and its index; the last coordinate counts bytes."""
         byte = 0
@@ -512,8 +547,7 @@ def _check_all_owned(view: _View) -> None:
 # ---------------------------------------------------------------------------------------------------- comparing bytes
 
 
-@dataclass(frozen=True)
-class _Tensor:
+class _Tensor(NamedTuple):
     """A tensor to compare: where it lies in the original, and on each rank that has it."""
 
     number: int
@@ -546,15 +580,18 @@ def _compare_bytes(
     tensors = _tensors(original, shards, plan, comparable)
     total = sum(info.nbytes for tensor in tensors for info in tensor.shards if info is not None)
     tally = _Tally(total, progress, sums)
-    chunks = _Shared(_chunks(tensors))
+    todo = _Shared(_todo(tensors))
     stopped = threading.Event()
 
     def work() -> None:
         with _Worker(tally) as worker:
-            for chunk in chunks:
+            for chunks in todo:
                 if stopped.is_set():
                     return
-                worker.compare(chunk)
+                if isinstance(chunks, _Chunk):
+                    worker.compare(chunks)
+                else:
+                    worker.compare_small(chunks)
 
     with ThreadPoolExecutor(workers) as pool:
         futures = [pool.submit(work) for _ in range(workers)]
@@ -563,6 +600,8 @@ def _compare_bytes(
                 future.result()
         finally:
             stopped.set()
+    if tally.done != total:  # a proof of a part proves nothing
+        raise RuntimeError(f"{tally.done} of the {total} bytes of the shards were compared")
     damages = tuple(Damage(t, r, *n) for (_, t, r), n in sorted(tally.damages.items()))
     first = tally.first[1] if tally.first else None
     return ExactReport(str(plan.mesh), plan.mesh.size, len(tensors), tally.done, first, damages)
@@ -571,35 +610,52 @@ def _compare_bytes(
 def _tensors(original: Source, shards: Source, plan: Plan, comparable: Mapping[str, Sequence[int]]) -> list[_Tensor]:
     """The tensors to compare, as they lie in the original."""
     views: dict[tuple[Layout, int], _View] = {}
-    infos = sorted((original.ranks[0][name] for name in comparable), key=lambda info: (info.file, info.offset))
-    found = []
-    for number, info in enumerate(infos):
-        layout, bits = plan.entries[info.name].layout, DTYPE_BITS[info.dtype]
-        if not math.prod(layout.padded):
+    view_of: dict[Kind, _View] = {}
+    for kind, entry in plan.laid.items():
+        key = (entry.layout, DTYPE_BITS[kind.dtype])
+        if math.prod(entry.layout.padded) and key not in views:
+            views[key] = _View(*key)
+        if key in views:
+            view_of[kind] = views[key]
+    files = {file: number for number, file in enumerate(sorted({info.file for info in original.ranks[0].values()}))}
+    held = [(original.ranks[0][name], kind) for name, kind, _ in plan.model.tensors if name in comparable]
+    held.sort(key=lambda each: (files[each[0].file], each[0].offset))
+    found, everywhere = [], len(shards.ranks)
+    for number, (info, kind) in enumerate(held):
+        if kind not in view_of:
             continue
-        if (layout, bits) not in views:
-            views[layout, bits] = _View(layout, bits)
-        ranks = set(comparable[info.name])
-        places = tuple(tensors[info.name] if rank in ranks else None for rank, tensors in enumerate(shards.ranks))
-        found.append(_Tensor(number, info.name, views[layout, bits], info, places))
+        name, ranks = info.name, comparable[info.name]
+        places = [tensors.get(name) for tensors in shards.ranks]
+        if len(ranks) < everywhere:
+            places = [place if rank in ranks else None for rank, place in enumerate(places)]
+        found.append(_Tensor(number, name, view_of[kind], info, tuple(places)))
     return found
 
 
-def _chunks(tensors: Iterable[_Tensor]) -> Iterator[_Chunk]:
-    for tensor in tensors:
-        view = tensor.view
-        for outer in itertools.product(*map(range, view.padded[: view.axis])):
-            for begin in range(0, view.padded[view.axis], view.rows):
-                yield _Chunk(tensor, outer, begin, min(begin + view.rows, view.padded[view.axis]))
+def _todo(tensors: Iterable[_Tensor]) -> Iterator[_Chunk | Sequence[_Tensor]]:
+    """What is compared at a time: a chunk, or several small tensors whole."""
+    for is_small, found in itertools.groupby(tensors, lambda tensor: tensor.original.nbytes <= SMALL):
+        if not is_small:
+            yield from (chunk for tensor in found for chunk in _chunks(tensor))
+            continue
+        while together := list(itertools.islice(found, TOGETHER)):
+            yield together
+
+
+def _chunks(tensor: _Tensor) -> Iterator[_Chunk]:
+    view = tensor.view
+    for outer in itertools.product(*map(range, view.padded[: view.axis])):
+        for begin in range(0, view.padded[view.axis], view.rows):
+            yield _Chunk(tensor, outer, begin, min(begin + view.rows, view.padded[view.axis]))
 
 
 class _Shared:
     """An iterator that several threads take from."""
 
-    def __init__(self, items: Iterator[_Chunk]) -> None:
+    def __init__(self, items: Iterator[_Chunk | Sequence[_Tensor]]) -> None:
         self._items, self._lock = items, threading.Lock()
 
-    def __iter__(self) -> Iterator[_Chunk]:
+    def __iter__(self) -> Iterator[_Chunk | Sequence[_Tensor]]:
         while True:
             with self._lock:
                 item = next(self._items, None)
@@ -640,11 +696,51 @@ class _Tally:
                 self.first = place, first
 
 
+@dataclass
+class _Run:
+    """Neighbouring bytes of a file."""
+
+    file: Path
+    begin: int
+    end: int
+    data: Array = field(default_factory=lambda: np.empty(0, np.uint8))
+
+
+class _Span(NamedTuple):
+    """Bytes ``begin`` to ``end`` of a run: a tensor."""
+
+    run: _Run
+    begin: int
+    end: int
+
+    @property
+    def data(self) -> Array:
+        """The bytes."""
+        return self.run.data[self.begin : self.end]
+
+
+class _Runs:
+    """Tensors that are to be read: those that follow each other in a file are one run."""
+
+    def __init__(self) -> None:
+        self.found: list[_Run] = []
+        self._last: dict[Path, _Run] = {}
+
+    def add(self, info: TensorInfo) -> _Span:
+        """Take in a tensor."""
+        run = self._last.get(info.file)
+        if run is None or run.end != info.offset:
+            run = self._last[info.file] = _Run(info.file, info.offset, info.offset)
+            self.found.append(run)
+        run.end += info.nbytes
+        return _Span(run, info.offset - run.begin, run.end - run.begin)
+
+
 class _Worker:
     """One thread's buffers and open files."""
 
-    def __init__(self, tally: _Tally) -> None:
-        self._tally = tally
+    def __init__(self, tally: _Tally, *, sums: bool = True) -> None:
+        self._tally, self._summed = tally, tally.sums if sums else {}
         self._buffers: dict[str, Array] = {}
         self._files: dict[Path, Any] = {}
         self._sums: dict[Path, PartialSum] = {}
@@ -666,26 +762,58 @@ class _Worker:
         if use not in self._buffers or self._buffers[use].size < nbytes:
             self._buffers[use] = np.empty(max(nbytes, CHUNK), np.uint8)
         buffer = self._buffers[use][:nbytes]
+        self._fill(info.file, info.offset + offset, buffer)
+        return buffer
+
+    def _fill(self, path: Path, offset: int, buffer: Array) -> None:
+        """Read a part of a file, and sum it where that is wanted."""
         try:
-            if info.file not in self._files:
+            if path not in self._files:
                 if len(self._files) >= 64:
                     self._close()
-                self._files[info.file] = info.file.open("rb", buffering=0)
-            file = self._files[info.file]
-            file.seek(info.offset + offset)
+                self._files[path] = path.open("rb", buffering=0)
+            file = self._files[path]
+            file.seek(offset)
             view, done = buffer.data, 0
-            while done < nbytes:
+            while done < buffer.size:
                 count = file.readinto(view[done:])
                 if not count:
-                    raise CheckpointError(f"{info.file} became shorter while it was read")
+                    raise CheckpointError(f"{path} became shorter while it was read")
                 done += count
         except OSError as error:
-            raise CheckpointError(f"{info.file}: cannot be read: {error.strerror or error}") from error
-        if info.file in self._tally.sums:
-            if info.file not in self._sums:
-                self._sums[info.file] = PartialSum(self._tally.sums[info.file].size)
-            self._sums[info.file].add(info.offset + offset, nbytes, sum_part(buffer, info.offset + offset))
-        return buffer
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+        if path in self._summed:
+            if path not in self._sums:
+                self._sums[path] = PartialSum(self._summed[path].size)
+            self._sums[path].add(offset, buffer.size, sum_part(buffer, offset))
+
+    def compare_small(self, tensors: Sequence[_Tensor]) -> None:
+        """Compare tensors whole, of which what follows each other in a file is read at once.
+
+        A tensor that differs is compared again, chunk by chunk, to say where.
+        """
+        runs = _Runs()
+        spans = []
+        for tensor in tensors:
+            shards = [(rank, runs.add(info)) for rank, info in enumerate(tensor.shards) if info is not None]
+            spans.append((tensor, runs.add(tensor.original), shards))
+        for run in runs.found:
+            run.data = np.empty(run.end - run.begin, np.uint8)
+            self._fill(run.file, run.begin, run.data)
+        done = 0
+        for tensor, original, shards in spans:
+            expected = tensor.view.zeroed(original.data)
+            same = all(
+                np.array_equal(expected.take(places), found.data.view(expected.dtype))
+                for places, found in ((tensor.view.places[rank], span) for rank, span in shards)
+            )
+            if same:
+                done += sum(found.end - found.begin for _, found in shards)
+                continue
+            with _Worker(self._tally, sums=False) as again:
+                for chunk in _chunks(tensor):
+                    again.compare(chunk)
+        self._tally.compared(done)
 
     def compare(self, chunk: _Chunk) -> None:
         """Compare a chunk of the original with what each rank holds of it."""

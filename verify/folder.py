@@ -30,7 +30,7 @@ from formats.sharded import (
     partition,
 )
 from reshard.checksum import PartialSum, checksum, file_checksum, sum_part
-from reshard.plan import Plan, in_order
+from reshard.plan import Kind, Plan, in_order
 from reshard.source import Source
 
 INDEX = "model.safetensors.index.json"
@@ -213,17 +213,28 @@ def _summed(path: Path) -> str:
 # -------------------------------------------------------------------------------------------------- order and headers
 
 
-def boundary_problem(shards: Source, plan: Plan, rank: int) -> str | None:
+Order = Sequence[tuple[str, Kind]]
+"""Tensors as they are to be stored."""
+
+
+def stored_order(shards: Source, plan: Plan) -> Order:
+    """The order of all tensors, each with its kind in the plan."""
+    kinds = {tensor.name: tensor.kind for tensor in plan.model.tensors}
+    return [(tensor.name, kinds[tensor.name]) for tensor in in_order(shards.plan.model.tensors)]
+
+
+def boundary_problem(shards: Source, plan: Plan, rank: int, order: Order) -> str | None:
     """Why a rank's files are not those that the largest size of a file gives, if they are not."""
     manifest = _sharded(shards).manifest
     if manifest is None:
         return None
-    tensors = []
-    for tensor in in_order(shards.plan.model.tensors):
-        name, entry = tensor.name, plan.entries[tensor.name]
-        box = entry.layout.boxes[rank]
-        if box is not None:
-            tensors.append((name, entry.dtype, box.shape, tensor_bytes(name, entry.dtype, box.shape)))
+    boxes = {kind: entry.layout.boxes[rank] for kind, entry in plan.laid.items()}
+    held = {
+        kind: (kind.dtype, box.shape, tensor_bytes(kind.name, kind.dtype, box.shape))
+        for kind, box in boxes.items()
+        if box is not None
+    }
+    tensors = ((name, *held[kind]) for name, kind in order if kind in held)
     folder = plan.mesh.folder(rank)
     should = [(f"{folder}/{s.name}", [t[0] for t in s.tensors]) for s in partition(tensors, manifest.max_shard_size)]
     found = [(file.name, list(names)) for file, names in _files(shards, rank)]
@@ -233,15 +244,17 @@ def boundary_problem(shards: Source, plan: Plan, rank: int) -> str | None:
     return f"{MANIFEST}: 'max_shard_size' {manifest.max_shard_size} gives {what} in {folder}, which has {len(found)}"
 
 
-def header_changes(original: Source, shards: Source, plan: Plan, rank: int) -> Iterator[tuple[str, Change]]:
+def header_changes(
+    original: Source, shards: Source, plan: Plan, rank: int, order: Order
+) -> Iterator[tuple[str, Change]]:
     """What the headers of a rank's files say of themselves and should not, but for what all of them say wrong."""
     identity = _sharded(shards).identity
     true = original.identity(plan)
     should = Identity(identity.source, plan.mesh, identity.sizes, plan.padding, identity.plan, true.blocks)
-    places = {tensor.name: place for place, tensor in enumerate(in_order(shards.plan.model.tensors))}
-    held = sum(entry.layout.boxes[rank] is not None for entry in plan.entries.values())
+    holds_all = all(entry.layout.boxes[rank] is not None for entry in plan.laid.values())
+    places = {} if holds_all else {name: place for place, (name, _) in enumerate(order)}
     for file, names in _files(shards, rank):
-        known = [places[name] for name in names if name in places] if held < len(plan.entries) else []
+        known = [places[name] for name in names if name in places]
         expected = _opened(should.metadata(rank, known))
         for change in changes(expected, _opened(file.metadata)):
             yield file.name, change

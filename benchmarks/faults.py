@@ -26,11 +26,11 @@ import torch
 
 from formats.errors import ReshardError
 from reshard.api import split
-from reshard.source import Source, open_source
+from reshard.storage.source import Source, open_source
 from tests import zoo
 from tests.verify.faults import FAULTS, Fault, Shards, exponent_bit
-from verify.forward import ForwardOptions, ForwardReport, run_forwards
-from verify.noise import FACTOR
+from verify.forward.compare import ForwardOptions, ForwardReport, run_forwards
+from verify.forward.noise import FACTOR
 
 MODELS = ("llama", "gpt2", "mixtral", "phi3", "gpt_neox", "gpt_oss", "deepseek_v3")
 DEGREES = (2, 4)

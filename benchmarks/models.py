@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from formats.architecture import find_architecture
 from formats.errors import ReshardError
+from formats.notation.architecture import find_architecture
 from reshard.api import mesh_of
-from reshard.complete import check_complete
-from reshard.plan import FullTensor, Model, bind, make_plan, refusal, valid_degrees
-from reshard.table import human_bytes, rows_of, totals_of
+from reshard.cli.table import human_bytes, rows_of, totals_of
+from reshard.planning.completeness import check_complete
+from reshard.planning.plan import FullTensor, Model, bind, make_plan, refusal, valid_degrees
 
 CONFIGS = Path(__file__).parent / "configs"
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"

@@ -24,11 +24,11 @@ import transformers
 
 from benchmarks.faults import DOCUMENT, largest, pair_of, write
 from formats.errors import ReshardError
-from reshard.source import Source
-from reshard.table import rows_of
+from reshard.cli.table import rows_of
+from reshard.storage.source import Source
 from tests.zoo import ZOO
-from verify.forward import ForwardReport, run_forwards
-from verify.noise import FACTOR
+from verify.forward.compare import ForwardReport, run_forwards
+from verify.forward.noise import FACTOR
 
 RUNS = ((4, "bfloat16"), (8, "float32"), (8, "bfloat16"), (4, "float32"), (2, "bfloat16"), (2, "float32"))
 BEGIN = "<!-- zoo, by python -m benchmarks.zoo_forward -->\n"

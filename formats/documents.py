@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn, TypeVar
 
 from formats.errors import CheckpointError, brief
-from formats.files import read_file
+from formats.regular_files import read_file
 
 T = TypeVar("T")
 Reader = Callable[[object, str], T]

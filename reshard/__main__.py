@@ -14,7 +14,7 @@ def main() -> None:
     gc.set_threshold(GARBAGE)
     atexit.register(gc.freeze)  # the system takes back the memory faster than a last search
     try:
-        from reshard.cli import main as run
+        from reshard.cli.commands import main as run
 
         run()
     except KeyboardInterrupt:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from formats.documents import json_bytes
 from formats.errors import CheckpointError, MismatchError, PlanError
-from formats.mesh import Mesh
-from formats.safetensors import TensorInfo, build_header, tensor_bytes
-from formats.sharded import (
+from formats.files.checksum import PartialSum, checksum, file_checksum
+from formats.files.safetensors import TensorInfo, build_header, tensor_bytes
+from formats.files.sharded import (
     MANIFEST,
     METADATA_KEY,
     FileRecord,
@@ -25,12 +25,16 @@ from formats.sharded import (
     rank_folders,
     read_manifest,
 )
+from formats.mesh import Mesh
 from reshard import __version__
-from reshard.blocks import finer_blocks, with_blocks
-from reshard.checksum import PartialSum, checksum, file_checksum
-from reshard.hub import fetch
-from reshard.move import Job, Options, TargetFile, TargetPlace, move, place_in
-from reshard.output import (
+from reshard.engine.move import Job, Options, TargetFile, TargetPlace, move, place_in
+from reshard.engine.reading import SourceFile
+from reshard.engine.transfer import Way
+from reshard.engine.ways import way_between
+from reshard.planning.finer_blocks import finer_blocks, with_blocks
+from reshard.planning.plan import Layout, Model, Plan, in_order, make_plan, rank_config, unevenly
+from reshard.storage.hub import fetch
+from reshard.storage.output import (
     Finished,
     Read,
     Staging,
@@ -40,16 +44,12 @@ from reshard.output import (
     tidy,
     unfinished_command,
 )
-from reshard.plan import Layout, Model, Plan, in_order, make_plan, rank_config, unevenly
-from reshard.reading import SourceFile
-from reshard.source import UNSPLIT, Source, lines_of, open_source
-from reshard.transfer import Way
-from reshard.ways import way_between
+from reshard.storage.source import UNSPLIT, Source, lines_of, open_source
 
 if TYPE_CHECKING:
     import torch
 
-    from formats.architecture import Architecture
+    from formats.notation.architecture import Architecture
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
 
@@ -696,7 +696,7 @@ def load(
     ``uneven`` as for ``split``. Returns a dict of CPU tensors of the rank's local shapes, in the checkpoint's dtypes.
     Raises ReshardError.
     """
-    from reshard.loading import load_rank
+    from reshard.engine.loading import load_rank
 
     mesh = mesh_of(tp, ep, same_ranks)
     _wanted_ranks([rank], mesh)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reshard.cli import main as reshard
+from reshard.cli.commands import main as reshard
 from tests.support import LLAMA, write_checkpoint
 
 SECONDS = 10.0

@@ -3,8 +3,8 @@
 import os
 import time
 
-import reshard.move
-import reshard.reading
+import reshard.engine.move
+import reshard.engine.reading
 
 _real = os.pwrite
 
@@ -15,6 +15,6 @@ def _slow(*arguments):
 
 
 os.pwrite = _slow
-reshard.move.STEP = 1200
-reshard.move.SMALL = 100  # most tensors go the way of large ones
-reshard.reading.PIECE = 600
+reshard.engine.move.STEP = 1200
+reshard.engine.move.SMALL = 100  # most tensors go the way of large ones
+reshard.engine.reading.PIECE = 600

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from formats.safetensors import build_header, read_header, tensor_bytes
+from formats.files.safetensors import build_header, read_header, tensor_bytes
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 20, "intermediate_size": 24,

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from formats.safetensors import build_header, read_header
-from reshard.demo import CONFIG, Compared, compare, write_model
+from formats.files.safetensors import build_header, read_header
+from reshard.cli.demo import CONFIG, Compared, compare, write_model
 from tests.reshard.hub_server import HubServer
 
 _INSTALLED = Path(sys.executable).with_name("reshard")
@@ -334,7 +334,7 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
 
 
 def test_an_unexpected_error_is_one_line(model: Path, tmp_path: Path) -> None:
-    code = "import sys, reshard.api; reshard.api.split = lambda *a, **k: 1 / 0; from reshard.cli import main; main()"
+    code = "import reshard.api as api; api.split = lambda *a, **k: 1 / 0; from reshard.cli.commands import main; main()"
     command = [sys.executable, "-c", code, "split", str(model), str(tmp_path / "out"), "--tp", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
@@ -627,7 +627,7 @@ def test_hub_id(model: Path, tp4: Path, tmp_path: Path) -> None:
 def imported(*arguments: str | Path) -> set[str]:
     """The modules that a process has loaded once it has carried out a command."""
     code = (
-        "import sys; from reshard.cli import _run; code = _run(sys.argv[1:]); "
+        "import sys; from reshard.cli.commands import _run; code = _run(sys.argv[1:]); "
         "print(*sys.modules, file=sys.stderr); sys.exit(code)"
     )
     command = [sys.executable, "-c", code, *map(str, arguments)]
@@ -650,7 +650,7 @@ def test_torch_is_not_loaded(model: Path, tp4: Path, tmp_path: Path) -> None:
 def test_numpy_starts_no_threads(model: Path, tp4: Path, tmp_path: Path) -> None:
     """Those of its linear algebra would spin beside the work. What is set for that is not passed on."""
     code = (
-        "import os, sys; from reshard.cli import cli; cli(sys.argv[1:], standalone_mode=False); "
+        "import os, sys; from reshard.cli.commands import cli; cli(sys.argv[1:], standalone_mode=False); "
         "from pathlib import Path; threads = Path('/proc/self/task'); "
         "print(len(list(threads.iterdir())) if threads.is_dir() else 1, os.environ.get('OPENBLAS_NUM_THREADS'))"
     )
@@ -675,7 +675,8 @@ def test_help_answers_at_once() -> None:
 
 def test_the_api_is_there_when_asked_for(model: Path) -> None:
     code = (
-        "import sys, reshard; assert 'numpy' not in sys.modules; import reshard.plan; from reshard.plan import Plan; "
+        "import sys, reshard; assert 'numpy' not in sys.modules; import reshard.planning.plan; "
+        "from reshard.planning.plan import Plan; "
         "print(reshard.plan(sys.argv[1], tp=2).mesh, reshard.split.__name__, reshard.ReshardError.__name__)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(model)], capture_output=True, text=True, check=True)

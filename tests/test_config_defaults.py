@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from formats.architecture import CONFIG_DEFAULTS, built_in_architectures, find_architecture, load_architecture
-from reshard.plan import AxisSizes
+from formats.notation.architecture import CONFIG_DEFAULTS, built_in_architectures, find_architecture, load_architecture
+from reshard.planning.plan import AxisSizes
 
 
 def defaults_of_transformers() -> dict[str, dict[str, Any]]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import click
 import pytest
 
-from formats.architecture import BUILT_IN, Architecture, load_architecture
+from formats.notation.architecture import BUILT_IN, Architecture, load_architecture
 from tests import remote, zoo
 
 ROOT = Path(__file__).parents[1]
@@ -69,7 +69,7 @@ def architecture_table() -> str:
 
 
 def commands() -> Iterator[tuple[str, click.Command]]:
-    from reshard.cli import cli
+    from reshard.cli.commands import cli
 
     context = click.Context(cli)
     for name in cli.list_commands(context):
@@ -97,7 +97,7 @@ def demo_text() -> str:
 
 def plan_text(folder: Path) -> str:
     """What ``reshard plan`` prints for the demo's model."""
-    from reshard.demo import write_model
+    from reshard.cli.demo import write_model
 
     if not (folder / "model").exists():
         write_model(folder / "model")
@@ -136,7 +136,7 @@ def test_examples_show_what_is_printed(tmp_path: Path) -> None:
 
 
 def test_python_example_runs(tmp_path: Path) -> None:
-    from reshard.demo import write_model
+    from reshard.cli.demo import write_model
 
     write_model(tmp_path / "model")
     example = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)

@@ -16,13 +16,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from formats.architecture import built_in_architectures
-from formats.axes import Dim
-from reshard.plan import Model
-from reshard.source import open_source
+from formats.notation.architecture import built_in_architectures
+from formats.notation.axes import Dim
+from reshard.planning.plan import Model
+from reshard.storage.source import open_source
 from tests import remote, zoo
 from tests.support import contents
-from verify.inputs import inputs_of, running
+from verify.forward.inputs import inputs_of, running
 
 # what a reordering changes although the rule is right
 POSITIONAL = {
@@ -124,7 +124,7 @@ def test_reordering_parallel_axes_changes_nothing(name: str, tmp_path: Path):
 
 def _vocabularies(model: Model) -> dict[str, tuple[str, int]]:
     """The axis and the size of the vocabulary of each side's tokens. The decoder's may be its own."""
-    used = frozenset().union(*(tensor.rule.axes for tensor in model.tensors))
+    used = frozenset().union(*(kind.rule.axes for kind in model.kinds))
     both = {"input_ids": "vocab", "decoder_input_ids": "dvocab" if "dvocab" in used else "vocab"}
     return {key: (axis, model.sizes.of({})[axis]) for key, axis in both.items()}
 

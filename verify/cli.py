@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +22,13 @@ import click
 
 from formats.errors import ReshardError
 from formats.mesh import read_mesh
-from verify.markup import number, percent, printable, ratio
+from verify.report.markup import number, percent, printable, ratio
 
 if TYPE_CHECKING:
     from reshard.api import Access
-    from reshard.source import Source
-    from verify.exact import ExactReport
-    from verify.launch import Crew
+    from reshard.storage.source import Source
+    from verify.bytes.exact import ExactReport
+    from verify.forward.launch import Crew
 
 SCHEMA_VERSION = 1
 SHOWN = 10
@@ -73,7 +73,7 @@ class _Run:
     """Why the report is not there."""
     notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
-    created: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
+    created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     @property
     def is_silent(self) -> bool:
@@ -221,7 +221,7 @@ def verify_command(
 
 def _interrupted() -> str:
     """The line of a command that is interrupted, in place of a bar that it may have drawn; of ranks, the first's."""
-    from reshard.progress import bars_are_wanted
+    from reshard.cli.progress import bars_are_wanted
 
     if os.environ.get("RANK", "0") != "0":
         return ""
@@ -235,7 +235,7 @@ def is_launched() -> bool:
 
 def _verify_as_rank(run: _Run, access: Access, debug: bool) -> None:
     """As one rank of a launcher's: the first compares the bytes and speaks for all, the others wait for its word."""
-    from verify.launch import Crew
+    from verify.forward.launch import Crew
 
     def take(end: Any) -> None:
         if isinstance(end, ReshardError):
@@ -270,7 +270,7 @@ def _attempt(run: _Run, access: Access, debug: bool, crew: Crew | None = None) -
 def _verify(run: _Run, access: Access, crew: Crew | None) -> None:
     """Compare bytes, then run the model, unless that is not wanted or the shards could not be run."""
     from reshard.api import open_any
-    from verify.exact import ExactReport, open_shards
+    from verify.bytes.exact import ExactReport, open_shards
 
     is_first = crew is None or crew.is_first
     original = open_any(run.original, access)
@@ -282,7 +282,7 @@ def _verify(run: _Run, access: Access, crew: Crew | None) -> None:
     if is_wanted and isinstance(shards, ExactReport):  # and the first rank has seen others, on a disk of its own
         raise ReshardError(f"rank {os.environ['RANK']}: {'; '.join(shards.problems)}")
     if is_wanted:
-        forward = importlib.import_module("verify.forward")
+        forward = importlib.import_module("verify.forward.compare")
         started = time.monotonic()
         with _phases(is_silent=run.is_silent or not is_first) as progress:
             run.forward = forward.run_forward(original, shards, forward.ForwardOptions(**run.options), progress)
@@ -291,7 +291,7 @@ def _verify(run: _Run, access: Access, crew: Crew | None) -> None:
 
 def _own_plan(original: Source, shards: Source | ExactReport, plan_file: Path | None) -> _OwnPlan | None:
     """The plan that is not a built-in one: the user's file, or what the shards say that they were split by."""
-    from verify.exact import ExactReport
+    from verify.bytes.exact import ExactReport
     from verify.rules import own_rules
 
     if isinstance(shards, ExactReport):
@@ -305,8 +305,8 @@ def _own_plan(original: Source, shards: Source | ExactReport, plan_file: Path | 
 
 def _compare_bytes(run: _Run, original: Source, shards: Source | ExactReport) -> bool:
     """Compare bytes, and return whether these shards can be run."""
-    from reshard.progress import Progress
-    from verify.exact import ExactReport, compare
+    from reshard.cli.progress import Progress
+    from verify.bytes.exact import ExactReport, compare
 
     if isinstance(shards, ExactReport):
         run.exact = shards
@@ -332,7 +332,7 @@ def _say(line: str) -> None:
 @contextmanager
 def _phases(*, is_silent: bool) -> Iterator[Callable[[str], None]]:
     """Show on stderr what is being done: on a terminal with the seconds that it takes, elsewhere a line each."""
-    from reshard.progress import bars_are_wanted
+    from reshard.cli.progress import bars_are_wanted
 
     if is_silent or not bars_are_wanted():
         yield (lambda _: None) if is_silent else _say
@@ -369,7 +369,7 @@ def _phases(*, is_silent: bool) -> Iterator[Callable[[str], None]]:
 def _finish(run: _Run) -> None:
     """Write the page, and print the answer."""
     if run.report is not None:
-        from verify.page import write_page
+        from verify.report.page import write_page
 
         try:
             write_page(run.report, run.to_document())
@@ -453,7 +453,7 @@ def _difference_in_words(exact: Any) -> str:
 
 
 def _amount(report: Any) -> str:
-    from reshard.table import human_bytes, plural
+    from reshard.cli.table import human_bytes, plural
 
     size, tensors, ranks = human_bytes(report.nbytes), plural(report.tensors, "tensor"), plural(report.ranks, "rank")
     return f"{size} in {tensors} on {ranks}, {report.mesh}"
@@ -496,7 +496,7 @@ def forward_summary(report: Any) -> str:
 
 
 def _places(what: str, rows: Sequence[Any]) -> list[str]:
-    from reshard.table import align
+    from reshard.cli.table import align
 
     cells = [(what, "error", "noise", "ratio", "")]
     for row in rows:
@@ -507,7 +507,7 @@ def _places(what: str, rows: Sequence[Any]) -> list[str]:
 
 
 def _logits(logits: Any) -> list[str]:
-    from reshard.table import align
+    from reshard.cli.table import align
 
     cells: list[tuple[str, ...]] = [("logits", "max error", "relative", "KL, nats", "same top token")]
     for name, own in (("shards", ""), ("original's own", "own_")):

@@ -13,11 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from formats.architecture import Architecture, ModuleRule, Rule, find_architecture, module_document
 from formats.errors import ReshardError
-from formats.expressions import Expression
-from reshard.plan import Entry, FullTensor, Model, Plan, bind, make_plan, rank_config
-from reshard.source import UNSPLIT
+from formats.notation.architecture import Architecture, ModuleRule, Rule, find_architecture, module_document
+from formats.notation.expressions import Expression
+from reshard.planning.plan import Entry, FullTensor, Model, Plan, bind, make_plan, rank_config
+from reshard.storage.source import UNSPLIT
 
 
 def flat(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

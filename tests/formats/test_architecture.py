@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from formats.architecture import (
+from formats.errors import PlanError
+from formats.notation.architecture import (
     architecture_from_document,
     built_in_architectures,
     find_architecture,
@@ -12,7 +13,6 @@ from formats.architecture import (
     to_document,
     to_toml,
 )
-from formats.errors import PlanError
 
 FILE = """
 model_types = ["tiny"]

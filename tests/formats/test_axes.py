@@ -13,8 +13,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from formats.axes import Block, Dim, Run, Shape, Share, deal, degrees, encloses, owned, parse, share, unit_of
 from formats.errors import NotationError
+from formats.notation.axes import Block, Dim, Run, Shape, Share, deal, degrees, encloses, owned, parse, share, unit_of
 
 AXES = ("kv", "group", "head", "ff", "vocab")
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from formats.architecture import BUILT_IN, find_architecture, load_architecture
-from formats.axes import parse
-from formats.experts import by_name
+from formats.notation.architecture import BUILT_IN, find_architecture, load_architecture
+from formats.notation.axes import parse
+from formats.notation.unfused_experts import by_name
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from formats.errors import CheckpointError, PlanError
-from formats.foreign import foreign
+from formats.files.foreign import foreign
 from reshard.api import plan, split
-from reshard.inspect import inspect
+from reshard.storage.inspect import inspect
 from tests.support import LLAMA, write_checkpoint, write_file
 
 

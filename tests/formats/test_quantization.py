@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from formats.axes import parse
 from formats.errors import PlanError
-from formats.quantization import companion, scheme_of, shape_of, stated_shape
+from formats.notation.axes import parse
+from formats.quantization.companions import companion, scheme_of, shape_of, stated_shape
 
 SIZES = {"out": 4096, "in": 2048, "e": 8, "groups_in": 16}
 

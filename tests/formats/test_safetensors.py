@@ -20,7 +20,7 @@ from safetensors.torch import save, save_file
 
 from formats.documents import strict_json
 from formats.errors import CheckpointError
-from formats.safetensors import DTYPE_BITS, Header, build_header, parse_header, read_header, tensor_bytes
+from formats.files.safetensors import DTYPE_BITS, Header, build_header, parse_header, read_header, tensor_bytes
 
 F32 = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
 
@@ -363,7 +363,7 @@ def test_strict_json() -> None:
 
 def test_no_heavy_import() -> None:
     code = (
-        "import sys, formats.safetensors, formats.checkpoint, formats.torch_bin\n"
+        "import sys, formats.files.safetensors, formats.files.checkpoint, formats.files.torch_bin\n"
         "print([m for m in ('torch', 'numpy', 'safetensors', 'transformers') if m in sys.modules])"
     )
     root = Path(__file__).parents[2]

@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from formats.errors import CheckpointError
-from formats.safetensors import TensorInfo
-from formats.torch_bin import read_bin
+from formats.files.safetensors import TensorInfo
+from formats.files.torch_bin import read_bin
 
 DTYPES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.uint16: "U16", torch.int16: "I16",

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from formats.errors import CheckpointError, MismatchError
-from reshard import apart
 from reshard.api import merge, split
-from reshard.move import Options
+from reshard.engine import apart
+from reshard.engine.move import Options
 from tests.reshard.test_output import journals, noted
 from tests.support import change_tensor, contents, write_checkpoint
 
@@ -29,8 +29,8 @@ def threaded(monkeypatch):
     end = threading.Event()
     thread = threading.Thread(target=end.wait)
     thread.start()
-    monkeypatch.setattr("reshard.move.STEP", 600)
-    small = "; import reshard.move; reshard.move.STEP = 600; serve("
+    monkeypatch.setattr("reshard.engine.move.STEP", 600)
+    small = "; import reshard.engine.move; reshard.engine.move.STEP = 600; serve("
     monkeypatch.setattr(apart, "_START", apart._START.replace("; serve(", small))
 
     def fork():
@@ -74,7 +74,8 @@ def test_a_process_that_is_killed(tmp_path, threaded, monkeypatch):
 THREADED = """
 import sys, threading
 import tests.slow
-from reshard import apart, split
+from reshard import split
+from reshard.engine import apart
 apart._START = apart._START.replace("; serve(", "; import tests.slow; serve(")
 threading.Thread(target=threading.Event().wait, daemon=True).start()
 split(sys.argv[1], sys.argv[2], 4)

@@ -13,10 +13,10 @@ import pytest
 from benchmarks.models import MODELS, bound_model, published_tensors, read_config
 from formats.errors import CheckpointError
 from reshard.api import Access, merge, plan, split
-from reshard.cli import main
-from reshard.complete import missing
-from reshard.inspect import inspect
-from reshard.source import open_source
+from reshard.cli.commands import main
+from reshard.planning.completeness import missing
+from reshard.storage.inspect import inspect
+from reshard.storage.source import open_source
 from tests import remote, zoo
 from tests.support import LLAMA, Tensor, llama_tensors, write_checkpoint, write_file
 

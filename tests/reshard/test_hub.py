@@ -18,7 +18,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from formats.errors import CheckpointError
-from reshard.hub import fetch, side_files, weight_files
+from reshard.storage.hub import fetch, side_files, weight_files
 from tests.reshard.hub_server import HubServer
 
 REPO = "org/tiny"
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 CLIENT = """
 import json, sys
 from formats.errors import CheckpointError
-from reshard.hub import fetch
+from reshard.storage.hub import fetch
 from pathlib import Path
 arguments = json.loads(sys.argv[1])
 if arguments.get("cache_dir"):
@@ -419,5 +419,5 @@ def test_address_of_a_repository(source: str) -> None:
 
 
 def test_import_does_not_import_the_client() -> None:
-    code = "import sys, reshard.hub; sys.exit('huggingface_hub' in sys.modules)"
+    code = "import sys, reshard.storage.hub; sys.exit('huggingface_hub' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

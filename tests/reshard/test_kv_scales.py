@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from formats.architecture import BUILT_IN, find_architecture, load_architecture
 from formats.mesh import Mesh
-from formats.quantization import takes_heads
+from formats.notation.architecture import BUILT_IN, find_architecture, load_architecture
+from formats.quantization.companions import takes_heads
 from reshard.api import merge, split
-from reshard.plan import FullTensor, bind, make_plan
+from reshard.planning.plan import FullTensor, bind, make_plan
 from tests.dequantize import METHODS, Stored
 from tests.reshard.test_quantized import FAST, PACKINGS, checkpoint, read, write
 from tests.support import contents

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from formats.errors import CheckpointError, MismatchError
-from formats.safetensors import read_header
-from formats.stamps import Stamp, stamp_of
+from formats.files.safetensors import read_header
+from formats.files.stamps import Stamp, stamp_of
 from reshard import api
 from reshard.api import load, merge, split
-from reshard.inspect import inspect
-from reshard.move import Options
-from reshard.output import STATE, Staging
+from reshard.engine.move import Options
+from reshard.storage.inspect import inspect
+from reshard.storage.output import STATE, Staging
 from tests.support import change_tensor, contents, without_manifest, write_checkpoint
 
 ONE = Options(workers=1)
@@ -366,7 +366,7 @@ def test_after_a_restart_of_the_machine_finished_files_are_read_again(tmp_path, 
     with lost.open("r+b") as file:
         file.write(b"\0" * before.st_size)
     os.utime(lost, ns=(before.st_atime_ns, before.st_mtime_ns))
-    monkeypatch.setattr("reshard.output.boot_id", lambda: "another")
+    monkeypatch.setattr("reshard.storage.output.boot_id", lambda: "another")
     split(source, tmp_path / "out", 2, max_shard_size=2500)
     assert contents(tmp_path / "out") == contents(tmp_path / "expected")
     assert inode in {path.stat().st_ino for path in (tmp_path / "out").rglob("*.safetensors")}
@@ -427,9 +427,9 @@ def test_shards_changed_while_they_are_merged(tmp_path, monkeypatch):
 
 def test_a_source_changed_while_it_is_loaded(tmp_path, monkeypatch):
     source = write_checkpoint(tmp_path / "source")
-    import reshard.loading
+    import reshard.engine.loading
 
-    real = reshard.loading.load_rank
+    real = reshard.engine.loading.load_rank
 
     def load_rank(*arguments):
         (source / "model.safetensors").touch()

@@ -19,9 +19,9 @@ import pytest
 
 from formats.errors import CheckpointError, MismatchError, PlanError
 from reshard.api import merge, split
-from reshard.move import Options
-from reshard.output import STATE, Staging
-from reshard.source import open_source
+from reshard.engine.move import Options
+from reshard.storage.output import STATE, Staging
+from reshard.storage.source import open_source
 from tests.support import contents, without_sums, write_checkpoint
 
 SLOW = """
@@ -235,9 +235,9 @@ def test_an_error_in_one_process_ends_the_others(tmp_path, monkeypatch):
             merge(tmp_path / "shards", tmp_path / "merged", options=Options(workers=4))
         raised.append(error)
 
-    monkeypatch.setattr("reshard.move.has_threads", lambda: False)
+    monkeypatch.setattr("reshard.engine.move.has_threads", lambda: False)
     monkeypatch.setattr(os, "pwrite", write)
-    monkeypatch.setattr("reshard.move.STEP", 400)
+    monkeypatch.setattr("reshard.engine.move.STEP", 400)
     thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
     thread.join(30)

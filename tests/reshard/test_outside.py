@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from formats.blocks import block_size
 from formats.errors import LONGEST_LINE, CheckpointError, brief, listed, one_line
-from formats.files import open_file
-from formats.safetensors import build_header, read_header
+from formats.files.safetensors import build_header, read_header
+from formats.quantization.block_size import block_size
+from formats.regular_files import open_file
 from reshard.api import split
 from tests.fuzz import Outcome, most_memory, run
 from tests.support import LLAMA, contents, llama_tensors, write_checkpoint, write_file

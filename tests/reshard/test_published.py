@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from formats.architecture import find_architecture
 from formats.errors import PlanError
 from formats.mesh import Mesh
-from reshard.blocks import finer_blocks
-from reshard.plan import FullTensor, bind, make_plan, valid_degrees
-from reshard.source import open_source
+from formats.notation.architecture import find_architecture
+from reshard.planning.finer_blocks import finer_blocks
+from reshard.planning.plan import FullTensor, bind, make_plan, valid_degrees
+from reshard.storage.source import open_source
 from tests import remote
 from tests.published import PUBLISHED, full_tensors
 from tests.test_cli import ok, run
@@ -55,7 +55,7 @@ SECTIONS = "(q: chunk per sgroup head + k: chunk per head + v: chunk per vdim) h
 def test_scales_of_one_layer_tell_how_all_are_packed(rows: int, expected: str):
     """Layer 1 has the same shapes either way, layer 0 has not."""
     found = mimo(weight(1, 14848), scales(1, 116), weight(0, 13568), scales(0, rows))
-    assert str(found.tensors[0].rule) == expected
+    assert str(found.tensors[0].kind.rule) == expected
 
 
 @pytest.mark.parametrize("tensors", [[weight(0, 13568)], [weight(1, 14848), scales(1, 116)]])

@@ -10,18 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from formats.architecture import find_architecture
 from formats.errors import CheckpointError, MismatchError, PlanError
+from formats.files.safetensors import build_header, read_header
 from formats.mesh import Mesh
-from formats.safetensors import build_header, read_header
+from formats.notation.architecture import find_architecture
 from reshard.api import load, merge, split
-from reshard.move import Options
-from reshard.plan import FullTensor, bind, make_plan, valid_degrees
-from reshard.source import open_source
-from reshard.table import all_reduces
+from reshard.cli.table import all_reduces
+from reshard.engine.move import Options
+from reshard.planning.plan import FullTensor, bind, make_plan, valid_degrees
+from reshard.storage.source import open_source
 from tests.dequantize import METHODS, NUMPY, Method, Stored, pack, unpack, values
 from tests.support import contents, without_manifest
-from verify.exact import compare
+from verify.bytes.exact import compare
 
 FAST = Options(fsync=False)
 Weights = dict[str, tuple[int, ...]]

@@ -10,9 +10,9 @@ import shutil
 import pytest
 
 from formats.errors import CheckpointError, MismatchError, PlanError, ReshardError
-from formats.safetensors import build_header, read_header
+from formats.files.safetensors import build_header, read_header
 from reshard.api import load, merge, plan, split
-from reshard.plan import valid_degrees
+from reshard.planning.plan import valid_degrees
 from tests.support import LLAMA, change_tensor, contents, llama_tensors, write_checkpoint, write_file
 
 

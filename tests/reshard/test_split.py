@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 
 import reshard
 from formats.errors import MismatchError, PlanError
-from formats.safetensors import DTYPE_BITS, build_header, read_header
-from formats.sharded import open_sharded
+from formats.files.safetensors import DTYPE_BITS, build_header, read_header
+from formats.files.sharded import open_sharded
 from reshard.api import Access, Padding, load, merge, split
-from reshard.move import Options
-from reshard.plan import valid_degrees
-from reshard.source import open_source
+from reshard.engine.move import Options
+from reshard.planning.plan import valid_degrees
+from reshard.storage.source import open_source
 from tests import zoo
 from tests.support import (
     LLAMA,
@@ -32,7 +32,7 @@ from tests.support import (
     write_checkpoint,
     write_file,
 )
-from verify.exact import verify_exact
+from verify.bytes.exact import verify_exact
 
 
 @pytest.mark.parametrize("name", zoo.ZOO)
@@ -337,8 +337,8 @@ def test_one_pass(tmp_path, monkeypatch, steps):
     monkeypatch.setattr("reshard.api.file_checksum", again)
     monkeypatch.setattr(os, "preadv", read)
     monkeypatch.setattr(os, "pwrite", write)
-    monkeypatch.setattr("reshard.move.STEP", steps)
-    monkeypatch.setattr("reshard.move.has_threads", lambda: False)
+    monkeypatch.setattr("reshard.engine.move.STEP", steps)
+    monkeypatch.setattr("reshard.engine.move.has_threads", lambda: False)
 
     def check(folder: Path, out: Path) -> None:
         files = list(folder.rglob("*.safetensors"))
@@ -566,8 +566,8 @@ def test_the_size_of_a_step_changes_nothing(tmp_path, monkeypatch, steps, piece,
         "move.PIECE": piece,
     }
     for name, value in sizes.items():
-        monkeypatch.setattr(f"reshard.{name}", value)
-    monkeypatch.setattr("reshard.move.has_threads", lambda: False)
+        monkeypatch.setattr(f"reshard.engine.{name}", value)
+    monkeypatch.setattr("reshard.engine.move.has_threads", lambda: False)
     split(source, tmp_path / "small4", 4)
     split(tmp_path / "tp4", tmp_path / "small8", 8)
     split(tmp_path / "tp8", tmp_path / "again4", 4)

@@ -57,7 +57,7 @@ def test_no_room_for_what_is_reserved_leaves_none_taken(tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         reserve(descriptor, nbytes)
 
-    monkeypatch.setattr("reshard.move.reserve", full)
+    monkeypatch.setattr("reshard.engine.move.reserve", full)
     with pytest.raises(CheckpointError, match="No space left on device"):
         split(source, tmp_path / "out", 4)
     assert not (tmp_path / "out").exists()

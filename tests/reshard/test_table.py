@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from formats.architecture import find_architecture
 from formats.mesh import Mesh
-from reshard.plan import FullTensor, Plan, bind, make_plan
-from reshard.table import format_table, rows_of, totals_of
+from formats.notation.architecture import find_architecture
+from reshard.cli.table import format_table, rows_of, totals_of
+from reshard.planning.plan import FullTensor, Plan, bind, make_plan
 
 # 8 query heads of 6 on 4 KV heads
 PHI3 = {

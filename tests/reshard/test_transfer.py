@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from formats.architecture import architecture_from_document
-from formats.axes import Run, parse
 from formats.errors import PlanError
 from formats.mesh import Mesh
-from reshard.plan import Box, FullTensor, Layout, Model, bind, make_plan
-from reshard.transfer import Transfer
+from formats.notation.architecture import architecture_from_document
+from formats.notation.axes import Run, parse
+from reshard.engine.transfer import Transfer
+from reshard.planning.plan import Box, FullTensor, Layout, Model, bind, make_plan
 
 SIZES = {"kv": 6, "group": 4, "head": 4, "vocab": 13, "hidden": 5, "ff": 24, "expert": 6}
 RULES = {

@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 
 from formats.errors import CheckpointError, MismatchError, PlanError
+from formats.files.safetensors import read_header
 from formats.mesh import Mesh
-from formats.safetensors import read_header
 from reshard.api import load, merge, plan, split
-from reshard.move import Options
-from reshard.plan import FullTensor, Model, bind, make_plan, rank_config, refusal, unevenly, valid_degrees
-from reshard.source import Source, open_source
-from reshard.table import bytes_of_ranks, rows_of, totals_of, uneven_lines
+from reshard.cli.table import bytes_of_ranks, rows_of, totals_of, uneven_lines
+from reshard.engine.move import Options
+from reshard.planning.plan import FullTensor, Model, bind, make_plan, rank_config, refusal, unevenly, valid_degrees
+from reshard.storage.source import Source, open_source
 from tests import zoo
 from tests.dequantize import METHODS
 from tests.reshard.test_quantized import CASES, PACKINGS, checkpoint, dequantize, parts
 from tests.support import LLAMA, change_tensor, contents, without_manifest, without_sums, write_checkpoint
-from verify.exact import compare, verify_exact
+from verify.bytes.exact import compare, verify_exact
 
 FAST = Options(fsync=False)
 ODD = {**LLAMA, "intermediate_size": 22}  # tp 4: 6, 6, 6, 4; tp 8: 3, and 1 on the last; tp 2: 11 each

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from formats.architecture import BUILT_IN, load_architecture
-from formats.axes import Share, deal, parse, share
-from reshard.words import cuts_blocks, does_not_divide
+from formats.notation.architecture import BUILT_IN, load_architecture
+from formats.notation.axes import Share, deal, parse, share
+from reshard.planning.reasons import cuts_blocks, does_not_divide
 
 
 @pytest.mark.parametrize(

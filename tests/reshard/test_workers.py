@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from formats.errors import CheckpointError, MismatchError
-from reshard.workers import share
+from reshard.engine.workers import share
 
 
 def no_child_is_left() -> bool:
@@ -129,7 +129,7 @@ def test_interrupted_while_they_start(monkeypatch):
 
 SCRIPT = """
 import os, time
-from reshard.workers import share
+from reshard.engine.workers import share
 share(2, lambda number, report: (report(os.getpid()), time.sleep(600)), lambda pid: print(pid, flush=True))
 """
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from verify.forward import IMPORTED
-from verify.launch import start_fork_server
+from verify.forward.compare import IMPORTED
+from verify.forward.launch import start_fork_server
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from formats.axes import Dim
-from formats.safetensors import DTYPE_BITS, TensorInfo
-from formats.sharded import MANIFEST
-from reshard.checksum import file_checksum
-from reshard.plan import Entry
-from reshard.source import Source, open_source
+from formats.files.checksum import file_checksum
+from formats.files.safetensors import DTYPE_BITS, TensorInfo
+from formats.files.sharded import MANIFEST
+from formats.notation.axes import Dim
+from reshard.planning.plan import Entry
+from reshard.storage.source import Source, open_source
 
 Array = np.ndarray[Any, Any]
 LAYER = 1

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from reshard.api import split
-from reshard.source import open_source
+from reshard.storage.source import open_source
 from tests import zoo
 from tests.verify.faults import inject
 from tests.verify.test_launch import session, wait_until

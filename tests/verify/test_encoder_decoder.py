@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from reshard.api import split
-from reshard.source import Source, open_source
+from reshard.storage.source import Source, open_source
 from tests import zoo
 from tests.verify.test_forward import QUICK, show
-from verify.forward import ForwardOptions, run_forwards
-from verify.inputs import inputs_of, random_ids, running
-from verify.layers import vocab_parallel
-from verify.trace import Places, run
+from verify.forward.compare import ForwardOptions, run_forwards
+from verify.forward.inputs import inputs_of, random_ids, running
+from verify.rank.layers import vocab_parallel
+from verify.rank.trace import Places, run
 
 # each way in which a model takes its inputs, ties its tables, and lets a decoder see an encoder
 MODELS = ["t5", "mt5", "umt5-encoder", "longt5-global", "bart", "mbart", "marian-two-vocabularies", "bart-causal",

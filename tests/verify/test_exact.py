@@ -17,19 +17,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import verify.exact as exact
-from formats.architecture import architecture_from_document
-from formats.axes import Run
+import verify.bytes.exact as exact
 from formats.errors import CheckpointError, PlanError
+from formats.files.safetensors import build_header, parse_header, read_header
 from formats.mesh import Mesh
-from formats.safetensors import build_header, parse_header, read_header
+from formats.notation.architecture import architecture_from_document
+from formats.notation.axes import Run
 from reshard.api import Padding, merge, split
-from reshard.cli import main
-from reshard.plan import Box, FullTensor, Layout, bind, make_plan
-from reshard.source import open_source
+from reshard.cli.commands import main
+from reshard.planning.plan import Box, FullTensor, Layout, bind, make_plan
+from reshard.storage.source import open_source
 from tests import zoo
 from tests.verify.faults import FAULTS, inject
-from verify.exact import ExactReport, verify_exact
+from verify.bytes.exact import ExactReport, verify_exact
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MODELS = ("llama", "phi3", "gpt_neox", "gpt2", "mixtral", "gpt_oss", "deepseek_v3")
@@ -504,8 +504,8 @@ def test_command(llama: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 MEASURE = """
 import resource, sys
 from pathlib import Path
-from reshard.source import open_source
-from verify.exact import verify_exact
+from reshard.storage.source import open_source
+from verify.bytes.exact import verify_exact
 assert verify_exact(open_source(Path(sys.argv[1])), Path(sys.argv[2])).verdict == 'same'
 assert 'torch' not in sys.modules
 status = Path('/proc/self/status')

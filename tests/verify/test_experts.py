@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from formats.architecture import find_architecture
+from formats.notation.architecture import find_architecture
 from reshard.api import split
-from reshard.source import Source, open_source
+from reshard.storage.source import Source, open_source
 from tests import zoo
 from tests.verify.faults import LAYER, Shards, inject
-from verify.forward import ForwardOptions, ForwardReport, run_forward, run_forwards
-from verify.launch import RankError
+from verify.forward.compare import ForwardOptions, ForwardReport, run_forward, run_forwards
+from verify.forward.launch import RankError
 
 EXPERTS = 8
 """As many in each model, so that every mesh here has some on each rank."""

@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from formats.errors import ReshardError
-from formats.safetensors import build_header, read_header
+from formats.files.checksum import file_checksum
+from formats.files.safetensors import build_header, read_header
 from reshard.api import Options, Padding, merge, split
-from reshard.checksum import file_checksum
-from reshard.cli import main
-from reshard.source import open_source
+from reshard.cli.commands import main
+from reshard.storage.source import open_source
 from tests.support import LLAMA, write_checkpoint
-from verify import exact, folder
-from verify.exact import ExactReport, verify_exact
+from verify.bytes import exact, folder
+from verify.bytes.exact import ExactReport, verify_exact
 
 RANK = "rank-01-of-02"
 

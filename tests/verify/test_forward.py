@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 
 from formats.errors import CheckpointError, ReshardError
 from reshard.api import split
-from reshard.source import Source, open_source
+from reshard.storage.source import Source, open_source
 from tests import zoo
 from tests.verify.faults import inject
-from verify.forward import ForwardOptions, ForwardReport, run_forward, run_forwards
-from verify.launch import RankError, run_ranks
-from verify.noise import FACTOR, SURE, measure, yardstick
-from verify.trace import Places, run
+from verify.forward.compare import ForwardOptions, ForwardReport, run_forward, run_forwards
+from verify.forward.launch import RankError, run_ranks
+from verify.forward.noise import FACTOR, SURE, measure, yardstick
+from verify.rank.trace import Places, run
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -284,8 +284,8 @@ def _logits_of_shards(paths: list[tuple[Path, Path]], ids: torch.Tensor) -> list
     """What a rank's own folder makes of the same tokens."""
     import torch.distributed as dist
 
-    from verify.collectives import Groups
-    from verify.model import Rank, load_rank
+    from verify.rank.collectives import Groups
+    from verify.rank.model import Rank, load_rank
 
     found = []
     for original, shards in paths:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from formats.errors import CheckpointError, ReshardError
-from verify.launch import RankError, RankTimeoutError, run_ranks, say
+from verify.forward.launch import RankError, RankTimeoutError, run_ranks, say
 
 ROOT = Path(__file__).parents[2]
 
@@ -134,7 +134,7 @@ def test_a_hang_names_rank_and_collective(tmp_path):
 
 
 def hangs_in_backward() -> None:
-    from verify.layers import ColumnParallelLinear
+    from verify.rank.layers import ColumnParallelLinear
 
     layer = ColumnParallelLinear(2, 2, group=None)
     x = torch.ones(1, 2, requires_grad=True)
@@ -185,7 +185,7 @@ SCRIPT = """
 import os, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from verify.launch import run_ranks
+from verify.forward.launch import run_ranks
 
 def work(folder):
     Path(folder, str(dist.get_rank())).write_text(str(os.getpid()))
@@ -264,7 +264,10 @@ def test_under_torchrun_every_rank_gets_all_results(script):
 
 
 def test_under_torchrun_errors_name_the_rank(script):
-    assert "verify.launch.RankError: rank 1 of 2 failed: ValueError: no such layer" in torchrun(script, "fails").stderr
+    assert (
+        "verify.forward.launch.RankError: rank 1 of 2 failed: ValueError: no such layer"
+        in torchrun(script, "fails").stderr
+    )
 
 
 def test_under_torchrun_another_number_of_ranks_is_refused(monkeypatch):

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from verify.launch import RankError, run_ranks
-from verify.layers import (
+from verify.forward.launch import RankError, run_ranks
+from verify.rank.layers import (
     ColumnParallelLinear,
     ParallelRMSNorm,
     RowParallelLinear,

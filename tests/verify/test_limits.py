@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from reshard.api import split
-from reshard.source import Source, open_source
+from reshard.storage.source import Source, open_source
 from tests import zoo
 from tests.verify.faults import Shards
 from verify.cli import power_in_words
-from verify.forward import ForwardOptions, run_forward, run_forwards
-from verify.launch import RankError
-from verify.noise import FACTOR
+from verify.forward.compare import ForwardOptions, run_forward, run_forwards
+from verify.forward.launch import RankError
+from verify.forward.noise import FACTOR
 
 Done = subprocess.CompletedProcess[str]
 

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from reshard.api import Access, open_any, split
-from reshard.source import Source, open_source
+from reshard.storage.source import Source, open_source
 from tests import zoo
-from verify.exact import compare
-from verify.forward import ForwardOptions, ForwardReport, run_forward, run_forwards
-from verify.launch import RankError
+from verify.bytes.exact import compare
+from verify.forward.compare import ForwardOptions, ForwardReport, run_forward, run_forwards
+from verify.forward.launch import RankError
 from verify.rules import own_rules, with_sound_config
 
 ROOT = Path(__file__).parents[2]

@@ -22,9 +22,9 @@ from reshard.api import split
 from tests import zoo
 from tests.verify import browser
 from tests.verify.browser import Browser
-from verify.markup import number, printable, ratio
-from verify.page import page, write_page
-from verify.plots import COLUMNS
+from verify.report.markup import number, printable, ratio
+from verify.report.page import page, write_page
+from verify.report.plots import COLUMNS
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = [

@@ -15,8 +15,8 @@ from benchmarks.zoo_forward import result, to_markdown
 from formats.errors import ReshardError
 from tests.verify.faults import FAULTS
 from tests.verify.test_exact import EXEMPT
-from verify.forward import ForwardOptions, run_forwards
-from verify.noise import FACTOR
+from verify.forward.compare import ForwardOptions, run_forwards
+from verify.forward.noise import FACTOR
 
 MODELS = ("llama", "gpt2", "mixtral")
 CLEAR = 50.0  # what the faults measure at least, in float32: no one of them is seen by luck

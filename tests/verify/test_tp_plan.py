@@ -15,7 +15,7 @@ from reshard.api import Access, open_any
 from tests.support import write_checkpoint
 from tests.test_cli import refused, run
 from tests.zoo import save
-from verify.tp_plan import TransformersPlan, transformers_plan
+from verify.rank.tp_plan import TransformersPlan, transformers_plan
 
 # by degree: models for which transformers has no plan, one that gathers more, one that fails, and some that are fine
 NAMES = {
@@ -43,7 +43,7 @@ def logits(model: Any) -> torch.Tensor:
 def load(folder: Path, **options: Any) -> Any:
     import transformers
 
-    from verify.model import model_class
+    from verify.rank.model import model_class
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -67,7 +67,7 @@ def run_rank(jobs: list[tuple[Path, dict[str, str]]]) -> list[tuple[torch.Tensor
 
 @pytest.mark.parametrize("degree", NAMES)
 def test_transformers_computes_the_same_with_the_plan(degree: int, tmp_path: Path) -> None:
-    from verify.launch import run_ranks
+    from verify.forward.launch import run_ranks
 
     jobs = [(save(name, tmp_path / name), {}) for name in NAMES[degree]]
     jobs = [(folder, dict(plan_of(folder, degree).styles)) for folder, _ in jobs]

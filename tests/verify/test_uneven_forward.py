@@ -10,11 +10,11 @@ import pytest
 import reshard.api
 from formats.mesh import Mesh
 from reshard.api import split
-from reshard.plan import Model
-from reshard.source import Source, open_source
+from reshard.planning.plan import Model
+from reshard.storage.source import Source, open_source
 from tests import zoo
 from tests.verify import test_quantized_forward
-from verify.forward import ForwardOptions, run_forwards
+from verify.forward.compare import ForwardOptions, run_forwards
 
 # a plain MLP; one in two packings; experts in three; a norm over the parts; parts that are gathered in between; widths
 # of which a rank's config.json cannot say both; channels of a mixer

@@ -1,0 +1,1 @@
+"""Files and folders on disk: what each kind holds, read and checked."""

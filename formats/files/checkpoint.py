@@ -1,0 +1,292 @@
+"""A full Hugging Face checkpoint folder: its config, its weight files, and where each tensor lies in them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from formats.documents import MAX_CONFIG, MAX_INDEX, is_inside, json_object, read_config, read_document
+from formats.errors import CheckpointError, brief
+from formats.files.foreign import is_adapter, names_in, refuse_foreign
+from formats.files.safetensors import Header, TensorInfo, read_header
+from formats.quantization.companions import quantization_settings
+from formats.regular_files import open_file, unreadable
+
+#: Endings of files that hold weights in some format; such files are never side files.
+WEIGHT_SUFFIXES = (
+    ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".onnx_data", ".h5", ".msgpack", ".ckpt", ".npz",
+)  # fmt: skip
+
+_SAFE, _SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
+_BIN, _BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_MODELOPT = "hf_quant_config.json"
+_SAMPLE = 64
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """One file of weights. ``name`` is relative to the folder, with ``/``; ``size`` is in bytes.
+
+    ``header`` is the raw header of a safetensors file (see ``safetensors.Header``), None for ``.bin``; ``metadata``
+    stands in it.
+    """
+
+    name: str
+    path: Path
+    size: int
+    header: bytes | None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint as it lies on disk.
+
+    ``config`` is the content of ``config.json``, with ModelOpt's settings (see ``with_modelopt``).
+    ``tensors`` are in source order: file by file as sorted by name, by offset within a file. ``aliases`` maps the name
+    of a tensor that shares its bytes with another (tied, ``.bin`` only) to the name under which these are kept.
+    ``index`` is the content of ``index_name``, the ``*.index.json`` of the weights, if there is one. ``side_files`` are
+    everything else that belongs to the model, ``config.json`` first, then sorted.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+    aliases: dict[str, str]
+    files: tuple[WeightFile, ...]
+    index: bytes | None
+    index_name: str | None
+    side_files: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """What the folder says its weights are: files by name, and with an index the file of each tensor."""
+
+    names: tuple[str, ...]
+    index_name: str | None = None
+    index: bytes | None = None
+    file_of: dict[str, str] | None = None
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a checkpoint folder: find its weights as transformers does, and read every header.
+
+    Files are looked for in this order: ``model.safetensors`` and its index, ``pytorch_model.bin`` and its index, a
+    single other ``*.safetensors``. No tensor data is read. Raises ``CheckpointError`` for a folder that is no
+    checkpoint, for files that are damaged, and for an index that says something else than the files do.
+    """
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such folder")
+    if not path.is_dir():
+        refuse_foreign(path, [path.name])
+        raise CheckpointError(f"{path}: not a folder", "give the folder that holds config.json and the weights")
+    weights = _find_weights(path)
+    config = with_modelopt(_read_config(path / "config.json"), path)
+    files, tensors, aliases = _read_files(path, weights.names)
+    if weights.file_of is not None:
+        places = {file.path: file.name for file in files}
+        found = {name: places[info.file] for name, info in tensors.items()}
+        found |= {alias: found[kept] for alias, kept in aliases.items()}
+        _check_index(path / str(weights.index_name), weights.file_of, found)
+    return Checkpoint(path, config, tensors, aliases, files, weights.index, weights.index_name, find_side_files(path))
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """An id of the weights, in hex, that does not depend on where or in which files they lie.
+
+    SHA-256 over name, dtype and shape of all tensors, sorted by name, and up to 64 bytes from the middle of the data
+    of each: two fine-tunes of one model differ. Raises ``CheckpointError`` if a file can no longer be read.
+    """
+    samples: dict[str, bytes] = {}
+    by_file: dict[Path, list[TensorInfo]] = {}
+    for info in checkpoint.tensors.values():
+        by_file.setdefault(info.file, []).append(info)
+    for file, infos in by_file.items():
+        samples.update(_sample(file, infos))
+    digest = hashlib.sha256()
+    kinds = {kind: json.dumps(kind)[1:] for kind in {(t.dtype, t.shape) for t in checkpoint.tensors.values()}}
+    for name in sorted(checkpoint.tensors):
+        info = checkpoint.tensors[name]
+        digest.update(f"[{json.dumps(name)}, {kinds[info.dtype, info.shape]}".encode())  # [name, dtype, shape]
+        digest.update(samples[name])
+    return digest.hexdigest()
+
+
+def _sample(file: Path, infos: Sequence[TensorInfo]) -> Iterator[tuple[str, bytes]]:
+    """Up to 64 bytes from the middle of each tensor's data; all of them lie in ``file``."""
+    try:
+        with open_file(file) as opened:
+            for info in infos:
+                length = min(_SAMPLE, info.nbytes)
+                found = os.pread(opened.fileno(), length, info.offset + (info.nbytes - length) // 2)
+                if len(found) != length:
+                    raise CheckpointError(
+                        f"{file}: tensor {info.name!r} ends before its {info.nbytes} bytes: the file became shorter",
+                        "do not change the files while they are read",
+                    )
+                yield info.name, found
+    except OSError as error:
+        raise unreadable(file, error) from error
+
+
+def _find_weights(folder: Path) -> _Weights:
+    for single, index in ((_SAFE, _SAFE_INDEX), (_BIN, _BIN_INDEX)):
+        has_single, has_index = (folder / single).exists(), (folder / index).exists()
+        if has_index:
+            weights = _read_index(folder, index)
+            if has_single and single not in weights.names:
+                raise CheckpointError(
+                    f"{folder}: both {single} and {index} are there, and the index does not name {single}",
+                    "move away the one that is not this model",
+                )
+            return weights
+        if has_single:
+            return _Weights((single,))
+    return _find_other(folder)
+
+
+def _find_other(folder: Path) -> _Weights:
+    """The one ``*.safetensors`` file of a folder in which none has a standard name."""
+    names = sorted(file.name for file in folder.glob("*.safetensors") if not file.name.startswith("."))
+    names = [name for name in names if not is_adapter(name)]
+    if not names:
+        refuse_foreign(folder, names_in(folder))
+        others = sorted(file.name for file in folder.iterdir() if file.name.endswith(WEIGHT_SUFFIXES))
+        found = f"; found {', '.join(others[:3])}, which is no format read here" if others else ""
+        raise CheckpointError(
+            f"{folder}: no weights: neither {_SAFE}, {_SAFE_INDEX}, {_BIN} nor {_BIN_INDEX}{found}",
+            "give the folder that holds config.json and the weights of a Hugging Face checkpoint",
+        )
+    if len(names) > 1:
+        raise CheckpointError(
+            f"{folder}: {len(names)} safetensors files ({names[0]}, {names[1]}, …) and no {_SAFE_INDEX}",
+            f"add the {_SAFE_INDEX} that belongs to them, or leave only one file",
+        )
+    part = re.search(r"-(\d+)-of-(\d+)\.safetensors$", names[0])
+    if part and int(part[2]) != 1:
+        raise CheckpointError(
+            f"{folder}: {names[0]} is one file of {int(part[2])}, and there is no {_SAFE_INDEX}",
+            "fetch the other files and the index too",
+        )
+    return _Weights((names[0],))
+
+
+def _read_index(folder: Path, name: str) -> _Weights:
+    """Read ``*.index.json`` and check that each file it names lies in the folder."""
+    path = folder / name
+    raw, content = read_document(path, MAX_INDEX, json_object)
+    file_of = content.get("weight_map")
+    if not isinstance(file_of, dict) or not file_of:
+        raise CheckpointError(f"{path}: no 'weight_map' from tensors to files", "fetch or write the index again")
+    first = {file: tensor for tensor, file in reversed(file_of.items()) if isinstance(file, str)}
+    for tensor, file in file_of.items():
+        if not isinstance(file, str) or not file:
+            raise CheckpointError(f"{path}: tensor {tensor!r} should be mapped to a file name, not to {brief(file)}")
+    for file, tensor in first.items():
+        if not is_inside(file) or "\\" in file:
+            raise CheckpointError(
+                f"{path}: tensor {tensor!r} is said to lie in {file!r}, outside the folder",
+                "an index names only files of its own folder; do not trust this one",
+            )
+        if not (folder / file).exists():
+            raise CheckpointError(
+                f"{path}: tensor {tensor!r} is said to lie in {file!r}, which does not exist",
+                "fetch the missing file, or write the index again",
+            )
+    plain = {file: PurePosixPath(file).as_posix() for file in first}  # "./a" and "a" are one file
+    said = {tensor: plain[file] for tensor, file in file_of.items()}
+    return _Weights(tuple(sorted(set(plain.values()))), name, raw, said)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise CheckpointError(f"{path}: missing", "a checkpoint needs the config.json that describes its model")
+    return read_config(path)
+
+
+def with_modelopt(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The config with the settings of NVIDIA ModelOpt, which also stand in ``hf_quant_config.json`` or only there.
+
+    That file holds ``{"producer": {"name": "modelopt", …}, "quantization": {"quant_algo": "NVFP4", …}}``: ModelOpt,
+    modelopt/torch/export/unified_export_hf.py; vLLM, model_executor/layers/quantization/modelopt.py. Raises
+    CheckpointError if it is damaged.
+    """
+    path = folder / _MODELOPT
+    if quantization_settings(config) or not path.is_file():
+        return config
+    _, found = read_document(path, MAX_CONFIG, json_object)
+    if not isinstance(found.get("quantization"), dict):
+        return config
+    return {**config, "quantization_config": {"quant_method": "modelopt", **found}}
+
+
+def _read_files(
+    folder: Path, names: Sequence[str]
+) -> tuple[tuple[WeightFile, ...], dict[str, TensorInfo], dict[str, str]]:
+    """Headers of all weight files: the files, the tensors in source order, and the tied names."""
+    files: list[WeightFile] = []
+    tensors: dict[str, TensorInfo] = {}
+    aliases: dict[str, str] = {}
+    for name in sorted(names):
+        path = folder / name
+        found, tied, header = _read_file(path)
+        for tensor in (*found, *tied):
+            if tensor in tensors or tensor in aliases:
+                first = tensors[aliases.get(tensor, tensor)].file.name
+                raise CheckpointError(
+                    f"{path}: tensor {tensor!r} is also in {first!r}", "remove the file that does not belong here"
+                )
+        tensors.update(found)
+        aliases.update(tied)
+        raw, metadata = (header.raw, header.metadata) if header else (None, {})
+        files.append(WeightFile(name, path, path.stat().st_size, raw, metadata))
+    return tuple(files), tensors, aliases
+
+
+def _read_file(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str], Header | None]:
+    if path.name.endswith(".safetensors"):
+        header = read_header(path)
+        return header.tensors, {}, header
+    from formats.files.torch_bin import read_bin  # rarely needed
+
+    return (*read_bin(path), None)
+
+
+def _check_index(path: Path, said: dict[str, str], found: dict[str, str]) -> None:
+    """Check that the index and the files agree on the file of each tensor."""
+    if said == found:
+        return
+    hint = "the index and the files are of different versions: fetch both again"
+    for name, file in said.items():
+        if name not in found:
+            raise CheckpointError(f"{path}: tensor {name!r} is said to lie in {file!r}, which lacks it", hint)
+        if found[name] != file:
+            raise CheckpointError(
+                f"{path}: tensor {name!r} is said to lie in {file!r} and lies in {found[name]!r}", hint
+            )
+    name = next(name for name in found if name not in said)
+    raise CheckpointError(f"{path}: tensor {name!r} lies in {found[name]!r}, but the index does not name it", hint)
+
+
+def find_side_files(folder: Path) -> tuple[Path, ...]:
+    """Files that belong to the model and are no weights; folders with weights of their own are left out whole."""
+    found: list[Path] = []
+    for root, folders, files in os.walk(folder):
+        here = Path(root)
+        if here != folder and any(name.endswith(WEIGHT_SUFFIXES) for name in files):
+            folders.clear()
+            continue
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in files:
+            weights = name.endswith((*WEIGHT_SUFFIXES, ".index.json"))
+            if not weights and not name.startswith(".") and (here / name).is_file():
+                found.append(here / name)
+    config = folder / "config.json"
+    return (config, *sorted(file for file in found if file != config))

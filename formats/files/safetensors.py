@@ -1,0 +1,304 @@
+"""The safetensors file format: a length, a JSON header, and the tensors' bytes end to end.
+
+A file is 8 bytes (the header's length ``n``, little-endian, unsigned), ``n`` bytes of JSON that map each tensor's name
+to its dtype, shape and ``data_offsets``, and the data itself. Reading here is stricter than a loader needs to be: what
+one reader would forgive and another would not is refused, so that nothing is moved on a guess.
+
+Source: https://github.com/huggingface/safetensors#format and ``safetensors/src/tensor.rs`` of release 0.8.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from json.encoder import encode_basestring
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from formats.documents import LARGEST, strict_json
+from formats.errors import CheckpointError, brief
+from formats.regular_files import open_file, unreadable
+
+#: Bits of one element, for every dtype of safetensors 0.8. ``F4`` and ``F6_*`` are packed, several to a byte.
+DTYPE_BITS: dict[str, int] = {
+    "BOOL": 8,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "U8": 8,
+    "I8": 8,
+    "F8_E5M2": 8,
+    "F8_E4M3": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "C64": 64,
+    "F64": 64,
+    "I64": 64,
+    "U64": 64,
+}
+
+#: Bytes; what the safetensors library accepts at most.
+MAX_HEADER = 100_000_000
+
+MAX_DIMS = 64
+"""Dimensions of a tensor; torch and numpy allow no more, and the product of more sizes takes ever longer."""
+_DAMAGED = "the file is damaged or still incomplete: fetch or copy it again"
+_FOREIGN = "the program that wrote this file did not follow the safetensors format: write it again with safetensors"
+
+
+class TensorInfo(NamedTuple):  # made for every tensor of every file: a dataclass takes four times as long
+    """Where a tensor's bytes lie: ``nbytes`` bytes from byte ``offset`` of ``file`` (counted from the file's start).
+
+    ``dtype`` is a key of ``DTYPE_BITS``; the data is contiguous, row-major and little-endian.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """A file's header: its tensors in increasing order of offset, its metadata, and its bytes as they are on disk.
+
+    ``raw`` is the 8 length bytes and the JSON with its padding, so that the data begins at ``len(raw)``.
+    """
+
+    tensors: dict[str, TensorInfo]
+    metadata: dict[str, str]
+    raw: bytes
+
+
+def read_header(path: Path) -> Header:
+    """Read and check the header of a safetensors file; the data is not touched.
+
+    Raises ``CheckpointError`` for a file that cannot be read, a header that is not as the format says, and a file
+    that is shorter or longer than its header says.
+    """
+    try:
+        with open_file(path) as file:
+            size = file.seek(0, 2)
+            file.seek(0)
+            prefix = file.read(8)
+            length = _check_length(prefix, size, path)
+            raw = prefix + file.read(length)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    return parse_header(raw, path, size)
+
+
+def parse_header(raw: bytes, path: Path, file_size: int | None) -> Header:
+    """Check a header given as bytes: the 8 length bytes and the JSON with its padding.
+
+    ``path`` is the file that the tensors are said to lie in. ``file_size`` (bytes) is the whole file's size; with
+    ``None`` the header alone is checked. Raises ``CheckpointError``.
+    """
+    length = _check_length(raw[:8], None, path)
+    if length != len(raw) - 8:
+        raise CheckpointError(f"{path}: the header should have {length} bytes and has {len(raw) - 8}", _DAMAGED)
+    entries = _decode(raw, path)
+    metadata = _check_metadata(entries.pop("__metadata__", {}), path)
+    tensors, end = _read_entries(entries, path, len(raw))
+    if file_size is not None and end != file_size:
+        _refuse_size(file_size, end, next(reversed(tensors), None), path)
+    return Header(tensors, metadata, raw)
+
+
+def build_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
+    """Write the header of a file that holds ``tensors``, (name, dtype, shape) each, in the given order without holes.
+
+    Returns the 8 length bytes and the JSON, padded with spaces so that the data begins at a multiple of 8. For the
+    tensors to be aligned too, as the safetensors library aligns them, the caller orders them by descending size of an
+    element. Equal arguments give equal bytes; metadata is sorted by key. Raises ``CheckpointError`` for a name given
+    twice, reserved or not valid Unicode, an unknown dtype, and a size that is not whole bytes.
+    """
+    entries = [f'"__metadata__":{_compact(dict(sorted(metadata.items())))}'] if metadata else []
+    alike: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}  # there are few dtypes and shapes
+    taken = {"__metadata__"}
+    offset = 0
+    for name, dtype, shape in tensors:
+        if name in taken:
+            raise CheckpointError(f"tensor {name!r} cannot be written: the name is already taken in this file")
+        taken.add(name)
+        if (dtype, shape) not in alike:
+            nbytes = tensor_bytes(name, dtype, shape)
+            alike[dtype, shape] = nbytes, _compact({"dtype": dtype, "shape": shape}).removesuffix("}")
+        nbytes, entry = alike[dtype, shape]
+        entries.append(f'{encode_basestring(name)}:{entry},"data_offsets":[{offset},{offset + nbytes}]}}')
+        offset += nbytes
+    try:
+        text = f"{{{','.join(entries)}}}".encode()
+    except UnicodeEncodeError as error:
+        near = error.object[max(0, error.start - 30) : error.end]
+        raise CheckpointError(f"a name is not valid Unicode and cannot be written: …{near!r}") from error
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER:
+        raise CheckpointError(
+            f"the header of {len(tensors)} tensors has {len(text)} bytes; safetensors allows {MAX_HEADER}",
+            "write smaller files, with fewer tensors each",
+        )
+    return len(text).to_bytes(8, "little") + text
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def tensor_bytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:
+    """Size in bytes of a tensor; ``name`` is for the message of the ``CheckpointError`` if it has none."""
+    bits = DTYPE_BITS.get(dtype)
+    if bits is None:
+        raise CheckpointError(f"tensor {name!r}: {_unknown_dtype(dtype)}")
+    nbytes, rest = divmod(math.prod(shape) * bits, 8)
+    if rest:
+        raise CheckpointError(f"tensor {name!r}: {dtype} of shape {list(shape)} is not a whole number of bytes")
+    return nbytes
+
+
+def _check_length(prefix: bytes, file_size: int | None, path: Path) -> int:
+    """Bytes of JSON that the first 8 bytes announce, if a file of ``file_size`` bytes can have them."""
+    if len(prefix) < 8:
+        raise CheckpointError(
+            f"{path}: the file has {len(prefix)} bytes; a safetensors file begins with 8 bytes of header length",
+            _DAMAGED,
+        )
+    if prefix == b"version ":
+        raise CheckpointError(f"{path}: this is not a safetensors file but a git-lfs pointer", "run 'git lfs pull'")
+    length = int.from_bytes(prefix, "little")
+    if file_size is not None and length > file_size - 8:
+        raise CheckpointError(
+            f"{path}: the header should have {length} bytes, but only {file_size - 8} follow its length "
+            f"(the file has {file_size})",
+            _DAMAGED + ", or it is no safetensors file",
+        )
+    if length > MAX_HEADER:
+        raise CheckpointError(
+            f"{path}: the header should have {length} bytes; safetensors allows {MAX_HEADER}", _FOREIGN
+        )
+    return length
+
+
+def _decode(raw: bytes, path: Path) -> dict[str, Any]:
+    """The header's JSON object, with tensors not yet checked."""
+    try:
+        text = raw[8:].decode()
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path}: the header is not UTF-8 (byte {8 + error.start})", _DAMAGED) from error
+    if text[:1] != "{":
+        raise CheckpointError(f"{path}: the header should begin with '{{' and begins with {text[:1]!r}", _DAMAGED)
+    try:
+        entries: dict[str, Any] = strict_json(text)
+        "".join(entries).encode()
+    except UnicodeEncodeError as error:
+        raise CheckpointError(f"{path}: the name of a tensor is not valid Unicode", _FOREIGN) from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: the header is not valid JSON: {error}", _DAMAGED) from error
+    return entries
+
+
+def _check_metadata(metadata: Any, path: Path) -> dict[str, str]:
+    if not isinstance(metadata, dict):
+        raise CheckpointError(f"{path}: __metadata__ should map strings to strings and is {brief(metadata)}", _FOREIGN)
+    for key, value in metadata.items():
+        if not isinstance(value, str):
+            raise CheckpointError(
+                f"{path}: __metadata__ should map strings to strings, but {key!r} is {brief(value)}", _FOREIGN
+            )
+    return metadata
+
+
+def _read_entries(entries: dict[str, Any], path: Path, base: int) -> tuple[dict[str, TensorInfo], int]:
+    """The tensors in order of offset, and the byte at which the file should end; data begins at byte ``base``."""
+    found: list[TensorInfo] = []
+    bits_of: dict[tuple[str, tuple[int, ...]], int] = {}  # there are few dtypes and shapes
+    for name, entry in entries.items():
+        try:
+            dtype, (begin, end), sizes = entry["dtype"], entry["data_offsets"], entry["shape"]
+            sound = type(sizes) is list and {*map(type, (begin, end, *sizes))} == {int} and 0 <= begin <= end
+            shape = tuple(sizes)
+            bits = bits_of.get((dtype, shape)) if sound else None
+            if sound and bits is None:
+                sound = len(shape) <= MAX_DIMS and _sizes(sizes)
+                bits = bits_of[dtype, shape] = math.prod(shape) * DTYPE_BITS[dtype] if sound else -1
+            sound = sound and bits == (end - begin) * 8
+        except (TypeError, KeyError, ValueError):
+            sound = False
+        if not sound:
+            _refuse_entry(name, entry, path)
+        found.append(TensorInfo(name, dtype, shape, path, base + begin, end - begin))
+    found.sort(key=attrgetter("offset", "nbytes"))
+    expected = base
+    for i, info in enumerate(found):
+        if info.offset != expected:
+            _refuse_gap(info.name, info.offset - base, expected - base, found[i - 1].name if i else None, path)
+        expected += info.nbytes
+    return {info.name: info for info in found}, expected
+
+
+def _refuse_entry(name: str, entry: Any, path: Path) -> NoReturn:
+    """Say what is wrong with a tensor's entry, which is known to be wrong."""
+    where = f"{path}: tensor {name!r}"
+    if not isinstance(entry, dict):
+        raise CheckpointError(f"{where} should be an object with dtype, shape and data_offsets, not {brief(entry)}",
+                              _FOREIGN)  # fmt: skip
+    for key in ("dtype", "shape", "data_offsets"):
+        if key not in entry:
+            raise CheckpointError(f"{where} has no {key!r}", _FOREIGN)
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise CheckpointError(f"{where}: {_unknown_dtype(dtype)}", "a newer reshard may know it")
+    if not _sizes(shape):
+        raise CheckpointError(f"{where}: the shape should be a list of sizes and is {brief(shape)}", _FOREIGN)
+    if not _sizes(offsets) or len(offsets) != 2:
+        raise CheckpointError(
+            f"{where}: data_offsets should be [begin, end] in bytes and is {brief(offsets)}", _FOREIGN
+        )
+    if len(shape) > MAX_DIMS:
+        raise CheckpointError(f"{where} has {len(shape)} dimensions; at most {MAX_DIMS} are read", _FOREIGN)
+    begin, end = offsets
+    if begin > end:
+        raise CheckpointError(f"{where}: data_offsets are reversed: [{begin}, {end}]", _FOREIGN)
+    whole, rest = divmod(math.prod(shape) * DTYPE_BITS[dtype], 8)
+    size = f"{brief(whole)}{f'{rest / 8:g}'[1:]} bytes, not a whole number" if rest else f"{brief(whole)} bytes"
+    raise CheckpointError(
+        f"{where}: {dtype} of shape {brief(shape)} has {size}; its data_offsets [{begin}, {end}] span {end - begin}",
+        _FOREIGN,
+    )
+
+
+def _refuse_gap(name: str, begin: int, expected: int, before: str | None, path: Path) -> NoReturn:
+    previous = f"{before!r} ends" if before is not None else "the data begins"
+    what = "overlaps what lies before it" if begin < expected else f"leaves a hole of {begin - expected} bytes"
+    raise CheckpointError(
+        f"{path}: tensor {name!r} {what}: it begins at byte {begin} of the data, where {previous} at byte {expected}",
+        _FOREIGN,
+    )
+
+
+def _refuse_size(found: int, expected: int, last: str | None, path: Path) -> NoReturn:
+    said = f"the file has {found} bytes and should have {expected}" + (f" (up to tensor {last!r})" if last else "")
+    if found < expected:
+        raise CheckpointError(f"{path}: {expected - found} bytes are missing: {said}", _DAMAGED)
+    raise CheckpointError(f"{path}: {found - expected} bytes too many at the end: {said}", _FOREIGN)
+
+
+def _sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(n) is int and 0 <= n <= LARGEST for n in value)
+
+
+def _unknown_dtype(dtype: object) -> str:
+    return f"unknown dtype {brief(dtype)}; known are {', '.join(sorted(DTYPE_BITS))}"

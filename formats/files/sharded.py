@@ -1,0 +1,533 @@
+"""A split checkpoint on disk: ``reshard.json``, side files, and a folder of safetensors files a rank.
+
+Each shard file says in its header's metadata which rank of which mesh of which source it is, so that the manifest can
+be rebuilt from the shards (all but the boundaries of the source's files).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from formats.documents import (
+    LARGEST,
+    MAX_MANIFEST,
+    Reader,
+    Record,
+    Unfit,
+    anything,
+    file_name,
+    items,
+    json_bytes,
+    json_object,
+    mapping,
+    optional,
+    read_config,
+    read_document,
+    size,
+    sound,
+    strict_json,
+    text,
+    utf8,
+    whole,
+)  # fmt: skip
+from formats.errors import CheckpointError, MismatchError, brief
+from formats.files.checkpoint import WeightFile, find_side_files, with_modelopt
+from formats.files.safetensors import Header, TensorInfo, parse_header, read_header
+from formats.files.stamps import Stamp, read_stamp
+from formats.mesh import RANK_FOLDER, Mesh, read_mesh
+from formats.notation.axes import Run, merge_runs
+
+MANIFEST = "reshard.json"
+VERSION = 1
+METADATA_KEY = "reshard"
+_MOST_TENSORS = 10_000_000
+"""Tensors of one file; a header of the largest size has room for 1,500,000."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file of the output: its name relative to the root, its size in bytes, its checksum (None: not taken)."""
+
+    name: str
+    size: int
+    checksum: str | None
+
+
+@dataclass(frozen=True)
+class SourceFileRecord:
+    """A safetensors file of the source: enough to write it again byte for byte, given its tensors.
+
+    ``checksum`` is that of the whole file; None where not all of it was read.
+    """
+
+    name: str
+    size: int
+    header: bytes
+    checksum: str | None = None
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """The tensors in it. Raises CheckpointError for a header that is damaged or of another size."""
+        return parse_header(self.header, Path(self.name), self.size).tensors
+
+    def places(self) -> Iterator[tuple[str, int]]:
+        """Where each tensor lies in it."""
+        return ((name, info.offset) for name, info in self.tensors.items())
+
+
+@dataclass(frozen=True)
+class SourceRecord:
+    """Where the shards come from. ``id`` is the fingerprint of the weights; ``files`` is empty for a ``.bin`` source.
+
+    ``aliases`` maps a tied tensor that is not stored to the one that is.
+    """
+
+    id: str
+    location: str
+    commit: str | None
+    files: tuple[SourceFileRecord, ...]
+    index_name: str | None
+    index: bytes | None
+    aliases: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What all shards of one run have in common: source, mesh, sizes of the axes, padded sizes, digest of the rules.
+
+    ``blocks`` is the size of the blocks of quantized weights, where it is another than the source's.
+    """
+
+    source: str
+    mesh: Mesh
+    sizes: Mapping[str, int]
+    padding: Mapping[str, int]
+    plan: str
+    blocks: tuple[int, int] | None = None
+
+    def metadata(self, rank: int, places: Sequence[int] = ()) -> dict[str, str]:
+        """The metadata of a shard file's header. ``places`` are those of its tensors among all of the model's, for a
+        rank that does not hold each of them.
+        """
+        document = {
+            "version": VERSION,
+            "source": self.source,
+            "mesh": self.mesh.to_document(),
+            "rank": rank,
+            "sizes": dict(sorted(self.sizes.items())),
+            "padding": dict(sorted(self.padding.items())),
+            "plan": self.plan,
+        }
+        document |= {"blocks": list(self.blocks)} if self.blocks else {}
+        document |= {"places": _runs(places)} if places else {}
+        return {"format": "pt", METADATA_KEY: json.dumps(document, separators=(",", ":"))}
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of ``reshard.json``. ``architecture`` is the document of the plan; ``ranks`` has the files of each
+    rank that is complete; ``side_files`` lie in the root; ``inputs`` are the weight files that were read, as they were.
+    """
+
+    identity: Identity
+    source: SourceRecord
+    architecture: Mapping[str, Any]
+    max_shard_size: int
+    side_files: tuple[FileRecord, ...]
+    ranks: Mapping[int, tuple[FileRecord, ...]]
+    inputs: tuple[Stamp, ...]
+
+
+@dataclass(frozen=True)
+class RankShards:
+    """The files of one rank and the tensors in them, in the order of the files.
+
+    ``places`` are those of the tensors among all of the model's; empty where the files do not say them.
+    """
+
+    rank: int
+    folder: Path
+    files: tuple[WeightFile, ...]
+    tensors: Mapping[str, TensorInfo]
+    places: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class ShardedCheckpoint:
+    """A split checkpoint with all ranks there. ``manifest`` is None where it is lost."""
+
+    path: Path
+    config: dict[str, Any]
+    identity: Identity
+    manifest: Manifest | None
+    ranks: tuple[RankShards, ...]
+    side_files: tuple[Path, ...]
+
+
+def plan_digest(architecture: Mapping[str, Any]) -> str:
+    """A short id of a plan's rules."""
+    return hashlib.sha256(json.dumps(architecture, sort_keys=True).encode()).hexdigest()[:16]
+
+
+# ------------------------------------------------------------------------------------------------------- manifest
+
+
+def manifest_text(manifest: Manifest) -> str:
+    """The text of ``reshard.json``."""
+    identity, source = manifest.identity, manifest.source
+    document = {
+        "format": "reshard",
+        "version": VERSION,
+        "mesh": identity.mesh.to_document(),
+        "sizes": dict(sorted(identity.sizes.items())),
+        "padding": dict(sorted(identity.padding.items())),
+        "blocks": list(identity.blocks) if identity.blocks else None,
+        "max_shard_size": manifest.max_shard_size,
+        "row_parallel_bias": "the same on every rank, to be added once, after the all-reduce",
+        "checksum": "columns64",
+        "ranks": [
+            {"rank": rank, "folder": identity.mesh.folder(rank), "files": [_file(record) for record in records]}
+            for rank, records in sorted(manifest.ranks.items())
+        ],
+        "side_files": [_file(record) for record in manifest.side_files],
+        "plan": manifest.architecture,
+        "source": {
+            "id": source.id,
+            "location": source.location,
+            "commit": source.commit,
+            "aliases": dict(source.aliases),
+            "index": {"name": source.index_name, "content": _text(source.index)} if source.index_name else None,
+            "files": [_source_file_document(file) for file in source.files],
+        },
+        "inputs": [stamp.to_document() for stamp in manifest.inputs],
+    }
+    return json_bytes(document).decode() + "\n"
+
+
+def _file(record: FileRecord) -> dict[str, Any]:
+    return {"name": record.name, "size": record.size, "checksum": record.checksum}
+
+
+def _source_file_document(file: SourceFileRecord) -> dict[str, Any]:
+    return {"name": file.name, "size": file.size, "checksum": file.checksum, "header": _text(file.header[8:])}
+
+
+def _text(content: bytes | None) -> str | None:
+    return None if content is None else content.decode("utf-8")
+
+
+_NOT_OURS = "remove it: the shards say themselves what they are (only the original file boundaries are lost)"
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read ``reshard.json``. Raises CheckpointError that names the file and what is wrong with it."""
+    return read_document(path, MAX_MANIFEST, _manifest, hint=_NOT_OURS)[1]
+
+
+def _manifest(value: object, where: str) -> Manifest:
+    top = Record(value, where)
+    if top.find("format", anything, None) != "reshard":
+        raise Unfit("is not a manifest of reshard")
+    if top.find("version", anything, None) != VERSION:
+        raise Unfit(f"version {brief(top.find('version', anything, None))}, this reshard reads version {VERSION}")
+    plan, source = top.get("plan", json_object), top.get("source", _source)
+    identity = _identity_of(top, source.id, plan_digest(plan))
+    ranks = top.get("ranks", items(_rank_files(identity.mesh)))
+    if len(dict(ranks)) != len(ranks):
+        raise Unfit("ranks should list each rank once")
+    return Manifest(
+        identity=identity,
+        source=source,
+        architecture=plan,
+        max_shard_size=top.get("max_shard_size", whole(1)),
+        side_files=top.get("side_files", items(_file_record)),
+        ranks=dict(ranks),
+        inputs=top.get("inputs", items(read_stamp)),
+    )
+
+
+def _identity_of(top: Record, source: str, plan: str) -> Identity:
+    """What a manifest and the metadata of a shard have in common."""
+    sizes, padding = top.get("sizes", mapping(size)), top.get("padding", mapping(size))
+    for axis, padded in padding.items():
+        if padded < sizes.get(axis, LARGEST):
+            raise Unfit(f"padding.{axis} should be the padded size of an axis and is {padded}")
+    block = top.find("blocks", optional(items(whole(1), 2)), None)
+    return Identity(source, top.get("mesh", read_mesh), sizes, padding, plan, (block[0], block[1]) if block else None)
+
+
+def _source(value: object, where: str) -> SourceRecord:
+    source = Record(value, where)
+    index, files = source.get("index", optional(_index)), source.get("files", items(_source_file))
+    if len({file.name for file in files}) != len(files):
+        raise Unfit(f"{where}.files should name each file once")
+    return SourceRecord(
+        id=source.get("id", text),
+        location=source.get("location", text),
+        commit=source.get("commit", optional(text)),
+        files=files,
+        index_name=index[0] if index else None,
+        index=index[1] if index else None,
+        aliases=source.get("aliases", mapping(text)),
+    )
+
+
+def _index(value: object, where: str) -> tuple[str, bytes]:
+    index = Record(value, where)
+    return index.get("name", file_name), index.get("content", utf8)
+
+
+def _source_file(value: object, where: str) -> SourceFileRecord:
+    file = Record(value, where)
+    content = file.get("header", utf8)
+    return SourceFileRecord(
+        file.get("name", file_name),
+        file.get("size", size),
+        len(content).to_bytes(8, "little") + content,
+        file.get("checksum", optional(text)),
+    )
+
+
+def _file_record(value: object, where: str) -> FileRecord:
+    file = Record(value, where)
+    return FileRecord(file.get("name", file_name), file.get("size", size), file.get("checksum", optional(text)))
+
+
+def _rank_files(mesh: Mesh) -> Reader[tuple[int, tuple[FileRecord, ...]]]:
+    def read(value: object, where: str) -> tuple[int, tuple[FileRecord, ...]]:
+        rank = Record(value, where)
+        return rank.get("rank", whole(0, mesh.size - 1)), rank.get("files", items(_file_record))
+
+    return read
+
+
+# --------------------------------------------------------------------------------------------------------- opening
+
+
+def rank_folders(path: Path) -> list[Path]:
+    """The folders in ``path`` that are named like those of ranks."""
+    return sorted(p for p in path.iterdir() if p.is_dir() and RANK_FOLDER.fullmatch(p.name))
+
+
+def is_sharded(path: Path) -> bool:
+    """Whether a folder is a split checkpoint (complete or not)."""
+    return path.is_dir() and ((path / MANIFEST).is_file() or bool(rank_folders(path)))
+
+
+def open_sharded(path: Path) -> ShardedCheckpoint:
+    """Open a split checkpoint: every rank, every header. No tensor data is read.
+
+    Raises CheckpointError for what is missing or damaged, MismatchError for shards that do not belong together.
+    """
+    manifest = read_manifest(path / MANIFEST) if (path / MANIFEST).is_file() else None
+    if manifest is None:
+        identity, shards = _from_headers(path)
+    else:
+        identity = manifest.identity
+        shards = {
+            rank: _open_rank(path, manifest, rank) for rank in range(identity.mesh.size) if rank in manifest.ranks
+        }
+    missing = [identity.mesh.folder(rank) for rank in range(identity.mesh.size) if rank not in shards]
+    if missing:
+        more = f" and {len(missing) - 1} more are" if len(missing) > 1 else " is"
+        raise CheckpointError(
+            f"{path}: {missing[0]}{more} missing, the mesh is {identity.mesh}",
+            "bring the folders of all ranks together",
+        )
+    ranks = tuple(shards[rank] for rank in range(identity.mesh.size))
+    side = tuple(path / record.name for record in manifest.side_files) if manifest else _side_files(path)
+    for file in side:
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing, {MANIFEST} lists it")
+    return ShardedCheckpoint(path, _config(path), identity, manifest, ranks, side)
+
+
+def _config(path: Path) -> dict[str, Any]:
+    file = path / "config.json"
+    if not file.exists():
+        raise CheckpointError(f"{file} is missing", "copy the one of the original model there")
+    return with_modelopt(read_config(file), path)
+
+
+def _side_files(path: Path) -> tuple[Path, ...]:
+    found = (file for file in find_side_files(path) if file.is_file() and file.name != MANIFEST)
+    return tuple(file for file in found if not RANK_FOLDER.fullmatch(file.relative_to(path).parts[0]))
+
+
+def _open_rank(path: Path, manifest: Manifest, rank: int) -> RankShards:
+    files = []
+    for record in manifest.ranks[rank]:
+        file = path / record.name
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing, {MANIFEST} lists it")
+        if file.stat().st_size != record.size:
+            raise CheckpointError(f"{file} has {file.stat().st_size} bytes, {MANIFEST} says {record.size}")
+        if file.suffix == ".safetensors":
+            files.append(file)
+    shards, identity = _read_rank(path, files, rank)
+    _check_identity(identity, manifest.identity, files[0], path / MANIFEST)
+    return shards
+
+
+def _read_rank(path: Path, files: Sequence[Path], rank: int | None) -> tuple[RankShards, Identity]:
+    """Read the headers of a rank's files; without ``rank`` the first header says which rank it is."""
+    weight_files: list[WeightFile] = []
+    tensors: dict[str, TensorInfo] = {}
+    places: dict[str, int] = {}
+    first: Identity | None = None
+    for file in files:
+        header = read_header(file)
+        shard = read_shard(header, file)
+        identity, found = shard.identity, shard.rank
+        rank = found if rank is None else rank
+        if found != rank:
+            raise MismatchError(f"{file} is a shard of rank {found}, it stands in the folder of rank {rank}")
+        if first is not None:
+            _check_identity(identity, first, file, files[0])
+        first = first or identity
+        twice = tensors.keys() & header.tensors.keys()
+        if twice:
+            raise CheckpointError(f"{file}: tensor '{min(twice)}' also stands in {tensors[min(twice)].file.name}")
+        tensors.update(header.tensors)
+        places.update(zip(header.tensors, shard.places, strict=False))
+        name, length = file.relative_to(path).as_posix(), file.stat().st_size
+        weight_files.append(WeightFile(name, file, length, header.raw, header.metadata))
+    if first is None or rank is None:
+        raise CheckpointError(f"{path}: rank {rank} has no safetensors file")
+    return RankShards(rank, files[0].parent, tuple(weight_files), tensors, places), first
+
+
+def _from_headers(path: Path) -> tuple[Identity, dict[int, RankShards]]:
+    """What the manifest would say, from the metadata of the shards."""
+    shards: dict[int, RankShards] = {}
+    first: tuple[Identity, Path] | None = None
+    for folder in rank_folders(path):
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise CheckpointError(f"{folder} has no safetensors file")
+        rank_shards, identity = _read_rank(path, files, None)
+        if first is not None:
+            _check_identity(identity, first[0], files[0], first[1])
+        first = first or (identity, files[0])
+        if identity.mesh.folder(rank_shards.rank) != folder.name:
+            raise MismatchError(
+                f"{files[0]} is a shard of {identity.mesh.folder(rank_shards.rank)}, not of {folder.name}"
+            )
+        shards[rank_shards.rank] = rank_shards
+    if first is None:
+        raise CheckpointError(
+            f"{path}: neither {MANIFEST} nor a folder of a rank is there", "give the folder that 'reshard split' wrote"
+        )
+    return first[0], shards
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What the metadata of a shard file says: which rank of what it is, and the places of its tensors among all."""
+
+    identity: Identity
+    rank: int
+    places: tuple[int, ...]
+
+
+def read_shard(header: Header, file: Path) -> Shard:
+    """What the header of a shard file says. Raises CheckpointError for a file that is no shard."""
+    what, hint = "its header does not say which rank of what it is", "it was not written by reshard split"
+    if METADATA_KEY not in header.metadata:
+        raise CheckpointError(f"{file}: {what}", hint)
+    try:
+        shard = _shard(sound(strict_json(header.metadata[METADATA_KEY])), "")
+    except ValueError as error:
+        raise CheckpointError(f"{file}: {what}: {error}", hint) from None
+    if shard.places and len(shard.places) != len(header.tensors):
+        raise CheckpointError(f"{file}: its header gives the places of other tensors than it holds")
+    return shard
+
+
+def _shard(value: object, where: str) -> Shard:
+    top = Record(value, where)
+    identity = _identity_of(top, top.get("source", text), top.get("plan", text))
+    return Shard(identity, top.get("rank", whole(0, identity.mesh.size - 1)), top.find("places", _places, ()))
+
+
+def _places(value: object, where: str) -> tuple[int, ...]:
+    """``[[3, 2]]`` for 3 and 4."""
+    runs = items(items(whole(0, _MOST_TENSORS), 2))(value, where)
+    if sum(length for _, length in runs) > _MOST_TENSORS:
+        raise Unfit(f"{where} should be the places of the tensors of one file")
+    return tuple(place for start, length in runs for place in range(start, start + length))
+
+
+def _runs(places: Sequence[int]) -> list[list[int]]:
+    """``[[3, 2]]`` for 3 and 4: where each run of consecutive numbers begins, and how long it is."""
+    return [[run.offset, run.length] for run in merge_runs(Run(place, 1) for place in places)]
+
+
+def _check_identity(found: Identity, expected: Identity, file: Path, other: Path) -> None:
+    if found.source != expected.source:
+        raise MismatchError(
+            f"{file} and {other} come from different sources ({str(found.source)[:12]} and {str(expected.source)[:12]})"
+        )
+    if found.mesh != expected.mesh:
+        raise MismatchError(f"{file} belongs to the mesh {found.mesh}, {other} to {expected.mesh}")
+    if found != expected:
+        raise MismatchError(f"{file} and {other} were split by different plans, sizes or paddings")
+
+
+# --------------------------------------------------------------------------------------------------- shards of files
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """A safetensors file to be written: its name, its tensors as (name, dtype, shape) in order, and their bytes."""
+
+    name: str
+    tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(self.sizes)
+
+    def places(self, begin: int) -> Iterator[tuple[str, int]]:
+        """Where each tensor lies in the file, if their data begins at a byte of it."""
+        offsets = itertools.accumulate(self.sizes, initial=begin)
+        return ((name, offset) for (name, _, _), offset in zip(self.tensors, offsets, strict=False))
+
+
+def partition(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], max_size: int) -> tuple[ShardFile, ...]:
+    """Divide tensors (name, dtype, shape, bytes), in order, into files of at most ``max_size`` bytes of data.
+
+    A tensor larger than that has a file of its own. Names are those of transformers' save_pretrained.
+    """
+    groups: list[list[tuple[str, str, tuple[int, ...], int]]] = [[]]
+    left = max_size
+    for tensor in tensors:
+        if groups[-1] and tensor[3] > left:
+            groups.append([])
+            left = max_size
+        groups[-1].append(tensor)
+        left -= tensor[3]
+    names = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
+    return tuple(
+        ShardFile(name, tuple(tensor[:3] for tensor in group), tuple(tensor[3] for tensor in group))
+        for name, group in zip(names if len(groups) > 1 else ["model.safetensors"], groups, strict=True)
+    )
+
+
+def index_text(files: Sequence[ShardFile]) -> str:
+    """The ``model.safetensors.index.json`` of several files, as transformers writes it."""
+    weight_map = {name: file.name for file in files for name, _, _ in file.tensors}
+    document = {
+        "metadata": {"total_size": sum(file.nbytes for file in files)},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    return json.dumps(document, indent=2) + "\n"

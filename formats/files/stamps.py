@@ -1,0 +1,111 @@
+"""What tells one state of a file from another without reading it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from formats.documents import LARGEST, Record, optional, size, text, whole
+from formats.errors import CheckpointError
+from formats.regular_files import read_file
+
+_NUMBER = whole(-LARGEST, 2**64)
+_BLOBS = "blobs"
+"""The folder of the Hub's cache in which each file is named after its content (its etag)."""
+_DOWNLOADS = ".cache/huggingface/download"
+"""Where ``hf download --local-dir`` keeps commit, etag and time of each file (huggingface_hub, _local_folder.py)."""
+_MAX_METADATA = 10_000
+"""Bytes of such a file."""
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """The state of a file: ``size`` in bytes, when its content last changed (``mtime``) and when that or its inode did
+    (``ctime``), both in ns, and its inode number on ``host``.
+
+    ``content`` names the content itself, where that is known (the Hub's etag, a recorded checksum).
+    """
+
+    name: str
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: int
+    host: str
+    content: str | None = None
+
+    def is_same(self, other: Stamp) -> bool:
+        """Whether both are of equal content, as far as can be told: by what names the content, or else by size, time
+        and, on one machine, inode.
+        """
+        if (self.name, self.size) != (other.name, other.size):
+            return False
+        if self.content is not None and other.content is not None:
+            return self.content == other.content
+        return self.mtime_ns == other.mtime_ns and (self.host != other.host or self.inode == other.inode)
+
+    @property
+    def open_state(self) -> tuple[Any, ...]:
+        """What stays equal while the file is read, unless it is written or replaced."""
+        return self.size, self.mtime_ns, self.inode
+
+    @property
+    def closed_state(self) -> tuple[Any, ...]:
+        """What stays equal on one machine as long as nobody touches the file. An inode that is free again is given to
+        the next file, and times of content can be set: so the inode's own time counts, too.
+        """
+        return self.name, self.size, self.mtime_ns, self.ctime_ns, self.inode
+
+    @property
+    def anywhere(self) -> list[Any]:
+        """What is equal for copies of the file on several machines that may share the work."""
+        return [self.name, self.size, self.content or self.mtime_ns]
+
+    def to_document(self) -> dict[str, Any]:
+        """The JSON form."""
+        document: dict[str, Any] = {"name": self.name, "size": self.size, "mtime_ns": self.mtime_ns}
+        document |= {"ctime_ns": self.ctime_ns, "inode": self.inode, "host": self.host}
+        return document | ({"content": self.content} if self.content else {})
+
+
+def read_stamp(value: object, where: str) -> Stamp:
+    """The inverse of ``Stamp.to_document`` (a reader of ``formats.documents``)."""
+    stamp = Record(value, where)
+    numbers = {key: stamp.get(key, _NUMBER) for key in ("mtime_ns", "ctime_ns", "inode")}
+    content = stamp.find("content", optional(text), None)
+    name, nbytes, host = stamp.get("name", text), stamp.get("size", size), stamp.get("host", text)
+    return Stamp(name, nbytes, **numbers, host=host, content=content)
+
+
+def stamp_of(path: Path, name: str) -> Stamp:
+    """The state of a file now; ``name`` is what it is called relative to its folder. Raises CheckpointError."""
+    try:
+        found = path.stat()
+        target = Path(os.path.realpath(path)) if path.is_symlink() else path
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    in_cache = target != path and target.parent.name == _BLOBS
+    etag = target.name if in_cache else _downloaded(path, name, found.st_mtime)
+    content = f"etag:{etag}" if etag else None
+    return Stamp(name, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, _host(), content)
+
+
+def _downloaded(path: Path, name: str, mtime: float) -> str | None:
+    """The etag of a file of a download folder, if the file has not been changed since."""
+    folder = path.parents[name.count("/")]
+    try:
+        content = read_file(folder / _DOWNLOADS / f"{name}.metadata", _MAX_METADATA).decode()
+        _, etag, time = content.splitlines()[:3]
+        return etag if mtime - 1 <= float(time) else None
+    except (CheckpointError, ValueError):
+        return None
+
+
+@lru_cache(maxsize=1)
+def _host() -> str:
+    return hashlib.sha256(platform.node().encode()).hexdigest()[:8]

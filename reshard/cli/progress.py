@@ -1,0 +1,83 @@
+"""How far a long command is, on stderr: a bar on a terminal, elsewhere a plain line now and then."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import Any
+
+from reshard.cli.table import human_bytes
+
+INTERVAL = 10.0
+"""Seconds between the lines where there is no bar."""
+
+
+def bars_are_wanted() -> bool:
+    """Whether stderr is a terminal that can redraw a line, and nobody has said no to bars."""
+    if os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS", "").upper() in {"1", "ON", "YES", "TRUE"}:
+        return False
+    return sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+class Progress:
+    """A context manager to be called with the bytes that are done and the bytes in all, from any thread."""
+
+    def __init__(self, title: str, *, quiet: bool) -> None:
+        self._title, self._quiet = title, quiet
+        self._lock = threading.Lock()
+        self._bar: Any = None
+        self._began: tuple[float, int] | None = None
+        self._last = 0.0
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __call__(self, done: int, total: int) -> None:
+        """Show that ``done`` of ``total`` bytes are written."""
+        if self._quiet:
+            return
+        with self._lock:
+            if self._began is None:
+                self._begin(done, total)
+            if self._bar is not None:
+                self._bar.update(max(0, done - self._bar.n))
+            else:
+                self._line(done, total)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.leave = False
+            self._bar.close()
+
+    def _begin(self, done: int, total: int) -> None:
+        self._began = (time.monotonic(), done)
+        self._last = time.monotonic()
+        if bars_are_wanted():
+            from tqdm import tqdm
+
+            tqdm.monitor_interval = 0  # a thread, in a process that forks
+            self._bar = tqdm(
+                desc=self._title,
+                total=total,
+                initial=done,
+                unit="B",
+                unit_scale=True,
+                dynamic_ncols=True,
+                file=sys.stderr,
+            )
+
+    def _line(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if self._began is None or now - self._last < INTERVAL:
+            return
+        self._last = now
+        started, first = self._began
+        rate = (done - first) / (now - started)
+        share = done / total if total else 1.0
+        text = f"{self._title}: {human_bytes(done)} of {human_bytes(total)} ({share:.0%}), {human_bytes(rate)}/s"
+        print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,162 @@
+"""The engine in a process of its own, for a caller that has threads.
+
+The engine forks. In a process with threads (torch's, tqdm's, the caller's) a fork copies locks that another thread
+holds, and nobody in the copy will ever release them: https://docs.python.org/3/library/os.html#os.fork. So a fresh
+process, which has one thread, takes the jobs, forks, and reports what the engine reports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from formats.errors import CheckpointError
+from formats.files.checksum import PartialSum
+from reshard.engine.reading import Wanted
+from reshard.system import stop_with_parent
+
+_START = (
+    "import sys; sys.path[:] = {path!r}; from reshard.engine.apart import serve; serve({parent}, {requests}, {reports})"
+)
+
+
+def has_threads() -> bool:
+    """Whether this process has more than one thread, Python's or not."""
+    try:
+        return len(list(Path("/proc/self/task").iterdir())) > 1
+    except OSError:
+        return threading.active_count() > 1
+
+
+@dataclass(frozen=True)
+class _Finished:
+    """A target file that is complete, and all that was read so far, by the source's number."""
+
+    number: int
+    checksum: str | None
+    read: dict[int, dict[Wanted, PartialSum]]
+
+
+@dataclass(frozen=True)
+class _Progress:
+    """Bytes written since the last."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class _Done:
+    """The end: all that was read."""
+
+    read: dict[int, dict[Wanted, PartialSum]]
+
+
+def move_apart(
+    jobs: Sequence[Any],
+    sources: Sequence[Any],
+    targets: Sequence[Any],
+    options: Any,
+    *,
+    finished: Callable[[Any, str | None], None],
+    progress: Callable[[int], None],
+) -> None:
+    """Do what ``reshard.engine.move.move`` does in another process; same arguments, same errors."""
+
+    def take(read: dict[int, dict[Wanted, PartialSum]]) -> None:
+        for number, sums in read.items():
+            sources[number].sums |= sums
+
+    with _Process() as process:
+        process.send((jobs, sources, targets, options))
+        while not isinstance(report := process.receive(), _Done):
+            if isinstance(report, BaseException):
+                raise report
+            if isinstance(report, _Progress):
+                progress(report.nbytes)
+            else:
+                take(report.read)
+                finished(targets[report.number], report.checksum)
+        take(report.read)
+
+
+class _Process:
+    """A fresh Python process that serves one request. A context manager: at its end the process has ended."""
+
+    def __enter__(self) -> _Process:
+        requests, self._requests = os.pipe()
+        self._reports, reports = os.pipe()
+        start = _START.format(path=sys.path, parent=os.getpid(), requests=requests, reports=reports)
+        environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
+        try:
+            self._child = subprocess.Popen(
+                [sys.executable, "-c", start], pass_fds=(requests, reports), env=environment, stdin=subprocess.DEVNULL
+            )
+        finally:
+            os.close(requests)
+            os.close(reports)
+        self._input = os.fdopen(self._reports, "rb")
+        return self
+
+    def send(self, request: Any) -> None:
+        """Send the one request."""
+        with contextlib.suppress(BrokenPipeError), os.fdopen(self._requests, "wb") as pipe:  # its end says why
+            pickle.dump(request, pipe)
+
+    def receive(self) -> Any:
+        """The next report. Raises CheckpointError if the process has ended without one."""
+        try:
+            return pickle.load(self._input)
+        except (EOFError, pickle.UnpicklingError):
+            status = self._child.wait()
+            raise CheckpointError(f"the process that moves the bytes ended with status {status}") from None
+
+    def __exit__(self, *exception: object) -> None:
+        self._input.close()
+        if exception[0] is not None:
+            self._child.terminate()
+        self._child.wait()
+
+
+def serve(parent: int, requests: int, reports: int) -> None:
+    """What the process does, from the request to its end."""
+    from reshard.engine.move import move
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal tells all its processes: the parent stops this one
+    signal.signal(signal.SIGTERM, _stop)
+    stop_with_parent(parent)
+    with os.fdopen(requests, "rb") as pipe:
+        jobs, sources, targets, options = pickle.load(pipe)
+    with os.fdopen(reports, "wb") as output:
+
+        def send(report: Any) -> None:
+            pickle.dump(report, output)
+            output.flush()
+
+        def finished(target: Any, checksum: str | None) -> None:
+            number = targets.index(target)
+            send(_Finished(number, checksum, {i: _of(file.sums, number) for i, file in enumerate(sources)}))
+
+        try:
+            move(jobs, sources, targets, options, finished=finished, progress=lambda nbytes: send(_Progress(nbytes)))
+            send(_Done({i: file.sums for i, file in enumerate(sources)}))
+        except BaseException as error:
+            send(error)
+
+
+def _of(sums: dict[Wanted, PartialSum], number: int) -> dict[Wanted, PartialSum]:
+    """The sums of what a target wanted: all of it, when the target is complete."""
+    return {wanted: part for wanted, part in sums.items() if number in wanted}
+
+
+def _stop(number: int, frame: object) -> None:
+    """End in order: unfinished files are removed, and workers with them."""
+    raise SystemExit(128 + number)

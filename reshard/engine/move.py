@@ -1,0 +1,553 @@
+"""The engine: carries out transfers between files, in one pass, in bounded memory, in a few processes.
+
+It knows byte ranges and nothing else: no dtype, no model. Jobs are tensors in the order of the source; each is cut
+into slabs (see ``reshard.transfer``) that are read, checked, rearranged and written. Each process has a stretch of the
+jobs of its own, so that they seldom write to the same file, and helps the others when it is done with that. What is
+read is written while a processor's cache still has it. This process opens and finishes the files, and adds up what the
+others report.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import mmap
+import os
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from formats.errors import MismatchError
+from formats.files.checksum import PIECE, Part, PartialSum, sum_part
+from reshard.engine.apart import has_threads, move_apart
+from reshard.engine.gathering import SMALL, TOGETHER, Runs
+from reshard.engine.reading import Bytes, Places, Reader, SourceFile, SourcePlace, Wanted, pieces
+from reshard.engine.transfer import Copy, Region, Slab, Way
+from reshard.engine.workers import Report, share
+from reshard.storage.output import disk_errors, refused
+from reshard.system import reserve
+
+STEP = 32 << 20
+"""Bytes that a process reads and writes in one step, about, and after which it reports. It is the same for any number
+of processes, so that a run that goes on where another stopped cuts its work into the same steps.
+"""
+
+WRITE = 1 << 16
+"""Bytes of one system call that writes, which ends where a multiple of it ends in the file. Larger ones take larger
+pages of memory, which a virtual machine may have to get from its host first: as measured, up to four times slower.
+"""
+
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class TargetFile:
+    """A file to be written: its final path, its header, and what the data adds up to.
+
+    A file that is ``done`` was finished by an earlier run. ``summed`` says whether anybody wants its checksum.
+    """
+
+    path: Path
+    header: bytes
+    size: int
+    done: bool = False
+    summed: bool = True
+    sum: PartialSum = field(init=False)
+    descriptor: int = -1
+    """Where it is open for writing, while it is."""
+
+    def __post_init__(self) -> None:
+        self.sum = PartialSum(self.size)
+
+    @property
+    def staged(self) -> Path:
+        """Where it is written until it is complete."""
+        return self.path.with_name(self.path.name + ".incomplete")
+
+
+class TargetPlace(NamedTuple):
+    """A tensor in a target file, at an absolute offset."""
+
+    file: TargetFile
+    offset: int
+
+
+def place_in(ranks: Mapping[int, Mapping[str, TargetPlace]], name: str, rank: int) -> TargetPlace | None:
+    """Where a rank wants a tensor, given what each rank wants; None where it does not."""
+    return ranks[rank].get(name)
+
+
+class Job(NamedTuple):
+    """A tensor to move: where a source rank has it, and where a target rank wants it (None: not)."""
+
+    name: str
+    transfer: Way
+    sources: Places
+    targets: Callable[[int], TargetPlace | None]
+    nbytes: int
+    """Bytes of the full tensor."""
+
+    @property
+    def work(self) -> int:
+        """How much work it is, about, in bytes: a small tensor is as much as one of some size."""
+        return self.nbytes + SMALL
+
+    def source(self, rank: int) -> SourcePlace:
+        """Where a source rank has it that is known to have it."""
+        place = self.sources(rank)
+        assert place is not None
+        return place
+
+    def target(self, rank: int) -> TargetPlace:
+        """Where a target rank wants it that is known to want it."""
+        place = self.targets(rank)
+        assert place is not None
+        return place
+
+
+@dataclass
+class Options:
+    """How to move: processes, checksums, durability."""
+
+    workers: int | None = None
+    checksum: bool = True
+    fsync: bool = False
+
+    def sums(self, target: TargetFile) -> bool:
+        """Whether what is written to a target is summed."""
+        return self.checksum and target.summed
+
+    @cached_property
+    def processes(self) -> int:
+        """The number of processes that move: as asked, or one for each core, at least two and at most eight."""
+        return self.workers or max(2, min(8, os.cpu_count() or 1))
+
+
+def move(
+    jobs: Sequence[Job],
+    sources: Sequence[SourceFile],
+    targets: Sequence[TargetFile],
+    options: Options,
+    *,
+    finished: Callable[[TargetFile, str | None], None],
+    progress: Callable[[int], None] = lambda nbytes: None,
+) -> None:
+    """Carry out jobs between these files, in order.
+
+    ``finished`` is called with each target file that is complete, and its checksum, ``progress`` with the number of
+    bytes written. Raises CheckpointError for files that cannot be read or written, MismatchError for replicas that
+    differ and for padding that is not zero. On any error, and on KeyboardInterrupt, the processes are stopped and the
+    files closed before it is raised.
+    """
+    if _processes(jobs, options) > 1 and has_threads():
+        move_apart(jobs, sources, targets, options, finished=finished, progress=progress)
+        return
+    mover = _Mover(options, sources, targets, jobs, finished, progress)
+    try:
+        mover.run()
+    finally:
+        mover.close()
+
+
+def _processes(jobs: Sequence[Job], options: Options) -> int:
+    """How many processes the work is worth."""
+    return max(1, min(options.processes, sum(job.work for job in jobs) // STEP))
+
+
+@dataclass
+class _Account:
+    """What a process has moved since its last report: the sums of what it read, by the source's number and those of the
+    targets that wanted it, and of what it wrote, by the target's number.
+    """
+
+    read: dict[tuple[int, Wanted], PartialSum] = field(default_factory=dict)
+    written: dict[int, PartialSum] = field(default_factory=dict)
+    nbytes: int = 0
+    """Bytes written."""
+
+
+class _Mover:
+    def __init__(
+        self,
+        options: Options,
+        sources: Sequence[SourceFile],
+        targets: Sequence[TargetFile],
+        jobs: Sequence[Job],
+        finished: Callable[[TargetFile, str | None], None],
+        progress: Callable[[int], None],
+    ) -> None:
+        self._options, self._sources, self._targets, self._jobs = options, sources, targets, jobs
+        self._finished, self._progress = finished, progress
+        self._source_numbers = {file: number for number, file in enumerate(sources)}
+        self._numbers = {file: number for number, file in enumerate(targets)}
+        self._wanted: Wanted = frozenset()
+        self._busy = mmap.mmap(-1, max(1, len(targets)))
+        self._reader = Reader(self._read if options.checksum else None)
+        self._account = _Account()
+        self._arena = _Arena()
+
+    # -- files
+
+    def _start(self, target: TargetFile) -> None:
+        """Create a target file of full size and write its header."""
+        with disk_errors(target.staged):
+            target.descriptor = os.open(target.staged, _FLAGS, 0o666)
+            reserve(target.descriptor, target.size)
+        self._write_piece(target, 0, np.frombuffer(target.header, dtype=np.uint8))
+
+    def _finish(self, target: TargetFile) -> None:
+        with disk_errors(target.path):
+            if self._options.fsync:
+                os.fsync(target.descriptor)
+            self._close(target)
+            target.staged.rename(target.path)
+        self._finished(target, target.sum.value() if self._options.sums(target) else None)
+
+    @staticmethod
+    def _close(target: TargetFile) -> None:
+        descriptor, target.descriptor = target.descriptor, -1
+        os.close(descriptor)
+
+    def close(self) -> None:
+        """Close all files. What is unfinished is of no use to the next run, and it may have filled the disk."""
+        self._reader.close()
+        for target in self._targets:
+            if target.descriptor >= 0:
+                with contextlib.suppress(OSError):
+                    self._close(target)
+                    target.staged.unlink()
+
+    # -- running
+
+    def run(self) -> None:
+        """Start the files, and let the processes draw slabs, each from its own stretch of the jobs first."""
+        for target in self._targets:
+            if not target.done:
+                self._start(target)
+        self._report(self._take)
+        count = _processes(self._jobs, self._options)
+        stretches = [_Stretch(part) for part in _stretches(self._jobs, count)]
+        try:
+            share(count, lambda number, report: self._work(stretches[number:] + stretches[:number], report), self._take)
+        finally:
+            for stretch in stretches:
+                stretch.close()
+
+    def _work(self, stretches: Sequence[_Stretch], report: Report) -> None:
+        try:
+            for stretch in stretches:
+                for steps in stretch.draw():
+                    if len(steps) != 1 or steps[0][0].nbytes <= SMALL:
+                        self._carry_out_together(steps)
+                    else:
+                        self._carry_out(*steps[0])
+                    if self._account.nbytes >= STEP:
+                        self._report(report)
+        finally:
+            self._report(report)
+
+    def _report(self, report: Report) -> None:
+        account, self._account = self._account, _Account()
+        report(account)
+
+    def _take(self, account: _Account) -> None:
+        """Add up what was moved, and finish the files that are complete."""
+        for (number, wanted), part in account.read.items():
+            self._sources[number].add(wanted, part)
+        for number, part in account.written.items():
+            file = self._targets[number]
+            file.sum.merge(part)
+            if file.sum.is_complete:
+                self._finish(file)
+        self._progress(account.nbytes)
+
+    def _carry_out_together(self, steps: Sequence[tuple[Job, Slab]]) -> None:
+        """Move small tensors: what follows each other in a file is read or written at once."""
+        reads, writes = Runs[tuple[SourceFile, Wanted]](), Runs[int]()
+        ready = []
+        for job, slab in steps:
+            places = [(region, job.target(region.rank)) for region in slab.writes]
+            wanted = frozenset([self._numbers[place.file] for _, place in places])
+            left = [(region, place) for region, place in places if not place.file.done]
+            if wanted and not left:
+                continue
+            sources = [(region, job.source(region.rank)) for region in slab.reads]
+            read = {region.rank: reads.add((place.file, wanted), place.offset, region) for region, place in sources}
+            written = [(r.rank, writes.add(self._numbers[place.file], place.offset, r)) for r, place in left]
+            ready.append((job, slab, read, written))
+        for run in reads.make_room():
+            file, self._wanted = run.key
+            self._reader.fill(run.data, file, run.begin)
+        filled = writes.make_room()
+        for job, slab, read, written in ready:
+            found = {rank: span.data for rank, span in read.items()}
+            check_slab(job, slab, found)
+            for rank, span in written:
+                block = span.data
+                for copy in slab.copies_to[rank]:
+                    block[copy.target_slices] = copy.block(found)
+        for part in filled:
+            self._write_piece(self._targets[part.key], part.begin, part.data)
+
+    def _carry_out(self, job: Job, slab: Slab) -> None:
+        arena = self._arena
+        arena.clear()
+        if slab.is_flat and not slab.checks:
+            self._stream(job, slab)
+            return
+        if not self._want(job, (region.rank for region in slab.writes)):
+            return
+        read = {region.rank: self._reader.read(job.source(region.rank), region, arena.take) for region in slab.reads}
+        check_slab(job, slab, read)
+        if slab.is_flat:
+            self._write_flat(job, slab, read)
+        else:
+            self._write_blocks(job, slab, read)
+
+    # -- reading and writing
+
+    def _want(self, job: Job, ranks: Iterable[int]) -> bool:
+        """Note which targets want what is read next; whether any of them is still to be written."""
+        files = [job.target(rank).file for rank in ranks]
+        self._wanted = frozenset(self._numbers[file] for file in files)
+        return not files or not all(file.done for file in files)
+
+    def _is_done(self, job: Job, rank: int) -> bool:
+        return job.target(rank).file.done
+
+    def _stream(self, job: Job, slab: Slab) -> None:
+        """Move plain byte ranges window by window: each is read once and written to all that want it."""
+        starts = {region.rank: region.offset for region in slab.writes}
+        for region in slab.reads:
+            source = job.source(region.rank)
+            start = source.offset + region.offset
+
+            def move(window: _Window, file: SourceFile = source.file, start: int = start) -> None:
+                if not self._want(job, (copy.target for copy in window.copies)):
+                    return
+                self._arena.clear()
+                data = self._arena.take(window.end - window.begin)
+                part = self._reader.fill(data, file, start + window.begin)
+                for copy in window.copies:
+                    (held,), (wanted,) = copy.source_slices, copy.target_slices
+                    place = job.target(copy.target)
+                    at = place.offset + starts[copy.target] + wanted.start + window.begin - held.start
+                    if not place.file.done:
+                        part = self._write_piece(place.file, at, data, part)
+
+            windows = _windows([copy for copy in slab.copies if copy.source == region.rank], PIECE)
+            self._one_by_one(job, ((window.copies[0].target, window) for window in windows), move)
+        for copy in slab.copies:
+            if copy.source is None:
+                self._write_zeros(job, copy, starts[copy.target])
+
+    def _one_by_one(self, job: Job, items: Iterable[tuple[int, T]], move: Callable[[T], None]) -> None:
+        """Move items, each for a target rank: those first to whose file no other process is writing, as it seems."""
+        waiting = deque(items)
+        while waiting:
+            for _ in range(len(waiting)):
+                number = self._numbers[job.target(waiting[0][0]).file]
+                if not self._busy[number]:
+                    break
+                waiting.rotate(-1)
+            self._busy[number] = 1
+            move(waiting.popleft()[1])
+            self._busy[number] = 0
+
+    def _write_zeros(self, job: Job, copy: Copy, offset: int) -> None:
+        if self._is_done(job, copy.target):
+            return
+        part = copy.target_slices[0]
+        zeros = np.zeros(min(PIECE, part.stop - part.start), dtype=np.uint8)
+        for begin in range(part.start, part.stop, PIECE):
+            self._write(job, copy.target, offset + begin, zeros[: part.stop - begin])
+
+    def _write_flat(self, job: Job, slab: Slab, read: dict[int, Bytes]) -> None:
+        offsets = {region.rank: region.offset for region in slab.writes}
+        for copy in slab.copies:
+            if copy.source is None:
+                self._write_zeros(job, copy, offsets[copy.target])
+                continue
+            if self._is_done(job, copy.target):
+                continue
+            data = read[copy.source][copy.source_slices]
+            self._write(job, copy.target, offsets[copy.target] + copy.target_slices[0].start, data)
+
+    def _write_blocks(self, job: Job, slab: Slab, read: dict[int, Bytes]) -> None:
+        arena = self._arena
+        mark = arena.used
+
+        def move(region: Region) -> None:
+            arena.clear(mark)
+            at = job.target(region.rank).offset + region.offset
+            block = arena.take(region.nbytes, at).reshape(region.shape)
+            for copy in slab.copies:
+                if copy.target == region.rank:
+                    block[copy.target_slices] = copy.block(read)
+            self._write(job, region.rank, region.offset, block.reshape(-1))
+
+        left = [(region.rank, region) for region in slab.writes if not self._is_done(job, region.rank)]
+        self._one_by_one(job, left, move)
+
+    def _write(self, job: Job, rank: int, offset: int, data: Bytes) -> None:
+        """Write at ``offset`` of a rank's tensor."""
+        place = job.target(rank)
+        for begin, piece in pieces(data):
+            self._write_piece(place.file, place.offset + offset + begin, piece)
+
+    def _write_piece(self, target: TargetFile, offset: int, data: Bytes, part: Part | None = None) -> Part | None:
+        """Write at ``offset`` of a file; ``part`` are the sums of the data, if known. Returns them, if wanted."""
+        if not self._options.sums(target):
+            part = None
+        elif part is None or not part.fits(offset):
+            part = sum_part(data, offset)
+        position, size, view = 0, data.size, data.data
+        try:
+            while position < size:
+                end = position + WRITE - (offset + position) % WRITE
+                position += os.pwrite(target.descriptor, view[position:end], offset + position)
+        except OSError as error:
+            raise refused("write", target.path, error) from error
+        self._account.nbytes += size
+        self._account.written.setdefault(self._numbers[target], PartialSum(target.size)).add(offset, size, part)
+        return part
+
+    def _read(self, file: SourceFile, offset: int, length: int, part: Part) -> None:
+        key = (self._source_numbers[file], self._wanted)
+        self._account.read.setdefault(key, PartialSum(file.size)).add(offset, length, part)
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """A part of a source's region, and the copies that want all of it."""
+
+    begin: int
+    end: int
+    copies: Sequence[Copy]
+
+
+def _windows(copies: Sequence[Copy], size: int) -> Iterator[_Window]:
+    """The parts of a source's region that are wanted, of at most ``size`` bytes each."""
+    held = [copy.source_slices[0] for copy in copies]
+    bounds = sorted({bound for part in held for bound in (part.start, part.stop)})
+    wanted: list[list[Copy]] = [[] for _ in bounds]
+    for copy, part in zip(copies, held, strict=True):
+        for i in range(bisect_left(bounds, part.start), bisect_left(bounds, part.stop)):
+            wanted[i].append(copy)
+    for (first, last), found in zip(itertools.pairwise(bounds), wanted, strict=False):
+        if found:
+            for begin in range(first, last, size):
+                yield _Window(begin, min(begin + size, last), found)
+
+
+class _Stretch:
+    """Neighbouring jobs, from which processes draw steps. A pipe holds the number of the step to be drawn next."""
+
+    _LENGTH = 8
+    _FEW = 256 << 20
+    """Bytes of a tensor up to which its steps are kept for the next that goes the same way."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self._jobs = jobs
+        self._kept: Callable[[Way], Sequence[Slab]] = lru_cache(maxsize=32)(lambda way: tuple(way.slabs(STEP)))
+        self._reads, self._writes = os.pipe()
+        self._put(0)
+
+    def draw(self) -> Iterator[Sequence[tuple[Job, Slab]]]:
+        """The steps that fall to this process, those of small tensors several together: no other will draw them."""
+        drawn = self._next()
+        for number, steps in enumerate(self._steps()):
+            if number == drawn:
+                yield list(steps)
+                drawn = self._next()
+
+    def _steps(self) -> Iterator[Iterable[tuple[Job, Slab]]]:
+        for is_small, jobs in itertools.groupby(self._jobs, lambda job: job.nbytes <= SMALL):
+            for together in _together(jobs) if is_small else ([job] for job in jobs):
+                steps = ((job, slab) for job in together for slab in self._slabs(job))
+                yield from [steps] if is_small else ([step] for step in steps)
+
+    def _slabs(self, job: Job) -> Iterable[Slab]:
+        return self._kept(job.transfer) if job.nbytes <= self._FEW else job.transfer.slabs(STEP)
+
+    def _next(self) -> int:
+        number = int.from_bytes(os.read(self._reads, self._LENGTH), "little")
+        self._put(number + 1)
+        return number
+
+    def _put(self, number: int) -> None:
+        os.write(self._writes, number.to_bytes(self._LENGTH, "little"))
+
+    def close(self) -> None:
+        """Close the pipe."""
+        os.close(self._reads)
+        os.close(self._writes)
+
+
+def _stretches(jobs: Sequence[Job], count: int) -> Iterator[Sequence[Job]]:
+    """Cut a sequence of jobs into ``count`` parts of about equal work."""
+    ends = list(itertools.accumulate(job.work for job in jobs))
+    total = ends[-1] if ends else 0
+    cuts = [bisect_left(ends, total * i // count) for i in range(count)] + [len(jobs)]
+    return (jobs[first:last] for first, last in itertools.pairwise(cuts))
+
+
+def _together(jobs: Iterable[Job]) -> Iterator[Sequence[Job]]:
+    """Small tensors that are moved together."""
+    found: list[Job] = []
+    room = TOGETHER
+    for job in jobs:
+        found.append(job)
+        room -= job.nbytes
+        if room <= 0:
+            yield found
+            found, room = [], TOGETHER
+    if found:
+        yield found
+
+
+class _Arena:
+    """Buffers handed out one after the other and taken back all at once; memory is kept for the next."""
+
+    def __init__(self) -> None:
+        self._memory: Bytes = np.empty(0, dtype=np.uint8)
+        self.used = 0
+
+    def take(self, nbytes: int, offset: int = 0) -> Bytes:
+        """A buffer of arbitrary content, which lies in its page of memory as ``offset`` does in its page of a file:
+        some processors copy several times slower between places that differ by a few bytes there.
+        """
+        first = -(-self.used // mmap.PAGESIZE) * mmap.PAGESIZE + offset % mmap.PAGESIZE
+        self.used = first + nbytes
+        if self._memory.size < self.used:
+            # what was handed out before stays alive in the old memory, as long as it is used
+            self._memory = np.frombuffer(mmap.mmap(-1, max(self.used, PIECE)), dtype=np.uint8)
+        return self._memory[first : self.used]
+
+    def clear(self, used: int = 0) -> None:
+        """Take back all buffers but the first ``used`` bytes."""
+        self.used = used
+
+
+def check_slab(job: Job, slab: Slab, read: Mapping[int, Bytes]) -> None:
+    """Compare replicas, and padding with zero. Raises MismatchError that names the tensor and the files."""
+    for check in slab.checks:
+        block = check.block(read)
+        place = job.source(check.source)
+        if check.other is None:
+            if block.any():
+                raise MismatchError(f"{place.file.path}: the padding of tensor '{job.name}' is not zero")
+        elif not np.array_equal(block, read[check.other][check.other_slices]):
+            other = job.source(check.other)
+            raise MismatchError(
+                f"tensor '{job.name}' should be the same in {other.file.path} and {place.file.path}, and differs",
+                "the shards are damaged, or of different runs",
+            )

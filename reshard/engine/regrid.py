@@ -1,0 +1,72 @@
+"""The scales of quantized weights on a finer grid of blocks, and back: the way of a tensor between grids.
+
+A scale for 128 rows says the same as two equal scales for 64 rows each. Where a rank's boundary falls inside a block,
+all blocks are made smaller, and each scale stands once for every part (``--refine-blocks``). On the way back, scales
+that were one must be equal. These tensors are small, so that a whole one is a single slab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from formats.notation.axes import Run
+from reshard.engine.transfer import Check, Copy, Region, Slab, Slices
+from reshard.planning.plan import Layout
+
+Indices = NDArray[np.int64]
+
+
+class Regrid:
+    """The way of a tensor between two layouts whose dimensions are counted in blocks of different sizes."""
+
+    def __init__(self, source: Layout, target: Layout, item_bits: int, ranks: frozenset[int]) -> None:
+        """Layouts of the same scales; ``item_bits`` is the size of a scale."""
+        self._item = item_bits // 8
+        self._steps = [(a.step, b.step) for a, b in zip(source.rule.dims, target.rule.dims, strict=True)]
+        self._sources = {rank: _indices(box.dims) for rank, box in enumerate(source.boxes) if box}
+        self._targets = {rank: _indices(box.dims) for rank, box in enumerate(target.boxes) if box and rank in ranks}
+
+    def slabs(self, budget: int) -> Iterator[Slab]:
+        """One step for the whole tensor, whatever the budget."""
+        reads = tuple(self._region(rank, held) for rank, held in self._sources.items())
+        writes = tuple(self._region(rank, held) for rank, held in self._targets.items())
+        copies = [copy for rank in self._targets for copy in self._copies(rank)]
+        checks = [check for rank in self._sources for check in self._checks(rank)]
+        yield Slab(reads, writes, tuple(copies), tuple(checks), is_flat=False)
+
+    def _region(self, rank: int, indices: Sequence[Indices]) -> Region:
+        return Region(rank, 0, (*(len(found) for found in indices), self._item))
+
+    def _copies(self, target: int) -> Iterator[Copy]:
+        """Each scale of a target comes from the first of the source's blocks that lie in its own."""
+        held = self._targets[target]
+        firsts = [found * b // a for found, (a, b) in zip(held, self._steps, strict=True)]
+        for source, here, there in self._holders(firsts):
+            yield Copy(source, there, target, here)
+
+    def _checks(self, source: int) -> Iterator[Check]:
+        """Each scale of a source equals the first of those that were one."""
+        held = self._sources[source]
+        firsts = [found * a // max(a, b) * max(a, b) // a for found, (a, b) in zip(held, self._steps, strict=True)]
+        for other, here, there in self._holders(firsts):
+            yield Check(source, here, other, there)
+
+    def _holders(self, wanted: Sequence[Indices]) -> Iterator[tuple[int, Slices, Slices]]:
+        """The source ranks that together hold the wanted indices, with the places in the request and in the rank."""
+        covered = np.zeros([len(indices) for indices in wanted], dtype=bool)
+        for rank, held in self._sources.items():
+            places = [np.flatnonzero(np.isin(indices, mine)) for indices, mine in zip(wanted, held, strict=True)]
+            here = np.ix_(*places)
+            if covered[here].all():
+                continue
+            covered[here] = True
+            triples = zip(held, wanted, places, strict=True)
+            local = [np.searchsorted(mine, indices[at]) for mine, indices, at in triples]
+            yield rank, here, np.ix_(*local)
+
+
+def _indices(dims: Sequence[Sequence[Run]]) -> list[Indices]:
+    return [np.concatenate([np.arange(run.offset, run.end) for run in runs]) for runs in dims]

@@ -1,0 +1,67 @@
+"""The way of a tensor that states the shape of a weight: to each rank with the shape that the weight has there.
+
+Beside that, all ranks' are the same (see ``formats.statements``). Such tensors are small, so that one is a single slab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from formats.errors import CheckpointError, MismatchError
+from formats.files.safetensors import tensor_bytes
+from formats.quantization.stated_shapes import restated
+from reshard.engine.reading import Places
+from reshard.engine.transfer import Check, Copy, Edit, Region, Slab
+from reshard.planning.plan import Entry, Layout
+
+_WHOLE = (slice(None),)
+
+
+@dataclass(frozen=True, eq=False)
+class Restate:
+    """The way of a statement from the ranks that hold it to those that want it.
+
+    ``before`` and ``after`` are the layouts of the weight. Without ``compare`` only one of several replicas is read.
+    """
+
+    entry: Entry
+    before: Layout
+    after: Layout
+    places: Places
+    ranks: frozenset[int]
+    compare: bool = True
+
+    def slabs(self, budget: int) -> Iterator[Slab]:
+        """One step for the whole tensor, whatever the budget."""
+        nbytes = tensor_bytes(self.entry.name, self.entry.dtype, self.entry.layout.stored)
+        held = [rank for rank in range(len(self.before.boxes)) if self.places(rank) is not None]
+        first, *others = held if self.compare else held[:1]
+        copies = [
+            Copy(first, _WHOLE, rank, _WHOLE, self._edit(first, self.after.box(rank).shape)) for rank in self.ranks
+        ]
+        shape = self.before.box(first).shape
+        checks = [Check(rank, _WHOLE, first, _WHOLE, self._edit(rank, shape)) for rank in others]
+        reads, writes = (
+            tuple(Region(rank, 0, (nbytes,)) for rank in ranks) for ranks in ([first, *others], sorted(self.ranks))
+        )
+        yield Slab(reads, writes, tuple(copies), tuple(checks), is_flat=False)
+
+    def _edit(self, source: int, shape: Sequence[int]) -> Edit:
+        """From the shape that a source rank should state to another."""
+        before = self.before.box(source).shape
+        place = self.places(source)
+        assert place is not None
+        path = place.file.path
+
+        def edit(block: NDArray[np.uint8]) -> NDArray[np.uint8]:
+            try:
+                new = restated(block.tobytes(), self.entry.dtype, before, shape)
+            except CheckpointError as error:
+                raise MismatchError(f"{path}: tensor '{self.entry.name}' {error.message}", error.hint) from None
+            return np.frombuffer(new, dtype=np.uint8)
+
+        return edit

@@ -1,0 +1,484 @@
+"""Which bytes go where: the pure planner between two layouts of one tensor.
+
+Given what each source rank holds and each target rank shall hold of a tensor, this module intersects the two and
+yields slabs: bounded steps in which every byte range that is read is contiguous in its source file, every range that
+is written is contiguous in its target file, no source byte is read twice and no target byte written twice. It touches
+no file. Splitting (1 -> N), merging (N -> 1) and re-splitting (N -> M) are the same operation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
+
+from formats.errors import PlanError
+from formats.notation.axes import Run, merge_runs
+from reshard.planning.plan import Layout
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+STREAM_SLAB = 64 << 20
+"""The budget of a slab that is moved piece by piece, so that it is a measure of work and not of memory."""
+
+BLOCK_SLAB = 8 << 20
+"""The largest budget of a slab that is rearranged: what is read stays in a processor's cache until it is written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Indices of a dimension on which nothing changes: the ranks that hold it, and those that want it.
+
+    ``is_data`` is False for padding: zeros that no full checkpoint has.
+    """
+
+    offset: int
+    length: int
+    sources: frozenset[int]
+    targets: frozenset[int]
+    is_data: bool
+
+
+class Holding:
+    """A rank's runs of one dimension, and the way from a global index to the rank's own."""
+
+    __slots__ = ("_ends", "_starts", "length", "runs")
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.runs = tuple(runs)
+        self._starts = [run.offset for run in runs]
+        self._ends = list(itertools.accumulate((run.length for run in runs), initial=0))
+        self.length = self._ends[-1]
+
+    def local(self, index: int) -> int:
+        """How many owned indices lie before a global index."""
+        place = bisect_right(self._starts, index) - 1
+        if place < 0:
+            return 0
+        return self._ends[place] + min(index - self._starts[place], self.runs[place].length)
+
+
+@dataclass(frozen=True, slots=True)
+class Dimension:
+    """A dimension after joining those that nobody splits; the last one counts bytes."""
+
+    segments: tuple[Segment, ...]
+    sources: tuple[Holding, ...]
+    targets: tuple[Holding, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A contiguous part of a rank's tensor: ``offset`` in bytes from the tensor's start, ``shape`` with bytes last.
+
+    ``wanted`` are the runs of the last dimension to be read where not all of a row is needed, else None.
+    """
+
+    rank: int
+    offset: int
+    shape: tuple[int, ...]
+    wanted: tuple[Run, ...] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape)
+
+
+Slices = tuple[Any, ...]
+"""An index into a numpy array: slices, or (for scales, see ``reshard.regrid``) arrays of indices."""
+
+Edit = Callable[["NDArray[np.uint8]"], "NDArray[np.uint8]"]
+"""What becomes of a block that does not stay as it is (see ``reshard.restate``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A block that goes from a read region to a written one, as ``edit`` makes it; without a source it is zeros."""
+
+    source: int | None
+    source_slices: Slices
+    target: int
+    target_slices: Slices
+    edit: Edit | None = None
+
+    def block(self, read: Mapping[int, NDArray[np.uint8]]) -> NDArray[np.uint8] | int:
+        """What is written, given the regions that were read."""
+        if self.source is None:
+            return 0
+        block = read[self.source][self.source_slices]
+        return block if self.edit is None else self.edit(block)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A block of a read region that, as ``edit`` makes it, must equal a block of another, or be zero if there is no
+    other.
+    """
+
+    source: int
+    slices: Slices
+    other: int | None
+    other_slices: Slices
+    edit: Edit | None = None
+
+    def block(self, read: Mapping[int, NDArray[np.uint8]]) -> NDArray[np.uint8]:
+        """What is compared, given the regions that were read."""
+        block = read[self.source][self.slices]
+        return block if self.edit is None else self.edit(block)
+
+
+@dataclass(frozen=True)
+class Slab:
+    """One step: read, check, copy, write. Copies and checks name regions by rank.
+
+    Where ``is_flat``, all regions are plain byte ranges and each copy is contiguous on both sides.
+    """
+
+    reads: tuple[Region, ...]
+    writes: tuple[Region, ...]
+    copies: tuple[Copy, ...]
+    checks: tuple[Check, ...]
+    is_flat: bool
+
+    @cached_property
+    def copies_to(self) -> Mapping[int, Sequence[Copy]]:
+        """The copies of each target rank."""
+        found: dict[int, list[Copy]] = {}
+        for copy in self.copies:
+            found.setdefault(copy.target, []).append(copy)
+        return found
+
+    def shifted(self, by: int) -> Slab:
+        """The same step, ``by`` indices of the first dimension further on."""
+        return replace(self, reads=_shifted(self.reads, by), writes=_shifted(self.writes, by))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes read and written."""
+        return sum(region.nbytes for region in self.reads) + sum(region.nbytes for region in self.writes)
+
+
+def _shifted(regions: Sequence[Region], by: int) -> tuple[Region, ...]:
+    return tuple(Region(r.rank, r.offset + by * math.prod(r.shape[1:]), r.shape, r.wanted) for r in regions)
+
+
+class Way(Protocol):
+    """How a tensor goes from one layout to another."""
+
+    def __hash__(self) -> int: ...
+
+    def slabs(self, budget: int) -> Iterator[Slab]:
+        """Steps of about ``budget`` bytes of buffer each."""
+        ...
+
+
+class Transfer:
+    """The way of a tensor from one layout to another, for the target ranks that are wanted."""
+
+    def __init__(
+        self, source: Layout, target: Layout, item_bits: int, ranks: frozenset[int], *, compare: bool = True
+    ) -> None:
+        """Source and target are layouts of tensors with the same full shape; ``item_bits`` is the size of an element.
+
+        Without ``compare`` only one of several equal replicas is read. Raises PlanError where elements smaller than a
+        byte would be cut within a byte.
+        """
+        dims: list[_Raw] = [
+            (
+                [box.dims[d] if box else () for box in source.boxes],
+                [box.dims[d] if box and rank in ranks else () for rank, box in enumerate(target.boxes)],
+                max(source.padded[d], target.padded[d]),
+                source.full[d],
+            )
+            for d in range(len(source.full))
+        ]
+        if not dims:
+            one = (Run(0, 1),)
+            wanted = [one if box and rank in ranks else () for rank, box in enumerate(target.boxes)]
+            dims = [([one if box else () for box in source.boxes], wanted, 1, 1)]
+        self._compare = compare
+        self.dims = tuple(_dimension(*dim) for dim in _join(dims, item_bits))
+
+    def slabs(self, budget: int) -> Iterator[Slab]:
+        """Steps of about ``budget`` bytes of buffer each, in the order of the source."""
+        budget = max(budget, STREAM_SLAB) if self._is_stream else min(budget, BLOCK_SLAB)
+        depth = self._depth(budget)
+        leading = itertools.product(*(self._indices(dim) for dim in self.dims[:depth])) if depth else iter([()])
+        for lead in leading:
+            before: tuple[Segment, Slab] | None = None
+            for group in self._groups(lead, depth, budget):
+                if before is not None and len(group) == 1 and _continues(before[0], group[0]):
+                    slab = before[1].shifted(group[0].offset - before[0].offset)
+                else:
+                    slab = self._slab(lead, depth, group)
+                before = (group[0], slab) if len(group) == 1 else None
+                if slab.reads or slab.writes:
+                    yield slab
+
+    @property
+    def _is_stream(self) -> bool:
+        """Whether there is nothing but byte ranges of which each has one source: these need no buffer of their size."""
+        return len(self.dims) == 1 and all(len(segment.sources) <= 1 for segment in self.dims[0].segments)
+
+    def _depth(self, budget: int) -> int:
+        """The first dimension of which a single index fits into the budget."""
+        for depth in range(len(self.dims)):
+            if max((self._cost(depth, s) for s in self.dims[depth].segments), default=0) <= budget:
+                return depth
+        return len(self.dims) - 1
+
+    def _cost(self, depth: int, segment: Segment) -> int:
+        """Bytes of buffer for one index of a segment."""
+        below = self.dims[depth + 1 :]
+        source = max((math.prod(dim.sources[r].length for dim in below) for r in segment.sources), default=0)
+        target = max((math.prod(dim.targets[r].length for dim in below) for r in segment.targets), default=0)
+        return len(segment.sources) * source + len(segment.targets) * target
+
+    @staticmethod
+    def _indices(dim: Dimension) -> Iterator[tuple[int, Segment]]:
+        for segment in dim.segments:
+            for index in range(segment.offset, segment.offset + segment.length):
+                yield index, segment
+
+    def _groups(self, lead: Sequence[tuple[int, Segment]], depth: int, budget: int) -> Iterator[list[Segment]]:
+        """Neighbouring (parts of) segments that together fit into the budget."""
+        group: list[Segment] = []
+        room = budget
+        for segment in self.dims[depth].segments:
+            if not segment.targets and segment.is_data and all(s.is_data for _, s in lead):
+                if group:
+                    yield group
+                group, room = [], budget
+                continue
+            cost = max(1, self._cost(depth, segment))
+            offset, left = segment.offset, segment.length
+            while left:
+                if room < cost and group:
+                    yield group
+                    group, room = [], budget
+                length = max(1, min(left, room // cost))
+                group.append(Segment(offset, length, segment.sources, segment.targets, segment.is_data))
+                offset, left, room = offset + length, left - length, room - length * cost
+        if group:
+            yield group
+
+    def _slab(self, lead: Sequence[tuple[int, Segment]], depth: int, group: Sequence[Segment]) -> Slab:
+        below = self.dims[depth + 1 :]
+        lead_sources = _common([s.sources for _, s in lead])
+        lead_targets = _common([s.targets for _, s in lead])
+        start, end = group[0].offset, group[-1].offset + group[-1].length
+        regions = _Regions(self.dims, [index for index, _ in lead], depth, start, end)
+        copies: list[Copy] = []
+        checks: list[Check] = []
+        for parts in itertools.product(group, *(dim.segments for dim in below)):
+            sources = _common([lead_sources, *(part.sources for part in parts)])
+            targets = _common([lead_targets, *(part.targets for part in parts)])
+            is_data = all(part.is_data for part in parts) and all(s.is_data for _, s in lead)
+            assert sources is not None and targets is not None
+            holders = sorted(sources) if self._compare else sorted(sources)[:1]
+            _block(regions, parts, holders, sorted(targets), is_data, copies, checks)
+        flat = not below
+        return Slab(
+            regions.reads(), regions.writes(), tuple(_coalesce(copies) if flat else copies), tuple(checks), flat
+        )
+
+
+def _continues(before: Segment, segment: Segment) -> bool:
+    """Whether a part follows one of equal length in the same segment, so that all ranks' own indices advance alike."""
+    return (
+        segment.offset == before.offset + before.length
+        and segment.length == before.length
+        and segment.is_data == before.is_data
+        and segment.sources is before.sources
+        and segment.targets is before.targets
+    )
+
+
+class _Regions:
+    """The regions that a slab reads and writes, gathered as blocks name them."""
+
+    def __init__(self, dims: Sequence[Dimension], lead: Sequence[int], depth: int, start: int, end: int) -> None:
+        self._dims, self._lead, self._depth, self._start, self._end = dims, lead, depth, start, end
+        self._sources: dict[int, Region] = {}
+        self._targets: dict[int, Region] = {}
+        self._wanted: dict[int, set[Run]] = {}
+
+    def source(self, rank: int, parts: Sequence[Segment]) -> Slices:
+        """The place of a block in a source rank's region."""
+        holdings = [dim.sources[rank] for dim in self._dims]
+        if rank not in self._sources:
+            self._sources[rank] = self._region(rank, holdings)
+        slices = self._slices(holdings, parts)
+        self._wanted.setdefault(rank, set()).add(Run(slices[-1].start, slices[-1].stop - slices[-1].start))
+        return slices
+
+    def target(self, rank: int, parts: Sequence[Segment]) -> Slices:
+        """The place of a block in a target rank's region."""
+        holdings = [dim.targets[rank] for dim in self._dims]
+        if rank not in self._targets:
+            self._targets[rank] = self._region(rank, holdings)
+        return self._slices(holdings, parts)
+
+    def _region(self, rank: int, holdings: Sequence[Holding]) -> Region:
+        place = 0
+        for holding, index in zip(holdings, self._lead, strict=False):
+            place = place * holding.length + holding.local(index)
+        first, last = (holdings[self._depth].local(index) for index in (self._start, self._end))
+        shape = (last - first, *(holding.length for holding in holdings[self._depth + 1 :]))
+        row = math.prod(shape[1:])
+        return Region(rank, (place * holdings[self._depth].length + first) * row, shape)
+
+    def _slices(self, holdings: Sequence[Holding], parts: Sequence[Segment]) -> Slices:
+        base = holdings[self._depth].local(self._start)
+        slices = []
+        for i, (holding, part) in enumerate(zip(holdings[self._depth :], parts, strict=True)):
+            begin = holding.local(part.offset) - (0 if i else base)
+            slices.append(slice(begin, begin + part.length))
+        return tuple(slices)
+
+    def reads(self) -> tuple[Region, ...]:
+        found = []
+        for rank, region in sorted(self._sources.items()):
+            runs = tuple(merge_runs(sorted(self._wanted[rank], key=lambda run: run.offset)))
+            partial = len(region.shape) > 1 and runs != (Run(0, region.shape[-1]),)
+            found.append(Region(rank, region.offset, region.shape, runs) if partial else region)
+        return tuple(found)
+
+    def writes(self) -> tuple[Region, ...]:
+        return tuple(region for _, region in sorted(self._targets.items()))
+
+
+def _block(
+    regions: _Regions,
+    parts: Sequence[Segment],
+    sources: Sequence[int],
+    targets: Sequence[int],
+    is_data: bool,
+    copies: list[Copy],
+    checks: list[Check],
+) -> None:
+    """Add the copies of one block to each target that wants it, and the checks of its replicas or of its padding."""
+    if is_data and not (targets and sources):
+        return
+    places = {rank: regions.source(rank, parts) for rank in sources}
+    if not is_data:
+        checks += [Check(rank, places[rank], None, ()) for rank in sources]
+        copies += [Copy(None, (), rank, regions.target(rank, parts)) for rank in targets]
+        return
+    first = sources[0]
+    checks += [Check(rank, places[rank], first, places[first]) for rank in sources[1:]]
+    copies += [Copy(first, places[first], rank, regions.target(rank, parts)) for rank in targets]
+
+
+def _coalesce(copies: Sequence[Copy]) -> Iterator[Copy]:
+    """Join copies of plain byte ranges that follow each other on both sides."""
+    last: dict[int, Copy] = {}
+    for copy in copies:
+        before = last.get(copy.target)
+        if before is not None and _follows(before, copy):
+            source = _joined(before.source_slices, copy.source_slices) if copy.source is not None else ()
+            last[copy.target] = Copy(
+                copy.source, source, copy.target, _joined(before.target_slices, copy.target_slices)
+            )
+            continue
+        if before is not None:
+            yield before
+        last[copy.target] = copy
+    yield from last.values()
+
+
+def _follows(before: Copy, copy: Copy) -> bool:
+    if before.source != copy.source or before.target_slices[0].stop != copy.target_slices[0].start:
+        return False
+    return copy.source is None or before.source_slices[0].stop == copy.source_slices[0].start
+
+
+def _joined(first: Slices, second: Slices) -> Slices:
+    return (slice(first[0].start, second[0].stop),)
+
+
+def _common(sets: Sequence[frozenset[int] | None]) -> frozenset[int] | None:
+    known = [s for s in sets if s is not None]
+    return frozenset.intersection(*known) if known else None
+
+
+# ---------------------------------------------------------------------------------------------- joining dimensions
+
+_Raw = tuple[Sequence[Sequence[Run]], Sequence[Sequence[Run]], int, int]
+"""Runs of each source rank and of each target rank, the padded size and the true one."""
+
+
+def _join(dims: Sequence[_Raw], item_bits: int) -> list[_Raw]:
+    """Join each dimension that every holder has whole to the one before it, and count the last one in bytes."""
+    joined: list[_Raw] = []
+    for dim in dims:
+        if joined and _is_whole(dim):
+            joined[-1] = _scale(joined[-1], dim[2], 1)
+        else:
+            joined.append(dim)
+    joined[-1] = _scale(joined[-1], item_bits, 8)
+    return joined
+
+
+def _is_whole(dim: _Raw) -> bool:
+    sources, targets, _, size = dim
+    everything = (Run(0, size),)
+    return all(tuple(runs) == everything for runs in (*sources, *targets) if runs)
+
+
+def _scale(dim: _Raw, factor: int, divisor: int) -> _Raw:
+    sources, targets, padded, size = dim
+    return (
+        [_scaled(runs, factor, divisor) for runs in sources],
+        [_scaled(runs, factor, divisor) for runs in targets],
+        padded * factor // divisor,
+        size * factor // divisor,
+    )
+
+
+def _scaled(runs: Sequence[Run], factor: int, divisor: int) -> Sequence[Run]:
+    if any(run.offset * factor % divisor or run.length * factor % divisor for run in runs):
+        raise PlanError(f"elements of {factor} bits would be cut within a byte")
+    return [Run(run.offset * factor // divisor, run.length * factor // divisor) for run in runs]
+
+
+def _dimension(sources: Sequence[Sequence[Run]], targets: Sequence[Sequence[Run]], padded: int, size: int) -> Dimension:
+    segments = segments_of(sources, targets, padded, size)
+    return Dimension(segments, tuple(Holding(runs) for runs in sources), tuple(Holding(runs) for runs in targets))
+
+
+def segments_of(
+    sources: Sequence[Sequence[Run]], targets: Sequence[Sequence[Run]], padded: int, size: int
+) -> tuple[Segment, ...]:
+    """A dimension of ``padded`` indices, ``size`` of them data, cut where another set of ranks begins to hold or to
+    want it, given the runs of each rank.
+    """
+    edges = {0, size, padded}
+    for runs in (*sources, *targets):
+        for run in runs:
+            edges |= {run.offset, run.end}
+    starts = sorted(edges)
+    held = _covering(sources, starts)
+    wanted = _covering(targets, starts)
+    return tuple(
+        Segment(begin, end - begin, frozenset(held[i]), frozenset(wanted[i]), begin < size)
+        for i, (begin, end) in enumerate(itertools.pairwise(starts))
+    )
+
+
+def _covering(holders: Sequence[Sequence[Run]], starts: Sequence[int]) -> list[list[int]]:
+    """The ranks that cover each interval between neighbouring starts."""
+    place = {start: i for i, start in enumerate(starts)}
+    found: list[list[int]] = [[] for _ in starts]
+    for rank, runs in enumerate(holders):
+        for run in runs:
+            for i in range(place[run.offset], place[run.end]):
+                found[i].append(rank)
+    return found

@@ -1,0 +1,30 @@
+"""Which way a tensor goes from one plan to another."""
+
+from __future__ import annotations
+
+from formats.files.safetensors import DTYPE_BITS
+from reshard.engine.reading import Places
+from reshard.engine.regrid import Regrid
+from reshard.engine.restate import Restate
+from reshard.engine.transfer import Transfer, Way
+from reshard.planning.plan import Entry
+
+
+def way_between(
+    before: Entry,
+    after: Entry,
+    places: Places,
+    ranks: frozenset[int],
+    *,
+    compare: bool = True,
+) -> Way:
+    """The way of a tensor to the target ranks that are wanted; ``places`` says where a source rank has it.
+
+    Without ``compare`` no more is read than is wanted: replicas are not compared where that can be left out.
+    """
+    if before.stated is not None and after.stated is not None:
+        return Restate(before, before.stated, after.stated, places, ranks, compare=compare)
+    bits = DTYPE_BITS[before.dtype]
+    if before.layout.full != after.layout.full:
+        return Regrid(before.layout, after.layout, bits, ranks)
+    return Transfer(before.layout, after.layout, bits, ranks, compare=compare)

@@ -1,0 +1,43 @@
+"""Smaller blocks for the scales of quantized weights, where a rank's boundary would cut one (``--refine-blocks``)."""
+
+from __future__ import annotations
+
+import math
+
+from formats.errors import PlanError
+from formats.mesh import Mesh
+from formats.notation.axes import owned
+from formats.quantization.block_size import block_size, with_block_size
+from reshard.planning.plan import FullTensor, Model, bind, shares_of
+
+
+def finer_blocks(model: Model, mesh: Mesh) -> tuple[int, int] | None:
+    """The largest block size of which every rank's boundaries are multiples; None if that is the model's own.
+
+    Raises PlanError for blocks that begin anew in each part of a weight.
+    """
+    block = block_size(model.config)
+    if block is None:
+        return None
+    common = list(block)
+    for tensor in model.in_blocks:
+        if any(dim.part is not None for dim in tensor.rule.dims):
+            raise PlanError(
+                f"--refine-blocks is not possible: tensor '{tensor.name}' has blocks that begin anew in each part of "
+                f"'{tensor.rule.dims[0].whole}'",
+                "choose a degree that cuts no block",
+            )
+        sizes = model.sizes.of(dict(tensor.indices))
+        for place, dim in zip((-2, -1), tensor.rule.dims[-2:], strict=True):
+            for rank in range(mesh.size):
+                runs = owned(dim.whole, sizes, shares_of(model, mesh, rank, sizes, tensor.axes))
+                edges = {edge for run in runs for edge in (run.offset, run.end)} - {dim.whole.size(sizes)}
+                common[place] = math.gcd(common[place], *edges)
+    return None if tuple(common) == block else (common[0], common[1])
+
+
+def with_blocks(model: Model, block: tuple[int, int]) -> Model:
+    """The same model with scales for blocks of another size."""
+    blocked = {kind for kind in model.kinds if any(dim.counted[0] > 1 for dim in kind.rule.dims)}
+    tensors = [FullTensor(t.name, t.dtype, None if t.kind in blocked else t.shape, "") for t in model.tensors]
+    return bind(model.architecture, with_block_size(model.config, block), tensors, known=model.sizes.measured)

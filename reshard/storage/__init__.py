@@ -1,0 +1,1 @@
+"""Where checkpoints are read from, and how output is put in its place."""

@@ -1,0 +1,332 @@
+"""What lies in a folder: a full checkpoint, a split one, one rank of it, unfinished output; and whether it is complete.
+
+Works without rules for the architecture, and for checkpoints of which something is missing: it is there to say what.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from formats.documents import read_config
+from formats.errors import CheckpointError, MismatchError, PlanError, ReshardError, listed
+from formats.files.checkpoint import open_checkpoint
+from formats.files.foreign import is_adapter, refuse_foreign
+from formats.files.safetensors import Header, TensorInfo, parse_header, read_header
+from formats.files.sharded import (
+    MANIFEST,
+    METADATA_KEY,
+    Identity,
+    Manifest,
+    is_sharded,
+    rank_folders,
+    read_manifest,
+    read_shard,
+)
+from formats.mesh import Mesh
+from formats.notation.architecture import built_in_file
+from reshard.storage.output import SUFFIX, staging_of, unfinished_command
+
+
+@dataclass
+class Report:
+    """What a path is.
+
+    ``nbytes`` are those of the weight files; ``parameters`` and ``dtypes`` count elements of the full model, or with
+    ``counts_ranks``, where a split checkpoint does not say what that was, of the ranks. ``problems`` say why the answer
+    to "is it complete" is no.
+    """
+
+    path: Path
+    kind: str
+    format: str = ""
+    model_type: str | None = None
+    architecture: str | None = None
+    dtypes: dict[str, int] = field(default_factory=dict)
+    tensors: int = 0
+    counts_ranks: bool = False
+    nbytes: int = 0
+    files: int = 0
+    mesh: Mesh | None = None
+    rank: int | None = None
+    ranks_present: tuple[int, ...] = ()
+    ranks_missing: tuple[int, ...] = ()
+    padding: dict[str, tuple[int, int]] = field(default_factory=dict)
+    source: str | None = None
+    commit: str | None = None
+    problems: list[str] = field(default_factory=list)
+    hint: str | None = None
+
+    @property
+    def parameters(self) -> int:
+        """The number of elements."""
+        return sum(self.dtypes.values())
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is missing or damaged, as far as headers and sizes tell."""
+        return not self.problems
+
+
+def inspect(path: Path) -> Report:
+    """Look at a path. Raises CheckpointError only for what is no checkpoint at all."""
+    if not path.exists():
+        staging = staging_of(path)
+        unfinished = f"{staging} is there, its unfinished output: inspect that, or run the same command to finish it"
+        hint = unfinished if staging.is_dir() else None
+        raise CheckpointError(f"{path}: no such file or folder", hint)
+    if path.is_file():
+        return _file(path)
+    command = unfinished_command(path)
+    if command is not None:
+        return _staging(path, command)
+    if is_sharded(path):
+        return _split(path)
+    return _full(path)
+
+
+# ----------------------------------------------------------------------------------------------------- full, or a file
+
+
+def _full(path: Path) -> Report:
+    report = Report(path, "full checkpoint")
+    _take_config(report, path)
+    try:
+        checkpoint = open_checkpoint(path)
+    except CheckpointError as error:
+        if not _has_weights(path):
+            raise
+        return _damaged(report, error)
+    report.files, report.nbytes = len(checkpoint.files), sum(file.size for file in checkpoint.files)
+    report.format = "safetensors" if all(file.header for file in checkpoint.files) else "PyTorch .bin"
+    _count(report, checkpoint.tensors.values())
+    file = checkpoint.files[0]
+    if file.header is not None:
+        _take_shard(report, parse_header(file.header, file.path, None), file.path)
+    if report.rank is None:
+        _check_whole(report)
+    return report
+
+
+def _has_weights(path: Path) -> bool:
+    endings = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
+    return any(file.name.endswith(endings) and not is_adapter(file.name) for file in path.iterdir())
+
+
+def _damaged(report: Report, error: CheckpointError) -> Report:
+    """A checkpoint of which something is missing: what can be counted all the same."""
+    report.problems.append(error.message)
+    report.hint = error.hint
+    files = sorted(report.path.glob("*.safetensors"))
+    report.format = "safetensors" if files or list(report.path.glob("*.safetensors.index.json")) else "PyTorch .bin"
+    found = files or sorted(report.path.glob("*.bin"))
+    found = [file for file in found if file.is_file()]
+    report.files, report.nbytes = len(found), sum(file.stat().st_size for file in found)
+    for file in files:
+        try:
+            _count(report, read_header(file).tensors.values())
+        except CheckpointError as other:
+            if other.message not in report.problems:
+                report.problems.append(other.message)
+    return report
+
+
+def _file(path: Path) -> Report:
+    if path.suffix != ".safetensors":
+        refuse_foreign(path, [path.name])
+        hint = "give the folder that holds config.json and the weights"
+        raise CheckpointError(f"{path}: not a folder and no .safetensors file", hint)
+    report = Report(path, "one file", "safetensors", files=1, nbytes=path.stat().st_size)
+    try:
+        header = read_header(path)
+    except CheckpointError as error:
+        report.problems.append(error.message)
+        report.hint = error.hint
+        return report
+    _count(report, header.tensors.values())
+    _take_shard(report, header, path)
+    return report
+
+
+def _take_shard(report: Report, header: Header, file: Path) -> None:
+    """Take in what a shard's header says, if it is one."""
+    if METADATA_KEY not in header.metadata:
+        return
+    try:
+        shard = read_shard(header, file)
+    except CheckpointError as error:
+        report.problems.append(error.message)
+        return
+    part = "rank" if report.kind == "full checkpoint" else "file"
+    report.kind = f"one {part} of a split checkpoint"
+    report.rank = shard.rank
+    _take_identity(report, shard.identity)
+
+
+def _take_identity(report: Report, identity: Identity) -> None:
+    report.mesh, report.padding = identity.mesh, _padding(identity.padding, identity.sizes)
+    report.source = f"fingerprint {identity.source[:16]}"
+
+
+# ----------------------------------------------------------------------------------------------------------- split
+
+
+def _padding(padded: Mapping[str, int], sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    return {axis: (sizes[axis], size) for axis, size in padded.items()}
+
+
+def _split(path: Path) -> Report:
+    report = Report(path, "split checkpoint", "safetensors")
+    _take_config(report, path)
+    try:
+        manifest = read_manifest(path / MANIFEST) if (path / MANIFEST).is_file() else None
+    except ReshardError as error:
+        report.problems.append(error.message)
+        report.hint = error.hint
+        manifest = None
+    ranks = _from_manifest(report, manifest) if manifest else _from_folders(report)
+    _take_ranks(report, ranks)
+    _count_full(report, manifest, ranks)
+    if report.complete:
+        _check_whole(report)
+    return report
+
+
+def _from_manifest(report: Report, manifest: Manifest) -> dict[int, list[TensorInfo]]:
+    identity = manifest.identity
+    _take_identity(report, identity)
+    report.source, report.commit = manifest.source.location, manifest.source.commit
+    report.architecture = str(manifest.architecture.get("name", "")) or report.architecture
+    found: dict[int, list[TensorInfo]] = {}
+    for rank, records in manifest.ranks.items():
+        tensors: list[TensorInfo] = []
+        problems: list[str] = []
+        for record in records:
+            file = report.path / record.name
+            if not file.is_file():
+                problems.append(f"{file} is missing, {MANIFEST} lists it")
+            elif file.stat().st_size != record.size:
+                problems.append(f"{file} has {file.stat().st_size:,} bytes, {MANIFEST} says {record.size:,}")
+            elif file.suffix == ".safetensors":
+                tensors += _read(report, file, problems)
+        whole_folder = (report.path / identity.mesh.folder(rank)).is_dir()
+        if whole_folder:
+            report.problems += problems
+            found[rank] = tensors
+    return found
+
+
+def _from_folders(report: Report) -> dict[int, list[TensorInfo]]:
+    found: dict[int, list[TensorInfo]] = {}
+    for folder in rank_folders(report.path):
+        tensors: list[TensorInfo] = []
+        for file in sorted(folder.glob("*.safetensors")):
+            try:
+                header = read_header(file)
+                shard = read_shard(header, file)
+            except CheckpointError as error:
+                report.problems.append(error.message)
+                continue
+            if report.mesh is None:
+                _take_identity(report, shard.identity)
+            report.files += 1
+            report.nbytes += file.stat().st_size
+            tensors += header.tensors.values()
+            found.setdefault(shard.rank, tensors)
+    return found
+
+
+def _read(report: Report, file: Path, problems: list[str]) -> Iterable[TensorInfo]:
+    report.files += 1
+    report.nbytes += file.stat().st_size
+    try:
+        return read_header(file).tensors.values()
+    except CheckpointError as error:
+        problems.append(error.message)
+        return ()
+
+
+def _take_ranks(report: Report, ranks: Mapping[int, object]) -> None:
+    if report.mesh is None:
+        return
+    report.ranks_present = tuple(sorted(ranks))
+    report.ranks_missing = tuple(rank for rank in range(report.mesh.size) if rank not in ranks)
+    if report.ranks_missing:
+        missing = listed(report.ranks_missing)
+        many = len(report.ranks_missing) > 1
+        report.problems.append(
+            f"rank{'s' if many else ''} {missing} of {report.mesh} {'are' if many else 'is'} missing"
+        )
+        report.hint = "write them with 'reshard split … --rank R', or bring the folders of all ranks together"
+
+
+def _count_full(report: Report, manifest: Manifest | None, ranks: Mapping[int, list[TensorInfo]]) -> None:
+    """Count the full model's tensors, by the headers of the source that the manifest keeps; else those of the ranks."""
+    files = manifest.source.files if manifest else ()
+    if files:
+        for file in files:
+            _count(report, parse_header(file.header, Path(file.name), file.size).tensors.values())
+        return
+    report.counts_ranks = True
+    for tensors in ranks.values():
+        _count(report, tensors)
+    report.tensors = max((len(tensors) for tensors in ranks.values()), default=0)
+
+
+def _check_whole(report: Report) -> None:
+    """All that a split or a merge would check before it moves a byte."""
+    from reshard.storage.source import open_source
+
+    try:
+        source = open_source(report.path)
+    except PlanError:
+        return  # no rules for it (any more): nothing is missing, it needs --plan
+    except (CheckpointError, MismatchError) as error:
+        report.problems.append(error.message)
+        report.hint = error.hint
+        return
+    if report.counts_ranks:
+        report.counts_ranks, report.dtypes, report.tensors = False, {}, len(source.model.tensors)
+        for kind in source.model.kinds:
+            report.dtypes[kind.dtype] = report.dtypes.get(kind.dtype, 0) + kind.count * math.prod(kind.shape)
+
+
+# --------------------------------------------------------------------------------------------------------- staging
+
+
+def _staging(path: Path, command: str) -> Report:
+    """The folder in which an output is built by a command."""
+    report = Report(path, f"unfinished output of {command}", "safetensors")
+    _take_config(report, path)
+    finished = [file for file in path.rglob("*.safetensors") if file.is_file()]
+    begun = [file for file in path.rglob("*.incomplete") if file.is_file()]
+    report.files, report.nbytes = len(finished), sum(file.stat().st_size for file in finished)
+    out = path.with_name(path.name.removesuffix(SUFFIX))
+    report.problems.append(f"it is not finished: {len(finished)} weight files are written, {len(begun)} are begun")
+    report.hint = f"'reshard {command}' to {out} is running or was stopped; the same command goes on where it stopped"
+    return report
+
+
+# --------------------------------------------------------------------------------------------------------- common
+
+
+def _take_config(report: Report, folder: Path) -> None:
+    try:
+        config = read_config(folder / "config.json")
+    except CheckpointError:  # whoever opens the checkpoint says so
+        config = {}
+    model_type = config.get("model_type")
+    report.model_type = model_type if isinstance(model_type, str) else None
+    known = built_in_file(config)
+    report.architecture = known.stem if known else None
+
+
+def _count(report: Report, tensors: Iterable[TensorInfo]) -> None:
+    dtypes: Counter[str] = Counter(report.dtypes)
+    for tensor in tensors:
+        dtypes[tensor.dtype] += math.prod(tensor.shape)
+        report.tensors += 1
+    report.dtypes = dict(dtypes.most_common())

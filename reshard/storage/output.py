@@ -1,0 +1,503 @@
+"""Output that is either complete under its final name, or not there: staging, journal, locks, atomic publication.
+
+Everything is built in ``OUT.partial`` and renamed to ``OUT`` when complete. ``.reshard-*`` in it are the task (an empty
+file whose name tells another run whether it may go on with the files), a journal of finished files with their
+checksums and those of what they were made from, the locks, and an older output that is being replaced. A folder of
+that name without the task's file is somebody else's, and is refused. Ranks that are written alone (``--rank``) are
+renamed into ``OUT`` one by one; the manifest there lists those that are complete.
+
+Guarantees: POSIX rename is atomic. A run goes on with a finished file if nothing has touched it since; after a restart
+of the machine, which may have lost what was written, only if the file still has its checksum. What is published is safe
+from power loss only with ``fsync``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import IO, Any
+
+from formats.errors import CheckpointError
+from formats.files.checksum import checksum, file_checksum
+from formats.files.sharded import MANIFEST, FileRecord
+from formats.files.stamps import Stamp, read_stamp
+from reshard.system import boot_id
+
+STATE = ".reshard-"
+"""How the names of what is not part of the output begin in a staging folder."""
+
+TASK = f"{STATE}task-"
+_MARKER = re.compile(re.escape(TASK) + "[a-z]+-[0-9a-f]{32}")
+_REPLACED_OUTPUT, _REPLACED_RANK = f"{STATE}replaced-output", f"{STATE}replaced-rank"
+PATIENCE = 0.2
+"""Seconds for the processes of a run that was killed to end, which hold its locks till then."""
+
+SUFFIX = ".partial"
+
+
+def staging_of(out: Path) -> Path:
+    """The folder in which an output is built."""
+    return out.with_name(out.name + SUFFIX)
+
+
+def unfinished_command(path: Path) -> str | None:
+    """The command that such a folder is the work of, None for any other path."""
+    if not path.name.endswith(SUFFIX):
+        return None
+    return next((marker.name.removeprefix(TASK).rpartition("-")[0] for marker in _markers(path)), None)
+
+
+def _markers(work: Path) -> list[Path]:
+    """The files that show a folder to be a staging folder of reshard's."""
+    return [p for p in work.glob(f"{TASK}*") if _MARKER.fullmatch(p.name) and p.is_file() and not p.is_symlink()]
+
+
+def check_staging(out: Path) -> None:
+    """Refuse a path that is needed for staging and is somebody else's. Touches nothing, and follows no link."""
+    work, hint = staging_of(out), "move it away, or choose another output folder"
+    if work.is_symlink():
+        raise CheckpointError(f"{work} is a link, and {out.name} would be built there", hint)
+    if not work.exists():
+        return
+    if not work.is_dir():
+        raise CheckpointError(f"{work} is a file, and {out.name} would be built there", hint)
+    if not _markers(work):  # of a run that has just begun there are only locks
+        other = next((entry.name for entry in work.iterdir() if not entry.name.startswith(STATE)), None)
+        if other is not None:
+            raise CheckpointError(
+                f"{work} holds '{other}' and was not made by reshard, and {out.name} would be built there", hint
+            )
+
+
+def _task_name(task: Mapping[str, Any]) -> str:
+    # A name and not a content, which would lie on the disk: to remove that can take 0.2 s while the disk is busy.
+    digest = blake2b(json.dumps(task, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return f"{TASK}{task['command']}-{digest}"
+
+
+@dataclass(frozen=True)
+class Read:
+    """What finished files were made from: the sum (see ``PartialSum.to_text``) of the bytes of a source file that these
+    targets wanted, all of them by name.
+    """
+
+    source: str
+    targets: frozenset[str]
+    sum: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A file that an earlier run (or this one) has completed."""
+
+    size: int
+    checksum: str | None
+    reads: tuple[Read, ...] = ()
+
+
+class Staging:
+    """The place in which one output is built. A context manager: the locks are held inside it.
+
+    ``task`` describes what is written, in JSON, with the ``command``: a run may go on with the files of another that
+    had an equal task. ``parts`` are the folders that this run writes (``""`` is the root), ``inputs`` the states of the
+    files that it reads. ``check`` is called when the locks are held; what it raises ends the run.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        task: Mapping[str, Any],
+        parts: Sequence[str],
+        inputs: Sequence[Stamp] = (),
+        *,
+        fsync: bool,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.out, self.parts, self._fsync, self._check = out, tuple(parts), fsync, check
+        self.work = staging_of(out)
+        self._inputs = tuple(inputs)
+        self._task = self.work / _task_name(task)
+        self._locks: list[IO[str]] = []
+        self._journals: dict[str, IO[str]] = {}
+        self.finished: dict[str, Finished] = {}
+
+    def __enter__(self) -> Staging:
+        with disk_errors(self.work):
+            self._claim()
+            try:
+                self._lock_parts()
+                self._restore_replaced()
+                try:
+                    self._check()
+                except BaseException:
+                    self._leave()
+                    raise
+                self._adopt_or_clear()
+                for part in self.parts:
+                    self._load_journal(part)
+            except BaseException:
+                self._unlock()
+                raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._unlock()
+
+    # -- whose it is
+
+    def _claim(self) -> None:
+        while True:
+            try:
+                self.work.mkdir()
+                return
+            except FileExistsError:
+                with contextlib.suppress(FileNotFoundError):  # another process has just removed it
+                    check_staging(self.out)
+                    return
+
+    def _restore_replaced(self) -> None:
+        """Give back its name to an output that a run had moved aside when it was killed."""
+        if not self.out.exists():
+            for aside in sorted(self.work.glob(f"{_REPLACED_OUTPUT}-*"))[:1]:
+                aside.rename(self.out)
+
+    def _leave(self) -> None:
+        """Remove the staging folder, if nothing was built in it and nobody else is at work there."""
+        if any(not entry.name.startswith(STATE) for entry in self.work.iterdir()):
+            return
+        with contextlib.suppress(CheckpointError):
+            self._check_nobody_else_writes()
+            remove_tree(self.work)
+
+    # -- locks
+
+    def _lock_parts(self) -> None:
+        give_up = time.monotonic() + PATIENCE
+        for part in self.parts:
+            while (lock := self._lock(f"lock-{part or 'root'}", wait=False)) is None and time.monotonic() < give_up:
+                time.sleep(0.01)
+            if lock is None:
+                raise CheckpointError(f"another run is writing {self.out / part}", "wait for it, or stop it")
+            self._locks.append(lock)
+
+    def _lock(self, name: str, *, wait: bool) -> IO[str] | None:
+        """Lock a file of the staging folder, which another process may remove at the same time."""
+        path = self.work / (STATE + name)
+        while True:
+            self._claim()
+            try:
+                lock = _open_new(path, "a")
+            except FileNotFoundError:  # the folder has been removed meanwhile
+                continue
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError:
+                lock.close()
+                return None
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+                    return lock
+            lock.close()
+
+    def _unlock(self) -> None:
+        for file in (*self._journals.values(), *self._locks):
+            file.close()
+        self._journals.clear()
+        self._locks.clear()
+
+    # -- going on with an earlier run
+
+    def _adopt_or_clear(self) -> None:
+        """Keep what an equal task has left; clear away what any other task has, unless it is still running."""
+        lock = self._lock("lock-task", wait=True)
+        assert lock is not None
+        with lock:
+            built = [entry for entry in self.work.iterdir() if not entry.name.startswith(STATE)]
+            if self._task.exists():
+                for entry in (p for root in built for p in (root, *root.rglob("*")) if p.is_symlink()):
+                    entry.unlink()  # not reshard's, and what is written must not go where it leads
+                return
+            if built:
+                self._check_nobody_else_writes()
+            for entry in (*built, *self.work.glob(f"{STATE}journal-*")):
+                remove_tree(entry)
+            self._task.touch()
+            for marker in _markers(self.work):
+                if marker != self._task:
+                    marker.unlink()
+
+    def _check_nobody_else_writes(self) -> None:
+        mine = {f"lock-{part or 'root'}" for part in self.parts}
+        for path in self.work.glob(f"{STATE}lock-*"):
+            name = path.name.removeprefix(STATE)
+            if name in mine or name == "lock-task":
+                continue
+            lock = self._lock(name, wait=False)
+            if lock is None:
+                raise CheckpointError(
+                    f"another run is writing something else to {self.out}", "wait for it, or choose another folder"
+                )
+            lock.close()
+
+    def _load_journal(self, part: str) -> None:
+        """Take over the files that an earlier run of the same inputs and parts has finished, and begin a journal."""
+        path = self.work / f"{STATE}journal-{part or 'root'}"
+        lines = path.read_text().splitlines() if path.is_file() and not path.is_symlink() else []
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+            begin, *entries = (json.loads(line) for line in lines if line.endswith("}"))
+            inputs = [read_stamp(document, "") for document in begin["inputs"]]
+            if begin["parts"] == list(self.parts) and _are_same(inputs, self._inputs):
+                for entry in entries:
+                    self._adopt(entry, same_boot=begin["boot"] == boot_id() is not None)
+        path.unlink(missing_ok=True)
+        journal = self._journals[part] = _open_new(path, "a")
+        inputs_now = [stamp.to_document() for stamp in self._inputs]
+        journal.write(json.dumps({"inputs": inputs_now, "parts": self.parts, "boot": boot_id()}) + "\n")
+        for name, finished in self.finished.items():
+            if part in ("", name.partition("/")[0]):
+                self._note(journal, name, finished)
+        journal.flush()
+
+    def _adopt(self, entry: Mapping[str, Any], *, same_boot: bool) -> None:
+        name, size, checksum = entry["name"], entry["size"], entry["checksum"]
+        path = self.work / name
+        if not path.is_file() or path.is_symlink() or path.stat().st_size != size:
+            return
+        untouched = _state(path) == entry["state"]
+        if not untouched or (not same_boot and (checksum is None or file_checksum(path) != checksum)):
+            return
+        reads = tuple(Read(source, frozenset(targets), total) for source, targets, total in entry["reads"])
+        self.finished[name] = Finished(size, checksum, reads)
+
+    def _note(self, journal: IO[str], name: str, finished: Finished) -> None:
+        entry = {"name": name, "size": finished.size, "checksum": finished.checksum, "state": _state(self.work / name)}
+        entry["reads"] = [[read.source, sorted(read.targets), read.sum] for read in finished.reads]
+        journal.write(json.dumps(entry) + "\n")
+
+    def clear(self) -> None:
+        """Throw away what was built: it cannot be trusted."""
+        remove_tree(self.work)
+
+    # -- writing
+
+    def path(self, name: str) -> Path:
+        """Where a file of the output is built; its folder is made."""
+        path = self.work / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def note_finished(self, part: str, name: str, finished: Finished) -> None:
+        """Write a completed file into the journal."""
+        self.finished[name] = finished
+        journal = self._journals[part]
+        self._note(journal, name, finished)
+        journal.flush()
+
+    def write(self, name: str, content: bytes) -> FileRecord:
+        """Write a small file whole."""
+        path = self.path(name)
+        with disk_errors(path):
+            with _open_new(path, "wb") as file:
+                file.write(content)
+            self._sync(path)
+        return FileRecord(name, len(content), checksum(content))
+
+    # -- publishing
+
+    def publish_all(self, *, overwrite: bool) -> None:
+        """Give the whole output its final name, and remove the staging folder.
+
+        Killed before the end, this leaves the old output or the new one under the name, or neither: then both lie in
+        the staging folder, and the next run of the same output gives the old one its name back.
+        """
+        with disk_errors(self.out):
+            self._sync_folders()
+            if self.out.exists() and any(self.out.iterdir()):
+                if not overwrite:
+                    raise _appeared(self.out)
+                self.out.rename(_free_name(self.work / _REPLACED_OUTPUT))
+            try:
+                self.work.rename(self.out)
+            except OSError as error:
+                if error.errno in {errno.ENOTEMPTY, errno.EEXIST}:
+                    raise _appeared(self.out) from error
+                raise
+            self._unlock()
+            _remove_state(self.out)
+            self._sync(self.out.parent)
+
+    @contextlib.contextmanager
+    def publishing(self) -> Iterator[None]:
+        """Hold the lock under which ranks are renamed into the output and listed in its manifest."""
+        lock = self._lock("lock-task", wait=True)
+        assert lock is not None
+        with lock, disk_errors(self.out):
+            self.out.mkdir(exist_ok=True)
+            self._sync(self.out.parent)
+            yield
+
+    def move_in(self, part: str) -> None:
+        """Rename a finished rank's folder into the output, in the place of an older one if there is one."""
+        self._sync_folders()
+        target, built = self.out / part, self.work / part
+        if target.exists():
+            target.rename(_free_name(self.work / _REPLACED_RANK))
+        built.rename(target)
+        self._sync(self.out)
+        for replaced in self.work.glob(f"{_REPLACED_RANK}-*"):
+            remove_tree(replaced)
+
+    def put(self, name: str, content: bytes) -> None:
+        """Write a small file into the output at once, atomically."""
+        path = self.out / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        staged = path.with_name(".reshard.incomplete")  # not longer than the name, which may be as long as one can be
+        with _open_new(staged, "wb") as file:
+            file.write(content)
+        self._sync(staged)
+        staged.replace(path)
+        self._sync(path.parent)
+
+    def remove_work(self) -> None:
+        """Remove the staging folder."""
+        self._unlock()
+        remove_tree(self.work)
+
+    def _sync(self, path: Path) -> None:
+        if not self._fsync:
+            return
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _sync_folders(self) -> None:
+        if self._fsync:
+            for folder, _, _ in os.walk(self.work):
+                self._sync(Path(folder))
+
+
+def check_output(out: Path, sources: Sequence[Path], *, overwrite: bool, begun: bool = False) -> None:
+    """Refuse an output that exists, unless it was ``begun``, or that lies inside a source or around one, as the place
+    where it is built may not either. Touches nothing.
+    """
+    for place in (out, staging_of(out)):
+        target = Path(os.path.realpath(place))  # Path.resolve does not take a link to itself
+        for source in sources:
+            other = Path(os.path.realpath(source))
+            if target == other or target in other.parents or other in target.parents:
+                what = f"{out} and {source} are the same folder, or one lies in the other"
+                if place != out:
+                    what = f"{out} would be built in {place}, which is the source {source}, or around or in it"
+                raise CheckpointError(what, "choose another output folder")
+    if not out.parent.is_dir():
+        raise CheckpointError(f"{out.parent}: no such folder", "make it first")
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        raise CheckpointError(f"{out} exists and is not a folder")
+    check_staging(out)
+    if begun or not out.exists() or not any(out.iterdir()):
+        return
+    if not any((out / name).exists() for name in (MANIFEST, "config.json")):
+        raise CheckpointError(
+            f"{out} exists and holds no checkpoint, it will not be overwritten", "choose another folder"
+        )
+    if not overwrite:
+        raise CheckpointError(f"{out} exists", "remove it, choose another folder, or pass --overwrite")
+
+
+def tidy(out: Path) -> None:
+    """Remove what a run that was killed right after it had published its output left in it."""
+    if out.is_symlink() or not out.is_dir() or not _markers(out):
+        return
+    with contextlib.ExitStack() as locks:
+        for path in out.glob(f"{STATE}lock-*"):
+            lock = locks.enter_context(_open_new(path, "a"))
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:  # it is just being done
+                return
+        _remove_state(out)
+
+
+def check_space(folder: Path, needed: int) -> None:
+    """Refuse to begin where the disk has less free space than is needed (bytes)."""
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise CheckpointError(
+            f"{folder}: {needed:,} bytes are needed and {free:,} are free", "free some space, or write to another disk"
+        )
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a file, a link or a folder; of a staging folder last what shows whose it is, so that a run that is killed
+    while it does this leaves nothing that cannot be told.
+    """
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    with contextlib.suppress(FileNotFoundError):
+        entries = sorted(path.iterdir(), key=lambda entry: (entry.name.startswith(STATE), entry.name.startswith(TASK)))
+        for entry in entries:
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                entry.unlink(missing_ok=True)
+        path.rmdir()
+
+
+def _remove_state(out: Path) -> None:
+    """Remove from a published output what is no part of it, last the marker by which ``tidy`` finds it."""
+    for entry in sorted(out.glob(f"{STATE}*"), key=lambda entry: entry.name.startswith(TASK)):
+        remove_tree(entry)
+
+
+def _appeared(out: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{out} appeared while it was being built", "move it away or pass --overwrite, and run the same command again"
+    )
+
+
+def _open_new(path: Path, mode: str) -> IO[Any]:
+    """Open a file of ours for writing, never through a link."""
+    return open(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
+
+
+def _state(path: Path) -> list[int]:
+    found = path.stat()
+    return [found.st_size, found.st_mtime_ns, found.st_ino]
+
+
+def _are_same(before: Sequence[Stamp], now: Sequence[Stamp]) -> bool:
+    return [stamp.closed_state for stamp in before] == [stamp.closed_state for stamp in now]
+
+
+def _free_name(path: Path) -> Path:
+    names = (path.with_name(f"{path.name}-{i}") for i in range(1_000_000))
+    return next(name for name in names if not name.exists())
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """What cannot be written, as a CheckpointError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise refused("write", path, error) from error
+
+
+def refused(verb: str, path: Path, error: OSError) -> CheckpointError:
+    """What the operating system refused, in one line, and what to do if the disk is full."""
+    full = error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+    hint = "free some space and run the same command again: it goes on where it stopped" if full else None
+    return CheckpointError(f"cannot {verb} {path}: {error.strerror or error}", hint)

@@ -1,0 +1,315 @@
+"""What a command reads from: a full checkpoint or a split one, opened the same way."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from formats.errors import CheckpointError, MismatchError
+from formats.files.checkpoint import Checkpoint, WeightFile, fingerprint, open_checkpoint
+from formats.files.checksum import PartialSum, sum_part
+from formats.files.safetensors import TensorInfo
+from formats.files.sharded import (
+    MANIFEST,
+    Identity,
+    Manifest,
+    ShardedCheckpoint,
+    SourceFileRecord,
+    SourceRecord,
+    is_sharded,
+    open_sharded,
+    plan_digest,
+)
+from formats.files.stamps import Stamp, stamp_of
+from formats.mesh import Mesh
+from formats.notation.architecture import (
+    Architecture,
+    architecture_from_document,
+    find_architecture,
+    load_architecture,
+    to_document,
+)
+from formats.quantization.block_size import block_size
+from formats.regular_files import read_file
+from reshard.engine.reading import Places, SourceFile, place_of
+from reshard.planning.completeness import check_complete
+from reshard.planning.finer_blocks import with_blocks
+from reshard.planning.plan import AxisSizes, FullTensor, Model, Plan, bind, lines_for, make_plan
+from reshard.storage.output import unfinished_command
+
+UNSPLIT = Mesh((("tp", 1),))
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint to read from.
+
+    ``plan`` says how its tensors lie on its own mesh (one rank, for a full checkpoint); ``unsplit`` is the model of
+    the full checkpoint (of other blocks, see ``reshard.regrid``); ``names`` are those of all tensors in the order of
+    the original files; ``ranks`` has each rank's tensors by name; ``files`` are the files these lie in, by path.
+    ``checkpoint`` is set for a full one, ``sharded`` for a split one. ``stamps`` has the state of each file that was or
+    will be read, as it was before that.
+    """
+
+    path: Path
+    location: str
+    commit: str | None
+    plan: Plan
+    unsplit: Model
+    names: tuple[str, ...]
+    ranks: tuple[Mapping[str, TensorInfo], ...]
+    files: Mapping[Path, SourceFile]
+    side_files: tuple[Path, ...]
+    checkpoint: Checkpoint | None
+    sharded: ShardedCheckpoint | None
+    stamps: Mapping[Path, Stamp]
+
+    @property
+    def states(self) -> tuple[Stamp, ...]:
+        """The state of each weight file."""
+        return tuple(self.stamps[path] for path in self.files)
+
+    @property
+    def inputs(self) -> tuple[Stamp, ...]:
+        """The same; a checksum in a manifest, which is compared when a file is read, names its content."""
+        files = zip(self.states, self.files.values(), strict=True)
+        return tuple(dataclasses.replace(stamp, content=file.expected or stamp.content) for stamp, file in files)
+
+    def read_side_files(self) -> dict[str, bytes]:
+        """The content of the side files, by their relative names. Raises CheckpointError."""
+        return {path.relative_to(self.path).as_posix(): read_file(path) for path in self.side_files}
+
+    def check_unchanged(self) -> None:
+        """Raise MismatchError if a file is no longer in the state in which it was opened."""
+        for path, stamp in self.stamps.items():
+            if not path.exists() or stamp_of(path, stamp.name).open_state != stamp.open_state:
+                raise MismatchError(
+                    f"{path} was changed while it was read", "run the command again when nobody writes there"
+                )
+
+    @property
+    def model(self) -> Model:
+        """The architecture bound to the tensors of the full checkpoint."""
+        return self.unsplit
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """The manifest of a split checkpoint that has one."""
+        return self.sharded.manifest if self.sharded else None
+
+    @cached_property
+    def record(self) -> SourceRecord:
+        """Where the weights come from originally, as it stands in a manifest. Samples the weights of a full
+        checkpoint.
+        """
+        if self.checkpoint is not None:
+            return _record_of(self.checkpoint, self.location, self.commit)
+        assert self.sharded is not None
+        if self.sharded.manifest is not None:
+            return self.sharded.manifest.source
+        return SourceRecord(self.sharded.identity.source, self.location, None, (), None, None, {})
+
+    @cached_property
+    def rules(self) -> dict[str, Any]:
+        """The document of the plan, with the rules that cover a tensor here."""
+        document = to_document(self.model.architecture)
+        used = self.model.used_templates
+        document["tensors"] = {name: rule for name, rule in document["tensors"].items() if name in used}
+        return document
+
+    def identity(self, plan: Plan) -> Identity:
+        """What the shards of a plan for this source have in common."""
+        sizes = self.model.sizes.of({})
+        blocks = block_size(plan.model.config)
+        refined = blocks if blocks != block_size(self.model.config) else None
+        return Identity(self.record.id, plan.mesh, sizes, plan.padding, plan_digest(self.rules), refined)
+
+    def places(self, name: str) -> Places:
+        """Where each rank has a tensor."""
+        return partial(place_of, self.ranks, self.files, name)
+
+    def files_of(self, names: Collection[str]) -> list[SourceFile]:
+        """The files that hold some of these tensors."""
+        held = (tensors[name].file for tensors in self.ranks for name in names if name in tensors)
+        return [self.files[path] for path in dict.fromkeys(held)]
+
+
+def open_source(
+    path: Path, *, location: str | None = None, commit: str | None = None, plan_file: Path | None = None
+) -> Source:
+    """Open a full or a split checkpoint and bind it to its architecture, or to the user's plan file.
+
+    Raises CheckpointError, MismatchError and PlanError.
+    """
+    where = location or os.path.realpath(path)
+    if unfinished_command(path) is not None:
+        raise CheckpointError(f"{path} is unfinished output", "run the command that began it again: it goes on")
+    stamps = _stamps(path)
+    if is_sharded(path):
+        return _open_sharded(path, where, plan_file, stamps)
+    checkpoint = open_checkpoint(path)
+    architecture = load_architecture(plan_file) if plan_file else find_architecture(checkpoint.config, path)
+    tensors = _with_aliases(checkpoint)
+    full = _full_tensors(tensors)
+    model = bind(architecture, checkpoint.config, full, every_rule=plan_file is not None)
+    check_complete(model, path)
+    files = {file.path: SourceFile(file.path, file.name, file.size) for file in checkpoint.files}
+    _add_headers(files, checkpoint.files)
+    plan = make_plan(model, UNSPLIT)
+    used = [*files, *checkpoint.side_files, *([path / checkpoint.index_name] if checkpoint.index_name else [])]
+    return Source(
+        path, where, commit, plan, model, tuple(tensors), (tensors,), files, checkpoint.side_files, checkpoint, None,
+        _of_used(stamps, used, path),
+    )  # fmt: skip
+
+
+def _stamps(path: Path) -> dict[Path, Stamp]:
+    """The state of the files of a folder, and of the folders in it, before any of them is read."""
+    found = (Path(root) / name for root, _, names in _two_levels(path) for name in names)
+    return {file: stamp_of(file, file.relative_to(path).as_posix()) for file in found if file.is_file()}
+
+
+def _two_levels(path: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    for root, folders, names in os.walk(path):
+        if root != str(path):
+            folders.clear()
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield root, folders, names
+
+
+def _of_used(stamps: Mapping[Path, Stamp], used: Iterable[Path], root: Path) -> dict[Path, Stamp]:
+    return {file: stamps.get(file) or stamp_of(file, file.relative_to(root).as_posix()) for file in used}
+
+
+def _add_headers(files: Mapping[Path, SourceFile], found: Iterable[WeightFile]) -> None:
+    """Sum the headers, which have been read."""
+    for file in found:
+        if file.header is not None:
+            part = PartialSum(file.size)
+            part.add(0, len(file.header), sum_part(file.header, 0))
+            files[file.path].add(frozenset(), part)
+
+
+def lines_of(path: Path, plan_file: Path | None = None) -> Architecture:
+    """The lines that cover a checkpoint's tensors, whether or not they fit. Raises CheckpointError and PlanError."""
+    if is_sharded(path):
+        return _architecture(open_sharded(path), plan_file)
+    checkpoint = open_checkpoint(path)
+    architecture = load_architecture(plan_file) if plan_file else find_architecture(checkpoint.config, path)
+    return lines_for(architecture, checkpoint.config, _full_tensors(_with_aliases(checkpoint)))
+
+
+def _with_aliases(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
+    tensors = dict(checkpoint.tensors)
+    if checkpoint.config.get("tie_word_embeddings") is False:
+        tensors |= {alias: tensors[kept]._replace(name=alias) for alias, kept in checkpoint.aliases.items()}
+    return tensors
+
+
+def _full_tensors(tensors: Mapping[str, TensorInfo]) -> list[FullTensor]:
+    return [FullTensor(t.name, t.dtype, t.shape, t.file.name) for t in tensors.values()]
+
+
+def _open_sharded(path: Path, location: str, plan_file: Path | None, stamps: Mapping[Path, Stamp]) -> Source:
+    sharded = open_sharded(path)
+    identity, manifest = sharded.identity, sharded.manifest
+    architecture = _architecture(sharded, plan_file)
+    _check_sizes(AxisSizes(architecture, sharded.config, {}).of({}), identity.sizes, path)
+    holders = {name: info for rank in reversed(sharded.ranks) for name, info in rank.tensors.items()}
+    names = _names(sharded)
+    infos = [holders[name] for name in names]
+    full = [FullTensor(t.name, t.dtype, None, t.file.name, held=t.shape) for t in infos]
+    model = bind(architecture, sharded.config, full, known=identity.sizes, mesh=identity.mesh, padding=identity.padding)
+    refined = with_blocks(model, identity.blocks) if identity.blocks else model
+    plan = make_plan(refined, identity.mesh, padding=identity.padding)
+    _check_shapes(sharded, plan)
+    check_complete(model, path)
+    expected = {path / f.name: f.checksum for files in manifest.ranks.values() for f in files} if manifest else {}
+    found = [file for rank in sharded.ranks for file in rank.files]
+    files = {f.path: SourceFile(f.path, f.name, f.size, expected.get(f.path)) for f in found}
+    _add_headers(files, found)
+    ranks = tuple(rank.tensors for rank in sharded.ranks)
+    used = [*files, *sharded.side_files, *([path / MANIFEST] if manifest else [])]
+    source = Source(
+        path, location, None, plan, model, names, ranks, files, sharded.side_files, None, sharded,
+        _of_used(stamps, used, path),
+    )  # fmt: skip
+    if plan_digest(source.rules) != identity.plan:
+        raise MismatchError(
+            f"{path}: the shards were split by another plan than '{architecture.name}'",
+            "pass the plan file of the split with --plan",
+        )
+    return source
+
+
+def _check_sizes(said: Mapping[str, int], split: Mapping[str, int], path: Path) -> None:
+    """The config is the one of the split: else a rank's part would be taken for that of another model."""
+    for axis in sorted(said.keys() & split.keys()):
+        if said[axis] != split[axis]:
+            raise MismatchError(
+                f"{path / 'config.json'}: '{axis}' is {said[axis]} by it, and was {split[axis]} when this was split",
+                "put the config.json of the split there again",
+            )
+
+
+def _architecture(sharded: ShardedCheckpoint, plan_file: Path | None) -> Architecture:
+    if plan_file is not None:
+        return load_architecture(plan_file)
+    if sharded.manifest is not None:
+        return architecture_from_document(sharded.manifest.architecture, "manifest", str(sharded.path))
+    return find_architecture(sharded.config, sharded.path)
+
+
+def _names(sharded: ShardedCheckpoint) -> tuple[str, ...]:
+    """The names of all tensors as the source ordered them; without a manifest as the shards do, by the places that they
+    give where a rank does not hold all.
+    """
+    held = dict.fromkeys(name for rank in sharded.ranks for name in rank.tensors)
+    if sharded.manifest is None:
+        places = {name: place for rank in sharded.ranks for name, place in rank.places.items()}
+        return tuple(sorted(held, key=lambda name: places.get(name, 0)))
+    files = sharded.manifest.source.files
+    order = [name for file in files for name in file.tensors if name in held]
+    return tuple(dict.fromkeys([*order, *held]))
+
+
+def _check_shapes(sharded: ShardedCheckpoint, plan: Plan) -> None:
+    """Each rank has the tensors that the plan gives it, of the planned dtypes and local shapes."""
+    for rank in sharded.ranks:
+        planned = {name for name, entry in plan.entries.items() if entry.layout.boxes[rank.rank] is not None}
+        for name in sorted(planned ^ rank.tensors.keys())[:1]:
+            what = "is missing in" if name in planned else "does not belong in"
+            raise MismatchError(f"{sharded.path}: tensor '{name}' {what} {rank.folder.name}")
+        for name, info in rank.tensors.items():
+            entry = plan.entries[name]
+            expected = entry.layout.box(rank.rank).shape
+            if info.shape != expected:
+                raise MismatchError(
+                    f"{info.file}: tensor '{name}' has shape {list(info.shape)}, rank {rank.rank} of {plan.mesh} "
+                    f"has {list(expected)} by the rule '{entry.layout.rule}'"
+                )
+            if info.dtype != entry.dtype:
+                raise MismatchError(
+                    f"{info.file}: tensor '{name}' is {info.dtype}, it is {entry.dtype} in another rank"
+                )
+
+
+def _record_of(checkpoint: Checkpoint, location: str, commit: str | None) -> SourceRecord:
+    files: Sequence[SourceFileRecord] = [
+        SourceFileRecord(file.name, file.size, file.header) for file in checkpoint.files if file.header is not None
+    ]
+    is_safetensors = len(files) == len(checkpoint.files)
+    return SourceRecord(
+        id=fingerprint(checkpoint),
+        location=location,
+        commit=commit,
+        files=tuple(files) if is_safetensors else (),
+        index_name=checkpoint.index_name if is_safetensors else None,
+        index=checkpoint.index if is_safetensors else None,
+        aliases=checkpoint.aliases,
+    )

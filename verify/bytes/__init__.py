@@ -1,0 +1,1 @@
+"""Byte for byte: whether the shards hold what the original holds."""

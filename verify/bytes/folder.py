@@ -1,0 +1,329 @@
+"""What a folder of shards holds beside tensors, against what follows from the original: no file or folder is missing or
+one too many, and all that ``reshard.json``, indexes and headers say is so.
+
+The manifest that there should be is written down from the original and the files in the folder, and compared with the
+one that is there, value by value: so no field can be forgotten. Only what nothing else can tell is taken from it: where
+the source was, its commit, and when its files were changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from formats.documents import MAX_MANIFEST, sound, strict_json
+from formats.errors import CheckpointError, brief
+from formats.files.checksum import PartialSum, checksum, file_checksum, sum_part
+from formats.files.safetensors import tensor_bytes
+from formats.files.sharded import (
+    MANIFEST,
+    METADATA_KEY,
+    FileRecord,
+    Identity,
+    Manifest,
+    ShardedCheckpoint,
+    manifest_text,
+    partition,
+)
+from formats.mesh import RANK_FOLDER
+from formats.regular_files import read_file
+from reshard.planning.plan import Kind, Plan, in_order
+from reshard.storage.source import Source
+
+INDEX = "model.safetensors.index.json"
+
+Change = tuple[str, Any, Any]
+"""A value in a document: its path, what it should be and what it is (``NOTHING`` where it is not there)."""
+
+
+class _Nothing:
+    """What stands for a value that is not there."""
+
+
+NOTHING = _Nothing()
+
+
+# ----------------------------------------------------------------------------------------------------- what lies there
+
+
+def expected_files(original: Source, shards: Source, plan: Plan) -> dict[str, set[str]]:
+    """The files that there should be, by the rank's folder or ``""`` for the root, relative to the root."""
+    root, sharded = shards.path, _sharded(shards)
+    side = {file.relative_to(original.path).as_posix() for file in original.side_files}
+    found = {"": side | ({MANIFEST} if sharded.manifest else set())}
+    for rank in range(plan.mesh.size):
+        folder = plan.mesh.folder(rank)
+        weights = {file.path.relative_to(root).as_posix() for file in sharded.ranks[rank].files}
+        found[folder] = weights | {f"{folder}/config.json"}
+        found[folder] |= {f"{folder}/{INDEX}"} if len(weights) > 1 else set()
+    return found
+
+
+def extra_entries(root: Path, expected: Iterable[str]) -> Iterator[str]:
+    """Files and folders below ``root`` that are not expected, a folder as a whole.
+
+    What begins with a dot at the top is no part of a checkpoint for any command (tools keep their own there), but for
+    what an unfinished run has left. Links are as good as what they lead to.
+    """
+    files = set(expected)
+    folders = {parent.as_posix() for name in files for parent in Path(name).parents}
+    yield from _extra(root, "", files, folders)
+
+
+def _extra(root: Path, folder: str, files: set[str], folders: set[str]) -> Iterator[str]:
+    for entry in sorted((root / folder).iterdir()):
+        name = entry.relative_to(root).as_posix()
+        if not folder and entry.name.startswith(".") and not entry.name.startswith(".reshard-"):
+            continue
+        if name in folders and entry.is_dir():
+            yield from _extra(root, name, files, folders)
+        elif name not in files or not entry.is_file():
+            yield f"{name}/" if entry.is_dir() and not RANK_FOLDER.fullmatch(name) else name
+
+
+# ------------------------------------------------------------------------------------------------------- side files
+
+
+def changed_side_files(original: Source, shards: Source) -> Iterator[Path]:
+    """Side files that are not the original's, byte for byte; of a full checkpoint, but for the config."""
+    for file in original.side_files:
+        name = file.relative_to(original.path)
+        twin = shards.path / name
+        is_config = name.as_posix() == "config.json" and shards.sharded is None
+        if twin.is_file() and not is_config and read_file(twin) != read_file(file):
+            yield twin
+
+
+# ---------------------------------------------------------------------------------------------------------- manifest
+
+
+def manifest_changes(original: Source, shards: Source, plan: Plan) -> Iterator[Change]:
+    """What ``reshard.json`` says and should not, but for checksums (see ``wrong_checksums``)."""
+    found = _sharded(shards).manifest
+    if found is None:
+        return
+    should = json.loads(manifest_text(_expected_manifest(original, shards, plan, found)))
+    yield from changes(should, _read_json(shards.path / MANIFEST))
+
+
+def _expected_manifest(original: Source, shards: Source, plan: Plan, found: Manifest) -> Manifest:
+    identity = original.identity(plan)
+    record = dataclasses.replace(original.record, location=found.source.location, commit=found.source.commit)
+    from_shards = any("/" in stamp.name and RANK_FOLDER.fullmatch(Path(stamp.name).parts[0]) for stamp in found.inputs)
+    if from_shards and not found.source.files:  # of shards without a manifest, which do not say what the files were
+        record = dataclasses.replace(record, files=(), index_name=None, index=None, aliases={})
+    sums = {file.name: file.checksum for file in found.source.files}
+    files = tuple(dataclasses.replace(file, checksum=sums.get(file.name)) for file in record.files)
+    side = tuple(_side_record(file, original.path) for file in original.side_files)
+    return dataclasses.replace(
+        found,
+        identity=dataclasses.replace(identity, plan=found.identity.plan),
+        source=dataclasses.replace(record, files=files),
+        side_files=side,
+        ranks={rank: tuple(_records(shards, plan, rank, found)) for rank in range(plan.mesh.size)},
+        inputs=found.inputs if from_shards else _expected_inputs(original, found),
+    )
+
+
+def _expected_inputs(original: Source, found: Manifest) -> tuple[Any, ...]:
+    """The names and sizes of the original's files, with the times that the manifest says."""
+    said = {stamp.name: stamp for stamp in found.inputs}
+    return tuple(
+        dataclasses.replace(said.get(stamp.name, stamp), name=stamp.name, size=stamp.size) for stamp in original.states
+    )
+
+
+def _side_record(file: Path, root: Path) -> FileRecord:
+    content = read_file(file)
+    return FileRecord(file.relative_to(root).as_posix(), len(content), checksum(content))
+
+
+def _records(shards: Source, plan: Plan, rank: int, found: Manifest) -> Iterator[FileRecord]:
+    """The files of a rank as they are on the disk, in the order of a manifest."""
+    folder, files = plan.mesh.folder(rank), _sharded(shards).ranks[rank].files
+    said = {record.name: record.checksum for record in found.ranks.get(rank, ())}
+    index = [f"{folder}/{INDEX}"] if len(files) > 1 else []
+    for name in (f"{folder}/config.json", *(file.name for file in files), *index):
+        path = shards.path / name
+        if path.is_file():
+            value = said.get(name)
+            is_always_summed = not name.endswith(".safetensors")
+            yield FileRecord(
+                name, path.stat().st_size, file_checksum(path) if is_always_summed and not value else value
+            )
+
+
+def begun_sums(original: Source, shards: Source) -> dict[Path, PartialSum]:
+    """The sums of the headers of each weight file of which the manifest has a checksum, to be added to."""
+    files = [*(original.checkpoint.files if original.checkpoint else ())]
+    files += [file for rank in (shards.sharded.ranks if shards.sharded else ()) for file in rank.files]
+    said = {path for path, value in _said(original, shards).items() if value is not None}
+    sums = {}
+    for file in files:
+        if file.path in said and file.header is not None:
+            sums[file.path] = PartialSum(file.size)
+            sums[file.path].add(0, len(file.header), sum_part(file.header, 0))
+    return sums
+
+
+def wrong_checksums(
+    original: Source, shards: Source, sums: Mapping[Path, PartialSum], damaged: Iterable[Path]
+) -> Iterator[str]:
+    """Checksums in the manifest that are not those of the files. What ``sums`` are not of whole files are
+    taken anew.
+
+    Files that are ``damaged``, of which the manifest is right to say something else, are passed over.
+    """
+    said, passed = _said(original, shards), {*damaged}
+    mine = [path for path in said if path.is_relative_to(shards.path) and path.suffix == ".safetensors"]
+    without = [path for path in mine if said[path] is None]
+    if 0 < len(without) < len(mine):
+        yield f"{MANIFEST}: there is no checksum of {without[0].relative_to(shards.path)}, and there is of others"
+    for path, value in said.items():
+        if value is None or path in passed or not path.is_file():
+            continue
+        begun = sums.get(path)
+        if begun is None or not begun.is_complete or begun.value() != value:
+            found = _summed(path)
+            if found != value:
+                yield f"{MANIFEST}: the checksum of {path} is {found}, not {brief(value)}"
+
+
+def _said(original: Source, shards: Source) -> dict[Path, str | None]:
+    """The checksums in the manifest, of the ranks' files and the original's weights."""
+    if shards.sharded is None or shards.sharded.manifest is None:
+        return {}
+    manifest = shards.sharded.manifest
+    records = (record for files in manifest.ranks.values() for record in files)
+    return {shards.path / record.name: record.checksum for record in records} | {
+        original.path / file.name: file.checksum for file in manifest.source.files
+    }
+
+
+def _summed(path: Path) -> str:
+    try:
+        return file_checksum(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+# -------------------------------------------------------------------------------------------------- order and headers
+
+
+Order = Sequence[tuple[str, Kind]]
+"""Tensors as they are to be stored."""
+
+
+def stored_order(shards: Source, plan: Plan) -> Order:
+    """The order of all tensors, each with its kind in the plan."""
+    kinds = {tensor.name: tensor.kind for tensor in plan.model.tensors}
+    return [(tensor.name, kinds[tensor.name]) for tensor in in_order(shards.plan.model.tensors)]
+
+
+def boundary_problem(shards: Source, plan: Plan, rank: int, order: Order) -> str | None:
+    """Why a rank's files are not those that the largest size of a file gives, if they are not."""
+    manifest = _sharded(shards).manifest
+    if manifest is None:
+        return None
+    boxes = {kind: entry.layout.boxes[rank] for kind, entry in plan.laid.items()}
+    held = {
+        kind: (kind.dtype, box.shape, tensor_bytes(kind.name, kind.dtype, box.shape))
+        for kind, box in boxes.items()
+        if box is not None
+    }
+    tensors = ((name, *held[kind]) for name, kind in order if kind in held)
+    folder = plan.mesh.folder(rank)
+    should = [(f"{folder}/{s.name}", [t[0] for t in s.tensors]) for s in partition(tensors, manifest.max_shard_size)]
+    found = [(file.name, list(names)) for file, names in _files(shards, rank)]
+    if should == found:
+        return None
+    what = f"{len(should)} files" if len(should) != len(found) else "tensors in another order"
+    return f"{MANIFEST}: 'max_shard_size' {manifest.max_shard_size} gives {what} in {folder}, which has {len(found)}"
+
+
+def header_changes(
+    original: Source, shards: Source, plan: Plan, rank: int, order: Order
+) -> Iterator[tuple[str, Change]]:
+    """What the headers of a rank's files say of themselves and should not, but for what all of them say wrong."""
+    identity = _sharded(shards).identity
+    true = original.identity(plan)
+    should = Identity(identity.source, plan.mesh, identity.sizes, plan.padding, identity.plan, true.blocks)
+    holds_all = all(entry.layout.boxes[rank] is not None for entry in plan.laid.values())
+    places = {} if holds_all else {name: place for place, (name, _) in enumerate(order)}
+    for file, names in _files(shards, rank):
+        known = [places[name] for name in names if name in places]
+        expected = _opened(should.metadata(rank, known))
+        for change in changes(expected, _opened(file.metadata)):
+            yield file.name, change
+
+
+def _opened(metadata: Mapping[str, str]) -> dict[str, Any]:
+    return {**metadata, METADATA_KEY: json.loads(metadata[METADATA_KEY])}
+
+
+def index_changes(shards: Source, plan: Plan, rank: int) -> Iterator[Change]:
+    """What the index of a rank's files says and should not."""
+    path = shards.path / plan.mesh.folder(rank) / INDEX
+    files = list(_files(shards, rank))
+    if len(files) < 2 or not path.is_file():
+        return
+    infos = shards.ranks[rank]
+    weight_map = {name: file.path.name for file, names in files for name in names}
+    total = sum(info.nbytes for info in infos.values())
+    should = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    yield from changes(should, _read_json(path))
+
+
+def _files(shards: Source, rank: int) -> Iterator[tuple[Any, Sequence[str]]]:
+    """A rank's files, each with the names of its tensors in the order of its header."""
+    names: dict[Path, list[str]] = {}
+    for info in shards.ranks[rank].values():
+        names.setdefault(info.file, []).append(info.name)
+    for file in _sharded(shards).ranks[rank].files:
+        yield file, names.get(file.path, [])
+
+
+# ---------------------------------------------------------------------------------------------------------- documents
+
+
+def changes(should: Any, found: Any, path: str = "") -> Iterator[Change]:
+    """Where two JSON documents differ; 1, 1.0 and true are three things, and NaN is NaN."""
+    if isinstance(should, dict) and isinstance(found, dict):
+        for key in [*should, *(key for key in found if key not in should)]:
+            inner = f"{path}.{key}" if path else str(key)
+            yield from changes(should.get(key, NOTHING), found.get(key, NOTHING), inner)
+    elif isinstance(should, list) and isinstance(found, list):
+        for number in range(max(len(should), len(found))):
+            one, other = (each[number] if number < len(each) else NOTHING for each in (should, found))
+            yield from changes(one, other, f"{path}[{number}]")
+    elif _text(should) != _text(found):
+        yield path, should, found
+
+
+def _text(value: Any) -> str | None:
+    return None if value is NOTHING else json.dumps(value, sort_keys=True)
+
+
+def shown(value: Any, other: Any) -> str | None:
+    """A value of a change, short, from a little before the place where it differs from the other one."""
+    text, beside = _text(value), _text(other)
+    if text is None or len(text) <= 80:
+        return text
+    same = next((i for i, (a, b) in enumerate(zip(text, beside or "", strict=False)) if a != b), 0)
+    start = max(0, same - 20)
+    return ("…" if start else "") + text[start : start + 60] + ("…" if start + 60 < len(text) else "")
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return sound(strict_json(read_file(path, MAX_MANIFEST).decode("utf-8")))
+    except (CheckpointError, ValueError):
+        return None
+
+
+def _sharded(shards: Source) -> ShardedCheckpoint:
+    assert shards.sharded is not None
+    return shards.sharded

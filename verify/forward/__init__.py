@@ -1,0 +1,1 @@
+"""Whether the shards compute what the original computes: what runs in the parent process."""

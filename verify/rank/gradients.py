@@ -1,0 +1,143 @@
+"""Gradients of a sharded model: what autograd must add between ranks, and how they are put together again.
+
+In a rank's graph each value is either *whole*, the same on every rank, or a *part*, its own on each rank along some
+dimensions of the mesh. Parts come from split weights; a sum or a gather over these ranks makes them whole. Where a
+whole value enters the computation of a part, each rank's gradient of it is what came back through that rank's part,
+so the ranks' gradients are summed there. That one rule, applied to the graph as it was recorded, covers the input of
+a column-parallel layer, a norm's weight that every rank applies to its own heads, the rotary part that all heads of
+latent attention share, routing weights and the rest.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from reshard.planning.plan import Layout
+from verify.rank.collectives import Groups, reduce_from_group
+from verify.rank.layers import Part
+
+
+def loss_of(outputs: Mapping[str, Tensor]) -> Tensor:
+    """A loss that every output has a part in: cross entropy of its last dimension with fixed random targets."""
+    total = torch.zeros((), device=next(iter(outputs.values())).device)
+    for name, output in sorted(outputs.items()):
+        wide = output.to(torch.promote_types(output.dtype, torch.float32)).flatten(0, -2)
+        generator = torch.Generator().manual_seed(len(name))
+        targets = torch.randint(wide.shape[-1], (len(wide),), generator=generator)
+        total = total + F.cross_entropy(wide, targets.to(wide.device))
+    return total
+
+
+# What autograd must add
+
+
+_MAKES_WHOLE = {"_ReduceBackward", "_GatherBackward"}
+_MAKES_PART = {"_ScatterBackward", "_CopyBackward"}
+
+
+def sum_where_ranks_part(loss: Tensor, parts: Iterable[tuple[Tensor, frozenset[str]]], groups: Groups) -> None:
+    """Let the backward of ``loss`` sum gradients over the ranks wherever a whole value enters the computation of a
+    part.
+
+    ``parts`` are the split weights, with the mesh dimensions along which ranks have different parts of them.
+    """
+    leaves = {id(tensor): along for tensor, along in parts}
+    parted: dict[Any, frozenset[str]] = {}
+    for node in _in_order(loss.grad_fn):
+        parted[node] = along = _parted_along(node, leaves, parted, groups)
+        if type(node).__name__ not in _MAKES_PART:
+            new = [along - parted[child] if child is not None else frozenset() for child, _ in node.next_functions]
+            if any(new):
+                node.register_hook(_summing(new, groups))
+
+
+def _in_order(root: Any) -> list[Any]:
+    """Every node, after all that it depends on."""
+    found: dict[Any, None] = {}
+    stack = [(root, False)]
+    while stack:
+        node, is_done = stack.pop()
+        if is_done:
+            found[node] = None
+        elif node not in found:
+            stack.append((node, True))
+            stack.extend((child, False) for child, _ in node.next_functions if child is not None and child not in found)
+    return list(found)
+
+
+def _parted_along(
+    node: Any, leaves: Mapping[int, frozenset[str]], parted: Mapping[Any, frozenset[str]], groups: Groups
+) -> frozenset[str]:
+    """The mesh dimensions along which ranks have parts of what a node makes; none if it is whole on all."""
+    name = type(node).__name__
+    if name == "AccumulateGrad":
+        return leaves.get(id(node.variable), frozenset())
+    below = frozenset[str]().union(*(parted[child] for child, _ in node.next_functions if child is not None))
+    if name in _MAKES_WHOLE:
+        return below - groups.dimensions(node.group)
+    return below | groups.dimensions(node.group) if name in _MAKES_PART else below
+
+
+def _summing(new: Sequence[frozenset[str]], groups: Groups) -> Callable[..., Any]:
+    def hook(grad_inputs: tuple[Tensor | None, ...], _: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        return tuple(
+            reduce_from_group(grad.detach(), groups.along(along)) if along and grad is not None else grad
+            for grad, along in zip(grad_inputs, new, strict=True)
+        )
+
+    return hook
+
+
+# By the names on disk
+
+
+def gradients_on_disk(
+    model: Any, sources: Mapping[str, tuple[str, ...]], experts: Mapping[str, Part] = MappingProxyType({})
+) -> dict[str, Tensor]:
+    """The gradients of a model's parameters, under the names and in the shapes of the tensors on disk.
+
+    ``experts``: where the experts in a parameter lie among all, of which each has a tensor of its own on disk.
+    """
+    names = {id(value): name for name, value in model.state_dict(keep_vars=True).items() if name in sources}
+    uses = Counter(source for of_one in sources.values() for source in of_one)
+    found: dict[str, Tensor] = {}
+    fused: dict[str, Tensor] = {}
+    for parameter in model.parameters():
+        name = names.get(id(parameter))
+        if name is None or parameter.grad is None:
+            continue
+        first, *more = sources[name]
+        if not more and uses[first] == 1 and first.rpartition(".")[2] == name.rpartition(".")[2]:
+            found[first] = parameter.grad.detach().cpu()
+        else:
+            grad = parameter.grad.detach().cpu()
+            fused[name] = experts[name].among_zeros(grad) if name in experts else grad
+    if fused:
+        wanted = {source for name in fused for source in sources[name]}
+        found |= {name: grad for name, grad in revert_weight_conversion(model, fused).items() if name in wanted}
+    return found
+
+
+def together(layout: Layout, of_ranks: Sequence[Tensor | None]) -> Tensor:
+    """Put a tensor's gradient together from what each rank has; what several ranks hold of a split one is summed.
+
+    Of a whole one that all ranks have, the first is taken; of one that not all have, the sum.
+    """
+    present = [grad for grad in of_ranks if grad is not None]
+    wide = torch.promote_types(present[0].dtype, torch.float32)
+    if layout.is_replicated:
+        return present[0] if len(present) == len(of_ranks) else torch.stack([x.to(wide) for x in present]).sum(0)
+    full = torch.zeros(layout.padded, dtype=wide)
+    for box, grad in zip(layout.boxes, of_ranks, strict=True):
+        if box is not None and grad is not None:
+            indices = [torch.tensor([i for run in runs for i in range(run.offset, run.end)]) for runs in box.dims]
+            full[torch.meshgrid(*indices, indexing="ij")] += grad.to(wide)
+    return full[tuple(slice(size) for size in layout.full)].to(present[0].dtype)

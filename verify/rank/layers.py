@@ -1,0 +1,374 @@
+"""The parallel layers, and how an already loaded module is made into one.
+
+Every module holds its rank's weights and nothing else. The layers are those of Shoeybi et al. 2019 (Megatron-LM).
+
+What a gradient means when it is put together again, with ``loss`` computed alike on every rank:
+
+- a weight that is split: each rank's gradient is its slice of the whole gradient.
+- a weight that all ranks have and use alike (a norm over hidden, a row-parallel bias, a router): each rank has the
+  whole gradient already. Take one; do not sum.
+- a weight that several ranks have but each uses for its own outputs, as a KV head that is replicated because there are
+  more ranks than KV heads: each rank has the part that came through its own query heads. **Sum over the replicas.**
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from verify.rank.collectives import (
+    copy_to_group,
+    gather_from_group,
+    lengths_in_group,
+    reduce_from_group,
+    scatter_to_group,
+)
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+# Layers
+
+
+class ColumnParallelLinear(nn.Linear):
+    """A linear layer of which each rank has some of the outputs: ``[..., in] -> [..., out_local]``.
+
+    ``gather_output``: return all outputs, ``[..., out_local * ranks]``, on every rank.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features_local: int,
+        bias: bool = True,
+        *,
+        group: dist.ProcessGroup | None,
+        gather_output: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features_local, bias, device=device, dtype=dtype)
+        self.group = group
+        self.gather_output = gather_output
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply the ``x`` that all ranks have by this rank's rows of the weight."""
+        y = F.linear(copy_to_group(x, self.group), self.weight, self.bias)
+        return gather_from_group(y, self.group) if self.gather_output else y
+
+
+class RowParallelLinear(nn.Linear):
+    """A linear layer of which each rank has some of the inputs: ``[..., in_local] -> [..., out]``.
+
+    Every rank has the whole bias. It is added once, after the partial products have been summed over the ranks.
+    ``input_is_parallel=False``: the input is ``[..., in_local * ranks]`` on every rank, and each takes its slice.
+    """
+
+    def __init__(
+        self,
+        in_features_local: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: dist.ProcessGroup | None,
+        input_is_parallel: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features_local, out_features, bias, device=device, dtype=dtype)
+        self.group = group
+        self.input_is_parallel = input_is_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply this rank's part of the input by its columns of the weight, and sum over the ranks."""
+        if not self.input_is_parallel:
+            x = scatter_to_group(x, self.group)
+        y = reduce_from_group(F.linear(x, self.weight), self.group)
+        return y if self.bias is None else y + self.bias
+
+
+class VocabParallelEmbedding(nn.Embedding):
+    """An embedding of which each rank has ``rows_local`` rows, from ``first_row`` of the vocabulary on."""
+
+    def __init__(
+        self,
+        rows_local: int,
+        dim: int,
+        *,
+        first_row: int,
+        group: dist.ProcessGroup | None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(rows_local, dim, device=device, dtype=dtype)
+        self.group = group
+        self.first_row = first_row
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look up the ids that this rank has, and sum with what the other ranks found: ``[...] -> [..., dim]``."""
+        return _masked_lookup(super().forward, ids, self.first_row, self.num_embeddings, self.group)
+
+
+class ParallelRMSNorm(nn.Module):
+    """RMSNorm over a dimension that is split, its mean square taken over all ranks: ``[..., dim_local]``, likewise out.
+
+    Computed in float32 at least, as models do. Where heads are replicated, each as often, the mean is the same.
+    """
+
+    def __init__(
+        self,
+        dim_local: int,
+        eps: float = 1e-6,
+        *,
+        group: dist.ProcessGroup | None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim_local, device=device, dtype=dtype))
+        self.eps = eps
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise this rank's slice by the root mean square of the whole."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        mean_square = mean_over_group(wide.square().mean(-1, keepdim=True), self.group)
+        return self.weight * (wide * torch.rsqrt(mean_square + self.eps)).to(x.dtype)
+
+
+def mean_over_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Average a statistic over the ranks, for use on each rank's own slice.
+
+    Summed forward, because each rank saw a part; summed backward too, because each rank uses it for a part.
+    """
+    return copy_to_group(reduce_from_group(x, group), group) / dist.get_world_size(group)
+
+
+# Loaded modules. Each function gives a module of this rank's size the parallel behaviour, in place, and returns it.
+# The module's own forward still does the arithmetic, whatever class it is; names of parameters stay as they are.
+
+
+def column_parallel(module: Module, group: dist.ProcessGroup | None) -> Module:
+    """Let a module that has some of the outputs take inputs that all ranks have.
+
+    Every floating-point tensor among its arguments is one (of experts: the routing weights, too).
+    """
+    local = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return local(*[_shared(a, group) for a in args], **{k: _shared(a, group) for k, a in kwargs.items()})
+
+    return _with_forward(module, forward)
+
+
+def row_parallel(
+    module: Module, group: dist.ProcessGroup | None, *, bias: str = "bias", elsewhere: Sequence[str] = ()
+) -> Module:
+    """Sum the outputs of a module that has some of the inputs, and add its bias once after that.
+
+    Of a tuple that the module returns, the first is the output. ``bias`` is the parameter that is added last, if the
+    module has one. ``elsewhere``: parameters that are added further in, as the biases of experts before they are
+    weighted, and that count on another rank, which has the same: here they are zero, and have no gradient.
+    """
+    local = module.forward
+    missing = [name for name in elsewhere if getattr(module, name, None) is None]
+    if missing:
+        raise ValueError(f"{type(module).__name__} has no parameter {', '.join(missing)} to count elsewhere")
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        last: Tensor | None = getattr(module, bias, None)
+        # Zeros, not None: transformers' Conv1D needs a bias to add.
+        instead = {} if last is None else {bias: torch.zeros_like(last)}
+        instead |= {name: torch.zeros_like(getattr(module, name)) for name in elsewhere}
+        with _instead(module, instead):
+            out = local(*args, **kwargs)
+        partial, *others = out if isinstance(out, tuple) else (out,)
+        total = reduce_from_group(partial, group)
+        total = total if last is None else total + last
+        return (total, *others) if isinstance(out, tuple) else total
+
+    return _with_forward(module, forward)
+
+
+def sum_at_use(module: Module, name: str, group: dist.ProcessGroup | None) -> Module:
+    """Sum what is computed with a weight that has some of the inputs, for a module that goes on from there."""
+    local = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with _SumsAtUse(module.get_parameter(name), group):
+            return local(*args, **kwargs)
+
+    return _with_forward(module, forward)
+
+
+class _SumsAtUse(TorchFunctionMode):
+    """Sums over the ranks the results of every function that takes a weight as an argument."""
+
+    def __init__(self, weight: Tensor, group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        self._weight, self._group = weight, group
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_used = any(given is self._weight for given in (*args, *(kwargs or {}).values()))
+        return reduce_from_group(result, self._group) if is_used and isinstance(result, Tensor) else result
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where a part of a tensor lies in the whole, which has ``length`` indices in its first dimension: at ``start``."""
+
+    start: int
+    length: int
+
+    def among_zeros(self, part: Tensor) -> Tensor:
+        """The whole tensor, zero but for this part; its gradient is the part of the whole one's."""
+        index = torch.arange(self.start, self.start + len(part), device=part.device)
+        return part.new_zeros(self.length, *part.shape[1:]).index_copy_(0, index, part)
+
+
+def with_all_experts(module: Module, holder: nn.Module, parts: Mapping[str, Part]) -> Module:
+    """Let a module's forward see all experts: those that this rank has not are zero, and so is what they compute.
+
+    ``parts`` are the parameters of ``holder``, the module itself or one in it, that have some of the experts.
+    """
+    local = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        whole = {}
+        for name, part in parts.items():
+            own = holder._parameters[name]
+            # Weights that are brought only for the holder's own forward are not there yet.
+            if own is not None and not own.is_meta and len(own) < part.length:
+                whole[name] = part.among_zeros(own)
+        with _instead(holder, whole):
+            return local(*args, **kwargs)
+
+    return _with_forward(module, forward)
+
+
+def vocab_parallel(
+    module: Module, first_row: int, group: dist.ProcessGroup | None, *, padding_row: int | None = None
+) -> Module:
+    """Let an embedding that has some rows of the vocabulary look up ids of all of it.
+
+    ``padding_row``: the row of the whole vocabulary that takes no gradient (``padding_idx`` of the original module).
+    """
+    local = module.forward
+    rows = module.get_parameter("weight").shape[0]
+    own_padding = padding_row is not None and first_row <= padding_row < first_row + rows
+    if hasattr(module, "padding_idx"):
+        module.padding_idx = padding_row - first_row if own_padding and padding_row is not None else None  # type: ignore[assignment]
+
+    for name, token in list(vars(module).items()):
+        if name.endswith(("_token_index", "_token_id")) and isinstance(token, int):
+            setattr(module, name, token - first_row if 0 <= token - first_row < rows else -1)  # a token apart
+
+    def forward(ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return _masked_lookup(lambda own: local(own, *args, **kwargs), ids, first_row, rows, group)
+
+    return _with_forward(module, forward)
+
+
+def gather_logits(
+    module: Module, group: dist.ProcessGroup | None, true_size: int, order: Tensor | None = None
+) -> Module:
+    """Let an output layer that has some rows of the vocabulary return the logits of all, without those of padding.
+
+    ``order`` says where each of them lies among the parts of the ranks, if these are not in order one after the other.
+    """
+    local = column_parallel(module, group).forward
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        whole = gather_from_group(local(*args, **kwargs), group)
+        return whole[..., :true_size] if order is None else whole.index_select(-1, order.to(whole.device))
+
+    return _with_forward(module, forward)
+
+
+def gathered_vectors(module: Module, group: dist.ProcessGroup | None, true_sizes: Mapping[str, int]) -> Module:
+    """Let a module that adds split vectors to what is whole (a bias to gathered logits) see all of them, unpadded."""
+    local = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        own = {name: getattr(module, name) for name in true_sizes}
+        with _instead(module, {name: gather_from_group(own[name], group)[..., :n] for name, n in true_sizes.items()}):
+            return local(*args, **kwargs)
+
+    return _with_forward(module, forward)
+
+
+def parallel_norm(module: Module, group: dist.ProcessGroup | None) -> Module:
+    """Let a norm whose last dimension is split normalise by the statistics of the whole.
+
+    Inputs and weights are gathered and the module computes as it would unsharded, then each rank takes its slice: more
+    bytes than :class:`ParallelRMSNorm` sends, but the same for every kind of norm, and to the last bit. Other tensors
+    of the input's shape (a gate) are split as it is.
+    """
+    local = module.forward
+
+    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        lengths = lengths_in_group(x, group)
+
+        def gathered(value: Any) -> Any:
+            is_alike = isinstance(value, Tensor) and value.shape == x.shape
+            return gather_from_group(value, group, lengths=lengths) if is_alike else value
+
+        weights = module.named_parameters(recurse=False)
+        whole = {name: gather_from_group(weight, group, lengths=lengths) for name, weight in weights}
+        full = gathered(x)
+        shape = getattr(module, "normalized_shape", None)
+        try:
+            if shape is not None:  # torch's own norms, which are told their size
+                module.normalized_shape = (*shape[:-1], full.shape[-1])  # type: ignore[assignment]
+            with _instead(module, whole):
+                y: Tensor = local(full, *map(gathered, args), **{k: gathered(a) for k, a in kwargs.items()})
+        finally:
+            if shape is not None:
+                module.normalized_shape = shape
+        return scatter_to_group(y, group, lengths=lengths)
+
+    return _with_forward(module, forward)
+
+
+def _masked_lookup(
+    lookup: Callable[[Tensor], Tensor], ids: Tensor, first_row: int, rows: int, group: dist.ProcessGroup | None
+) -> Tensor:
+    size = rows * dist.get_world_size(group)
+    if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= size):
+        raise IndexError(f"token ids {int(ids.min())} to {int(ids.max())} in a vocabulary of {size}")
+    own = (ids >= first_row) & (ids < first_row + rows)
+    found = lookup((ids - first_row).where(own, 0))
+    return reduce_from_group(found.masked_fill(~own.unsqueeze(-1), 0), group)
+
+
+def _shared(x: Any, group: dist.ProcessGroup | None) -> Any:
+    return copy_to_group(x, group) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def _with_forward(module: Module, forward: Callable[..., Any]) -> Module:
+    # On the instance, so that hooks and the parameters' names stay what they were.
+    module.forward = forward
+    return module
+
+
+@contextmanager
+def _instead(module: nn.Module, instead: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let the module see other tensors in place of its parameters and buffers, for one forward."""
+    kept: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+    true = [(tensors, name, tensors[name]) for tensors in kept for name in instead if name in tensors]
+    try:
+        for tensors, name, _ in true:
+            tensors[name] = instead[name]
+        yield
+    finally:
+        for tensors, name, tensor in true:
+            tensors[name] = tensor

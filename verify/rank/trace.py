@@ -1,0 +1,278 @@
+"""What is looked at while a model runs: the hidden states between its blocks, its outputs, and what it chose.
+
+A choice (the experts of a token, the keys that a sparse attention keeps) is a step: two scores that tie within the
+rounding are ranked either way, and all that follows differs. So the high-precision run's choices are kept, and the
+other runs take the same. That hides nothing: the scores that a choice is made from are compared like any hidden
+state, and how often a run would have chosen otherwise is counted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from verify.forward.inputs import running
+
+EMBEDDING, FINAL = "embedding", "final hidden state"
+
+
+@dataclass
+class Trace:
+    """One run. ``states`` in the order of the model, on the CPU; ``chosen`` the indices of each choice, in order.
+
+    ``overruled`` counts the rows of choices that this run would have made otherwise, ``choices`` all of them. ``path``
+    has the modules that compute, the innermost last: those in which a run ended that failed.
+    """
+
+    states: dict[str, Tensor] = field(default_factory=dict)
+    chosen: list[Tensor] = field(default_factory=list)
+    choices: int = 0
+    overruled: int = 0
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    path: list[str] = field(default_factory=list)
+
+
+def is_choice(name: str) -> bool:
+    """Whether a state is the scores that a choice was made from."""
+    return re.search(r" choice \d+$", name) is not None
+
+
+@dataclass(frozen=True)
+class Places:
+    """Modules by name whose outputs are kept: the blocks, in order, and others within them."""
+
+    blocks: Mapping[str, nn.Module]
+    others: Mapping[str, nn.Module]
+
+
+def blocks_of(model: Any, parameters: Iterable[str]) -> dict[str, nn.Module]:
+    """The blocks by name: the members of the outermost lists of modules that these parameters run through."""
+    found: dict[str, nn.Module] = {}
+    for name in parameters:
+        segments = name.split(".")
+        for i, segment in enumerate(segments):
+            path = ".".join(segments[:i])
+            if segment.isdigit() and isinstance(model.get_submodule(path), nn.ModuleList):
+                found[f"{path}.{segment}"] = model.get_submodule(f"{path}.{segment}")
+                break
+    return dict(sorted(found.items(), key=lambda item: [int(s) if s.isdigit() else 0 for s in item[0].split(".")]))
+
+
+def run(
+    model: Any,
+    inputs: Mapping[str, Tensor],
+    places: Places,
+    chosen: Sequence[Tensor] | None = None,
+    *,
+    draw: int = 0,
+    grad: bool = False,
+    feed: Mapping[str, Tensor] | None = None,
+    into: Trace | None = None,
+) -> Trace:
+    """Run a model on the inputs of its forward (see verify/inputs.py) and trace it, ``into`` a trace that the caller
+    has even if the run fails.
+
+    With ``feed``, another run's states, each block's output is kept and then replaced by that run's, so that the
+    next block starts from it.
+
+    With ``chosen``, another run's choices are taken. With ``draw``, the results of all layers that have weights are
+    moved at random by as much as rounding moves them: another draw of the rounding, with ``draw`` its seed.
+    """
+    trace = Trace() if into is None else into
+    path = trace.path
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            stack.callback(module.register_forward_pre_hook(_push(path, name)).remove)
+            stack.callback(module.register_forward_hook(_pop(path)).remove)
+        for name, first in _first_blocks(places.blocks).items():
+            stack.callback(first.register_forward_pre_hook(_keep_input(trace, name, feed), with_kwargs=True).remove)
+        for name, module in {**places.others, **places.blocks}.items():
+            instead = feed if name in places.blocks else None
+            # First of all hooks: of what some modules return whole, a rank takes its part.
+            stack.callback(module.register_forward_hook(_keep_output(trace, name, instead), prepend=True).remove)
+        if draw:
+            generator = torch.Generator().manual_seed(draw)
+            for module in model.modules():
+                # A lookup does not round.
+                if next(module.parameters(recurse=False), None) is not None and not isinstance(module, nn.Embedding):
+                    stack.callback(module.register_forward_hook(_round_again(generator)).remove)
+        stack.enter_context(torch.set_grad_enabled(grad))
+        stack.enter_context(_Choices(trace, path, chosen))
+        stack.enter_context(_default_dtype(model.dtype))
+        if model.dtype == torch.float64:
+            stack.enter_context(_NoLessThanFloat64())
+        given = {name: x.to(model.dtype) if x.is_floating_point() else x for name, x in inputs.items()}
+        output = running(model)(**given, use_cache=False)
+    for name, value in output.items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            trace.outputs[name] = value
+            trace.states[FINAL if name == "last_hidden_state" else name] = _kept(value)
+    return trace
+
+
+def _first_blocks(blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """The first block of each list, by the name of what enters it: of an encoder and of a decoder, for one."""
+    firsts: dict[str, nn.Module] = {}
+    for name, block in blocks.items():
+        firsts.setdefault(name.rpartition(".")[0], block)
+    return {EMBEDDING if len(firsts) == 1 else f"{path} {EMBEDDING}": block for path, block in firsts.items()}
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Let what a float64 model makes by itself be float64 too: some put its smallest number into a mask."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64 if dtype == torch.float64 else before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _push(path: list[str], name: str) -> Callable[..., None]:
+    return lambda *_: path.append(name)
+
+
+def _pop(path: list[str]) -> Callable[..., None]:
+    def pop(*_: Any) -> None:
+        path.pop()
+
+    return pop
+
+
+def _keep_input(trace: Trace, name: str, feed: Mapping[str, Tensor] | None) -> Callable[..., Any]:
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name in trace.states:
+            return None  # a block that runs more than once: what it takes then are results of blocks
+        found = args[0] if args else kwargs["hidden_states"]
+        trace.states[name] = _kept(found)
+        if feed is None:
+            return None
+        instead = feed[name].to(found)
+        return ((instead, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": instead})
+
+    return hook
+
+
+def _keep_output(trace: Trace, name: str, feed: Mapping[str, Tensor] | None) -> Callable[..., Any]:
+    calls = 0
+
+    def hook(_: nn.Module, __: Any, output: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        first, *others = output if isinstance(output, (tuple, list)) else (output,)
+        called = f"{name} call {calls}" if calls > 1 else name
+        trace.states[called] = _kept(first)
+        if feed is None:
+            return None
+        first = feed[called].to(first)
+        return type(output)((first, *others)) if isinstance(output, (tuple, list)) else first
+
+    return hook
+
+
+def _round_again(generator: torch.Generator) -> Callable[..., Any]:
+    def hook(_: nn.Module, __: Any, output: Any) -> Any:
+        first, *others = output if isinstance(output, tuple) else (output,)
+        if not (isinstance(first, Tensor) and first.is_floating_point()):
+            return output
+        by = torch.rand(first.shape, generator=generator).to(first.device).sub_(0.5) * torch.finfo(first.dtype).eps
+        moved = (first * (1 + by.to(torch.promote_types(first.dtype, torch.float32)))).to(first.dtype)
+        return (moved, *others) if isinstance(output, tuple) else moved
+
+    return hook
+
+
+def _kept(x: Tensor) -> Tensor:
+    return x.detach().to("cpu", copy=True)
+
+
+_COMPARISONS = {getattr(Tensor, form) for name in ("gt", "ge", "lt", "le") for form in (name, f"__{name}__")}
+_COMPARISONS |= {torch.gt, torch.ge, torch.lt, torch.le}
+
+
+def _is_real(x: Any) -> bool:
+    return x.is_floating_point() if isinstance(x, Tensor) else isinstance(x, float)
+
+
+class _NoLessThanFloat64(TorchFunctionMode):
+    """Lets a float64 model compute in float64 what it would compute in float32: norms, rotary angles, linear attention.
+
+    Models write float32 there to have more than their own 16 bits; in the run that all others are measured against it
+    would be less, and its rounding would be that of the original in float32, and not that of the shards.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.frombuffer, Tensor.view):  # what bytes mean: a weight comes from the disk
+            return func(*args, **(kwargs or {}))
+        if func is Tensor.float:
+            func = Tensor.double
+        args = tuple(torch.float64 if x is torch.float32 else x for x in args)
+        if func is nn.functional.linear:  # of a router whose weight is float32 in whatever model
+            args = tuple(x.double() if isinstance(x, Tensor) else x for x in args)
+        return func(*args, **{key: torch.float64 if x is torch.float32 else x for key, x in (kwargs or {}).items()})
+
+
+class _Choices(TorchFunctionMode):
+    """Keeps, or replaces, the indices of each ``topk`` (or largest score of a token), and keeps the scores."""
+
+    def __init__(self, trace: Trace, path: Sequence[str], chosen: Sequence[Tensor] | None) -> None:
+        super().__init__()
+        self._trace, self._path, self._given = trace, path, chosen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func in (torch.topk, Tensor.topk):
+            dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
+            return torch.return_types.topk(self._choose(args[0] if args else kwargs["input"], dim, *result))
+        if (
+            func in (torch.max, Tensor.max)
+            and isinstance(result, torch.return_types.max)
+            and args
+            and args[0].dim() == 2
+            and _is_real(args[0])
+        ):
+            # Per token, so not the largest score of an attention that is subtracted before its softmax, nor a position.
+            dim = args[1] if len(args) > 1 else kwargs["dim"]
+            keep = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
+            values, indices = self._choose(args[0], dim, *(x if keep else x.unsqueeze(dim) for x in result))
+            return torch.return_types.max((values, indices) if keep else (values.squeeze(dim), indices.squeeze(dim)))
+        if func in _COMPARISONS and result.dim() == 2 and all(_is_real(x) for x in args):
+            return self._settle(result)
+        return result
+
+    def _settle(self, mask: Tensor) -> Tensor:
+        """Take the other run's answer to which scores of a token lie above a threshold."""
+        if self._given is not None:
+            given = self._next(mask)
+            self._trace.overruled += int((given != mask).any(-1).sum())
+            mask = given
+        self._trace.choices += len(mask)
+        self._trace.chosen.append(mask.to("cpu", copy=True))
+        return mask
+
+    def _next(self, like: Tensor) -> Tensor:
+        at = len(self._trace.chosen)
+        if self._given is None or at >= len(self._given) or self._given[at].shape != like.shape:
+            raise ValueError(f"{self._path[-1]} chooses other than in the original model")
+        return self._given[at].to(like.device)
+
+    def _choose(self, scores: Tensor, dim: int, values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        trace, at = self._trace, len(self._trace.chosen)
+        if self._given is not None:
+            indices = self._next(indices)
+            taken = scores.gather(dim, indices)
+            trace.overruled += int((taken.sort(dim).values != values.sort(dim).values).any(dim).sum())
+            values = taken
+        trace.choices += indices.numel() // max(indices.shape[dim], 1)
+        trace.chosen.append(indices.detach().to("cpu", copy=True))
+        trace.states[f"{self._path[-1]} choice {at}"] = _kept(scores)
+        return values, indices

@@ -18,11 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import ReshardError
+from formats.mesh import mesh_of
 from formats.notation.architecture import find_architecture
-from reshard.api import mesh_of
 from reshard.cli.table import human_bytes, rows_of, totals_of
+from reshard.planning.binding import bind
 from reshard.planning.completeness import check_complete
-from reshard.planning.plan import FullTensor, Model, bind, make_plan, refusal, valid_degrees
+from reshard.planning.degrees import refusal, valid_degrees
+from reshard.planning.model import FullTensor, Model
+from reshard.planning.plan import make_plan
 
 CONFIGS = Path(__file__).parent / "configs"
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"

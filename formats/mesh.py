@@ -9,7 +9,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from formats.documents import Unfit, json_object, mapping, whole
-from formats.errors import brief
+from formats.errors import PlanError, brief
 
 MOST_RANKS = 100_000
 
@@ -110,3 +110,21 @@ def read_mesh(value: object, where: str) -> Mesh:
     if mesh.size > MOST_RANKS:
         raise Unfit(f"{where}: {mesh} are more than {MOST_RANKS:,} ranks")
     return mesh
+
+
+def mesh_of(tp: int = 1, ep: int = 1, same_ranks: bool = False) -> Mesh:
+    """The mesh of ``--tp`` and ``--ep``: experts over ``ep``, all else over ``tp``; with ``same_ranks`` both over the
+    same ranks.
+
+    Raises PlanError for a degree below 1, or two degrees over the same ranks that differ.
+    """
+    for name, degree in (("tp", tp), ("ep", ep)):
+        if degree < 1:
+            raise PlanError(f"--{name} {degree} is not possible: a degree is at least 1")
+    if same_ranks:
+        if tp != ep:
+            raise PlanError(f"--tp {tp} and --ep {ep} cannot be over the same ranks: give both the same degree")
+        return Mesh((("tp", tp), ("ep", ep)), same_ranks=True)
+    if ep == 1:
+        return Mesh((("tp", tp),))
+    return Mesh((("ep", ep), ("tp", tp))) if tp > 1 else Mesh((("ep", ep),))

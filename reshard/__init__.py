@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,20 +13,8 @@ __all__ = ["Access", "Padding", "ReshardError", "Summary", "load", "merge", "pla
 __version__ = "0.1.0"
 
 
-class _Package(ModuleType):
-    """This package, with the API imported when it is first asked for: the command line must start at once."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in __all__:
-            raise AttributeError(f"module 'reshard' has no attribute '{name}'")
-        value = getattr(import_module("formats.errors" if name == "ReshardError" else "reshard.api"), name)
-        setattr(self, name, value)
-        return value
-
-    def __setattr__(self, name: str, value: object) -> None:
-        # `reshard.plan` is the function; importing the submodule of that name would put the module in its place.
-        if not (name in __all__ and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
+def __getattr__(name: str) -> Any:
+    """The API, imported when it is first asked for: the command line must start at once."""
+    if name not in __all__:
+        raise AttributeError(f"module 'reshard' has no attribute '{name}'")
+    return getattr(import_module("formats.errors" if name == "ReshardError" else "reshard.api"), name)

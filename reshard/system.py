@@ -1,14 +1,18 @@
-"""What Python's own library does not offer of the operating system."""
+"""The operating system: what Python's own library does not offer of it, and its refusals in one line."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
+
+from formats.errors import CheckpointError
 
 _SET_PARENT_DEATH_SIGNAL = 1
 _LIBRARY = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
@@ -42,3 +46,19 @@ def boot_id() -> str | None:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return None
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """What cannot be written, as a CheckpointError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise refused("write", path, error) from error
+
+
+def refused(verb: str, path: Path, error: OSError) -> CheckpointError:
+    """What the operating system refused, in one line, and what to do if the disk is full."""
+    full = error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+    hint = "free some space and run the same command again: it goes on where it stopped" if full else None
+    return CheckpointError(f"cannot {verb} {path}: {error.strerror or error}", hint)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from formats.notation.architecture import CONFIG_DEFAULTS, built_in_architectures, find_architecture, load_architecture
-from reshard.planning.plan import AxisSizes
+from reshard.planning.sizes import AxisSizes
 
 
 def defaults_of_transformers() -> dict[str, dict[str, Any]]:

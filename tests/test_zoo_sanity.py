@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from formats.notation.architecture import built_in_architectures
 from formats.notation.axes import Dim
-from reshard.planning.plan import Model
+from reshard.planning.model import Model
 from reshard.storage.source import open_source
 from tests import remote, zoo
 from tests.support import contents

@@ -269,7 +269,7 @@ def _attempt(run: _Run, access: Access, debug: bool, crew: Crew | None = None) -
 
 def _verify(run: _Run, access: Access, crew: Crew | None) -> None:
     """Compare bytes, then run the model, unless that is not wanted or the shards could not be run."""
-    from reshard.api import open_any
+    from reshard.storage.access import open_any
     from verify.bytes.exact import ExactReport, open_shards
 
     is_first = crew is None or crew.is_first

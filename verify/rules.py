@@ -16,7 +16,10 @@ from typing import Any
 from formats.errors import ReshardError
 from formats.notation.architecture import Architecture, ModuleRule, Rule, find_architecture, module_document
 from formats.notation.expressions import Expression
-from reshard.planning.plan import Entry, FullTensor, Model, Plan, bind, make_plan, rank_config
+from reshard.planning.binding import bind
+from reshard.planning.model import FullTensor, Model
+from reshard.planning.plan import Entry, Plan, make_plan
+from reshard.planning.rank_config import rank_config
 from reshard.storage.source import UNSPLIT
 
 

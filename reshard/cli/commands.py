@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from formats.notation.architecture import Architecture
     from reshard.api import Access, Padding, Summary
     from reshard.cli.demo import Compared
-    from reshard.planning.plan import Model, Plan, Refusal
+    from reshard.planning.degrees import Refusal
+    from reshard.planning.model import Model
+    from reshard.planning.plan import Plan
     from reshard.storage.inspect import Report
 
 SCHEMA_VERSION = 1
@@ -290,7 +292,9 @@ def plan_command(
     file of a similar model with --save, check and edit it (docs/design.md describes its form) and pass it to any
     command with --plan. --as transformers prints the tp_plan that transformers' own tensor parallelism takes.
     """
-    from reshard.api import lines_of_any, mesh_of, open_any, plan_of
+    from formats.mesh import mesh_of
+    from reshard.planning.plan import plan_of
+    from reshard.storage.access import lines_of_any, open_any
 
     padding = _padding(pad_vocab_to, no_pad_vocab)
     _check_same_ranks(tp, ep, same_ranks)
@@ -454,8 +458,8 @@ def _write_new(file: Path, text: str, option: str) -> None:
 
 
 def _write_draft(source: str, file: Path, revision: str | None, token: str | None, cache_dir: Path | None) -> None:
+    from reshard.planning.degrees import valid_degrees
     from reshard.planning.draft import draft_of
-    from reshard.planning.plan import valid_degrees
     from reshard.storage.hub import fetch
 
     fetched = fetch(source, revision=revision, token=token, cache_dir=cache_dir, quiet=True, headers_only=True)
@@ -594,7 +598,7 @@ def _print_plan(plan: Plan, source: str, as_json: bool) -> None:
 def _print_tp_plan(model: Model, tp: int | None, as_json: bool) -> None:
     """The dict on stdout; on stderr what transformers does otherwise than the rules."""
     from formats.mesh import Mesh
-    from reshard.planning.plan import check_degrees
+    from reshard.planning.degrees import check_degrees
     from verify.rank.tp_plan import transformers_plan
 
     if tp is not None:
@@ -623,7 +627,7 @@ def _title(model: Model, source: str) -> str:
 
 def _print_degrees(model: Model, source: str, padding: Padding, uneven: bool, as_json: bool) -> None:
     from reshard.cli.table import align
-    from reshard.planning.plan import refusal, valid_degrees
+    from reshard.planning.degrees import refusal, valid_degrees
 
     pad = padding.allowed
     valid = valid_degrees(model, pad=pad, uneven=uneven, limit=max(SWEEP))
@@ -671,7 +675,7 @@ def _print_degrees(model: Model, source: str, padding: Padding, uneven: bool, as
 def _other_ways(model: Model, degree: int, why: Refusal | None, pad: bool) -> list[str]:
     """The options with which a refused degree is possible."""
     from formats.mesh import Mesh
-    from reshard.planning.plan import other_ways
+    from reshard.planning.degrees import other_ways
 
     return list(other_ways(model, Mesh((("tp", degree),)), "tp", why, pad=pad)) if why is not None else []
 
@@ -683,8 +687,8 @@ def _why_not(reason: str, ways: Sequence[str]) -> str:
 def _remark(model: Model, degree: int, padding: Padding, uneven: bool) -> str:
     """Bytes per rank of a degree, what is dealt unevenly or padded, and what is on more ranks than one."""
     from formats.mesh import Mesh
-    from reshard.api import plan_of
     from reshard.cli import table
+    from reshard.planning.plan import plan_of
 
     plan = plan_of(model, Mesh((("tp", degree),)), uneven=uneven, padding=padding)
     totals = table.totals_of(plan, table.rows_of(plan))

@@ -16,7 +16,8 @@ from formats.files.safetensors import DTYPE_BITS, tensor_bytes
 from formats.notation.architecture import Architecture
 from formats.notation.axes import Share
 from reshard.engine.transfer import segments_of
-from reshard.planning.plan import Entry, Kind, Layout, Plan
+from reshard.planning.model import Kind
+from reshard.planning.plan import Entry, Layout, Plan
 
 _SCALES = ("_scales", "_scale", "_scale_inv", ".scales", ".qzeros", ".g_idx", "_bias", ".bias")
 _ACTIVATION_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "F64": 8, "F32": 4, "BF16": 2, "F16": 2}

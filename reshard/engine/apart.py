@@ -21,7 +21,7 @@ from typing import Any
 
 from formats.errors import CheckpointError
 from formats.files.checksum import PartialSum
-from reshard.engine.reading import Wanted
+from reshard.engine.reading import Sums, Wanted
 from reshard.system import stop_with_parent
 
 _START = (
@@ -37,13 +37,17 @@ def has_threads() -> bool:
         return threading.active_count() > 1
 
 
+Read = list[tuple[int, Wanted, PartialSum]]
+"""The sums of what was read of a source file, by its number, for these targets."""
+
+
 @dataclass(frozen=True)
 class _Finished:
-    """A target file that is complete, and all that was read so far, by the source's number."""
+    """A target file that is complete, and what was read for it."""
 
     number: int
     checksum: str | None
-    read: dict[int, dict[Wanted, PartialSum]]
+    read: Read
 
 
 @dataclass(frozen=True)
@@ -57,12 +61,12 @@ class _Progress:
 class _Done:
     """The end: all that was read."""
 
-    read: dict[int, dict[Wanted, PartialSum]]
+    read: Read
 
 
 def move_apart(
     jobs: Sequence[Any],
-    sources: Sequence[Any],
+    sums: Sums,
     targets: Sequence[Any],
     options: Any,
     *,
@@ -71,12 +75,14 @@ def move_apart(
 ) -> None:
     """Do what ``reshard.engine.move.move`` does in another process; same arguments, same errors."""
 
-    def take(read: dict[int, dict[Wanted, PartialSum]]) -> None:
-        for number, sums in read.items():
-            sources[number].sums |= sums
+    files = list(sums.of)
+
+    def take(read: Read) -> None:
+        for number, wanted, total in read:
+            sums.of[files[number]][wanted] = total
 
     with _Process() as process:
-        process.send((jobs, sources, targets, options))
+        process.send((jobs, sums, targets, options))
         while not isinstance(report := process.receive(), _Done):
             if isinstance(report, BaseException):
                 raise report
@@ -134,7 +140,8 @@ def serve(parent: int, requests: int, reports: int) -> None:
     signal.signal(signal.SIGTERM, _stop)
     stop_with_parent(parent)
     with os.fdopen(requests, "rb") as pipe:
-        jobs, sources, targets, options = pickle.load(pipe)
+        jobs, sums, targets, options = pickle.load(pipe)
+    numbers = {file: number for number, file in enumerate(sums.of)}
     with os.fdopen(reports, "wb") as output:
 
         def send(report: Any) -> None:
@@ -143,18 +150,14 @@ def serve(parent: int, requests: int, reports: int) -> None:
 
         def finished(target: Any, checksum: str | None) -> None:
             number = targets.index(target)
-            send(_Finished(number, checksum, {i: _of(file.sums, number) for i, file in enumerate(sources)}))
+            found = [(numbers[file], wanted, total) for file, wanted, total in sums.wanted_by(number)]
+            send(_Finished(number, checksum, found))
 
         try:
-            move(jobs, sources, targets, options, finished=finished, progress=lambda nbytes: send(_Progress(nbytes)))
-            send(_Done({i: file.sums for i, file in enumerate(sources)}))
+            move(jobs, sums, targets, options, finished=finished, progress=lambda nbytes: send(_Progress(nbytes)))
+            send(_Done([(numbers[f], wanted, total) for f, of in sums.of.items() for wanted, total in of.items()]))
         except BaseException as error:
             send(error)
-
-
-def _of(sums: dict[Wanted, PartialSum], number: int) -> dict[Wanted, PartialSum]:
-    """The sums of what a target wanted: all of it, when the target is complete."""
-    return {wanted: part for wanted, part in sums.items() if number in wanted}
 
 
 def _stop(number: int, frame: object) -> None:

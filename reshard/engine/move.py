@@ -27,11 +27,11 @@ from formats.errors import MismatchError
 from formats.files.checksum import PIECE, Part, PartialSum, sum_part
 from reshard.engine.apart import has_threads, move_apart
 from reshard.engine.gathering import SMALL, TOGETHER, Runs
-from reshard.engine.reading import Bytes, Places, Reader, SourceFile, SourcePlace, Wanted, pieces
+from reshard.engine.reading import Bytes, Reader, Sums, Wanted, pieces
 from reshard.engine.transfer import Copy, Region, Slab, Way
 from reshard.engine.workers import Report, share
-from reshard.storage.output import disk_errors, refused
-from reshard.system import reserve
+from reshard.storage.source import Places, SourceFile, SourcePlace
+from reshard.system import disk_errors, refused, reserve
 
 STEP = 32 << 20
 """Bytes that a process reads and writes in one step, about, and after which it reports. It is the same for any number
@@ -133,14 +133,14 @@ class Options:
 
 def move(
     jobs: Sequence[Job],
-    sources: Sequence[SourceFile],
+    sums: Sums,
     targets: Sequence[TargetFile],
     options: Options,
     *,
     finished: Callable[[TargetFile, str | None], None],
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> None:
-    """Carry out jobs between these files, in order.
+    """Carry out jobs, in order, from the files of ``sums`` to ``targets``. What is read is added to ``sums``.
 
     ``finished`` is called with each target file that is complete, and its checksum, ``progress`` with the number of
     bytes written. Raises CheckpointError for files that cannot be read or written, MismatchError for replicas that
@@ -148,9 +148,9 @@ def move(
     files closed before it is raised.
     """
     if _processes(jobs, options) > 1 and has_threads():
-        move_apart(jobs, sources, targets, options, finished=finished, progress=progress)
+        move_apart(jobs, sums, targets, options, finished=finished, progress=progress)
         return
-    mover = _Mover(options, sources, targets, jobs, finished, progress)
+    mover = _Mover(options, sums, targets, jobs, finished, progress)
     try:
         mover.run()
     finally:
@@ -178,15 +178,16 @@ class _Mover:
     def __init__(
         self,
         options: Options,
-        sources: Sequence[SourceFile],
+        sums: Sums,
         targets: Sequence[TargetFile],
         jobs: Sequence[Job],
         finished: Callable[[TargetFile, str | None], None],
         progress: Callable[[int], None],
     ) -> None:
-        self._options, self._sources, self._targets, self._jobs = options, sources, targets, jobs
+        self._options, self._sums, self._targets, self._jobs = options, sums, targets, jobs
+        self._sources = list(sums.of)
         self._finished, self._progress = finished, progress
-        self._source_numbers = {file: number for number, file in enumerate(sources)}
+        self._source_numbers = {file: number for number, file in enumerate(self._sources)}
         self._numbers = {file: number for number, file in enumerate(targets)}
         self._wanted: Wanted = frozenset()
         self._busy = mmap.mmap(-1, max(1, len(targets)))
@@ -261,7 +262,7 @@ class _Mover:
     def _take(self, account: _Account) -> None:
         """Add up what was moved, and finish the files that are complete."""
         for (number, wanted), part in account.read.items():
-            self._sources[number].add(wanted, part)
+            self._sums.add(self._sources[number], wanted, part)
         for number, part in account.written.items():
             file = self._targets[number]
             file.sum.merge(part)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from formats.errors import CheckpointError
 from formats.files.checksum import PIECE, Part, PartialSum, sum_part
-from formats.files.safetensors import TensorInfo
 from reshard.engine.transfer import Region
-from reshard.storage.output import refused
+from reshard.storage.source import SourceFile, SourcePlace
+from reshard.system import refused
 
 Bytes = NDArray[np.uint8]
 Room = Callable[[int], Bytes]
@@ -26,49 +24,34 @@ Wanted = frozenset[int]
 """The numbers of the target files that want some bytes of a source."""
 
 
-@dataclass(eq=False)
-class SourceFile:
-    """A file to read from: ``name`` relative to the source's folder, ``expected`` its checksum, if one is known.
-
-    ``sums`` has what was read of it, apart by which target files wanted it: so it can be told which sums are those of
-    the bytes that finished files were made of.
+class Sums:
+    """What was read of each source file, apart by which target files wanted it: so it can be told which sums are those
+    of the bytes that finished files were made of. Headers have been read before.
     """
 
-    path: Path
-    name: str
-    size: int
-    expected: str | None = None
-    sums: dict[Wanted, PartialSum] = field(default_factory=dict)
+    def __init__(self, files: Iterable[SourceFile]) -> None:
+        self.of: dict[SourceFile, dict[Wanted, PartialSum]] = {file: {} for file in files}
+        for file in self.of:
+            if file.header is not None:
+                part = PartialSum(file.size)
+                part.add(0, len(file.header), sum_part(file.header, 0))
+                self.add(file, frozenset(), part)
 
-    def add(self, wanted: Wanted, part: PartialSum) -> None:
-        """Take in the sum of bytes that these targets wanted."""
-        self.sums.setdefault(wanted, PartialSum(self.size)).merge(part)
+    def add(self, file: SourceFile, wanted: Wanted, part: PartialSum) -> None:
+        """Take in the sum of bytes of a file that these targets wanted."""
+        self.of[file].setdefault(wanted, PartialSum(file.size)).merge(part)
 
-    def checksum(self) -> str | None:
-        """The checksum of the whole file, None if not all of it was summed."""
-        total = PartialSum(self.size)
-        for part in self.sums.values():
+    def wanted_by(self, number: int) -> Iterator[tuple[SourceFile, Wanted, PartialSum]]:
+        """The sums of what a target wanted: of all of it, when the target is complete."""
+        for file, sums in self.of.items():
+            yield from ((file, wanted, total) for wanted, total in sums.items() if number in wanted)
+
+    def checksum(self, file: SourceFile) -> str | None:
+        """The checksum of a whole file, None if not all of it was summed."""
+        total = PartialSum(file.size)
+        for part in self.of[file].values():
             total.merge(part)
         return total.value() if total.is_complete else None
-
-
-class SourcePlace(NamedTuple):
-    """A tensor in a source file, at an absolute offset."""
-
-    file: SourceFile
-    offset: int
-
-
-Places = Callable[[int], "SourcePlace | None"]
-"""Where a rank has a tensor; None where it does not."""
-
-
-def place_of(
-    ranks: Sequence[Mapping[str, TensorInfo]], files: Mapping[Path, SourceFile], name: str, rank: int
-) -> SourcePlace | None:
-    """Where a rank has a tensor, given the tensors of each rank; None where it does not."""
-    info = ranks[rank].get(name)
-    return SourcePlace(files[info.file], info.offset) if info else None
 
 
 class Reader:

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from formats.errors import CheckpointError, MismatchError
 from formats.files.safetensors import tensor_bytes
 from formats.quantization.stated_shapes import restated
-from reshard.engine.reading import Places
 from reshard.engine.transfer import Check, Copy, Edit, Region, Slab
 from reshard.planning.plan import Entry, Layout
+from reshard.storage.source import Places
 
 _WHOLE = (slice(None),)
 

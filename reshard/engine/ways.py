@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from formats.files.safetensors import DTYPE_BITS
-from reshard.engine.reading import Places
 from reshard.engine.regrid import Regrid
 from reshard.engine.restate import Restate
 from reshard.engine.transfer import Transfer, Way
 from reshard.planning.plan import Entry
+from reshard.storage.source import Places
 
 
 def way_between(

@@ -21,7 +21,7 @@ from formats.errors import CheckpointError, NotationError
 from formats.notation.architecture import Match
 from formats.notation.axes import Shape
 from formats.quantization.companions import is_of_activations
-from reshard.planning.plan import BoundTensor, Kind, Model
+from reshard.planning.model import BoundTensor, Kind, Model
 
 At = tuple[int, ...]
 """The indices in a name, outermost first."""

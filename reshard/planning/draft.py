@@ -25,7 +25,8 @@ from formats.files.sharded import is_sharded
 from formats.notation.architecture import architecture_from_document, is_index
 from formats.notation.axes import parse
 from formats.quantization.companions import scheme_of
-from reshard.planning.plan import FullTensor, Model, bind
+from reshard.planning.binding import bind
+from reshard.planning.model import FullTensor, Model
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,9 @@ from formats.errors import PlanError
 from formats.mesh import Mesh
 from formats.notation.axes import owned
 from formats.quantization.block_size import block_size, with_block_size
-from reshard.planning.plan import FullTensor, Model, bind, shares_of
+from reshard.planning.binding import bind
+from reshard.planning.model import FullTensor, Model
+from reshard.planning.shares import shares_of
 
 
 def finer_blocks(model: Model, mesh: Mesh) -> tuple[int, int] | None:

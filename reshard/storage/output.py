@@ -31,7 +31,7 @@ from formats.errors import CheckpointError
 from formats.files.checksum import checksum, file_checksum
 from formats.files.sharded import MANIFEST, FileRecord
 from formats.files.stamps import Stamp, read_stamp
-from reshard.system import boot_id
+from reshard.system import boot_id, disk_errors
 
 STATE = ".reshard-"
 """How the names of what is not part of the output begin in a staging folder."""
@@ -485,19 +485,3 @@ def _are_same(before: Sequence[Stamp], now: Sequence[Stamp]) -> bool:
 def _free_name(path: Path) -> Path:
     names = (path.with_name(f"{path.name}-{i}") for i in range(1_000_000))
     return next(name for name in names if not name.exists())
-
-
-@contextlib.contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """What cannot be written, as a CheckpointError that names the file."""
-    try:
-        yield
-    except OSError as error:
-        raise refused("write", path, error) from error
-
-
-def refused(verb: str, path: Path, error: OSError) -> CheckpointError:
-    """What the operating system refused, in one line, and what to do if the disk is full."""
-    full = error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-    hint = "free some space and run the same command again: it goes on where it stopped" if full else None
-    return CheckpointError(f"cannot {verb} {path}: {error.strerror or error}", hint)

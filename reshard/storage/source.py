@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from formats.errors import CheckpointError, MismatchError
-from formats.files.checkpoint import Checkpoint, WeightFile, fingerprint, open_checkpoint
-from formats.files.checksum import PartialSum, sum_part
+from formats.files.checkpoint import Checkpoint, fingerprint, open_checkpoint
 from formats.files.safetensors import TensorInfo
 from formats.files.sharded import (
     MANIFEST,
@@ -36,13 +35,47 @@ from formats.notation.architecture import (
 )
 from formats.quantization.block_size import block_size
 from formats.regular_files import read_file
-from reshard.engine.reading import Places, SourceFile, place_of
+from reshard.planning.binding import bind, lines_for
 from reshard.planning.completeness import check_complete
 from reshard.planning.finer_blocks import with_blocks
-from reshard.planning.plan import AxisSizes, FullTensor, Model, Plan, bind, lines_for, make_plan
+from reshard.planning.model import FullTensor, Model
+from reshard.planning.plan import Plan, make_plan
+from reshard.planning.sizes import AxisSizes
 from reshard.storage.output import unfinished_command
 
 UNSPLIT = Mesh((("tp", 1),))
+
+
+@dataclass(frozen=True, eq=False)
+class SourceFile:
+    """A file to read from: ``name`` relative to the source's folder, ``expected`` its checksum, if one is known,
+    ``header`` its header as it was read, None for a format that has none.
+    """
+
+    path: Path
+    name: str
+    size: int
+    header: bytes | None = None
+    expected: str | None = None
+
+
+class SourcePlace(NamedTuple):
+    """A tensor in a source file, at an absolute offset."""
+
+    file: SourceFile
+    offset: int
+
+
+Places = Callable[[int], SourcePlace | None]
+"""Where a rank has a tensor; None where it does not."""
+
+
+def _place_of(
+    ranks: Sequence[Mapping[str, TensorInfo]], files: Mapping[Path, SourceFile], name: str, rank: int
+) -> SourcePlace | None:
+    """Where a rank has a tensor, given the tensors of each rank; None where it does not."""
+    info = ranks[rank].get(name)
+    return SourcePlace(files[info.file], info.offset) if info else None
 
 
 @dataclass(frozen=True)
@@ -131,7 +164,7 @@ class Source:
 
     def places(self, name: str) -> Places:
         """Where each rank has a tensor."""
-        return partial(place_of, self.ranks, self.files, name)
+        return partial(_place_of, self.ranks, self.files, name)
 
     def files_of(self, names: Collection[str]) -> list[SourceFile]:
         """The files that hold some of these tensors."""
@@ -158,8 +191,7 @@ def open_source(
     full = _full_tensors(tensors)
     model = bind(architecture, checkpoint.config, full, every_rule=plan_file is not None)
     check_complete(model, path)
-    files = {file.path: SourceFile(file.path, file.name, file.size) for file in checkpoint.files}
-    _add_headers(files, checkpoint.files)
+    files = {file.path: SourceFile(file.path, file.name, file.size, file.header) for file in checkpoint.files}
     plan = make_plan(model, UNSPLIT)
     used = [*files, *checkpoint.side_files, *([path / checkpoint.index_name] if checkpoint.index_name else [])]
     return Source(
@@ -184,15 +216,6 @@ def _two_levels(path: Path) -> Iterator[tuple[str, list[str], list[str]]]:
 
 def _of_used(stamps: Mapping[Path, Stamp], used: Iterable[Path], root: Path) -> dict[Path, Stamp]:
     return {file: stamps.get(file) or stamp_of(file, file.relative_to(root).as_posix()) for file in used}
-
-
-def _add_headers(files: Mapping[Path, SourceFile], found: Iterable[WeightFile]) -> None:
-    """Sum the headers, which have been read."""
-    for file in found:
-        if file.header is not None:
-            part = PartialSum(file.size)
-            part.add(0, len(file.header), sum_part(file.header, 0))
-            files[file.path].add(frozenset(), part)
 
 
 def lines_of(path: Path, plan_file: Path | None = None) -> Architecture:
@@ -231,8 +254,7 @@ def _open_sharded(path: Path, location: str, plan_file: Path | None, stamps: Map
     check_complete(model, path)
     expected = {path / f.name: f.checksum for files in manifest.ranks.values() for f in files} if manifest else {}
     found = [file for rank in sharded.ranks for file in rank.files]
-    files = {f.path: SourceFile(f.path, f.name, f.size, expected.get(f.path)) for f in found}
-    _add_headers(files, found)
+    files = {f.path: SourceFile(f.path, f.name, f.size, f.header, expected.get(f.path)) for f in found}
     ranks = tuple(rank.tensors for rank in sharded.ranks)
     used = [*files, *sharded.side_files, *([path / MANIFEST] if manifest else [])]
     source = Source(

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from formats.errors import CheckpointError, PlanError
 from formats.files.safetensors import build_header, read_header
 from reshard.api import load, merge, plan, split
-from reshard.planning.plan import valid_degrees
+from reshard.planning.degrees import valid_degrees
 from tests import zoo
 from tests.support import contents, without_manifest, write_checkpoint
 

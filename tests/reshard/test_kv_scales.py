@@ -12,7 +12,9 @@ from formats.mesh import Mesh
 from formats.notation.architecture import BUILT_IN, find_architecture, load_architecture
 from formats.quantization.companions import takes_heads
 from reshard.api import merge, split
-from reshard.planning.plan import FullTensor, bind, make_plan
+from reshard.planning.binding import bind
+from reshard.planning.model import FullTensor
+from reshard.planning.plan import make_plan
 from tests.dequantize import METHODS, Stored
 from tests.reshard.test_quantized import FAST, PACKINGS, checkpoint, read, write
 from tests.support import contents

@@ -12,8 +12,11 @@ from safetensors.torch import load_file, save_file
 from formats.errors import PlanError
 from formats.mesh import Mesh
 from formats.notation.architecture import find_architecture
+from reshard.planning.binding import bind
+from reshard.planning.degrees import valid_degrees
 from reshard.planning.finer_blocks import finer_blocks
-from reshard.planning.plan import FullTensor, bind, make_plan, valid_degrees
+from reshard.planning.model import FullTensor
+from reshard.planning.plan import make_plan
 from reshard.storage.source import open_source
 from tests import remote
 from tests.published import PUBLISHED, full_tensors

@@ -12,7 +12,7 @@ import pytest
 from formats.errors import CheckpointError, MismatchError, PlanError, ReshardError
 from formats.files.safetensors import build_header, read_header
 from reshard.api import load, merge, plan, split
-from reshard.planning.plan import valid_degrees
+from reshard.planning.degrees import valid_degrees
 from tests.support import LLAMA, change_tensor, contents, llama_tensors, write_checkpoint, write_file
 
 

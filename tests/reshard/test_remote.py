@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from reshard.api import merge, split
-from reshard.planning.plan import valid_degrees
+from reshard.planning.degrees import valid_degrees
 from reshard.storage.source import open_source
 from tests import remote, zoo
 from tests.support import contents, without_manifest

@@ -8,7 +8,7 @@ import time
 
 from benchmarks.checkpoints import DEEPSEEK_V3, deepseek_v3_tensors, write_sparse
 from reshard.api import plan
-from reshard.planning.plan import refusal, valid_degrees
+from reshard.planning.degrees import refusal, valid_degrees
 
 
 def test_deepseek_v3_is_planned(tmp_path):

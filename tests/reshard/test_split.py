@@ -20,7 +20,7 @@ from formats.files.safetensors import DTYPE_BITS, build_header, read_header
 from formats.files.sharded import open_sharded
 from reshard.api import Access, Padding, load, merge, split
 from reshard.engine.move import Options
-from reshard.planning.plan import valid_degrees
+from reshard.planning.degrees import valid_degrees
 from reshard.storage.source import open_source
 from tests import zoo
 from tests.support import (
@@ -334,7 +334,7 @@ def test_one_pass(tmp_path, monkeypatch, steps):
     def again(path):
         raise AssertionError(f"{path} is read a second time for its checksum")
 
-    monkeypatch.setattr("reshard.api.file_checksum", again)
+    monkeypatch.setattr("reshard.writing.files.file_checksum", again)
     monkeypatch.setattr(os, "preadv", read)
     monkeypatch.setattr(os, "pwrite", write)
     monkeypatch.setattr("reshard.engine.move.STEP", steps)

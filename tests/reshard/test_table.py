@@ -9,7 +9,9 @@ import pytest
 from formats.mesh import Mesh
 from formats.notation.architecture import find_architecture
 from reshard.cli.table import format_table, rows_of, totals_of
-from reshard.planning.plan import FullTensor, Plan, bind, make_plan
+from reshard.planning.binding import bind
+from reshard.planning.model import FullTensor
+from reshard.planning.plan import Plan, make_plan
 
 # 8 query heads of 6 on 4 KV heads
 PHI3 = {

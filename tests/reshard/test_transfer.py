@@ -12,7 +12,9 @@ from formats.mesh import Mesh
 from formats.notation.architecture import architecture_from_document
 from formats.notation.axes import Run, parse
 from reshard.engine.transfer import Transfer
-from reshard.planning.plan import Box, FullTensor, Layout, Model, bind, make_plan
+from reshard.planning.binding import bind
+from reshard.planning.model import FullTensor, Model
+from reshard.planning.plan import Box, Layout, make_plan
 
 SIZES = {"kv": 6, "group": 4, "head": 4, "vocab": 13, "hidden": 5, "ff": 24, "expert": 6}
 RULES = {

@@ -25,7 +25,9 @@ from formats.notation.architecture import architecture_from_document
 from formats.notation.axes import Run
 from reshard.api import Padding, merge, split
 from reshard.cli.commands import main
-from reshard.planning.plan import Box, FullTensor, Layout, bind, make_plan
+from reshard.planning.binding import bind
+from reshard.planning.model import FullTensor
+from reshard.planning.plan import Box, Layout, make_plan
 from reshard.storage.source import open_source
 from tests import zoo
 from tests.verify.faults import FAULTS, inject

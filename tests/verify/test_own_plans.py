@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from reshard.api import Access, open_any, split
+from reshard.api import Access, split
+from reshard.storage.access import open_any
 from reshard.storage.source import Source, open_source
 from tests import zoo
 from verify.bytes.exact import compare

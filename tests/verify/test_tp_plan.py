@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from formats.errors import PlanError
-from reshard.api import Access, open_any
+from reshard.api import Access
+from reshard.storage.access import open_any
 from tests.support import write_checkpoint
 from tests.test_cli import refused, run
 from tests.zoo import save

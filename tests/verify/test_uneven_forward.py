@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-import reshard.api
+import reshard.writing.split
 from formats.mesh import Mesh
 from reshard.api import split
-from reshard.planning.plan import Model
+from reshard.planning.model import Model
 from reshard.storage.source import Source, open_source
 from tests import zoo
 from tests.verify import test_quantized_forward
@@ -39,7 +39,7 @@ def pair(source: Path, out: Path, tp: int) -> tuple[Source, Source]:
 
 
 def test_unequal_parts_are_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reshard.api, "unevenly", any_units)
+    monkeypatch.setattr(reshard.writing.split, "unevenly", any_units)
     pairs = [pair(zoo.save(name, tmp_path / name), tmp_path / f"{name}-2", 2) for name in NAMES]
     options = ForwardOptions(seq=16, draws=4, backward=True)
     for name, report in zip(NAMES, run_forwards(pairs, options), strict=True):

@@ -30,7 +30,9 @@ from formats.files.safetensors import DTYPE_BITS, TensorInfo
 from formats.files.sharded import MANIFEST, is_sharded
 from formats.notation.axes import Run
 from reshard.planning.finer_blocks import with_blocks
-from reshard.planning.plan import Kind, Layout, Plan, make_plan, rank_config
+from reshard.planning.model import Kind
+from reshard.planning.plan import Layout, Plan, make_plan
+from reshard.planning.rank_config import rank_config
 from reshard.storage.source import Source, open_source
 from verify.bytes import folder
 from verify.bytes.scales import differing, refined

@@ -26,12 +26,13 @@ from formats.files.sharded import (
     Manifest,
     ShardedCheckpoint,
     manifest_text,
-    partition,
 )
 from formats.mesh import RANK_FOLDER
 from formats.regular_files import read_file
-from reshard.planning.plan import Kind, Plan, in_order
+from reshard.planning.model import Kind, in_order
+from reshard.planning.plan import Plan
 from reshard.storage.source import Source
+from reshard.writing.shard_files import partition
 
 INDEX = "model.safetensors.index.json"
 

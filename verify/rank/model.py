@@ -53,7 +53,10 @@ from formats.mesh import Mesh
 from formats.notation.architecture import Architecture, ModuleRule
 from formats.notation.axes import Dim, Share, owned
 from formats.quantization.companions import is_of_activations, quantization_settings, scheme_of
-from reshard.planning.plan import AxisSizes, Entry, Layout, Plan, shares_of, with_sizes_of_whole
+from reshard.planning.plan import Entry, Layout, Plan
+from reshard.planning.rank_config import with_sizes_of_whole
+from reshard.planning.shares import shares_of
+from reshard.planning.sizes import AxisSizes
 from verify.rank.collectives import Groups, copy_to_group, gather_from_group
 from verify.rank.layers import (
     Part,

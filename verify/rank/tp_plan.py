@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from formats.errors import PlanError
 from formats.notation.axes import Dim, Shape, deal
-from reshard.planning.plan import Kind, Model
+from reshard.planning.model import Kind, Model
 
 if TYPE_CHECKING:
     from torch import nn

@@ -1,0 +1,181 @@
+"""Which degrees are possible, and why others are not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from formats.errors import NotationError, PlanError
+from formats.files.safetensors import DTYPE_BITS
+from formats.mesh import Mesh
+from formats.notation.axes import Share, deal, degrees, owned, unit_of
+from formats.quantization.block_size import block_size
+from reshard.planning.model import Model
+from reshard.planning.reasons import cuts_blocks, does_not_divide, too_few_units
+from reshard.planning.shares import padded_sizes, padding_for, shares_of
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a degree is not possible: the family that does not absorb it, its sizes, and the unit that it is dealt in if
+    it is dealt unevenly; or the block that would be cut, and what to do about it.
+    """
+
+    degree: int
+    family: tuple[tuple[str, int], ...]
+    cut: str | None = None
+    advice: str | None = None
+    unit: int | None = None
+
+    def __str__(self) -> str:
+        if self.cut is not None:
+            return self.cut
+        if self.unit is not None:
+            return too_few_units(*self.family[0], self.unit, self.degree)
+        return does_not_divide(self.family, self.degree)
+
+
+def refusal(
+    model: Model, mesh_dim: str, degree: int, *, pad: bool = True, same_ranks: bool = False, uneven: bool = False
+) -> Refusal | None:
+    """Why ``degree`` is not possible along a mesh dimension, or None if it is.
+
+    With ``same_ranks`` experts stay whole; with ``uneven`` the last ranks may have less (see ``unevenly``).
+    """
+    mesh = Mesh(((mesh_dim, degree),), same_ranks)
+    return _refusal(model, unevenly(model, mesh) if uneven else mesh, pad=pad)
+
+
+def _refusal(model: Model, mesh: Mesh, *, pad: bool) -> Refusal | None:
+    """Why a mesh of one dimension is not possible."""
+    ((mesh_dim, degree),) = mesh.degrees
+    for family, sizes in _families(model, mesh_dim, pad=pad, same_ranks=mesh.same_ranks):
+        unit = mesh.unit(family[0])
+        if unit is not None:
+            is_refused = not Share(degree, degree - 1, unit).run(sizes[family[0]]).length
+        else:
+            is_refused = deal(family, sizes, degree) is None
+        if is_refused:
+            return Refusal(degree, tuple((axis, sizes[axis]) for axis in family), unit=unit)
+    return _cut_block(model, mesh, pad=pad)
+
+
+def _cut_block(model: Model, mesh: Mesh, *, pad: bool) -> Refusal | None:
+    """The first tensor of a quantized weight in which a mesh would cut a block."""
+    padding = padding_for(model, mesh, 1) if pad else {}
+    for tensor in model.in_blocks:
+        sizes = padded_sizes(model.sizes.of(dict(tensor.indices)), padding)
+        try:
+            for rank in range(mesh.size):
+                shares = shares_of(model, mesh, rank, sizes, tensor.axes)
+                for dim in tensor.rule.unfolded(sizes).dims:
+                    owned(dim, sizes, shares)
+        except NotationError as error:
+            why = cuts_blocks(dim, sizes, shares) or error.message
+            return Refusal(mesh.size, (), f"tensor '{tensor.name}': {why}", tensor.advice)
+    return None
+
+
+def unevenly(model: Model, mesh: Mesh) -> Mesh:
+    """The same mesh with units for those of the model's channels that it cannot have in equal parts (or not without
+    cutting a block of a quantized weight).
+
+    A unit is the least common multiple of what the tensors with that axis need, so that no rank cuts a block.
+    """
+    degree, units = dict(mesh.degrees).get("tp", 1), _units(model, experts=not mesh.same_ranks)
+    sets = model.axis_sets(experts=not mesh.same_ranks)
+    uneven = {
+        axis: unit
+        for axis, unit in sorted(units.items())
+        if degree > 1 and any(sizes.get(axis, 0) % (degree * unit) for sizes in sets)
+    }
+    return replace(mesh, uneven=tuple(uneven.items()))
+
+
+def _units(model: Model, *, experts: bool) -> dict[str, int]:
+    """The unit of each axis that may be dealt unevenly; with ``experts`` those of experts' tensors count."""
+    units = dict.fromkeys(model.channels, 1)
+    for tensor in model.with_channels:
+        if not experts and tensor.axes & model.expert_axes:
+            continue
+        sizes = model.sizes.of(dict(tensor.indices))
+        *outer, last = tensor.rule.unfolded(sizes).dims
+        whole_bytes = replace(last, step=math.lcm(last.step, 8 // math.gcd(8, DTYPE_BITS[tensor.dtype])))
+        for axis in tensor.rule.axes & model.channels:
+            units[axis] = math.lcm(units[axis], *(unit_of(dim, axis, sizes) for dim in (*outer, whole_bytes)))
+    return units
+
+
+def valid_degrees(
+    model: Model,
+    mesh_dim: str = "tp",
+    *,
+    pad: bool = True,
+    same_ranks: bool = False,
+    uneven: bool = False,
+    limit: int = 1024,
+) -> list[int]:
+    """Every degree that all families can absorb, in increasing order up to ``limit``; with ``uneven`` those too of
+    which the last ranks have less.
+    """
+    families = list(_families(model, mesh_dim, pad=pad, same_ranks=same_ranks))
+    if not families:  # nothing is dealt, or only what may be padded
+        return list(range(1, limit + 1)) if _is_dealt(model, mesh_dim) else [1]
+    free = model.channels if uneven and mesh_dim == "tp" else frozenset[str]()
+    least = min([limit, *(sizes[family[0]] for family, sizes in families if family[0] in free)])
+    fixed = [degrees(family, sizes, limit) for family, sizes in families if family[0] not in free]
+    found = sorted(set(range(1, least + 1)).intersection(*fixed))
+    if uneven:
+        return [d for d in found if refusal(model, mesh_dim, d, pad=pad, same_ranks=same_ranks, uneven=True) is None]
+    return [d for d in found if _cut_block(model, Mesh(((mesh_dim, d),), same_ranks), pad=pad) is None]
+
+
+def _families(
+    model: Model, mesh_dim: str, *, pad: bool, same_ranks: bool
+) -> Iterable[tuple[list[str], Mapping[str, int]]]:
+    for family in model.architecture.families.get(mesh_dim, ()):
+        for sizes in model.axis_sets(experts=mesh_dim == "ep" or not same_ranks):
+            present = [axis for axis in family if axis in sizes]
+            if present and not (pad and set(present) <= set(model.architecture.pad)):
+                yield present, sizes
+
+
+def _is_dealt(model: Model, mesh_dim: str) -> bool:
+    axes = {axis for family in model.architecture.families.get(mesh_dim, ()) for axis in family}
+    return any(axes & sizes.keys() for sizes in model.axis_sets())
+
+
+def check_degrees(model: Model, mesh: Mesh, *, pad: bool = True) -> None:
+    """Raise PlanError for a degree that some family of axes does not absorb, with the valid ones."""
+    for axis, _ in mesh.uneven:
+        if axis not in model.channels:
+            raise PlanError(f"{mesh}: the axis '{axis}' cannot be dealt unevenly")
+    for mesh_dim, degree in mesh.degrees:
+        if degree == 1:
+            continue
+        why = _refusal(model, replace(mesh, degrees=((mesh_dim, degree),)), pad=pad)
+        if why is not None:
+            valid = valid_degrees(
+                model, mesh_dim, pad=pad, same_ranks=mesh.same_ranks, uneven=bool(mesh.uneven and mesh_dim == "tp")
+            )
+            ways = "".join(f", or {way}" for way in other_ways(model, mesh, mesh_dim, why, pad=pad))
+            advice = f"; {why.advice}" if why.advice else ""
+            hint = f"valid degrees: {', '.join(map(str, valid))}{ways}{advice}"
+            raise PlanError(f"--{mesh_dim} {degree} is not possible: {why}", hint)
+        if not _is_dealt(model, mesh_dim):
+            raise PlanError(f"--{mesh_dim} {degree} is not possible: the plan deals no axis over {mesh_dim}")
+
+
+def other_ways(model: Model, mesh: Mesh, mesh_dim: str, why: Refusal, *, pad: bool) -> Iterable[str]:
+    """The options with which a refused degree is possible."""
+    degree = dict(mesh.degrees)[mesh_dim]
+    if refusal(model, mesh_dim, degree, pad=pad, same_ranks=mesh.same_ranks, uneven=True) is None:
+        yield "--uneven"
+    if mesh.degrees == (("tp", degree),) and _is_dealt(model, "ep"):
+        tried = (refusal(model, dim, degree, pad=pad, same_ranks=True) for dim in ("tp", "ep"))
+        if all(found is None for found in tried):
+            yield f"--tp {degree} --ep {degree} --same-ranks"
+    begins_anew = any(dim.part is not None for tensor in model.in_blocks for dim in tensor.rule.dims)
+    if why.cut is not None and block_size(model.config) and not begins_anew:
+        yield "--refine-blocks"

@@ -1,0 +1,63 @@
+"""What each rank of a mesh has of each axis."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+
+from formats.mesh import Mesh
+from formats.notation.axes import Share, deal, share
+from reshard.planning.model import Model
+
+
+def shares_of(
+    model: Model, mesh: Mesh, rank: int, sizes: Mapping[str, int], axes: AbstractSet[str]
+) -> dict[str, Share]:
+    """What a rank has of each axis, in a tensor with these axes."""
+    shares: dict[str, Share] = {}
+    coordinates = mesh.coordinates(rank)
+    for mesh_dim, degree in mesh.degrees:
+        if mesh.same_ranks and (mesh_dim == "ep") != bool(axes & model.expert_axes):
+            continue
+        for family in model.architecture.families.get(mesh_dim, ()):
+            known = [axis for axis in family if axis in sizes]
+            unit = mesh.unit(family[0]) if mesh_dim == "tp" else None
+            if unit is not None:
+                shares[family[0]] = Share(degree, coordinates[mesh_dim], unit)
+                continue
+            parts = deal(known, sizes, degree) if known else None
+            if parts is not None:
+                shares |= share(parts, coordinates[mesh_dim])
+    return shares
+
+
+def local_sizes(
+    model: Model, mesh: Mesh, rank: int, sizes: Mapping[str, int], axes: AbstractSet[str]
+) -> dict[str, int]:
+    """The size of each axis as a rank has it, in a tensor with these axes."""
+    return sizes_of_parts(sizes, shares_of(model, mesh, rank, sizes, axes))
+
+
+def sizes_of_parts(sizes: Mapping[str, int], shares: Mapping[str, Share]) -> dict[str, int]:
+    """The size of each axis for what has these shares of it."""
+    return {axis: shares[axis].run(size).length if axis in shares else size for axis, size in sizes.items()}
+
+
+def padding_for(model: Model, mesh: Mesh, pad_to: int) -> dict[str, int]:
+    """The padded size of each axis that does not divide by its degree or by ``pad_to``, where it may be padded."""
+    padding: dict[str, int] = {}
+    for mesh_dim, degree in mesh.degrees:
+        axes = {axis for family in model.architecture.families.get(mesh_dim, ()) for axis in family}
+        for axis in model.architecture.pad:
+            for sizes in model.axis_sets():
+                size = sizes.get(axis)
+                multiple = math.lcm(degree, pad_to)
+                if axis in axes and size is not None and size % multiple:
+                    padding[axis] = -(-size // multiple) * multiple
+    return padding
+
+
+def padded_sizes(sizes: Mapping[str, int], padding: Mapping[str, int]) -> dict[str, int]:
+    """All sizes, padded ones in the place of the model's own."""
+    return {axis: padding.get(axis, size) for axis, size in sizes.items()}

@@ -1,0 +1,151 @@
+"""The size of each axis of an architecture: from config.json, or as measured on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from formats.documents import LARGEST
+from formats.errors import NotationError, PlanError, brief
+from formats.notation.architecture import Architecture, Match, Rule
+from formats.notation.expressions import Expression
+from formats.quantization.companions import (
+    Scheme,
+    scheme_of,
+)
+
+_DEEPEST, _MOST_STEPS = 30, 10_000
+
+
+"""Sizes that refer to a further one, and those that are looked up to know all. Built-in plans need 2 and 43."""
+
+
+class AxisSizes:
+    """The size of every axis for a tensor's indices: from the config, or else as measured on disk."""
+
+    def __init__(self, architecture: Architecture, config: Mapping[str, Any], known: Mapping[str, int]) -> None:
+        self._architecture = architecture
+        self.settings = architecture.settings(config)
+        self.measured: dict[str, int] = dict(known)
+        self._index_names = frozenset(
+            segment[1:-1] for name in architecture.tensors for segment in name.split(".") if segment.startswith("{")
+        )
+        self._cache: dict[tuple[tuple[str, int], ...], dict[str, int]] = {}
+        self._steps = 0
+
+    @cached_property
+    def scheme(self) -> Scheme:
+        """How weights are quantized, by the config."""
+        return scheme_of(self.settings)
+
+    @cached_property
+    def _used_indices(self) -> frozenset[str]:
+        expressions = list(self._architecture.sizes.values())
+        expressions += [r.when for rules in self._architecture.tensors.values() for r in rules if r.when is not None]
+        return self._index_names & frozenset().union(*(expression.names for expression in expressions))
+
+    def indices_for(self, rules: Sequence[Rule]) -> frozenset[str]:
+        """The axes in names on whose index it depends which of a line's rules holds, and how its tensors are split.
+
+        An axis is dealt together with its family.
+        """
+        axes = frozenset().union(*(shape.axes for rule in rules for shape in rule.shapes))
+        families = (family for found in self._architecture.families.values() for family in found)
+        axes = axes.union(*(family for family in families if axes & {*family}))
+        names = frozenset().union(*(rule.when.names for rule in rules if rule.when))
+        while True:
+            sizes = [self._architecture.sizes[axis] for axis in axes if axis in self._architecture.sizes]
+            names = names.union(*(expression.names for expression in sizes))
+            more = names - self._index_names - axes
+            if not more & self._architecture.sizes.keys():
+                return names & self._index_names
+            axes |= more
+
+    @cached_property
+    def varying(self) -> frozenset[str]:
+        """The axes whose size depends on an index in the tensor's name."""
+        sizes, found = self._architecture.sizes, frozenset[str]()
+        while True:
+            more = frozenset(axis for axis, e in sizes.items() if e.names & (self._index_names | found))
+            if more == found:
+                return found
+            found = more
+
+    @cached_property
+    def configured(self) -> frozenset[str]:
+        """The axes in names whose size the config gives."""
+        return frozenset(axis for axis in self._index_names if axis in self.counts)
+
+    @cached_property
+    def counts(self) -> dict[str, int]:
+        """How many indices a name may have, of each axis that stands in names."""
+        named = {axis: self._config_size(axis, {}, ()) for axis in self._index_names & self._architecture.sizes.keys()}
+        return {axis: size for axis, size in named.items() if size is not None}
+
+    def key(self, indices: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+        """What of a tensor's indices its sizes depend on."""
+        if not self._used_indices:
+            return ()
+        return tuple((name, indices[name]) for name in sorted(self._used_indices) if name in indices)
+
+    def of(self, indices: Mapping[str, int]) -> dict[str, int]:
+        """The sizes for a tensor with these indices; an axis that nobody knows is absent."""
+        key = self.key(indices)
+        if key not in self._cache:
+            self._steps = 0
+            values = {axis: self._config_size(axis, dict(key), ()) for axis in self._architecture.sizes}
+            self._cache[key] = {axis: value for axis, value in values.items() if value is not None}
+        return {**self.measured, **self._cache[key]}
+
+    def holds(self, match: Match) -> Rule | None:
+        """The first rule of a line whose condition holds."""
+        self._steps = 0
+        for rule in match.rules:
+            if rule.when is None or self.evaluate(rule.when, match.indices):
+                return rule
+        return None
+
+    def evaluate(self, expression: Expression, indices: Mapping[str, int]) -> Any:
+        """What an expression gives for a tensor with these indices."""
+        return expression.evaluate(lambda name: self._look_up(name, indices, ()))
+
+    def count(
+        self, axis: str, indices: Mapping[str, int], *, without: Callable[[str], bool] = lambda _: False
+    ) -> int | None:
+        """The size that the config gives an axis, as if it lacked some settings; None if it gives none."""
+        expression = self._architecture.sizes.get(axis)
+        if expression is None:
+            return None
+        try:
+            value = expression.evaluate(lambda name: None if without(name) else self._look_up(name, indices, (axis,)))
+        except NotationError:
+            return None
+        return int(value) if isinstance(value, (int, float)) else None
+
+    def _config_size(self, axis: str, indices: Mapping[str, int], below: tuple[str, ...]) -> int | None:
+        expression = self._architecture.sizes[axis]
+        self._steps += 1
+        if len(below) > _DEEPEST or self._steps > _MOST_STEPS:
+            raise PlanError(f"plan '{self._architecture.name}': the sizes refer to each other without end")
+        try:
+            value = expression.evaluate(lambda name: self._look_up(name, indices, (*below, axis)))
+        except NotationError as error:
+            plan = self._architecture.name
+            raise PlanError(
+                f"config.json does not fit the plan '{plan}': axis '{axis}' = {error.message}", error.hint
+            ) from None
+        if value is None:
+            return None
+        if isinstance(value, float) and value.is_integer():  # a width times a factor
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= LARGEST:
+            raise PlanError(f"config.json: axis '{axis}' = '{expression.text}' is {brief(value)}, not a size")
+        return value
+
+    def _look_up(self, name: str, indices: Mapping[str, int], below: tuple[str, ...]) -> Any:
+        if name in self._index_names:
+            return indices.get(name)
+        if name in self._architecture.sizes and name not in below:
+            return self._config_size(name, indices, below)
+        return self.settings.get(name)

@@ -1,0 +1,208 @@
+"""Writes weight files: the one path of bytes, that of split, of re-split and of merge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from formats.errors import MismatchError
+from formats.files.checksum import PartialSum, file_checksum
+from formats.files.safetensors import tensor_bytes
+from formats.mesh import Mesh
+from reshard import __version__
+from reshard.engine.move import Job, Options, TargetFile, TargetPlace, move, place_in
+from reshard.engine.reading import Sums
+from reshard.engine.transfer import Way
+from reshard.engine.ways import way_between
+from reshard.planning.plan import Layout, Plan
+from reshard.storage.output import Finished, Read, Staging, staging_of
+from reshard.storage.source import Source, SourceFile
+
+DEFAULT_SHARD_SIZE = 5_000_000_000
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes written so far and the bytes to write in all."""
+
+
+def no_progress(done: int, total: int) -> None:
+    """Nobody wants to know."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a split or merge did, or would do. Sizes in bytes; ``written`` leaves out files that an earlier run had
+    finished.
+    """
+
+    command: str
+    source: str
+    out: Path
+    source_mesh: Mesh
+    mesh: Mesh
+    tensors: int
+    files: int
+    nbytes: int
+    written: int
+    padding: Mapping[str, tuple[int, int]]
+    ranks: tuple[int, ...]
+    complete: bool
+    dry_run: bool
+
+
+@dataclass(frozen=True, eq=False)
+class NewFile:
+    """A weight file to be written, whole: its header, and the tensors of one rank.
+
+    ``name`` is relative to the output; ``part`` is the folder of the output that it is published with (``""``: the
+    root). ``size`` is in bytes, with the header; ``places`` gives the offset of each tensor. The file must have the
+    checksum ``expected``, where one is known; with ``summed`` False none is taken.
+    """
+
+    name: str
+    part: str
+    rank: int
+    header: bytes
+    size: int
+    places: Callable[[], Iterable[tuple[str, int]]]
+    expected: str | None = None
+    summed: bool = True
+
+
+@dataclass(frozen=True)
+class Written:
+    """The bytes that this run wrote, and what it read of each source file."""
+
+    nbytes: int
+    sums: Sums
+
+
+def write_files(
+    source: Source, plan: Plan, files: Sequence[NewFile], staging: Staging, options: Options, progress: Progress
+) -> Written:
+    """Write the files, which hold the tensors of ``plan``, from a source of the same model.
+
+    Raises CheckpointError for what cannot be read or written. Raises MismatchError for files that do not have the
+    checksum that is known of them, and for replicas and padding that are damaged; then nothing built is kept.
+    """
+    targets = [TargetFile(staging.path(f.name), f.header, f.size, f.name in staging.finished, f.summed) for f in files]
+    places: dict[int, dict[str, TargetPlace]] = {}
+    for file, target in zip(files, targets, strict=True):
+        found = places.setdefault(file.rank, {})
+        found.update((tensor, TargetPlace(target, offset)) for tensor, offset in file.places())
+    jobs, sums = _jobs(source, plan, places), Sums(source.files.values())
+    total = sum(file.size for file in files)
+    todo = sum(file.size for file in targets if not file.done)
+    done = total - todo
+
+    def count(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        progress(done, total)
+
+    def finished(target: TargetFile, checksum: str | None) -> None:
+        number = targets.index(target)
+        reads = tuple(
+            Read(of.name, frozenset(files[other].name for other in wanted), read.to_text())
+            for of, wanted, read in sums.wanted_by(number)
+        )
+        staging.note_finished(files[number].part, files[number].name, Finished(target.size, checksum, reads))
+
+    earlier = [read for entry in staging.finished.values() for read in entry.reads]
+    try:
+        move(jobs, sums, targets, options, finished=finished, progress=count)
+        if options.checksum:
+            _add_earlier(earlier, sums, files)
+            _check_sources(source.files_of([job.name for job in jobs]), sums)
+        _check_written(files, staging)
+    except MismatchError:
+        staging.clear()
+        raise
+    return Written(todo, sums)
+
+
+def _jobs(source: Source, plan: Plan, places: Mapping[int, Mapping[str, TargetPlace]]) -> list[Job]:
+    """One job a tensor, in the order in which the source stores them."""
+    ways: dict[tuple[Layout, Layout, str, frozenset[int]], Way] = {}
+    sizes = {kind: tensor_bytes(kind.name, kind.dtype, kind.shape) for kind in source.plan.model.kinds}
+    jobs = []
+    for (name, kind, _), (_, wanted, _) in zip(source.plan.model.tensors, plan.model.tensors, strict=True):
+        ranks = frozenset([rank for rank, of_rank in places.items() if name in of_rank])
+        if not ranks:
+            continue
+        before, after, held = source.plan.laid[kind], plan.laid[wanted], source.places(name)
+        key = (before.layout, after.layout, before.dtype, ranks)
+        way = ways.get(key)
+        if way is None:
+            way = way_between(before._replace(name=name), after, held, ranks)
+            if before.stated is None:  # else it is of these places
+                ways[key] = way
+        jobs.append(Job(name, way, held, partial(place_in, places, name), sizes[kind]))
+    return jobs
+
+
+def _add_earlier(reads: Iterable[Read], sums: Sums, files: Sequence[NewFile]) -> None:
+    """Add what earlier runs have read for the files that they finished to what this one has read for the others.
+
+    What both have read must be equal. Raises MismatchError.
+    """
+    sources = {file.name: file for file in sums.of}
+    numbers = {file.name: number for number, file in enumerate(files)}
+    for read in reads:
+        file, wanted = sources[read.source], frozenset(numbers[name] for name in read.targets)
+        total = PartialSum.from_text(read.sum, file.size)
+        if wanted not in sums.of[file]:
+            sums.add(file, wanted, total)
+        elif not sums.of[file][wanted].equals(total):
+            raise MismatchError(f"{file.path} is not what it was when a part of it was read by an earlier run")
+
+
+def _check_sources(files: Iterable[SourceFile], sums: Sums) -> None:
+    """Compare the checksum of each file that the output depends on with the one in its manifest; what was not summed in
+    passing is read now.
+    """
+    for file in files:
+        if file.expected is None:
+            continue
+        found = sums.checksum(file) or file_checksum(file.path)
+        if found != file.expected:
+            raise MismatchError(
+                f"{file.path} has the checksum {found}, its manifest says {file.expected}",
+                "the file is damaged: fetch or split it again",
+            )
+
+
+def _check_written(files: Iterable[NewFile], staging: Staging) -> None:
+    for file in files:
+        found = staging.finished[file.name].checksum
+        if found is not None and file.expected not in (None, found):
+            raise MismatchError(
+                f"{file.name} would have the checksum {found}, the original's was {file.expected}",
+                "the manifest or the shards are damaged: fetch or split them again",
+            )
+
+
+# ------------------------------------------------------------------------------------- what all tasks have in common
+
+
+def task_of(source: Source, options: Options) -> dict[str, Any]:
+    """What any task depends on: another state of the source, or another version, begins anew."""
+    inputs = [stamp.anywhere for stamp in source.inputs]
+    return {"inputs": inputs, "checksum": options.checksum, "version": __version__}
+
+
+def check_unchanged(source: Source, staging: Staging) -> None:
+    """Raise MismatchError if a file of the source was changed since it was opened; then nothing built is kept."""
+    try:
+        source.check_unchanged()
+    except MismatchError:
+        staging.clear()
+        raise
+
+
+def already_staged(out: Path) -> int:
+    """The bytes on the disk of what an earlier run has built of an output."""
+    work = staging_of(out)
+    return sum(p.stat().st_blocks * 512 for p in work.rglob("*") if p.is_file()) if work.is_dir() else 0

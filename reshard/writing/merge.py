@@ -1,0 +1,115 @@
+"""Merges shards into one full checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from formats.errors import CheckpointError, MismatchError
+from formats.files.safetensors import TensorInfo, build_header, tensor_bytes
+from formats.files.sharded import MANIFEST
+from reshard.engine.move import Options
+from reshard.planning.model import in_order
+from reshard.planning.plan import Plan, make_plan
+from reshard.storage.access import Access, open_any
+from reshard.storage.output import Staging, check_output, check_space, tidy
+from reshard.storage.source import UNSPLIT, Source
+from reshard.writing.files import (
+    DEFAULT_SHARD_SIZE,
+    NewFile,
+    Progress,
+    Summary,
+    already_staged,
+    check_unchanged,
+    no_progress,
+    task_of,
+    write_files,
+)
+from reshard.writing.shard_files import index_text, partition
+
+
+def merge(
+    shards: str | Path,
+    out: str | Path,
+    *,
+    access: Access = Access(),
+    options: Options | None = None,
+    max_shard_size: int | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    progress: Progress = no_progress,
+) -> Summary:
+    """Merge shards into one full Hugging Face checkpoint: the source's own files, byte for byte, where these are
+    known.
+
+    With ``max_shard_size``, or where the manifest is lost or the source was no safetensors, new files of at most that
+    size are written. Raises ReshardError; nothing is left under the name ``out`` that is not complete.
+    """
+    out, options = Path(out), options or Options()
+    opened = open_any(shards, access)
+    if opened.sharded is None:
+        raise CheckpointError(
+            f"{shards} is a full checkpoint, there is nothing to merge", "give the folder that 'reshard split' wrote"
+        )
+    target = make_plan(opened.model, UNSPLIT)
+    files, documents = _full_checkpoint(opened, target, max_shard_size)
+    total = sum(file.size for file in files)
+
+    def check() -> None:
+        check_output(out, [opened.path], overwrite=overwrite)
+        check_space(out.parent, total - already_staged(out))
+
+    if not dry_run:
+        tidy(out)
+    check()
+    summary = Summary(
+        command="merge", source=opened.location, out=out, source_mesh=opened.plan.mesh, mesh=UNSPLIT,
+        tensors=len(target.model.tensors), files=len(files), nbytes=total, written=0, padding={}, ranks=(0,),
+        complete=False, dry_run=dry_run,
+    )  # fmt: skip
+    if dry_run:
+        return summary
+    task = {"command": "merge", "source": opened.record.id, "files": [[file.name, file.size] for file in files]}
+    task |= task_of(opened, options)
+    with Staging(out, task, [""], opened.states, fsync=options.fsync, check=check) as staging:
+        written = write_files(opened, target, files, staging, options, progress)
+        for name, content in (documents | opened.read_side_files()).items():
+            staging.write(name, content)
+        check_unchanged(opened, staging)
+        staging.publish_all(overwrite=overwrite)
+    return dataclasses.replace(summary, written=written.nbytes, complete=True)
+
+
+def _full_checkpoint(source: Source, plan: Plan, max_shard_size: int | None) -> tuple[list[NewFile], dict[str, bytes]]:
+    """The files of the full checkpoint, and its index: as the manifest says they were, or new ones."""
+    record = source.record
+    if record.files and max_shard_size is None:
+        _check_restorable(source, plan)
+        index = {record.index_name: record.index} if record.index_name and record.index is not None else {}
+        return [
+            NewFile(f.name, "", 0, f.header, f.size, f.places, expected=f.checksum, summed=f.checksum is not None)
+            for f in record.files
+        ], index
+    sizes = {kind: tensor_bytes(kind.name, kind.dtype, kind.shape) for kind in plan.model.kinds}
+    tensors = ((name, kind.dtype, kind.shape, sizes[kind]) for name, kind, _ in in_order(plan.model.tensors))
+    shards = partition(tensors, max_shard_size or DEFAULT_SHARD_SIZE)
+    headers = [build_header(shard.tensors, {"format": "pt"}) for shard in shards]
+    files = [shard.file("", 0, header, summed=False) for shard, header in zip(shards, headers, strict=True)]
+    return files, {"model.safetensors.index.json": index_text(shards).encode()} if len(shards) > 1 else {}
+
+
+def _check_restorable(source: Source, plan: Plan) -> None:
+    """The headers kept in the manifest speak of the very tensors that the shards hold."""
+    kept: dict[str, TensorInfo] = {}
+    for file in source.record.files:
+        kept.update(file.tensors)
+    for name, kind, _ in plan.model.tensors:
+        info = kept.pop(name, None)
+        if info is None or info.shape != kind.shape or info.dtype != kind.dtype:
+            raise MismatchError(
+                f"{source.path / MANIFEST}: its source files do not hold tensor '{name}' as the shards do"
+            )
+    if kept:
+        raise MismatchError(
+            f"{source.path}: tensor '{min(kept)}' stands in the manifest's source files and in no shard"
+        )

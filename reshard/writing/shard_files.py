@@ -1,0 +1,66 @@
+"""Divides tensors into safetensors files of a largest size, named as transformers names them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from reshard.writing.files import NewFile
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """A safetensors file to be written: its name, its tensors as (name, dtype, shape) in order, and their bytes."""
+
+    name: str
+    tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(self.sizes)
+
+    def places(self, begin: int) -> Iterator[tuple[str, int]]:
+        """Where each tensor lies in the file, if their data begins at a byte of it."""
+        offsets = itertools.accumulate(self.sizes, initial=begin)
+        return ((name, offset) for (name, _, _), offset in zip(self.tensors, offsets, strict=False))
+
+    def file(self, folder: str, rank: int, header: bytes, *, summed: bool = True) -> NewFile:
+        """The file, to be written with this header into a folder of the output (``""``: the root)."""
+        name = f"{folder}/{self.name}" if folder else self.name
+        size, places = len(header) + self.nbytes, partial(self.places, len(header))
+        return NewFile(name, folder, rank, header, size, places, summed=summed)
+
+
+def partition(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], max_size: int) -> tuple[ShardFile, ...]:
+    """Divide tensors (name, dtype, shape, bytes), in order, into files of at most ``max_size`` bytes of data.
+
+    A tensor larger than that has a file of its own. Names are those of transformers' save_pretrained.
+    """
+    groups: list[list[tuple[str, str, tuple[int, ...], int]]] = [[]]
+    left = max_size
+    for tensor in tensors:
+        if groups[-1] and tensor[3] > left:
+            groups.append([])
+            left = max_size
+        groups[-1].append(tensor)
+        left -= tensor[3]
+    names = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
+    return tuple(
+        ShardFile(name, tuple(tensor[:3] for tensor in group), tuple(tensor[3] for tensor in group))
+        for name, group in zip(names if len(groups) > 1 else ["model.safetensors"], groups, strict=True)
+    )
+
+
+def index_text(files: Sequence[ShardFile]) -> str:
+    """The ``model.safetensors.index.json`` of several files, as transformers writes it."""
+    weight_map = {name: file.name for file in files for name, _, _ in file.tensors}
+    document = {
+        "metadata": {"total_size": sum(file.nbytes for file in files)},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    return json.dumps(document, indent=2) + "\n"

@@ -1,0 +1,255 @@
+"""Splits a checkpoint, full or split already, into one folder a rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from formats.documents import json_bytes
+from formats.errors import CheckpointError, PlanError
+from formats.files.checksum import checksum
+from formats.files.safetensors import build_header, tensor_bytes
+from formats.files.sharded import MANIFEST, FileRecord, Manifest, manifest_text, rank_folders, read_manifest
+from formats.mesh import Mesh, mesh_of
+from reshard.engine.move import Options
+from reshard.engine.reading import Sums
+from reshard.planning.degrees import unevenly
+from reshard.planning.finer_blocks import finer_blocks, with_blocks
+from reshard.planning.model import in_order
+from reshard.planning.plan import Padding, Plan, make_plan
+from reshard.planning.rank_config import rank_config
+from reshard.storage.access import Access, open_any
+from reshard.storage.output import Staging, check_output, check_space, staging_of, tidy, unfinished_command
+from reshard.storage.source import Source
+from reshard.writing.files import (
+    DEFAULT_SHARD_SIZE,
+    NewFile,
+    Progress,
+    Summary,
+    already_staged,
+    check_unchanged,
+    no_progress,
+    task_of,
+    write_files,
+)
+from reshard.writing.shard_files import ShardFile, index_text, partition
+
+
+def split(
+    source: str | Path,
+    out: str | Path,
+    tp: int = 1,
+    *,
+    ep: int = 1,
+    same_ranks: bool = False,
+    uneven: bool = False,
+    ranks: Sequence[int] | None = None,
+    access: Access = Access(),
+    padding: Padding = Padding(),
+    options: Options | None = None,
+    max_shard_size: int = DEFAULT_SHARD_SIZE,
+    refine_blocks: bool = False,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    progress: Progress = no_progress,
+) -> Summary:
+    """Split a checkpoint (full, or split already) into shards for ``ep`` x ``tp`` ranks. See ``reshard split
+    --help``.
+
+    ``uneven`` lets the last ranks have less of what has no equal parts, or none that leave blocks whole.
+    ``refine_blocks`` lowers the block size of quantized weights where a rank's boundary would cut a block. ``ranks``
+    writes only these; runs for other ranks into the same ``out`` add up to the whole. Raises ReshardError; nothing is
+    left under the name ``out`` that is not complete.
+    """
+    out, mesh, options = Path(out), mesh_of(tp, ep, same_ranks), options or Options()
+    wanted = wanted_ranks(ranks, mesh)
+    opened = open_any(source, access)
+    mesh = unevenly(opened.model, mesh) if uneven else mesh
+    finer = finer_blocks(opened.model, mesh) if refine_blocks else None
+    model = with_blocks(opened.model, finer) if finer else opened.model
+    target = make_plan(model, mesh, pad=padding.allowed, pad_to=padding.to)
+    new = _Ranks(opened, target, wanted, max_shard_size)
+    full = opened.model.sizes.of({})
+    summary = Summary(
+        command="re-split" if opened.sharded else "split", source=opened.location, out=out,
+        source_mesh=opened.plan.mesh, mesh=mesh, tensors=len(model.tensors), files=len(new.files), nbytes=new.nbytes,
+        written=0, padding={axis: (full[axis], padded) for axis, padded in target.padding.items()}, ranks=wanted,
+        complete=False, dry_run=dry_run,
+    )  # fmt: skip
+
+    def check() -> None:
+        _check_target(new, opened, out, ranks is not None, overwrite)
+
+    if not dry_run:
+        tidy(out)
+    check()
+    if dry_run:
+        return summary
+    parts = [mesh.folder(rank) for rank in wanted]
+    task = new.task | task_of(opened, options)
+    with Staging(out, task, parts, opened.states, fsync=options.fsync, check=check) as staging:
+        written = write_files(opened, target, new.files, staging, options, progress)
+        records = {rank: new.finish(staging, rank) for rank in wanted}
+        side_files = opened.read_side_files()
+        manifest = new.manifest(records, side_files, written.sums)
+        if ranks is None:
+            for name, content in side_files.items():
+                staging.write(name, content)
+            staging.write(MANIFEST, manifest_text(manifest).encode())
+            check_unchanged(opened, staging)
+            staging.publish_all(overwrite=overwrite)
+            complete = True
+        else:
+            check_unchanged(opened, staging)
+            complete = _publish_ranks(staging, manifest, side_files)
+    return dataclasses.replace(summary, written=written.nbytes, complete=complete)
+
+
+def wanted_ranks(ranks: Sequence[int] | None, mesh: Mesh) -> tuple[int, ...]:
+    """The ranks to write: those asked for, or all. Raises PlanError for one that the mesh does not have."""
+    if ranks is None:
+        return tuple(range(mesh.size))
+    for rank in ranks:
+        if not 0 <= rank < mesh.size:
+            raise PlanError(f"--rank {rank} is not possible: the ranks of {mesh} are 0 to {mesh.size - 1}")
+    return tuple(sorted(set(ranks)))
+
+
+def _check_target(new: _Ranks, source: Source, out: Path, by_rank: bool, overwrite: bool) -> None:
+    if by_rank and (out / MANIFEST).is_file():
+        existing = read_manifest(out / MANIFEST)
+        check_output(out, [source.path], overwrite=True)
+        _check_same_run(existing, new.manifest({}, source.read_side_files()), out)
+        present = [rank for rank in new.ranks if rank in existing.ranks]
+        if present and not overwrite:
+            raise CheckpointError(
+                f"{out / new.plan.mesh.folder(present[0])} exists", "pass --overwrite to write it again"
+            )
+    else:
+        begun = by_rank and _is_only_rank_folders(out)
+        check_output(out, [source.path], overwrite=overwrite, begun=begun)
+    check_space(out.parent, new.nbytes - already_staged(out))
+
+
+def _check_same_run(existing: Manifest, mine: Manifest, out: Path) -> None:
+    """Refuse to add ranks to an output of anything else."""
+    if existing.identity != mine.identity or existing.max_shard_size != mine.max_shard_size:
+        raise CheckpointError(f"{out} holds shards of another source, mesh or plan", "choose another folder")
+    others = {stamp.name: stamp for stamp in existing.inputs}
+    for stamp in mine.inputs:
+        if stamp.name not in others or not stamp.is_same(others[stamp.name]):
+            raise CheckpointError(
+                f"{stamp.name} of the source is not the file that the ranks in {out} were split from: "
+                f"size, time, inode or checksum differ",
+                "split all ranks from the same files, or from copies that keep the times (cp -p, rsync -t)",
+            )
+    changed = set(existing.side_files) ^ set(mine.side_files)
+    if changed:
+        name = min(record.name for record in changed)
+        raise CheckpointError(
+            f"{name} of the source is not as it was when the ranks in {out} were split",
+            "split all ranks from the same files",
+        )
+
+
+def _is_only_rank_folders(out: Path) -> bool:
+    """An output that another run is just beginning to publish, or was killed while doing so."""
+    return out.is_dir() and unfinished_command(staging_of(out)) is not None and bool(rank_folders(out))
+
+
+class _Ranks:
+    """What a split writes: the files of each rank, and what stands beside them."""
+
+    def __init__(self, source: Source, plan: Plan, ranks: tuple[int, ...], max_shard_size: int) -> None:
+        self.source, self.plan, self.ranks, self.max_shard_size = source, plan, ranks, max_shard_size
+        self.identity = source.identity(plan)
+        self._tensors = in_order(plan.model.tensors)
+        self._shards = {rank: partition(self._held(rank), max_shard_size) for rank in ranks}
+        self._configs = {rank: json_bytes(rank_config(plan, rank)) + b"\n" for rank in ranks}
+        self._files = {rank: self._files_of(rank, shards) for rank, shards in self._shards.items()}
+        self.files = [file for files in self._files.values() for file in files]
+        self.nbytes = sum(file.size for file in self.files)
+        """Bytes of all safetensors files."""
+
+    def _held(self, rank: int) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
+        """The tensors of a rank: name, dtype, shape, bytes."""
+        boxes = {kind: entry.layout.boxes[rank] for kind, entry in self.plan.laid.items()}
+        held = {
+            kind: (kind.dtype, box.shape, tensor_bytes(kind.name, kind.dtype, box.shape))
+            for kind, box in boxes.items()
+            if box is not None
+        }
+        return ((name, *held[kind]) for name, kind, _ in self._tensors if kind in held)
+
+    def _files_of(self, rank: int, shards: Sequence[ShardFile]) -> list[NewFile]:
+        """The files of a rank. They say where their tensors stand among all, if some do not stand on this rank: else
+        that would be lost.
+        """
+        places: Mapping[str, int] = {}
+        if sum(len(shard.tensors) for shard in shards) < len(self._tensors):
+            places = {name: place for place, (name, _, _) in enumerate(self._tensors)}
+        files = []
+        for shard in shards:
+            metadata = self.identity.metadata(rank, [places[name] for name, _, _ in shard.tensors] if places else [])
+            files.append(shard.file(self.plan.mesh.folder(rank), rank, build_header(shard.tensors, metadata)))
+        return files
+
+    @property
+    def task(self) -> dict[str, Any]:
+        """What another run must have in common to go on with this one's files."""
+        identity = self.identity
+        return {
+            "command": "split",
+            "source": identity.source,
+            "mesh": identity.mesh.to_document(),
+            "padding": dict(identity.padding),
+            "plan": identity.plan,
+            "max_shard_size": self.max_shard_size,
+        }
+
+    def finish(self, staging: Staging, rank: int) -> tuple[FileRecord, ...]:
+        """Write what stands beside a rank's shards; the records of all its files."""
+        folder, shards = self.plan.mesh.folder(rank), self._shards[rank]
+        records = [staging.write(f"{folder}/config.json", self._configs[rank])]
+        for file in self._files[rank]:
+            done = staging.finished[file.name]
+            records.append(FileRecord(file.name, done.size, done.checksum))
+        if len(shards) > 1:
+            records.append(staging.write(f"{folder}/model.safetensors.index.json", index_text(shards).encode()))
+        return tuple(records)
+
+    def manifest(
+        self, ranks: Mapping[int, tuple[FileRecord, ...]], side_files: Mapping[str, bytes], sums: Sums | None = None
+    ) -> Manifest:
+        """The manifest for the ranks that are complete; with the checksums of source files that were read whole."""
+        side = tuple(FileRecord(name, len(data), checksum(data)) for name, data in side_files.items())
+        record = self.source.record
+        if self.source.checkpoint is not None and sums is not None:
+            found = {file.name: sums.checksum(file) for file in sums.of}
+            files = tuple(dataclasses.replace(file, checksum=found[file.name]) for file in record.files)
+            record = dataclasses.replace(record, files=files)
+        return Manifest(self.identity, record, self.source.rules, self.max_shard_size, side, ranks, self.source.inputs)
+
+
+def _publish_ranks(staging: Staging, manifest: Manifest, side_files: Mapping[str, bytes]) -> bool:
+    """Put finished ranks into the output and list them in its manifest; whether all ranks are there now."""
+    mesh = manifest.identity.mesh
+    with staging.publishing():
+        path = staging.out / MANIFEST
+        known: dict[int, tuple[FileRecord, ...]] = {}
+        if path.is_file():
+            existing = read_manifest(path)
+            _check_same_run(existing, manifest, staging.out)
+            known = dict(existing.ranks)
+        for rank in manifest.ranks:
+            staging.move_in(mesh.folder(rank))
+        for name, content in side_files.items():
+            staging.put(name, content)
+        merged = dataclasses.replace(manifest, ranks=known | dict(manifest.ranks))
+        staging.put(MANIFEST, manifest_text(merged).encode())
+        complete = len(merged.ranks) == mesh.size
+    if complete:
+        staging.remove_work()
+    return complete

@@ -13,11 +13,11 @@ import pytest
 from formats.errors import CheckpointError, MismatchError
 from formats.files.safetensors import read_header
 from formats.files.stamps import Stamp, stamp_of
-from reshard import api
 from reshard.api import load, merge, split
 from reshard.engine.move import Options
 from reshard.storage.inspect import inspect
 from reshard.storage.output import STATE, Staging
+from reshard.writing import files as writing
 from tests.support import change_tensor, contents, without_manifest, write_checkpoint
 
 ONE = Options(workers=1)
@@ -339,7 +339,7 @@ def test_a_resumed_merge_keeps_what_is_finished_and_reads_it_no_more(tmp_path, m
     def again(path):
         raise AssertionError(f"{path} is read a second time for its checksum")
 
-    monkeypatch.setattr(api, "file_checksum", again)
+    monkeypatch.setattr(writing, "file_checksum", again)
     summary = merge(tmp_path / "shards", tmp_path / "out", options=ONE)
     assert 0 < summary.written < summary.nbytes
     assert contents(tmp_path / "out") == contents(source)
@@ -394,7 +394,7 @@ def test_a_merge_that_would_not_give_the_original_is_refused(tmp_path):
 @pytest.mark.parametrize("ranks", [None, [0]])
 def test_a_source_changed_while_it_is_read(what, how, ranks, tmp_path, monkeypatch):
     source = write_checkpoint(tmp_path / "source", files=3)
-    real = api.move
+    real = writing.move
 
     def move(*arguments, **options):
         real(*arguments, **options)
@@ -404,7 +404,7 @@ def test_a_source_changed_while_it_is_read(what, how, ranks, tmp_path, monkeypat
         if how != "removed":
             (source / what).write_bytes(content)
 
-    monkeypatch.setattr(api, "move", move)
+    monkeypatch.setattr(writing, "move", move)
     with pytest.raises((MismatchError, CheckpointError), match=what):
         split(source, tmp_path / "out", 2, ranks=ranks)
     assert not (tmp_path / "out").exists()
@@ -413,13 +413,13 @@ def test_a_source_changed_while_it_is_read(what, how, ranks, tmp_path, monkeypat
 def test_shards_changed_while_they_are_merged(tmp_path, monkeypatch):
     source = write_checkpoint(tmp_path / "source")
     split(source, tmp_path / "shards", 2)
-    real = api.move
+    real = writing.move
 
     def move(*arguments, **options):
         real(*arguments, **options)
         (tmp_path / "shards/reshard.json").touch()
 
-    monkeypatch.setattr(api, "move", move)
+    monkeypatch.setattr(writing, "move", move)
     with pytest.raises(MismatchError, match=r"reshard\.json was changed while it was read"):
         merge(tmp_path / "shards", tmp_path / "merged")
     assert not list(tmp_path.glob("merged*"))
@@ -435,7 +435,7 @@ def test_a_source_changed_while_it_is_loaded(tmp_path, monkeypatch):
         (source / "model.safetensors").touch()
         return real(*arguments)
 
-    monkeypatch.setattr(reshard.loading, "load_rank", load_rank)
+    monkeypatch.setattr(reshard.engine.loading, "load_rank", load_rank)
     with pytest.raises(MismatchError, match="was changed while it was read"):
         load(source, 2, 1)
 

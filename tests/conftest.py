@@ -7,7 +7,7 @@ import torch
 from hypothesis import settings
 
 import reshard.engine.move
-import verify.bytes.exact
+import verify.bytes.tensors
 
 settings.register_profile("untimed", deadline=None)  # speed is a matter for benchmarks, on a quiet machine
 settings.load_profile("untimed")
@@ -19,7 +19,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
 
 # The tensors are tiny, too: some of them go the way of large ones.
-reshard.engine.move.SMALL = verify.bytes.exact.SMALL = 1000
+reshard.engine.move.SMALL = verify.bytes.tensors.SMALL = 1000
 
 # torch and transformers are a million objects, which are looked through at each full collection.
 gc.set_threshold(100_000, 50, 50)

@@ -27,7 +27,7 @@ from verify.report.markup import number, percent, printable, ratio
 if TYPE_CHECKING:
     from reshard.api import Access
     from reshard.storage.source import Source
-    from verify.bytes.exact import ExactReport
+    from verify.bytes.exact_report import ExactReport
     from verify.forward.launch import Crew
 
 SCHEMA_VERSION = 1
@@ -270,7 +270,8 @@ def _attempt(run: _Run, access: Access, debug: bool, crew: Crew | None = None) -
 def _verify(run: _Run, access: Access, crew: Crew | None) -> None:
     """Compare bytes, then run the model, unless that is not wanted or the shards could not be run."""
     from reshard.storage.access import open_any
-    from verify.bytes.exact import ExactReport, open_shards
+    from verify.bytes.exact import open_shards
+    from verify.bytes.exact_report import ExactReport
 
     is_first = crew is None or crew.is_first
     original = open_any(run.original, access)
@@ -291,7 +292,7 @@ def _verify(run: _Run, access: Access, crew: Crew | None) -> None:
 
 def _own_plan(original: Source, shards: Source | ExactReport, plan_file: Path | None) -> _OwnPlan | None:
     """The plan that is not a built-in one: the user's file, or what the shards say that they were split by."""
-    from verify.bytes.exact import ExactReport
+    from verify.bytes.exact_report import ExactReport
     from verify.rules import own_rules
 
     if isinstance(shards, ExactReport):
@@ -306,7 +307,8 @@ def _own_plan(original: Source, shards: Source | ExactReport, plan_file: Path | 
 def _compare_bytes(run: _Run, original: Source, shards: Source | ExactReport) -> bool:
     """Compare bytes, and return whether these shards can be run."""
     from reshard.cli.progress import Progress
-    from verify.bytes.exact import ExactReport, compare
+    from verify.bytes.exact import compare
+    from verify.bytes.exact_report import ExactReport
 
     if isinstance(shards, ExactReport):
         run.exact = shards

@@ -17,7 +17,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import verify.bytes.exact as exact
 from formats.errors import CheckpointError, PlanError
 from formats.files.safetensors import build_header, parse_header, read_header
 from formats.mesh import Mesh
@@ -31,7 +30,10 @@ from reshard.planning.plan import Box, Layout, make_plan
 from reshard.storage.source import open_source
 from tests import zoo
 from tests.verify.faults import FAULTS, inject
-from verify.bytes.exact import ExactReport, verify_exact
+from verify.bytes import exact_report, views
+from verify.bytes import tensors as comparing
+from verify.bytes.exact import verify_exact
+from verify.bytes.exact_report import ExactReport
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MODELS = ("llama", "phi3", "gpt_neox", "gpt2", "mixtral", "gpt_oss", "deepseek_v3")
@@ -124,9 +126,9 @@ def test_small_chunks_find_the_same(
         inject("another_ranks_file", damaged.shards, open_source(pair.original))
         expected = check(damaged)
         for size, small, together in [(100, 0, 1), (8192, 0, 1), (8192, 4000, 3), (8192, 1 << 20, 1000)]:
-            monkeypatch.setattr(exact, "CHUNK", size)
-            monkeypatch.setattr(exact, "SMALL", small)
-            monkeypatch.setattr(exact, "TOGETHER", together)
+            monkeypatch.setattr(views, "CHUNK", size)
+            monkeypatch.setattr(comparing, "SMALL", small)
+            monkeypatch.setattr(comparing, "TOGETHER", together)
             assert check(pair).verdict == "same"
             assert check(damaged) == expected
         monkeypatch.undo()
@@ -207,13 +209,13 @@ def test_first_difference_and_counts(llama: Pair) -> None:
     report = check(llama)
     info = open_source(llama.original).ranks[0][name]
     full = np.fromfile(info.file, np.uint8, info.nbytes, offset=info.offset).reshape(80, 96, 4)
-    assert report.first == exact.FirstDifference(
+    assert report.first == exact_report.FirstDifference(
         name, (5, 55), 2, str(file), offset, full[5, 55].tobytes(), b"\x01\x02\x03\x04", str(info.file),
         info.offset + (5 * 96 + 55) * 4,
     )  # fmt: skip
     assert full[5, 55].tobytes() == before[offset : offset + 4]
     changed = sum(a != b for a, b in zip(before, file.read_bytes(), strict=True))
-    assert report.damages == (exact.Damage(name, 2, changed, 2),)
+    assert report.damages == (exact_report.Damage(name, 2, changed, 2),)
 
 
 def test_replica_that_differs(llama: Pair) -> None:
@@ -433,21 +435,21 @@ def test_any_layout_and_any_byte(data: st.DataObject, tmp_path_factory: pytest.T
         parts.append(_saved(folder / f"{rank}.safetensors", dtype, padded[np.ix_(*index, np.arange(item))]))
     wrong = data.draw(st.integers(0, len(parts) - 1))
     at = data.draw(st.integers(0, parts[wrong]["w"].nbytes - 1))
-    before, exact.CHUNK = exact.CHUNK, data.draw(st.sampled_from([1, 8, 40, 1000, 1 << 20]))
-    small, exact.SMALL = exact.SMALL, data.draw(st.sampled_from([0, 1 << 20]))
+    before, views.CHUNK = views.CHUNK, data.draw(st.sampled_from([1, 8, 40, 1000, 1 << 20]))
+    small, comparing.SMALL = comparing.SMALL, data.draw(st.sampled_from([0, 1 << 20]))
     try:
         one_source: Any = _Tensors((one,))
         sources: Any = _Tensors(tuple(parts))
         ranks = {"w": range(len(parts))}
-        assert exact._compare_bytes(one_source, sources, plan, ranks, lambda *_: None, 2).damages == ()
+        assert comparing.compare_bytes(one_source, sources, plan, ranks, lambda *_: None, 2).damages == ()
         info = parts[wrong]["w"]
         content = bytearray(info.file.read_bytes())
         content[info.offset + at] ^= 255
         info.file.write_bytes(content)
-        report = exact._compare_bytes(one_source, sources, plan, ranks, lambda *_: None, 2)
+        report = comparing.compare_bytes(one_source, sources, plan, ranks, lambda *_: None, 2)
     finally:
-        exact.CHUNK, exact.SMALL = before, small
-    assert report.damages == (exact.Damage("w", wrong, 1, 1),)
+        views.CHUNK, comparing.SMALL = before, small
+    assert report.damages == (exact_report.Damage("w", wrong, 1, 1),)
     first = report.first
     assert first is not None and first.offset == info.offset + at // item * item
     assert padded[first.index].tobytes() == first.expected
@@ -477,7 +479,7 @@ def test_elements_that_nobody_owns(llama: Pair) -> None:
     rule = open_source(llama.original).plan.entries["lm_head.weight"].layout.rule
     boxes = tuple(Box(((Run(start, 2),), (Run(0, 4),)), (2, 4)) for start in (0, 3))
     with pytest.raises(PlanError, match="no rank holds"):
-        exact._View(Layout(rule, (5, 4), (5, 4), boxes, (5, 4), frozenset({0})), 32)
+        views.View(Layout(rule, (5, 4), (5, 4), boxes, (5, 4), frozenset({0})), 32)
 
 
 # --------------------------------------------------------------------------------------------------------- the command

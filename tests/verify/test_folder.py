@@ -21,8 +21,9 @@ from reshard.api import Options, Padding, merge, split
 from reshard.cli.commands import main
 from reshard.storage.source import open_source
 from tests.support import LLAMA, write_checkpoint
-from verify.bytes import exact, folder
-from verify.bytes.exact import ExactReport, verify_exact
+from verify.bytes import folder, views
+from verify.bytes.exact import verify_exact
+from verify.bytes.exact_report import ExactReport
 
 RANK = "rank-01-of-02"
 
@@ -250,8 +251,8 @@ def test_checksums_are_taken_of_what_is_read_anyway(
         return file_checksum(path)
 
     monkeypatch.setattr(folder, "_summed", read_again)
-    for size in (exact.CHUNK, 100):
-        monkeypatch.setattr(exact, "CHUNK", size)
+    for size in (views.CHUNK, 100):
+        monkeypatch.setattr(views, "CHUNK", size)
         assert lines(report(original, shards)) == [] == lines(report(original, tmp_path / "padded"))
 
 

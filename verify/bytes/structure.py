@@ -1,0 +1,192 @@
+"""All but the bytes of tensors: names, shapes, dtypes, files, configs, and what follows from other tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from formats.documents import read_config
+from formats.errors import CheckpointError
+from formats.files.safetensors import TensorInfo
+from formats.files.sharded import MANIFEST
+from reshard.planning.plan import Layout, Plan
+from reshard.planning.rank_config import rank_config
+from reshard.storage.source import Source
+from verify.bytes import folder
+from verify.bytes.exact_report import ConfigDifference
+from verify.bytes.scales import differing, refined
+from verify.bytes.stated_shapes import Statements, says
+from verify.rules import flat, with_sound_config
+
+
+@dataclass(frozen=True)
+class Derived:
+    """What was found of tensors that a rank does not hold byte for byte: the problems, and the ranks done."""
+
+    problems: tuple[str, ...]
+    compared: Mapping[str, frozenset[int]]
+
+
+def check_derived(original: Source, shards: Source, plan: Plan, comparable: Mapping[str, Sequence[int]]) -> Derived:
+    """Compare scales whose blocks were made smaller, and tensors that state a shape where the rank's is another."""
+    problems: list[str] = []
+    compared: dict[str, frozenset[int]] = {}
+    with Statements() as statements:
+        for before, after in zip(original.plan.model.tensors, plan.model.tensors, strict=True):
+            name, ranks = after.name, comparable.get(after.name, ())
+            if not ranks:
+                continue
+            entry, coarse = plan.laid[after.kind], original.plan.laid[before.kind].layout
+            if coarse.full != entry.layout.full:
+                compared[name] = frozenset(ranks)
+                expected = refined(original.ranks[0][name], coarse, entry.layout)
+                for rank in ranks:
+                    problems += _wrong_scales(shards.ranks[rank][name], expected, entry.layout, rank)
+            elif entry.stated is not None:
+                stated, info = entry.stated, original.ranks[0][name]
+                whole = statements.read(info)
+                compared[name] = frozenset(rank for rank in ranks if stated.box(rank).shape != stated.stored)
+                for rank in sorted(compared[name]):
+                    shard, shape = shards.ranks[rank][name], list(stated.box(rank).shape)
+                    if not says(statements.read(shard), whole, info.dtype, shape):
+                        problems.append(
+                            f"{shard.file}: tensor '{name}' is not the original's with the shape {shape} in it"
+                        )
+    return Derived(tuple(problems), compared)
+
+
+def _wrong_scales(info: TensorInfo, expected: Any, layout: Layout, rank: int) -> Iterator[str]:
+    wrong = list(differing(info, expected, layout, rank))
+    if wrong:
+        place = list(map(int, wrong[0]))
+        yield f"{info.file}: {len(wrong)} scales of '{info.name}' are not the original's, first at {place}"
+
+
+@dataclass
+class Structure:
+    """What can be seen without reading tensors: names, shapes, dtypes, files, configs.
+
+    ``comparable`` has for each tensor the ranks whose part has the planned dtype and shape.
+    """
+
+    original: Source
+    shards: Source
+    plan: Plan
+    missing: list[str] = field(default_factory=list)
+    extra: list[str] = field(default_factory=list)
+    configs: list[ConfigDifference] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    comparable: dict[str, list[int]] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Fill in everything."""
+        for rank, tensors in enumerate(self.shards.ranks):
+            self._check_tensors(rank, tensors)
+        config = "config.json"
+        self._check_config(config, read_config(self.original.path / config), self.shards.path / config)
+        self._check_side_files()
+        if self.shards.sharded is not None:
+            self._check_files()
+            self._check_identity()
+            self._check_documents()
+            planned = with_sound_config(self.plan)
+            for rank in range(self.plan.mesh.size):
+                name = f"{self.plan.mesh.folder(rank)}/config.json"
+                self._check_config(name, rank_config(planned, rank), self.shards.path / name)
+
+    def _check_tensors(self, rank: int, tensors: Mapping[str, TensorInfo]) -> None:
+        where = self.plan.mesh.folder(rank) if self.shards.sharded else self.shards.path.name
+        boxes = {kind: entry.layout.boxes[rank] for kind, entry in self.plan.laid.items()}
+        for name, kind, _ in self.plan.model.tensors:
+            info, box = tensors.get(name), boxes[kind]
+            if box is None or info is None:
+                if box is not None:
+                    self.missing.append(f"{where}: {name}")
+                elif info is not None:
+                    self.extra.append(f"{where}: {name}")
+            elif info.dtype != kind.dtype or info.shape != box.shape:
+                has, planned = f"{info.dtype} {list(info.shape)}", f"{kind.dtype} {list(box.shape)}"
+                self.problems.append(f"{info.file}: tensor '{name}' is {has}, the original gives {planned}")
+            else:
+                self.comparable.setdefault(name, []).append(rank)
+        known = {tensor.name for tensor in self.plan.model.tensors}
+        self.extra += [f"{where}: {name}" for name in tensors if name not in known]
+
+    def _check_identity(self) -> None:
+        """What the headers say of where they come from. (Another plan with the same result is no difference.)"""
+        assert self.shards.sharded is not None
+        expected, found = self.original.identity(self.plan), self.shards.sharded.identity
+        if found.source != expected.source:
+            has, should = found.source[:12], expected.source[:12]
+            self.problems.append(
+                f"{self.shards.path}: the shards say that they come from {has}, the original is {should}"
+            )
+        for axis in sorted(expected.sizes.keys() | found.sizes.keys()):
+            said, true = found.sizes.get(axis), expected.sizes.get(axis)
+            if said != true:
+                self.problems.append(
+                    f"{self.shards.path}: the axis '{axis}' is said to have {said}, the original has {true}"
+                )
+
+    def _check_files(self) -> None:
+        root = self.shards.path
+        expected = folder.expected_files(self.original, self.shards, self.plan)
+        files = [name for names in expected.values() for name in names]
+        self.missing += sorted(name for name in files if not (root / name).is_file())
+        self.extra += folder.extra_entries(root, files)
+
+    def _check_documents(self) -> None:
+        """The manifest, and what headers and indexes of the ranks say."""
+        self._take(MANIFEST, folder.manifest_changes(self.original, self.shards, self.plan))
+        agree = not (self.missing or self.extra or self.problems)
+        order = folder.stored_order(self.shards, self.plan) if agree else ()
+        for rank in range(self.plan.mesh.size):
+            self._take(
+                f"{self.plan.mesh.folder(rank)}/{folder.INDEX}", folder.index_changes(self.shards, self.plan, rank)
+            )
+            if agree:
+                for file, change in folder.header_changes(self.original, self.shards, self.plan, rank, order):
+                    self._take(file, [change])
+                problem = folder.boundary_problem(self.shards, self.plan, rank, order)
+                self.problems += [problem] if problem else []
+
+    def _take(self, file: str, changes: Iterable[folder.Change]) -> None:
+        for key, should, found in changes:
+            difference = ConfigDifference(file, key, folder.shown(should, found), folder.shown(found, should))
+            self.configs.append(difference)
+
+    def _check_config(self, name: str, expected: Mapping[str, Any], path: Path) -> None:
+        found = _read_json(path)
+        if found is None:
+            if path.exists():
+                self.problems.append(f"{path}: is not a JSON object")
+            elif name not in self.missing:
+                self.missing.append(name)
+            return
+        has, should = dict(flat(found)), dict(flat(expected))
+        for key in sorted(has.keys() | should.keys()):
+            if has.get(key) != should.get(key):
+                self.configs.append(ConfigDifference(name, key, should.get(key), has.get(key)))
+
+    def _check_side_files(self) -> None:
+        """Side files (a tokenizer) are all there and the original's; of a config, compared as JSON, all bytes, too."""
+        root = self.shards.path
+        if self.shards.sharded is None:
+            names = {file.relative_to(self.original.path).as_posix() for file in self.original.side_files}
+            present = {file.relative_to(root).as_posix() for file in self.shards.side_files}
+            self.missing += sorted(names - present)
+            self.extra += sorted(present - names)
+        told = {difference.file for difference in self.configs}
+        for file in folder.changed_side_files(self.original, self.shards):
+            if file.relative_to(root).as_posix() not in told:
+                self.problems.append(f"{file}: is not the original's")
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """The object that a file holds; None if it holds none."""
+    try:
+        return read_config(path)
+    except CheckpointError:
+        return None

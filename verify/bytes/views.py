@@ -1,0 +1,188 @@
+"""Where each element of a tensor lies on each rank, for whoever compares."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from formats.errors import PlanError
+from formats.notation.axes import Run
+from reshard.planning.plan import Layout
+
+CHUNK = 2 << 20
+
+
+"""Bytes of the original that are compared at a time: few enough for the cache, enough for Python not to matter."""
+
+
+Array = npt.NDArray[Any]
+
+
+Indices = npt.NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive indices of a dimension that a rank holds, from ``start`` in the full tensor, ``local`` in its own."""
+
+    start: int
+    length: int
+    local: int
+    padding: bool
+
+    @property
+    def end(self) -> int:
+        """The first index after it."""
+        return self.start + self.length
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank holds: the pieces of each dimension, and its local shape."""
+
+    pieces: tuple[tuple[Piece, ...], ...]
+    shape: tuple[int, ...]
+
+
+class View:
+    """A layout in bytes: the last dimensions, if nobody splits them, are folded into an item of ``item`` bytes.
+
+    ``full``, ``padded`` and each part's shape are in items; a rank that holds nothing has a part without pieces. Chunks
+    are cut along dimension ``axis``, the first one of whose indices a chunk holds at least one. ``word`` divides, in
+    bytes, every place at which something begins or ends.
+    """
+
+    def __init__(self, layout: Layout, bits: int) -> None:
+        dims = len(layout.full)
+        item_bits = bits
+        while dims and self._is_whole(layout, dims - 1) and item_bits * layout.full[dims - 1] <= CHUNK:
+            dims -= 1
+            item_bits *= layout.full[dims]
+        shapes = [layout.full[:dims], layout.padded[:dims]]
+        runs: list[tuple[tuple[Run, ...], ...]] = [box.dims[:dims] if box else ((),) * dims for box in layout.boxes]
+        if not dims:  # everyone holds all: one dimension of bytes
+            whole = (Run(0, item_bits // 8),)
+            shapes, runs = [(item_bits // 8,)] * 2, [(whole if box else (),) for box in layout.boxes]
+            item_bits = 8
+        elif item_bits % 8:  # several elements to a byte: the last dimension counts bytes
+            shapes = [(*shape[:-1], _whole_bytes(shape[-1] * item_bits, layout)) for shape in shapes]
+            scaled = [(*r[:-1], tuple(_scaled(run, item_bits, layout) for run in r[-1])) for r in runs]
+            runs, item_bits = scaled, 8
+        self.layout, self.bits, self.element, self.item = layout, bits, max(1, bits // 8), item_bits // 8
+        self.full, self.padded = shapes
+        self.parts = tuple(_part(dims_runs, self.full) for dims_runs in runs)
+        _check_all_owned(self)
+        self.inner = [self.item * math.prod(self.padded[i + 1 :]) for i in range(len(self.padded))]
+        self.axis = next(i for i, nbytes in enumerate(self.inner) if nbytes <= CHUNK or i == len(self.inner) - 1)
+        self.rows = max(1, CHUNK // self.inner[self.axis])
+        if self.axis == len(self.padded) - 1:  # so that chunks begin at a word
+            self.rows = max(8, self.rows // 8 * 8)
+        last = [n for part in self.parts for piece in part.pieces[-1] for n in (piece.start, piece.length, piece.local)]
+        last += [self.full[-1], *(part.shape[-1] for part in self.parts)]
+        self.word = math.gcd(8, *(n * self.item for n in last))
+
+    @staticmethod
+    def _is_whole(layout: Layout, dim: int) -> bool:
+        size = layout.full[dim]
+        return layout.padded[dim] == size and all(box.dims[dim] == (Run(0, size),) for box in layout.boxes if box)
+
+    def in_words(self, content: Array, rows: int, dims: Sequence[int]) -> Array:
+        """Bytes of rows with these dimensions, as an array of words (of rows alone, flat)."""
+        shape = (rows, *dims[:-1], dims[-1] * self.item // self.word) if dims else (-1,)
+        return content.view(f"u{self.word}").reshape(shape)
+
+    def cut(self, spans: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
+        """The slices of an array of ``in_words`` with the given offset and length of each dimension after the rows."""
+        if not spans:
+            return ()
+        *middle, (start, length) = spans
+        last = slice(start * self.item // self.word, (start + length) * self.item // self.word)
+        return (slice(None), *(slice(offset, offset + size) for offset, size in middle), last)
+
+    @cached_property
+    def places(self) -> tuple[Indices, ...]:
+        """Which of the original's words each word of a rank is, in the rank's order; one past the last: zeros."""
+        return tuple(self._places(part) for part in self.parts)
+
+    def _places(self, part: Held) -> Indices:
+        sizes, found = [*self.full[:-1], self.full[-1] * self.item // self.word], np.zeros(1, np.intp)
+        inside = np.ones(1, bool)
+        for i, (size, pieces) in enumerate(zip(sizes, part.pieces, strict=True)):
+            scale = self.item if i == len(sizes) - 1 else self.word
+            spans = [(p.start * scale // self.word, p.end * scale // self.word, p.padding) for p in pieces]
+            indices = [np.arange(first, last) for first, last, _ in spans]
+            known = [np.full(last - first, not padding) for first, last, padding in spans]
+            empty = np.zeros(0, np.intp)
+            found = (found[:, None] * size + np.concatenate([empty, *indices])).reshape(-1)
+            inside = (inside[:, None] & np.concatenate([empty > 0, *known])).reshape(-1)
+        return np.where(inside, found, math.prod(sizes))
+
+    def zeroed(self, content: Array) -> Array:
+        """The words of the original, and a zero after the last."""
+        words = content.view(f"u{self.word}")
+        return np.append(words, words.dtype.type(0))
+
+    def position(self, coordinates: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+        """The byte in the padded tensor of an element, and its index; the last coordinate counts bytes."""
+        byte = 0
+        for size, coordinate in zip((*self.padded[:-1], self.padded[-1] * self.item), coordinates, strict=True):
+            byte = byte * size + coordinate
+        return byte, tuple(int(i) for i in np.unravel_index(byte * 8 // self.bits, self.layout.padded))
+
+
+def _whole_bytes(bits: int, layout: Layout) -> int:
+    if bits % 8:
+        raise PlanError(f"the rule '{layout.rule}' cuts through a byte of {layout.full}")
+    return bits // 8
+
+
+def _scaled(run: Run, bits: int, layout: Layout) -> Run:
+    return Run(_whole_bytes(run.offset * bits, layout), _whole_bytes(run.length * bits, layout))
+
+
+def _part(dims: Sequence[Sequence[Run]], full: Sequence[int]) -> Held:
+    pieces = tuple(tuple(_pieces(runs, size)) for runs, size in zip(dims, full, strict=True))
+    return Held(pieces, tuple(sum(run.length for run in runs) for runs in dims))
+
+
+def _pieces(runs: Iterable[Run], full: int) -> Iterator[Piece]:
+    """Runs, cut at the end of the unpadded dimension."""
+    local = 0
+    for run in runs:
+        inside = max(0, min(run.length, full - run.offset))
+        if inside:
+            yield Piece(run.offset, inside, local, False)
+        if run.length > inside:
+            yield Piece(run.offset + inside, run.length - inside, local + inside, True)
+        local += run.length
+
+
+def _check_all_owned(view: View) -> None:
+    """No element of the original is held by nobody: on the grid of all cuts, each cell has an owner."""
+    cuts = [
+        sorted({0, size, *(n for part in view.parts for piece in part.pieces[i] for n in (piece.start, piece.end))})
+        for i, size in enumerate(view.padded)
+    ]
+    owned: Array = np.zeros([len(c) - 1 for c in cuts], bool)
+    for part in view.parts:
+        owns = [
+            np.isin(c[:-1], [n for piece in pieces for n in c if piece.start <= n < piece.end])
+            for c, pieces in zip(cuts, part.pieces, strict=True)
+        ]
+        owned[np.ix_(*owns)] = True
+    if not owned.all():
+        raise PlanError(f"no rank holds some elements of a tensor with the rule '{view.layout.rule}'")
+
+
+def flat_index(indices: Sequence[int], sizes: Sequence[int]) -> int:
+    """The number of an index in row-major order, over the first dimensions."""
+    flat = 0
+    for index, size in zip(indices, sizes, strict=False):
+        flat = flat * size + index
+    return flat

@@ -135,9 +135,9 @@ def _shown_name(entry: Entry) -> str:
 
 def _row(plan: Plan, kinds: Sequence[Kind]) -> Row:
     entry = plan.laid[kinds[0]]
-    layout, rank = entry.layout, next(rank for rank, box in enumerate(entry.layout.boxes) if box)
-    count, local = sum(kind.count for kind in kinds), layout.box(rank).shape
-    on_first = sum(kind.count for kind in kinds if plan.laid[kind].layout.boxes[0])
+    layout, rank = entry.layout, min(entry.layout.boxes)
+    count, local = sum(kind.count for kind in kinds), layout.boxes[rank].shape
+    on_first = sum(kind.count for kind in kinds if 0 in plan.laid[kind].layout.boxes)
     counts = copies_of(layout, rank)
     shared = sum(length for copies, length in counts.items() if copies > 1)
     return Row(
@@ -152,7 +152,7 @@ def _row(plan: Plan, kinds: Sequence[Kind]) -> Row:
         bytes_full=count * tensor_bytes(entry.name, entry.dtype, layout.stored),
         bytes_per_rank=on_first * tensor_bytes(entry.name, entry.dtype, local),
         replicated=on_first * shared * DTYPE_BITS[entry.dtype] // 8,
-        is_uneven=len({box.shape for box in layout.boxes if box}) > 1,
+        is_uneven=len({box.shape for box in layout.boxes.values()}) > 1,
     )
 
 
@@ -160,9 +160,9 @@ def copies_of(layout: Layout, rank: int) -> Counter[int]:
     """How many ranks hold an element that ``rank`` holds -> how many such elements it has."""
     dims = []
     for i, padded in enumerate(layout.padded):
-        segments = segments_of([box.dims[i] if box else () for box in layout.boxes], (), padded, padded)
+        segments = segments_of(layout.runs(i), (), padded, padded)
         dims.append([segment for segment in segments if rank in segment.sources])
-    everyone = frozenset(place for place, box in enumerate(layout.boxes) if box)
+    everyone = frozenset(layout.boxes)
     found: Counter[int] = Counter()
     for parts in itertools.product(*dims):
         holders = everyone.intersection(*(part.sources for part in parts))
@@ -193,8 +193,8 @@ def bytes_of_ranks(plan: Plan) -> list[int]:
     for kind, entry in plan.laid.items():
         alike[entry.layout, entry.dtype] += kind.count
     for (layout, dtype), count in alike.items():
-        for rank, box in enumerate(layout.boxes):
-            found[rank] += count * tensor_bytes("", dtype, box.shape) if box else 0
+        for rank, box in layout.boxes.items():
+            found[rank] += count * tensor_bytes("", dtype, box.shape)
     return found
 
 

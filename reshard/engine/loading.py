@@ -24,7 +24,7 @@ def load_rank(source: Source, target: Plan, rank: int) -> dict[str, torch.Tensor
     """The tensors of ``rank``, of its local shapes. Reads only the bytes that the rank owns."""
     reader = Reader()
     try:
-        held = [name for name in source.names if target.entries[name].layout.boxes[rank] is not None]
+        held = [name for name in source.names if rank in target.entries[name].layout.boxes]
         return {name: _load(source, target, rank, name, reader) for name in held}
     finally:
         reader.close()
@@ -36,7 +36,7 @@ def _room(nbytes: int) -> Bytes:
 
 def _load(source: Source, target: Plan, rank: int, name: str, reader: Reader) -> torch.Tensor:
     before, after = source.plan.entries[name], target.entries[name]
-    shape = after.layout.box(rank).shape
+    shape = after.layout.boxes[rank].shape
     bits = DTYPE_BITS[before.dtype]
     data = np.empty(math.prod(shape) * bits // 8, dtype=np.uint8)
     places = source.places(name)

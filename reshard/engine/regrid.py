@@ -26,8 +26,8 @@ class Regrid:
         """Layouts of the same scales; ``item_bits`` is the size of a scale."""
         self._item = item_bits // 8
         self._steps = [(a.step, b.step) for a, b in zip(source.rule.dims, target.rule.dims, strict=True)]
-        self._sources = {rank: _indices(box.dims) for rank, box in enumerate(source.boxes) if box}
-        self._targets = {rank: _indices(box.dims) for rank, box in enumerate(target.boxes) if box and rank in ranks}
+        self._sources = {rank: _indices(box.dims) for rank, box in source.boxes.items()}
+        self._targets = {rank: _indices(box.dims) for rank, box in target.boxes.items() if rank in ranks}
 
     def slabs(self, budget: int) -> Iterator[Slab]:
         """One step for the whole tensor, whatever the budget."""
@@ -50,7 +50,7 @@ class Regrid:
     def _checks(self, source: int) -> Iterator[Check]:
         """Each scale of a source equals the first of those that were one."""
         held = self._sources[source]
-        firsts = [found * a // max(a, b) * max(a, b) // a for found, (a, b) in zip(held, self._steps, strict=True)]
+        firsts = [_first(found, here, there) for found, (here, there) in zip(held, self._steps, strict=True)]
         for other, here, there in self._holders(firsts):
             yield Check(source, here, other, there)
 
@@ -66,6 +66,14 @@ class Regrid:
             triples = zip(held, wanted, places, strict=True)
             local = [np.searchsorted(mine, indices[at]) for mine, indices, at in triples]
             yield rank, here, np.ix_(*local)
+
+
+def _first(blocks: Indices, step: int, other: int) -> Indices:
+    """For each block of ``step`` indices the first one that begins in the same block of ``other`` indices."""
+    if other <= step:
+        return blocks
+    begins_in = blocks * step // other
+    return begins_in * other // step
 
 
 def _indices(dims: Sequence[Sequence[Run]]) -> list[Indices]:

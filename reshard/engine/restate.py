@@ -38,12 +38,12 @@ class Restate:
     def slabs(self, budget: int) -> Iterator[Slab]:
         """One step for the whole tensor, whatever the budget."""
         nbytes = tensor_bytes(self.entry.name, self.entry.dtype, self.entry.layout.stored)
-        held = [rank for rank in range(len(self.before.boxes)) if self.places(rank) is not None]
+        held = [rank for rank in range(self.before.ranks) if self.places(rank) is not None]
         first, *others = held if self.compare else held[:1]
         copies = [
-            Copy(first, _WHOLE, rank, _WHOLE, self._edit(first, self.after.box(rank).shape)) for rank in self.ranks
+            Copy(first, _WHOLE, rank, _WHOLE, self._edit(first, self.after.boxes[rank].shape)) for rank in self.ranks
         ]
-        shape = self.before.box(first).shape
+        shape = self.before.boxes[first].shape
         checks = [Check(rank, _WHOLE, first, _WHOLE, self._edit(rank, shape)) for rank in others]
         reads, writes = (
             tuple(Region(rank, 0, (nbytes,)) for rank in ranks) for ranks in ([first, *others], sorted(self.ranks))
@@ -52,7 +52,7 @@ class Restate:
 
     def _edit(self, source: int, shape: Sequence[int]) -> Edit:
         """From the shape that a source rank should state to another."""
-        before = self.before.box(source).shape
+        before = self.before.boxes[source].shape
         place = self.places(source)
         assert place is not None
         path = place.file.path

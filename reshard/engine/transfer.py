@@ -192,8 +192,8 @@ class Transfer:
         """
         dims: list[_Raw] = [
             (
-                [box.dims[d] if box else () for box in source.boxes],
-                [box.dims[d] if box and rank in ranks else () for rank, box in enumerate(target.boxes)],
+                source.runs(d),
+                [runs if rank in ranks else () for rank, runs in enumerate(target.runs(d))],
                 max(source.padded[d], target.padded[d]),
                 source.full[d],
             )
@@ -201,8 +201,9 @@ class Transfer:
         ]
         if not dims:
             one = (Run(0, 1),)
-            wanted = [one if box and rank in ranks else () for rank, box in enumerate(target.boxes)]
-            dims = [([one if box else () for box in source.boxes], wanted, 1, 1)]
+            held = [one if rank in source.boxes else () for rank in range(source.ranks)]
+            wanted = [one if rank in target.boxes and rank in ranks else () for rank in range(target.ranks)]
+            dims = [(held, wanted, 1, 1)]
         self._compare = compare
         self.dims = tuple(_dimension(*dim) for dim in _join(dims, item_bits))
 

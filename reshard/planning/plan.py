@@ -34,14 +34,15 @@ class Layout:
 
     ``stored`` is the shape in the unsplit checkpoint. ``full`` is the same but for what belongs to quantized weights
     and is stored in one row, which is unfolded (see ``Dim.unfolded``), as is ``rule``; ``padded`` with the zeros that
-    a degree needs. ``boxes`` has an entry a rank, None for a rank that holds nothing of it (another rank's expert).
-    ``dealt_by_name`` says that there may be such ranks.
+    a degree needs. ``boxes`` has what each rank (of ``ranks``) holds, without those that hold nothing (another rank's
+    expert). ``dealt_by_name`` says that there may be such ranks.
     """
 
     rule: Shape
     full: tuple[int, ...]
     padded: tuple[int, ...]
-    boxes: tuple[Box | None, ...]
+    boxes: Mapping[int, Box]
+    ranks: int
     stored: tuple[int, ...]
     parallel_dims: frozenset[int]
     dealt_by_name: bool = False
@@ -51,11 +52,9 @@ class Layout:
         """Whether every rank holds all of it."""
         return not self.parallel_dims and not self.dealt_by_name
 
-    def box(self, rank: int) -> Box:
-        """What a rank holds that is known to hold some of it."""
-        box = self.boxes[rank]
-        assert box is not None
-        return box
+    def runs(self, dim: int) -> list[tuple[Run, ...]]:
+        """What each rank owns of a dimension."""
+        return [self.boxes[rank].dims[dim] if rank in self.boxes else () for rank in range(self.ranks)]
 
 
 class Entry(NamedTuple):
@@ -104,6 +103,10 @@ class Plan:
     def entries(self) -> Mapping[str, Entry]:
         """All tensors by their names."""
         return {tensor.name: self.laid[tensor.kind]._replace(name=tensor.name) for tensor in self.model.tensors}
+
+    def boxes(self, rank: int) -> dict[Kind, Box]:
+        """What a rank holds of each tensor of a kind."""
+        return {kind: entry.layout.boxes[rank] for kind, entry in self.laid.items() if rank in entry.layout.boxes}
 
     def rank_sizes(self, rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
         """The sizes of the axes as ``rank`` holds them."""
@@ -178,10 +181,9 @@ def _layout(
     sizes = model.sizes.of(dict(tensor.indices))
     padded = padded_sizes(sizes, padding)
     rule = tensor.rule.unfolded(sizes)
-    boxes: list[Box | None] = []
+    boxes: dict[int, Box] = {}
     for rank in range(mesh.size):
         if owners is not None and rank not in owners:
-            boxes.append(None)
             continue
         shares = shares_of(model, mesh, rank, padded, tensor.axes)
         try:
@@ -192,19 +194,21 @@ def _layout(
             ) from None
         lengths = iter([sum(run.length for run in dim) for dim in runs])
         shape = tuple(math.prod(itertools.islice(lengths, len(dim.unfolded(sizes)))) for dim in tensor.rule.dims)
-        boxes.append(Box(tuple(runs), shape))
+        boxes[rank] = Box(tuple(runs), shape)
     dealt = {axis for axis, part in shares_of(model, mesh, 0, padded, tensor.axes).items() if part.parts > 1}
     parallel = frozenset(i for i, dim in enumerate(rule.dims) if dim.axes & dealt)
     _check_padding(tensor, padding)
     _check_every_element_is_owned(model.architecture, tensor, dealt)
-    return Layout(rule, rule.sizes(sizes), rule.sizes(padded), tuple(boxes), tensor.shape, parallel, owners is not None)
+    return Layout(
+        rule, rule.sizes(sizes), rule.sizes(padded), boxes, mesh.size, tensor.shape, parallel, owners is not None
+    )
 
 
 def _check_whole_bytes(tensor: Kind, layout: Layout) -> None:
     """Elements smaller than a byte are not cut within one."""
     bits = DTYPE_BITS[tensor.dtype]
-    for box in layout.boxes if bits % 8 else ():
-        for run in box.dims[-1] if box and box.dims else ():
+    for box in layout.boxes.values() if bits % 8 else ():
+        for run in box.dims[-1] if box.dims else ():
             if run.offset * bits % 8 or run.length * bits % 8:
                 raise PlanError(
                     f"tensor '{tensor.name}' ({tensor.dtype}): elements {run.offset} to {run.end} "

@@ -303,13 +303,13 @@ def _names(sharded: ShardedCheckpoint) -> tuple[str, ...]:
 def _check_shapes(sharded: ShardedCheckpoint, plan: Plan) -> None:
     """Each rank has the tensors that the plan gives it, of the planned dtypes and local shapes."""
     for rank in sharded.ranks:
-        planned = {name for name, entry in plan.entries.items() if entry.layout.boxes[rank.rank] is not None}
+        planned = {name for name, entry in plan.entries.items() if rank.rank in entry.layout.boxes}
         for name in sorted(planned ^ rank.tensors.keys())[:1]:
             what = "is missing in" if name in planned else "does not belong in"
             raise MismatchError(f"{sharded.path}: tensor '{name}' {what} {rank.folder.name}")
         for name, info in rank.tensors.items():
             entry = plan.entries[name]
-            expected = entry.layout.box(rank.rank).shape
+            expected = entry.layout.boxes[rank.rank].shape
             if info.shape != expected:
                 raise MismatchError(
                     f"{info.file}: tensor '{name}' has shape {list(info.shape)}, rank {rank.rank} of {plan.mesh} "

@@ -175,13 +175,10 @@ class _Ranks:
 
     def _held(self, rank: int) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
         """The tensors of a rank: name, dtype, shape, bytes."""
-        boxes = {kind: entry.layout.boxes[rank] for kind, entry in self.plan.laid.items()}
-        held = {
-            kind: (kind.dtype, box.shape, tensor_bytes(kind.name, kind.dtype, box.shape))
-            for kind, box in boxes.items()
-            if box is not None
-        }
-        return ((name, *held[kind]) for name, kind, _ in self._tensors if kind in held)
+        shapes = {kind: box.shape for kind, box in self.plan.boxes(rank).items()}
+        sizes = {kind: tensor_bytes(kind.name, kind.dtype, shape) for kind, shape in shapes.items()}
+        held = ((name, kind) for name, kind, _ in self._tensors if kind in shapes)
+        return ((name, kind.dtype, shapes[kind], sizes[kind]) for name, kind in held)
 
     def _files_of(self, rank: int, shards: Sequence[ShardFile]) -> list[NewFile]:
         """The files of a rank. They say where their tensors stand among all, if some do not stand on this rank: else

@@ -63,9 +63,9 @@ def test_over_the_same_ranks_experts_are_whole_and_all_else_is_cut(tmp_path):
     found = plan(source, 2, ep=2, same_ranks=True)
     assert found.mesh.size == 2
     expert = found.entries["model.layers.1.mlp.experts.4.gate_proj.weight"].layout
-    assert expert.boxes[0] is None and expert.box(1).shape == expert.full
+    assert 0 not in expert.boxes and expert.boxes[1].shape == expert.full
     assert (
-        found.entries["model.layers.1.mlp.shared_experts.gate_proj.weight"].layout.box(0).shape[0] * 2
+        found.entries["model.layers.1.mlp.shared_experts.gate_proj.weight"].layout.boxes[0].shape[0] * 2
         == (found.entries["model.layers.1.mlp.shared_experts.gate_proj.weight"].layout.full[0])
     )
     assert found.entries["model.layers.1.mlp.gate.weight"].layout.is_replicated

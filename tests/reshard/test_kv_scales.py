@@ -59,7 +59,7 @@ def test_scales_of_heads_go_where_the_heads_go(kind, config, output, keys):
     model = bind(find_architecture(config, Path()), config, tensors)
     plan = make_plan(model, Mesh((("tp", 8),)))
     for name, full in scales.items():
-        runs = plan.entries[name].layout.box(5).dims
+        runs = plan.entries[name].layout.boxes[5].dims
         if len(full) < 3:
             assert plan.entries[name].layout.is_replicated, name
         else:  # rank 5 has query head 5, which is of KV head 2 where two share one

@@ -224,7 +224,7 @@ def test_an_error_in_one_process_ends_the_others(tmp_path, monkeypatch):
 
     def write(descriptor, data, offset):
         time.sleep(0.005)
-        if next(calls) == 20:
+        if next(calls) == 4:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return real(descriptor, data, offset)
 

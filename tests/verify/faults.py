@@ -218,7 +218,7 @@ def packed_by_plain_chunks(shards: Shards) -> None:
             if not _is_packed(entry.layout.rule.dims[dim]):
                 continue
             for rank, whole in enumerate(np.array_split(shards.full(entry.name), shards.degree, dim)):
-                if whole.shape == entry.layout.box(rank).shape:
+                if whole.shape == entry.layout.boxes[rank].shape:
                     shards.write(entry.name, rank, np.ascontiguousarray(whole))
 
 
@@ -317,7 +317,7 @@ def row_split_by_columns(shards: Shards) -> None:
         if shards.is_row_parallel(entry) and _is_square(entry):
             pieces = np.array_split(shards.full(entry.name), shards.degree, shards.output(entry) or 0)
             for rank, piece in enumerate(pieces):
-                shards.write(entry.name, rank, piece.reshape(entry.layout.box(rank).shape))
+                shards.write(entry.name, rank, piece.reshape(entry.layout.boxes[rank].shape))
             return
 
 
@@ -326,7 +326,7 @@ def transposed_square(shards: Shards) -> None:
     for entry in shards.entries():
         if _is_square(entry):
             for rank in range(shards.degree):
-                box = entry.layout.box(rank)
+                box = entry.layout.boxes[rank]
                 index = [np.concatenate([np.arange(run.offset, run.end) for run in dim]) for dim in box.dims]
                 shards.write(entry.name, rank, np.ascontiguousarray(shards.full(entry.name).T[np.ix_(*index)]))
             return
@@ -387,7 +387,7 @@ def vocabulary_by_one(shards: Shards) -> None:
         if len(dims) == 2 and dims[0].axis == "vocab":
             shifted = np.roll(shards.full(entry.name), -1, 0)
             for rank in range(shards.degree):
-                box = entry.layout.box(rank)
+                box = entry.layout.boxes[rank]
                 (run,) = box.dims[0]
                 shards.write(entry.name, rank, np.ascontiguousarray(shifted[run.offset : run.end]))
             return

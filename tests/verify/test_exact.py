@@ -431,7 +431,7 @@ def test_any_layout_and_any_byte(data: st.DataObject, tmp_path_factory: pytest.T
     one = _saved(folder / "full.safetensors", dtype, full)
     parts = []
     for rank in range(len(layout.boxes)):
-        index = [np.concatenate([np.arange(run.offset, run.end) for run in dim]) for dim in layout.box(rank).dims]
+        index = [np.concatenate([np.arange(run.offset, run.end) for run in dim]) for dim in layout.boxes[rank].dims]
         parts.append(_saved(folder / f"{rank}.safetensors", dtype, padded[np.ix_(*index, np.arange(item))]))
     wrong = data.draw(st.integers(0, len(parts) - 1))
     at = data.draw(st.integers(0, parts[wrong]["w"].nbytes - 1))
@@ -453,7 +453,7 @@ def test_any_layout_and_any_byte(data: st.DataObject, tmp_path_factory: pytest.T
     first = report.first
     assert first is not None and first.offset == info.offset + at // item * item
     assert padded[first.index].tobytes() == first.expected
-    assert layout.box(wrong).shape and _index_of(layout.box(wrong), at // item) == first.index
+    assert layout.boxes[wrong].shape and _index_of(layout.boxes[wrong], at // item) == first.index
 
 
 @dataclass(frozen=True)
@@ -477,9 +477,9 @@ def _index_of(box: Box, element: int) -> tuple[int, ...]:
 def test_elements_that_nobody_owns(llama: Pair) -> None:
     """A plan that leaves a hole is an error, not a proof."""
     rule = open_source(llama.original).plan.entries["lm_head.weight"].layout.rule
-    boxes = tuple(Box(((Run(start, 2),), (Run(0, 4),)), (2, 4)) for start in (0, 3))
+    boxes = {rank: Box(((Run(3 * rank, 2),), (Run(0, 4),)), (2, 4)) for rank in range(2)}
     with pytest.raises(PlanError, match="no rank holds"):
-        views.View(Layout(rule, (5, 4), (5, 4), boxes, (5, 4), frozenset({0})), 32)
+        views.View(Layout(rule, (5, 4), (5, 4), boxes, 2, (5, 4), frozenset({0})), 32)
 
 
 # --------------------------------------------------------------------------------------------------------- the command

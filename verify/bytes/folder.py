@@ -229,11 +229,9 @@ def boundary_problem(shards: Source, plan: Plan, rank: int, order: Order) -> str
     manifest = _sharded(shards).manifest
     if manifest is None:
         return None
-    boxes = {kind: entry.layout.boxes[rank] for kind, entry in plan.laid.items()}
     held = {
         kind: (kind.dtype, box.shape, tensor_bytes(kind.name, kind.dtype, box.shape))
-        for kind, box in boxes.items()
-        if box is not None
+        for kind, box in plan.boxes(rank).items()
     }
     tensors = ((name, *held[kind]) for name, kind in order if kind in held)
     folder = plan.mesh.folder(rank)
@@ -252,7 +250,7 @@ def header_changes(
     identity = _sharded(shards).identity
     true = original.identity(plan)
     should = Identity(identity.source, plan.mesh, identity.sizes, plan.padding, identity.plan, true.blocks)
-    holds_all = all(entry.layout.boxes[rank] is not None for entry in plan.laid.values())
+    holds_all = len(plan.boxes(rank)) == len(plan.laid)
     places = {} if holds_all else {name: place for place, (name, _) in enumerate(order)}
     for file, names in _files(shards, rank):
         known = [places[name] for name in names if name in places]

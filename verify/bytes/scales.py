@@ -23,7 +23,7 @@ def refined(info: TensorInfo, original: Layout, finer: Layout) -> NDArray[np.uin
 
 def differing(info: TensorInfo, expected: NDArray[np.uint8], finer: Layout, rank: int) -> Iterator[tuple[int, ...]]:
     """The index, in the rank's own part, of each scale of a shard that is not as expected."""
-    runs = finer.box(rank).dims
+    runs = finer.boxes[rank].dims
     owned = [np.concatenate([np.arange(run.offset, run.end) for run in dim]) for dim in runs]
     wanted = expected[np.ix_(*owned)]
     found = _read(info).reshape(wanted.shape)

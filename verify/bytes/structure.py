@@ -47,9 +47,9 @@ def check_derived(original: Source, shards: Source, plan: Plan, comparable: Mapp
             elif entry.stated is not None:
                 stated, info = entry.stated, original.ranks[0][name]
                 whole = statements.read(info)
-                compared[name] = frozenset(rank for rank in ranks if stated.box(rank).shape != stated.stored)
+                compared[name] = frozenset(rank for rank in ranks if stated.boxes[rank].shape != stated.stored)
                 for rank in sorted(compared[name]):
-                    shard, shape = shards.ranks[rank][name], list(stated.box(rank).shape)
+                    shard, shape = shards.ranks[rank][name], list(stated.boxes[rank].shape)
                     if not says(statements.read(shard), whole, info.dtype, shape):
                         problems.append(
                             f"{shard.file}: tensor '{name}' is not the original's with the shape {shape} in it"
@@ -98,9 +98,9 @@ class Structure:
 
     def _check_tensors(self, rank: int, tensors: Mapping[str, TensorInfo]) -> None:
         where = self.plan.mesh.folder(rank) if self.shards.sharded else self.shards.path.name
-        boxes = {kind: entry.layout.boxes[rank] for kind, entry in self.plan.laid.items()}
+        boxes = self.plan.boxes(rank)
         for name, kind, _ in self.plan.model.tensors:
-            info, box = tensors.get(name), boxes[kind]
+            info, box = tensors.get(name), boxes.get(kind)
             if box is None or info is None:
                 if box is not None:
                     self.missing.append(f"{where}: {name}")

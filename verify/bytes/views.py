@@ -65,10 +65,15 @@ class View:
             dims -= 1
             item_bits *= layout.full[dims]
         shapes = [layout.full[:dims], layout.padded[:dims]]
-        runs: list[tuple[tuple[Run, ...], ...]] = [box.dims[:dims] if box else ((),) * dims for box in layout.boxes]
+        runs: list[tuple[tuple[Run, ...], ...]] = [
+            layout.boxes[rank].dims[:dims] if rank in layout.boxes else ((),) * dims for rank in range(layout.ranks)
+        ]
         if not dims:  # everyone holds all: one dimension of bytes
             whole = (Run(0, item_bits // 8),)
-            shapes, runs = [(item_bits // 8,)] * 2, [(whole if box else (),) for box in layout.boxes]
+            shapes, runs = (
+                [(item_bits // 8,)] * 2,
+                [(whole if rank in layout.boxes else (),) for rank in range(layout.ranks)],
+            )
             item_bits = 8
         elif item_bits % 8:  # several elements to a byte: the last dimension counts bytes
             shapes = [(*shape[:-1], _whole_bytes(shape[-1] * item_bits, layout)) for shape in shapes]
@@ -90,7 +95,7 @@ class View:
     @staticmethod
     def _is_whole(layout: Layout, dim: int) -> bool:
         size = layout.full[dim]
-        return layout.padded[dim] == size and all(box.dims[dim] == (Run(0, size),) for box in layout.boxes if box)
+        return layout.padded[dim] == size and all(box.dims[dim] == (Run(0, size),) for box in layout.boxes.values())
 
     def in_words(self, content: Array, rows: int, dims: Sequence[int]) -> Array:
         """Bytes of rows with these dimensions, as an array of words (of rows alone, flat)."""

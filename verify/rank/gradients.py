@@ -136,8 +136,9 @@ def together(layout: Layout, of_ranks: Sequence[Tensor | None]) -> Tensor:
     if layout.is_replicated:
         return present[0] if len(present) == len(of_ranks) else torch.stack([x.to(wide) for x in present]).sum(0)
     full = torch.zeros(layout.padded, dtype=wide)
-    for box, grad in zip(layout.boxes, of_ranks, strict=True):
-        if box is not None and grad is not None:
-            indices = [torch.tensor([i for run in runs for i in range(run.offset, run.end)]) for runs in box.dims]
+    for rank, grad in enumerate(of_ranks):
+        if rank in layout.boxes and grad is not None:
+            dims = layout.boxes[rank].dims
+            indices = [torch.tensor([i for run in runs for i in range(run.offset, run.end)]) for runs in dims]
             full[torch.meshgrid(*indices, indexing="ij")] += grad.to(wide)
     return full[tuple(slice(size) for size in layout.full)].to(present[0].dtype)

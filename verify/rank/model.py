@@ -86,8 +86,8 @@ class Rank:
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each tensor in this rank's folder."""
-        boxes = {name: entry.layout.boxes[self.rank] for name, entry in self.plan.entries.items()}
-        return {name: box.shape for name, box in boxes.items() if box is not None}
+        boxes = self.plan.boxes(self.rank)
+        return {tensor.name: boxes[tensor.kind].shape for tensor in self.plan.model.tensors if tensor.kind in boxes}
 
     @cached_property
     def shapes_with_all_experts(self) -> dict[str, tuple[int, ...]]:
@@ -698,7 +698,10 @@ def roles(plan: Plan, sources: Mapping[str, tuple[str, ...]]) -> dict[str, Role]
         dealt = dealt_axes(plan, entry)
         experts_along = _experts_along(plan.mesh) if dealt & plan.model.expert_axes else frozenset()
         is_gathered = kind in {Kind.COLUMN, Kind.VECTOR} and not dealt & consumed
-        along, is_taken = plan.mesh.varying(entry.layout.boxes), bool(dealt & inputs)
+        along, is_taken = (
+            plan.mesh.varying([entry.layout.boxes.get(place) for place in range(plan.mesh.size)]),
+            bool(dealt & inputs),
+        )
         found[parameter] = Role(kind, entry, along, experts_along, is_gathered, is_gathered and is_taken)
     return found
 
@@ -788,7 +791,7 @@ def _make_parallel(
     summed = frozenset[str]().union(*(role.summed_along for role in own.values()))
     vocabulary = own.get("weight")
     if isinstance(module, nn.Embedding) and vocabulary and 0 in vocabulary.entry.layout.parallel_dims:
-        first_row = vocabulary.entry.layout.box(rank.rank).dims[0][0].offset
+        first_row = vocabulary.entry.layout.boxes[rank.rank].dims[0][0].offset
         group = groups.along(vocabulary.along)
         padding_row = _padding_row(module, vocabulary.entry.layout.full[0], rank)
         vocab_parallel(module, first_row, group, padding_row=padding_row)
@@ -821,7 +824,7 @@ def _make_parallel(
 
 def _order_of_parts(layout: Layout, dim: int, ranks: Iterable[int]) -> torch.Tensor | None:
     """Where each index of a dimension lies among the parts of these ranks, one after the other; None: at its place."""
-    runs = [run for rank in ranks for run in layout.box(rank).dims[dim]]
+    runs = [run for rank in ranks for run in layout.boxes[rank].dims[dim]]
     if [run.offset for run in runs] == [0, *accumulate(run.length for run in runs[:-1])]:
         return None
     joined = enumerate(chain(*(range(run.offset, run.end) for run in runs)))

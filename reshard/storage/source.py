@@ -303,22 +303,21 @@ def _names(sharded: ShardedCheckpoint) -> tuple[str, ...]:
 def _check_shapes(sharded: ShardedCheckpoint, plan: Plan) -> None:
     """Each rank has the tensors that the plan gives it, of the planned dtypes and local shapes."""
     for rank in sharded.ranks:
-        planned = {name for name, entry in plan.entries.items() if rank.rank in entry.layout.boxes}
-        for name in sorted(planned ^ rank.tensors.keys())[:1]:
-            what = "is missing in" if name in planned else "does not belong in"
-            raise MismatchError(f"{sharded.path}: tensor '{name}' {what} {rank.folder.name}")
-        for name, info in rank.tensors.items():
-            entry = plan.entries[name]
-            expected = entry.layout.boxes[rank.rank].shape
-            if info.shape != expected:
+        planned = {kind: (kind.dtype, box.shape) for kind, box in plan.boxes(rank.rank).items()}
+        for name, kind, _ in plan.model.tensors:
+            info, should = rank.tensors.get(name), planned.get(kind)
+            if info is None and should is None:
+                continue
+            if info is None or should is None:
+                what = "is missing in" if info is None else "does not belong in"
+                raise MismatchError(f"{sharded.path}: tensor '{name}' {what} {rank.folder.name}")
+            if info.shape != should[1]:
                 raise MismatchError(
                     f"{info.file}: tensor '{name}' has shape {list(info.shape)}, rank {rank.rank} of {plan.mesh} "
-                    f"has {list(expected)} by the rule '{entry.layout.rule}'"
+                    f"has {list(should[1])} by the rule '{plan.laid[kind].layout.rule}'"
                 )
-            if info.dtype != entry.dtype:
-                raise MismatchError(
-                    f"{info.file}: tensor '{name}' is {info.dtype}, it is {entry.dtype} in another rank"
-                )
+            if info.dtype != should[0]:
+                raise MismatchError(f"{info.file}: tensor '{name}' is {info.dtype}, it is {should[0]} in another rank")
 
 
 def _record_of(checkpoint: Checkpoint, location: str, commit: str | None) -> SourceRecord:

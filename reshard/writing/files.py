@@ -20,6 +20,7 @@ from reshard.engine.ways import way_between
 from reshard.planning.plan import Layout, Plan
 from reshard.storage.output import Finished, Read, Staging, staging_of
 from reshard.storage.source import Source, SourceFile
+from reshard.writing.shard_files import ShardFile
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
 
@@ -69,6 +70,13 @@ class NewFile:
     places: Callable[[], Iterable[tuple[str, int]]]
     expected: str | None = None
     summed: bool = True
+
+
+def new_file(shard: ShardFile, folder: str, rank: int, header: bytes, *, summed: bool = True) -> NewFile:
+    """A shard file, to be written with this header into a folder of the output (``""``: the root)."""
+    name = f"{folder}/{shard.name}" if folder else shard.name
+    size, places = len(header) + shard.nbytes, partial(shard.places, len(header))
+    return NewFile(name, folder, rank, header, size, places, summed=summed)
 
 
 @dataclass(frozen=True)

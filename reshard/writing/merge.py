@@ -21,6 +21,7 @@ from reshard.writing.files import (
     Summary,
     already_staged,
     check_unchanged,
+    new_file,
     no_progress,
     task_of,
     write_files,
@@ -94,7 +95,7 @@ def _full_checkpoint(source: Source, plan: Plan, max_shard_size: int | None) -> 
     tensors = ((name, kind.dtype, kind.shape, sizes[kind]) for name, kind, _ in in_order(plan.model.tensors))
     shards = partition(tensors, max_shard_size or DEFAULT_SHARD_SIZE)
     headers = [build_header(shard.tensors, {"format": "pt"}) for shard in shards]
-    files = [shard.file("", 0, header, summed=False) for shard, header in zip(shards, headers, strict=True)]
+    files = [new_file(shard, "", 0, header, summed=False) for shard, header in zip(shards, headers, strict=True)]
     return files, {"model.safetensors.index.json": index_text(shards).encode()} if len(shards) > 1 else {}
 
 

@@ -6,9 +6,6 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-
-from reshard.writing.files import NewFile
 
 
 @dataclass(frozen=True)
@@ -28,12 +25,6 @@ class ShardFile:
         """Where each tensor lies in the file, if their data begins at a byte of it."""
         offsets = itertools.accumulate(self.sizes, initial=begin)
         return ((name, offset) for (name, _, _), offset in zip(self.tensors, offsets, strict=False))
-
-    def file(self, folder: str, rank: int, header: bytes, *, summed: bool = True) -> NewFile:
-        """The file, to be written with this header into a folder of the output (``""``: the root)."""
-        name = f"{folder}/{self.name}" if folder else self.name
-        size, places = len(header) + self.nbytes, partial(self.places, len(header))
-        return NewFile(name, folder, rank, header, size, places, summed=summed)
 
 
 def partition(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], max_size: int) -> tuple[ShardFile, ...]:

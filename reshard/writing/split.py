@@ -30,6 +30,7 @@ from reshard.writing.files import (
     Summary,
     already_staged,
     check_unchanged,
+    new_file,
     no_progress,
     task_of,
     write_files,
@@ -190,7 +191,8 @@ class _Ranks:
         files = []
         for shard in shards:
             metadata = self.identity.metadata(rank, [places[name] for name, _, _ in shard.tensors] if places else [])
-            files.append(shard.file(self.plan.mesh.folder(rank), rank, build_header(shard.tensors, metadata)))
+            header = build_header(shard.tensors, metadata)
+            files.append(new_file(shard, self.plan.mesh.folder(rank), rank, header))
         return files
 
     @property

@@ -20,12 +20,13 @@ from typing import Any
 from formats.errors import ReshardError
 from formats.mesh import mesh_of
 from formats.notation.architecture import find_architecture
-from reshard.cli.table import human_bytes, rows_of, totals_of
 from reshard.planning.binding import bind
 from reshard.planning.completeness import check_complete
 from reshard.planning.degrees import refusal, valid_degrees
 from reshard.planning.model import FullTensor, Model
 from reshard.planning.plan import make_plan
+from reshard.planning.totals import rows_of, totals_of
+from reshard.text import human_bytes
 
 CONFIGS = Path(__file__).parent / "configs"
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"

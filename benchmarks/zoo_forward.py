@@ -24,7 +24,7 @@ import transformers
 
 from benchmarks.faults import DOCUMENT, largest, pair_of, write
 from formats.errors import ReshardError
-from reshard.cli.table import rows_of
+from reshard.planning.totals import rows_of
 from reshard.storage.source import Source
 from tests.zoo import ZOO
 from verify.forward.compare import ForwardReport, run_forwards

@@ -26,7 +26,8 @@ import numpy as np
 import pytest
 
 from formats.files.safetensors import build_header, read_header
-from reshard.cli.demo import CONFIG, Compared, compare, write_model
+from reshard.cli.demo import Compared, compare
+from reshard.cli.demo_model import CONFIG, write_model
 from tests.reshard.hub_server import HubServer
 
 _INSTALLED = Path(sys.executable).with_name("reshard")
@@ -627,7 +628,8 @@ def test_hub_id(model: Path, tp4: Path, tmp_path: Path) -> None:
 def imported(*arguments: str | Path) -> set[str]:
     """The modules that a process has loaded once it has carried out a command."""
     code = (
-        "import sys; from reshard.cli.commands import _run; code = _run(sys.argv[1:]); "
+        "import sys; from reshard.cli.commands import cli; from reshard.cli.errors import run_to_exit_code; "
+        "code = run_to_exit_code(cli, sys.argv[1:]); "
         "print(*sys.modules, file=sys.stderr); sys.exit(code)"
     )
     command = [sys.executable, "-c", code, *map(str, arguments)]

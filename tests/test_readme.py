@@ -1,26 +1,32 @@
-"""README.md and docs/usage.md against the program: what they show is what it does.
+"""README.md and docs/ against the program: what they show is what it does.
 
-``make docs`` (``python -m tests.test_readme``) writes the generated parts anew.
+``make docs`` (``python -m tests.test_readme``) writes the generated parts and verify/coverage.json anew.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shlex
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
 import pytest
 
-from formats.notation.architecture import BUILT_IN, Architecture, load_architecture
+from formats.notation.architecture import BUILT_IN, Architecture, built_in_architectures, load_architecture
 from tests import remote, zoo
+from verify.coverage import FILE as COVERAGE
+from verify.coverage import coverage
 
 ROOT = Path(__file__).parents[1]
-README, USAGE = ROOT / "README.md", ROOT / "docs" / "usage.md"
+DOCS = ROOT / "docs"
+README, USAGE, ARCHITECTURES = ROOT / "README.md", DOCS / "usage.md", DOCS / "architectures.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("*.md"))]
 
 
 def block(text: str, name: str) -> str:
@@ -41,31 +47,44 @@ def architectures() -> Iterator[Architecture]:
         yield load_architecture(path)
 
 
-def architecture_table() -> str:
-    """One line an architecture file: its model types, what is dealt to the ranks, and what the tests try of it."""
+def coverage_text() -> str:
+    """verify/coverage.json: the model types that the tests have a model of, and the degrees at which they try it."""
     forward: dict[str, set[int]] = defaultdict(set)
     for entry in zoo.ZOO.values():
         forward[entry.model_type].update(entry.degrees)
-    by_bytes = {str(entry.config.get("model_type")): set(entry.degrees) for entry in remote.REMOTE.values()}
+    by_bytes: dict[str, set[int]] = defaultdict(set)
+    for entry in remote.REMOTE.values():
+        by_bytes[str(entry.config.get("model_type"))].update(entry.degrees)
+    known = built_in_architectures()
+    found = {
+        "forward": {name: sorted(forward[name] | by_bytes.get(name, set())) for name in sorted(forward)},
+        "bytes": {name: sorted(by_bytes[name]) for name in sorted(by_bytes.keys() & known.keys() - forward.keys())},
+    }
+    return "{\n" + ",\n".join(_kind(kind, types) for kind, types in found.items()) + "\n}\n"
+
+
+def _kind(kind: str, types: dict[str, list[int]]) -> str:
+    lines = ",\n".join(f"    {json.dumps(name)}: {degrees}" for name, degrees in types.items())
+    return f'  "{kind}": {{\n{lines}\n  }}'
+
+
+def architecture_table() -> str:
+    """One line an architecture file: its model types, what is dealt to the ranks, and what the tests try of it."""
+    tested = coverage()
     lines = ["| rules | `model_type` | dealt to the ranks | `--tp` tried |", "| --- | --- | --- | --- |"]
     count = 0
     for architecture in architectures():
         tried: set[int] = set()
         types = []
         for name in architecture.model_types:
-            mark = "" if name in forward else "¹" if name in by_bytes else "²"
-            types.append(f"{name}{mark}")
-            tried |= forward.get(name, set()) | by_bytes.get(name, set())
+            found = tested.get(name)
+            types.append(name + ("²" if found is None else "" if found.forward else "¹"))
+            tried.update(found.degrees if found else ())
         families = ", ".join(" × ".join(family) for family in architecture.families.get("tp", ()))
         listed = ", ".join(map(str, sorted(tried))) or "–"
         lines.append(f"| {architecture.name} | {', '.join(types)} | {families} | {listed} |")
         count += len(types)
-    legend = (
-        "Each is split, re-split, merged and verified by bytes in the tests at these degrees, and was run forward;\n"
-        "¹ by bytes alone: transformers has no code for it, or none that runs on tokens alone;\n"
-        "² not on its own: the rules are those of its neighbours."
-    )
-    return "\n".join([f"{count} model types. {legend}", "", *lines, ""])
+    return "\n".join([f"{count} model types.", "", *lines, ""])
 
 
 def commands() -> Iterator[tuple[str, click.Command]]:
@@ -88,79 +107,106 @@ def usage_text() -> str:
     return "\n".join(parts)
 
 
-def demo_text() -> str:
-    """What ``reshard demo`` prints."""
-    command = [sys.executable, "-m", "reshard", "demo"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return f"```console\n$ reshard demo\n{done.stdout}```\n"
-
-
-def plan_text(folder: Path) -> str:
-    """What ``reshard plan`` prints for the demo's model."""
-    from reshard.cli.demo import write_model
+def console(folder: Path, *lines: str) -> str:
+    """What commands print on stdout, with the demo's model as ``model`` in the working folder."""
+    from reshard.cli.demo_model import write_model
 
     if not (folder / "model").exists():
         write_model(folder / "model")
     shown = []
-    for line in ("reshard plan model --tp 8",):
+    for line in lines:
         command = [sys.executable, "-m", *shlex.split(line)]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
         shown.append(f"$ {line}\n{done.stdout}")
     return "```console\n" + "\n".join(shown) + "```\n"
 
 
+def examples(folder: Path) -> Iterator[tuple[Path, str, Callable[[], str]]]:
+    """The parts that show a command: the page, the part, and what makes it. In this order, in one folder."""
+    yield README, "split", lambda: console(folder, "reshard split model out --tp 4", "reshard inspect out")
+    yield README, "verify", lambda: console(folder, "reshard verify model out")
+    yield README, "models", lambda: console(folder, "reshard models phi3")
+    yield USAGE, "degrees", lambda: console(folder, "reshard plan model")
+    yield USAGE, "plan", lambda: console(folder, "reshard plan model --tp 8")
+
+
 def still(text: str) -> str:
-    """A text without what differs from run to run: seconds and temporary folders."""
+    """A text without what differs from run to run or from processor to processor: seconds, and numbers of rounding."""
     text = re.sub(r"in \d+\.\d\d s", "in 0.00 s", text)
-    return re.sub(r"\S*/reshard-demo-\w+", "TEMPORARY", text)
+    text = re.sub(r" *\b\d\.\d\de[-+]\d\d\b| +\d+\.\d\d(?=\n)", " #", text)
+    text = re.sub(r"\d+\.\d+%", "#%", text)
+    text = re.sub(r"exceeds \d\.\d+ times", "exceeds # times", text)
+    return re.sub(r"  position \d+: .*\n", "", text)
+
+
+def test_coverage_is_what_the_tests_have() -> None:
+    assert COVERAGE.read_text() == coverage_text(), "run make docs"
 
 
 def test_architecture_table() -> None:
-    assert block(README.read_text(), "architectures") == architecture_table(), "run make docs"
+    assert block(ARCHITECTURES.read_text(), "architectures") == architecture_table(), "run make docs"
 
 
 def test_every_command_and_option_is_documented() -> None:
-    documented = README.read_text() + USAGE.read_text()
+    usage = USAGE.read_text()
     for name, command in commands():
-        assert f"reshard {name}" in documented, f"run make docs: {name}"
-        section = USAGE.read_text().partition(f"### reshard {name}\n")[2].partition("### reshard")[0]
+        section = usage.partition(f"### reshard {name}\n")[2].partition("### reshard")[0]
+        assert section, f"run make docs: {name}"
         for parameter in command.params:
             for option in parameter.opts if isinstance(parameter, click.Option) else ():
                 assert re.search(rf"{re.escape(option)}\b", section), f"run make docs: {option} of {name}"
+    assert block(usage, "help") == usage_text(), "run make docs"
 
 
 def test_examples_show_what_is_printed(tmp_path: Path) -> None:
-    text = README.read_text()
-    assert still(block(text, "demo")) == still(demo_text()), "run make docs"
-    assert block(text, "plan") == plan_text(tmp_path), "run make docs"
+    for page, part, made in examples(tmp_path):
+        assert still(block(page.read_text(), part)) == still(made()), f"run make docs: {part}"
 
 
-def test_python_example_runs(tmp_path: Path) -> None:
-    from reshard.cli.demo import write_model
+def test_python_examples_run(tmp_path: Path) -> None:
+    from reshard.cli.demo_model import write_model
 
     write_model(tmp_path / "model")
-    example = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert example is not None
-    subprocess.run([sys.executable, "-c", example[1]], cwd=tmp_path, check=True, capture_output=True)
+    found = re.findall(r"```python\n(.*?)```", USAGE.read_text(), re.DOTALL)
+    assert found
+    for example in found:
+        subprocess.run([sys.executable, "-c", example], cwd=tmp_path, check=True, capture_output=True)
     assert (tmp_path / "merged" / "model.safetensors.index.json").exists()
 
 
-@pytest.mark.parametrize("page", [README, USAGE, ROOT / "CONTRIBUTING.md", ROOT / "docs" / "design.md"])
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
-        assert (page.parent / target).exists(), target
+    for target, heading in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", page.read_text()):
+        linked = page.parent / target if target else page
+        assert linked.exists(), target
+        if heading:
+            titles = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE)
+            anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+            assert heading in anchors, f"{target}#{heading}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_pages_name_are_there(page: Path) -> None:
+    """``reshard/storage/output.py`` in backquotes is a file of this repository, and so is a folder with a slash."""
+    for name in re.findall(r"`((?:formats|reshard|verify|tests|benchmarks)/[\w./-]*)`", page.read_text()):
+        assert (ROOT / name).exists(), name
+
+
+def main() -> None:
+    import tempfile
+
+    COVERAGE.write_text(coverage_text())
+    coverage.cache_clear()
+    with tempfile.TemporaryDirectory() as folder:
+        made: list[tuple[Path, str, Callable[[], str]]] = [
+            (ARCHITECTURES, "architectures", architecture_table),
+            (USAGE, "help", usage_text),
+            *examples(Path(folder)),
+        ]
+        for page, part, content in made:
+            page.write_text(replaced(page.read_text(), part, content()))
 
 
 if __name__ == "__main__":
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        readme = README.read_text()
-        for part, content in (
-            ("architectures", architecture_table()),
-            ("demo", demo_text()),
-            ("plan", plan_text(Path(folder))),
-        ):
-            readme = replaced(readme, part, content)
-    README.write_text(readme)
-    USAGE.write_text(replaced(USAGE.read_text(), "help", usage_text()))
+    main()

@@ -9,7 +9,7 @@ import time
 from types import TracebackType
 from typing import Any
 
-from reshard.cli.table import human_bytes
+from reshard.text import human_bytes
 
 INTERVAL = 10.0
 """Seconds between the lines where there is no bar."""

@@ -15,12 +15,12 @@ from formats.files.safetensors import build_header, read_header
 from formats.mesh import Mesh
 from formats.notation.architecture import find_architecture
 from reshard.api import load, merge, split
-from reshard.cli.table import all_reduces
 from reshard.engine.move import Options
 from reshard.planning.binding import bind
 from reshard.planning.degrees import valid_degrees
 from reshard.planning.model import FullTensor
 from reshard.planning.plan import make_plan
+from reshard.planning.totals import all_reduces
 from reshard.storage.source import open_source
 from tests.dequantize import METHODS, NUMPY, Method, Stored, pack, unpack, values
 from tests.support import contents, without_manifest

@@ -8,10 +8,11 @@ import pytest
 
 from formats.mesh import Mesh
 from formats.notation.architecture import find_architecture
-from reshard.cli.table import format_table, rows_of, totals_of
+from reshard.cli.plan_table import format_table
 from reshard.planning.binding import bind
 from reshard.planning.model import FullTensor
 from reshard.planning.plan import Plan, make_plan
+from reshard.planning.totals import rows_of, totals_of
 
 # 8 query heads of 6 on 4 KV heads
 PHI3 = {

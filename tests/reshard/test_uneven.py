@@ -16,13 +16,14 @@ from formats.errors import CheckpointError, MismatchError, PlanError
 from formats.files.safetensors import read_header
 from formats.mesh import Mesh
 from reshard.api import load, merge, plan, split
-from reshard.cli.table import bytes_of_ranks, rows_of, totals_of, uneven_lines
+from reshard.cli.plan_table import uneven_lines
 from reshard.engine.move import Options
 from reshard.planning.binding import bind
 from reshard.planning.degrees import refusal, unevenly, valid_degrees
 from reshard.planning.model import FullTensor, Model
 from reshard.planning.plan import make_plan
 from reshard.planning.rank_config import rank_config
+from reshard.planning.totals import bytes_of_ranks, rows_of, totals_of
 from reshard.storage.source import Source, open_source
 from tests import zoo
 from tests.dequantize import METHODS

@@ -17,10 +17,10 @@ from reshard.api import split
 from reshard.storage.source import Source, open_source
 from tests import zoo
 from tests.verify.faults import Shards
-from verify.cli import power_in_words
 from verify.forward.compare import ForwardOptions, run_forward, run_forwards
 from verify.forward.launch import RankError
 from verify.forward.noise import FACTOR
+from verify.report.words import power_in_words
 
 Done = subprocess.CompletedProcess[str]
 

@@ -1,6 +1,6 @@
-"""A plan as a table that a person can read: what each rule does to its tensors, and the totals one decides by.
+"""The sums that a person decides by: what each rule does to its tensors, bytes per rank, replication, all-reduces.
 
-Pure: rows and totals are computed from a plan, text from rows and a width. Nothing is read or printed here.
+Pure: computed from a plan.
 """
 
 from __future__ import annotations
@@ -8,14 +8,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from formats.files.safetensors import DTYPE_BITS, tensor_bytes
 from formats.notation.architecture import Architecture
-from formats.notation.axes import Share
-from reshard.engine.transfer import segments_of
+from formats.notation.axes import Run
 from reshard.planning.model import Kind
 from reshard.planning.plan import Entry, Layout, Plan
 
@@ -75,9 +73,6 @@ class Totals:
     def share_replicated(self) -> float:
         """The part of a rank's bytes that another rank holds too, 0 to 1."""
         return self.replicated / self.bytes_per_rank if self.bytes_per_rank else 0.0
-
-
-# --------------------------------------------------------------------------------------------------------- kinds
 
 
 def kind_of(entry: Entry, architecture: Architecture) -> str:
@@ -158,15 +153,24 @@ def _row(plan: Plan, kinds: Sequence[Kind]) -> Row:
 
 def copies_of(layout: Layout, rank: int) -> Counter[int]:
     """How many ranks hold an element that ``rank`` holds -> how many such elements it has."""
-    dims = []
-    for i, padded in enumerate(layout.padded):
-        segments = segments_of(layout.runs(i), (), padded, padded)
-        dims.append([segment for segment in segments if rank in segment.sources])
+    dims = [_stretches(layout.runs(i), rank) for i in range(len(layout.padded))]
     everyone = frozenset(layout.boxes)
     found: Counter[int] = Counter()
     for parts in itertools.product(*dims):
-        holders = everyone.intersection(*(part.sources for part in parts))
-        found[len(holders)] += math.prod(part.length for part in parts)
+        holders = everyone.intersection(*(ranks for ranks, _ in parts))
+        found[len(holders)] += math.prod(length for _, length in parts)
+    return found
+
+
+def _stretches(holders: Sequence[Sequence[Run]], rank: int) -> list[tuple[frozenset[int], int]]:
+    """What ``rank`` holds of one dimension, cut wherever another set of ranks holds it: each set, and its length."""
+    edges = {edge for runs in holders for run in runs for edge in (run.offset, run.end)}
+    found = []
+    for own in holders[rank]:
+        cuts = sorted(edge for edge in edges if own.offset <= edge <= own.end)
+        for begin, end in itertools.pairwise(cuts):
+            ranks = (place for place, runs in enumerate(holders) if any(run.offset <= begin < run.end for run in runs))
+            found.append((frozenset(ranks), end - begin))
     return found
 
 
@@ -196,19 +200,6 @@ def bytes_of_ranks(plan: Plan) -> list[int]:
         for rank, box in layout.boxes.items():
             found[rank] += count * tensor_bytes("", dtype, box.shape)
     return found
-
-
-def uneven_lines(plan: Plan) -> list[str]:
-    """``ff 2,880 = 7 x 384 + 192``: the parts of each axis that is dealt unevenly, in each size that it has."""
-    degree, lines = dict(plan.mesh.degrees).get("tp", 1), []
-    for axis, unit in plan.mesh.uneven:
-        for size in sorted({sizes[axis] for sizes in plan.model.axis_sets() if axis in sizes}):
-            parts = Counter(Share(degree, rank, unit).run(size).length for rank in range(degree))
-            text = " + ".join(
-                f"{count} x {length:,}" if count > 1 else f"{length:,}" for length, count in parts.items()
-            )
-            lines.append(f"{axis} {size:,} = {text}")
-    return lines
 
 
 def all_reduces(plan: Plan) -> tuple[AllReduce, AllReduce]:
@@ -258,130 +249,3 @@ def activation_bytes(plan: Plan) -> int:
     floats = [entry for entry in plan.laid.values() if entry.dtype in _ACTIVATION_BYTES]
     largest = max(floats, key=lambda entry: math.prod(entry.layout.full), default=None)
     return _ACTIVATION_BYTES[largest.dtype] if largest else 2
-
-
-# ----------------------------------------------------------------------------------------------------------- text
-
-
-def human_bytes(count: float) -> str:
-    """``1.23 GB``, in decimal units as the Hub has them."""
-    if count < 1000:
-        return f"{count:.0f} B"
-    for unit in ("kB", "MB", "GB", "TB"):
-        count /= 1000
-        if count < 999.995 or unit == "TB":
-            break
-    return f"{count:.2f} {unit}"
-
-
-def plural(count: int, word: str) -> str:
-    """``1 file``, ``2 files``."""
-    return f"{count:,} {word}{'' if count == 1 else 's'}"
-
-
-def shape_text(shape: Sequence[int]) -> str:
-    """``4096x1024``; ``scalar`` for no dimensions."""
-    return "x".join(map(str, shape)) or "scalar"
-
-
-def format_table(rows: Sequence[Row], width: int | None) -> list[str]:
-    """The table's lines, within ``width`` columns (None: as wide as it needs)."""
-    cells = [("tensor", "rule", "kind", "dtype", "full -> rank", "tensors", "per rank")]
-    notes: dict[str, str] = {}
-    for row in rows:
-        copies, note = _copies_text(row)
-        notes |= {copies: note} if copies else {}
-        notes |= {"uneven": "this is the first rank's part; the last ranks have less"} if row.is_uneven else {}
-        change = shape_text(row.full) if row.full == row.local else f"{shape_text(row.full)} -> {shape_text(row.local)}"
-        words = (row.kind, copies, "uneven" if row.is_uneven else "")
-        kind, size = " ".join(filter(None, words)), human_bytes(row.bytes_per_rank)
-        cells.append((row.name, row.rule or "scalar", kind, row.dtype, change, f"{row.tensors:,}", size))
-    return _fit_columns(cells, width) + [f"{copies}: {note}" for copies, note in sorted(notes.items())]
-
-
-def _copies_text(row: Row) -> tuple[str, str]:
-    """How many ranks hold what a row's tensors have, in short and in words; empty where it goes without saying."""
-    least, most = min(row.copies, default=1), max(row.copies, default=1)
-    if most == 1 or row.kind.endswith("replicated"):
-        return "", ""
-    if least == most:
-        return f"{most}x", f"each part is on {most} ranks"
-    return f"{least}-{most}x", f"some of it is on {plural(least, 'rank')}, some on {most}"
-
-
-def _fit_columns(cells: Sequence[Sequence[str]], width: int | None) -> list[str]:
-    """All columns if they fit, else without the dtype, else without the rule, too."""
-    lines: list[str] = []
-    for kept in ((0, 1, 2, 3, 4, 5, 6), (0, 1, 2, 4, 5, 6), (0, 2, 4, 5, 6)):
-        columns = [[line[i] for i in kept] for line in cells]
-        elastic = [kept.index(i) for i in (0, 1) if i in kept]
-        lines = align(columns, right=(len(kept) - 2, len(kept) - 1), width=width, elastic=elastic)
-        if width is None or max(map(len, lines)) <= width:
-            break
-    return lines
-
-
-def align(
-    cells: Sequence[Sequence[str]], *, right: Sequence[int], width: int | None, elastic: Sequence[int] = ()
-) -> list[str]:
-    """Lay cells out in columns, two spaces apart; if too wide, ``elastic`` ones lose their beginning."""
-    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-    while width is not None and sum(widths) + 2 * (len(widths) - 1) > width:
-        widest = max(elastic, key=lambda i: widths[i], default=None)
-        if widest is None or widths[widest] <= 20:
-            break
-        widths[widest] -= 1
-    lines = []
-    for line in cells:
-        shown = [_shorten(cell, widths[i]) for i, cell in enumerate(line)]
-        padded = [cell.rjust(widths[i]) if i in right else cell.ljust(widths[i]) for i, cell in enumerate(shown)]
-        lines.append("  ".join(padded).rstrip())
-    return lines
-
-
-def _shorten(text: str, width: int) -> str:
-    return text if len(text) <= width else f"…{text[len(text) - width + 1 :]}"
-
-
-def totals_lines(plan: Plan, totals: Totals) -> list[str]:
-    """The totals, one a line."""
-    ranks, width = plan.mesh.size, activation_bytes(plan)
-    share = totals.bytes_per_rank / totals.bytes_full if totals.bytes_full else 0.0
-    exact = f"{human_bytes(totals.bytes_per_rank)} ({totals.bytes_per_rank:,} bytes)"
-    where, least = f"on each of {plural(ranks, 'rank')}", ""
-    if totals.bytes_least < totals.bytes_per_rank:
-        where = f"on the largest of {plural(ranks, 'rank')}"
-        least = f"; {human_bytes(totals.bytes_least)} ({totals.bytes_least:,} bytes) on the smallest"
-    pairs = [
-        ("bytes per rank", f"{exact} {where}, {share:.1%} of {human_bytes(totals.bytes_full)}{least}"),
-        ("replicated", f"{human_bytes(totals.replicated)} of that on other ranks too ({totals.share_replicated:.1%})"),
-    ]
-    full = plan.model.sizes.of({})
-    for axis, size in plan.padding.items():
-        pairs.append(("padding", f"{axis} {full[axis]:,} -> {size:,} with zeros; merge strips them"))
-    pairs += [("uneven", line) for line in uneven_lines(plan)]
-    if ranks > 1:
-        for name, one_pass in (("forward", totals.forward), ("backward", totals.backward)):
-            count, nbytes = plural(one_pass.count, "all-reduce"), human_bytes(one_pass.nbytes)
-            pairs.append((name, f"{nbytes} a token in {count}, {width} bytes an activation"))
-    wide = max(len(label) for label, _ in pairs)
-    return [f"{label.ljust(wide)}  {text}" for label, text in pairs]
-
-
-def row_document(row: Row) -> Mapping[str, Any]:
-    """A row for ``--json``."""
-    as_is: Callable[[tuple[int, ...]], list[int]] = list
-    return {
-        "tensor": row.name,
-        "rule": row.rule,
-        "kind": row.kind,
-        "dtype": row.dtype,
-        "full_shape": as_is(row.full),
-        "rank_shape": as_is(row.local),
-        "tensors": row.tensors,
-        "copies": max(row.copies, default=1),
-        "bytes_full": row.bytes_full,
-        "bytes_per_rank": row.bytes_per_rank,
-        "uneven": row.is_uneven,
-        "bytes_replicated": row.replicated,
-    }

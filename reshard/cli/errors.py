@@ -1,0 +1,144 @@
+"""How a command ends: its exit code, and the ``Error:`` and ``Hint:`` lines on stderr.
+
+0: done. 1: the answer is no. 2: the request cannot be carried out. 130: interrupted. 141: whoever read the output has
+closed it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import click
+
+from formats.errors import MismatchError, ReshardError, one_line
+
+DONE, NO, FAILED, INTERRUPTED, CLOSED_PIPE = 0, 1, 2, 130, 141
+
+
+@dataclass
+class _Settings:
+    """What holds for one run of the command line, kept in click's context."""
+
+    tracebacks: bool = False
+
+
+def show_tracebacks(context: click.Context, _: click.Parameter, value: bool) -> None:
+    """The callback of ``--debug``, which any command takes."""
+    if value:
+        context.ensure_object(_Settings).tracebacks = True
+
+
+def tracebacks_are_wanted() -> bool:
+    """Whether the command that is running was given ``--debug``."""
+    return click.get_current_context().ensure_object(_Settings).tracebacks
+
+
+class ResumableInterruptError(Exception):
+    """Ctrl-C in a command that can be taken up again."""
+
+
+@contextlib.contextmanager
+def resumable() -> Iterator[None]:
+    """A block of which an interruption is told with the way to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise ResumableInterruptError from None
+
+
+def run_to_exit_code(group: click.Group, arguments: Sequence[str]) -> int:
+    """Run the command that the arguments name, print what goes wrong, and return the exit code."""
+    settings = _Settings()
+    escape_what_stdout_cannot_say()
+    code = _run(group, arguments, settings)
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return _closed_pipe()
+    return code
+
+
+def _run(group: click.Group, arguments: Sequence[str], settings: _Settings) -> int:
+    try:
+        code = group.main(list(arguments), prog_name="reshard", standalone_mode=False, obj=settings)
+        return code if isinstance(code, int) else DONE
+    except click.UsageError as error:
+        command = error.ctx.command_path if error.ctx else "reshard"
+        return _fail(error.format_message(), f"{command} --help")
+    except click.ClickException as error:
+        return _fail(error.format_message())
+    except ReshardError as error:
+        code = NO if isinstance(error, MismatchError) else FAILED
+        return _fail(error.message, error.hint, code=code, traceback=settings.tracebacks)
+    except ResumableInterruptError:
+        return _interrupted("interrupted: the same command goes on where it stopped")
+    except (KeyboardInterrupt, click.Abort):
+        return _interrupted("interrupted")
+    except BrokenPipeError:
+        return _closed_pipe()
+    except SystemExit as stop:
+        # Outside of shell completion click exits by itself for a closed pipe alone, with a code that means "no".
+        if stop.code and "_RESHARD_COMPLETE" not in os.environ:
+            return _closed_pipe()
+        raise
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return _fail(f"{where}{error.strerror or error}", traceback=settings.tracebacks)
+    except MemoryError:
+        return _fail("there is not enough memory", traceback=settings.tracebacks)
+    except Exception as error:
+        hint = None if settings.tracebacks else "run the same command with --debug and report what it shows"
+        return _fail(f"internal error: {type(error).__name__}: {error}", hint, traceback=settings.tracebacks)
+
+
+def _fail(message: str, hint: str | None = None, *, code: int = FAILED, traceback: bool = False) -> int:
+    if traceback:
+        print_traceback()
+    print_error(message, hint)
+    return code
+
+
+def print_error(message: str, hint: str | None = None) -> None:
+    """One ``Error:`` line and at most one ``Hint:`` line, on stderr."""
+    colour = _colour_is_wanted()
+    label = click.style("Error:", fg="red", bold=True) if colour else "Error:"
+    click.echo(f"{label} {one_line(message)}", err=True, color=colour)
+    if hint:
+        click.echo(f"Hint: {one_line(hint)}", err=True)
+
+
+def print_traceback() -> None:
+    """The traceback of the exception that is being handled, on stderr."""
+    import traceback
+
+    traceback.print_exc()
+
+
+def _interrupted(message: str) -> int:
+    click.echo(f"reshard: {message}", err=True)
+    return INTERRUPTED
+
+
+def _colour_is_wanted() -> bool:
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    return sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def _closed_pipe() -> int:
+    """Whoever read our output has gone (``| head``): end silently, as a program killed by SIGPIPE does."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return CLOSED_PIPE
+
+
+def escape_what_stdout_cannot_say() -> None:
+    """Let stdout escape what its encoding lacks: names of files need not be UTF-8, and are shown as ``\\udcff``, which
+    in JSON is the very name.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")

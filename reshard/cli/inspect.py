@@ -1,0 +1,106 @@
+"""``reshard inspect``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from formats.errors import listed
+from reshard.cli.errors import DONE, NO
+from reshard.cli.options import debug_option, hub_options, json_option
+from reshard.cli.printing import print_json, print_lines, print_pairs
+from reshard.text import human_bytes, plural
+
+if TYPE_CHECKING:
+    from reshard.storage.inspect import Report
+
+
+@click.command("inspect")
+@click.argument("path")
+@hub_options
+@json_option
+@debug_option
+def inspect_command(path: str, revision: str | None, token: str | None, cache_dir: Path | None, as_json: bool) -> int:
+    """Say what PATH is: format, model type, dtypes, parameters, mesh, complete or not.
+
+    PATH may also be a Hub id, one rank's folder, a single .safetensors file or unfinished output (OUT.partial). The
+    exit code is 0 if it is complete and 1 if it is not.
+    """
+    from reshard.storage.inspect import inspect
+    from reshard.storage.output import staging_of
+
+    place = Path(path).expanduser()
+    if not place.exists() and not staging_of(place).exists():
+        from reshard.storage.hub import fetch
+
+        place = fetch(path, revision=revision, token=token, cache_dir=cache_dir, headers_only=True, quiet=as_json).path
+    report = inspect(place)
+    if as_json:
+        print_json(_document(report, path))
+    else:
+        print_lines(path)
+        print_pairs(_pairs(report), 11)
+    return DONE if report.complete else NO
+
+
+def _pairs(report: Report) -> list[tuple[str, str]]:
+    pairs = [("what", report.kind), ("format", report.format)]
+    if report.model_type is not None or report.kind == "full checkpoint":
+        pairs.append(("model type", f"{report.model_type or 'unknown'} ({_rules(report)})"))
+    if report.mesh is not None:
+        rank = f", rank {report.rank}" if report.rank is not None else ""
+        pairs.append(("mesh", f"{report.mesh}{rank}"))
+    if report.ranks_missing:
+        pairs.append(("ranks here", listed(report.ranks_present) or "none"))
+        pairs.append(("missing", listed(report.ranks_missing)))
+    if report.dtypes:
+        of_ranks = " (all ranks here together)" if report.counts_ranks else ""
+        kinds = ", ".join(f"{dtype} {count:,}" for dtype, count in report.dtypes.items())
+        pairs += [
+            ("parameters", f"{report.parameters:,}{of_ranks}"),
+            ("dtypes", kinds),
+            ("tensors", f"{report.tensors:,}"),
+        ]
+    size = f"{human_bytes(report.nbytes)} ({report.nbytes:,} bytes) in {plural(report.files, 'file')}"
+    pairs.append(("weights", size))
+    pairs += [("padding", f"{axis} {full:,} -> {padded:,}") for axis, (full, padded) in report.padding.items()]
+    if report.source:
+        pairs.append(("source", report.source + (f" at {report.commit}" if report.commit else "")))
+    pairs.append(("complete", "yes" if report.complete else "no"))
+    pairs += [("problem", problem) for problem in report.problems]
+    if report.hint and not report.complete:
+        pairs.append(("hint", report.hint))
+    return pairs
+
+
+def _rules(report: Report) -> str:
+    return f"rules: {report.architecture}" if report.architecture else "no rules for it: see 'reshard plan --help'"
+
+
+def _document(report: Report, path: str) -> dict[str, Any]:
+    return {
+        "command": "inspect",
+        "path": path,
+        "kind": report.kind,
+        "format": report.format,
+        "model_type": report.model_type,
+        "architecture": report.architecture,
+        "dtypes": report.dtypes,
+        "parameters": report.parameters,
+        "parameters_are_of": "ranks" if report.counts_ranks else "model",
+        "tensors": report.tensors,
+        "files": report.files,
+        "bytes": report.nbytes,
+        "mesh": report.mesh.to_document() if report.mesh else None,
+        "rank": report.rank,
+        "ranks_present": list(report.ranks_present),
+        "ranks_missing": list(report.ranks_missing),
+        "padding": {axis: {"size": size, "padded": padded} for axis, (size, padded) in report.padding.items()},
+        "source": report.source,
+        "commit": report.commit,
+        "complete": report.complete,
+        "problems": report.problems,
+        "hint": report.hint,
+    }

@@ -1,0 +1,44 @@
+"""``reshard merge``."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+
+from reshard.cli.options import NewFolder, Size, access_of, hub_options, output_options, plan_option, write_options
+from reshard.cli.summary import import_numpy, interruptible, print_summary
+
+
+@click.command("merge")
+@click.argument("shards")
+@click.argument("out", type=NewFolder())
+@click.option("--max-shard-size", type=Size(), help="Write new files of at most this size; default: the source's own.")
+@plan_option
+@hub_options
+@write_options
+@output_options
+def merge_command(
+    shards: str, out: Path, max_shard_size: int | None, plan_file: Path | None, revision: str | None,
+    token: str | None, cache_dir: Path | None, overwrite: bool, fsync: bool, no_checksum: bool, workers: int | None,
+    dry_run: bool, as_json: bool, quiet: bool,
+) -> None:  # fmt: skip
+    """Merge the ranks in SHARDS into one full Hugging Face checkpoint, OUT.
+
+    What was split from safetensors comes back file by file: same names, same bytes, same sha256. Padding is removed,
+    and replicated tensors are compared across the ranks.
+    """
+    import_numpy()
+    from reshard.api import merge
+    from reshard.cli.progress import Progress
+    from reshard.engine.move import Options
+
+    access = access_of(revision, token, cache_dir, plan_file, quiet=quiet or as_json)
+    started = time.monotonic()
+    with interruptible(dry_run), Progress("merge", quiet=quiet or as_json) as progress:
+        summary = merge(
+            shards, out, access=access, options=Options(workers=workers, checksum=not no_checksum, fsync=fsync),
+            max_shard_size=max_shard_size, overwrite=overwrite, dry_run=dry_run, progress=progress,
+        )  # fmt: skip
+    print_summary(summary, shards, time.monotonic() - started, as_json=as_json, quiet=quiet)

@@ -1,0 +1,150 @@
+"""``reshard models``: the model types that have rules, and what the tests have verified of them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from formats.errors import PlanError
+from reshard.cli.options import debug_option, json_option
+from reshard.cli.printing import print_json, print_lines, print_pairs
+from reshard.text import align, plural
+
+if TYPE_CHECKING:
+    from formats.notation.architecture import Architecture
+    from verify.coverage import Tested
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """A model type, the file of its rules, and what the tests do with it (None: only with types of the same rules)."""
+
+    model_type: str
+    file: Path
+    tested: Tested | None
+
+    @property
+    def rules(self) -> str:
+        return self.file.stem
+
+    @property
+    def verified(self) -> str:
+        if self.tested is None:
+            return "same rules"
+        return "bytes, forward" if self.tested.forward else "bytes"
+
+
+@click.command("models")
+@click.argument("name", required=False)
+@json_option
+@debug_option
+def models_command(name: str | None, as_json: bool) -> None:
+    """List the model types (model_type in config.json) that can be split.
+
+    With NAME: one type in detail, or all types that have NAME in their name or in the name of their rules.
+
+    'verified' says what the tests do with a small model of the type: compare bytes, also run it forward, or neither,
+    because another type has the same rules.
+    """
+    everything = _all()
+    found = everything if name is None else _matching(name, everything)
+    if as_json:
+        print_json({"command": "models", "models": [_document(listed) for listed in found]})
+    elif len(found) == 1:
+        _print_one(found[0], everything)
+    else:
+        _print_table(found, name)
+
+
+def _all() -> list[_Listed]:
+    from formats.notation.architecture import built_in_architectures
+    from verify.coverage import coverage
+
+    files, tested = built_in_architectures(), coverage()
+    return [_Listed(name, files[name], tested.get(name)) for name in sorted(files, key=str.lower)]
+
+
+def _matching(name: str, everything: Sequence[_Listed]) -> list[_Listed]:
+    """The type of that name, else those with the name in their own or in that of their rules.
+
+    Raises PlanError with the nearest names if there is none.
+    """
+    exact = [listed for listed in everything if listed.model_type == name]
+    if exact:
+        return exact
+    part = name.lower()
+    found = [listed for listed in everything if part in listed.model_type.lower() or part in listed.rules.lower()]
+    if not found:
+        near = difflib.get_close_matches(name, [listed.model_type for listed in everything], n=3, cutoff=0.4)
+        known = f"nearest known: {', '.join(near)}; " if near else ""
+        draft = "'reshard plan SOURCE --draft FILE' writes a draft of rules for a new one"
+        raise PlanError(f"no model type has '{name}' in its name", known + draft)
+    return found
+
+
+def _print_table(found: Sequence[_Listed], name: str | None) -> None:
+    cells = [("model type", "rules", "verified", "--tp tried")]
+    for listed in found:
+        tried = ", ".join(map(str, listed.tested.degrees)) if listed.tested else ""
+        cells.append((listed.model_type, listed.rules, listed.verified, tried))
+    print_lines(*align(cells, right=(), width=None), "")
+    which = f" with '{name}' in their name" if name else ""
+    print_lines(f"{plural(len(found), 'model type')}{which}. 'reshard models NAME' shows one in detail.")
+
+
+def _print_one(listed: _Listed, everything: Sequence[_Listed]) -> None:
+    architecture = _load(listed.file)
+    others = [other.model_type for other in everything if other.file == listed.file and other != listed]
+    similar = [
+        other.model_type
+        for other in everything
+        if listed.model_type in other.model_type and other != listed and other.model_type not in others
+    ]
+    pairs = [
+        ("rules", f"{listed.rules} (formats/architectures/{listed.file.name})"),
+        ("same rules", ", ".join(others) or "no other type"),
+        ("--tp", _families(architecture, "tp") or "not possible"),
+        ("--ep", _families(architecture, "ep") or "not possible: the rules name no experts"),
+        ("padded", ", ".join(architecture.pad) or "nothing"),
+        ("verified", _verified(listed)),
+    ]
+    print_lines(listed.model_type)
+    print_pairs([*pairs, *([("see also", ", ".join(similar))] if similar else [])], 11)
+
+
+def _verified(listed: _Listed) -> str:
+    if listed.tested is None:
+        return "not by itself: the tests have other types with the same rules"
+    how = "bytes and forward" if listed.tested.forward else "bytes, not forward"
+    return f"{how}, by the tests, at --tp {', '.join(map(str, listed.tested.degrees))}"
+
+
+def _families(architecture: Architecture, mesh_dim: str) -> str:
+    """``splits kv x group, ff, vocab``: the families of axes of which each takes the whole degree."""
+    families = architecture.families.get(mesh_dim, ())
+    return f"splits {', '.join(' x '.join(family) for family in families)}" if families else ""
+
+
+@lru_cache
+def _load(file: Path) -> Architecture:
+    from formats.notation.architecture import load_architecture
+
+    return load_architecture(file)
+
+
+def _document(listed: _Listed) -> dict[str, Any]:
+    architecture = _load(listed.file)
+    return {
+        "model_type": listed.model_type,
+        "rules": listed.rules,
+        "families": {dim: [list(family) for family in families] for dim, families in architecture.families.items()},
+        "padded": list(architecture.pad),
+        "verified": None if listed.tested is None else "forward" if listed.tested.forward else "bytes",
+        "tp_tried": list(listed.tested.degrees) if listed.tested else [],
+    }

@@ -1,0 +1,123 @@
+"""The options that several commands share, and the types of their values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from reshard.cli.errors import show_tracebacks
+
+if TYPE_CHECKING:
+    from reshard.planning.plan import Padding
+    from reshard.storage.access import Access
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+class Size(click.ParamType):  # type: ignore[type-arg]  # it takes none before click 8.4
+    """A number of bytes: ``5GB`` (decimal, as on the Hub), ``512MiB``, ``1000000``."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """The number of bytes that a text stands for. Raises click.BadParameter for any other text, and for 0."""
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?\s*", str(value).upper())
+        if match is None or (match[3] and not match[2]):
+            self.fail(f"'{value}' is not a size such as 5GB, 500MB or 2GiB", param, ctx)
+        size = int(float(match[1]) * (1024 if match[3] else 1000) ** _UNITS[match[2]])
+        if size < 1:
+            self.fail(f"'{value}' is less than one byte", param, ctx)
+        return size
+
+
+class NewFolder(click.Path):
+    """A folder to be made, which needs a name of its own: not ``.``, ``..`` or ``/``."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """The path. Raises click.BadParameter where it has no name."""
+        out = Path(value)
+        if out.name in {"", ".."}:
+            self.fail(f"'{value}' is no name for a new folder", param, ctx)
+        return out
+
+
+def together(*options: Callable[[_Function], _Function]) -> Callable[[_Function], _Function]:
+    """Several options as one decorator, shown in the given order."""
+
+    def decorate(function: _Function) -> _Function:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+PATH = click.Path(path_type=Path)
+FILE = click.Path(dir_okay=False, path_type=Path)
+
+hub_options = together(
+    click.option("--revision", metavar="REV", help="Branch, tag or commit of a Hub repository."),
+    click.option("--token", metavar="TOKEN", help="Token for the Hub; default: HF_TOKEN, or that of 'hf auth login'."),
+    click.option("--cache-dir", type=PATH, metavar="DIR", help="The Hub's cache; default: HF_HUB_CACHE."),
+)
+plan_option = click.option("--plan", "plan_file", type=PATH, metavar="FILE", help="Your own architecture file.")
+mesh_options = together(
+    click.option("--tp", type=int, metavar="N", help="Degree of tensor parallelism."),
+    click.option("--ep", type=int, metavar="N", help="Degree of expert parallelism: whole experts on each of N ranks."),
+    click.option("--same-ranks", is_flag=True, help="Use the same ranks for --ep and --tp, with the same degree."),
+    click.option("--uneven", is_flag=True, help="Where an MLP has no N equal parts, give the last ranks less of it."),
+)
+padding_options = together(
+    click.option(
+        "--pad-vocab-to", type=click.IntRange(min=1), metavar="M",
+        help="Also pad the vocabulary to a multiple of M, as some engines want it."
+    ),
+    click.option("--no-pad-vocab", is_flag=True, help="Refuse a vocabulary that does not divide by N."),
+)  # fmt: skip
+write_options = together(
+    click.option("--overwrite", is_flag=True, help="Replace an existing output, once the new one is complete."),
+    click.option("--fsync", is_flag=True, help="Flush the output to the disk before it gets its name (power loss)."),
+    click.option("--no-checksum", is_flag=True, help="Neither record checksums nor compare them with recorded ones."),
+    click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Processes; default: one a core, 2 to 8."),
+    click.option("--dry-run", is_flag=True, help="Check everything and write nothing."),
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+debug_option = click.option(
+    "--debug", is_flag=True, expose_value=False, callback=show_tracebacks, help="Show the traceback of an error."
+)
+output_options = together(
+    json_option,
+    click.option("-q", "--quiet", is_flag=True, help="Print the output's path and nothing else."),
+    debug_option,
+)
+
+
+def access_of(
+    revision: str | None, token: str | None, cache_dir: Path | None, plan_file: Path | None, *, quiet: bool
+) -> Access:
+    """How to reach a source, by the options of ``hub_options`` and ``plan_option``."""
+    from reshard.storage.access import Access
+
+    return Access(revision=revision, token=token, cache_dir=cache_dir, plan_file=plan_file, quiet=quiet)
+
+
+def padding_of(pad_vocab_to: int | None, no_pad_vocab: bool) -> Padding:
+    """How to pad, by ``padding_options``. Raises click.UsageError for both of them."""
+    from reshard.planning.plan import Padding
+
+    if no_pad_vocab and pad_vocab_to is not None:
+        raise click.UsageError("--pad-vocab-to and --no-pad-vocab exclude each other")
+    return Padding(allowed=not no_pad_vocab, to=pad_vocab_to or 1)
+
+
+def check_same_ranks(tp: int | None, ep: int | None, same_ranks: bool) -> None:
+    """Raise click.UsageError for ``--same-ranks`` without both degrees."""
+    if same_ranks and (tp is None or ep is None):
+        raise click.UsageError("--same-ranks goes with --tp N and --ep N, both of the same degree")

@@ -1,0 +1,278 @@
+"""``reshard plan``: the table of one mesh, the list of possible degrees, plan files and the tp_plan of transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from formats.errors import CheckpointError, PlanError
+from reshard.cli.options import (
+    PATH,
+    access_of,
+    check_same_ranks,
+    debug_option,
+    hub_options,
+    json_option,
+    mesh_options,
+    padding_of,
+    padding_options,
+    plan_option,
+)
+from reshard.cli.printing import print_json, print_lines, print_note, terminal_width
+from reshard.text import align, human_bytes, plural
+
+if TYPE_CHECKING:
+    from formats.notation.architecture import Architecture
+    from reshard.planning.model import Model
+    from reshard.planning.plan import Padding, Plan
+    from reshard.planning.sweep import Attempt, Sweep
+    from reshard.planning.totals import Row
+
+
+@click.command("plan")
+@click.argument("source")
+@mesh_options
+@click.option("--save", "save_file", type=PATH, metavar="FILE", help="Write the architecture file in use.")
+@click.option("--draft", "draft_file", type=PATH, metavar="FILE", help="Draft one, for a model that has no rules.")
+@click.option("--as", "as_form", type=click.Choice(["transformers"]), help="Print the tp_plan for another program.")
+@padding_options
+@plan_option
+@hub_options
+@json_option
+@debug_option
+def plan_command(
+    source: str, tp: int | None, ep: int | None, same_ranks: bool, uneven: bool, save_file: Path | None,
+    draft_file: Path | None, as_form: str | None, pad_vocab_to: int | None, no_pad_vocab: bool,
+    plan_file: Path | None, revision: str | None, token: str | None, cache_dir: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Show what a split of SOURCE would do, tensor by tensor, from the headers alone.
+
+    Without --tp and --ep: list the possible degrees, and why the others are not possible.
+
+    If an architecture has no rules yet, or a tensor has none, write a draft with --draft, or save the file of a similar
+    model with --save. Check and edit it (docs/design.md describes its form), and pass it to any command with --plan.
+    --as transformers prints the tp_plan that transformers' own tensor parallelism takes.
+    """
+    from formats.mesh import mesh_of
+    from reshard.planning.plan import plan_of
+    from reshard.storage.access import lines_of_any, open_any
+
+    padding = padding_of(pad_vocab_to, no_pad_vocab)
+    check_same_ranks(tp, ep, same_ranks)
+    if draft_file is not None:
+        if (tp, ep, save_file, as_form, plan_file) != (None,) * 5 or as_json:
+            raise click.UsageError("--draft goes alone: pass the file that it writes with --plan")
+        _write_draft(source, draft_file, revision, token, cache_dir)
+        return
+    if as_form is not None and ep is not None:
+        raise click.UsageError("--as transformers goes with --tp alone")
+    access = access_of(revision, token, cache_dir, plan_file, quiet=as_json)
+    try:
+        opened = open_any(source, access, headers_only=True)
+    except PlanError as error:
+        if save_file is None:
+            raise
+        _save(lines_of_any(source, access), save_file)
+        raise PlanError(error.message, f"edit {save_file}, pass it with --plan {save_file}") from None
+    if save_file is not None:
+        _save(_lines_in_use(opened.model), save_file)
+    if as_form is not None:
+        _print_tp_plan(opened.model, tp, as_json)
+    elif tp is not None or ep is not None:
+        mesh = mesh_of(1 if tp is None else tp, 1 if ep is None else ep, same_ranks)
+        _print_plan(plan_of(opened.model, mesh, uneven=uneven, padding=padding), source, as_json)
+    elif save_file is None or as_json:
+        _print_degrees(opened.model, source, padding, uneven, as_json)
+
+
+# ------------------------------------------------------------------------------------------------------- plan files
+
+
+def _lines_in_use(model: Model) -> Architecture:
+    """The architecture of a model, with those of its lines that cover a tensor."""
+    used = model.used_templates
+    lines = {name: rules for name, rules in model.architecture.tensors.items() if name in used}
+    return dataclasses.replace(model.architecture, tensors=lines)
+
+
+def _save(architecture: Architecture, file: Path) -> None:
+    from formats.notation.architecture import to_toml
+
+    _write_new(file, to_toml(architecture), "--save")
+    count = plural(len(architecture.tensors), "rule")
+    print_note(f"Wrote {count} of '{architecture.name}' to {file}. Use it with --plan {file}")
+
+
+def _write_new(file: Path, text: str, option: str) -> None:
+    try:
+        with file.open("x", encoding="utf-8") as stream:
+            stream.write(text)
+    except FileExistsError:
+        raise CheckpointError(
+            f"{file} exists, it will not be overwritten", f"choose another name for {option}"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"cannot write {file}: {error.strerror or error}") from None
+
+
+def _write_draft(source: str, file: Path, revision: str | None, token: str | None, cache_dir: Path | None) -> None:
+    from reshard.planning.degrees import valid_degrees
+    from reshard.planning.draft import draft_of
+    from reshard.storage.hub import fetch
+
+    fetched = fetch(source, revision=revision, token=token, cache_dir=cache_dir, quiet=True, headers_only=True)
+    draft = draft_of(fetched.path)
+    _write_new(file, draft.text, "--draft")
+    count, degrees = plural(len(draft.model.architecture.tensors), "rule"), valid_degrees(draft.model)
+    possible = ", ".join(map(str, degrees[:12])) if degrees != [1] else "1 alone: it splits nothing"
+    print_note(
+        f"Wrote a draft of {count} to {file}, {draft.checks} of its lines marked CHECK. It allows the degrees "
+        f"{possible}. Check it, split with --plan {file}, and let 'reshard verify' decide."
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- one mesh
+
+
+def _print_plan(plan: Plan, source: str, as_json: bool) -> None:
+    from reshard.cli.plan_table import format_table, totals_lines
+    from reshard.planning.totals import rows_of, totals_of
+
+    rows = rows_of(plan)
+    totals = totals_of(plan, rows)
+    if not as_json:
+        table = format_table(rows, terminal_width())
+        print_lines(_title(plan.model, source), "", *table, "", *totals_lines(plan, totals))
+        return
+    passes = {"forward": totals.forward, "backward": totals.backward}
+    print_json(
+        {
+            "command": "plan",
+            "source": source,
+            "architecture": plan.model.architecture.name,
+            "mesh": plan.mesh.to_document(),
+            "sizes": plan.model.sizes.of({}),
+            "padding": dict(plan.padding),
+            "rows": [_row_document(row) for row in rows],
+            "tensors": totals.tensors,
+            "parameters": totals.parameters,
+            "bytes_full": totals.bytes_full,
+            "bytes_per_rank": totals.bytes_per_rank,
+            "bytes_per_rank_least": totals.bytes_least,
+            "bytes_replicated_per_rank": totals.replicated,
+            "all_reduce_per_token": {name: {"count": p.count, "bytes": p.nbytes} for name, p in passes.items()},
+        }
+    )
+
+
+def _title(model: Model, source: str) -> str:
+    count = plural(len(model.tensors), "tensor")
+    return f"{source}: {model.config.get('model_type', 'no model_type')} (rules: {model.architecture.name}), {count}"
+
+
+def _row_document(row: Row) -> dict[str, Any]:
+    return {
+        "tensor": row.name,
+        "rule": row.rule,
+        "kind": row.kind,
+        "dtype": row.dtype,
+        "full_shape": list(row.full),
+        "rank_shape": list(row.local),
+        "tensors": row.tensors,
+        "copies": max(row.copies, default=1),
+        "bytes_full": row.bytes_full,
+        "bytes_per_rank": row.bytes_per_rank,
+        "uneven": row.is_uneven,
+        "bytes_replicated": row.replicated,
+    }
+
+
+def _print_tp_plan(model: Model, tp: int | None, as_json: bool) -> None:
+    """Print the dict on stdout, and on stderr where transformers does something else than the rules say."""
+    from formats.mesh import Mesh
+    from reshard.planning.degrees import check_degrees
+    from verify.rank.tp_plan import transformers_plan
+
+    if tp is not None:
+        check_degrees(model, Mesh((("tp", tp),)))
+    plan = transformers_plan(model, tp)
+    if as_json:
+        notes = {"gathered": plan.gathered, "whole": plan.whole, "degree_divides": list(plan.degrees_of)}
+        print_json({"tp_plan": plan.styles, **notes})
+    else:
+        print_lines(json.dumps(plan.styles, indent=2))
+    for name, why in plan.gathered.items():
+        print_note(f"{name}: split, its vector whole on every rank before and after: {why}")
+    for name, why in plan.whole.items():
+        print_note(f"{name}: whole on every rank: {why}")
+    if plan.degrees_of:
+        counts = " and ".join(map(str, plan.degrees_of))
+        print_note(f"For degrees that divide {counts}, the number of KV heads; for others give --tp N.")
+
+
+# -------------------------------------------------------------------------------------------------- possible degrees
+
+
+def _print_degrees(model: Model, source: str, padding: Padding, uneven: bool, as_json: bool) -> None:
+    from reshard.planning.sweep import sweep
+
+    found = sweep(model, pad=padding.allowed, uneven=uneven)
+    if as_json:
+        print_json(_degrees_document(model, source, found))
+        return
+    cells = [("--tp", "possible", "")]
+    for attempt in found.attempts:
+        refused = attempt.refusal is not None
+        remark = _why_not(attempt) if refused else _remark(model, attempt.degree, padding, uneven)
+        cells.append((str(attempt.degree), "no" if refused else "yes", remark))
+    print_lines(_title(model, source), "", *align(cells, right=(0,), width=None), "")
+    if len(found.valid_ep) > 1:
+        print_lines(f"Valid degrees of --ep: {', '.join(map(str, found.valid_ep))}.")
+    valid = ", ".join(map(str, found.valid))
+    print_lines(f"Valid degrees: {valid}. 'reshard plan {source} --tp N' shows one in detail.")
+
+
+def _degrees_document(model: Model, source: str, found: Sweep) -> dict[str, Any]:
+    return {
+        "command": "plan",
+        "source": source,
+        "architecture": model.architecture.name,
+        "sizes": model.sizes.of({}),
+        "valid_degrees": list(found.valid),
+        "valid_ep_degrees": list(found.valid_ep),
+        "degrees": [
+            {
+                "tp": attempt.degree,
+                "valid": attempt.refusal is None,
+                "reason": None if attempt.refusal is None else str(attempt.refusal),
+                "possible_with": list(attempt.other_ways),
+            }
+            for attempt in found.attempts
+        ],
+    }
+
+
+def _why_not(attempt: Attempt) -> str:
+    ways = attempt.other_ways
+    return f"{attempt.refusal}; possible with {' or '.join(ways)}" if ways else str(attempt.refusal)
+
+
+def _remark(model: Model, degree: int, padding: Padding, uneven: bool) -> str:
+    """The bytes per rank of a valid degree, what is replicated, what is dealt unevenly, and what is padded."""
+    from formats.mesh import Mesh
+    from reshard.cli.plan_table import uneven_lines
+    from reshard.planning.plan import plan_of
+    from reshard.planning.totals import rows_of, totals_of
+
+    plan = plan_of(model, Mesh((("tp", degree),)), uneven=uneven, padding=padding)
+    totals = totals_of(plan, rows_of(plan))
+    text = f"{human_bytes(totals.bytes_per_rank)} per rank{' at most' if plan.mesh.uneven else ''}"
+    if degree > 1:
+        text += f", {totals.share_replicated:.1%} of it on other ranks too"
+    full = model.sizes.of({})
+    text += "".join(f", uneven: {line}" for line in uneven_lines(plan))
+    return text + "".join(f", {axis} padded {full[axis]:,} -> {size:,}" for axis, size in plan.padding.items())

@@ -1,0 +1,47 @@
+"""What commands print: results on stdout, as text or as one JSON document; notes on stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import click
+
+from formats.errors import one_line, printable
+
+SCHEMA_VERSION = 1
+
+
+def print_lines(*lines: str) -> None:
+    """Print lines of the result; what a terminal would obey in a name that was read is escaped."""
+    click.echo("\n".join(printable(line) for text in lines for line in text.split("\n")))
+
+
+def print_pairs(pairs: Iterable[tuple[str, str]], width: int) -> None:
+    """Print ``label  text`` lines, indented by two, the labels ``width`` characters wide."""
+    for label, text in pairs:
+        print_lines(f"  {label:<{width}} {text}")
+
+
+def print_path(path: os.PathLike[str]) -> None:
+    """Print a path byte for byte, whatever its encoding."""
+    click.echo(os.fsencode(path))
+
+
+def print_note(text: str) -> None:
+    """Print one line on stderr: it is not part of the result."""
+    click.echo(one_line(text), err=True)
+
+
+def print_json(document: Mapping[str, Any]) -> None:
+    """Print the one document of ``--json``, with its ``schema_version`` first."""
+    text = json.dumps({"schema_version": SCHEMA_VERSION, **document}, indent=2, ensure_ascii=False, allow_nan=False)
+    click.echo(text)
+
+
+def terminal_width() -> int | None:
+    """Columns of the terminal that stdout is; None if it is not one."""
+    return (os.get_terminal_size(sys.stdout.fileno()).columns or None) if sys.stdout.isatty() else None

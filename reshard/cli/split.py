@@ -1,0 +1,73 @@
+"""``reshard split``."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+
+from reshard.cli.options import (
+    NewFolder,
+    Size,
+    access_of,
+    check_same_ranks,
+    hub_options,
+    mesh_options,
+    output_options,
+    padding_of,
+    padding_options,
+    plan_option,
+    write_options,
+)
+from reshard.cli.summary import import_numpy, interruptible, print_summary
+
+
+@click.command("split")
+@click.argument("source")
+@click.argument("out", type=NewFolder())
+@mesh_options
+@click.option("--rank", "ranks", type=int, multiple=True, metavar="R", help="Write only this rank (may be repeated).")
+@click.option("--max-shard-size", type=Size(), default="5GB", show_default=True, help="Largest file of a rank.")
+@click.option("--refine-blocks", is_flag=True, help="Lower the block size of scales where a rank would cut a block.")
+@padding_options
+@plan_option
+@hub_options
+@write_options
+@output_options
+def split_command(
+    source: str, out: Path, tp: int | None, ep: int | None, same_ranks: bool, uneven: bool, ranks: tuple[int, ...],
+    max_shard_size: int, refine_blocks: bool, pad_vocab_to: int | None, no_pad_vocab: bool, plan_file: Path | None,
+    revision: str | None, token: str | None, cache_dir: Path | None, overwrite: bool, fsync: bool, no_checksum: bool,
+    workers: int | None, dry_run: bool, as_json: bool, quiet: bool,
+) -> None:  # fmt: skip
+    """Split SOURCE into N ranks, one folder each, under OUT.
+
+    SOURCE may be split already: then it is re-split directly, without a full checkpoint in between. With --rank, runs
+    for different ranks into one OUT add up to the whole. They may run at the same time, and on different machines that
+    share the disk. To go on with an interrupted run, give the same command again.
+
+    --tp N splits every large weight over N ranks. --ep N gives each of N ranks whole experts and a copy of all else.
+    --ep E --tp T does both, on E x T ranks. With --same-ranks both use the same T ranks (E = T), as vLLM's
+    --enable-expert-parallel and DeepSeek's own inference code do.
+    """
+    if tp is None and ep is None:
+        raise click.UsageError("Missing option '--tp' (or '--ep').")
+    check_same_ranks(tp, ep, same_ranks)
+    import_numpy()
+    from reshard.api import split
+    from reshard.cli.progress import Progress
+    from reshard.engine.move import Options
+
+    access = access_of(revision, token, cache_dir, plan_file, quiet=quiet or as_json)
+    padding = padding_of(pad_vocab_to, no_pad_vocab)
+    started = time.monotonic()
+    with interruptible(dry_run), Progress("split", quiet=quiet or as_json) as progress:
+        summary = split(
+            source, out, 1 if tp is None else tp, ep=1 if ep is None else ep, same_ranks=same_ranks,
+            uneven=uneven, ranks=ranks or None, access=access, padding=padding,
+            options=Options(workers=workers, checksum=not no_checksum, fsync=fsync),
+            max_shard_size=max_shard_size, refine_blocks=refine_blocks, overwrite=overwrite, dry_run=dry_run,
+            progress=progress,
+        )  # fmt: skip
+    print_summary(summary, source, time.monotonic() - started, as_json=as_json, quiet=quiet)

@@ -1,0 +1,97 @@
+"""What ``split`` and ``merge`` share: how they start, how Ctrl-C ends them, and the summary."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reshard.cli.errors import resumable
+from reshard.cli.printing import print_json, print_lines, print_path
+from reshard.text import human_bytes, plural
+
+if TYPE_CHECKING:
+    from reshard.api import Summary
+
+
+def import_numpy() -> None:
+    """Import numpy without the threads of its linear algebra: they are not used, and would spin beside the work."""
+    name = "OPENBLAS_NUM_THREADS"
+    if name in os.environ:
+        return
+    os.environ[name] = "1"
+    import_module("numpy")
+    del os.environ[name]  # it is not meant for other programs
+
+
+def interruptible(dry_run: bool) -> contextlib.AbstractContextManager[None]:
+    """The block that writes: after Ctrl-C the same command goes on where it stopped. A dry run has nothing to go on."""
+    return contextlib.nullcontext() if dry_run else resumable()
+
+
+def print_summary(summary: Summary, source: str, seconds: float, *, as_json: bool, quiet: bool) -> None:
+    """Print what was done: one paragraph, one JSON document, or the output's path alone."""
+    if as_json:
+        print_json(_document(summary, seconds))
+    elif quiet:
+        print_path(summary.out)
+    else:
+        print_lines(_text(summary, source, seconds))
+
+
+def _document(summary: Summary, seconds: float) -> dict[str, Any]:
+    return {
+        "command": summary.command,
+        "dry_run": summary.dry_run,
+        "source": summary.source,
+        "out": str(summary.out),
+        "source_mesh": summary.source_mesh.to_document(),
+        "mesh": summary.mesh.to_document(),
+        "ranks": list(summary.ranks),
+        "complete": summary.complete,
+        "tensors": summary.tensors,
+        "files": summary.files,
+        "bytes": summary.nbytes,
+        "bytes_written": summary.written,
+        "seconds": round(seconds, 3),
+        "padding": {axis: {"size": size, "padded": padded} for axis, (size, padded) in summary.padding.items()},
+    }
+
+
+def _text(summary: Summary, source: str, seconds: float) -> str:
+    """One paragraph: what, how many tensors and files, bytes, seconds, padding, where."""
+    size, files = human_bytes(summary.nbytes), plural(summary.files, "file")
+    parts = [f"{_did(summary, source)}: {plural(summary.tensors, 'tensor')} in {files}, {size}"]
+    if not summary.dry_run:
+        parts[0] += f", in {seconds:.2f} s"
+        # with little data this is the time of starting, with a Hub id that of the download
+        if summary.written >= 100_000_000 and Path(source).exists():
+            parts[0] += f" ({summary.written / max(seconds, 1e-9) / 1e9:.2f} GB/s)"
+        if summary.written < summary.nbytes:
+            parts.append(f"{human_bytes(summary.nbytes - summary.written)} of that had been written before")
+    for axis, (full, padded) in summary.padding.items():
+        parts.append(f"{axis} padded from {full:,} to {padded:,} with zeros, which merge strips")
+    for axis, unit in summary.mesh.uneven:
+        parts.append(f"the last ranks have less of {axis}, which is dealt in units of {unit:,}")
+    parts.append(f"nothing was written to {summary.out}" if summary.dry_run else _where(summary))
+    return ". ".join(part[0].upper() + part[1:] for part in parts) + "."
+
+
+def _did(summary: Summary, source: str) -> str:
+    verb = {"split": "split", "re-split": "re-split", "merge": "merged"}[summary.command]
+    ranks, listed = summary.mesh.size, ", ".join(map(str, summary.ranks))
+    which = plural(ranks, "rank")
+    if len(summary.ranks) < ranks:
+        which = f"{'ranks' if len(summary.ranks) > 1 else 'rank'} {listed} of {ranks}"
+    before = f"{plural(summary.source_mesh.size, 'rank')} of " if summary.command != "split" else ""
+    would = f"would {summary.command}" if summary.dry_run else verb
+    into = "one checkpoint" if summary.command == "merge" else which
+    return f"{would} {before}{source} into {into}"
+
+
+def _where(summary: Summary) -> str:
+    if summary.complete:
+        return f"the result is {summary.out}"
+    return f"other ranks are still missing: see 'reshard inspect {summary.out}'"

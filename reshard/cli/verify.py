@@ -1,0 +1,224 @@
+"""``reshard verify``, alone or as one of the ranks that a launcher such as torchrun started."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from formats.errors import ReshardError
+from reshard.cli.errors import print_error, print_traceback, tracebacks_are_wanted
+from reshard.cli.options import FILE, access_of, debug_option, hub_options, json_option
+from reshard.cli.printing import print_json, print_lines
+from reshard.cli.progress import Progress, bars_are_wanted
+
+if TYPE_CHECKING:
+    from reshard.storage.access import Access
+    from verify.forward.launch import Crew
+    from verify.report.answer import Answer
+
+
+@click.command("verify")
+@click.argument("original", metavar="ORIGINAL")
+@click.argument("shards", metavar="SHARDS")
+@click.option("--exact-only", is_flag=True, help="Compare bytes alone: no torch, no GPU.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True,
+              help="Where the forward pass runs.")  # fmt: skip
+@click.option("--dtype", metavar="NAME", help="Run in this dtype instead of the checkpoint's own.")
+@click.option("--batch", type=click.IntRange(1), default=2, show_default=True, help="Sequences in the forward pass.")
+@click.option("--seq", type=click.IntRange(1), default=32, show_default=True, help="Tokens in a sequence.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random tokens.")
+@click.option("--prompt", metavar="TEXT", help="Run on this text, with the checkpoint's tokenizer.")
+@click.option("--backward", is_flag=True, help="Compare the gradient of every weight too.")
+@click.option("--streamed", is_flag=True, help="One block at a time, for models larger than the memory.")
+@click.option("--timeout", type=click.FloatRange(0, min_open=True), default=300.0, show_default=True, metavar="SECONDS",
+              help="How long a rank waits for the others.")  # fmt: skip
+@click.option("--report", type=FILE, metavar="FILE", help="Write an HTML page, which needs no network.")
+@click.option("--plan", "plan_file", type=FILE, metavar="FILE", help="The plan file that the shards were split by.")
+@hub_options
+@json_option
+@click.option("-q", "--quiet", is_flag=True, help="No progress and no summary: print same, different or unchecked.")
+@debug_option
+def verify_command(
+    original: str, shards: str, exact_only: bool, device: str, dtype: str | None, batch: int, seq: int, seed: int,
+    prompt: str | None, backward: bool, streamed: bool, timeout: float, report: Path | None, plan_file: Path | None,
+    revision: str | None, token: str | None, cache_dir: Path | None, as_json: bool, quiet: bool,
+) -> int:  # fmt: skip
+    """Prove that SHARDS are the model ORIGINAL: compare the bytes, then run the model and compare its outputs.
+
+    ORIGINAL is the full checkpoint, a folder or a Hub id; SHARDS is the folder that 'reshard split' wrote. Comparing
+    bytes needs no GPU and no torch. The forward pass starts as many processes as there are ranks. Exit code 0: the
+    same, 1: different, 2: could not be checked.
+
+    Under a launcher of your own: torchrun --nproc-per-node N -m verify ORIGINAL SHARDS. Only the first rank prints.
+    (torchrun itself exits with 1 for every code but 0.)
+    """
+    from verify.ending import one_line_when_interrupted
+    from verify.report.answer import Answer
+
+    if report is not None and not report.absolute().parent.is_dir():
+        raise click.UsageError(f"--report: there is no folder {report.absolute().parent}")
+    settings = {
+        "device": device, "dtype": dtype, "batch": batch, "seq": seq, "seed": seed, "prompt": prompt,
+        "backward": backward, "streamed": streamed, "timeout": timeout,
+    }  # fmt: skip
+    answer = Answer(original, shards, {"exact_only": True} if exact_only else settings)
+    access = access_of(revision, token, cache_dir, plan_file, quiet=quiet or as_json)
+
+    def finish() -> int:
+        return _finish(answer, report, as_json=as_json, quiet=quiet)
+
+    with one_line_when_interrupted(_interrupted):
+        if not _is_launched() or (exact_only and os.environ["RANK"] == "0"):
+            _attempt(answer, access)
+            return finish()
+        if exact_only:
+            return 0  # the first rank compares the bytes and speaks
+        return _verify_as_rank(answer, access, finish)
+
+
+def _interrupted() -> str:
+    """The line of a command that is interrupted, in place of a bar that it may have drawn; of ranks, the first's."""
+    if os.environ.get("RANK", "0") != "0":
+        return ""
+    return ("\r\x1b[K" if bars_are_wanted() else "") + "reshard: interrupted\n"
+
+
+def _is_launched() -> bool:
+    """Whether a launcher such as torchrun started this process as one of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _verify_as_rank(answer: Answer, access: Access, finish: Callable[[], int]) -> int:
+    """As one of a launcher's ranks: the first compares the bytes and speaks for all, the others wait for its word."""
+    from verify.forward.launch import Crew
+
+    def take(end: Any) -> None:
+        if isinstance(end, ReshardError):
+            answer.error = end
+        elif end is not None:
+            answer.forward, answer.error = end, None
+
+    def give_up(end: Any) -> int:
+        take(end)
+        return finish()
+
+    crew = Crew(give_up)
+    _attempt(answer, access, crew)
+    failed = answer.forward if answer.forward is not None and answer.forward.failure is not None else None
+    if not crew.is_first:
+        crew.leave(answer.error or failed)
+    take(crew.first_end(answer.error or failed))
+    code = finish()
+    crew.end(code)
+    return code
+
+
+def _attempt(answer: Answer, access: Access, crew: Crew | None = None) -> None:
+    """Open both checkpoints and prove; what cannot be checked becomes the answer's error."""
+    from reshard.storage.access import open_any
+    from verify.bytes.exact import open_shards
+    from verify.prove import prove
+
+    try:
+        original = open_any(answer.original, access)
+        shards = open_shards(Path(answer.shards), plan_file=access.plan_file)
+        is_silent = access.quiet or (crew is not None and not crew.is_first)
+        prove(answer, original, shards, access.plan_file, _Display(is_silent), crew)
+    except ReshardError as error:
+        if tracebacks_are_wanted():
+            print_traceback()
+        answer.error = error
+
+
+def _finish(answer: Answer, report: Path | None, *, as_json: bool, quiet: bool) -> int:
+    """Write the page, print the answer, and return the exit code: 2 also for a page that could not be written."""
+    if answer.error is not None:
+        print_error(answer.error.message, answer.error.hint)
+    code = answer.exit_code
+    if report is not None and not _write_report(answer, report):
+        report, code = None, code or 2
+    if as_json:
+        print_json(answer.to_document())
+    elif quiet:
+        print_lines(answer.verdict)
+    else:
+        print_lines(answer.to_text(report))
+    return code
+
+
+def _write_report(answer: Answer, file: Path) -> bool:
+    from verify.report.page import write_page
+
+    try:
+        write_page(file, answer.to_document())
+    except OSError as error:
+        print_error(f"--report {file}: {error.strerror or error}")
+        return False
+    return True
+
+
+# ------------------------------------------------------------------------------------------------------------ progress
+
+
+class _Display:
+    """How far the proof is, on stderr."""
+
+    def __init__(self, is_silent: bool) -> None:
+        self._is_silent = is_silent
+
+    def bytes(self) -> Progress:
+        if not self._is_silent:
+            _say("comparing bytes")
+        return Progress("comparing bytes", quiet=self._is_silent)
+
+    @contextmanager
+    def phases(self) -> Iterator[Callable[[str], None]]:
+        """On a terminal one line a phase with its seconds, elsewhere the name of each phase as it begins."""
+        if self._is_silent:
+            yield lambda _: None
+        elif bars_are_wanted():
+            with _ticking() as begin:
+                yield begin
+        else:
+            yield _say
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _ticking() -> Iterator[Callable[[str], None]]:
+    """Show each phase on a line of its own, with the seconds that it takes."""
+    phase, started, done = "", time.monotonic(), threading.Event()
+
+    def begin(text: str) -> None:
+        nonlocal phase, started
+        show("\n")
+        phase, started = text, time.monotonic()
+        show()
+
+    def show(end: str = "") -> None:
+        if phase:
+            print(f"\r{phase}: {time.monotonic() - started:.0f} s\x1b[K", end=end, file=sys.stderr, flush=True)
+
+    def tick() -> None:
+        while not done.wait(1):
+            show()
+
+    thread = threading.Thread(target=tick, daemon=True)
+    thread.start()
+    try:
+        yield begin
+    finally:
+        done.set()
+        thread.join()
+        show("\n")

@@ -1,0 +1,48 @@
+"""Numbers, words and columns as text for people. Pure: nothing is read or printed here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def human_bytes(count: float) -> str:
+    """``1.23 GB``, in decimal units as the Hub has them."""
+    if count < 1000:
+        return f"{count:.0f} B"
+    for unit in ("kB", "MB", "GB", "TB"):
+        count /= 1000
+        if count < 999.995 or unit == "TB":
+            break
+    return f"{count:.2f} {unit}"
+
+
+def plural(count: int, word: str) -> str:
+    """``1 file``, ``2 files``."""
+    return f"{count:,} {word}{'' if count == 1 else 's'}"
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """``4096x1024``; ``scalar`` for no dimensions."""
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def align(
+    cells: Sequence[Sequence[str]], *, right: Sequence[int], width: int | None, elastic: Sequence[int] = ()
+) -> list[str]:
+    """Lay cells out in columns, two spaces apart; if too wide, ``elastic`` ones lose their beginning."""
+    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
+    while width is not None and sum(widths) + 2 * (len(widths) - 1) > width:
+        widest = max(elastic, key=lambda i: widths[i], default=None)
+        if widest is None or widths[widest] <= 20:
+            break
+        widths[widest] -= 1
+    lines = []
+    for line in cells:
+        shown = [_shorten(cell, widths[i]) for i, cell in enumerate(line)]
+        padded = [cell.rjust(widths[i]) if i in right else cell.ljust(widths[i]) for i, cell in enumerate(shown)]
+        lines.append("  ".join(padded).rstrip())
+    return lines
+
+
+def _shorten(text: str, width: int) -> str:
+    return text if len(text) <= width else f"…{text[len(text) - width + 1 :]}"

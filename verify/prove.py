@@ -1,0 +1,82 @@
+"""The proof from end to end: compare bytes, then run the model, unless the shards cannot be run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from formats.errors import ReshardError
+from reshard.storage.source import Source
+from verify.bytes.exact import compare
+from verify.bytes.exact_report import ExactReport
+from verify.report.answer import Answer
+from verify.report.words import OwnPlan
+from verify.rules import own_rules
+
+if TYPE_CHECKING:
+    from verify.forward.launch import Crew
+
+
+class Display(Protocol):
+    """What shows a person how far the proof is."""
+
+    def bytes(self) -> AbstractContextManager[Callable[[int, int], None]]:
+        """For the comparison of bytes: to be called with the bytes that are done and the bytes in all."""
+
+    def phases(self) -> AbstractContextManager[Callable[[str], None]]:
+        """For the forward pass: to be called with the name of each phase as it begins."""
+
+
+def prove(
+    answer: Answer, original: Source, shards: Source | ExactReport, plan_file: Path | None, display: Display,
+    crew: Crew | None = None,
+) -> None:  # fmt: skip
+    """Fill in an answer: the plan in use, the bytes and, if that is wanted and possible, the forward pass.
+
+    ``shards`` may be a report that says why they cannot be opened. ``crew``: this process is one of the ranks that a
+    launcher started; the first of them compares the bytes. Raises ReshardError for what cannot be checked.
+    """
+    answer.plan = _own_plan(original, shards, plan_file)
+    is_first = crew is None or crew.is_first
+    is_wanted = is_first and _compare_bytes(answer, original, shards, display) and answer.wants_forward
+    if crew is not None:
+        is_wanted = crew.agree(is_wanted)
+    if not is_wanted:
+        return
+    if isinstance(shards, ExactReport):  # the first rank has opened others, on a disk of its own
+        which = f"rank {crew.rank}" if crew is not None else "this rank"
+        raise ReshardError(f"{which}: {'; '.join(shards.problems)}")
+    forward = import_module("verify.forward.compare")  # torch
+    started = time.monotonic()
+    with display.phases() as progress:
+        answer.forward = forward.run_forward(original, shards, forward.ForwardOptions(**answer.options), progress)
+    answer.seconds["forward"] = time.monotonic() - started
+
+
+def _own_plan(original: Source, shards: Source | ExactReport, plan_file: Path | None) -> OwnPlan | None:
+    """The plan that is not a built-in one: the user's file, or the rules that the shards say they were split by."""
+    if isinstance(shards, ExactReport):
+        return None
+    differences = own_rules(shards.plan, original.model.architecture)
+    if plan_file is None and not differences:
+        return None
+    name = str(plan_file) if plan_file is not None else f"of {shards.path}"
+    return OwnPlan(name, str(original.model.config.get("model_type")), differences)
+
+
+def _compare_bytes(answer: Answer, original: Source, shards: Source | ExactReport, display: Display) -> bool:
+    """Compare bytes, and return whether these shards can be run."""
+    if isinstance(shards, ExactReport):
+        answer.exact = shards
+        return False
+    started = time.monotonic()
+    with display.bytes() as progress:
+        answer.exact = compare(original, shards, progress)
+    answer.seconds["bytes"] = time.monotonic() - started
+    if not answer.exact.comparable and answer.wants_forward:
+        answer.notes.append("The forward was not run: these are not the original's tensors.")
+    return bool(answer.exact.comparable)

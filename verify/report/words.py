@@ -1,0 +1,148 @@
+"""The answer of ``reshard verify`` in words, for a terminal; the last line of it is the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from formats.errors import ReshardError
+from formats.mesh import read_mesh
+from reshard.text import align, human_bytes, plural
+from verify.report.markup import number, percent, ratio
+
+SHOWN = 10
+"""Lines of each kind that the summary shows; ``--json`` has all of them."""
+
+
+@dataclass(frozen=True)
+class OwnPlan:
+    """The user's own plan that bytes were compared with, and where it differs from the built-in rules of the type.
+
+    ``differences`` is None if there are no such rules.
+    """
+
+    name: str
+    model_type: str
+    differences: tuple[str, ...] | None
+
+    def __str__(self) -> str:
+        if self.differences is None:
+            return f"plan {self.name}: there are no built-in rules of model type '{self.model_type}' to compare it with"
+        if not self.differences:
+            return f"plan {self.name}: says the same as the built-in rules of model type '{self.model_type}'"
+        title = f"plan {self.name}: differs from the built-in rules of model type '{self.model_type}'"
+        return "\n".join([title, *_some("", self.differences)])
+
+
+def in_words(exact: Any, forward: Any, error: ReshardError | None, plan: OwnPlan | None = None) -> str:
+    """The verdict in a sentence or two, with the first tensor and the first layer that differ by name."""
+    parts = []
+    if exact is not None and exact.verdict == "different":
+        parts.append(_difference_in_words(exact))
+    elif exact is not None:
+        by = f" by the plan {plan.name}" if plan is not None else ""
+        parts.append(f"Every byte is the original's{by} ({_amount(exact)}).")
+        if plan is not None and plan.differences != () and forward is None:
+            parts.append("Whether that plan is right, the forward alone can tell.")
+    if forward is not None:
+        parts.append(forward.verdict)
+        parts += [power_in_words(forward)] if forward.is_same and forward.power is not None else []
+    if error is not None:
+        what = "The forward" if exact is not None else "It"
+        parts.append(f"{what} could not be checked: {error.message}")
+    return " ".join(parts) or "Nothing was checked."
+
+
+def power_in_words(forward: Any) -> str:
+    """How small a fault the run would have shown, and how to see smaller ones where that is poor."""
+    power = forward.power
+    text = (
+        f"That noise is up to {percent(power.noise)} of the values ('{power.place}'): a fault that moves "
+        f"them by {percent(power.seen_from)} is seen there, and elsewhere a smaller one."
+    )
+    if power.bias_ratio is not None and power.bias_ratio <= forward.factor:
+        text += f" A bias added twice is not: it measures {ratio(power.bias_ratio)} at '{power.bias_place}'."
+    if power.is_poor:
+        text += " That is little power" + ("; --dtype float32 has more." if forward.dtype != "float32" else ".")
+    return text
+
+
+def _difference_in_words(exact: Any) -> str:
+    if exact.first is not None:
+        first, places = exact.first, len(exact.damages)
+        more = "" if places == 1 else f"; {places} parts of tensors differ"
+        return f"Bytes differ, first in tensor '{first.tensor}' at {list(first.index)} on rank {first.rank}{more}."
+    kinds = [("missing", exact.missing), ("extra", exact.extra), ("contradiction", exact.problems)]
+    for word, found in kinds:
+        if found:
+            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+            return f"The shards are not the original's: {word}: {found[0]}{more}."
+    return f"A config is not as it should be: {exact.configs[0]}."
+
+
+def _amount(report: Any) -> str:
+    size, tensors, ranks = human_bytes(report.nbytes), plural(report.tensors, "tensor"), plural(report.ranks, "rank")
+    return f"{size} in {tensors} on {ranks}, {report.mesh}"
+
+
+def exact_summary(report: Any) -> str:
+    """What the byte comparison found, in words."""
+    if report.verdict == "same":
+        return f"bytes: all equal, {_amount(report)}; nothing missing, nothing extra"
+    lines = [f"bytes: different ({_amount(report)} compared)"]
+    lines += _some("", report.problems)
+    lines += _some("missing: ", report.missing)
+    lines += _some("extra: ", report.extra)
+    lines += _some("", report.configs)
+    if report.first is not None:
+        lines.append(f"  first: {report.first}")
+    damages = [f"{d.tensor} on rank {d.rank}: {d.elements} elements differ ({d.nbytes} bytes)" for d in report.damages]
+    return "\n".join(lines + _some("", damages))
+
+
+def forward_summary(report: Any) -> str:
+    """What the forward pass (and the backward one) found: tables of places, and the logits beside the original's."""
+    mesh = read_mesh(report.mesh, "mesh")
+    lines = [
+        f"forward: {report.dtype} on {report.ranks} ranks ({mesh}), {report.device}, {report.backend}; "
+        f"{report.batch} x {report.seq} tokens, seed {report.seed}; measured against {report.exact_dtype}"
+    ]
+    lines += _places("layer", report.layers)
+    if report.cut:
+        more = f" (and {len(report.cut) - 1} more)" if len(report.cut) > 1 else ""
+        lines.append(
+            f"A rank's config.json gives '{report.cut[0]}'{more} another shape: other programs may not load it."
+        )
+    if report.gradients:
+        worst = sorted(report.gradients, key=lambda row: (row.is_same, -row.ratio))[:SHOWN]
+        lines += ["", *_places("gradient of", worst)]
+        if len(report.gradients) > SHOWN:
+            lines.append(f"and {len(report.gradients) - SHOWN} more weights with smaller ratios")
+    return "\n".join([*lines, *(["", *_logits(report.logits)] if report.logits is not None else [])])
+
+
+def _places(what: str, rows: Sequence[Any]) -> list[str]:
+    cells = [(what, "error", "noise", "ratio", "")]
+    for row in rows:
+        worst = row.worst if what == "layer" else row.worst.replace("token", "row").replace("channel", "column")
+        mark = "" if row.is_same else f"<- different, worst in {worst} on rank {row.rank}"
+        cells.append((row.name, number(row.error), number(row.noise), ratio(row.ratio), mark))
+    return align(cells, right=(1, 2, 3), width=None)
+
+
+def _logits(logits: Any) -> list[str]:
+    cells: list[tuple[str, ...]] = [("logits", "max error", "relative", "KL, nats", "same top token")]
+    for name, own in (("shards", ""), ("original's own", "own_")):
+        found = [getattr(logits, f"{own}{key}") for key in ("max_error", "relative_error", "kl", "agreement")]
+        cells.append((name, *(number(x) for x in found[:3]), number(found[3], ".2%")))
+    lines = align(cells, right=(1, 2, 3, 4), width=None)
+    for m in logits.mismatches[:SHOWN]:
+        lines.append(f"  position {m.position}: top token {m.found} for {m.expected}, which led by {number(m.margin)}")
+    more = len(logits.mismatches) - SHOWN
+    return [*lines, *([f"  and {more} more positions"] if more > 0 else [])]
+
+
+def _some(title: str, items: Sequence[Any]) -> list[str]:
+    lines = [f"  {title}{item}" for item in items[:SHOWN]]
+    return [*lines, f"  {title}and {len(items) - SHOWN} more"] if len(items) > SHOWN else lines

@@ -69,7 +69,7 @@ def _run(group: click.Group, arguments: Sequence[str], settings: _Settings) -> i
         return code if isinstance(code, int) else DONE
     except click.UsageError as error:
         command = error.ctx.command_path if error.ctx else "reshard"
-        return _fail(error.format_message(), f"{command} --help")
+        return _fail(error.format_message(), f"see '{command} --help'")
     except click.ClickException as error:
         return _fail(error.format_message())
     except ReshardError as error:

@@ -81,7 +81,7 @@ def _matching(name: str, everything: Sequence[_Listed]) -> list[_Listed]:
     part = name.lower()
     found = [listed for listed in everything if part in listed.model_type.lower() or part in listed.rules.lower()]
     if not found:
-        near = difflib.get_close_matches(name, [listed.model_type for listed in everything], n=3, cutoff=0.4)
+        near = difflib.get_close_matches(name, [listed.model_type for listed in everything], n=3, cutoff=0.6)
         known = f"nearest known: {', '.join(near)}; " if near else ""
         draft = "'reshard plan SOURCE --draft FILE' writes a draft of rules for a new one"
         raise PlanError(f"no model type has '{name}' in its name", known + draft)

@@ -1,0 +1,102 @@
+"""Which module may import which: docs/design.md draws it."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FILES = {
+    ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
+    for package in ("formats", "reshard", "verify")
+    for file in (ROOT / package).rglob("*.py")
+}
+NEVER = [
+    ("formats", "reshard"),
+    ("formats", "verify"),
+    ("reshard but reshard.cli", "reshard.cli"),
+    ("reshard but reshard.cli", "verify"),
+    ("verify", "reshard.cli"),
+    ("verify", "reshard.api"),
+    ("reshard.planning", "reshard.storage"),
+    ("reshard.planning", "reshard.engine"),
+    ("reshard.storage", "reshard.engine"),
+]
+"""No module of the first names one of the second, at its top or in a function. ``__main__`` modules start the rest."""
+UNREACHED = [
+    ("reshard.writing", "torch"),
+    ("reshard.api", "torch"),
+    ("reshard.cli", "torch"),
+    ("reshard.cli but reshard.cli.demo_model", "numpy"),
+    ("verify.bytes", "torch"),
+]
+"""Importing a module of the first never imports the second, directly or through others."""
+
+
+def imports(tree: ast.AST, *, at_the_top: bool) -> Iterator[str]:
+    """The names of the modules that a module imports: all, or those that importing it imports."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "an import relative to the package"
+            yield from (name for alias in node.names if (name := f"{node.module}.{alias.name}") in FILES)
+            yield str(node.module)
+        elif not at_the_top or not isinstance(node, ast.FunctionDef | ast.If):  # what is for types alone is under an if
+            yield from imports(node, at_the_top=at_the_top)
+
+
+@cache
+def imported(module: str, *, at_the_top: bool = False) -> frozenset[str]:
+    return frozenset(imports(ast.parse(FILES[module].read_text()), at_the_top=at_the_top))
+
+
+def lies_in(module: str, package: str) -> bool:
+    inner, _, left_out = package.partition(" but ")
+    return f"{module}.".startswith(f"{inner}.") and not (left_out and lies_in(module, left_out))
+
+
+def modules_of(package: str) -> list[str]:
+    found = [module for module in FILES if lies_in(module, package) and not module.endswith("__main__")]
+    assert found, package
+    return found
+
+
+@pytest.mark.parametrize(("package", "other"), NEVER)
+def test_never(package: str, other: str) -> None:
+    found = {(module, name) for module in modules_of(package) for name in imported(module) if lies_in(name, other)}
+    assert not found
+
+
+@pytest.mark.parametrize(("package", "other"), UNREACHED)
+def test_unreached(package: str, other: str) -> None:
+    way = {module: module for module in modules_of(package)}
+    new = [*way]
+    while new:
+        module = new.pop()
+        for name in imported(module, at_the_top=True):
+            assert not lies_in(name, other), f"{way[module]} -> {name}"
+            if name in FILES and name not in way:
+                way[name] = f"{way[module]} -> {name}"
+                new.append(name)
+
+
+def room(module: str) -> str:
+    """The folder that a module lies in, or the module itself if that is a package's own folder."""
+    inner = module.rpartition(".")[0]
+    return inner if "." in inner else module
+
+
+@pytest.mark.parametrize("package", ["formats", "reshard"])
+def test_no_rooms_import_each_other(package: str) -> None:
+    """Were they to, neither could be read, or replaced, without the other."""
+    graph: dict[str, set[str]] = {}
+    for module in modules_of(package):
+        names = {name for name in imported(module) if name in FILES and "." in name}
+        graph.setdefault(room(module), set()).update({room(name) for name in names} - {room(module)})
+    tuple(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names the rooms

@@ -124,7 +124,7 @@ def console(folder: Path, *lines: str) -> str:
 
 def examples(folder: Path) -> Iterator[tuple[Path, str, Callable[[], str]]]:
     """The parts that show a command: the page, the part, and what makes it. In this order, in one folder."""
-    yield README, "split", lambda: console(folder, "reshard split model out --tp 4", "reshard inspect out")
+    yield README, "split", lambda: console(folder, "reshard split model out --tp 4")
     yield README, "verify", lambda: console(folder, "reshard verify model out")
     yield README, "models", lambda: console(folder, "reshard models phi3")
     yield USAGE, "degrees", lambda: console(folder, "reshard plan model")

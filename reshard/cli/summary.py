@@ -74,7 +74,7 @@ def _text(summary: Summary, source: str, seconds: float) -> str:
     for axis, (full, padded) in summary.padding.items():
         parts.append(f"{axis} padded from {full:,} to {padded:,} with zeros, which merge strips")
     for axis, unit in summary.mesh.uneven:
-        parts.append(f"the last ranks have less of {axis}, which is dealt in units of {unit:,}")
+        parts.append(f"the last ranks have less of {axis}, which goes in units of {unit:,}")
     parts.append(f"nothing was written to {summary.out}" if summary.dry_run else _where(summary))
     return ". ".join(part[0].upper() + part[1:] for part in parts) + "."
 

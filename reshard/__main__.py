@@ -6,7 +6,7 @@ import signal
 import sys
 
 GARBAGE = 100_000
-"""Objects after which unreachable ones are looked for. A plan has many, and hardly any become unreachable."""
+"""New objects before Python looks for unreachable ones. A plan makes many, and hardly any become unreachable."""
 
 
 def main() -> None:

@@ -1,8 +1,7 @@
-"""The end of a command that is interrupted: one line, no process and no folder left.
+"""How an interrupted command ends: one line, and no process and no folder is left.
 
-It does not go by way of an exception: while large libraries are imported, or in a destructor, one is swallowed or
-becomes a traceback. What is to be undone is kept in a list instead, which a signal works off before it ends the
-process.
+This uses no exception, because one that is raised while large libraries are imported, or in a destructor, is swallowed
+or becomes a traceback. Instead a list keeps what must be undone. The signal handler undoes it and ends the process.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ _to_undo: list[Callable[[], None]] = []
 
 
 def undo_at_the_end(undo: Callable[[], None]) -> None:
-    """Have this done if a signal ends the process, before what was asked for earlier. It may find half of it done."""
+    """Call ``undo`` if a signal ends the process; the latest first. It must work on things that are half made."""
     if undo not in _to_undo:
         _to_undo.append(undo)
 
 
 @contextmanager
 def undone(undo: Callable[[], None]) -> Iterator[None]:
-    """Have this done at the end of the block, however it ends."""
+    """Call ``undo`` at the end of the block, however it ends."""
     undo_at_the_end(undo)
     try:
         yield
@@ -41,7 +40,7 @@ def undone(undo: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def temporary_folder(prefix: str) -> Iterator[Path]:
-    """A new folder that is there for as long as the block, and that no signal but SIGKILL leaves behind."""
+    """A new folder that exists for the block. No signal but SIGKILL leaves it behind."""
     folder = Path(tempfile.gettempdir(), f"{prefix}{uuid.uuid4().hex[:12]}")
     with undone(lambda: remove(folder)):
         folder.mkdir(mode=0o700)
@@ -49,7 +48,7 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder, into which a process that was killed may be writing its last."""
+    """Remove a folder, even if a killed process is still writing into it."""
     for _ in range(100):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
@@ -59,9 +58,9 @@ def remove(folder: Path) -> None:
 
 @contextmanager
 def one_line_when_interrupted(line: Callable[[], str]) -> Iterator[None]:
-    """End this process at once at Ctrl-C and its like: undo, write ``line()`` to stderr, exit with 128 + the signal.
+    """End this process at once on SIGINT, SIGTERM or SIGHUP: undo, write ``line()`` to stderr, exit with 128 + signal.
 
-    In the main thread alone, as Python has it.
+    Only for the main thread: Python allows signal handlers nowhere else.
     """
 
     def end(number: int, _: object) -> None:

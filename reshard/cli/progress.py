@@ -1,4 +1,4 @@
-"""How far a long command is, on stderr: a bar on a terminal, elsewhere a plain line now and then."""
+"""Shows on stderr how far a long command is: a bar on a terminal, elsewhere a plain line every ten seconds."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 from reshard.text import human_bytes
 
 INTERVAL = 10.0
-"""Seconds between the lines where there is no bar."""
+"""Seconds between two plain lines."""
 
 
 def bars_are_wanted() -> bool:
-    """Whether stderr is a terminal that can redraw a line, and nobody has said no to bars."""
+    """Whether stderr is a terminal that can redraw a line, and the environment does not switch bars off."""
     if os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS", "").upper() in {"1", "ON", "YES", "TRUE"}:
         return False
     return sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 class Progress:
-    """A context manager to be called with the bytes that are done and the bytes in all, from any thread."""
+    """A context manager that any thread calls with the bytes that are done and the bytes in all."""
 
     def __init__(self, title: str, *, quiet: bool) -> None:
         self._title, self._quiet = title, quiet
@@ -60,7 +60,7 @@ class Progress:
         if bars_are_wanted():
             from tqdm import tqdm
 
-            tqdm.monitor_interval = 0  # a thread, in a process that forks
+            tqdm.monitor_interval = 0  # it would start a thread, in a process that forks
             self._bar = tqdm(
                 desc=self._title,
                 total=total,

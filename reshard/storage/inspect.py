@@ -1,6 +1,6 @@
-"""What lies in a folder: a full checkpoint, a split one, one rank of it, unfinished output; and whether it is complete.
+"""What a folder is: a full checkpoint, a split one, one rank of it, or unfinished output; and whether it is complete.
 
-Works without rules for the architecture, and for checkpoints of which something is missing: it is there to say what.
+It needs no rules for the architecture, and accepts incomplete checkpoints: it says what is missing.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from reshard.storage.output import SUFFIX, staging_of, unfinished_command
 class Report:
     """What a path is.
 
-    ``nbytes`` are those of the weight files; ``parameters`` and ``dtypes`` count elements of the full model, or with
-    ``counts_ranks``, where a split checkpoint does not say what that was, of the ranks. ``problems`` say why the answer
-    to "is it complete" is no.
+    ``nbytes``: the size of the weight files. ``parameters`` and ``dtypes`` count the elements of the full model; with
+    ``counts_ranks`` those of all ranks, because a split checkpoint does not say what the full model was. ``problems``:
+    why it is not complete.
     """
 
     path: Path
@@ -72,7 +72,7 @@ class Report:
 
 
 def inspect(path: Path) -> Report:
-    """Look at a path. Raises CheckpointError only for what is no checkpoint at all."""
+    """Describe a path. Raises CheckpointError only if it is not a checkpoint at all."""
     if not path.exists():
         staging = staging_of(path)
         unfinished = f"{staging} is there, its unfinished output: inspect that, or run the same command to finish it"
@@ -117,7 +117,7 @@ def _has_weights(path: Path) -> bool:
 
 
 def _damaged(report: Report, error: CheckpointError) -> Report:
-    """A checkpoint of which something is missing: what can be counted all the same."""
+    """An incomplete checkpoint: counts what is there."""
     report.problems.append(error.message)
     report.hint = error.hint
     files = sorted(report.path.glob("*.safetensors"))
@@ -152,7 +152,7 @@ def _file(path: Path) -> Report:
 
 
 def _take_shard(report: Report, header: Header, file: Path) -> None:
-    """Take in what a shard's header says, if it is one."""
+    """Add to the report what a header says about its shard; any other header adds nothing."""
     if METADATA_KEY not in header.metadata:
         return
     try:
@@ -264,7 +264,7 @@ def _take_ranks(report: Report, ranks: Mapping[int, object]) -> None:
 
 
 def _count_full(report: Report, manifest: Manifest | None, ranks: Mapping[int, list[TensorInfo]]) -> None:
-    """Count the full model's tensors, by the headers of the source that the manifest keeps; else those of the ranks."""
+    """Count the full model's tensors if the manifest keeps the source's headers, otherwise those of the ranks."""
     files = manifest.source.files if manifest else ()
     if files:
         for file in files:
@@ -277,7 +277,7 @@ def _count_full(report: Report, manifest: Manifest | None, ranks: Mapping[int, l
 
 
 def _check_whole(report: Report) -> None:
-    """All that a split or a merge would check before it moves a byte."""
+    """Make the checks that a split or a merge makes before it moves a byte."""
     from reshard.storage.source import open_source
 
     try:
@@ -298,7 +298,7 @@ def _check_whole(report: Report) -> None:
 
 
 def _staging(path: Path, command: str) -> Report:
-    """The folder in which an output is built by a command."""
+    """The report on a folder in which a command builds an output."""
     report = Report(path, f"unfinished output of {command}", "safetensors")
     _take_config(report, path)
     finished = [file for file in path.rglob("*.safetensors") if file.is_file()]

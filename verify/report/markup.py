@@ -1,4 +1,4 @@
-"""HTML and SVG that are escaped by construction: whatever is not marked as ready markup becomes text.
+"""HTML and SVG, escaped by construction: everything that is not ``Html`` becomes text.
 
 Names of tensors come from files that nobody has to trust.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Html(str):
-    """Markup that is ready."""
+    """Text that is markup already, and is not escaped again."""
 
     __slots__ = ()
 
@@ -25,12 +25,12 @@ def element(tag: str, *content: object, **attributes: object) -> Html:
 
 
 def void(tag: str, **attributes: object) -> Html:
-    """An element that has no content and no end, ``<meta …>``."""
+    """An element without content and end tag: ``<meta …>``."""
     return Html(element(tag, **attributes).removesuffix(f"</{tag}>"))
 
 
 def joined(*content: object) -> Html:
-    """Several pieces, one after the other; None is nothing."""
+    """The pieces one after the other; None adds nothing."""
     return Html("".join(c if isinstance(c, Html) else _text(c) for c in content if c is not None))
 
 
@@ -39,14 +39,14 @@ def _text(value: object) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with each character that a terminal or browser would act upon (escapes, bidirectional marks) spelled."""
+    """The text, with control characters (escapes, bidirectional marks) written as ``\\x1b`` and the like."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def to_number(value: Any) -> float:
-    """A number of a document, in which those that JSON has not are ``"inf"``, ``"-inf"`` and ``"nan"``. None is NaN."""
+    """The float that a document means: ``"inf"``, ``"-inf"`` and ``"nan"`` stand in it as text. None becomes NaN."""
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -54,7 +54,7 @@ def to_number(value: Any) -> float:
 
 
 def number(value: Any, form: str = ".2e") -> str:
-    """A number for people: ``1.23e-04``, ``0``, ``∞``, ``not a number``, and a dash for none at all."""
+    """A number as text: ``1.23e-04``, ``0``, ``∞``, ``not a number``; a dash for None."""
     if value is None:
         return "–"
     x = to_number(value)
@@ -66,11 +66,11 @@ def number(value: Any, form: str = ".2e") -> str:
 
 
 def percent(value: Any) -> str:
-    """A part of a whole: ``1.23%``, or ``1.23e-06`` where that would be next to nothing."""
+    """A fraction as text: ``1.23%``; below 0.1 % ``1.23e-06``."""
     return number(value, ".2%" if to_number(value) >= 1e-3 else ".2e")
 
 
 def ratio(value: Any) -> str:
-    """A ratio: two digits after the point where it is small, else three digits in all."""
+    """A ratio as text: two decimals below 100, whole numbers below a million, else three digits and an exponent."""
     x = to_number(value)
     return number(value, ".2f" if abs(x) < 100 else ",.0f" if abs(x) < 1e6 else ".2e")

@@ -1,6 +1,6 @@
 """The report of ``reshard verify`` as one HTML page that needs nothing else: no network, no script, no font.
 
-It is made from the document that ``--json`` prints, and has nothing that the document has not.
+It is made from the document that ``--json`` prints, and has nothing that the document lacks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from verify.report.markup import Html, element, joined, number, percent, ratio, 
 from verify.report.plots import histogram_plot, place_plot
 
 ROWS = 2000
-"""Lines of a table that the page shows, those that differ before the others; ``--json`` has all."""
+"""The page shows so many lines of a table, differing ones first; ``--json`` has all."""
 
 HEADLINES = {"same": "The same model", "different": "Different", "unchecked": "Could not be checked"}
 
@@ -35,7 +35,7 @@ def write_page(path: Path, document: Document) -> None:
 
 
 def page(document: Document) -> str:
-    """The page of a document of ``--json``."""
+    """The text of the page for a document of ``--json``."""
     style = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     headline = HEADLINES.get(str(document.get("verdict")), HEADLINES["unchecked"])
@@ -328,7 +328,7 @@ def _table(
     marks: Sequence[bool] = (),
     left_out: int = 0,
 ) -> Html:
-    """A table in a box of its own to scroll in. The first ``wide`` columns are names, the others numbers."""
+    """A table that scrolls in its own box. The first ``wide`` columns are names, the others numbers."""
     left_out += max(0, len(rows) - ROWS)
     lines = []
     for i, row in enumerate(rows[:ROWS]):

@@ -18,7 +18,7 @@ WIDTHS = {"wide": 860, "narrow": 340}
 """A plot is drawn twice, and the style sheet shows the one that fits: text keeps its size."""
 
 COLUMNS = 400
-"""Points in a plot; of more places, the worst of several that are side by side is drawn."""
+"""The largest number of points in a plot. With more places, a point is the worst of several neighbours."""
 
 _LEFT, _RIGHT, _TOP = 54, 10, 34
 _BEYOND = 14.0  # from an end of an axis to the place of zero, and of infinity
@@ -27,7 +27,7 @@ _CHARACTER = 6.6  # width of a character, at most
 
 @dataclass(frozen=True)
 class _Axis:
-    """A logarithmic axis, on which zero and what is not finite have places of their own, beyond its ends."""
+    """A logarithmic axis. Zero and non-finite numbers have places of their own, beyond its ends."""
 
     low: int
     high: int
@@ -128,7 +128,7 @@ def _power(power: int) -> str:
 
 
 def _below(rows: Sequence[Mapping[str, Any]], xs: Sequence[float], bottom: float, width: int, what: str) -> Html:
-    """The numbers of the model's layers under the first place of each, as many as there is room for."""
+    """The number of each layer, under its first place, for as many layers as there is room for."""
     parts, free, last = [], 0.0, ""
     for x, row in zip(xs, rows, strict=True):
         label = _short(str(row.get("name")))
@@ -148,7 +148,7 @@ def _below(rows: Sequence[Mapping[str, Any]], xs: Sequence[float], bottom: float
 
 
 def _short(name: str) -> str:
-    """The number of the layer, or the end of a name that has none."""
+    """The number of the layer; for a name without one, the end of the name."""
     found = re.search(r"\.(\d+)(?:\.|$)", name)
     return found[1] if found else name.removesuffix(".weight").rpartition(".")[2][:12]
 
@@ -224,7 +224,7 @@ def _svg(name: str, width: int, height: float, title: str, description: str, con
 
 
 def _hot(x: float, step: float, bottom: float, marks: Html, title: str, numbers: str, width: int) -> Html:
-    """Something that shows its numbers at the top when it is hovered or tapped."""
+    """A mark that shows its numbers at the top when it is hovered or tapped."""
     room = int((width - 8) / _CHARACTER)
     name = printable(title)
     name = name if len(name) <= room else f"…{name[len(name) - room + 1 :]}"

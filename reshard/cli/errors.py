@@ -44,7 +44,7 @@ class ResumableInterruptError(Exception):
 
 @contextlib.contextmanager
 def resumable() -> Iterator[None]:
-    """A block of which an interruption is told with the way to go on."""
+    """In this block, Ctrl-C ends the command with the advice to give it again."""
     try:
         yield
     except KeyboardInterrupt:

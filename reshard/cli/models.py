@@ -126,7 +126,7 @@ def _verified(listed: _Listed) -> str:
 
 
 def _families(architecture: Architecture, mesh_dim: str) -> str:
-    """``splits kv x group, ff, vocab``: the families of axes of which each takes the whole degree."""
+    """``splits kv x group, ff, vocab``: the families of axes. Each of them takes the whole degree."""
     families = architecture.families.get(mesh_dim, ())
     return f"splits {', '.join(' x '.join(family) for family in families)}" if families else ""
 

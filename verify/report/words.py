@@ -97,7 +97,10 @@ def exact_summary(report: Any) -> str:
     lines += _some("", report.configs)
     if report.first is not None:
         lines.append(f"  first: {report.first}")
-    damages = [f"{d.tensor} on rank {d.rank}: {d.elements} elements differ ({d.nbytes} bytes)" for d in report.damages]
+    damages = [
+        f"{d.tensor} on rank {d.rank}: {plural(d.elements, 'different element')} ({plural(d.nbytes, 'byte')})"
+        for d in report.damages
+    ]
     return "\n".join(lines + _some("", damages))
 
 

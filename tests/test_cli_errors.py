@@ -1,0 +1,63 @@
+"""How a command ends: exit codes and the lines on stderr, for every command in the same way."""
+
+from __future__ import annotations
+
+import pytest
+
+from formats.errors import MismatchError, PlanError
+from reshard.cli.commands import COMMANDS, cli
+from reshard.cli.errors import CLOSED_PIPE, FAILED, INTERRUPTED, NO, ResumableInterruptError, run_to_exit_code
+
+FAILING = [
+    ("split", "./none", "out", "--tp", "2"),
+    ("merge", "./none", "out"),
+    ("plan", "./none"),
+    ("inspect", "./none.safetensors"),
+    ("models", "none-such"),
+    ("verify", "./none", "out", "--exact-only"),
+]
+
+
+@pytest.mark.parametrize("command", FAILING, ids=lambda command: command[0])
+def test_an_error_is_one_line_and_with_debug_its_traceback(command, capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_to_exit_code(cli, command) == FAILED
+    plain = capsys.readouterr().err
+    assert plain.count("Error: ") == 1 and "Traceback" not in plain
+    for arguments in ((*command, "--debug"), ("--debug", *command)):
+        assert run_to_exit_code(cli, arguments) == FAILED
+        told = capsys.readouterr().err
+        assert "Traceback" in told and told.endswith(plain)
+    assert run_to_exit_code(cli, command) == FAILED
+    assert capsys.readouterr().err == plain, "--debug is not remembered"
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "models"])
+def test_a_wrong_option_leads_to_the_help_of_the_command(name: str, capsys) -> None:
+    assert run_to_exit_code(cli, [name, "--bogus"]) == FAILED
+    error, hint = capsys.readouterr().err.splitlines()
+    assert error.startswith("Error: No such option '--bogus'") or error.startswith("Error: No such option: --bogus")
+    assert hint == f"Hint: see 'reshard {name} --help'"
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "last"),
+    [
+        (MismatchError("they differ"), NO, "Error: they differ"),
+        (PlanError("no", "do this"), FAILED, "Hint: do this"),
+        (KeyboardInterrupt(), INTERRUPTED, "reshard: interrupted"),
+        (ResumableInterruptError(), INTERRUPTED, "reshard: interrupted: the same command goes on where it stopped"),
+        (OSError(28, "No space left on device", "there"), FAILED, "Error: there: No space left on device"),
+        (MemoryError(), FAILED, "Error: there is not enough memory"),
+        (BrokenPipeError(), CLOSED_PIPE, None),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_a_command_raises_decides_how_it_ends(raised, code, last, capfd, monkeypatch) -> None:
+    def fail(*_: object) -> None:
+        raise raised
+
+    monkeypatch.setattr("reshard.cli.models._all", fail)
+    monkeypatch.setattr("reshard.cli.errors._closed_pipe", lambda: CLOSED_PIPE)  # it would close the tests' own stdout
+    assert run_to_exit_code(cli, ["models"]) == code
+    assert capfd.readouterr().err.splitlines()[-1:] == ([last] if last else [])

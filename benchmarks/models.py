@@ -528,16 +528,16 @@ _HEAD = """\
 # Popular models, planned at their real sizes
 
 Written by `python -m benchmarks.models`, from each model's config.json alone: no weights were read. The names and
-shapes are those that transformers writes for the model, or other loaders read where it has no class for it; what
-publishers add to them (layers that predict further tokens, scales of quantized weights) follows their published
-formats. Vision towers are included, and the same on every rank.
+shapes are those that transformers writes for the model. If transformers has no class for it, they are those that other
+loaders read. What publishers add (layers that predict further tokens, scales of quantized weights) follows their
+published formats. Vision towers are included, and are the same on every rank.
 
-- **tp**, **ep**: the valid degrees above 1, up to 64, of tensor and of expert parallelism. A vocabulary that does not
+- **tp**, **ep**: the valid degrees of tensor and expert parallelism above 1, up to 64. A vocabulary that does not
   divide is padded.
-- **rank at tp 8**: the bytes that a rank holds of the weights; at the nearest valid degree below, where 8 is not valid.
-- **replicated**: how much of them other ranks hold too (norms, routers, latents, key and value heads, vision towers).
-- **config from**: copies of config.json in public repositories, since they were looked up without the Hub at hand. A
-  star marks one that is not a copy of the file; its numbers can be wrong. They are in `benchmarks/configs`.
+- **rank at tp 8**: the bytes of the weights that a rank holds. If 8 is not valid, at the next smaller valid degree.
+- **replicated**: the part of these bytes that other ranks hold too (norms, routers, latents, KV heads, vision towers).
+- **config from**: where the config.json came from. The Hub was not at hand, so these are copies in public repositories.
+  A star marks one that is not a copy of the file: its numbers can be wrong. They are in `benchmarks/configs`.
 """
 
 _COLUMNS = (

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from formats.notation.architecture import CONFIG_DEFAULTS, built_in_architectures, find_architecture, load_architecture
+from formats.notation.architecture import CONFIG_DEFAULTS
+from formats.notation.architecture_files import built_in_architectures, find_architecture, load_architecture
 from reshard.planning.sizes import AxisSizes
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 import click
 import pytest
 
-from formats.notation.architecture import BUILT_IN, Architecture, load_architecture
+from formats.notation.architecture import Architecture
+from formats.notation.architecture_files import BUILT_IN, load_architecture
 from tests import remote, zoo
 
 ROOT = Path(__file__).parents[1]

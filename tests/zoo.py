@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from formats.notation.architecture import find_architecture
+from formats.notation.architecture_files import find_architecture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -438,7 +438,7 @@ def _working_in(folder: Path) -> Iterator[None]:
 
 
 def _save_plan(architecture: Architecture, file: Path) -> None:
-    from formats.notation.architecture import to_toml
+    from formats.notation.architecture_files import to_toml
 
     _write_new(file, to_toml(architecture), "--save")
     count = len(architecture.tensors)

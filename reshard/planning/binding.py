@@ -52,7 +52,8 @@ def bind(
     kinds = {each: _kind(each, alike) for each in covered}
     bound = (BoundTensor(tensor.name, kinds[each], at) for tensor, (each, at) in zip(tensors, of_each, strict=True))
     model = Model(architecture, config, sizes, tuple(bound), tuple(kinds.values()))
-    unused = [template for template in architecture.tensors if template not in model.used_templates]
+    allowed = model.used_templates | architecture.inherited
+    unused = [template for template in architecture.tensors if template not in allowed]
     if every_rule and unused:
         raise PlanError(
             f"the rule '{unused[0]}' of plan '{architecture.name}' covers no tensor", "remove it from the plan file"

@@ -22,7 +22,8 @@ from typing import Any
 from formats.errors import CheckpointError, PlanError
 from formats.files.checkpoint import open_checkpoint
 from formats.files.sharded import is_sharded
-from formats.notation.architecture import architecture_from_document, is_index
+from formats.notation.architecture import is_index
+from formats.notation.architecture_document import architecture_from_document
 from formats.notation.axes import parse
 from formats.quantization.companions import scheme_of
 from reshard.planning.binding import bind

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from formats.notation.architecture import BUILT_IN, find_architecture, load_architecture
+from formats.notation.architecture_files import BUILT_IN, find_architecture, load_architecture
 from formats.notation.axes import parse
 from formats.notation.unfused_experts import by_name
 

@@ -60,7 +60,8 @@ _OWN = ("name", "model_types", "classes")
 
 def with_bases(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """A file's parsed form with what it takes over from its bases, key by key: the later base wins, the file itself
-    wins over all. A key that is ``false`` is taken away. Raises PlanError.
+    wins over all. A key that is ``false`` is taken away. Names that start with a base's first prefix start with the
+    file's own. Raises PlanError.
     """
     merged: dict[str, Any] = {}
     for base in _line_of_bases(document, path):
@@ -112,6 +113,8 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any], path: Path) -> d
             merged[name] = above[name]  # refused with the rest of the form
             continue
         inherited, own = below.get(name, {}), above.get(name, {})
+        if name in {"tensors", "modules"}:
+            inherited = _respelled(inherited, _first_prefix(below), _first_prefix(merged))
         for key, value in own.items():
             if value is False and key not in inherited:
                 raise PlanError(
@@ -120,6 +123,19 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any], path: Path) -> d
                 )
         merged[name] = {key: value for key, value in {**inherited, **own}.items() if value is not False}
     return merged
+
+
+def _first_prefix(document: Mapping[str, Any]) -> str:
+    """How a file spells its names: the first of its prefixes."""
+    prefixes = document.get("prefixes")
+    return prefixes[0] if isinstance(prefixes, list) and prefixes and isinstance(prefixes[0], str) else ""
+
+
+def _respelled(lines: Mapping[str, Any], before: str, after: str) -> Mapping[str, Any]:
+    """Lines whose names start with another prefix."""
+    if before in {"", after}:
+        return lines
+    return {after + name.removeprefix(before) if name.startswith(before) else name: at for name, at in lines.items()}
 
 
 # ------------------------------------------------------------------------------------------------- the built-in ones

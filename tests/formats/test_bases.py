@@ -106,3 +106,11 @@ def test_a_base_that_several_share_is_taken_once(tmp_path: Path, monkeypatch: py
 
 def test_no_name_stands_for_two_files() -> None:
     assert not {path.stem for path in BASES.glob("*.toml")} & {path.stem for path in BUILT_IN.glob("*.toml")}
+
+
+def test_names_of_a_base_take_the_prefix_of_the_file(tmp_path: Path) -> None:
+    own = load(tmp_path, 'base = ["llama"]\nprefixes = ["text.model.", ""]\n[tensors]\n"text.model.more" = "1"\n')
+    assert "model.norm.weight" not in own.tensors
+    assert own.tensors["text.model.norm.weight"] == LLAMA.tensors["model.norm.weight"]
+    assert own.tensors["lm_head.weight"] == LLAMA.tensors["lm_head.weight"]
+    assert "text.model.layers.{layer}.self_attn" in own.modules

@@ -63,28 +63,18 @@ def with_bases(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
     wins over all. A key that is ``false`` is taken away. Names that start with a base's first prefix start with the
     file's own. Raises PlanError.
     """
+    return _with_bases(document, path, (path,))
+
+
+def _with_bases(document: Mapping[str, Any], path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
-    for base in _line_of_bases(document, path):
-        shared = {key: value for key, value in read_document(base).items() if key not in _OWN}
-        merged = _merged(merged, shared, base)
+    for base in _bases(document, path):
+        if base in above:
+            way = " -> ".join(file.stem for file in (*above[above.index(base) :], base))
+            raise PlanError(f"plan file {path}: its bases go round in a circle: {way}")
+        whole = _with_bases(read_document(base), base, (*above, base))
+        merged = _merged(merged, {key: value for key, value in whole.items() if key not in _OWN}, base)
     return _merged(merged, document, path)
-
-
-def _line_of_bases(document: Mapping[str, Any], path: Path) -> list[Path]:
-    """The files that a file builds on, the most general first; each once, where it is first needed."""
-    found: list[Path] = []
-
-    def visit(document: Mapping[str, Any], path: Path, above: tuple[Path, ...]) -> None:
-        for base in _bases(document, path):
-            if base in above:
-                way = " -> ".join(file.stem for file in (*above[above.index(base) :], base))
-                raise PlanError(f"plan file {path}: its bases go round in a circle: {way}")
-            if base not in found:
-                visit(read_document(base), base, (*above, base))
-                found.append(base)
-
-    visit(document, path, (path,))
-    return found
 
 
 def _bases(document: Mapping[str, Any], path: Path) -> list[Path]:

@@ -90,20 +90,6 @@ def test_bases_in_a_circle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         load(tmp_path, 'base = ["one"]')
 
 
-def test_a_base_that_several_share_is_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = {
-        "root": '[sizes]\na = "1"\nb = "1"',
-        "left": 'base = ["root"]\n[sizes]\na = "2"',
-        "right": 'base = ["root"]\n[sizes]\nb = "3"',
-    }
-    files = {name: tmp_path / f"{name}.toml" for name in texts}
-    monkeypatch.setattr("formats.notation.architecture_files._base_files", lambda: files)
-    for name, text in texts.items():
-        files[name].write_text(text)
-    own = load(tmp_path, 'base = ["left", "right"]\n[tensors]\n"x" = "a"')
-    assert {axis: size.text for axis, size in own.sizes.items()} == {"a": "2", "b": "3"}
-
-
 def test_no_name_stands_for_two_files() -> None:
     assert not {path.stem for path in BASES.glob("*.toml")} & {path.stem for path in BUILT_IN.glob("*.toml")}
 

@@ -213,25 +213,8 @@ def _names(path: Path, key: str) -> Sequence[str]:
 
 
 def to_toml(architecture: Architecture) -> str:
-    """The text of an architecture file, in the form that ``load_architecture`` reads."""
-    document = to_document(architecture)
-    tables = {key: document.pop(key) for key in ("sizes", "parallel", "config", "tensors")}
-    if architecture.modules:
-        tables["modules"] = {name: module_document(rules) for name, rules in architecture.modules.items()}
-    lines = [f"{key} = {_toml(value)}" for key, value in document.items()]
-    for key, table in tables.items():
-        lines += ["", f"[{key}]"]
-        lines += [f"{_toml(name)} = {_toml(value)}" for name, value in table.items()]
-    return "\n".join(lines) + "\n"
+    """The text of one plain file, without bases, in the form that ``load_architecture`` reads."""
+    import tomli_w
 
-
-def _toml(value: Any) -> str:
-    if isinstance(value, list):
-        return "[" + ", ".join(_toml(item) for item in value) + "]"
-    if isinstance(value, dict):
-        return (
-            "{ "
-            + ", ".join(f"{_toml(key) if '.' in key else key} = {_toml(item)}" for key, item in value.items())
-            + " }"
-        )
-    return json.dumps(value, ensure_ascii=False)
+    modules = {name: module_document(rules) for name, rules in architecture.modules.items()}
+    return tomli_w.dumps({**to_document(architecture), **({"modules": modules} if modules else {})})

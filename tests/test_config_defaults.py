@@ -1,4 +1,4 @@
-"""What transformers' configuration classes say, where a published config.json is silent: is the file up to date, is it used?"""
+"""What transformers' configuration classes say where a config.json is silent: is the file up to date, is it used?"""
 
 from __future__ import annotations
 

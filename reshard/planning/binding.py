@@ -11,13 +11,8 @@ from formats.errors import NotationError, PlanError
 from formats.mesh import Mesh
 from formats.notation.architecture import Architecture, Match, Rule
 from formats.notation.axes import Shape
-from formats.quantization.companions import (
-    Companion,
-    shape_of,
-    stated_shape,
-    takes_heads,
-    unknown_method,
-)
+from formats.quantization.companions import Companion, shape_of, stated_shape, takes_heads
+from formats.quantization.methods import unknown_method
 from reshard.planning.model import BoundTensor, FullTensor, Kind, Model
 from reshard.planning.shares import local_sizes, padded_sizes
 from reshard.planning.sizes import AxisSizes

@@ -26,7 +26,8 @@ from formats.files.sharded import is_sharded
 from formats.notation.architecture import is_index
 from formats.notation.architecture_document import architecture_from_document
 from formats.notation.axes import parse
-from formats.quantization.companions import scheme_of
+from formats.quantization.methods import scheme_of
+from formats.quantization.settings import quantization_settings
 from reshard.planning.binding import bind
 from reshard.planning.model import FullTensor, Model
 
@@ -300,7 +301,7 @@ def _telling_index(template: str, group: Sequence[tuple[Mapping[str, int], tuple
 
 def _belongs_to_a_weight(tensor: FullTensor, sizes: _Sizes) -> bool:
     """Whether a tensor goes by the rule of a quantized weight."""
-    if not any(key in sizes.settings for key in ("quantization_config", "compression_config")):
+    if not quantization_settings(sizes.settings):
         return False
     weight = sizes.scheme.companion(tensor.name)
     if weight is None:

@@ -217,4 +217,7 @@ def to_toml(architecture: Architecture) -> str:
     import tomli_w
 
     modules = {name: module_document(rules) for name, rules in architecture.modules.items()}
-    return tomli_w.dumps({**to_document(architecture), **({"modules": modules} if modules else {})})
+    document = to_document(architecture)
+    tensors = document.pop("tensors")  # behind the modules: most of a file, and what a person adds lines to
+    text: str = tomli_w.dumps({**document, **({"modules": modules} if modules else {}), "tensors": tensors})
+    return text

@@ -26,7 +26,7 @@ format: .venv/ready
 	$(BIN)/ruff format .
 
 docs: .venv/ready
-	$(BIN)/python -m tests.test_config_defaults
+	$(BIN)/python -m tools.config_defaults
 	$(BIN)/python -m tests.test_readme
 
 bench: .venv/ready

@@ -19,7 +19,7 @@ from typing import Any
 
 from formats.errors import ReshardError
 from formats.mesh import mesh_of
-from formats.notation.architecture import find_architecture
+from formats.notation.architecture_files import find_architecture
 from reshard.planning.binding import bind
 from reshard.planning.completeness import check_complete
 from reshard.planning.degrees import refusal, valid_degrees

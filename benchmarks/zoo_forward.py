@@ -1,4 +1,4 @@
-"""Correct shards of every small model of tests/zoo.py, forward: at tp 2, 4 and 8, in float32 and bfloat16.
+"""Correct shards of every small model of tests/zoo, forward: at tp 2, 4 and 8, in float32 and bfloat16.
 
     python -m benchmarks.zoo_forward RESULTS [--models llama,gpt2] [--runs 4:bfloat16,8:float32] [--crew 12] [--write]
 

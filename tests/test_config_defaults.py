@@ -1,62 +1,19 @@
-"""``formats/config_defaults.json`` against transformers' configuration classes; run as a module, it writes the file.
-
-python -m tests.test_config_defaults
-"""
+"""What transformers' configuration classes say where a config.json is silent: is the file up to date, is it used?"""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from formats.notation.architecture import CONFIG_DEFAULTS, built_in_architectures, find_architecture, load_architecture
+from formats.notation.architecture_files import CONFIG_DEFAULTS
+from formats.notation.architecture_files import find_architecture
 from reshard.planning.sizes import AxisSizes
-
-
-def defaults_of_transformers() -> dict[str, dict[str, Any]]:
-    """For each type that may stand in a section: what its class says of the settings that our files ask for."""
-    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
-
-    decoders = {config.model_type for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING) for config in mapping}
-    decoders &= {*built_in_architectures()} | {kind for kind in CONFIG_MAPPING if kind.endswith("_text")}
-    architectures = [load_architecture(path) for path in {*built_in_architectures().values()}]
-    asked = {
-        name.split(".")[0]
-        for architecture in architectures
-        if architecture.sections
-        for expression in (
-            *architecture.sizes.values(),
-            *architecture.config.values(),
-            *(rule.when for rules in architecture.tensors.values() for rule in rules if rule.when is not None),
-        )
-        for name in expression.names
-    }
-    found = {}
-    for model_type in sorted(decoders):
-        cls = CONFIG_MAPPING[model_type]
-        two_names = {*cls.attribute_map.keys(), *cls.attribute_map.values()}  # the file may say it by the other
-        wanted = (f for f in dataclasses.fields(cls) if f.name in asked - two_names)
-        values = {f.name: f.default for f in wanted if _is_plain(f.default)}
-        values.pop("model_type", None)
-        if values:
-            found[model_type] = values
-    return found
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, (bool, int, float, str))
-
-
-def _text(defaults: dict[str, dict[str, Any]]) -> str:
-    lines = (f"  {json.dumps(name)}: {json.dumps(values, sort_keys=True)}" for name, values in defaults.items())
-    return "{\n" + ",\n".join(lines) + "\n}\n"
+from tools.config_defaults import defaults_of_transformers, text_of
 
 
 def test_the_file_says_what_transformers_says():
-    assert CONFIG_DEFAULTS.read_text() == _text(defaults_of_transformers()), "run python -m tests.test_config_defaults"
+    assert CONFIG_DEFAULTS.read_text() == text_of(defaults_of_transformers()), "run make docs"
 
 
 # of llava-hf/llava-1.5-7b-hf, llava-hf/llava-v1.6-mistral-7b-hf and google/gemma-3-4b-it, as they were published
@@ -98,7 +55,3 @@ def test_a_section_of_an_unknown_type_has_no_defaults(model_type):
 def test_a_whole_config_has_no_defaults():
     config = {"model_type": "llama", "hidden_size": 64}
     assert "kv" not in AxisSizes(find_architecture(config, Path()), config, {}).of({})
-
-
-if __name__ == "__main__":
-    CONFIG_DEFAULTS.write_text(_text(defaults_of_transformers()))

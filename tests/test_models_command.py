@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from formats.errors import PlanError
-from formats.notation.architecture import built_in_architectures
+from formats.notation.architecture_files import built_in_architectures
 from reshard.cli.commands import COMMANDS, cli
 from verify.coverage import coverage
 

@@ -16,7 +16,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from formats.notation.architecture import built_in_architectures
+from formats.notation.architecture_files import built_in_architectures
 from formats.notation.axes import Dim
 from reshard.planning.model import Model
 from reshard.storage.source import open_source

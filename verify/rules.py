@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import ReshardError
-from formats.notation.architecture import Architecture, ModuleRule, Rule, find_architecture, module_document
+from formats.notation.architecture import Architecture, ModuleRule, Rule
+from formats.notation.architecture_document import module_document
+from formats.notation.architecture_files import find_architecture
 from formats.notation.expressions import Expression
 from reshard.planning.binding import bind
 from reshard.planning.model import FullTensor, Model

@@ -15,7 +15,7 @@ from formats.documents import MAX_CONFIG, MAX_INDEX, is_inside, json_object, rea
 from formats.errors import CheckpointError, brief
 from formats.files.foreign import is_adapter, names_in, refuse_foreign
 from formats.files.safetensors import Header, TensorInfo, read_header
-from formats.quantization.companions import quantization_settings
+from formats.quantization.settings import quantization_settings
 from formats.regular_files import open_file, unreadable
 
 #: Endings of files that hold weights in some format; such files are never side files.

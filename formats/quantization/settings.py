@@ -1,4 +1,4 @@
-"""What the settings of a quantization method in ``config.json`` should be, wherever in them a key stands."""
+"""The settings of quantization in ``config.json``: where they lie, and what each of them should be."""
 
 from __future__ import annotations
 
@@ -8,6 +8,51 @@ from typing import Any
 
 from formats.documents import Reader, Unfit, anything, items, json_object, mapping, optional, text, unfit, whole
 from formats.errors import PlanError
+
+_KEYS = ("quantization_config", "compression_config")
+"""Today's name and an older one."""
+_INNER = ("quantization_config", "quantization")
+"""What settings may hold once more: compressed-tensors' in a config of its own, ModelOpt's beside its producer."""
+_DEEPEST = 3
+"""Sections within sections that are searched."""
+
+
+def quantization_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings of a checkpoint's quantization, from the first place in ``config.json`` that has any: its top, then
+    its sections as they stand (``text_config``). Empty if there are none.
+    """
+    place = _place(config, _DEEPEST)
+    found = config
+    for key in place or ():
+        found = found[key]
+    if not place:
+        return {}
+    inner: Mapping[str, Any] = next((found[key] for key in _INNER if isinstance(found.get(key), dict)), {})
+    return {**found, **inner}
+
+
+def with_setting(config: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
+    """The same config with another value of a setting, in the place where ``quantization_settings`` found it."""
+    place = _place(config, _DEEPEST) or ()
+    return _replaced(config, place, key, value)
+
+
+def _replaced(at: Mapping[str, Any], place: tuple[str, ...], key: str, value: Any) -> dict[str, Any]:
+    if place:
+        return {**at, place[0]: _replaced(at[place[0]], place[1:], key, value)}
+    inner = next((name for name in _INNER if isinstance(at.get(name), dict) and key in at[name]), None)
+    return {**at, inner: {**at[inner], key: value}} if inner else {**at, key: value}
+
+
+def _place(config: Mapping[str, Any], depth: int) -> tuple[str, ...] | None:
+    """The keys that lead to the settings."""
+    for key in _KEYS:
+        if isinstance(config.get(key), dict) and config[key]:
+            return (key,)
+    sections = ((key, value) for key, value in config.items() if isinstance(value, dict) and depth)
+    inner = ((key, _place(section, depth - 1)) for key, section in sections)
+    return next(((key, *place) for key, place in inner if place), None)
+
 
 _COUNT = optional(whole(-1, 1 << 30))
 _BLOCK = optional(items(whole(1, 1 << 30), 2))
@@ -57,3 +102,10 @@ def check_settings(settings: Mapping[str, Any], method: str) -> None:
                     todo.append((value, f"{where}.{key}"))
     except Unfit as error:
         raise PlanError(f"config.json, quantized by '{method}': {error}") from None
+
+
+def method_of(settings: Mapping[str, Any]) -> str:
+    """The name of the quantization method, in small letters; empty where the settings name none."""
+    producer = settings.get("producer")
+    named = producer.get("name") if isinstance(producer, dict) else None
+    return str(settings.get("quant_method") or settings.get("quant_library") or named or "").lower()

@@ -63,7 +63,7 @@ def models_command(name: str | None, as_json: bool) -> None:
 
 
 def _all() -> list[_Listed]:
-    from formats.notation.architecture import built_in_architectures
+    from formats.notation.architecture_files import built_in_architectures
     from verify.coverage import coverage
 
     files, tested = built_in_architectures(), coverage()
@@ -133,7 +133,7 @@ def _families(architecture: Architecture, mesh_dim: str) -> str:
 
 @lru_cache
 def _load(file: Path) -> Architecture:
-    from formats.notation.architecture import load_architecture
+    from formats.notation.architecture_files import load_architecture
 
     return load_architecture(file)
 

@@ -100,7 +100,7 @@ def _lines_in_use(model: Model) -> Architecture:
 
 
 def _save(architecture: Architecture, file: Path) -> None:
-    from formats.notation.architecture import to_toml
+    from formats.notation.architecture_files import to_toml
 
     _write_new(file, to_toml(architecture), "--save")
     count = plural(len(architecture.tensors), "rule")

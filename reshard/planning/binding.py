@@ -11,13 +11,8 @@ from formats.errors import NotationError, PlanError
 from formats.mesh import Mesh
 from formats.notation.architecture import Architecture, Match, Rule
 from formats.notation.axes import Shape
-from formats.quantization.companions import (
-    Companion,
-    shape_of,
-    stated_shape,
-    takes_heads,
-    unknown_method,
-)
+from formats.quantization.companions import Companion, shape_of, stated_shape, takes_heads
+from formats.quantization.methods import unknown_method
 from reshard.planning.model import BoundTensor, FullTensor, Kind, Model
 from reshard.planning.shares import local_sizes, padded_sizes
 from reshard.planning.sizes import AxisSizes
@@ -52,7 +47,8 @@ def bind(
     kinds = {each: _kind(each, alike) for each in covered}
     bound = (BoundTensor(tensor.name, kinds[each], at) for tensor, (each, at) in zip(tensors, of_each, strict=True))
     model = Model(architecture, config, sizes, tuple(bound), tuple(kinds.values()))
-    unused = [template for template in architecture.tensors if template not in model.used_templates]
+    allowed = model.used_templates | architecture.inherited
+    unused = [template for template in architecture.tensors if template not in allowed]
     if every_rule and unused:
         raise PlanError(
             f"the rule '{unused[0]}' of plan '{architecture.name}' covers no tensor", "remove it from the plan file"

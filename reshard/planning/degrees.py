@@ -10,7 +10,7 @@ from formats.errors import NotationError, PlanError
 from formats.files.safetensors import DTYPE_BITS
 from formats.mesh import Mesh
 from formats.notation.axes import Share, deal, degrees, owned, unit_of
-from formats.quantization.block_size import block_size
+from formats.quantization.scale_blocks import block_size
 from reshard.planning.model import Model
 from reshard.planning.reasons import cuts_blocks, does_not_divide, too_few_units
 from reshard.planning.shares import padded_sizes, padding_for, shares_of

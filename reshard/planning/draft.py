@@ -8,7 +8,6 @@ a draft by itself: it takes effect when it is passed with ``--plan``.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import tomllib
@@ -19,12 +18,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from formats.errors import CheckpointError, PlanError
 from formats.files.checkpoint import open_checkpoint
 from formats.files.sharded import is_sharded
-from formats.notation.architecture import architecture_from_document, is_index
+from formats.notation.architecture import is_index
+from formats.notation.architecture_document import architecture_from_document
 from formats.notation.axes import parse
-from formats.quantization.companions import scheme_of
+from formats.quantization.methods import scheme_of
+from formats.quantization.settings import quantization_settings
 from reshard.planning.binding import bind
 from reshard.planning.model import FullTensor, Model
 
@@ -298,7 +301,7 @@ def _telling_index(template: str, group: Sequence[tuple[Mapping[str, int], tuple
 
 def _belongs_to_a_weight(tensor: FullTensor, sizes: _Sizes) -> bool:
     """Whether a tensor goes by the rule of a quantized weight."""
-    if not any(key in sizes.settings for key in ("quantization_config", "compression_config")):
+    if not quantization_settings(sizes.settings):
         return False
     weight = sizes.scheme.companion(tensor.name)
     if weight is None:
@@ -489,60 +492,60 @@ def _text(config: Mapping[str, Any], sizes: _Sizes, lines: Sequence[_Line]) -> s
     head = [
         f"# DRAFT, inferred from {source}: to be checked, passed with --plan, and its result verified.",
         "# CHECK marks what was not clear. A line of plain numbers is whole on every rank. See docs/design.md.",
-        f"model_types = [{json.dumps(model_type)}]" if isinstance(model_type, str) else "model_types = []",
     ]
     if any(_in_tower(line.template) for line in lines):
         head.append("# CHECK: what belongs to a tower (vision, audio) is whole on every rank.")
-    if sizes.section:
-        head.append(f"section = {json.dumps(sizes.section)}")
-    order = [axis for axis in sizes.texts if axis in used]
-    return "\n".join([
-        *head,
-        *["", "[sizes]", *(f"{axis} = {json.dumps(sizes.texts[axis])}" for axis in order)],
-        *["", "[parallel]", *_parallel(lines, used)],
-        *["", "[config]", *_config(sizes, used)],
-        *["", "[tensors]", *(text for line in lines for text in _line_text(line))],
-        "",
-    ])  # fmt: skip
+    document = {
+        "model_types": [model_type] if isinstance(model_type, str) else [],
+        **({"section": sizes.section} if sizes.section else {}),
+        "sizes": {axis: text for axis, text in sizes.texts.items() if axis in used},
+        "parallel": _parallel(lines, used),
+        "config": _config(sizes, used),
+        "tensors": {line.template: _rules(line) for line in lines},
+    }
+    return _with_marks("\n".join([*head, tomli_w.dumps(document)]), lines)
 
 
-def _parallel(lines: Sequence[_Line], used: set[str]) -> Iterator[str]:
+def _with_marks(text: str, lines: Sequence[_Line]) -> str:
+    """A draft's text with what is to be checked behind the first line of each rule."""
+    checks = {tomli_w.dumps({line.template: ""}).removesuffix(' = ""\n'): line.check for line in lines if line.check}
+    marks = {start: check for key, check in checks.items() for start in (f"{key} = ", f"[[tensors.{key}]]")}
+    found = []
+    for row in text.split("\n"):
+        key = re.match(r"\[\[.*\]\]|.*? = ", row)
+        check = marks.pop(key[0], None) if key else None
+        found.append(f"{row}  # CHECK: {check}" if check else row)
+    return "\n".join(found)
+
+
+def _parallel(lines: Sequence[_Line], used: set[str]) -> dict[str, Any]:
     split = {axis for line in lines for axis in line.axes}
     families = [["kv", "group"]] if {"kv", "group"} & split else []
     families += [[axis] for axis in ("ff", "moe_ff", "shared_ff", "vocab") if axis in split & used]
-    yield f"tp = {json.dumps(families)}"
-    if "expert" in used:
-        yield 'ep = [["expert"]]'
-    if "vocab" in split:
-        yield 'pad = ["vocab"]'
+    experts = {"ep": [["expert"]]} if "expert" in used else {}
+    return {"tp": families, **experts, **({"pad": ["vocab"]} if "vocab" in split else {})}
 
 
-def _config(sizes: _Sizes, used: set[str]) -> Iterator[str]:
+def _config(sizes: _Sizes, used: set[str]) -> dict[str, str]:
     """What a rank's own config.json has."""
+    config = {}
     if "kv" in used:
-        yield f'{sizes.keys["heads"]} = "kv * group"'
+        config[sizes.keys["heads"]] = "kv * group"
         if "kv" in sizes.keys:
-            yield f'{sizes.keys["kv"]} = "kv"'
-        yield f'{sizes.keys.get("head", "head_dim")} = "head"'
+            config[sizes.keys["kv"]] = "kv"
+        config[sizes.keys.get("head", "head_dim")] = "head"
     for axis in ("ff", "moe_ff", "shared_ff", "vocab"):
         if axis in used and sizes.texts[axis] == sizes.keys.get(axis):
-            yield f'{sizes.keys[axis]} = "{axis}"'
+            config[sizes.keys[axis]] = axis
     if "vocab" in used:
-        yield 'pad_token_id = "pad_token_id if (pad_token_id or 0) < vocab else None"'
+        config["pad_token_id"] = "pad_token_id if (pad_token_id or 0) < vocab else None"
+    return config
 
 
-def _line_text(line: _Line) -> Iterator[str]:
-    mark = f"  # CHECK: {line.check}" if line.check else ""
-    name = json.dumps(line.template)
+def _rules(line: _Line) -> str | list[dict[str, str]]:
     by_text: dict[str, list[int]] = defaultdict(list)
     for layers, _, text in line.shapes:
         by_text[text] += layers
-    if len(by_text) == 1:
-        yield f"{name} = {json.dumps(next(iter(by_text)))}{mark}"
-        return
-    yield f"{name} = [{mark}"
     *some, (rest, _) = sorted(by_text.items(), key=lambda item: len(item[1]))
-    for text, found in some:
-        yield f"  {{ when = {json.dumps(f'{line.index} in {sorted(found)}')}, shape = {json.dumps(text)} }},"
-    yield f"  {{ shape = {json.dumps(rest)} }},"
-    yield "]"
+    rules = [{"when": f"{line.index} in {sorted(found)}", "shape": text} for text, found in some]
+    return [*rules, {"shape": rest}] if rules else rest

@@ -7,7 +7,7 @@ import math
 from formats.errors import PlanError
 from formats.mesh import Mesh
 from formats.notation.axes import owned
-from formats.quantization.block_size import block_size, with_block_size
+from formats.quantization.scale_blocks import block_size, with_block_size
 from reshard.planning.binding import bind
 from reshard.planning.model import FullTensor, Model
 from reshard.planning.shares import shares_of

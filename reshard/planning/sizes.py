@@ -10,10 +10,8 @@ from formats.documents import LARGEST
 from formats.errors import NotationError, PlanError, brief
 from formats.notation.architecture import Architecture, Match, Rule
 from formats.notation.expressions import Expression
-from formats.quantization.companions import (
-    Scheme,
-    scheme_of,
-)
+from formats.quantization.companions import Scheme
+from formats.quantization.methods import scheme_of
 
 _DEEPEST, _MOST_STEPS = 30, 10_000
 

@@ -27,7 +27,7 @@ from formats.files.sharded import (
     read_shard,
 )
 from formats.mesh import Mesh
-from formats.notation.architecture import built_in_file
+from formats.notation.architecture_files import built_in_file
 from reshard.storage.output import SUFFIX, staging_of, unfinished_command
 
 

@@ -26,14 +26,10 @@ from formats.files.sharded import (
 )
 from formats.files.stamps import Stamp, stamp_of
 from formats.mesh import Mesh
-from formats.notation.architecture import (
-    Architecture,
-    architecture_from_document,
-    find_architecture,
-    load_architecture,
-    to_document,
-)
-from formats.quantization.block_size import block_size
+from formats.notation.architecture import Architecture
+from formats.notation.architecture_document import architecture_from_document, to_document
+from formats.notation.architecture_files import find_architecture, load_architecture
+from formats.quantization.scale_blocks import block_size
 from formats.regular_files import read_file
 from reshard.planning.binding import bind, lines_for
 from reshard.planning.completeness import check_complete

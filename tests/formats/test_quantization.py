@@ -6,13 +6,16 @@ import pytest
 
 from formats.errors import PlanError
 from formats.notation.axes import parse
-from formats.quantization.companions import companion, scheme_of, shape_of, stated_shape
+from formats.quantization.companions import shape_of, stated_shape
+from formats.quantization.methods import scheme_of
+from formats.quantization.scale_blocks import block_size, with_block_size
+from formats.quantization.settings import quantization_settings
 
 SIZES = {"out": 4096, "in": 2048, "e": 8, "groups_in": 16}
 
 
 def shape(name: str, settings: dict, dtype: str, found: tuple[int, ...], weight: str = "out in") -> str:
-    belonging = companion(name, {"quantization_config": settings}, dtype)
+    belonging = scheme_of({"quantization_config": settings}).companion(name, dtype)
     assert belonging is not None
     rule = shape_of(belonging.patterns, parse(weight), found)
     assert rule is not None, belonging
@@ -158,7 +161,7 @@ def test_fused_experts(name, settings, dtype, found, weight, expected):
 )
 def test_an_attention(word, found, expected):
     """A scale for each head, as compressed-tensors has it, or one for all: in terms of the output projection."""
-    belonging = companion(f"l.attn.{word}", {"quantization_config": packed("channel")}, "BF16")
+    belonging = scheme_of({"quantization_config": packed("channel")}).companion(f"l.attn.{word}", "BF16")
     assert belonging is not None and belonging.of_attention and belonging.weight == "l.attn"
     for weight in ("hidden (kv group head)", "(kv group head) -> hidden"):
         rule = shape_of(belonging.patterns, parse(weight), found)
@@ -168,7 +171,7 @@ def test_an_attention(word, found, expected):
 
 def test_one_scale_of_fused_experts_is_that_of_one_expert():
     """A rank with a single expert has what looks like one scale for the tensor, and it is not."""
-    belonging = companion("experts.gate_up_proj_input_scale", {"quantization_config": FP8})
+    belonging = scheme_of({"quantization_config": FP8}).companion("experts.gate_up_proj_input_scale")
     assert belonging is not None
     assert str(shape_of(belonging.patterns, parse("e out in"), (1,))) == "e"
     assert str(shape_of(belonging.patterns, parse("out in"), (1,))) == "1"
@@ -176,16 +179,16 @@ def test_one_scale_of_fused_experts_is_that_of_one_expert():
 
 @pytest.mark.parametrize("name", ["p.weight", "p.bias", "norm.weight", "experts.gate_up_proj", "p.qweight", "x"])
 def test_what_belongs_to_nothing(name):
-    assert companion(name, {}, "BF16") is None
-    assert companion(name, {"quantization_config": {"quant_method": "unknown"}}, "U8") is None
-    assert companion(name, {"quantization_config": FP8}, "U8") is None
+    assert scheme_of({}).companion(name, "BF16") is None
+    assert scheme_of({"quantization_config": {"quant_method": "unknown"}}).companion(name, "U8") is None
+    assert scheme_of({"quantization_config": FP8}).companion(name, "U8") is None
 
 
 @pytest.mark.parametrize("settings", [None, "fp8", [], {}])
 def test_settings_that_are_none(settings):
-    assert companion("p.qweight", {"quantization_config": settings}, "I32") is None
+    assert scheme_of({"quantization_config": settings}).companion("p.qweight", "I32") is None
     in_text = {"quantization_config": settings, "text_config": {"quantization_config": GPTQ}}
-    assert companion("p.qweight", in_text, "I32") is not None
+    assert scheme_of(in_text).companion("p.qweight", "I32") is not None
 
 
 def test_what_belongs_to_a_vector_has_no_dimension_of_it():
@@ -196,9 +199,9 @@ def test_what_belongs_to_a_vector_has_no_dimension_of_it():
 
 def test_a_refusal_says_why_and_what_to_do():
     settings = {"quantization_config": GPTQ | {"bits": 5}}
-    assert companion("p.weight", settings, "BF16") is None
+    assert scheme_of(settings).companion("p.weight", "BF16") is None
     with pytest.raises(PlanError, match=r"tensor 'p\.qweight' cannot be split: values of 5 bits run across") as error:
-        companion("p.qweight", settings, "I32")
+        scheme_of(settings).companion("p.qweight", "I32")
     assert error.value.hint == "take a checkpoint of 2, 4 or 8 bits, or split the unquantized one"
 
 
@@ -207,7 +210,7 @@ def test_3_bits_are_known_of_gptq_alone(method, layout):
     settings = {"quantization_config": {"quant_method": method, "bits": 3, **layout}}
     name = "p.weight_packed" if layout else "p.qweight"
     with pytest.raises(PlanError, match="values of 3 bits run across"):
-        companion(name, settings, "I32")
+        scheme_of(settings).companion(name, "I32")
 
 
 @pytest.mark.parametrize(
@@ -221,7 +224,7 @@ def test_3_bits_are_known_of_gptq_alone(method, layout):
 )
 def test_what_states_the_shape_of_its_weight(name, states):
     settings = BNB if ".weight." in name else packed("group", group_size=32)
-    belonging = companion(name, {"quantization_config": settings}, "U8")
+    belonging = scheme_of({"quantization_config": settings}).companion(name, "U8")
     assert belonging is not None and (belonging.weight, belonging.states_shape) == ("p.weight", states)
 
 
@@ -241,7 +244,7 @@ def test_a_shape_is_stated_output_before_input():
     ],
 )
 def test_the_dtype_of_a_weight_says_how_it_is_quantized(name: str, settings: dict, dtypes: dict, expected: str | None):
-    found = companion(name, {"quantization_config": settings}, "F8_E8M0", dtypes)
+    found = scheme_of({"quantization_config": settings}).companion(name, "F8_E8M0", dtypes)
     assert (found and found.patterns[0]) == expected
 
 
@@ -254,7 +257,7 @@ def test_settings_of_modules_hold_within_them_whatever_stands_before(method: str
     config = {"quantization_config": {"quant_method": method, "bits": 4, key: named}}
 
     def patterns(module: str) -> tuple[str, ...] | None:
-        found = companion(f"{module}.{'qweight' if method == 'auto-round' else 'weight'}", config, "U8")
+        found = scheme_of(config).companion(f"{module}.{'qweight' if method == 'auto-round' else 'weight'}", "U8")
         return found and found.patterns
 
     general, within, deeper = {
@@ -276,3 +279,39 @@ def test_settings_of_thousands_of_modules_are_found_by_name():
     scheme = scheme_of(config)
     assert not scheme.named and len({id(table) for table in scheme.within.values()}) == 1
     assert all(scheme.companion(f"{layer}.weight", "U8") for layer in layers)
+
+
+FOUND = {"quant_method": "fp8", "weight_block_size": [4, 8]}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quantization_config": FOUND},
+        {"compression_config": FOUND},
+        {"text_config": {"quantization_config": FOUND}},
+        {"vision_config": {"depth": 2}, "llm_config": {"compression_config": FOUND}},
+        {"thinker_config": {"text_config": {"quantization_config": FOUND}}},
+        {"quantization_config": {"quant_method": "fp8", "quantization_config": {"weight_block_size": [4, 8]}}},
+        {"quantization_config": FOUND, "text_config": {"quantization_config": {"weight_block_size": [1, 1]}}},
+        {"quantization_config": {}, "text_config": {"quantization_config": FOUND}},
+    ],
+)
+def test_every_reader_finds_the_settings_in_the_same_place(config):
+    settings = quantization_settings(config)
+    assert (settings["quant_method"], settings["weight_block_size"]) == ("fp8", [4, 8])
+    assert block_size(config) == (4, 8)
+    assert "in/8" in scheme_of(config).companion("p.weight_scale_inv").patterns[0]
+    finer = with_block_size(config, (2, 2))
+    assert block_size(finer) == (2, 2) and quantization_settings(finer)["quant_method"] == "fp8"
+    assert config.keys() == finer.keys() and with_block_size(finer, (4, 8)) == config
+
+
+def test_no_settings():
+    for config in (
+        {},
+        {"quantization_config": None},
+        {"quantization_config": {}},
+        {"text_config": "quantization_config"},
+    ):
+        assert quantization_settings(config) == {} and block_size(config) is None

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from formats.mesh import Mesh
-from formats.notation.architecture import BUILT_IN, find_architecture, load_architecture
+from formats.notation.architecture_files import BUILT_IN, find_architecture, load_architecture
 from formats.quantization.companions import takes_heads
 from reshard.api import merge, split
 from reshard.planning.binding import bind

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from formats.errors import PlanError
 from formats.mesh import Mesh
-from formats.notation.architecture import find_architecture
+from formats.notation.architecture_files import find_architecture
 from reshard.planning.binding import bind
 from reshard.planning.degrees import valid_degrees
 from reshard.planning.finer_blocks import finer_blocks

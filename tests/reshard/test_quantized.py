@@ -13,7 +13,7 @@ import pytest
 from formats.errors import CheckpointError, MismatchError, PlanError
 from formats.files.safetensors import build_header, read_header
 from formats.mesh import Mesh
-from formats.notation.architecture import find_architecture
+from formats.notation.architecture_files import find_architecture
 from reshard.api import load, merge, split
 from reshard.engine.move import Options
 from reshard.planning.binding import bind

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from formats.mesh import Mesh
-from formats.notation.architecture import find_architecture
+from formats.notation.architecture_files import find_architecture
 from reshard.planning.binding import bind
 from reshard.planning.degrees import check_degrees, refusal, valid_degrees
 from reshard.planning.model import FullTensor, Model

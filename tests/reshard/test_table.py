@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from formats.mesh import Mesh
-from formats.notation.architecture import find_architecture
+from formats.notation.architecture_files import find_architecture
 from reshard.cli.plan_table import format_table
 from reshard.planning.binding import bind
 from reshard.planning.model import FullTensor

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from formats.errors import PlanError
 from formats.mesh import Mesh
-from formats.notation.architecture import architecture_from_document
+from formats.notation.architecture_document import architecture_from_document
 from formats.notation.axes import Run, parse
 from reshard.engine.transfer import Transfer
 from reshard.planning.binding import bind

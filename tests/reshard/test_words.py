@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from formats.notation.architecture import BUILT_IN, load_architecture
+from formats.notation.architecture_files import BUILT_IN, load_architecture
 from formats.notation.axes import Share, deal, parse, share
 from reshard.planning.reasons import cuts_blocks, does_not_divide
 

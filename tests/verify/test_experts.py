@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from formats.notation.architecture import find_architecture
+from formats.notation.architecture_files import find_architecture
 from reshard.api import split
 from reshard.storage.source import Source, open_source
 from tests import zoo

@@ -52,7 +52,9 @@ from formats.errors import CheckpointError, PlanError, ReshardError
 from formats.mesh import Mesh
 from formats.notation.architecture import Architecture, ModuleRule
 from formats.notation.axes import Dim, Share, owned
-from formats.quantization.companions import is_of_activations, quantization_settings, scheme_of
+from formats.quantization.companions import is_of_activations
+from formats.quantization.methods import scheme_of
+from formats.quantization.settings import quantization_settings
 from reshard.planning.plan import Entry, Layout, Plan
 from reshard.planning.rank_config import with_sizes_of_whole
 from reshard.planning.shares import shares_of

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from formats.errors import PlanError
 from formats.notation.axes import Dim, Shape, deal
+from formats.quantization.settings import quantization_settings
 from reshard.planning.model import Kind, Model
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def transformers_plan(model: Model, degree: int | None = None) -> TransformersPl
     """
     if find_spec("transformers") is None:
         raise PlanError("--as transformers needs transformers", "pip install 'reshard[verify]'")
-    if any(key in model.sizes.settings for key in ("quantization_config", "compression_config")):
+    if quantization_settings(model.sizes.settings):
         raise PlanError("transformers' plan for a quantized checkpoint depends on its quantizer", "use its own plan")
     network = _network(model)
     draft = _Draft(dict(network.tp_plan or {}), frozenset(_used_weights(network)))

@@ -1,0 +1,223 @@
+"""Architecture files: reading one with its bases, finding the one for a ``config.json``, writing one.
+
+The form of a file is described in docs/design.md. ``formats/architectures/`` holds the built-in ones, and
+``formats/architectures/bases/`` what several of them share. A user's own plan file has the same form.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from formats.errors import CheckpointError, PlanError, brief
+from formats.notation.architecture import Architecture
+from formats.notation.architecture_document import architecture_from_document, module_document, read_rules, to_document
+from formats.notation.unfused_experts import by_name
+from formats.regular_files import read_file
+
+MAX_PLAN = 16 << 20
+"""Bytes of a plan file."""
+BUILT_IN = Path(__file__).parents[1] / "architectures"
+BASES = BUILT_IN / "bases"
+HEADS = BASES / "heads.toml"
+"""Rules that every built-in architecture has beside its own: what stands in the place of a language model's head."""
+
+
+def load_architecture(path: Path) -> Architecture:
+    """Read an architecture file, with its bases. Raises PlanError that names the file and the line at fault."""
+    document = read_document(path)
+    own = document.get("tensors")
+    architecture = architecture_from_document(with_bases(document, path), path.stem, str(path))
+    return replace(architecture, inherited=frozenset(architecture.tensors.keys() - set(own or ())))
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """The parsed form of a file as it stands, without its bases. Raises PlanError."""
+    if not path.exists():
+        raise PlanError(f"plan file {path} does not exist")
+    try:
+        return tomllib.loads(read_file(path, MAX_PLAN).decode())
+    except CheckpointError as error:
+        raise PlanError(f"plan file {error.message}", error.hint) from None
+    except RecursionError:
+        raise PlanError(f"plan file {path} cannot be read: it is nested too deeply") from None
+    except ValueError as error:  # no UTF-8, no TOML, or a number of too many digits
+        raise PlanError(f"plan file {path} cannot be read: {error}") from None
+
+
+# ------------------------------------------------------------------------------------------------------------ bases
+
+_TABLES = ("sizes", "parallel", "config", "tensors", "modules")
+_OWN = ("name", "model_types", "classes")
+"""What a file says of itself alone, and not of those that build on it."""
+
+
+def with_bases(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """A file's parsed form with what it takes over from its bases, key by key: the later base wins, the file itself
+    wins over all. A key that is ``false`` is taken away. Names that start with a base's first prefix start with the
+    file's own. Raises PlanError.
+    """
+    return _with_bases(document, path, (path,))
+
+
+def _with_bases(document: Mapping[str, Any], path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for base in _bases(document, path):
+        if base in above:
+            way = " -> ".join(file.stem for file in (*above[above.index(base) :], base))
+            raise PlanError(f"plan file {path}: its bases go round in a circle: {way}")
+        whole = _with_bases(read_document(base), base, (*above, base))
+        merged = _merged(merged, {key: value for key, value in whole.items() if key not in _OWN}, base)
+    return _merged(merged, document, path)
+
+
+def _bases(document: Mapping[str, Any], path: Path) -> list[Path]:
+    names = document.get("base", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise PlanError(f"plan file {path}: 'base' is a list of names, such as [\"llama\"], not {brief(names)}")
+    files = _base_files()
+    for name in names:
+        if name not in files:
+            near = difflib.get_close_matches(name, files, n=3, cutoff=0.4)
+            hint = f"the nearest that there are: {', '.join(near)}" if near else None
+            raise PlanError(f"plan file {path}: there is no base {brief(name)}", hint)
+    return [files[name] for name in names]
+
+
+@lru_cache(maxsize=1)
+def _base_files() -> Mapping[str, Path]:
+    """What a file may build on, by name: the shared parts, and the built-in architectures themselves."""
+    return {path.stem: path for path in (*sorted(BUILT_IN.glob("*.toml")), *sorted(BASES.glob("*.toml")))}
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    merged = {**below, **{key: value for key, value in above.items() if key not in {"base", *_TABLES}}}
+    for name in (name for name in _TABLES if name in below or name in above):
+        if not isinstance(above.get(name, {}), dict):
+            merged[name] = above[name]  # refused with the rest of the form
+            continue
+        inherited, own = below.get(name, {}), above.get(name, {})
+        if name in {"tensors", "modules"}:
+            inherited = _respelled(inherited, _first_prefix(below), _first_prefix(merged))
+        for key, value in own.items():
+            if value is False and key not in inherited:
+                raise PlanError(
+                    f"plan file {path}: '{key} = false' under [{name}] takes away what no base has",
+                    'as an expression, write it in quotes: "False"',
+                )
+        merged[name] = {key: value for key, value in {**inherited, **own}.items() if value is not False}
+    return merged
+
+
+def _first_prefix(document: Mapping[str, Any]) -> str:
+    """How a file spells its names: the first of its prefixes."""
+    prefixes = document.get("prefixes")
+    return prefixes[0] if isinstance(prefixes, list) and prefixes and isinstance(prefixes[0], str) else ""
+
+
+def _respelled(lines: Mapping[str, Any], before: str, after: str) -> Mapping[str, Any]:
+    """Lines whose names start with another prefix."""
+    if before in {"", after}:
+        return lines
+    return {after + name.removeprefix(before) if name.startswith(before) else name: at for name, at in lines.items()}
+
+
+# ------------------------------------------------------------------------------------------------- the built-in ones
+
+
+@lru_cache(maxsize=1)
+def built_in_architectures() -> Mapping[str, Path]:
+    """The file of each model type that has one."""
+    found: dict[str, Path] = {}
+    for path in sorted(BUILT_IN.glob("*.toml")):
+        for model_type in _names(path, "model_types"):
+            if model_type in found:
+                raise PlanError(f"model type '{model_type}' stands in {found[model_type].name} and in {path.name}")
+            found[model_type] = path
+    return found
+
+
+def find_architecture(config: Mapping[str, Any], where: Path) -> Architecture:
+    """The built-in architecture for a ``config.json``, with the rules for heads of any kind.
+
+    Raises PlanError with the nearest known model types.
+    """
+    model_type = config.get("model_type")
+    hint = "'reshard plan SOURCE --draft FILE' writes a draft; check it (docs/design.md), pass it with --plan FILE"
+    path = built_in_file(config)
+    if path is None and "_diffusers_version" in config:
+        raise PlanError(
+            f"{where} is a model of diffusers ({brief(config.get('_class_name'))}), which is no language model",
+            "give the folder of a model that transformers loads, such as the pipeline's text_encoder",
+        )
+    if path is None and not isinstance(model_type, str):
+        raise PlanError(f"{where / 'config.json'} has no model_type", hint)
+    if path is None:
+        near = difflib.get_close_matches(str(model_type), built_in_architectures(), n=3, cutoff=0.4)
+        names = f" (nearest known: {', '.join(near)})" if near else ""
+        raise PlanError(f"unknown model_type '{model_type}' in {where / 'config.json'}{names}", hint)
+    return _built_in(path)
+
+
+@lru_cache
+def _built_in(path: Path) -> Architecture:
+    document = with_bases(read_document(path), path)
+    heads, own = read_document(HEADS)["tensors"], document["tensors"]
+    document["tensors"] = {**heads, **_experts_by_name(own), **own}
+    return architecture_from_document(document, path.stem, str(path))
+
+
+def _experts_by_name(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The lines for experts that quantizers name one by one, in addition to those of fused ones."""
+    found: dict[str, Any] = {}
+    for template in (name for name in tensors if "experts." in name):
+        for rule in read_rules(template, tensors[template]):
+            names: dict[str, list[str]] = {}
+            for shape in rule.shapes:
+                for name, own in by_name(template, shape).items():
+                    names.setdefault(name, []).append(str(own))
+            for name, shapes in names.items():
+                condition = {"when": rule.when.text} if rule.when else {}
+                found.setdefault(name, []).append({"shape": [*dict.fromkeys(shapes)], **condition})
+    return found
+
+
+def built_in_file(config: Mapping[str, Any]) -> Path | None:
+    """The file for a ``config.json``: that of its model type or, if it has none, of its class (``architectures``)."""
+    if isinstance(config.get("model_type"), str):
+        return _file_with("model_types", (config["model_type"],))
+    classes = config.get("architectures")
+    named = classes[:8] if isinstance(classes, list) else ()
+    return _file_with("classes", tuple(name for name in named if isinstance(name, str)))
+
+
+@lru_cache
+def _file_with(key: str, names: tuple[str, ...]) -> Path | None:
+    """Parses the files that mention a name: parsing all takes longer than planning."""
+    for path in sorted(BUILT_IN.glob("*.toml")) if names else ():
+        text = path.read_text(encoding="utf-8")
+        if any(json.dumps(name) in text and name in _names(path, key) for name in names):
+            return path
+    return None
+
+
+def _names(path: Path, key: str) -> Sequence[str]:
+    names: Sequence[str] = tomllib.loads(path.read_text(encoding="utf-8")).get(key, ())
+    return names
+
+
+def to_toml(architecture: Architecture) -> str:
+    """The text of one plain file, without bases, in the form that ``load_architecture`` reads."""
+    import tomli_w
+
+    modules = {name: module_document(rules) for name, rules in architecture.modules.items()}
+    document = to_document(architecture)
+    tensors = document.pop("tensors")  # behind the modules: most of a file, and what a person adds lines to
+    text: str = tomli_w.dumps({**document, **({"modules": modules} if modules else {}), "tensors": tensors})
+    return text

@@ -1,0 +1,198 @@
+"""Tiny models of every supported architecture, made from their real config classes with random weights.
+
+The numbers are awkward on purpose: no two axes of one model have the same size, the layers are odd in number, most
+models share KV heads, many vocabularies do not divide by 8. Norms and biases are not at their initial ones and zeros,
+so that a missing one shows.
+
+``<architecture>.toml`` has the models of the types that ``formats/architectures/<architecture>.toml`` is for. A table
+is a model, called as its type unless ``type`` says otherwise: ``settings`` for its config class, ``like`` what they
+build on (a table of settings.toml or a model above), ``also`` further types with the same. What is not said: degrees
+2, 4 and 8 divide it, AutoModelForCausalLM makes it, a rank's folder loads alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import tomllib
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from formats.notation.architecture_files import find_architecture
+from tests.remote import numbered
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+DEGREES = (2, 3, 4, 6, 8, 12, 16)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tiny model, and what is true of it."""
+
+    name: str
+    build: Callable[..., PreTrainedModel]  # given a number of experts, with so many
+    model_type: str
+    degrees: tuple[int, ...]  # of DEGREES: those that every family of parallel axes divides
+    loads_alone: bool  # a rank's folder loads with plain from_pretrained
+    notes: str = ""
+    # tensors that published checkpoints hold beside what the class saves: masks, frequencies, layers it ignores
+    extra: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+ZOO: dict[str, Entry] = {}
+
+
+def save(
+    name: str,
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "5GB",
+    experts: int | None = None,
+) -> Path:
+    """Write the checkpoint of a model of the zoo into ``folder`` and return it; the same name gives the same bytes.
+
+    ``experts``: so many of them, whatever the model of the zoo has.
+    """
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    entry = ZOO[name]
+    seed = zlib.crc32(name.encode())
+    with torch.random.fork_rng(devices=[]):  # some classes draw their vectors at random
+        torch.manual_seed(seed)
+        model = entry.build(experts)
+    randomize(model, seed)
+    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+    if entry.extra:
+        generator = torch.Generator().manual_seed(seed + 1)
+        _add_tensors(
+            folder, {key: torch.randn(shape, generator=generator).to(dtype) for key, shape in entry.extra.items()}
+        )
+    return folder
+
+
+@cache
+def one_of_each() -> list[str]:
+    """The first model of each architecture file, and those that are variants of another."""
+    files: dict[str, str] = {}
+    for name, entry in ZOO.items():
+        files.setdefault(find_architecture({"model_type": entry.model_type}, Path()).name, name)
+    return [name for name in ZOO if name in files.values() or "-" in name]
+
+
+def class_of(name: str) -> Any:
+    """The class of transformers of a model of the zoo."""
+    with torch.device("meta"):
+        return type(ZOO[name].build())
+
+
+def loads(name: str, folder: Path) -> bool:
+    """Whether plain ``from_pretrained`` fills a model of the zoo's class from a folder, a rank's for one."""
+    try:
+        _, info = class_of(name).from_pretrained(folder, output_loading_info=True)
+    except Exception:  # a shape that config.json cannot say, or a config.json that transformers refuses
+        return False
+    return not info["missing_keys"]
+
+
+def _add_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Add tensors to a saved checkpoint: to its one file, or as one more file of its index."""
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.exists():
+        save_file({**load_file(whole), **tensors}, whole, metadata={"format": "pt"})
+        return
+    document = json.loads(index.read_text())
+    document["weight_map"] |= dict.fromkeys(tensors, "model-extra.safetensors")
+    document["metadata"]["total_size"] += sum(tensor.nbytes for tensor in tensors.values())
+    index.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n")
+    save_file(dict(tensors), folder / "model-extra.safetensors", metadata={"format": "pt"})
+
+
+@torch.no_grad()
+def randomize(model: PreTrainedModel, seed: int) -> None:
+    """Give matrices a trained model's scale, and move every vector (norms, biases, decay rates) off its start."""
+    generator = torch.Generator().manual_seed(seed)
+    saved = model.state_dict(keep_vars=True)
+    for key, tensor in sorted({id(tensor): (key, tensor) for key, tensor in saved.items()}.values()):
+        if not tensor.is_floating_point():
+            continue
+        noise = torch.randn(tensor.shape, generator=generator)
+        if tensor.dim() < 2 or key.endswith("A_log"):
+            tensor.add_(0.2 * noise)
+        else:
+            tensor.copy_(noise / tensor.shape[-1] ** 0.5)
+
+
+_COUNTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
+
+
+def _of(settings: Mapping[str, Any], experts: int) -> dict[str, Any]:
+    """The same settings, with another number of experts where they speak of it."""
+    inner = {key: _of(value, experts) for key, value in settings.items() if isinstance(value, Mapping)}
+    return {**settings, **inner, **dict.fromkeys(_COUNTS & settings.keys(), experts)}
+
+
+# ------------------------------------------------------------------------------------------------------- the files
+
+_FOLDER = Path(__file__).parent
+_SETTINGS = "settings"
+Settings = dict[str, Any]
+
+
+def _entries() -> Iterator[Entry]:
+    shared: dict[str, Settings] = {}
+    for name, table in _read(_FOLDER / f"{_SETTINGS}.toml").items():
+        shared[name] = _whole(table, shared, shared)
+    for path in sorted(_FOLDER.glob("*.toml")):
+        known = dict(shared)
+        for name, table in _read(path).items() if path.stem != _SETTINGS else ():
+            settings = _whole(table["settings"], known, shared)
+            for each in (name, *table.get("also", ())):
+                known[each] = settings
+                yield _entry(each, table, settings)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+def _entry(name: str, table: Mapping[str, Any], settings: Settings) -> Entry:
+    kind, cls = table.get("type", name), table.get("class", "AutoModelForCausalLM")
+    extra = {each: tuple(shape) for key, shape in table.get("extra", {}).items() for each in numbered(key)}
+    build = partial(_build, kind, cls, settings)
+    degrees = tuple(table.get("degrees", (2, 4, 8)))
+    return Entry(name, build, kind, degrees, table.get("loads_alone", True), table.get("notes", ""), extra)
+
+
+def _whole(table: Mapping[str, Any], known: Mapping[str, Settings], shared: Mapping[str, Settings]) -> Settings:
+    """Settings with those that they are ``like`` (the later wins), without some, and with some that are None."""
+    names = table.get("like", [])
+    base = {key: value for name in ([names] if isinstance(names, str) else names) for key, value in known[name].items()}
+    words = {"like", "without", "none"}
+    own = {key: _whole(value, shared, shared) if isinstance(value, dict) else value for key, value in table.items()}
+    found = {**base, **{key: value for key, value in own.items() if key not in words}}
+    found |= dict.fromkeys(table.get("none", ()))
+    return {key: value for key, value in found.items() if key not in table.get("without", ())}
+
+
+def _build(kind: str, cls: str, settings: Settings, experts: int | None = None) -> PreTrainedModel:
+    import transformers
+
+    given = copy.deepcopy(settings)  # some classes change what they are given
+    config = transformers.AutoConfig.for_model(kind, **(given if experts is None else _of(given, experts)))
+    model = getattr(transformers, cls)
+    return model.from_config(config) if cls.startswith("Auto") else model(config)
+
+
+for _each in _entries():
+    assert _each.name not in ZOO, _each.name
+    ZOO[_each.name] = _each

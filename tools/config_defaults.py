@@ -1,0 +1,57 @@
+"""Writes ``formats/config_defaults.json`` from transformers' configuration classes.
+
+python -m tools.config_defaults
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from formats.notation.architecture_files import CONFIG_DEFAULTS
+from formats.notation.architecture_files import built_in_architectures, load_architecture
+
+
+def defaults_of_transformers() -> dict[str, dict[str, Any]]:
+    """For each type that may stand in a section: what its class says of the settings that our files ask for."""
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+
+    decoders = {config.model_type for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING) for config in mapping}
+    decoders &= {*built_in_architectures()} | {kind for kind in CONFIG_MAPPING if kind.endswith("_text")}
+    architectures = [load_architecture(path) for path in {*built_in_architectures().values()}]
+    asked = {
+        name.split(".")[0]
+        for architecture in architectures
+        if architecture.sections
+        for expression in (
+            *architecture.sizes.values(),
+            *architecture.config.values(),
+            *(rule.when for rules in architecture.tensors.values() for rule in rules if rule.when is not None),
+        )
+        for name in expression.names
+    }
+    found = {}
+    for model_type in sorted(decoders):
+        cls = CONFIG_MAPPING[model_type]
+        two_names = {*cls.attribute_map.keys(), *cls.attribute_map.values()}  # the file may say it by the other
+        wanted = (f for f in dataclasses.fields(cls) if f.name in asked - two_names)
+        values = {f.name: f.default for f in wanted if _is_plain(f.default)}
+        values.pop("model_type", None)
+        if values:
+            found[model_type] = values
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (bool, int, float, str))
+
+
+def text_of(defaults: dict[str, dict[str, Any]]) -> str:
+    """The file's text: a line for each model type."""
+    lines = (f"  {json.dumps(name)}: {json.dumps(values, sort_keys=True)}" for name, values in defaults.items())
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+if __name__ == "__main__":
+    CONFIG_DEFAULTS.write_text(text_of(defaults_of_transformers()), encoding="utf-8")

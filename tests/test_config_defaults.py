@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from formats.notation.architecture_files import CONFIG_DEFAULTS
+from formats.notation.architecture import CONFIG_DEFAULTS
 from formats.notation.architecture_files import find_architecture
 from reshard.planning.sizes import AxisSizes
 from tools.config_defaults import defaults_of_transformers, text_of

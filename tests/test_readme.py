@@ -18,8 +18,8 @@ from pathlib import Path
 import click
 import pytest
 
-from formats.notation.architecture_files import BUILT_IN, built_in_architectures, load_architecture
 from formats.notation.architecture import Architecture
+from formats.notation.architecture_files import BUILT_IN, built_in_architectures, load_architecture
 from tests import remote, zoo
 from verify.coverage import FILE as COVERAGE
 from verify.coverage import coverage

@@ -9,7 +9,7 @@ import dataclasses
 import json
 from typing import Any
 
-from formats.notation.architecture_files import CONFIG_DEFAULTS
+from formats.notation.architecture import CONFIG_DEFAULTS
 from formats.notation.architecture_files import built_in_architectures, load_architecture
 
 

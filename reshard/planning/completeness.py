@@ -1,11 +1,16 @@
 """Whether a checkpoint has all tensors that must be there, by its rules, its config.json and its other tensors.
 
-A rule that covers no tensor is normal: a file of rules speaks for many models. So nothing is asked for by name. What
-must be there follows from what is: where one layer (or expert) has a tensor, all have it; what stands for the same
-thing in a module comes together (the projections to keys and to values); what one matrix makes another takes; a stack
-of layers ends in a norm, and a model begins with a table of its vocabulary. Where a model differs, its rule says so:
-``when``, or ``optional``. What predicts further tokens may be missing: publishers leave it out. Towers, the same on
-every rank, are only looked through for gaps, as some are published without their last layers.
+A rule that covers no tensor is normal, because an architecture file describes many models. So no rule alone demands a
+tensor. The tensors that are there demand others:
+
+- If one layer (or expert) has a tensor, all have it.
+- Matrices of one module with the same shape come together (keys and values).
+- Another matrix consumes the output of a matrix.
+- A norm follows a stack of layers, and a model has an embedding of its vocabulary.
+
+``when`` and ``optional`` in a rule state the exceptions of a model. Layers that predict further tokens may be missing,
+because publishers leave them out. Replicated towers are only checked for gaps in their layers: some are published
+without their last layers.
 """
 
 from __future__ import annotations
@@ -27,13 +32,13 @@ At = tuple[int, ...]
 """The indices in a name, outermost first."""
 
 _RECOMPUTED = (".inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
-"""Frequencies and masks that old checkpoints carry, some in some layers only: nobody reads them."""
+"""Frequencies and masks in old checkpoints, sometimes in a few layers only. No loader reads them."""
 
 _HEADED = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
 def check_complete(model: Model, where: Path) -> None:
-    """Raise CheckpointError with the first tensor that is missing, and how many are; never for a partial plan."""
+    """Raise CheckpointError if tensors are missing, with the first name and the count; a partial plan never raises."""
     if model.architecture.partial:
         return
     names = sorted(set(missing(model)), key=_in_order)
@@ -48,13 +53,13 @@ def check_complete(model: Model, where: Path) -> None:
 
 
 def _in_order(name: str) -> tuple[bool, list[tuple[int, str]]]:
-    """A key by which layer 2 comes before layer 10, and both before what is in no layer."""
+    """A sort key: layer 2 comes before layer 10, and tensors outside all layers come last."""
     parts = [(int(segment), "") if segment.isdigit() else (-1, segment) for segment in name.split(".")]
     return all(number < 0 for number, _ in parts), parts
 
 
 def missing(model: Model) -> Iterator[str]:
-    """The names of tensors that must be there and are not; some more than once."""
+    """The names of the missing tensors; a name may come more than once."""
     found = _Found(model)
     yield from _missing_layers(found)
     yield from _missing_indices(found)
@@ -90,10 +95,10 @@ def _module(template: str) -> str:
 
 
 class _Found:
-    """The tensors that are there, by the line that covers them and the indices in their names.
+    """The tensors of a checkpoint, by the line that covers them and the indices in their names.
 
-    ``stacks`` has, for each stack of layers (or experts) and each of its members that is there, the lines and the
-    inner stacks that occur in it.
+    A stack is a list of layers or experts, and a member is one of them. ``stacks`` has, for each stack and each member
+    that is there, the lines and the inner stacks that occur in this member.
     """
 
     def __init__(self, model: Model) -> None:
@@ -117,12 +122,12 @@ class _Found:
 
     @cached_property
     def dealt(self) -> frozenset[str]:
-        """The axes that are dealt to ranks, but for padded ones (the vocabulary)."""
+        """The axes that are dealt to ranks, without those that may be padded (the vocabulary)."""
         families = itertools.chain.from_iterable(self.architecture.families.values())
         return frozenset(itertools.chain.from_iterable(families)) - {*self.architecture.pad}
 
     def is_dealt(self, stack: str) -> bool:
-        """Whether ranks hold different parts of what is in a stack: not so of towers."""
+        """Whether a tensor of a stack is sharded; a tower is replicated."""
         if stack not in self._dealt:
             self._dealt[stack] = self._is_dealt(stack)
         return self._dealt[stack]
@@ -133,7 +138,7 @@ class _Found:
         return _axes(stack)[-1] in self.dealt or any(shape.axes & self.dealt for shape in shapes)
 
     def needed(self, template: str, at: At) -> bool:
-        """Whether a line says that its tensor is there at these indices, if others of its kind are."""
+        """Whether a line (or an inner stack) demands its tensor at these indices, if it has tensors at others."""
         if template.endswith(_RECOMPUTED):
             return False
         if template.endswith("}"):  # an inner stack
@@ -143,15 +148,18 @@ class _Found:
         try:
             rule = self.sizes.holds(Match(template, self.architecture.tensors[template], indices))
             return rule is not None and not (rule.optional and self.sizes.evaluate(rule.optional, indices))
-        except NotationError:  # the config does not say what the condition asks
+        except NotationError:  # config.json lacks a setting of the condition
             return False
 
     def count(self, stack: str, outer: At) -> int | None:
-        """How many members a stack must have; None where the config does not say, or it predicts further tokens."""
+        """How many members a stack must have.
+
+        None if the config does not say, or if the stack is replicated or predicts further tokens.
+        """
         return self._counts(stack, outer)[0] if self.is_dealt(stack) and not _further(stack) else None
 
     def is_further(self, stack: str, at: At) -> bool:
-        """Whether a member of a stack, or of one around it, predicts further tokens."""
+        """Whether a member of a stack, or a member of a stack around it, predicts further tokens."""
         for inner, _ in _around(f"{stack}."):
             depth = len(_axes(inner))
             count, whole = self._counts(inner, at[: depth - 1])
@@ -160,7 +168,7 @@ class _Found:
         return False
 
     def _counts(self, stack: str, outer: At) -> tuple[int | None, int | None]:
-        """How many members a stack has without what predicts further tokens, and with it."""
+        """How many members a stack has: first without the layers that predict further tokens, then with them."""
         if (stack, outer) not in self._known:
             axis, indices = _axes(stack)[-1], dict(zip(_axes(stack), outer, strict=False))
             counts = self.sizes.count(axis, indices, without=_further), self.sizes.count(axis, indices)
@@ -183,7 +191,7 @@ class _Found:
 
     @cached_property
     def _start(self) -> str:
-        """How the names of this checkpoint begin, of the prefixes that there are."""
+        """The architecture's prefix with which the names of this checkpoint begin."""
         first, *others = self.architecture.prefixes or ("",)
         starts = [first, *sorted(others, key=len, reverse=True)]
         names = [next(iter(places.values()))[0].name for places in self.lines.values()]
@@ -191,7 +199,7 @@ class _Found:
 
 
 def _around(template: str) -> Iterator[tuple[str, str]]:
-    """The stacks that a line lies in, innermost first, each with what lies in it: the line, then the stack within."""
+    """The stacks around a line, innermost first, each with its content: the line first, then the inner stack."""
     inner, stack = template, _stack(template)
     while stack:
         yield stack, inner
@@ -199,7 +207,7 @@ def _around(template: str) -> Iterator[tuple[str, str]]:
 
 
 def _further(name: str) -> bool:
-    """Whether a setting, or a name, speaks of what predicts further tokens."""
+    """Whether a setting or a name belongs to layers that predict further tokens."""
     return "nextn" in name or "mtp" in name
 
 
@@ -217,7 +225,7 @@ def _moved(name: str, old: At, new: At) -> str:
 
 
 def _missing_indices(found: _Found) -> Iterator[str]:
-    """What a layer (or expert) would have that is not there at all, as another has it."""
+    """The tensors of layers (or experts) that are missing as a whole, as a near layer has them."""
     for stack, members in found.stacks.items():
         groups: dict[At, set[int]] = defaultdict(set)
         for at in members:
@@ -234,12 +242,12 @@ def _missing_indices(found: _Found) -> Iterator[str]:
 
 
 def _like(members: Mapping[At, set[str]], outer: At, indices: Iterable[int], index: int) -> int:
-    """The member of a stack that tells what another one would have: the nearest of those that have most."""
+    """The member of a stack that shows what a missing one must have: the nearest of those with most lines."""
     return min(indices, key=lambda other: (-len(members[(*outer, other)]), abs(other - index)))
 
 
 def _missing_in_some(found: _Found) -> Iterator[str]:
-    """What a layer lacks that another has, which has all else that the first one has."""
+    """The tensors that one layer lacks and another has, if the other has all lines of the first."""
     for stack, members in found.stacks.items():
         if not found.is_dealt(stack):
             continue
@@ -256,7 +264,7 @@ def _missing_in_some(found: _Found) -> Iterator[str]:
 
 
 def _as_in(found: _Found, inner: str, other: At, at: At) -> Iterator[str]:
-    """The names of a line's tensors (or an inner stack's) at some indices, as they are at others."""
+    """The names of a line's (or inner stack's) tensors at ``other``, moved to the indices ``at``."""
     for template, places in found.lines.items():
         if template == inner or template.startswith(f"{inner}."):
             for place, tensors in places.items():
@@ -265,12 +273,12 @@ def _as_in(found: _Found, inner: str, other: At, at: At) -> Iterator[str]:
 
 
 def _missing_companions(found: _Found) -> Iterator[str]:
-    """What belongs to a quantized weight in one layer and not in another, where its dtype is the same."""
+    """The companions that a quantized weight has in one layer and lacks in another, if its dtype is the same."""
     for places in found.lines.values():
         if max(map(len, places.values())) == 1:
             continue
         kinds: dict[frozenset[tuple[str, str]], list[At]] = defaultdict(list)
-        first: dict[Kind, tuple[str, str]] = {}  # the name that one of each kind would have at the first indices
+        first: dict[Kind, tuple[str, str]] = {}  # the name of a tensor of each kind, with all indices set to 0
         for at, tensors in places.items():
             for tensor in tensors:
                 if tensor.kind not in first:
@@ -283,9 +291,7 @@ def _missing_companions(found: _Found) -> Iterator[str]:
 
 
 def _missing_twins(found: _Found) -> Iterator[str]:
-    """Matrices of one module and shape of which only some are there: keys without values, a gate without what it
-    gates.
-    """
+    """Missing matrices of a module that has others of the same shape: keys without values, a gate without ``up``."""
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     for template, rules in found.architecture.tensors.items():
         shapes = [shape for rule in rules for shape in rule.shapes]
@@ -303,7 +309,10 @@ def _missing_twins(found: _Found) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A line that makes some dealt axes out of others."""
+    """A matrix's line: ``makes`` are the dealt axes of its output, ``takes`` those of its input.
+
+    ``home`` is the layer around it, empty outside all layers.
+    """
 
     template: str
     home: str
@@ -324,9 +333,7 @@ def _matrices(found: _Found, templates: Iterable[str]) -> Iterator[_Matrix]:
 
 
 def _missing_ends_of_flow(found: _Found) -> Iterator[str]:
-    """What would make what a matrix takes, or take what it makes: queries without an output, an output without
-    queries.
-    """
+    """Missing matrices that make the input of another matrix or take its output: queries without ``o_proj``."""
     rules = list(_matrices(found, found.architecture.tensors))
     there = [matrix for matrix in rules if matrix.template in found.lines]
     layers = {m.home for m in there if m.makes} & {m.home for m in there if m.takes}
@@ -340,7 +347,7 @@ def _missing_ends_of_flow(found: _Found) -> Iterator[str]:
 
 
 def _first_needed(found: _Found, templates: Sequence[str], beside: str) -> Iterator[str]:
-    """The first of some lines that is needed at the indices of another one's tensors, at all of them."""
+    """The names of the first line that is needed at the indices of the line ``beside``."""
     for template in templates:
         depth = len(_axes(_stack(template)))
         places = {at[:depth]: None for at in found.lines[beside] if len(at) >= depth}
@@ -351,7 +358,7 @@ def _first_needed(found: _Found, templates: Sequence[str], beside: str) -> Itera
 
 
 def _missing_layers(found: _Found) -> Iterator[str]:
-    """Something of each layer, where there is none at all."""
+    """A tensor of each layer, if the checkpoint has no sharded matrix at all."""
     known = dict.fromkeys(stack for template in found.architecture.tensors for stack, _ in _around(template))
     stacks = [stack for stack in known if len(_axes(stack)) == 1 and found.count(stack, ())]
     if stacks and not any(matrix.makes | matrix.takes for matrix in _matrices(found, found.lines)):
@@ -361,7 +368,7 @@ def _missing_layers(found: _Found) -> Iterator[str]:
 
 
 def _missing_vocabulary(found: _Found) -> Iterator[str]:
-    """The table of the vocabulary, and the head where the config says that it is another."""
+    """The embedding of the vocabulary, and the head if config.json says that the two are not tied."""
     tables = [line for line in _ends(found) if any(_is_table(found, shape) for shape in _shapes(found, line))]
     there = [line for line in tables if line in found.lines]
     count = 2 if len(tables) > 1 and _has_head(found, there) else 1
@@ -370,8 +377,9 @@ def _missing_vocabulary(found: _Found) -> Iterator[str]:
 
 
 def _has_head(found: _Found, tables: Sequence[str]) -> bool:
-    """Whether the config says that the model has a head of its own, and the names that they are not a base model's,
-    which is saved without one and without the prefix.
+    """Whether the model has a head of its own, by config.json and by the names.
+
+    A base model has none, and is saved without the prefix.
     """
     config, settings = found.model.config, found.sizes.settings
     ties = (config.get("tie_word_embeddings"), settings.get("tie_word_embeddings"))
@@ -387,7 +395,7 @@ def _is_table(found: _Found, shape: Shape) -> bool:
 
 
 def _missing_norm(found: _Found) -> Iterator[str]:
-    """The norm behind a stack of layers that have norms."""
+    """The norm behind a stack of layers, if the layers have norms."""
     for stack in found.stacks:
         if len(_axes(stack)) > 1 or not found.is_dealt(stack) or found.count(stack, ()) is None:
             continue
@@ -399,7 +407,7 @@ def _missing_norm(found: _Found) -> Iterator[str]:
 
 
 def _ends(found: _Found) -> Iterator[str]:
-    """The weights outside all layers that rules know."""
+    """The lines of weights outside all layers."""
     rules = found.architecture.tensors
     return (template for template in rules if "{" not in template and not template.endswith(("*", "bias")))
 
@@ -409,6 +417,6 @@ def _shapes(found: _Found, template: str) -> Iterator[Shape]:
 
 
 def _vectors(found: _Found, template: str) -> set[str]:
-    """The axes of a line for vectors of one axis, ``{"hidden"}`` of a norm."""
+    """The axes of a line's vectors: ``{"hidden"}`` for a norm; empty for a matrix."""
     weights = _shapes(found, template) if template.endswith(".weight") else ()
     return {s.dims[0].axis for s in weights if len(s.dims) == 1 and not s.is_open and s.dims[0].axis is not None}

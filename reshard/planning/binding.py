@@ -157,7 +157,7 @@ class _Groups:
         return found, at
 
     def layers(self, each: _TensorGroup) -> frozenset[int]:
-        """The indices of a group along the outermost axis that is not dealt; equal sets are one object."""
+        """The indices of a group along the outermost axis that is not split; equal sets are one object."""
         found = next((seen for axis, seen in each.seen.items() if axis not in self.dealt), frozenset[int]())
         return self._layers.setdefault(found, found)
 
@@ -206,7 +206,7 @@ def _rule_of(
     if rule is None:
         raise PlanError(f"{tensor.where}: tensor '{tensor.name}': no condition of the rule '{match.template}' holds")
     on_disk = tensor.held if tensor.shape is None else tensor.shape
-    if rule.shapes[0].is_open:  # no dimension is dealt, so one rank's shape is the full shape
+    if rule.shapes[0].is_open:  # no dimension is split, so one rank's shape is the full shape
         return _TensorGroup(tensor, match, rule, (rule.shapes[0].closed(on_disk or ()),))
     if belonging is None:
         return _TensorGroup(tensor, match, rule, rule.shapes)
@@ -382,7 +382,7 @@ _UNQUANTIZED = "split the model as it was before it was quantized, or quantized 
 _WRONG_RULE = "either config.json does not belong to these weights, or the rule is wrong for them (see --plan)"
 
 
-_WRONG_BLOCKS = "either config.json does not belong to these weights, or they are quantized in blocks of another size"
+_WRONG_BLOCKS = "either config.json does not belong to these weights, or their scale blocks have another size"
 
 
 def _fit(tensor: FullTensor, rule: Shape, sizes: Mapping[str, int], hint: str) -> tuple[int, ...]:

@@ -48,7 +48,7 @@ def check_complete(model: Model, where: Path) -> None:
             f"{where}: tensor '{names[0]}' is missing"
             + ("" if one else f", and {len(names) - 1:,} more")
             + f", by the rules '{model.architecture.name}', config.json and the {len(model.tensors):,} tensors there",
-            "fetch the files that are missing; for a part on purpose: 'partial = true' in a plan file, --plan FILE",
+            "fetch the missing files; if it is partial on purpose, pass --plan FILE with 'partial = true'",
         )
 
 
@@ -60,15 +60,15 @@ def _in_order(name: str) -> tuple[bool, list[tuple[int, str]]]:
 
 def missing(model: Model) -> Iterator[str]:
     """The names of the missing tensors; a name may come more than once."""
-    found = _Found(model)
-    yield from _missing_layers(found)
-    yield from _missing_indices(found)
-    yield from _missing_in_some(found)
-    yield from _missing_companions(found)
-    yield from _missing_twins(found)
-    yield from _missing_ends_of_flow(found)
-    yield from _missing_vocabulary(found)
-    yield from _missing_norm(found)
+    present = _Present(model)
+    yield from _missing_layers(present)
+    yield from _missing_indices(present)
+    yield from _missing_in_some(present)
+    yield from _missing_companions(present)
+    yield from _missing_twins(present)
+    yield from _missing_ends_of_flow(present)
+    yield from _missing_vocabulary(present)
+    yield from _missing_norm(present)
 
 
 # ----------------------------------------------------------------------------------------------- what is there
@@ -94,7 +94,7 @@ def _module(template: str) -> str:
     return template.removesuffix(".weight").rpartition(".")[0]
 
 
-class _Found:
+class _Present:
     """The tensors of a checkpoint, by the line that covers them and the indices in their names.
 
     A stack is a list of layers or experts, and a member is one of them. ``stacks`` has, for each stack and each member
@@ -122,7 +122,7 @@ class _Found:
 
     @cached_property
     def dealt(self) -> frozenset[str]:
-        """The axes that are dealt to ranks, without those that may be padded (the vocabulary)."""
+        """The axes that are split over ranks, without those that may be padded (the vocabulary)."""
         families = itertools.chain.from_iterable(self.architecture.families.values())
         return frozenset(itertools.chain.from_iterable(families)) - {*self.architecture.pad}
 
@@ -224,20 +224,20 @@ def _moved(name: str, old: At, new: At) -> str:
 # ------------------------------------------------------------------------------------------------- what is missing
 
 
-def _missing_indices(found: _Found) -> Iterator[str]:
-    """The tensors of layers (or experts) that are missing as a whole, as a near layer has them."""
-    for stack, members in found.stacks.items():
+def _missing_indices(present: _Present) -> Iterator[str]:
+    """The tensors of layers (or experts) that are missing as a whole, as the nearest full layer has them."""
+    for stack, members in present.stacks.items():
         groups: dict[At, set[int]] = defaultdict(set)
         for at in members:
             groups[at[:-1]].add(at[-1])
         for outer, indices in groups.items():
-            if found.is_further(_outer(stack), outer):
+            if present.is_further(_outer(stack), outer):
                 continue
-            count = found.count(stack, outer)
+            count = present.count(stack, outer)
             for index in sorted({*range(max(indices) + 1 if count is None else count)} - indices):
                 near = _like(members, outer, indices, index)
-                for tensor in found.inside(stack, (*outer, near)):
-                    if found.needed(tensor.template, (*outer, index, *tensor.at[len(outer) + 1 :])):
+                for tensor in present.inside(stack, (*outer, near)):
+                    if present.needed(tensor.template, (*outer, index, *tensor.at[len(outer) + 1 :])):
                         yield _moved(tensor.name, (*outer, near), (*outer, index))
 
 
@@ -246,35 +246,35 @@ def _like(members: Mapping[At, set[str]], outer: At, indices: Iterable[int], ind
     return min(indices, key=lambda other: (-len(members[(*outer, other)]), abs(other - index)))
 
 
-def _missing_in_some(found: _Found) -> Iterator[str]:
+def _missing_in_some(present: _Present) -> Iterator[str]:
     """The tensors that one layer lacks and another has, if the other has all lines of the first."""
-    for stack, members in found.stacks.items():
-        if not found.is_dealt(stack):
+    for stack, members in present.stacks.items():
+        if not present.is_dealt(stack):
             continue
         kinds: dict[frozenset[str], list[At]] = defaultdict(list)
         for at, inside in members.items():
-            if not found.is_further(stack, at):
+            if not present.is_further(stack, at):
                 kinds[frozenset(inside)].append(at)
         for few, many in itertools.permutations(kinds, 2):
             if few < many:
                 for at in kinds[few]:
                     for inner in sorted(many - few):
-                        if found.needed(inner, at):
-                            yield from _as_in(found, inner, kinds[many][0], at)
+                        if present.needed(inner, at):
+                            yield from _as_in(present, inner, kinds[many][0], at)
 
 
-def _as_in(found: _Found, inner: str, other: At, at: At) -> Iterator[str]:
+def _as_in(present: _Present, inner: str, other: At, at: At) -> Iterator[str]:
     """The names of a line's (or inner stack's) tensors at ``other``, moved to the indices ``at``."""
-    for template, places in found.lines.items():
+    for template, places in present.lines.items():
         if template == inner or template.startswith(f"{inner}."):
             for place, tensors in places.items():
                 if place[: len(other)] == other:
                     yield from (_moved(tensor.name, other, at) for tensor in tensors)
 
 
-def _missing_companions(found: _Found) -> Iterator[str]:
+def _missing_companions(present: _Present) -> Iterator[str]:
     """The companions that a quantized weight has in one layer and lacks in another, if its dtype is the same."""
-    for places in found.lines.values():
+    for places in present.lines.values():
         if max(map(len, places.values())) == 1:
             continue
         kinds: dict[frozenset[tuple[str, str]], list[At]] = defaultdict(list)
@@ -290,26 +290,26 @@ def _missing_companions(found: _Found) -> Iterator[str]:
                     yield from (_moved(name, (0,) * len(at), at) for name, _ in sorted(many - few))
 
 
-def _missing_twins(found: _Found) -> Iterator[str]:
+def _missing_twins(present: _Present) -> Iterator[str]:
     """Missing matrices of a module that has others of the same shape: keys without values, a gate without ``up``."""
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for template, rules in found.architecture.tensors.items():
+    for template, rules in present.architecture.tensors.items():
         shapes = [shape for rule in rules for shape in rule.shapes]
-        is_matrix = any(shape.output_dim is not None and shape.axes & found.dealt for shape in shapes)
+        is_matrix = any(shape.output_dim is not None and shape.axes & present.dealt for shape in shapes)
         if is_matrix and _stack(template) and not template.endswith(("*", "bias")):
             groups[_module(template), str([[str(shape) for shape in rule.shapes] for rule in rules])].append(template)
     for templates in groups.values():
-        there = [template for template in templates if template in found.lines]
+        there = [template for template in templates if template in present.lines]
         for template in templates if there else ():
-            if template not in found.lines:
-                for at in found.lines[there[0]]:
-                    if found.needed(template, at) and not found.is_further(_stack(template), at):
-                        yield found.spelled(template, at)
+            if template not in present.lines:
+                for at in present.lines[there[0]]:
+                    if present.needed(template, at) and not present.is_further(_stack(template), at):
+                        yield present.spelled(template, at)
 
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A matrix's line: ``makes`` are the dealt axes of its output, ``takes`` those of its input.
+    """A matrix's line: ``makes`` are the split axes of its output, ``takes`` those of its input.
 
     ``home`` is the layer around it, empty outside all layers.
     """
@@ -320,103 +320,103 @@ class _Matrix:
     takes: frozenset[str]
 
 
-def _matrices(found: _Found, templates: Iterable[str]) -> Iterator[_Matrix]:
-    experts = frozenset(itertools.chain.from_iterable(found.architecture.families.get("ep", ())))
+def _matrices(present: _Present, templates: Iterable[str]) -> Iterator[_Matrix]:
+    experts = frozenset(itertools.chain.from_iterable(present.architecture.families.get("ep", ())))
     for template in templates:
-        for shape in (shape for rule in found.architecture.tensors[template] for shape in rule.shapes):
+        for shape in (shape for rule in present.architecture.tensors[template] for shape in rule.shapes):
             if shape.output_dim is None or template.endswith(("bias", "*")):
                 continue
             makes = shape.dims[shape.output_dim].axes
             takes = frozenset(itertools.chain.from_iterable(shape.dims[place].axes for place in shape.input_dims))
-            dealt, home = found.dealt - experts, template[: template.find("}") + 1]
+            dealt, home = present.dealt - experts, template[: template.find("}") + 1]
             yield _Matrix(template, home, makes & dealt, takes & dealt)
 
 
-def _missing_ends_of_flow(found: _Found) -> Iterator[str]:
+def _missing_ends_of_flow(present: _Present) -> Iterator[str]:
     """Missing matrices that make the input of another matrix or take its output: queries without ``o_proj``."""
-    rules = list(_matrices(found, found.architecture.tensors))
-    there = [matrix for matrix in rules if matrix.template in found.lines]
+    rules = list(_matrices(present, present.architecture.tensors))
+    there = [matrix for matrix in rules if matrix.template in present.lines]
     layers = {m.home for m in there if m.makes} & {m.home for m in there if m.takes}
     for each in there:
         near = [m for m in rules if each.home not in layers or m.home == each.home or m.home not in layers]
         makers = [m.template for m in near if each.takes <= m.makes]
         takers = [m.template for m in near if each.makes & m.takes]
         for axes, others in ((each.takes, makers), (each.makes, takers)):
-            if axes and not any(other in found.lines for other in others):
-                yield from _first_needed(found, others, each.template)
+            if axes and not any(other in present.lines for other in others):
+                yield from _first_needed(present, others, each.template)
 
 
-def _first_needed(found: _Found, templates: Sequence[str], beside: str) -> Iterator[str]:
+def _first_needed(present: _Present, templates: Sequence[str], beside: str) -> Iterator[str]:
     """The names of the first line that is needed at the indices of the line ``beside``."""
     for template in templates:
         depth = len(_axes(_stack(template)))
-        places = {at[:depth]: None for at in found.lines[beside] if len(at) >= depth}
-        names = [found.spelled(template, at) for at in places if found.needed(template, at)]
+        places = {at[:depth]: None for at in present.lines[beside] if len(at) >= depth}
+        names = [present.spelled(template, at) for at in places if present.needed(template, at)]
         if names:
             yield from names
             return
 
 
-def _missing_layers(found: _Found) -> Iterator[str]:
+def _missing_layers(present: _Present) -> Iterator[str]:
     """A tensor of each layer, if the checkpoint has no sharded matrix at all."""
-    known = dict.fromkeys(stack for template in found.architecture.tensors for stack, _ in _around(template))
-    stacks = [stack for stack in known if len(_axes(stack)) == 1 and found.count(stack, ())]
-    if stacks and not any(matrix.makes | matrix.takes for matrix in _matrices(found, found.lines)):
-        inside = (template for template in found.architecture.tensors if _stack(template) == stacks[0])
+    known = dict.fromkeys(stack for template in present.architecture.tensors for stack, _ in _around(template))
+    stacks = [stack for stack in known if len(_axes(stack)) == 1 and present.count(stack, ())]
+    if stacks and not any(matrix.makes | matrix.takes for matrix in _matrices(present, present.lines)):
+        inside = (template for template in present.architecture.tensors if _stack(template) == stacks[0])
         for template in itertools.islice(inside, 1):
-            yield from (found.spelled(template, (index,)) for index in range(found.count(stacks[0], ()) or 0))
+            yield from (present.spelled(template, (index,)) for index in range(present.count(stacks[0], ()) or 0))
 
 
-def _missing_vocabulary(found: _Found) -> Iterator[str]:
+def _missing_vocabulary(present: _Present) -> Iterator[str]:
     """The embedding of the vocabulary, and the head if config.json says that the two are not tied."""
-    tables = [line for line in _ends(found) if any(_is_table(found, shape) for shape in _shapes(found, line))]
-    there = [line for line in tables if line in found.lines]
-    count = 2 if len(tables) > 1 and _has_head(found, there) else 1
+    tables = [line for line in _ends(present) if any(_is_table(present, shape) for shape in _shapes(present, line))]
+    there = [line for line in tables if line in present.lines]
+    count = 2 if len(tables) > 1 and _has_head(present, there) else 1
     if tables and len(there) < count:
-        yield from itertools.islice((found.spelled(line) for line in tables if line not in there), count - len(there))
+        yield from itertools.islice((present.spelled(line) for line in tables if line not in there), count - len(there))
 
 
-def _has_head(found: _Found, tables: Sequence[str]) -> bool:
+def _has_head(present: _Present, tables: Sequence[str]) -> bool:
     """Whether the model has a head of its own, by config.json and by the names.
 
     A base model has none, and is saved without the prefix.
     """
-    config, settings = found.model.config, found.sizes.settings
+    config, settings = present.model.config, present.sizes.settings
     ties = (config.get("tie_word_embeddings"), settings.get("tie_word_embeddings"))
     classes = config.get("architectures")
     headed = isinstance(classes, list) and bool(classes) and str(classes[0]).endswith(_HEADED)
-    whole = found.architecture.prefixes[:1] != ("",) and any(() in found.lines[t] for t in tables)
-    spelled = all(found.lines[table][()][0].name.startswith(table.rpartition(".")[0]) for table in tables)
+    whole = present.architecture.prefixes[:1] != ("",) and any(() in present.lines[t] for t in tables)
+    spelled = all(present.lines[table][()][0].name.startswith(table.rpartition(".")[0]) for table in tables)
     return headed and whole and spelled and ties[0] is False and True not in ties
 
 
-def _is_table(found: _Found, shape: Shape) -> bool:
-    return len(shape.dims) == 2 and any(dim.axis in found.architecture.pad for dim in shape.dims)
+def _is_table(present: _Present, shape: Shape) -> bool:
+    return len(shape.dims) == 2 and any(dim.axis in present.architecture.pad for dim in shape.dims)
 
 
-def _missing_norm(found: _Found) -> Iterator[str]:
+def _missing_norm(present: _Present) -> Iterator[str]:
     """The norm behind a stack of layers, if the layers have norms."""
-    for stack in found.stacks:
-        if len(_axes(stack)) > 1 or not found.is_dealt(stack) or found.count(stack, ()) is None:
+    for stack in present.stacks:
+        if len(_axes(stack)) > 1 or not present.is_dealt(stack) or present.count(stack, ()) is None:
             continue
         root = stack.rpartition(".")[0].rpartition(".")[0]
-        inside = {axis for line in found.lines if line.startswith(f"{stack}.") for axis in _vectors(found, line)}
-        norms = [line for line in _ends(found) if _module(line) == root and inside & _vectors(found, line)]
-        if norms and not any(line in found.lines for line in norms):
-            yield from itertools.islice((found.spelled(line) for line in norms if found.needed(line, ())), 1)
+        inside = {axis for line in present.lines if line.startswith(f"{stack}.") for axis in _vectors(present, line)}
+        norms = [line for line in _ends(present) if _module(line) == root and inside & _vectors(present, line)]
+        if norms and not any(line in present.lines for line in norms):
+            yield from itertools.islice((present.spelled(line) for line in norms if present.needed(line, ())), 1)
 
 
-def _ends(found: _Found) -> Iterator[str]:
+def _ends(present: _Present) -> Iterator[str]:
     """The lines of weights outside all layers."""
-    rules = found.architecture.tensors
+    rules = present.architecture.tensors
     return (template for template in rules if "{" not in template and not template.endswith(("*", "bias")))
 
 
-def _shapes(found: _Found, template: str) -> Iterator[Shape]:
-    return (shape for rule in found.architecture.tensors[template] for shape in rule.shapes)
+def _shapes(present: _Present, template: str) -> Iterator[Shape]:
+    return (shape for rule in present.architecture.tensors[template] for shape in rule.shapes)
 
 
-def _vectors(found: _Found, template: str) -> set[str]:
+def _vectors(present: _Present, template: str) -> set[str]:
     """The axes of a line's vectors: ``{"hidden"}`` for a norm; empty for a matrix."""
-    weights = _shapes(found, template) if template.endswith(".weight") else ()
+    weights = _shapes(present, template) if template.endswith(".weight") else ()
     return {s.dims[0].axis for s in weights if len(s.dims) == 1 and not s.is_open and s.dims[0].axis is not None}

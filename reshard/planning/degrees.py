@@ -20,7 +20,7 @@ from reshard.planning.shares import padded_sizes, padding_for, shares_of
 class Refusal:
     """Why a degree is not possible.
 
-    Either ``family`` has the axes and sizes that do not divide, with their ``unit`` if they are dealt unevenly; or
+    Either ``family`` has the axes and sizes that do not divide, with their ``unit`` if they are split unevenly; or
     ``cut`` says which scale block would be cut, and ``advice`` what to do.
     """
 
@@ -95,7 +95,7 @@ def unevenly(model: Model, mesh: Mesh) -> Mesh:
 
 
 def _units(model: Model, *, experts: bool) -> dict[str, int]:
-    """The unit of each axis that may be dealt unevenly; without ``experts`` their tensors do not count."""
+    """The unit of each axis that may be split unevenly; without ``experts`` their tensors do not count."""
     units = dict.fromkeys(model.channels, 1)
     for tensor in model.with_channels:
         if not experts and tensor.axes & model.expert_axes:
@@ -119,7 +119,7 @@ def valid_degrees(
 ) -> list[int]:
     """Every possible degree up to ``limit``, in increasing order; options as for ``refusal``."""
     families = list(_families(model, mesh_dim, pad=pad, same_ranks=same_ranks))
-    if not families:  # no axis is dealt, or only axes that may be padded
+    if not families:  # no axis is split, or only axes that may be padded
         return list(range(1, limit + 1)) if _is_dealt(model, mesh_dim) else [1]
     free = model.channels if uneven and mesh_dim == "tp" else frozenset[str]()
     least = min([limit, *(sizes[family[0]] for family, sizes in families if family[0] in free)])
@@ -149,7 +149,7 @@ def check_degrees(model: Model, mesh: Mesh, *, pad: bool = True) -> None:
     """Raise PlanError with the valid degrees if a degree of the mesh is not possible."""
     for axis, _ in mesh.uneven:
         if axis not in model.channels:
-            raise PlanError(f"{mesh}: the axis '{axis}' cannot be dealt unevenly")
+            raise PlanError(f"{mesh}: the axis '{axis}' cannot be split unevenly")
     for mesh_dim, degree in mesh.degrees:
         if degree == 1:
             continue
@@ -163,7 +163,7 @@ def check_degrees(model: Model, mesh: Mesh, *, pad: bool = True) -> None:
             hint = f"valid degrees: {', '.join(map(str, valid))}{ways}{advice}"
             raise PlanError(f"--{mesh_dim} {degree} is not possible: {why}", hint)
         if not _is_dealt(model, mesh_dim):
-            raise PlanError(f"--{mesh_dim} {degree} is not possible: the plan deals no axis over {mesh_dim}")
+            raise PlanError(f"--{mesh_dim} {degree} is not possible: the plan splits no axis over {mesh_dim}")
 
 
 def other_ways(model: Model, mesh: Mesh, mesh_dim: str, why: Refusal, *, pad: bool) -> Iterable[str]:

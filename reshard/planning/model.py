@@ -31,8 +31,8 @@ class Kind:
     """Tensors that differ only in indices on which neither size nor rank depends.
 
     ``name`` is the name of the first tensor. ``indices`` are the indices in the name on which sizes depend, ``places``
-    the indices along axes that may be dealt to ranks (experts). ``shape`` is the full shape. ``count`` is the number of
-    tensors. ``layers`` has their indices along the outermost axis of the name that is not dealt.
+    the indices along axes that may be split over ranks (experts). ``shape`` is the full shape. ``count`` is how many
+    there are. ``layers`` has their indices along the outermost axis of the name that is not split.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Kind:
 
     @cached_property
     def axes(self) -> frozenset[str]:
-        """The axes of its shape, and the axes in its name that may be dealt."""
+        """The axes of its shape, and the axes in its name that may be split."""
         return self.rule.axes | {axis for axis, _ in self.places}
 
 
@@ -101,12 +101,12 @@ class Model:
 
     @cached_property
     def expert_axes(self) -> frozenset[str]:
-        """The axes that expert parallelism deals."""
+        """The axes that expert parallelism splits."""
         return frozenset(axis for family in self.architecture.families.get("ep", ()) for axis in family)
 
     @cached_property
     def channels(self) -> frozenset[str]:
-        """The axes that may be dealt unevenly.
+        """The axes that may be split unevenly.
 
         Each is alone in its tp family, is not padded, and encloses no other axis (a head axis encloses its elements).
         """
@@ -118,7 +118,7 @@ class Model:
 
     @cached_property
     def with_channels(self) -> tuple[Kind, ...]:
-        """The kinds with an axis that may be dealt unevenly, one for each rule, its sizes and its bits."""
+        """The kinds with an axis that may be split unevenly, one for each rule, its sizes and its bits."""
         found = (kind for kind in self.kinds if kind.rule.axes & self.channels)
         return tuple({(k.rule, k.indices, k.axes, DTYPE_BITS[k.dtype]): k for k in found}.values())
 

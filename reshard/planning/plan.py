@@ -127,7 +127,7 @@ def make_plan(
     pad_to: int = 1,
     padding: Mapping[str, int] | None = None,
 ) -> Plan:
-    """Deal a model's axes to the ranks of a mesh.
+    """Split a model's axes over the ranks of a mesh.
 
     The axes that may be padded (the vocabulary) are padded to a multiple of ``pad_to``. With ``pad=False`` an axis that
     does not divide is refused. ``padding`` gives the padded sizes of existing shards. Raises PlanError that names the

@@ -14,7 +14,7 @@ from reshard.planning.model import Model
 def shares_of(
     model: Model, mesh: Mesh, rank: int, sizes: Mapping[str, int], axes: AbstractSet[str]
 ) -> dict[str, Share]:
-    """A rank's share of each axis, in a tensor with these axes; an axis that is not dealt is absent."""
+    """A rank's share of each axis, in a tensor with these axes; an axis that is not split is absent."""
     shares: dict[str, Share] = {}
     coordinates = mesh.coordinates(rank)
     for mesh_dim, degree in mesh.degrees:

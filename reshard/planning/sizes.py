@@ -44,7 +44,7 @@ class AxisSizes:
     def indices_for(self, rules: Sequence[Rule]) -> frozenset[str]:
         """The axes in names whose index decides which of a line's rules holds, or how its tensors are split.
 
-        The sizes of a whole family count, because its axes are dealt together.
+        The sizes of a whole family count, because its axes are split together.
         """
         axes = frozenset().union(*(shape.axes for rule in rules for shape in rule.shapes))
         families = (family for found in self._architecture.families.values() for family in found)

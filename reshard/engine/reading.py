@@ -59,7 +59,8 @@ class Sums:
 class Reader:
     """Reads regions of source files, each file opened once.
 
-    ``summed`` is called with file, offset, length and sum of each contiguous read.
+    ``summed`` is called with file, offset, length and sum of what is read; parts of rows (``Region.wanted``) are not
+    summed.
     """
 
     def __init__(self, summed: Callable[[SourceFile, int, int, Part], None] | None = None) -> None:

@@ -423,7 +423,7 @@ def check_output(out: Path, sources: Sequence[Path], *, overwrite: bool, begun: 
         return
     if not any((out / name).exists() for name in (MANIFEST, "config.json")):
         raise CheckpointError(
-            f"{out} exists and holds no checkpoint, it will not be overwritten", "choose another folder"
+            f"{out} exists but is not a checkpoint, so it is not overwritten", "choose another folder"
         )
     if not overwrite:
         raise CheckpointError(f"{out} exists", "remove it, choose another folder, or pass --overwrite")

@@ -177,7 +177,7 @@ def open_source(
     """
     where = location or os.path.realpath(path)
     if unfinished_command(path) is not None:
-        raise CheckpointError(f"{path} is unfinished output", "run the command that began it again: it goes on")
+        raise CheckpointError(f"{path} is unfinished output", "run the command that wrote it again: it resumes")
     stamps = _stamps(path)
     if is_sharded(path):
         return _open_sharded(path, where, plan_file, stamps)

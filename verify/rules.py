@@ -1,8 +1,8 @@
 """Compares a user's own plan file with the built-in rules of the model type.
 
-The bytes of shards are compared with a plan. A plan that a user wrote may itself be wrong. Two checks need no run of the
-model: how the plan differs from the built-in rules, and whether a rank's config.json differs from the original's only
-in the rank's sizes.
+The bytes of shards are compared with a plan. A plan that a user wrote may itself be wrong. Two checks need no run of
+the model: how the plan differs from the built-in rules, and whether a rank's config.json differs from the original's
+only in the rank's sizes.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def own_rules(plan: Plan, modules: Architecture) -> tuple[str, ...] | None:
 def with_sound_config(plan: Plan) -> Plan:
     """The plan with only those lines under [config] that replace a size by a rank's own.
 
-    A built-in line of the model type takes the place of the plan's line for the same key. A line of the plan alone is
-    kept if it names an axis, and if it gives the original's number for the whole model.
+    The built-in line of the model type is taken if its axes have the same sizes in the plan. Another line of the plan
+    is kept if it names an axis and gives the original's number (if there is one) for the whole model.
     """
     own = plan.model.architecture.config
     built_in = _built_in(plan.model)

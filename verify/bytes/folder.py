@@ -181,7 +181,7 @@ def wrong_checksums(
     mine = [path for path in said if path.is_relative_to(shards.path) and path.suffix == ".safetensors"]
     without = [path for path in mine if said[path] is None]
     if 0 < len(without) < len(mine):
-        yield f"{MANIFEST}: there is no checksum of {without[0].relative_to(shards.path)}, and there is of others"
+        yield f"{MANIFEST}: {without[0].relative_to(shards.path)} has no checksum, but other files have one"
     for path, value in said.items():
         if value is None or path in passed or not path.is_file():
             continue
@@ -247,7 +247,7 @@ def header_changes(
 ) -> Iterator[tuple[str, Change]]:
     """The wrong values in the metadata of a rank's file headers, each with the file's name.
 
-    ``source``, ``sizes`` and ``plan`` are not compared here: they are the same in all headers.
+    ``source``, ``sizes`` and ``plan`` are not compared here: they are the same in all headers (see ``Structure``).
     """
     identity = _sharded(shards).identity
     true = original.identity(plan)

@@ -127,7 +127,7 @@ class Structure:
             said, true = found.sizes.get(axis), expected.sizes.get(axis)
             if said != true:
                 self.problems.append(
-                    f"{self.shards.path}: the axis '{axis}' is said to have {said}, the original has {true}"
+                    f"{self.shards.path}: the axis '{axis}' is {said} by the headers, but {true} in the original"
                 )
 
     def _check_files(self) -> None:

@@ -298,8 +298,8 @@ class _Worker:
         for tensor, original, shards in spans:
             expected = tensor.view.zeroed(original.data)
             same = all(
-                np.array_equal(expected.take(places), found.data.view(expected.dtype))
-                for places, found in ((tensor.view.places[rank], span) for rank, span in shards)
+                np.array_equal(expected.take(words), found.data.view(expected.dtype))
+                for words, found in ((tensor.view.original_words[rank], span) for rank, span in shards)
             )
             if same:
                 done += sum(found.end - found.begin for _, found in shards)

@@ -106,11 +106,11 @@ class View:
         return (slice(None), *(slice(offset, offset + size) for offset, size in middle), last)
 
     @cached_property
-    def places(self) -> tuple[Indices, ...]:
+    def original_words(self) -> tuple[Indices, ...]:
         """For each rank, the original's word number for each of its words; padding has the number after the last."""
-        return tuple(self._places(part) for part in self.parts)
+        return tuple(self._original_words(part) for part in self.parts)
 
-    def _places(self, part: Held) -> Indices:
+    def _original_words(self, part: Held) -> Indices:
         sizes, found = [*self.full[:-1], self.full[-1] * self.item // self.word], np.zeros(1, np.intp)
         inside = np.ones(1, bool)
         for i, (size, pieces) in enumerate(zip(sizes, part.pieces, strict=True)):

@@ -149,7 +149,7 @@ class _Groups:
         key = (pattern, shape, held, *[numbers[place] for place in pattern.apart_at])
         found = self._groups.get(key)
         if found is None:
-            found = self._groups[key] = _rule_of(tensor, self.architecture, self.sizes, self._dtypes)
+            found = self._groups[key] = _group_of(tensor, self.architecture, self.sizes, self._dtypes)
             indices = {axis: numbers[place] for axis, place in pattern.places if axis in pattern.apart}
             found.axes, found.indices = tuple(axis for axis, _ in pattern.places), self.sizes.key(indices)
         found.tensors.append(tensor)
@@ -196,7 +196,7 @@ def _kind(each: _TensorGroup, groups: _Groups) -> Kind:
     )
 
 
-def _rule_of(
+def _group_of(
     tensor: FullTensor, architecture: Architecture, sizes: AxisSizes, dtypes: Mapping[str, str]
 ) -> _TensorGroup:
     match, belonging = _line_of(tensor, architecture, sizes, dtypes)

@@ -1,4 +1,4 @@
-"""What the commands do, as functions: plan, split, merge, load."""
+"""The Python API: plan, split, merge, load."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def plan(
     access: Access = Access(),
     padding: Padding = Padding(),
 ) -> Plan:
-    """What each rank of a mesh of ``ep`` x ``tp`` would hold of each tensor of a checkpoint. Reads headers only.
+    """The plan of a checkpoint on a mesh of ``ep`` x ``tp`` ranks: each rank's part of each tensor. Reads headers only.
 
-    ``uneven`` as for ``split``. Raises CheckpointError for a source that is none, PlanError for a degree that is not
+    ``uneven`` as for ``split``. Raises CheckpointError if the source is not a checkpoint, PlanError if a degree is not
     possible.
     """
     opened = open_any(source, access, headers_only=True)
@@ -49,10 +49,9 @@ def load(
     access: Access = Access(),
     padding: Padding = Padding(),
 ) -> dict[str, torch.Tensor]:
-    """The tensors of one rank, read straight from a checkpoint (full, or split to any degree): only the bytes that it
-    owns.
+    """The tensors of one rank of a checkpoint (full, or split to any degree). Reads only the bytes that it owns.
 
-    ``uneven`` as for ``split``. Returns a dict of CPU tensors of the rank's local shapes, in the checkpoint's dtypes.
+    ``uneven`` as for ``split``. Returns CPU tensors by name, in the rank's local shapes and the checkpoint's dtypes.
     Raises ReshardError.
     """
     from reshard.engine.loading import load_rank

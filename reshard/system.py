@@ -1,4 +1,4 @@
-"""The operating system: what Python's own library does not offer of it, and its refusals in one line."""
+"""Calls of the operating system that Python's library lacks, and its errors in one line."""
 
 from __future__ import annotations
 
@@ -19,29 +19,30 @@ _LIBRARY = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else Non
 
 
 def reserve(descriptor: int, nbytes: int) -> None:
-    """Give a new file its size, and its place on the disk if the file system can: what follows is faster, and cannot
-    find the disk full. Raises OSError.
+    """Set the size of a new file in bytes, and reserve its space on the disk if the file system can.
+
+    Later writes are faster, and cannot find the disk full. Raises OSError.
     """
     os.ftruncate(descriptor, nbytes)
     fallocate = getattr(_LIBRARY, "fallocate64", None)
     if fallocate is not None and nbytes:
-        # not os.posix_fallocate, which writes to each block where the file system cannot
+        # not os.posix_fallocate: it writes to every block if the file system cannot reserve
         failed = fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes))
         if failed and ctypes.get_errno() in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def stop_with_parent(parent: int) -> None:
-    """Have this process killed when the one that forked it dies, where the system can."""
+    """Have this process killed when its parent ends (Linux only)."""
     if _LIBRARY is not None:
         _LIBRARY.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-        if os.getppid() != parent:  # it is dead already
+        if os.getppid() != parent:  # the parent has ended already
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 @lru_cache(maxsize=1)
 def boot_id() -> str | None:
-    """What is another after each start of the machine, None where the system does not say."""
+    """An id that changes with each start of the machine; None if the system has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -50,7 +51,7 @@ def boot_id() -> str | None:
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """What cannot be written, as a CheckpointError that names the file."""
+    """Turn an OSError in the block into a CheckpointError that names ``path``."""
     try:
         yield
     except OSError as error:
@@ -58,7 +59,7 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def refused(verb: str, path: Path, error: OSError) -> CheckpointError:
-    """What the operating system refused, in one line, and what to do if the disk is full."""
+    """The CheckpointError for an OSError, with a hint if the disk is full; ``verb`` is ``read`` or ``write``."""
     full = error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
     hint = "free some space and run the same command again: it goes on where it stopped" if full else None
     return CheckpointError(f"cannot {verb} {path}: {error.strerror or error}", hint)

@@ -1,8 +1,8 @@
-"""The rules that shards were split by, where a user wrote them: against the built-in ones of the type, and themselves.
+"""Compares a user's own plan file with the built-in rules of the model type.
 
-The bytes of shards are compared with what a plan says; if the plan is the user's own, it is not known to be right. What
-of it differs from the built-in rules can be said without running the model, and so can what a rank's config.json should
-be: the original's but for the sizes that the rank has.
+The bytes of shards are compared with a plan. A plan that a user wrote may itself be wrong. Two checks need no run of
+the model: how the plan differs from the built-in rules, and whether a rank's config.json differs from the original's
+only in the rank's sizes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from reshard.storage.source import UNSPLIT
 
 
 def flat(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Each setting by its dotted path, as JSON text (in which 1, 1.0 and true are three things, and NaN is NaN)."""
+    """Each setting by its dotted path, as JSON text: so 1, 1.0 and true are different, and NaN equals NaN."""
     for key, value in document.items():
         if isinstance(value, dict) and value:
             yield from flat(value, f"{prefix}{key}.")
@@ -35,10 +35,10 @@ def flat(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, s
 
 
 def own_rules(plan: Plan, modules: Architecture) -> tuple[str, ...] | None:
-    """What a plan says otherwise than the built-in rules of the type do, a line each; None if there are no such rules.
+    """The differences of a plan from the built-in rules of its model type, one line each.
 
-    Of rules that say the same in other words, there is no line. ``modules`` is the architecture whose ``[modules]``
-    table is meant.
+    None if the type has no built-in rules. Rules with other words and the same result are no difference. The
+    ``[modules]`` table is taken from the architecture ``modules``.
     """
     model = plan.model
     built_in = _built_in(model)
@@ -55,10 +55,10 @@ def own_rules(plan: Plan, modules: Architecture) -> tuple[str, ...] | None:
 
 
 def with_sound_config(plan: Plan) -> Plan:
-    """The plan by which a rank's ``config.json`` is the original's with the counts that this rank holds, and no more.
+    """The plan with only those lines under [config] that replace a size by a rank's own.
 
-    Of what a plan and the built-in rules of its type both have under [config], the built-in line is taken; another
-    line of the plan only if it speaks of an axis and gives the original's number, if there is one, for the whole model.
+    The built-in line of the model type is taken if its axes have the same sizes in the plan. Another line of the plan
+    is kept if it names an axis and gives the original's number (if there is one) for the whole model.
     """
     own = plan.model.architecture.config
     built_in = _built_in(plan.model)
@@ -76,17 +76,17 @@ def _built_in(model: Model) -> Architecture | None:
 
 
 def _bound(architecture: Architecture, model: Model) -> Model:
-    """The same tensors by other rules."""
+    """The same tensors, bound to other rules."""
     return bind(architecture, model.config, [FullTensor(t.name, t.dtype, t.shape, "plan") for t in model.tensors])
 
 
 def _planned(architecture: Architecture, plan: Plan) -> Plan:
-    """The same tensors on the same mesh by other rules."""
+    """The same tensors on the same mesh, planned by other rules."""
     return make_plan(_bound(architecture, plan.model), plan.mesh, padding=plan.padding)
 
 
 def _is_same(model: Model, built_in: Architecture) -> bool:
-    """Whether the rules are the same word for word: of several layouts on disk, a model's have one."""
+    """Whether the rules are the same word for word; of a built-in rule's several shapes, a model keeps one."""
     own = model.architecture
     return (
         (own.sizes, own.families, own.pad, own.config)
@@ -101,7 +101,7 @@ def _is_narrowed(ours: Sequence[Rule], theirs: Sequence[Rule]) -> bool:
     return len(ours) == len(theirs) and all(a.when == b.when and {*a.shapes} <= {*b.shapes} for a, b in pairs)
 
 
-# ------------------------------------------------------------------------------------------------------- what differs
+# ------------------------------------------------------------------------------------------------------- differences
 
 
 def _tensors(plan: Plan, theirs: Plan) -> Iterator[str]:
@@ -118,7 +118,7 @@ def _tensors(plan: Plan, theirs: Plan) -> Iterator[str]:
 
 
 def _lies_alike(entry: Entry, other: Entry) -> bool:
-    """Whether ranks have the same of a tensor, and it is as much of an input."""
+    """Whether each rank holds the same part of a tensor by both rules, with the same input dimensions."""
     ours, theirs = entry.layout, other.layout
     return ours.boxes == theirs.boxes and ours.rule.input_dims == theirs.rule.input_dims
 
@@ -149,7 +149,7 @@ def _text(rules: Sequence[ModuleRule] | None) -> str:
 
 
 def _differing_configs(plan: Plan, built_in: Architecture) -> bool:
-    """Whether a rank's config is another by the built-in rules, or these do not fit."""
+    """Whether the built-in rules give a rank another config.json, or do not fit."""
     try:
         return any(_configs(plan, _planned(built_in, plan)))
     except ReshardError:
@@ -161,7 +161,7 @@ def _with_config(plan: Plan, config: Mapping[str, Expression]) -> Plan:
 
 
 def _is_sound(plan: Plan, key: str, line: Expression) -> bool:
-    """Whether a line speaks of an axis and gives the original's own number where nothing is dealt, if there is one."""
+    """Whether a line names an axis, and gives the original's number (if it has one) for the unsplit model."""
     if not line.names & plan.model.architecture.sizes.keys():
         return False
     whole = Plan(plan.model, UNSPLIT, {}, {})
@@ -171,7 +171,7 @@ def _is_sound(plan: Plan, key: str, line: Expression) -> bool:
 
 
 def _evaluable(plan: Plan, built_in: Architecture) -> dict[str, Expression]:
-    """The built-in lines whose axes the plan has too, of the same sizes."""
+    """The built-in lines whose axes have the same sizes in the plan."""
     try:
         theirs = _bound(built_in, plan.model).sizes
     except ReshardError:

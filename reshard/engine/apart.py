@@ -1,8 +1,8 @@
 """The engine in a process of its own, for a caller that has threads.
 
 The engine forks. In a process with threads (torch's, tqdm's, the caller's) a fork copies locks that another thread
-holds, and nobody in the copy will ever release them: https://docs.python.org/3/library/os.html#os.fork. So a fresh
-process, which has one thread, takes the jobs, forks, and reports what the engine reports.
+holds, and nobody in the copy ever releases them: https://docs.python.org/3/library/os.html#os.fork. So a fresh process
+with one thread takes the jobs, forks, and passes on the engine's reports.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def has_threads() -> bool:
 
 
 Read = list[tuple[int, Wanted, PartialSum]]
-"""The sums of what was read of a source file, by its number, for these targets."""
+"""For each source file (by number) and each set of targets: the sum of the bytes read for them."""
 
 
 @dataclass(frozen=True)
 class _Finished:
-    """A target file that is complete, and what was read for it."""
+    """A target file (by number) is complete; with its checksum, and the sums of what was read for it."""
 
     number: int
     checksum: str | None
@@ -52,14 +52,14 @@ class _Finished:
 
 @dataclass(frozen=True)
 class _Progress:
-    """Bytes written since the last."""
+    """Bytes written since the last report."""
 
     nbytes: int
 
 
 @dataclass(frozen=True)
 class _Done:
-    """The end: all that was read."""
+    """The last report: the sums of all that was read."""
 
     read: Read
 
@@ -73,7 +73,7 @@ def move_apart(
     finished: Callable[[Any, str | None], None],
     progress: Callable[[int], None],
 ) -> None:
-    """Do what ``reshard.engine.move.move`` does in another process; same arguments, same errors."""
+    """Run ``reshard.engine.move.move`` in another process, with the same arguments and the same errors."""
 
     files = list(sums.of)
 
@@ -95,7 +95,7 @@ def move_apart(
 
 
 class _Process:
-    """A fresh Python process that serves one request. A context manager: at its end the process has ended."""
+    """A fresh Python process that serves one request. A context manager: leaving it ends the process."""
 
     def __enter__(self) -> _Process:
         requests, self._requests = os.pipe()
@@ -114,7 +114,10 @@ class _Process:
 
     def send(self, request: Any) -> None:
         """Send the one request."""
-        with contextlib.suppress(BrokenPipeError), os.fdopen(self._requests, "wb") as pipe:  # its end says why
+        with (
+            contextlib.suppress(BrokenPipeError),
+            os.fdopen(self._requests, "wb") as pipe,
+        ):  # ``receive`` says why it ended
             pickle.dump(request, pipe)
 
     def receive(self) -> Any:
@@ -133,10 +136,10 @@ class _Process:
 
 
 def serve(parent: int, requests: int, reports: int) -> None:
-    """What the process does, from the request to its end."""
+    """Run in the fresh process: read the request from one pipe, move, send reports into the other."""
     from reshard.engine.move import move
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal tells all its processes: the parent stops this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which stops this one
     signal.signal(signal.SIGTERM, _stop)
     stop_with_parent(parent)
     with os.fdopen(requests, "rb") as pipe:
@@ -161,5 +164,5 @@ def serve(parent: int, requests: int, reports: int) -> None:
 
 
 def _stop(number: int, frame: object) -> None:
-    """End in order: unfinished files are removed, and workers with them."""
+    """On SIGTERM: raise, so that workers are stopped and unfinished files removed."""
     raise SystemExit(128 + number)

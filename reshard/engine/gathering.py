@@ -1,4 +1,4 @@
-"""Small tensors, many to a call: they mostly follow each other in their files, on both sides."""
+"""Reads and writes many small tensors with one call: they are mostly neighbours in source and target files."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from reshard.engine.reading import Bytes
 from reshard.engine.transfer import Region
 
 SMALL = 1 << 16
-"""Bytes of a tensor up to which a call for each of its parts costs more than to move them."""
+"""A tensor of at most so many bytes is small: a system call for it costs more than its bytes."""
 
 TOGETHER = 1 << 20
-"""Bytes of small tensors that are moved together."""
+"""Small tensors are moved together up to so many bytes."""
 
 K = TypeVar("K", bound=Hashable)
 
 
 @dataclass
 class Run(Generic[K]):
-    """Neighbouring bytes of the file that ``key`` stands for, and what they are once there is room for them."""
+    """Bytes ``begin`` to ``end`` of the file that ``key`` stands for; ``data`` is empty until ``Runs.make_room``."""
 
     key: K
     begin: int
@@ -43,19 +43,19 @@ class Span(NamedTuple):
 
     @property
     def data(self) -> Bytes:
-        """The bytes, as a part of the run's."""
+        """A view of the run's bytes, in the region's shape."""
         return self.run.data[self.begin : self.end].reshape(self.shape)
 
 
 class Runs(Generic[K]):
-    """Ranges of files, of which those that follow each other are one run."""
+    """Ranges of files; ranges that follow each other are joined into one run."""
 
     def __init__(self) -> None:
         self._runs: list[Run[K]] = []
         self._last: dict[K, Run[K]] = {}
 
     def add(self, key: K, offset: int, region: Region) -> Span:
-        """Take in a region of a tensor that lies at an offset of a file."""
+        """Add a region of the tensor that begins at ``offset`` (bytes) of a file."""
         begin, run = offset + region.offset, self._last.get(key)
         if run is None or run.end != begin:
             run = self._last[key] = Run(key, begin, begin)
@@ -64,7 +64,7 @@ class Runs(Generic[K]):
         return Span(run, begin - run.begin, run.end - run.begin, region.shape)
 
     def make_room(self) -> Sequence[Run[K]]:
-        """The runs, with room for their bytes."""
+        """Allocate a buffer for each run, and return the runs."""
         for run in self._runs:
             run.data = np.empty(run.end - run.begin, dtype=np.uint8)
         return self._runs

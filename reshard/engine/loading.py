@@ -21,7 +21,7 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = _TYPES
 
 
 def load_rank(source: Source, target: Plan, rank: int) -> dict[str, torch.Tensor]:
-    """The tensors of ``rank``, of its local shapes. Reads only the bytes that the rank owns."""
+    """The tensors of ``rank`` by name, in its local shapes. Reads only the bytes that the rank owns."""
     reader = Reader()
     try:
         held = [name for name in source.names if rank in target.entries[name].layout.boxes]
@@ -58,7 +58,7 @@ def _load(source: Source, target: Plan, rank: int, name: str, reader: Reader) ->
 
 
 def _read_flat(job: Job, slab: Slab, reader: Reader, blocks: Mapping[int, Bytes]) -> None:
-    """Read plain byte ranges straight to where they belong."""
+    """Read plain byte ranges directly into the tensor's memory."""
     starts = {region.rank: region.offset for region in slab.reads}
     for copy in slab.copies:
         block = blocks[copy.target][copy.target_slices]

@@ -1,10 +1,10 @@
-"""The engine: carries out transfers between files, in one pass, in bounded memory, in a few processes.
+"""The engine: moves tensors between files, in one pass, in bounded memory, in a few processes.
 
-It knows byte ranges and nothing else: no dtype, no model. Jobs are tensors in the order of the source; each is cut
-into slabs (see ``reshard.transfer``) that are read, checked, rearranged and written. Each process has a stretch of the
-jobs of its own, so that they seldom write to the same file, and helps the others when it is done with that. What is
-read is written while a processor's cache still has it. This process opens and finishes the files, and adds up what the
-others report.
+It knows byte ranges only: no dtype, no model. A job is a tensor; jobs come in the order of the source. Each job is cut
+into slabs (see ``reshard.engine.transfer``), which are read, checked, rearranged and written. Each process has its own
+stretch of the jobs, so that two seldom write to the same file; when it is done it helps with the other stretches. Bytes
+are written while the processor's cache still has them. The first process opens and finishes the files, and adds up what
+the others report.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from reshard.storage.source import Places, SourceFile, SourcePlace
 from reshard.system import disk_errors, refused, reserve
 
 STEP = 32 << 20
-"""Bytes that a process reads and writes in one step, about, and after which it reports. It is the same for any number
-of processes, so that a run that goes on where another stopped cuts its work into the same steps.
+"""About so many bytes are one step of a process, which then reports. It does not depend on the number of processes, so
+that a resumed run cuts its work into the same steps.
 """
 
 WRITE = 1 << 16
-"""Bytes of one system call that writes, which ends where a multiple of it ends in the file. Larger ones take larger
-pages of memory, which a virtual machine may have to get from its host first: as measured, up to four times slower.
+"""A system call writes at most so many bytes, and ends at a multiple of this in the file. Larger calls take larger
+pages of memory, which a virtual machine may first have to get from its host: up to four times slower as measured.
 """
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
@@ -50,9 +50,9 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class TargetFile:
-    """A file to be written: its final path, its header, and what the data adds up to.
+    """A file to be written: its final path, its header, its size in bytes, and the sum of what was written.
 
-    A file that is ``done`` was finished by an earlier run. ``summed`` says whether anybody wants its checksum.
+    A file that is ``done`` was finished by an earlier run. ``summed`` says whether its checksum is needed.
     """
 
     path: Path
@@ -62,31 +62,34 @@ class TargetFile:
     summed: bool = True
     sum: PartialSum = field(init=False)
     descriptor: int = -1
-    """Where it is open for writing, while it is."""
+    """The open file's descriptor; -1 while it is closed."""
 
     def __post_init__(self) -> None:
         self.sum = PartialSum(self.size)
 
     @property
     def staged(self) -> Path:
-        """Where it is written until it is complete."""
+        """The path of the file until it is complete."""
         return self.path.with_name(self.path.name + ".incomplete")
 
 
 class TargetPlace(NamedTuple):
-    """A tensor in a target file, at an absolute offset."""
+    """A tensor's file and the offset of its first byte in it."""
 
     file: TargetFile
     offset: int
 
 
 def place_in(ranks: Mapping[int, Mapping[str, TargetPlace]], name: str, rank: int) -> TargetPlace | None:
-    """Where a rank wants a tensor, given what each rank wants; None where it does not."""
+    """A tensor's place in a rank's files; None if the rank does not hold it."""
     return ranks[rank].get(name)
 
 
 class Job(NamedTuple):
-    """A tensor to move: where a source rank has it, and where a target rank wants it (None: not)."""
+    """A tensor to move.
+
+    ``sources`` and ``targets`` give its place in the files of a source or target rank; None if the rank lacks it.
+    """
 
     name: str
     transfer: Way
@@ -97,17 +100,17 @@ class Job(NamedTuple):
 
     @property
     def work(self) -> int:
-        """How much work it is, about, in bytes: a small tensor is as much as one of some size."""
+        """A measure of the work: bytes, and a constant, as a small tensor is not free."""
         return self.nbytes + SMALL
 
     def source(self, rank: int) -> SourcePlace:
-        """Where a source rank has it that is known to have it."""
+        """The tensor's place in a source rank that holds it."""
         place = self.sources(rank)
         assert place is not None
         return place
 
     def target(self, rank: int) -> TargetPlace:
-        """Where a target rank wants it that is known to want it."""
+        """The tensor's place in a target rank that holds it."""
         place = self.targets(rank)
         assert place is not None
         return place
@@ -122,12 +125,12 @@ class Options:
     fsync: bool = False
 
     def sums(self, target: TargetFile) -> bool:
-        """Whether what is written to a target is summed."""
+        """Whether the bytes written to a target are summed."""
         return self.checksum and target.summed
 
     @cached_property
     def processes(self) -> int:
-        """The number of processes that move: as asked, or one for each core, at least two and at most eight."""
+        """The number of processes: ``workers``, or else one for each core, at least two and at most eight."""
         return self.workers or max(2, min(8, os.cpu_count() or 1))
 
 
@@ -140,12 +143,12 @@ def move(
     finished: Callable[[TargetFile, str | None], None],
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> None:
-    """Carry out jobs, in order, from the files of ``sums`` to ``targets``. What is read is added to ``sums``.
+    """Carry out jobs in order, from the files of ``sums`` to ``targets``. Adds what is read to ``sums``.
 
-    ``finished`` is called with each target file that is complete, and its checksum, ``progress`` with the number of
-    bytes written. Raises CheckpointError for files that cannot be read or written, MismatchError for replicas that
-    differ and for padding that is not zero. On any error, and on KeyboardInterrupt, the processes are stopped and the
-    files closed before it is raised.
+    ``finished`` is called with each complete target file and its checksum, ``progress`` with the bytes written since
+    its last call. Raises CheckpointError if a file cannot be read or written; MismatchError if replicas differ or
+    padding is not zero. Before any error or KeyboardInterrupt leaves this function, the processes have ended, the files
+    are closed, and unfinished files are removed.
     """
     if _processes(jobs, options) > 1 and has_threads():
         move_apart(jobs, sums, targets, options, finished=finished, progress=progress)
@@ -158,18 +161,18 @@ def move(
 
 
 def _processes(jobs: Sequence[Job], options: Options) -> int:
-    """How many processes the work is worth."""
+    """The number of processes to use: at most one for each step of work."""
     return max(1, min(options.processes, sum(job.work for job in jobs) // STEP))
 
 
 @dataclass
 class _Account:
-    """What a process has moved since its last report: the sums of what it read, by the source's number and those of the
-    targets that wanted it, and of what it wrote, by the target's number.
-    """
+    """What a process has moved since its last report."""
 
     read: dict[tuple[int, Wanted], PartialSum] = field(default_factory=dict)
+    """Sums of bytes read, by the source's number and the numbers of the targets that wanted them."""
     written: dict[int, PartialSum] = field(default_factory=dict)
+    """Sums of bytes written, by the target's number."""
     nbytes: int = 0
     """Bytes written."""
 
@@ -218,7 +221,7 @@ class _Mover:
         os.close(descriptor)
 
     def close(self) -> None:
-        """Close all files. What is unfinished is of no use to the next run, and it may have filled the disk."""
+        """Close all files, and remove unfinished ones: a next run cannot use them, and they may fill the disk."""
         self._reader.close()
         for target in self._targets:
             if target.descriptor >= 0:
@@ -229,7 +232,7 @@ class _Mover:
     # -- running
 
     def run(self) -> None:
-        """Start the files, and let the processes draw slabs, each from its own stretch of the jobs first."""
+        """Create the files, then let the processes draw slabs, each from its own stretch of the jobs first."""
         for target in self._targets:
             if not target.done:
                 self._start(target)
@@ -260,7 +263,7 @@ class _Mover:
         report(account)
 
     def _take(self, account: _Account) -> None:
-        """Add up what was moved, and finish the files that are complete."""
+        """Add a report to the sums, and finish the files that are complete."""
         for (number, wanted), part in account.read.items():
             self._sums.add(self._sources[number], wanted, part)
         for number, part in account.written.items():
@@ -271,7 +274,7 @@ class _Mover:
         self._progress(account.nbytes)
 
     def _carry_out_together(self, steps: Sequence[tuple[Job, Slab]]) -> None:
-        """Move small tensors: what follows each other in a file is read or written at once."""
+        """Move small tensors: neighbours in a file are read or written with one call."""
         reads, writes = Runs[tuple[SourceFile, Wanted]](), Runs[int]()
         ready = []
         for job, slab in steps:
@@ -316,7 +319,7 @@ class _Mover:
     # -- reading and writing
 
     def _want(self, job: Job, ranks: Iterable[int]) -> bool:
-        """Note which targets want what is read next; whether any of them is still to be written."""
+        """Set the target files for which the next bytes are read; returns whether any of them is unfinished."""
         files = [job.target(rank).file for rank in ranks]
         self._wanted = frozenset(self._numbers[file] for file in files)
         return not files or not all(file.done for file in files)
@@ -325,7 +328,7 @@ class _Mover:
         return job.target(rank).file.done
 
     def _stream(self, job: Job, slab: Slab) -> None:
-        """Move plain byte ranges window by window: each is read once and written to all that want it."""
+        """Move plain byte ranges window by window: each is read once and written to all its targets."""
         starts = {region.rank: region.offset for region in slab.writes}
         for region in slab.reads:
             source = job.source(region.rank)
@@ -351,7 +354,7 @@ class _Mover:
                 self._write_zeros(job, copy, starts[copy.target])
 
     def _one_by_one(self, job: Job, items: Iterable[tuple[int, T]], move: Callable[[T], None]) -> None:
-        """Move items, each for a target rank: those first to whose file no other process is writing, as it seems."""
+        """Move items, each with its target rank; files that another process is writing to come last."""
         waiting = deque(items)
         while waiting:
             for _ in range(len(waiting)):
@@ -399,13 +402,13 @@ class _Mover:
         self._one_by_one(job, left, move)
 
     def _write(self, job: Job, rank: int, offset: int, data: Bytes) -> None:
-        """Write at ``offset`` of a rank's tensor."""
+        """Write at ``offset`` (bytes) of a rank's tensor."""
         place = job.target(rank)
         for begin, piece in pieces(data):
             self._write_piece(place.file, place.offset + offset + begin, piece)
 
     def _write_piece(self, target: TargetFile, offset: int, data: Bytes, part: Part | None = None) -> Part | None:
-        """Write at ``offset`` of a file; ``part`` are the sums of the data, if known. Returns them, if wanted."""
+        """Write at ``offset`` of a file; ``part`` is the sum of the data, if known. Returns the sum, if wanted."""
         if not self._options.sums(target):
             part = None
         elif part is None or not part.fits(offset):
@@ -428,7 +431,7 @@ class _Mover:
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """A part of a source's region, and the copies that want all of it."""
+    """Bytes ``begin`` to ``end`` of a source's region, and the copies that want all of them."""
 
     begin: int
     end: int
@@ -436,7 +439,7 @@ class _Window:
 
 
 def _windows(copies: Sequence[Copy], size: int) -> Iterator[_Window]:
-    """The parts of a source's region that are wanted, of at most ``size`` bytes each."""
+    """The wanted parts of a source's region, of at most ``size`` bytes each."""
     held = [copy.source_slices[0] for copy in copies]
     bounds = sorted({bound for part in held for bound in (part.start, part.stop)})
     wanted: list[list[Copy]] = [[] for _ in bounds]
@@ -450,11 +453,11 @@ def _windows(copies: Sequence[Copy], size: int) -> Iterator[_Window]:
 
 
 class _Stretch:
-    """Neighbouring jobs, from which processes draw steps. A pipe holds the number of the step to be drawn next."""
+    """Neighbouring jobs, from which processes draw steps. A pipe holds the number of the next step."""
 
     _LENGTH = 8
     _FEW = 256 << 20
-    """Bytes of a tensor up to which its steps are kept for the next that goes the same way."""
+    """The steps of a tensor of at most so many bytes are kept for the next tensor with the same way."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self._jobs = jobs
@@ -463,7 +466,7 @@ class _Stretch:
         self._put(0)
 
     def draw(self) -> Iterator[Sequence[tuple[Job, Slab]]]:
-        """The steps that fall to this process, those of small tensors several together: no other will draw them."""
+        """The steps that this process draws; no other process draws them. Small tensors share a step."""
         drawn = self._next()
         for number, steps in enumerate(self._steps()):
             if number == drawn:
@@ -502,7 +505,7 @@ def _stretches(jobs: Sequence[Job], count: int) -> Iterator[Sequence[Job]]:
 
 
 def _together(jobs: Iterable[Job]) -> Iterator[Sequence[Job]]:
-    """Small tensors that are moved together."""
+    """Groups of small tensors that are moved together."""
     found: list[Job] = []
     room = TOGETHER
     for job in jobs:
@@ -516,30 +519,31 @@ def _together(jobs: Iterable[Job]) -> Iterator[Sequence[Job]]:
 
 
 class _Arena:
-    """Buffers handed out one after the other and taken back all at once; memory is kept for the next."""
+    """Hands out buffers of one memory, one after the other, and takes them back all at once."""
 
     def __init__(self) -> None:
         self._memory: Bytes = np.empty(0, dtype=np.uint8)
         self.used = 0
 
     def take(self, nbytes: int, offset: int = 0) -> Bytes:
-        """A buffer of arbitrary content, which lies in its page of memory as ``offset`` does in its page of a file:
-        some processors copy several times slower between places that differ by a few bytes there.
+        """A buffer of arbitrary content, aligned to a page of memory as ``offset`` is to a page of the file.
+
+        Some processors copy several times slower between addresses whose alignment differs by a few bytes.
         """
         first = -(-self.used // mmap.PAGESIZE) * mmap.PAGESIZE + offset % mmap.PAGESIZE
         self.used = first + nbytes
         if self._memory.size < self.used:
-            # what was handed out before stays alive in the old memory, as long as it is used
+            # earlier buffers keep the old memory alive while they are used
             self._memory = np.frombuffer(mmap.mmap(-1, max(self.used, PIECE)), dtype=np.uint8)
         return self._memory[first : self.used]
 
     def clear(self, used: int = 0) -> None:
-        """Take back all buffers but the first ``used`` bytes."""
+        """Take back all buffers behind the first ``used`` bytes."""
         self.used = used
 
 
 def check_slab(job: Job, slab: Slab, read: Mapping[int, Bytes]) -> None:
-    """Compare replicas, and padding with zero. Raises MismatchError that names the tensor and the files."""
+    """Check that replicas are equal and padding is zero. Raises MismatchError with the tensor and the files."""
     for check in slab.checks:
         block = check.block(read)
         place = job.source(check.source)
@@ -549,6 +553,6 @@ def check_slab(job: Job, slab: Slab, read: Mapping[int, Bytes]) -> None:
         elif not np.array_equal(block, read[check.other][check.other_slices]):
             other = job.source(check.other)
             raise MismatchError(
-                f"tensor '{job.name}' should be the same in {other.file.path} and {place.file.path}, and differs",
-                "the shards are damaged, or of different runs",
+                f"tensor '{job.name}' should be the same in {other.file.path} and {place.file.path}, but differs",
+                "the shards are damaged, or come from different runs",
             )

@@ -1,4 +1,4 @@
-"""Reads parts of source files for the engine, summed in passing."""
+"""Reads parts of source files for the engine, and sums them on the way."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from reshard.system import refused
 
 Bytes = NDArray[np.uint8]
 Room = Callable[[int], Bytes]
-"""Gives a buffer of so many bytes."""
+"""Returns a buffer of so many bytes."""
 
 
 Wanted = frozenset[int]
-"""The numbers of the target files that want some bytes of a source."""
+"""The numbers of the target files for which bytes of a source are read."""
 
 
 class Sums:
-    """What was read of each source file, apart by which target files wanted it: so it can be told which sums are those
-    of the bytes that finished files were made of. Headers have been read before.
+    """The sums of what was read of each source file, one for each set of target files that wanted the bytes.
+
+    So a finished target file has the sums of exactly the bytes it was made of. Headers count from the start: they were
+    read before.
     """
 
     def __init__(self, files: Iterable[SourceFile]) -> None:
@@ -38,16 +40,16 @@ class Sums:
                 self.add(file, frozenset(), part)
 
     def add(self, file: SourceFile, wanted: Wanted, part: PartialSum) -> None:
-        """Take in the sum of bytes of a file that these targets wanted."""
+        """Add the sum of bytes of a file that these targets wanted."""
         self.of[file].setdefault(wanted, PartialSum(file.size)).merge(part)
 
     def wanted_by(self, number: int) -> Iterator[tuple[SourceFile, Wanted, PartialSum]]:
-        """The sums of what a target wanted: of all of it, when the target is complete."""
+        """The sums of what was read for a target: of all its bytes, once the target is complete."""
         for file, sums in self.of.items():
             yield from ((file, wanted, total) for wanted, total in sums.items() if number in wanted)
 
     def checksum(self, file: SourceFile) -> str | None:
-        """The checksum of a whole file, None if not all of it was summed."""
+        """The checksum of a whole file; None if parts of it were not read."""
         total = PartialSum(file.size)
         for part in self.of[file].values():
             total.merge(part)
@@ -57,7 +59,8 @@ class Sums:
 class Reader:
     """Reads regions of source files, each file opened once.
 
-    ``summed`` is called with the offset and the sums of all that is read whole.
+    ``summed`` is called with file, offset, length and sum of what is read; parts of rows (``Region.wanted``) are not
+    summed.
     """
 
     def __init__(self, summed: Callable[[SourceFile, int, int, Part], None] | None = None) -> None:
@@ -65,7 +68,10 @@ class Reader:
         self._descriptors: dict[Path, int] = {}
 
     def read(self, place: SourcePlace, region: Region, room: Room) -> Bytes:
-        """A region of a tensor, in the region's shape. ``room`` gives a buffer for it."""
+        """Read a region of a tensor into a buffer of ``room``; returns it in the region's shape, bytes last.
+
+        Raises CheckpointError if the file cannot be read or is too short.
+        """
         offset = place.offset + region.offset
         data = room(region.nbytes)
         if region.wanted is None:
@@ -79,7 +85,7 @@ class Reader:
         return data.reshape(region.shape)
 
     def fill(self, data: Bytes, file: SourceFile, offset: int) -> Part | None:
-        """Read into ``data``; its sums, if sums are taken."""
+        """Fill ``data`` from ``offset`` of a file; returns its sum, or None without ``summed``."""
         self._fill(file.path, offset, data.data)
         if self._summed is None:
             return None
@@ -112,5 +118,5 @@ class Reader:
 
 
 def pieces(data: Bytes) -> Iterator[tuple[int, Bytes]]:
-    """Pieces that are summed and used one after the other, and where they begin."""
+    """Cut a buffer into pieces that fit a processor's cache, each with its offset in bytes."""
     return ((begin, data[begin : begin + PIECE]) for begin in range(0, data.size, PIECE))

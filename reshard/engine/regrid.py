@@ -1,8 +1,8 @@
-"""The scales of quantized weights on a finer grid of blocks, and back: the way of a tensor between grids.
+"""Moves the scales of quantized weights to smaller scale blocks, and back.
 
-A scale for 128 rows says the same as two equal scales for 64 rows each. Where a rank's boundary falls inside a block,
-all blocks are made smaller, and each scale stands once for every part (``--refine-blocks``). On the way back, scales
-that were one must be equal. These tensors are small, so that a whole one is a single slab.
+A scale for 128 rows means the same as two equal scales for 64 rows each. Where a rank's boundary would cut a scale
+block, all scale blocks are made smaller, and each scale is repeated for every part (``--refine-blocks``). On the way
+back, the repeated scales must be equal. These tensors are small, so a whole tensor is one slab.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Indices = NDArray[np.int64]
 
 
 class Regrid:
-    """The way of a tensor between two layouts whose dimensions are counted in blocks of different sizes."""
+    """The way of a tensor between two layouts with scale blocks of different sizes."""
 
     def __init__(self, source: Layout, target: Layout, item_bits: int, ranks: frozenset[int]) -> None:
-        """Layouts of the same scales; ``item_bits`` is the size of a scale."""
+        """``source`` and ``target`` are layouts of the same scales; ``item_bits`` is the size of a scale in bits."""
         self._item = item_bits // 8
         self._steps = [(a.step, b.step) for a, b in zip(source.rule.dims, target.rule.dims, strict=True)]
         self._sources = {rank: _indices(box.dims) for rank, box in source.boxes.items()}
@@ -41,21 +41,24 @@ class Regrid:
         return Region(rank, 0, (*(len(found) for found in indices), self._item))
 
     def _copies(self, target: int) -> Iterator[Copy]:
-        """Each scale of a target comes from the first of the source's blocks that lie in its own."""
+        """Each scale of a target comes from the source's scale block at the same indices: the first, if several."""
         held = self._targets[target]
         firsts = [found * b // a for found, (a, b) in zip(held, self._steps, strict=True)]
         for source, here, there in self._holders(firsts):
             yield Copy(source, there, target, here)
 
     def _checks(self, source: int) -> Iterator[Check]:
-        """Each scale of a source equals the first of those that were one."""
+        """Each scale of a source must equal the first scale of the target's larger scale block."""
         held = self._sources[source]
         firsts = [_first(found, here, there) for found, (here, there) in zip(held, self._steps, strict=True)]
         for other, here, there in self._holders(firsts):
             yield Check(source, here, other, there)
 
     def _holders(self, wanted: Sequence[Indices]) -> Iterator[tuple[int, Slices, Slices]]:
-        """The source ranks that together hold the wanted indices, with the places in the request and in the rank."""
+        """The source ranks that together hold the wanted indices.
+
+        Each comes with the positions of its indices in ``wanted``, and their positions in the rank's own tensor.
+        """
         covered = np.zeros([len(indices) for indices in wanted], dtype=bool)
         for rank, held in self._sources.items():
             places = [np.flatnonzero(np.isin(indices, mine)) for indices, mine in zip(wanted, held, strict=True)]
@@ -69,7 +72,7 @@ class Regrid:
 
 
 def _first(blocks: Indices, step: int, other: int) -> Indices:
-    """For each block of ``step`` indices the first one that begins in the same block of ``other`` indices."""
+    """For each scale block of ``step`` indices, the first that begins in the same scale block of ``other`` indices."""
     if other <= step:
         return blocks
     begins_in = blocks * step // other

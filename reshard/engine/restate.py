@@ -1,6 +1,7 @@
-"""The way of a tensor that states the shape of a weight: to each rank with the shape that the weight has there.
+"""Moves tensors whose values state the shape of a weight: each rank gets the shape that the weight has there.
 
-Beside that, all ranks' are the same (see ``formats.statements``). Such tensors are small, so that one is a single slab.
+The rest of such a tensor is replicated (see ``formats.quantization.stated_shapes``). The tensors are small, so a whole
+tensor is one slab.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ _WHOLE = (slice(None),)
 
 @dataclass(frozen=True, eq=False)
 class Restate:
-    """The way of a statement from the ranks that hold it to those that want it.
+    """The way of such a tensor from the source ranks to the target ranks.
 
-    ``before`` and ``after`` are the layouts of the weight. Without ``compare`` only one of several replicas is read.
+    ``before`` and ``after`` are the layouts of the weight. Without ``compare`` only one source rank is read.
     """
 
     entry: Entry
@@ -51,7 +52,7 @@ class Restate:
         yield Slab(reads, writes, tuple(copies), tuple(checks), is_flat=False)
 
     def _edit(self, source: int, shape: Sequence[int]) -> Edit:
-        """From the shape that a source rank should state to another."""
+        """Replaces the shape that a source rank must state by another; raises MismatchError if it states a third."""
         before = self.before.boxes[source].shape
         place = self.places(source)
         assert place is not None

@@ -1,9 +1,9 @@
 """Which bytes go where: the pure planner between two layouts of one tensor.
 
-Given what each source rank holds and each target rank shall hold of a tensor, this module intersects the two and
-yields slabs: bounded steps in which every byte range that is read is contiguous in its source file, every range that
-is written is contiguous in its target file, no source byte is read twice and no target byte written twice. It touches
-no file. Splitting (1 -> N), merging (N -> 1) and re-splitting (N -> M) are the same operation.
+It intersects each source rank's part of a tensor with each target rank's part, and yields slabs: steps of bounded size.
+Every byte range that a slab reads is contiguous in its source file, and every range that it writes is contiguous in its
+target file. No source byte is read twice, and no target byte is written twice. This module opens no file. Splitting
+(1 -> N), merging (N -> 1) and re-splitting (N -> M) are the same operation.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 STREAM_SLAB = 64 << 20
-"""The budget of a slab that is moved piece by piece, so that it is a measure of work and not of memory."""
+"""The budget in bytes of a slab that is moved piece by piece: it bounds work, not memory."""
 
 BLOCK_SLAB = 8 << 20
-"""The largest budget of a slab that is rearranged: what is read stays in a processor's cache until it is written."""
+"""The largest budget in bytes of a slab that is rearranged, so that it stays in the processor's cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Indices of a dimension on which nothing changes: the ranks that hold it, and those that want it.
+    """Neighbouring indices of a dimension that the same source ranks hold and the same target ranks want.
 
-    ``is_data`` is False for padding: zeros that no full checkpoint has.
+    ``is_data`` is False for padding: zeros that the full checkpoint does not have.
     """
 
     offset: int
@@ -46,7 +46,7 @@ class Segment:
 
 
 class Holding:
-    """A rank's runs of one dimension, and the way from a global index to the rank's own."""
+    """A rank's runs of one dimension; translates an index of the full dimension into the rank's own."""
 
     __slots__ = ("_ends", "_starts", "length", "runs")
 
@@ -57,7 +57,7 @@ class Holding:
         self.length = self._ends[-1]
 
     def local(self, index: int) -> int:
-        """How many owned indices lie before a global index."""
+        """The number of owned indices before an index of the full dimension."""
         place = bisect_right(self._starts, index) - 1
         if place < 0:
             return 0
@@ -66,7 +66,7 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Dimension:
-    """A dimension after joining those that nobody splits; the last one counts bytes."""
+    """A dimension, joined with those behind it that no rank splits; the last one counts bytes."""
 
     segments: tuple[Segment, ...]
     sources: tuple[Holding, ...]
@@ -77,7 +77,7 @@ class Dimension:
 class Region:
     """A contiguous part of a rank's tensor: ``offset`` in bytes from the tensor's start, ``shape`` with bytes last.
 
-    ``wanted`` are the runs of the last dimension to be read where not all of a row is needed, else None.
+    ``wanted`` has the runs to read of the last dimension, if not all of a row is needed, else None.
     """
 
     rank: int
@@ -92,15 +92,15 @@ class Region:
 
 
 Slices = tuple[Any, ...]
-"""An index into a numpy array: slices, or (for scales, see ``reshard.regrid``) arrays of indices."""
+"""An index into a numpy array: slices, or arrays of indices (for scales, see ``reshard.engine.regrid``)."""
 
 Edit = Callable[["NDArray[np.uint8]"], "NDArray[np.uint8]"]
-"""What becomes of a block that does not stay as it is (see ``reshard.restate``)."""
+"""Returns the changed block, for a block that is not copied as it is (see ``reshard.engine.restate``)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A block that goes from a read region to a written one, as ``edit`` makes it; without a source it is zeros."""
+    """Copies a block from a read region to a written one, through ``edit``; without a source it writes zeros."""
 
     source: int | None
     source_slices: Slices
@@ -109,7 +109,7 @@ class Copy:
     edit: Edit | None = None
 
     def block(self, read: Mapping[int, NDArray[np.uint8]]) -> NDArray[np.uint8] | int:
-        """What is written, given the regions that were read."""
+        """The bytes to write, given the regions that were read."""
         if self.source is None:
             return 0
         block = read[self.source][self.source_slices]
@@ -118,9 +118,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A block of a read region that, as ``edit`` makes it, must equal a block of another, or be zero if there is no
-    other.
-    """
+    """A block of a read region, after ``edit``, must equal a block of the region ``other``; without one, be zero."""
 
     source: int
     slices: Slices
@@ -129,7 +127,7 @@ class Check:
     edit: Edit | None = None
 
     def block(self, read: Mapping[int, NDArray[np.uint8]]) -> NDArray[np.uint8]:
-        """What is compared, given the regions that were read."""
+        """The bytes to compare, given the regions that were read."""
         block = read[self.source][self.slices]
         return block if self.edit is None else self.edit(block)
 
@@ -138,7 +136,7 @@ class Check:
 class Slab:
     """One step: read, check, copy, write. Copies and checks name regions by rank.
 
-    Where ``is_flat``, all regions are plain byte ranges and each copy is contiguous on both sides.
+    If ``is_flat``, all regions are plain byte ranges and each copy is contiguous in source and target.
     """
 
     reads: tuple[Region, ...]
@@ -156,7 +154,7 @@ class Slab:
         return found
 
     def shifted(self, by: int) -> Slab:
-        """The same step, ``by`` indices of the first dimension further on."""
+        """The same step, moved by ``by`` indices of the first dimension."""
         return replace(self, reads=_shifted(self.reads, by), writes=_shifted(self.writes, by))
 
     @property
@@ -180,15 +178,15 @@ class Way(Protocol):
 
 
 class Transfer:
-    """The way of a tensor from one layout to another, for the target ranks that are wanted."""
+    """The way of a tensor from one layout to another, for some target ranks."""
 
     def __init__(
         self, source: Layout, target: Layout, item_bits: int, ranks: frozenset[int], *, compare: bool = True
     ) -> None:
-        """Source and target are layouts of tensors with the same full shape; ``item_bits`` is the size of an element.
+        """``source`` and ``target`` have the same full shape; ``item_bits`` is the size of an element in bits.
 
-        Without ``compare`` only one of several equal replicas is read. Raises PlanError where elements smaller than a
-        byte would be cut within a byte.
+        Only the target ranks ``ranks`` are written. Without ``compare`` only one of several replicas is read. Raises
+        PlanError if a cut falls within a byte (elements smaller than a byte).
         """
         dims: list[_Raw] = [
             (
@@ -225,11 +223,11 @@ class Transfer:
 
     @property
     def _is_stream(self) -> bool:
-        """Whether there is nothing but byte ranges of which each has one source: these need no buffer of their size."""
+        """Whether all is plain byte ranges with one source each: they need no buffer of their size."""
         return len(self.dims) == 1 and all(len(segment.sources) <= 1 for segment in self.dims[0].segments)
 
     def _depth(self, budget: int) -> int:
-        """The first dimension of which a single index fits into the budget."""
+        """The first dimension whose single indices fit into the budget."""
         for depth in range(len(self.dims)):
             if max((self._cost(depth, s) for s in self.dims[depth].segments), default=0) <= budget:
                 return depth
@@ -249,7 +247,7 @@ class Transfer:
                 yield index, segment
 
     def _groups(self, lead: Sequence[tuple[int, Segment]], depth: int, budget: int) -> Iterator[list[Segment]]:
-        """Neighbouring (parts of) segments that together fit into the budget."""
+        """Groups of neighbouring segments, or parts of them, that fit into the budget."""
         group: list[Segment] = []
         room = budget
         for segment in self.dims[depth].segments:
@@ -292,7 +290,7 @@ class Transfer:
 
 
 def _continues(before: Segment, segment: Segment) -> bool:
-    """Whether a part follows one of equal length in the same segment, so that all ranks' own indices advance alike."""
+    """Whether a part follows a part of equal length in the same segment: then the slab is the one before, shifted."""
     return (
         segment.offset == before.offset + before.length
         and segment.length == before.length
@@ -303,7 +301,7 @@ def _continues(before: Segment, segment: Segment) -> bool:
 
 
 class _Regions:
-    """The regions that a slab reads and writes, gathered as blocks name them."""
+    """The regions that a slab reads and writes, collected block by block."""
 
     def __init__(self, dims: Sequence[Dimension], lead: Sequence[int], depth: int, start: int, end: int) -> None:
         self._dims, self._lead, self._depth, self._start, self._end = dims, lead, depth, start, end
@@ -312,7 +310,7 @@ class _Regions:
         self._wanted: dict[int, set[Run]] = {}
 
     def source(self, rank: int, parts: Sequence[Segment]) -> Slices:
-        """The place of a block in a source rank's region."""
+        """The slices of a block in a source rank's region."""
         holdings = [dim.sources[rank] for dim in self._dims]
         if rank not in self._sources:
             self._sources[rank] = self._region(rank, holdings)
@@ -321,7 +319,7 @@ class _Regions:
         return slices
 
     def target(self, rank: int, parts: Sequence[Segment]) -> Slices:
-        """The place of a block in a target rank's region."""
+        """The slices of a block in a target rank's region."""
         holdings = [dim.targets[rank] for dim in self._dims]
         if rank not in self._targets:
             self._targets[rank] = self._region(rank, holdings)
@@ -365,7 +363,7 @@ def _block(
     copies: list[Copy],
     checks: list[Check],
 ) -> None:
-    """Add the copies of one block to each target that wants it, and the checks of its replicas or of its padding."""
+    """Add the copies of a block to its targets, and the checks of its replicas or its padding."""
     if is_data and not (targets and sources):
         return
     places = {rank: regions.source(rank, parts) for rank in sources}
@@ -379,7 +377,7 @@ def _block(
 
 
 def _coalesce(copies: Sequence[Copy]) -> Iterator[Copy]:
-    """Join copies of plain byte ranges that follow each other on both sides."""
+    """Join copies of plain byte ranges that follow each other in source and target."""
     last: dict[int, Copy] = {}
     for copy in copies:
         before = last.get(copy.target)
@@ -413,11 +411,11 @@ def _common(sets: Sequence[frozenset[int] | None]) -> frozenset[int] | None:
 # ---------------------------------------------------------------------------------------------- joining dimensions
 
 _Raw = tuple[Sequence[Sequence[Run]], Sequence[Sequence[Run]], int, int]
-"""Runs of each source rank and of each target rank, the padded size and the true one."""
+"""The runs of each source rank, the runs of each target rank, the padded size, and the size without padding."""
 
 
 def _join(dims: Sequence[_Raw], item_bits: int) -> list[_Raw]:
-    """Join each dimension that every holder has whole to the one before it, and count the last one in bytes."""
+    """Join each dimension that no rank splits to the one before it, and count the last one in bytes."""
     joined: list[_Raw] = []
     for dim in dims:
         if joined and _is_whole(dim):
@@ -458,8 +456,9 @@ def _dimension(sources: Sequence[Sequence[Run]], targets: Sequence[Sequence[Run]
 def segments_of(
     sources: Sequence[Sequence[Run]], targets: Sequence[Sequence[Run]], padded: int, size: int
 ) -> tuple[Segment, ...]:
-    """A dimension of ``padded`` indices, ``size`` of them data, cut where another set of ranks begins to hold or to
-    want it, given the runs of each rank.
+    """Cut a dimension into segments, wherever the set of ranks changes that hold or want it.
+
+    ``sources`` and ``targets`` have the runs of each rank. Of the ``padded`` indices the first ``size`` are data.
     """
     edges = {0, size, padded}
     for runs in (*sources, *targets):

@@ -1,4 +1,4 @@
-"""Which way a tensor goes from one plan to another."""
+"""Chooses how a tensor goes from one plan to another."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def way_between(
     *,
     compare: bool = True,
 ) -> Way:
-    """The way of a tensor to the target ranks that are wanted; ``places`` says where a source rank has it.
+    """The way of a tensor to the target ranks ``ranks``.
 
-    Without ``compare`` no more is read than is wanted: replicas are not compared where that can be left out.
+    ``places`` gives its place in a source rank's files. Without ``compare`` only one of several replicas is read.
     """
     if before.stated is not None and after.stated is not None:
         return Restate(before, before.stated, after.stated, places, ranks, compare=compare)

@@ -1,4 +1,4 @@
-"""One task for several processes: forked, so that they have all that this one has, and stopped when it stops."""
+"""Shares a task among forked processes. They inherit this process's memory, and end when it ends."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from formats.errors import CheckpointError, ReshardError
 from reshard.system import stop_with_parent
 
 Report = Callable[[Any], None]
-"""Passes on anything that can be pickled to the process that shares the task."""
+"""Sends an object that can be pickled to the process that shares the task."""
 
 _LENGTH = 8
 _CAUSES = {signal.SIGKILL: "the machine may be short of memory"}
 
 
 def share(count: int, work: Callable[[int, Report], None], take: Report) -> None:
-    """Call ``work`` with each number below ``count`` and a function to report with, each in a process of its own, and
-    ``take`` in this one with whatever they report. With a ``count`` of 1, all of it is in this process.
+    """Call ``work(number, report)`` for each number below ``count``, each in its own process.
 
-    ``work`` has to do with fewer processes, where the system allows no more. The first error, of any of them or of this
-    one, stops them all, and is raised when they have ended. Raises CheckpointError where one was killed.
+    ``take`` is called in this process with every report. With a ``count`` of 1, ``work`` runs in this process. If the
+    system allows fewer processes, the higher numbers are not run, and ``work`` must cope. The first error in any
+    process stops them all, and is raised when they have ended. Raises CheckpointError if a process was killed.
     """
     workers: list[_Worker] = []
     try:
@@ -46,8 +46,8 @@ def share(count: int, work: Callable[[int, Report], None], take: Report) -> None
 
 @contextmanager
 def _ctrl_c_held_back() -> Iterator[None]:
-    """Have KeyboardInterrupt raised at the end of the block, so that no process is started and not known of."""
-    if threading.current_thread() is not threading.main_thread():  # it is raised in no other
+    """Delay KeyboardInterrupt to the end of the block, so that every started process is in the list."""
+    if threading.current_thread() is not threading.main_thread():  # Python raises it only there
         yield
         return
     pressed: list[int] = []
@@ -62,20 +62,20 @@ def _ctrl_c_held_back() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Failure:
-    """What went wrong in a worker, and where."""
+    """A worker's error and its traceback as text."""
 
     error: BaseException
     trace: str
 
     def raised(self) -> NoReturn:
-        """Raise it here."""
+        """Raise the error in this process."""
         if isinstance(self.error, ReshardError):
             raise self.error
         raise self.error from RuntimeError(self.trace)
 
 
 class _Worker:
-    """A forked process, and the pipe that its reports come through."""
+    """A forked process and the pipe of its reports."""
 
     def __init__(self, work: Callable[[int, Report], None], number: int) -> None:
         self._status: int | None = None
@@ -92,7 +92,7 @@ class _Worker:
             os.close(reports)
 
     def receive(self) -> Any:
-        """The next report, None when there are no more. Raises CheckpointError if the process was killed."""
+        """The next report, or None at the end. Raises CheckpointError if the process was killed."""
         length = int.from_bytes(self._read(_LENGTH), "little")
         content = self._read(length)
         if length and len(content) == length:
@@ -114,7 +114,7 @@ class _Worker:
         return bytes(content)
 
     def stop(self) -> None:
-        """End the process, if it has not ended, and wait until it has."""
+        """Kill the process if it still runs, and wait for its end."""
         os.close(self.pipe)
         if self._status is None:
             os.kill(self.pid, signal.SIGKILL)
@@ -122,10 +122,10 @@ class _Worker:
 
 
 def _run(work: Callable[[int, Report], None], number: int, pipe: int, parent: int) -> NoReturn:
-    """What a worker does, to its end. It leaves without the clean-up that its parent will do."""
+    """The whole life of a worker. It exits without Python's clean-up, which its parent does."""
     status = 1
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal tells all its processes: the parent stops this one
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which stops this one
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         stop_with_parent(parent)
         try:
@@ -151,7 +151,7 @@ def _send(pipe: int, content: bytes) -> None:
 
 
 def _listen(workers: Sequence[_Worker], take: Report) -> None:
-    """Take in reports until all workers are done."""
+    """Pass reports to ``take`` until all workers have ended."""
     poll = select.poll()
     speaking = {worker.pipe: worker for worker in workers}
     for pipe in speaking:

@@ -30,22 +30,22 @@ def bind(
 ) -> Model:
     """Find the rule of every tensor and check it against the shape on disk.
 
-    Of a rule with several shapes the one that fits is kept, in the model's architecture too. ``known`` gives sizes
-    measured earlier; ``mesh`` and ``padding`` say how tensors lie of which only a rank's shape is known. With
-    ``every_rule`` a rule that covers no tensor is an error (a user's plan). Raises PlanError that names the file, the
-    tensor, the rule, and both shapes.
+    A rule may have several shapes: the one that fits is kept, in the model's architecture too. ``known`` gives axis
+    sizes measured earlier. ``mesh`` and ``padding`` describe the shards, for tensors whose shape is known of one rank
+    only. With ``every_rule`` a rule that covers no tensor is an error (a user's plan). Raises PlanError that names the
+    file, the tensor, the rule, and both shapes.
     """
     sizes = AxisSizes(architecture, config, known or {})
     tensors = list(tensors)
-    alike = _Alike(architecture, sizes, {tensor.name: tensor.dtype for tensor in tensors})
-    of_each = [alike.take_in(tensor) for tensor in tensors]
-    covered = alike.covered
-    several = [each for each in covered if len(each.shapes) > 1]
-    _measure(sizes, (each for each in covered if len(each.shapes) == 1))
+    groups = _Groups(architecture, sizes, {tensor.name: tensor.dtype for tensor in tensors})
+    placed = [groups.add(tensor) for tensor in tensors]
+    found = groups.all
+    several = [each for each in found if len(each.shapes) > 1]
+    _measure(sizes, (each for each in found if len(each.shapes) == 1))
     architecture = _with_layouts_on_disk(architecture, several, sizes, mesh or Mesh(), padding or {})
     _measure(sizes, several)
-    kinds = {each: _kind(each, alike) for each in covered}
-    bound = (BoundTensor(tensor.name, kinds[each], at) for tensor, (each, at) in zip(tensors, of_each, strict=True))
+    kinds = {each: _kind(each, groups) for each in found}
+    bound = (BoundTensor(tensor.name, kinds[each], at) for tensor, (each, at) in zip(tensors, placed, strict=True))
     model = Model(architecture, config, sizes, tuple(bound), tuple(kinds.values()))
     allowed = model.used_templates | architecture.inherited
     unused = [template for template in architecture.tensors if template not in allowed]
@@ -57,7 +57,7 @@ def bind(
 
 
 def lines_for(architecture: Architecture, config: Mapping[str, Any], tensors: Iterable[FullTensor]) -> Architecture:
-    """An architecture with those lines alone that cover some of these tensors, whether or not they fit."""
+    """The architecture with only the lines that cover one of these tensors, whether or not the shapes fit."""
     tensors, sizes = list(tensors), AxisSizes(architecture, config, {})
     dtypes = {tensor.name: tensor.dtype for tensor in tensors}
     matches = (_line_of(tensor, architecture, sizes, dtypes)[0] for tensor in tensors)
@@ -66,12 +66,12 @@ def lines_for(architecture: Architecture, config: Mapping[str, Any], tensors: It
 
 
 @dataclass(eq=False)
-class _Covered:
-    """What tensors that are alike have in common: the line that covers them, the rule of that line, the shapes that
-    they may have by it, and what they belong to. ``tensor`` and ``match`` are the first one's.
+class _TensorGroup:
+    """Tensors that share a line, a rule of that line and its possible shapes; see ``_Groups``.
 
-    ``axes`` are those of the indices in their names; ``indices`` the indices that all of them have and that sizes
-    depend on; ``all_at`` has the indices of each.
+    ``tensor`` and ``match`` are those of the first tensor. ``belonging`` is set where the tensors belong to quantized
+    weights. ``axes`` are the axes of the indices in the names, and ``all_at`` has these indices for each tensor.
+    ``indices`` are the indices on which sizes depend: they are equal in all tensors of the group.
     """
 
     tensor: FullTensor
@@ -86,14 +86,16 @@ class _Covered:
 
     @cached_property
     def seen(self) -> Mapping[str, frozenset[int]]:
-        """All indices along each axis."""
+        """The indices that occur along each axis."""
         return dict(zip(self.axes, map(frozenset, zip(*self.all_at, strict=True)), strict=False))
 
 
 @dataclass(frozen=True, eq=False)
-class _Form:
-    """Names that differ in numbers alone: the axes of those numbers that are indices, with their places among the
-    numbers, and the axes along which tensors are not alike.
+class _NamePattern:
+    """Where the indices stand in names that differ only in numbers.
+
+    ``places`` has the axis of each index and its position among the numbers of the name. ``apart`` has the axes whose
+    index separates groups.
     """
 
     places: tuple[tuple[str, int], ...]
@@ -101,98 +103,102 @@ class _Form:
 
     @cached_property
     def at(self) -> tuple[int, ...]:
-        """The places of the indices."""
+        """The positions of all indices."""
         return tuple(place for _, place in self.places)
 
     @cached_property
     def apart_at(self) -> tuple[int, ...]:
-        """The places of those that tell tensors apart."""
+        """The positions of the indices that separate groups."""
         return tuple(place for axis, place in self.places if axis in self.apart)
 
 
-class _Alike:
-    """Finds what covers a tensor, once for all that are alike: checkpoints have few kinds of tensors and many of each.
+class _Groups:
+    """Groups tensors and finds the rule once a group: a checkpoint has few kinds of tensors, and many of each.
 
-    Tensors are alike whose names differ in numbers alone, none of them an index on which it depends how they are split
-    (a layer's, where layers have several sizes) or which rank holds them (an expert's), and which have the same dtype
-    and shape.
+    The tensors of a group have the same dtype and shape, and names that differ only in numbers. An index separates
+    groups where the split depends on it (a layer's, if layers differ in size) or the rank (an expert's).
     """
 
     def __init__(self, architecture: Architecture, sizes: AxisSizes, dtypes: Mapping[str, str]) -> None:
         self.architecture, self.sizes, self._dtypes = architecture, sizes, dtypes
         self.dealt = {axis for families in architecture.families.values() for family in families for axis in family}
-        self._forms: dict[tuple[object, ...], _Form] = {}
-        self._covered: dict[tuple[object, ...], _Covered] = {}
+        self._patterns: dict[tuple[object, ...], _NamePattern] = {}
+        self._groups: dict[tuple[object, ...], _TensorGroup] = {}
         self._layers: dict[frozenset[int], frozenset[int]] = {}
         self._at: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     @property
-    def covered(self) -> tuple[_Covered, ...]:
-        """What was found, in the order of the first tensors."""
-        return tuple(self._covered.values())
+    def all(self) -> tuple[_TensorGroup, ...]:
+        """All groups, in the order of their first tensors."""
+        return tuple(self._groups.values())
 
-    def take_in(self, tensor: FullTensor) -> tuple[_Covered, tuple[int, ...]]:
-        """What covers a tensor, and the indices in its name. Raises PlanError if nothing does."""
+    def add(self, tensor: FullTensor) -> tuple[_TensorGroup, tuple[int, ...]]:
+        """Put a tensor into its group; returns the group and the indices in the name.
+
+        Raises PlanError if no rule covers the tensor.
+        """
         name, dtype, shape, _, held = tensor
         words, texts = self.architecture.form(name)
         spelled = (words, dtype, self.sizes.scheme.case(name, self._dtypes))
-        form = self._forms.get(spelled)
-        if form is None:
-            form = self._forms[spelled] = self._form(tensor)
+        pattern = self._patterns.get(spelled)
+        if pattern is None:
+            pattern = self._patterns[spelled] = self._pattern(tensor)
         numbers = [*map(int, texts)]
-        at = tuple([numbers[place] for place in form.at])
+        at = tuple([numbers[place] for place in pattern.at])
         at = self._at.setdefault(at, at)
-        key = (form, shape, held, *[numbers[place] for place in form.apart_at])
-        found = self._covered.get(key)
+        key = (pattern, shape, held, *[numbers[place] for place in pattern.apart_at])
+        found = self._groups.get(key)
         if found is None:
-            found = self._covered[key] = _rule_of(tensor, self.architecture, self.sizes, self._dtypes)
-            indices = {axis: numbers[place] for axis, place in form.places if axis in form.apart}
-            found.axes, found.indices = tuple(axis for axis, _ in form.places), self.sizes.key(indices)
+            found = self._groups[key] = _group_of(tensor, self.architecture, self.sizes, self._dtypes)
+            indices = {axis: numbers[place] for axis, place in pattern.places if axis in pattern.apart}
+            found.axes, found.indices = tuple(axis for axis, _ in pattern.places), self.sizes.key(indices)
         found.tensors.append(tensor)
         found.all_at.append(at)
         return found, at
 
-    def layers(self, each: _Covered) -> frozenset[int]:
-        """The indices of the outermost axis that is not dealt, one set for all that have the same."""
+    def layers(self, each: _TensorGroup) -> frozenset[int]:
+        """The indices of a group along the outermost axis that is not split; equal sets are one object."""
         found = next((seen for axis, seen in each.seen.items() if axis not in self.dealt), frozenset[int]())
         return self._layers.setdefault(found, found)
 
-    def _form(self, tensor: FullTensor) -> _Form:
+    def _pattern(self, tensor: FullTensor) -> _NamePattern:
         places = self.architecture.index_places(tensor.name)
         belonging = belonging_of(tensor.name, self._dtypes, self.architecture, self.sizes)
         match = self.architecture.match(belonging.weight if belonging else tensor.name)
-        # without a match of its own it may go by any line of its attention, each with its condition
+        # a tensor without a match may follow any line of its attention, and each line has its own condition
         apart = self.sizes.indices_for(match.rules) if match else frozenset(places)
-        return _Form(tuple(places.items()), apart | self.dealt)
+        return _NamePattern(tuple(places.items()), apart | self.dealt)
 
 
-def _kind(each: _Covered, alike: _Alike) -> Kind:
-    """What is known of tensors that are alike, once the shape on disk is known to fit."""
+def _kind(each: _TensorGroup, groups: _Groups) -> Kind:
+    """The kind of a group of tensors. Raises PlanError if the shape on disk or an index does not fit."""
     tensor, match, rule, belonging = each.tensor, each.match, each.shapes[0], each.belonging
-    method = unknown_method(alike.sizes.settings, tensor.name)
+    method = unknown_method(groups.sizes.settings, tensor.name)
     hint = (
         f"it is quantized by {method}, a method that is not known here: {_UNQUANTIZED}"
         if method
         else (_WRONG_BLOCKS if belonging else _WRONG_RULE)
     )
-    shape = _fit(tensor, rule, alike.sizes.of(match.indices), hint)
-    _check_indices(each, alike.sizes)
+    shape = _fit(tensor, rule, groups.sizes.of(match.indices), hint)
+    _check_indices(each, groups.sizes)
     return Kind(
         name=tensor.name,
         dtype=tensor.dtype,
         template=match.template,
         rule=rule,
         indices=each.indices,
-        places=tuple((axis, index) for axis, index in match.indices.items() if axis in alike.dealt),
+        places=tuple((axis, index) for axis, index in match.indices.items() if axis in groups.dealt),
         shape=shape,
         stated=stated_shape(each.rule.shapes[0]) if belonging and belonging.states_shape else None,
         advice=belonging.advice if belonging else None,
         count=len(each.tensors),
-        layers=alike.layers(each),
+        layers=groups.layers(each),
     )
 
 
-def _rule_of(tensor: FullTensor, architecture: Architecture, sizes: AxisSizes, dtypes: Mapping[str, str]) -> _Covered:
+def _group_of(
+    tensor: FullTensor, architecture: Architecture, sizes: AxisSizes, dtypes: Mapping[str, str]
+) -> _TensorGroup:
     match, belonging = _line_of(tensor, architecture, sizes, dtypes)
     if match is None:
         raise _no_rule(tensor, architecture, sizes.settings)
@@ -200,10 +206,10 @@ def _rule_of(tensor: FullTensor, architecture: Architecture, sizes: AxisSizes, d
     if rule is None:
         raise PlanError(f"{tensor.where}: tensor '{tensor.name}': no condition of the rule '{match.template}' holds")
     on_disk = tensor.held if tensor.shape is None else tensor.shape
-    if rule.shapes[0].is_open:  # no dimension is dealt, so that one rank's shape is the full one
-        return _Covered(tensor, match, rule, (rule.shapes[0].closed(on_disk or ()),))
+    if rule.shapes[0].is_open:  # no dimension is split, so one rank's shape is the full shape
+        return _TensorGroup(tensor, match, rule, (rule.shapes[0].closed(on_disk or ()),))
     if belonging is None:
-        return _Covered(tensor, match, rule, rule.shapes)
+        return _TensorGroup(tensor, match, rule, rule.shapes)
     derived = [shape_of(belonging.patterns, shape, on_disk) for shape in rule.shapes]
     if None in derived:
         raise PlanError(
@@ -211,13 +217,13 @@ def _rule_of(tensor: FullTensor, architecture: Architecture, sizes: AxisSizes, d
             f"for a weight '{rule.shapes[derived.index(None)]}' it should be one of "
             + ", ".join(f"'{pattern}'" for pattern in belonging.patterns)
         )
-    return _Covered(tensor, match, rule, tuple(shape for shape in derived if shape is not None), belonging)
+    return _TensorGroup(tensor, match, rule, tuple(shape for shape in derived if shape is not None), belonging)
 
 
 def _line_of(
     tensor: FullTensor, architecture: Architecture, sizes: AxisSizes, dtypes: Mapping[str, str]
 ) -> tuple[Match | None, Companion | None]:
-    """The line that covers a tensor, or that of the quantized weight that it belongs to."""
+    """The line that covers a tensor. A companion of a quantized weight takes the line of that weight."""
     belonging = belonging_of(tensor.name, dtypes, architecture, sizes)
     if belonging is not None:
         return _weight_of(belonging, architecture, sizes), belonging
@@ -226,15 +232,15 @@ def _line_of(
 
 def _with_layouts_on_disk(
     architecture: Architecture,
-    several: Sequence[_Covered],
+    several: Sequence[_TensorGroup],
     sizes: AxisSizes,
     mesh: Mesh,
     padding: Mapping[str, int],
 ) -> Architecture:
-    """Leave each tensor the one shape that fits, and each rule of the architecture those that its tensors have.
+    """Keep the one shape that fits each tensor, and in each rule the shapes that its tensors have.
 
-    Where several fit one tensor, those decide of which the names end alike (all ``self_attn.qkv_proj`` and what belongs
-    to them): they are laid out in one way.
+    Several shapes may fit one tensor. Then all tensors with the same end of their name (``self_attn.qkv_proj``, with
+    its companions) decide together, because they are laid out in the same way.
     """
     fitting = [_layouts_on_disk(each, architecture, sizes, mesh, padding) for each in several]
     common: dict[str, set[int]] = {}
@@ -268,9 +274,9 @@ def _ending(template: str) -> str:
 
 
 def _layouts_on_disk(
-    each: _Covered, architecture: Architecture, sizes: AxisSizes, mesh: Mesh, padding: Mapping[str, int]
+    each: _TensorGroup, architecture: Architecture, sizes: AxisSizes, mesh: Mesh, padding: Mapping[str, int]
 ) -> list[int]:
-    """Which of several shapes fit a tensor, as a whole or as a rank has its part of it."""
+    """The positions of the shapes that fit a tensor, or one rank's part of it where only that is known."""
     found, tensor = sizes.of(each.match.indices), each.tensor
     if tensor.shape is None:
         skeleton = Model(architecture, sizes.settings, sizes, (), ())
@@ -288,7 +294,7 @@ def _layouts_on_disk(
     )
 
 
-def _layout_in_doubt(each: _Covered, places: Sequence[int]) -> PlanError:
+def _layout_in_doubt(each: _TensorGroup, places: Sequence[int]) -> PlanError:
     tensor = each.tensor
     shown = " and ".join(f"'{each.shapes[place]}'" for place in places)
     return PlanError(
@@ -308,17 +314,17 @@ def _sizes_or_none(shape: Shape, sizes: Mapping[str, int]) -> tuple[int, ...] | 
 def belonging_of(
     name: str, dtypes: Mapping[str, str], architecture: Architecture, sizes: AxisSizes
 ) -> Companion | None:
-    """The quantized weight that a tensor belongs to (a packed one to itself); None of a weight as rules have it.
+    """The quantized weight that a tensor belongs to, or None for a plain weight; a packed weight belongs to itself.
 
-    ``dtypes`` are those of all tensors by name.
+    ``dtypes`` has the dtype of every tensor by its name.
     """
     dtype = dtypes[name]
-    packed = dtype in {"U8", "I8", "I32"}  # perhaps several values in one element: the weight's own rule may not fit
+    packed = dtype in {"U8", "I8", "I32"}  # an element may have several values: the weight's own rule may not fit
     return sizes.scheme.companion(name, dtype, dtypes) if packed or architecture.match(name) is None else None
 
 
 def _weight_of(belonging: Companion, architecture: Architecture, sizes: AxisSizes) -> Match | None:
-    """The line of the weight that a tensor belongs to."""
+    """The line of the weight that a companion belongs to."""
     if not belonging.of_attention:
         return architecture.match(belonging.weight)
     rules = ((match, sizes.holds(match)) for match in architecture.around(belonging.weight))
@@ -334,17 +340,18 @@ def _no_rule(tensor: FullTensor, architecture: Architecture, settings: Mapping[s
     save = "save the plan with 'reshard plan SOURCE --save FILE'"
     module = tensor.name.rpartition(".")[0]
     weight = architecture.match(f"{module}.weight")
-    if weight is not None:  # numbers would make it whole on every rank, which is wrong for a part of a split weight
+    if weight is not None:  # plain numbers would replicate the tensor: wrong if it belongs to a split weight
         rule = f"'{weight.rules[0].shapes[0]}'"
-        beside = f"say its dimensions in the axes of '{module}.weight' beside it ({rule}) if it belongs to that"
+        beside = f"if it belongs to '{module}.weight', write its shape in the axes of that weight ({rule})"
         return PlanError(what, f"{save}, add a line for it, and pass it with --plan FILE; {beside}")
     line = f'"{tensor.name}" = "{" ".join(map(str, tensor.shape or ()))}"'
     return PlanError(what, f"{save}, add a line such as {line}, pass it with --plan FILE")
 
 
-def _measure(sizes: AxisSizes, found: Iterable[_Covered]) -> None:
-    """Take the size of an axis that the config does not give from a dimension in which it stands alone, or from the
-    indices in names.
+def _measure(sizes: AxisSizes, found: Iterable[_TensorGroup]) -> None:
+    """Measure the axes whose size the config does not give.
+
+    The size comes from a dimension in which the axis stands alone, or from the indices in names.
     """
     first: dict[str, str] = {}
     for each in found:
@@ -375,7 +382,7 @@ _UNQUANTIZED = "split the model as it was before it was quantized, or quantized 
 _WRONG_RULE = "either config.json does not belong to these weights, or the rule is wrong for them (see --plan)"
 
 
-_WRONG_BLOCKS = "either config.json does not belong to these weights, or they are quantized in blocks of another size"
+_WRONG_BLOCKS = "either config.json does not belong to these weights, or their scale blocks have another size"
 
 
 def _fit(tensor: FullTensor, rule: Shape, sizes: Mapping[str, int], hint: str) -> tuple[int, ...]:
@@ -384,7 +391,7 @@ def _fit(tensor: FullTensor, rule: Shape, sizes: Mapping[str, int], hint: str) -
     except NotationError as error:
         raise PlanError(
             f"{tensor.where}: tensor '{tensor.name}': {error.message}: "
-            "the config does not say it, and no tensor has it alone in a dimension"
+            "config.json does not give its size, and no tensor has a dimension of this axis alone"
         ) from None
     if tensor.shape is not None and tensor.shape != expected:
         named = " ".join(f"{axis}={sizes[axis]}" for axis in sorted(rule.axes))
@@ -396,7 +403,7 @@ def _fit(tensor: FullTensor, rule: Shape, sizes: Mapping[str, int], hint: str) -
     return expected
 
 
-def _check_indices(each: _Covered, sizes: AxisSizes) -> None:
+def _check_indices(each: _TensorGroup, sizes: AxisSizes) -> None:
     for place, axis in enumerate(each.axes):
         size = sizes.counts.get(axis)
         if size is None or max(each.seen[axis]) < size:

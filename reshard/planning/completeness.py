@@ -1,11 +1,16 @@
 """Whether a checkpoint has all tensors that must be there, by its rules, its config.json and its other tensors.
 
-A rule that covers no tensor is normal: a file of rules speaks for many models. So nothing is asked for by name. What
-must be there follows from what is: where one layer (or expert) has a tensor, all have it; what stands for the same
-thing in a module comes together (the projections to keys and to values); what one matrix makes another takes; a stack
-of layers ends in a norm, and a model begins with a table of its vocabulary. Where a model differs, its rule says so:
-``when``, or ``optional``. What predicts further tokens may be missing: publishers leave it out. Towers, the same on
-every rank, are only looked through for gaps, as some are published without their last layers.
+A rule that covers no tensor is normal, because an architecture file describes many models. So no rule alone demands a
+tensor. The tensors that are there demand others:
+
+- If one layer (or expert) has a tensor, all have it.
+- Matrices of one module with the same shape come together (keys and values).
+- Another matrix consumes the output of a matrix.
+- A norm follows a stack of layers, and a model has an embedding of its vocabulary.
+
+``when`` and ``optional`` in a rule state the exceptions of a model. Layers that predict further tokens may be missing,
+because publishers leave them out. Replicated towers are only checked for gaps in their layers: some are published
+without their last layers.
 """
 
 from __future__ import annotations
@@ -27,13 +32,13 @@ At = tuple[int, ...]
 """The indices in a name, outermost first."""
 
 _RECOMPUTED = (".inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
-"""Frequencies and masks that old checkpoints carry, some in some layers only: nobody reads them."""
+"""Frequencies and masks in old checkpoints, sometimes in a few layers only. No loader reads them."""
 
 _HEADED = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
 def check_complete(model: Model, where: Path) -> None:
-    """Raise CheckpointError with the first tensor that is missing, and how many are; never for a partial plan."""
+    """Raise CheckpointError if tensors are missing, with the first name and the count; a partial plan never raises."""
     if model.architecture.partial:
         return
     names = sorted(set(missing(model)), key=_in_order)
@@ -43,27 +48,27 @@ def check_complete(model: Model, where: Path) -> None:
             f"{where}: tensor '{names[0]}' is missing"
             + ("" if one else f", and {len(names) - 1:,} more")
             + f", by the rules '{model.architecture.name}', config.json and the {len(model.tensors):,} tensors there",
-            "fetch the files that are missing; for a part on purpose: 'partial = true' in a plan file, --plan FILE",
+            "fetch the missing files; if it is partial on purpose, pass --plan FILE with 'partial = true'",
         )
 
 
 def _in_order(name: str) -> tuple[bool, list[tuple[int, str]]]:
-    """A key by which layer 2 comes before layer 10, and both before what is in no layer."""
+    """A sort key: layer 2 comes before layer 10, and tensors outside all layers come last."""
     parts = [(int(segment), "") if segment.isdigit() else (-1, segment) for segment in name.split(".")]
     return all(number < 0 for number, _ in parts), parts
 
 
 def missing(model: Model) -> Iterator[str]:
-    """The names of tensors that must be there and are not; some more than once."""
-    found = _Found(model)
-    yield from _missing_layers(found)
-    yield from _missing_indices(found)
-    yield from _missing_in_some(found)
-    yield from _missing_companions(found)
-    yield from _missing_twins(found)
-    yield from _missing_ends_of_flow(found)
-    yield from _missing_vocabulary(found)
-    yield from _missing_norm(found)
+    """The names of the missing tensors; a name may come more than once."""
+    present = _Present(model)
+    yield from _missing_layers(present)
+    yield from _missing_indices(present)
+    yield from _missing_in_some(present)
+    yield from _missing_companions(present)
+    yield from _missing_twins(present)
+    yield from _missing_ends_of_flow(present)
+    yield from _missing_vocabulary(present)
+    yield from _missing_norm(present)
 
 
 # ----------------------------------------------------------------------------------------------- what is there
@@ -89,11 +94,11 @@ def _module(template: str) -> str:
     return template.removesuffix(".weight").rpartition(".")[0]
 
 
-class _Found:
-    """The tensors that are there, by the line that covers them and the indices in their names.
+class _Present:
+    """The tensors of a checkpoint, by the line that covers them and the indices in their names.
 
-    ``stacks`` has, for each stack of layers (or experts) and each of its members that is there, the lines and the
-    inner stacks that occur in it.
+    A stack is a list of layers or experts, and a member is one of them. ``stacks`` has, for each stack and each member
+    that is there, the lines and the inner stacks that occur in this member.
     """
 
     def __init__(self, model: Model) -> None:
@@ -117,12 +122,12 @@ class _Found:
 
     @cached_property
     def dealt(self) -> frozenset[str]:
-        """The axes that are dealt to ranks, but for padded ones (the vocabulary)."""
+        """The axes that are split over ranks, without those that may be padded (the vocabulary)."""
         families = itertools.chain.from_iterable(self.architecture.families.values())
         return frozenset(itertools.chain.from_iterable(families)) - {*self.architecture.pad}
 
     def is_dealt(self, stack: str) -> bool:
-        """Whether ranks hold different parts of what is in a stack: not so of towers."""
+        """Whether a tensor of a stack is sharded; a tower is replicated."""
         if stack not in self._dealt:
             self._dealt[stack] = self._is_dealt(stack)
         return self._dealt[stack]
@@ -133,7 +138,7 @@ class _Found:
         return _axes(stack)[-1] in self.dealt or any(shape.axes & self.dealt for shape in shapes)
 
     def needed(self, template: str, at: At) -> bool:
-        """Whether a line says that its tensor is there at these indices, if others of its kind are."""
+        """Whether a line (or an inner stack) demands its tensor at these indices, if it has tensors at others."""
         if template.endswith(_RECOMPUTED):
             return False
         if template.endswith("}"):  # an inner stack
@@ -143,15 +148,18 @@ class _Found:
         try:
             rule = self.sizes.holds(Match(template, self.architecture.tensors[template], indices))
             return rule is not None and not (rule.optional and self.sizes.evaluate(rule.optional, indices))
-        except NotationError:  # the config does not say what the condition asks
+        except NotationError:  # config.json lacks a setting of the condition
             return False
 
     def count(self, stack: str, outer: At) -> int | None:
-        """How many members a stack must have; None where the config does not say, or it predicts further tokens."""
+        """How many members a stack must have.
+
+        None if the config does not say, or if the stack is replicated or predicts further tokens.
+        """
         return self._counts(stack, outer)[0] if self.is_dealt(stack) and not _further(stack) else None
 
     def is_further(self, stack: str, at: At) -> bool:
-        """Whether a member of a stack, or of one around it, predicts further tokens."""
+        """Whether a member of a stack, or a member of a stack around it, predicts further tokens."""
         for inner, _ in _around(f"{stack}."):
             depth = len(_axes(inner))
             count, whole = self._counts(inner, at[: depth - 1])
@@ -160,7 +168,7 @@ class _Found:
         return False
 
     def _counts(self, stack: str, outer: At) -> tuple[int | None, int | None]:
-        """How many members a stack has without what predicts further tokens, and with it."""
+        """How many members a stack has: first without the layers that predict further tokens, then with them."""
         if (stack, outer) not in self._known:
             axis, indices = _axes(stack)[-1], dict(zip(_axes(stack), outer, strict=False))
             counts = self.sizes.count(axis, indices, without=_further), self.sizes.count(axis, indices)
@@ -183,7 +191,7 @@ class _Found:
 
     @cached_property
     def _start(self) -> str:
-        """How the names of this checkpoint begin, of the prefixes that there are."""
+        """The architecture's prefix with which the names of this checkpoint begin."""
         first, *others = self.architecture.prefixes or ("",)
         starts = [first, *sorted(others, key=len, reverse=True)]
         names = [next(iter(places.values()))[0].name for places in self.lines.values()]
@@ -191,7 +199,7 @@ class _Found:
 
 
 def _around(template: str) -> Iterator[tuple[str, str]]:
-    """The stacks that a line lies in, innermost first, each with what lies in it: the line, then the stack within."""
+    """The stacks around a line, innermost first, each with its content: the line first, then the inner stack."""
     inner, stack = template, _stack(template)
     while stack:
         yield stack, inner
@@ -199,7 +207,7 @@ def _around(template: str) -> Iterator[tuple[str, str]]:
 
 
 def _further(name: str) -> bool:
-    """Whether a setting, or a name, speaks of what predicts further tokens."""
+    """Whether a setting or a name belongs to layers that predict further tokens."""
     return "nextn" in name or "mtp" in name
 
 
@@ -216,61 +224,61 @@ def _moved(name: str, old: At, new: At) -> str:
 # ------------------------------------------------------------------------------------------------- what is missing
 
 
-def _missing_indices(found: _Found) -> Iterator[str]:
-    """What a layer (or expert) would have that is not there at all, as another has it."""
-    for stack, members in found.stacks.items():
+def _missing_indices(present: _Present) -> Iterator[str]:
+    """The tensors of layers (or experts) that are missing as a whole, as the nearest full layer has them."""
+    for stack, members in present.stacks.items():
         groups: dict[At, set[int]] = defaultdict(set)
         for at in members:
             groups[at[:-1]].add(at[-1])
         for outer, indices in groups.items():
-            if found.is_further(_outer(stack), outer):
+            if present.is_further(_outer(stack), outer):
                 continue
-            count = found.count(stack, outer)
+            count = present.count(stack, outer)
             for index in sorted({*range(max(indices) + 1 if count is None else count)} - indices):
                 near = _like(members, outer, indices, index)
-                for tensor in found.inside(stack, (*outer, near)):
-                    if found.needed(tensor.template, (*outer, index, *tensor.at[len(outer) + 1 :])):
+                for tensor in present.inside(stack, (*outer, near)):
+                    if present.needed(tensor.template, (*outer, index, *tensor.at[len(outer) + 1 :])):
                         yield _moved(tensor.name, (*outer, near), (*outer, index))
 
 
 def _like(members: Mapping[At, set[str]], outer: At, indices: Iterable[int], index: int) -> int:
-    """The member of a stack that tells what another one would have: the nearest of those that have most."""
+    """The member of a stack that shows what a missing one must have: the nearest of those with most lines."""
     return min(indices, key=lambda other: (-len(members[(*outer, other)]), abs(other - index)))
 
 
-def _missing_in_some(found: _Found) -> Iterator[str]:
-    """What a layer lacks that another has, which has all else that the first one has."""
-    for stack, members in found.stacks.items():
-        if not found.is_dealt(stack):
+def _missing_in_some(present: _Present) -> Iterator[str]:
+    """The tensors that one layer lacks and another has, if the other has all lines of the first."""
+    for stack, members in present.stacks.items():
+        if not present.is_dealt(stack):
             continue
         kinds: dict[frozenset[str], list[At]] = defaultdict(list)
         for at, inside in members.items():
-            if not found.is_further(stack, at):
+            if not present.is_further(stack, at):
                 kinds[frozenset(inside)].append(at)
         for few, many in itertools.permutations(kinds, 2):
             if few < many:
                 for at in kinds[few]:
                     for inner in sorted(many - few):
-                        if found.needed(inner, at):
-                            yield from _as_in(found, inner, kinds[many][0], at)
+                        if present.needed(inner, at):
+                            yield from _as_in(present, inner, kinds[many][0], at)
 
 
-def _as_in(found: _Found, inner: str, other: At, at: At) -> Iterator[str]:
-    """The names of a line's tensors (or an inner stack's) at some indices, as they are at others."""
-    for template, places in found.lines.items():
+def _as_in(present: _Present, inner: str, other: At, at: At) -> Iterator[str]:
+    """The names of a line's (or inner stack's) tensors at ``other``, moved to the indices ``at``."""
+    for template, places in present.lines.items():
         if template == inner or template.startswith(f"{inner}."):
             for place, tensors in places.items():
                 if place[: len(other)] == other:
                     yield from (_moved(tensor.name, other, at) for tensor in tensors)
 
 
-def _missing_companions(found: _Found) -> Iterator[str]:
-    """What belongs to a quantized weight in one layer and not in another, where its dtype is the same."""
-    for places in found.lines.values():
+def _missing_companions(present: _Present) -> Iterator[str]:
+    """The companions that a quantized weight has in one layer and lacks in another, if its dtype is the same."""
+    for places in present.lines.values():
         if max(map(len, places.values())) == 1:
             continue
         kinds: dict[frozenset[tuple[str, str]], list[At]] = defaultdict(list)
-        first: dict[Kind, tuple[str, str]] = {}  # the name that one of each kind would have at the first indices
+        first: dict[Kind, tuple[str, str]] = {}  # the name of a tensor of each kind, with all indices set to 0
         for at, tensors in places.items():
             for tensor in tensors:
                 if tensor.kind not in first:
@@ -282,28 +290,29 @@ def _missing_companions(found: _Found) -> Iterator[str]:
                     yield from (_moved(name, (0,) * len(at), at) for name, _ in sorted(many - few))
 
 
-def _missing_twins(found: _Found) -> Iterator[str]:
-    """Matrices of one module and shape of which only some are there: keys without values, a gate without what it
-    gates.
-    """
+def _missing_twins(present: _Present) -> Iterator[str]:
+    """Missing matrices of a module that has others of the same shape: keys without values, a gate without ``up``."""
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for template, rules in found.architecture.tensors.items():
+    for template, rules in present.architecture.tensors.items():
         shapes = [shape for rule in rules for shape in rule.shapes]
-        is_matrix = any(shape.output_dim is not None and shape.axes & found.dealt for shape in shapes)
+        is_matrix = any(shape.output_dim is not None and shape.axes & present.dealt for shape in shapes)
         if is_matrix and _stack(template) and not template.endswith(("*", "bias")):
             groups[_module(template), str([[str(shape) for shape in rule.shapes] for rule in rules])].append(template)
     for templates in groups.values():
-        there = [template for template in templates if template in found.lines]
+        there = [template for template in templates if template in present.lines]
         for template in templates if there else ():
-            if template not in found.lines:
-                for at in found.lines[there[0]]:
-                    if found.needed(template, at) and not found.is_further(_stack(template), at):
-                        yield found.spelled(template, at)
+            if template not in present.lines:
+                for at in present.lines[there[0]]:
+                    if present.needed(template, at) and not present.is_further(_stack(template), at):
+                        yield present.spelled(template, at)
 
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A line that makes some dealt axes out of others."""
+    """A matrix's line: ``makes`` are the split axes of its output, ``takes`` those of its input.
+
+    ``home`` is the layer around it, empty outside all layers.
+    """
 
     template: str
     home: str
@@ -311,104 +320,103 @@ class _Matrix:
     takes: frozenset[str]
 
 
-def _matrices(found: _Found, templates: Iterable[str]) -> Iterator[_Matrix]:
-    experts = frozenset(itertools.chain.from_iterable(found.architecture.families.get("ep", ())))
+def _matrices(present: _Present, templates: Iterable[str]) -> Iterator[_Matrix]:
+    experts = frozenset(itertools.chain.from_iterable(present.architecture.families.get("ep", ())))
     for template in templates:
-        for shape in (shape for rule in found.architecture.tensors[template] for shape in rule.shapes):
+        for shape in (shape for rule in present.architecture.tensors[template] for shape in rule.shapes):
             if shape.output_dim is None or template.endswith(("bias", "*")):
                 continue
             makes = shape.dims[shape.output_dim].axes
             takes = frozenset(itertools.chain.from_iterable(shape.dims[place].axes for place in shape.input_dims))
-            dealt, home = found.dealt - experts, template[: template.find("}") + 1]
+            dealt, home = present.dealt - experts, template[: template.find("}") + 1]
             yield _Matrix(template, home, makes & dealt, takes & dealt)
 
 
-def _missing_ends_of_flow(found: _Found) -> Iterator[str]:
-    """What would make what a matrix takes, or take what it makes: queries without an output, an output without
-    queries.
-    """
-    rules = list(_matrices(found, found.architecture.tensors))
-    there = [matrix for matrix in rules if matrix.template in found.lines]
+def _missing_ends_of_flow(present: _Present) -> Iterator[str]:
+    """Missing matrices that make the input of another matrix or take its output: queries without ``o_proj``."""
+    rules = list(_matrices(present, present.architecture.tensors))
+    there = [matrix for matrix in rules if matrix.template in present.lines]
     layers = {m.home for m in there if m.makes} & {m.home for m in there if m.takes}
     for each in there:
         near = [m for m in rules if each.home not in layers or m.home == each.home or m.home not in layers]
         makers = [m.template for m in near if each.takes <= m.makes]
         takers = [m.template for m in near if each.makes & m.takes]
         for axes, others in ((each.takes, makers), (each.makes, takers)):
-            if axes and not any(other in found.lines for other in others):
-                yield from _first_needed(found, others, each.template)
+            if axes and not any(other in present.lines for other in others):
+                yield from _first_needed(present, others, each.template)
 
 
-def _first_needed(found: _Found, templates: Sequence[str], beside: str) -> Iterator[str]:
-    """The first of some lines that is needed at the indices of another one's tensors, at all of them."""
+def _first_needed(present: _Present, templates: Sequence[str], beside: str) -> Iterator[str]:
+    """The names of the first line that is needed at the indices of the line ``beside``."""
     for template in templates:
         depth = len(_axes(_stack(template)))
-        places = {at[:depth]: None for at in found.lines[beside] if len(at) >= depth}
-        names = [found.spelled(template, at) for at in places if found.needed(template, at)]
+        places = {at[:depth]: None for at in present.lines[beside] if len(at) >= depth}
+        names = [present.spelled(template, at) for at in places if present.needed(template, at)]
         if names:
             yield from names
             return
 
 
-def _missing_layers(found: _Found) -> Iterator[str]:
-    """Something of each layer, where there is none at all."""
-    known = dict.fromkeys(stack for template in found.architecture.tensors for stack, _ in _around(template))
-    stacks = [stack for stack in known if len(_axes(stack)) == 1 and found.count(stack, ())]
-    if stacks and not any(matrix.makes | matrix.takes for matrix in _matrices(found, found.lines)):
-        inside = (template for template in found.architecture.tensors if _stack(template) == stacks[0])
+def _missing_layers(present: _Present) -> Iterator[str]:
+    """A tensor of each layer, if the checkpoint has no sharded matrix at all."""
+    known = dict.fromkeys(stack for template in present.architecture.tensors for stack, _ in _around(template))
+    stacks = [stack for stack in known if len(_axes(stack)) == 1 and present.count(stack, ())]
+    if stacks and not any(matrix.makes | matrix.takes for matrix in _matrices(present, present.lines)):
+        inside = (template for template in present.architecture.tensors if _stack(template) == stacks[0])
         for template in itertools.islice(inside, 1):
-            yield from (found.spelled(template, (index,)) for index in range(found.count(stacks[0], ()) or 0))
+            yield from (present.spelled(template, (index,)) for index in range(present.count(stacks[0], ()) or 0))
 
 
-def _missing_vocabulary(found: _Found) -> Iterator[str]:
-    """The table of the vocabulary, and the head where the config says that it is another."""
-    tables = [line for line in _ends(found) if any(_is_table(found, shape) for shape in _shapes(found, line))]
-    there = [line for line in tables if line in found.lines]
-    count = 2 if len(tables) > 1 and _has_head(found, there) else 1
+def _missing_vocabulary(present: _Present) -> Iterator[str]:
+    """The embedding of the vocabulary, and the head if config.json says that the two are not tied."""
+    tables = [line for line in _ends(present) if any(_is_table(present, shape) for shape in _shapes(present, line))]
+    there = [line for line in tables if line in present.lines]
+    count = 2 if len(tables) > 1 and _has_head(present, there) else 1
     if tables and len(there) < count:
-        yield from itertools.islice((found.spelled(line) for line in tables if line not in there), count - len(there))
+        yield from itertools.islice((present.spelled(line) for line in tables if line not in there), count - len(there))
 
 
-def _has_head(found: _Found, tables: Sequence[str]) -> bool:
-    """Whether the config says that the model has a head of its own, and the names that they are not a base model's,
-    which is saved without one and without the prefix.
+def _has_head(present: _Present, tables: Sequence[str]) -> bool:
+    """Whether the model has a head of its own, by config.json and by the names.
+
+    A base model has none, and is saved without the prefix.
     """
-    config, settings = found.model.config, found.sizes.settings
+    config, settings = present.model.config, present.sizes.settings
     ties = (config.get("tie_word_embeddings"), settings.get("tie_word_embeddings"))
     classes = config.get("architectures")
     headed = isinstance(classes, list) and bool(classes) and str(classes[0]).endswith(_HEADED)
-    whole = found.architecture.prefixes[:1] != ("",) and any(() in found.lines[t] for t in tables)
-    spelled = all(found.lines[table][()][0].name.startswith(table.rpartition(".")[0]) for table in tables)
+    whole = present.architecture.prefixes[:1] != ("",) and any(() in present.lines[t] for t in tables)
+    spelled = all(present.lines[table][()][0].name.startswith(table.rpartition(".")[0]) for table in tables)
     return headed and whole and spelled and ties[0] is False and True not in ties
 
 
-def _is_table(found: _Found, shape: Shape) -> bool:
-    return len(shape.dims) == 2 and any(dim.axis in found.architecture.pad for dim in shape.dims)
+def _is_table(present: _Present, shape: Shape) -> bool:
+    return len(shape.dims) == 2 and any(dim.axis in present.architecture.pad for dim in shape.dims)
 
 
-def _missing_norm(found: _Found) -> Iterator[str]:
-    """The norm behind a stack of layers that have norms."""
-    for stack in found.stacks:
-        if len(_axes(stack)) > 1 or not found.is_dealt(stack) or found.count(stack, ()) is None:
+def _missing_norm(present: _Present) -> Iterator[str]:
+    """The norm behind a stack of layers, if the layers have norms."""
+    for stack in present.stacks:
+        if len(_axes(stack)) > 1 or not present.is_dealt(stack) or present.count(stack, ()) is None:
             continue
         root = stack.rpartition(".")[0].rpartition(".")[0]
-        inside = {axis for line in found.lines if line.startswith(f"{stack}.") for axis in _vectors(found, line)}
-        norms = [line for line in _ends(found) if _module(line) == root and inside & _vectors(found, line)]
-        if norms and not any(line in found.lines for line in norms):
-            yield from itertools.islice((found.spelled(line) for line in norms if found.needed(line, ())), 1)
+        inside = {axis for line in present.lines if line.startswith(f"{stack}.") for axis in _vectors(present, line)}
+        norms = [line for line in _ends(present) if _module(line) == root and inside & _vectors(present, line)]
+        if norms and not any(line in present.lines for line in norms):
+            yield from itertools.islice((present.spelled(line) for line in norms if present.needed(line, ())), 1)
 
 
-def _ends(found: _Found) -> Iterator[str]:
-    """The weights outside all layers that rules know."""
-    rules = found.architecture.tensors
+def _ends(present: _Present) -> Iterator[str]:
+    """The lines of weights outside all layers."""
+    rules = present.architecture.tensors
     return (template for template in rules if "{" not in template and not template.endswith(("*", "bias")))
 
 
-def _shapes(found: _Found, template: str) -> Iterator[Shape]:
-    return (shape for rule in found.architecture.tensors[template] for shape in rule.shapes)
+def _shapes(present: _Present, template: str) -> Iterator[Shape]:
+    return (shape for rule in present.architecture.tensors[template] for shape in rule.shapes)
 
 
-def _vectors(found: _Found, template: str) -> set[str]:
-    """The axes of a line for vectors of one axis, ``{"hidden"}`` of a norm."""
-    weights = _shapes(found, template) if template.endswith(".weight") else ()
+def _vectors(present: _Present, template: str) -> set[str]:
+    """The axes of a line's vectors: ``{"hidden"}`` for a norm; empty for a matrix."""
+    weights = _shapes(present, template) if template.endswith(".weight") else ()
     return {s.dims[0].axis for s in weights if len(s.dims) == 1 and not s.is_open and s.dims[0].axis is not None}

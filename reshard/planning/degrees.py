@@ -18,8 +18,10 @@ from reshard.planning.shares import padded_sizes, padding_for, shares_of
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a degree is not possible: the family that does not absorb it, its sizes, and the unit that it is dealt in if
-    it is dealt unevenly; or the block that would be cut, and what to do about it.
+    """Why a degree is not possible.
+
+    Either ``family`` has the axes and sizes that do not divide, with their ``unit`` if they are split unevenly; or
+    ``cut`` says which scale block would be cut, and ``advice`` what to do.
     """
 
     degree: int
@@ -41,7 +43,7 @@ def refusal(
 ) -> Refusal | None:
     """Why ``degree`` is not possible along a mesh dimension, or None if it is.
 
-    With ``same_ranks`` experts stay whole; with ``uneven`` the last ranks may have less (see ``unevenly``).
+    With ``same_ranks`` experts are not split; with ``uneven`` the last ranks may hold less (see ``unevenly``).
     """
     mesh = Mesh(((mesh_dim, degree),), same_ranks)
     return _refusal(model, unevenly(model, mesh) if uneven else mesh, pad=pad)
@@ -62,7 +64,7 @@ def _refusal(model: Model, mesh: Mesh, *, pad: bool) -> Refusal | None:
 
 
 def _cut_block(model: Model, mesh: Mesh, *, pad: bool) -> Refusal | None:
-    """The first tensor of a quantized weight in which a mesh would cut a block."""
+    """The first tensor in which a mesh would cut a scale block or a packed element; None if there is none."""
     padding = padding_for(model, mesh, 1) if pad else {}
     for tensor in model.in_blocks:
         sizes = padded_sizes(model.sizes.of(dict(tensor.indices)), padding)
@@ -78,10 +80,9 @@ def _cut_block(model: Model, mesh: Mesh, *, pad: bool) -> Refusal | None:
 
 
 def unevenly(model: Model, mesh: Mesh) -> Mesh:
-    """The same mesh with units for those of the model's channels that it cannot have in equal parts (or not without
-    cutting a block of a quantized weight).
+    """The same mesh with a unit for each channel that does not divide evenly, or not without cutting a scale block.
 
-    A unit is the least common multiple of what the tensors with that axis need, so that no rank cuts a block.
+    A unit is the least common multiple of what the tensors with that axis need, so that no rank cuts a scale block.
     """
     degree, units = dict(mesh.degrees).get("tp", 1), _units(model, experts=not mesh.same_ranks)
     sets = model.axis_sets(experts=not mesh.same_ranks)
@@ -94,7 +95,7 @@ def unevenly(model: Model, mesh: Mesh) -> Mesh:
 
 
 def _units(model: Model, *, experts: bool) -> dict[str, int]:
-    """The unit of each axis that may be dealt unevenly; with ``experts`` those of experts' tensors count."""
+    """The unit of each axis that may be split unevenly; without ``experts`` their tensors do not count."""
     units = dict.fromkeys(model.channels, 1)
     for tensor in model.with_channels:
         if not experts and tensor.axes & model.expert_axes:
@@ -116,11 +117,9 @@ def valid_degrees(
     uneven: bool = False,
     limit: int = 1024,
 ) -> list[int]:
-    """Every degree that all families can absorb, in increasing order up to ``limit``; with ``uneven`` those too of
-    which the last ranks have less.
-    """
+    """Every possible degree up to ``limit``, in increasing order; options as for ``refusal``."""
     families = list(_families(model, mesh_dim, pad=pad, same_ranks=same_ranks))
-    if not families:  # nothing is dealt, or only what may be padded
+    if not families:  # no axis is split, or only axes that may be padded
         return list(range(1, limit + 1)) if _is_dealt(model, mesh_dim) else [1]
     free = model.channels if uneven and mesh_dim == "tp" else frozenset[str]()
     least = min([limit, *(sizes[family[0]] for family, sizes in families if family[0] in free)])
@@ -147,10 +146,10 @@ def _is_dealt(model: Model, mesh_dim: str) -> bool:
 
 
 def check_degrees(model: Model, mesh: Mesh, *, pad: bool = True) -> None:
-    """Raise PlanError for a degree that some family of axes does not absorb, with the valid ones."""
+    """Raise PlanError with the valid degrees if a degree of the mesh is not possible."""
     for axis, _ in mesh.uneven:
         if axis not in model.channels:
-            raise PlanError(f"{mesh}: the axis '{axis}' cannot be dealt unevenly")
+            raise PlanError(f"{mesh}: the axis '{axis}' cannot be split unevenly")
     for mesh_dim, degree in mesh.degrees:
         if degree == 1:
             continue
@@ -164,11 +163,11 @@ def check_degrees(model: Model, mesh: Mesh, *, pad: bool = True) -> None:
             hint = f"valid degrees: {', '.join(map(str, valid))}{ways}{advice}"
             raise PlanError(f"--{mesh_dim} {degree} is not possible: {why}", hint)
         if not _is_dealt(model, mesh_dim):
-            raise PlanError(f"--{mesh_dim} {degree} is not possible: the plan deals no axis over {mesh_dim}")
+            raise PlanError(f"--{mesh_dim} {degree} is not possible: the plan splits no axis over {mesh_dim}")
 
 
 def other_ways(model: Model, mesh: Mesh, mesh_dim: str, why: Refusal, *, pad: bool) -> Iterable[str]:
-    """The options with which a refused degree is possible."""
+    """The command-line options that make a refused degree possible."""
     degree = dict(mesh.degrees)[mesh_dim]
     if refusal(model, mesh_dim, degree, pad=pad, same_ranks=mesh.same_ranks, uneven=True) is None:
         yield "--uneven"

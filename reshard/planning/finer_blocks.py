@@ -1,4 +1,4 @@
-"""Smaller blocks for the scales of quantized weights, where a rank's boundary would cut one (``--refine-blocks``)."""
+"""Smaller scale blocks for quantized weights, where a rank's boundary would cut one (``--refine-blocks``)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from reshard.planning.shares import shares_of
 
 
 def finer_blocks(model: Model, mesh: Mesh) -> tuple[int, int] | None:
-    """The largest block size of which every rank's boundaries are multiples; None if that is the model's own.
+    """The largest scale block (rows, columns) that no rank's boundary cuts; None if the model's own is not cut.
 
-    Raises PlanError for blocks that begin anew in each part of a weight.
+    Raises PlanError if scale blocks begin anew in each part of a weight.
     """
     block = block_size(model.config)
     if block is None:
@@ -25,9 +25,9 @@ def finer_blocks(model: Model, mesh: Mesh) -> tuple[int, int] | None:
     for tensor in model.in_blocks:
         if any(dim.part is not None for dim in tensor.rule.dims):
             raise PlanError(
-                f"--refine-blocks is not possible: tensor '{tensor.name}' has blocks that begin anew in each part of "
-                f"'{tensor.rule.dims[0].whole}'",
-                "choose a degree that cuts no block",
+                f"--refine-blocks is not possible: tensor '{tensor.name}' has scale blocks that begin anew in each "
+                f"part of '{tensor.rule.dims[0].whole}'",
+                "choose a degree that cuts no scale block",
             )
         sizes = model.sizes.of(dict(tensor.indices))
         for place, dim in zip((-2, -1), tensor.rule.dims[-2:], strict=True):
@@ -39,7 +39,7 @@ def finer_blocks(model: Model, mesh: Mesh) -> tuple[int, int] | None:
 
 
 def with_blocks(model: Model, block: tuple[int, int]) -> Model:
-    """The same model with scales for blocks of another size."""
+    """The same model with scale blocks of another size (rows, columns)."""
     blocked = {kind for kind in model.kinds if any(dim.counted[0] > 1 for dim in kind.rule.dims)}
     tensors = [FullTensor(t.name, t.dtype, None if t.kind in blocked else t.shape, "") for t in model.tensors]
     return bind(model.architecture, with_block_size(model.config, block), tensors, known=model.sizes.measured)

@@ -14,24 +14,25 @@ from reshard.planning.sizes import AxisSizes
 
 
 class FullTensor(NamedTuple):  # there may be half a million of these: a dataclass takes four times as long to make
-    """A tensor of the unsplit checkpoint; ``where`` names its file in errors, ``shape`` is None where only rules know
-    it.
+    """A tensor of the unsplit checkpoint.
+
+    ``where`` names its file in errors. ``shape`` is None where no file states it and the rule gives it.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...] | None
     where: str
-    held: tuple[int, ...] | None = None  # what one rank has, where the full shape is not known
+    held: tuple[int, ...] | None = None  # one rank's shape, where the full shape is not known
 
 
 @dataclass(frozen=True, eq=False)
 class Kind:
-    """The tensors that differ in nothing but in indices on which nothing depends, with the shape that holds for them.
+    """Tensors that differ only in indices on which neither size nor rank depends.
 
-    ``name`` is that of the first of them. ``indices`` are those of a name that sizes depend on, ``places`` those along
-    axes that may be dealt to ranks (experts). There are ``count`` of them, in ``layers``: their indices along the
-    outermost axis of a name that is not dealt.
+    ``name`` is the name of the first tensor. ``indices`` are the indices in the name on which sizes depend, ``places``
+    the indices along axes that may be split over ranks (experts). ``shape`` is the full shape. ``count`` is how many
+    there are. ``layers`` has their indices along the outermost axis of the name that is not split.
     """
 
     name: str
@@ -42,20 +43,20 @@ class Kind:
     places: tuple[tuple[str, int], ...]
     shape: tuple[int, ...]
     stated: Shape | None
-    """The weight's, for a tensor that states which shape it has."""
+    """The rule of the weight, if this tensor's values state the shape of a weight."""
     advice: str | None
-    """What to do where a rank's boundary would cut a block of it."""
+    """What to do if a rank's boundary would cut a scale block of it."""
     count: int
     layers: frozenset[int]
 
     @cached_property
     def axes(self) -> frozenset[str]:
-        """The axes of its shape, and those of its name that may be dealt."""
+        """The axes of its shape, and the axes in its name that may be split."""
         return self.rule.axes | {axis for axis, _ in self.places}
 
 
 class BoundTensor(NamedTuple):
-    """A tensor by its name, of which kind it is, and all indices in its name, outermost first."""
+    """A tensor's name, its kind, and all indices in its name, outermost first."""
 
     name: str
     kind: Kind
@@ -79,7 +80,7 @@ class BoundTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Model:
-    """An architecture that fits a checkpoint: every tensor has a rule, and every rule the shape on disk."""
+    """A checkpoint and its architecture: every tensor has a rule, and its shape on disk fits the rule."""
 
     architecture: Architecture
     config: Mapping[str, Any]
@@ -94,19 +95,20 @@ class Model:
 
     @cached_property
     def in_blocks(self) -> tuple[Kind, ...]:
-        """What counts a dimension in blocks (scales and packed integers), one for each rule and its sizes."""
+        """The kinds that count a dimension in blocks (scales, packed integers), one for each rule and its sizes."""
         blocked = [kind for kind in self.kinds if any(dim.counted[0] > 1 for dim in kind.rule.dims)]
         return tuple({(kind.rule, kind.indices): kind for kind in reversed(blocked)}.values())
 
     @cached_property
     def expert_axes(self) -> frozenset[str]:
-        """The axes that expert parallelism deals."""
+        """The axes that expert parallelism splits."""
         return frozenset(axis for family in self.architecture.families.get("ep", ()) for axis in family)
 
     @cached_property
     def channels(self) -> frozenset[str]:
-        """The axes that may be dealt unevenly: each is a family of its own over tp that is not padded, and nothing lies
-        within an index of it, as a head's elements lie within a head.
+        """The axes that may be split unevenly.
+
+        Each is alone in its tp family, is not padded, and encloses no other axis (a head axis encloses its elements).
         """
         alone = {family[0] for family in self.architecture.families.get("tp", ()) if len(family) == 1}
         rules = (rule for template in self.used_templates for rule in self.architecture.tensors[template])
@@ -116,7 +118,7 @@ class Model:
 
     @cached_property
     def with_channels(self) -> tuple[Kind, ...]:
-        """What has an axis which may be dealt unevenly, one for each rule, its sizes and its bits."""
+        """The kinds with an axis that may be split unevenly, one for each rule, its sizes and its bits."""
         found = (kind for kind in self.kinds if kind.rule.axes & self.channels)
         return tuple({(k.rule, k.indices, k.axes, DTYPE_BITS[k.dtype]): k for k in found}.values())
 
@@ -125,8 +127,9 @@ class Model:
         return frozenset((kind.axes, kind.indices) for kind in self.kinds)
 
     def axis_sets(self, *, experts: bool = True) -> tuple[Mapping[str, int], ...]:
-        """The distinct sizes of axes that occur (one, unless sizes depend on the layer); without those of experts
-        alone, if so asked.
+        """The distinct sets of axis sizes: one, unless sizes depend on the layer.
+
+        Without ``experts``, tensors of experts do not count.
         """
         axes: dict[tuple[tuple[str, int], ...], set[str]] = {}
         for names, indices in self._axes:
@@ -140,5 +143,5 @@ class Model:
 
 
 def in_order(tensors: Iterable[BoundTensor]) -> list[BoundTensor]:
-    """Tensors in the order in which they are to be stored: wide items first, then as in the source."""
+    """Tensors in the order in which they are stored: wide dtypes first, then the order of the source."""
     return sorted(tensors, key=lambda tensor: -DTYPE_BITS[tensor.kind.dtype])

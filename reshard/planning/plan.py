@@ -22,7 +22,7 @@ from reshard.planning.shares import padded_sizes, padding_for, shares_of, sizes_
 
 @dataclass(frozen=True)
 class Box:
-    """What a rank holds of a tensor: the owned runs of each padded dimension, and its local shape as it is stored."""
+    """A rank's part of a tensor: the owned runs of each padded dimension, and the local shape as it is stored."""
 
     dims: tuple[tuple[Run, ...], ...]
     shape: tuple[int, ...]
@@ -30,12 +30,12 @@ class Box:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """One way in which tensors lie on a mesh, shared by all tensors of equal rule, sizes and shape.
+    """How tensors lie on a mesh; tensors of equal rule, sizes and shape share a layout.
 
-    ``stored`` is the shape in the unsplit checkpoint. ``full`` is the same but for what belongs to quantized weights
-    and is stored in one row, which is unfolded (see ``Dim.unfolded``), as is ``rule``; ``padded`` with the zeros that
-    a degree needs. ``boxes`` has what each rank (of ``ranks``) holds, without those that hold nothing (another rank's
-    expert). ``dealt_by_name`` says that there may be such ranks.
+    ``stored`` is the shape in the unsplit checkpoint. ``full`` is the same shape, unfolded where a companion of a
+    quantized weight is stored in one row (see ``Dim.unfolded``); ``rule`` is unfolded too. ``padded`` is ``full`` with
+    the zeros that a degree needs. ``boxes`` has the part of each rank. A rank without a part (another rank's expert)
+    is absent; only with ``dealt_by_name`` can there be such ranks. ``ranks`` is the number of all ranks.
     """
 
     rule: Shape
@@ -49,11 +49,11 @@ class Layout:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every rank holds all of it."""
+        """Whether every rank holds the whole tensor."""
         return not self.parallel_dims and not self.dealt_by_name
 
     def runs(self, dim: int) -> list[tuple[Run, ...]]:
-        """What each rank owns of a dimension."""
+        """The runs of a dimension that each rank owns."""
         return [self.boxes[rank].dims[dim] if rank in self.boxes else () for rank in range(self.ranks)]
 
 
@@ -65,11 +65,11 @@ class Entry(NamedTuple):
     template: str
     layout: Layout
     stated: Layout | None = None
-    """That of the weight, for a tensor that states which shape it has."""
+    """The layout of the weight, if this tensor's values state the shape of a weight."""
 
 
 def dequantized(plan: Plan) -> Plan:
-    """The plan of the same model on the same mesh with plain weights in the place of quantized ones."""
+    """The plan of the same model on the same mesh, with plain weights in place of quantized ones."""
     model, kept, weights = plan.model, [], set()
     dtypes = {tensor.name: tensor.dtype for tensor in model.tensors}
     for tensor in model.tensors:
@@ -105,14 +105,14 @@ class Plan:
         return {tensor.name: self.laid[tensor.kind]._replace(name=tensor.name) for tensor in self.model.tensors}
 
     def boxes(self, rank: int) -> dict[Kind, Box]:
-        """What a rank holds of each tensor of a kind."""
+        """A rank's part of the tensors of each kind; kinds of which it holds nothing are absent."""
         return {kind: entry.layout.boxes[rank] for kind, entry in self.laid.items() if rank in entry.layout.boxes}
 
     def rank_sizes(self, rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
-        """The sizes of the axes as ``rank`` holds them."""
+        """The size of each axis on a rank."""
         padded = padded_sizes(sizes, self.padding)
         shares = shares_of(self.model, self.mesh, rank, padded, frozenset())
-        if self.mesh.same_ranks:  # what only experts have is whole
+        if self.mesh.same_ranks:  # an axis that only experts have is not split by tp
             outside = {axis for found in self.model.axis_sets(experts=False) for axis in found}
             shares = {axis: part for axis, part in shares.items() if axis in outside}
             shares |= shares_of(self.model, self.mesh, rank, padded, self.model.expert_axes)
@@ -127,11 +127,11 @@ def make_plan(
     pad_to: int = 1,
     padding: Mapping[str, int] | None = None,
 ) -> Plan:
-    """Deal a model's axes to the ranks of a mesh.
+    """Split a model's axes over the ranks of a mesh.
 
-    ``pad_to`` asks for padded axes (the vocabulary) in multiples of it; with ``pad=False`` an axis that does not
-    divide is refused; ``padding`` gives the padded sizes of shards that exist. Raises PlanError that names the axis,
-    its size and the valid degrees.
+    The axes that may be padded (the vocabulary) are padded to a multiple of ``pad_to``. With ``pad=False`` an axis that
+    does not divide is refused. ``padding`` gives the padded sizes of existing shards. Raises PlanError that names the
+    axis, its size and the valid degrees.
     """
     check_degrees(model, mesh, pad=pad)
     if padding is None:
@@ -158,7 +158,7 @@ def make_plan(
 
 
 def _owners(model: Model, mesh: Mesh, tensor: Kind) -> frozenset[int] | None:
-    """The ranks that hold a tensor whose name says which expert's it is; None where every rank does."""
+    """The ranks that hold a tensor with an expert's index in its name; None if every rank holds it."""
     if mesh.degrees[0][0] == "tp" and len(mesh.degrees) == 1:
         return None
     sizes = model.sizes.of(dict(tensor.indices))
@@ -205,7 +205,7 @@ def _layout(
 
 
 def _check_whole_bytes(tensor: Kind, layout: Layout) -> None:
-    """Elements smaller than a byte are not cut within one."""
+    """Raise PlanError if a run begins or ends within a byte (elements smaller than a byte)."""
     bits = DTYPE_BITS[tensor.dtype]
     for box in layout.boxes.values() if bits % 8 else ():
         for run in box.dims[-1] if box.dims else ():
@@ -226,7 +226,7 @@ def _check_padding(tensor: Kind, padding: Mapping[str, int]) -> None:
 
 
 def _check_every_element_is_owned(architecture: Architecture, tensor: Kind, dealt: set[str]) -> None:
-    """A mesh dimension may split a tensor along one family, each axis once (else ranks own only a diagonal)."""
+    """Raise PlanError if a mesh dimension splits two dimensions of a tensor: ranks would own only a diagonal."""
     for mesh_dim, families in architecture.families.items():
         split = [family for family in families if dealt & tensor.rule.axes & {*family}]
         repeated = any(_times(tensor.rule.dims, axis) > 1 for family in split for axis in dealt & {*family})
@@ -238,7 +238,7 @@ def _check_every_element_is_owned(architecture: Architecture, tensor: Kind, deal
 
 
 def _times(dims: Sequence[Dim], axis: str) -> int:
-    """How often an axis multiplies itself: over dimensions and the factors of a product, not the blocks of a sum."""
+    """How often an axis occurs in a product: over dimensions and factors, but not over the summands of a sum."""
     return sum(max(sum(_factor_times(f, axis) for f in block.factors) for block in dim.blocks) for dim in dims)
 
 
@@ -248,13 +248,13 @@ def _factor_times(factor: Factor, axis: str) -> int:
 
 @dataclass(frozen=True)
 class Padding:
-    """What to do with a vocabulary that does not divide: pad it (to a multiple of ``to``, at least), or refuse."""
+    """What to do with a vocabulary that does not divide: pad it to a multiple of ``to`` and the degree, or refuse."""
 
     allowed: bool = True
     to: int = 1
 
 
 def plan_of(model: Model, mesh: Mesh, *, uneven: bool = False, padding: Padding = Padding()) -> Plan:
-    """A model on a mesh; ``uneven`` as for ``split``. Raises PlanError for a degree that is not possible."""
+    """The plan of a model on a mesh; ``uneven`` as for ``split``. Raises PlanError if a degree is not possible."""
     mesh = unevenly(model, mesh) if uneven else mesh
     return make_plan(model, mesh, pad=padding.allowed, pad_to=padding.to)

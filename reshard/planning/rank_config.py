@@ -11,13 +11,13 @@ from reshard.planning.plan import Plan
 
 
 def rank_config(plan: Plan, rank: int) -> dict[str, Any]:
-    """The ``config.json`` of a rank: the source's, with the counts that this rank holds."""
+    """The ``config.json`` of a rank: the source's, with the sizes of this rank."""
     architecture, config = plan.model.architecture, copy.deepcopy(dict(plan.model.config))
     target = config
     for key in architecture.section(config):
         target = target[key]
     for key, expression in architecture.config.items():
-        for inner, last, indices in _places(target, key.split("."), {}):
+        for inner, last, indices in _settings_at(target, key.split("."), {}):
             value = _config_value(plan, rank, expression, inner.get(last), indices)
             if last in inner or (value is not None and inner is target):
                 inner[last] = value
@@ -25,7 +25,7 @@ def rank_config(plan: Plan, rank: int) -> dict[str, Any]:
 
 
 def with_sizes_of_whole(plan: Plan, config: Mapping[str, Any]) -> dict[str, Any]:
-    """A rank's ``config.json`` with the whole model's numbers in the place of those that follow from its sizes."""
+    """A rank's ``config.json`` with the whole model's sizes in place of the rank's."""
     architecture, found = plan.model.architecture, copy.deepcopy(dict(config))
     ours: dict[str, Any] = found
     whole: dict[str, Any] = dict(plan.model.config)
@@ -34,17 +34,17 @@ def with_sizes_of_whole(plan: Plan, config: Mapping[str, Any]) -> dict[str, Any]
     for key, expression in architecture.config.items():
         if not expression.names & architecture.sizes.keys():
             continue
-        places = zip(*(_places(settings, key.split("."), {}) for settings in (ours, whole)), strict=False)
+        places = zip(*(_settings_at(settings, key.split("."), {}) for settings in (ours, whole)), strict=False)
         for (inner, last, _), (outer, _, _) in places:
             inner.pop(last, None)
             inner |= {last: outer[last]} if last in outer else {}
     return found
 
 
-def _places(
+def _settings_at(
     settings: dict[str, Any], path: Sequence[str], indices: Mapping[str, int]
 ) -> Iterable[tuple[dict[str, Any], str, Mapping[str, int]]]:
-    """Where a key of ``[config]`` is kept: the settings, the last part of the key, and the indices on the way."""
+    """Where a key of ``[config]`` is kept: the settings, the last part of the key, and the indices in the path."""
     first, *rest = path
     if not rest:
         yield settings, first, indices
@@ -53,7 +53,7 @@ def _places(
     for key in keys:
         if isinstance(settings.get(key), dict):
             found = {first[1:-1]: int(key)} if first.startswith("{") else {}
-            yield from _places(settings[key], rest, {**indices, **found})
+            yield from _settings_at(settings[key], rest, {**indices, **found})
 
 
 def _config_value(plan: Plan, rank: int, expression: Any, original: Any, indices: Mapping[str, int]) -> Any:

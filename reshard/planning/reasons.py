@@ -70,8 +70,9 @@ def too_few_units(axis: str, size: int, unit: int, degree: int) -> str:
 
 
 def cuts_blocks(dim: Dim, sizes: Mapping[str, int], shares: Mapping[str, Share]) -> str | None:
-    """``an intermediate size of 704 is 5.5 blocks of 128, which do not divide by 2``; None where a rank's part of a
-    dimension would be whole blocks, or where it is a sum or a product of others.
+    """``an intermediate size of 704 is 5.5 blocks of 128, which do not divide by 2``.
+
+    None if a rank's part of the dimension is whole scale blocks, or if the dimension is a sum or a nested product.
     """
     factors = dim.blocks[0].factors
     if dim.step == 1 or len(dim.blocks) > 1 or not all(isinstance(factor, str) for factor in factors):

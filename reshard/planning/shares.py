@@ -1,4 +1,4 @@
-"""What each rank of a mesh has of each axis."""
+"""The share of each axis on each rank of a mesh."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from reshard.planning.model import Model
 def shares_of(
     model: Model, mesh: Mesh, rank: int, sizes: Mapping[str, int], axes: AbstractSet[str]
 ) -> dict[str, Share]:
-    """What a rank has of each axis, in a tensor with these axes."""
+    """A rank's share of each axis, in a tensor with these axes; an axis that is not split is absent."""
     shares: dict[str, Share] = {}
     coordinates = mesh.coordinates(rank)
     for mesh_dim, degree in mesh.degrees:
@@ -35,17 +35,17 @@ def shares_of(
 def local_sizes(
     model: Model, mesh: Mesh, rank: int, sizes: Mapping[str, int], axes: AbstractSet[str]
 ) -> dict[str, int]:
-    """The size of each axis as a rank has it, in a tensor with these axes."""
+    """The size of each axis on a rank, in a tensor with these axes."""
     return sizes_of_parts(sizes, shares_of(model, mesh, rank, sizes, axes))
 
 
 def sizes_of_parts(sizes: Mapping[str, int], shares: Mapping[str, Share]) -> dict[str, int]:
-    """The size of each axis for what has these shares of it."""
+    """The size of each axis after the split into these shares."""
     return {axis: shares[axis].run(size).length if axis in shares else size for axis, size in sizes.items()}
 
 
 def padding_for(model: Model, mesh: Mesh, pad_to: int) -> dict[str, int]:
-    """The padded size of each axis that does not divide by its degree or by ``pad_to``, where it may be padded."""
+    """The padded size of each axis that may be padded and does not divide by its degree or by ``pad_to``."""
     padding: dict[str, int] = {}
     for mesh_dim, degree in mesh.degrees:
         axes = {axis for family in model.architecture.families.get(mesh_dim, ()) for axis in family}
@@ -59,5 +59,5 @@ def padding_for(model: Model, mesh: Mesh, pad_to: int) -> dict[str, int]:
 
 
 def padded_sizes(sizes: Mapping[str, int], padding: Mapping[str, int]) -> dict[str, int]:
-    """All sizes, padded ones in the place of the model's own."""
+    """All sizes, with padded sizes in place of the model's own."""
     return {axis: padding.get(axis, size) for axis, size in sizes.items()}

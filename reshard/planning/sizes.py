@@ -14,13 +14,11 @@ from formats.quantization.companions import Scheme
 from formats.quantization.methods import scheme_of
 
 _DEEPEST, _MOST_STEPS = 30, 10_000
-
-
-"""Sizes that refer to a further one, and those that are looked up to know all. Built-in plans need 2 and 43."""
+"""Limits for sizes that refer to others: the length of a chain, and all look-ups. Built-in plans need 2 and 43."""
 
 
 class AxisSizes:
-    """The size of every axis for a tensor's indices: from the config, or else as measured on disk."""
+    """The size of every axis for a tensor's indices: from the config, else measured on disk."""
 
     def __init__(self, architecture: Architecture, config: Mapping[str, Any], known: Mapping[str, int]) -> None:
         self._architecture = architecture
@@ -34,7 +32,7 @@ class AxisSizes:
 
     @cached_property
     def scheme(self) -> Scheme:
-        """How weights are quantized, by the config."""
+        """The quantization scheme that the config states."""
         return scheme_of(self.settings)
 
     @cached_property
@@ -44,9 +42,9 @@ class AxisSizes:
         return self._index_names & frozenset().union(*(expression.names for expression in expressions))
 
     def indices_for(self, rules: Sequence[Rule]) -> frozenset[str]:
-        """The axes in names on whose index it depends which of a line's rules holds, and how its tensors are split.
+        """The axes in names whose index decides which of a line's rules holds, or how its tensors are split.
 
-        An axis is dealt together with its family.
+        The sizes of a whole family count, because its axes are split together.
         """
         axes = frozenset().union(*(shape.axes for rule in rules for shape in rule.shapes))
         families = (family for found in self._architecture.families.values() for family in found)
@@ -77,18 +75,18 @@ class AxisSizes:
 
     @cached_property
     def counts(self) -> dict[str, int]:
-        """How many indices a name may have, of each axis that stands in names."""
+        """The size that the config gives to each axis in names."""
         named = {axis: self._config_size(axis, {}, ()) for axis in self._index_names & self._architecture.sizes.keys()}
         return {axis: size for axis, size in named.items() if size is not None}
 
     def key(self, indices: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-        """What of a tensor's indices its sizes depend on."""
+        """The indices of a tensor on which sizes depend."""
         if not self._used_indices:
             return ()
         return tuple((name, indices[name]) for name in sorted(self._used_indices) if name in indices)
 
     def of(self, indices: Mapping[str, int]) -> dict[str, int]:
-        """The sizes for a tensor with these indices; an axis that nobody knows is absent."""
+        """The size of each axis for a tensor with these indices; an axis of unknown size is absent."""
         key = self.key(indices)
         if key not in self._cache:
             self._steps = 0
@@ -105,13 +103,13 @@ class AxisSizes:
         return None
 
     def evaluate(self, expression: Expression, indices: Mapping[str, int]) -> Any:
-        """What an expression gives for a tensor with these indices."""
+        """The value of an expression for a tensor with these indices; raises NotationError if it has none."""
         return expression.evaluate(lambda name: self._look_up(name, indices, ()))
 
     def count(
         self, axis: str, indices: Mapping[str, int], *, without: Callable[[str], bool] = lambda _: False
     ) -> int | None:
-        """The size that the config gives an axis, as if it lacked some settings; None if it gives none."""
+        """The size that the config gives to an axis, or None; settings for which ``without`` holds are ignored."""
         expression = self._architecture.sizes.get(axis)
         if expression is None:
             return None

@@ -1,1 +1,1 @@
-"""Where checkpoints are read from, and how output is put in its place."""
+"""Opens checkpoints, from a folder or the Hub, and publishes finished output."""

@@ -14,7 +14,7 @@ from reshard.storage.source import Source, lines_of, open_source
 
 @dataclass(frozen=True)
 class Access:
-    """How to get at a source: Hub revision, token and cache, and the user's own plan file."""
+    """How to open a source: Hub revision, token and cache, and the user's own plan file."""
 
     revision: str | None = None
     token: str | None = None
@@ -24,7 +24,7 @@ class Access:
 
 
 def open_any(source: str | Path, access: Access, *, headers_only: bool = False) -> Source:
-    """Open a folder or a Hub id (which is downloaded first). Raises ReshardError."""
+    """Open a folder, or download a Hub id and open it. With ``headers_only`` no weights. Raises ReshardError."""
     fetched = fetch(
         str(source), revision=access.revision, token=access.token, cache_dir=access.cache_dir, quiet=access.quiet,
         headers_only=headers_only,
@@ -35,7 +35,7 @@ def open_any(source: str | Path, access: Access, *, headers_only: bool = False) 
 
 
 def lines_of_any(source: str | Path, access: Access) -> Architecture:
-    """The lines that cover the tensors of a folder or a Hub id, whether or not they fit. Raises ReshardError."""
+    """The lines that cover the tensors of a folder or a Hub id, even if shapes do not fit. Raises ReshardError."""
     fetched = fetch(
         str(source), revision=access.revision, token=access.token, cache_dir=access.cache_dir, quiet=access.quiet,
         headers_only=True,
@@ -44,7 +44,7 @@ def lines_of_any(source: str | Path, access: Access) -> Architecture:
 
 
 def _refuse_one_rank(source: Source) -> None:
-    """A rank's folder looks like a full checkpoint; its files' headers say what it is."""
+    """Raise CheckpointError for a rank's folder: it looks like a full checkpoint, but file headers tell."""
     file = source.checkpoint.files[0] if source.checkpoint else None
     if file is not None and METADATA_KEY in file.metadata:
         raise CheckpointError(f"{source.path} is one rank of a split checkpoint", "give the folder of all ranks")

@@ -1,7 +1,7 @@
-"""A checkpoint from the Hugging Face Hub: which of a repository's files are needed, and where they lie once fetched.
+"""Fetches a checkpoint from the Hugging Face Hub: decides which files of a repository are needed, and downloads them.
 
-The download itself is ``huggingface_hub``'s: its cache, its token, its progress bars, its environment variables. It is
-imported when the first repository is asked for, because the import alone takes longer than ``reshard --help`` may.
+The download is done by ``huggingface_hub``, with its cache, token, progress bars and environment variables. The library
+is imported only for a Hub id, because the import alone takes longer than ``reshard --help`` may take.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from formats.errors import CheckpointError
 from formats.files.foreign import is_usable, refuse_foreign
 from formats.mesh import RANK_FOLDER
 
-# Other frameworks' weights, other packagings of the same weights, archives and pictures: all else is small and may
-# be wanted (tokenizers, chat templates, licences, custom code), under names that nobody can list in advance.
+# Weights of other frameworks or in other formats, archives and pictures. All other files are small and may be needed
+# (tokenizers, chat templates, licences, custom code), and their names cannot be listed in advance.
 # fmt: off
 _NOT_SIDE_FILES = (
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".ggml",
@@ -37,27 +37,27 @@ _NOT_SIDE_FILES = (
 )
 # fmt: on
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_HTTP_LIBRARIES = ("httpx2", "httpx", "requests", "urllib3")  # whichever the client is built on
-_FIRST_READ = 100_000  # bytes of a safetensors file; holds most headers whole
-_MAX_HEADER = 100_000_000  # the safetensors library's own limit
+_HTTP_LIBRARIES = ("httpx2", "httpx", "requests", "urllib3")  # huggingface_hub uses one of these
+_FIRST_READ = 100_000  # bytes; most safetensors headers are shorter
+_MAX_HEADER = 100_000_000  # bytes; the safetensors library's own limit
 _ATTEMPTS = 3
 _TIMEOUT = 30.0  # seconds for a header to arrive
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """Where a SOURCE lies on this machine, and what it is called on the Hub if it came from there."""
+    """The folder of a source on this machine, and its Hub id and commit if it came from the Hub."""
 
     path: Path
     repo: str | None = None
     commit: str | None = None
     headers_only: bool = False
-    """The safetensors files are sparse: true headers, true sizes, no data. Good for planning and for nothing else."""
+    """The safetensors files are sparse, with true headers and sizes but no data: enough for planning only."""
 
 
 @dataclass(frozen=True)
 class _Request:
-    """One repository at one revision, and how to get at it."""
+    """A repository, a revision, and the options of the download."""
 
     repo: str
     revision: str | None
@@ -66,7 +66,7 @@ class _Request:
     quiet: bool
 
     def snapshot(self, files: Iterable[str], *, revision: str | None = None, local: bool = False) -> Path:
-        """Download the named files, if the cache lacks them; the folder of the cache that shows the commit's files."""
+        """Download the named files unless the cache has them; returns the commit's folder in the cache."""
         from huggingface_hub import snapshot_download
 
         folder = snapshot_download(
@@ -90,15 +90,15 @@ def fetch(
     headers_only: bool = False,
     quiet: bool = False,
 ) -> Fetched:
-    """The files of ``source``: a path that exists as it is, else those files of a Hub repository that are needed.
+    """The folder of ``source``: an existing path as it is, or a Hub repository after its download.
 
-    A repository is downloaded into ``huggingface_hub``'s cache, of which ``path`` is a snapshot folder. Where it has
-    safetensors, no other weights are fetched; offline, or when the Hub cannot be reached, a complete copy in the cache
-    is used. With ``headers_only`` the safetensors files are sparse stand-ins, true in header and size, unless the cache
-    holds them already; a repository without safetensors is fetched whole all the same.
+    Only the needed files are downloaded, into ``huggingface_hub``'s cache; ``path`` is then a snapshot folder there. If
+    a repository has safetensors, no other weights are downloaded. If the Hub cannot be reached, a complete copy in the
+    cache is used. With ``headers_only`` the safetensors files are sparse, with true headers and sizes, unless the cache
+    has the full ones; a repository without safetensors is downloaded in full even then.
 
-    Raises ``CheckpointError`` for a path or repository that does not exist or may not be read, a download that fails
-    and a disk that is too small.
+    Raises CheckpointError if the path or repository does not exist or may not be read, the download fails, or the disk
+    is too small.
     """
     path = Path(source).expanduser()
     if source and path.exists():
@@ -121,7 +121,7 @@ def fetch(
 
 
 def side_files(listing: Iterable[str]) -> list[str]:
-    """The files of a repository, weights aside, that belong to its checkpoint."""
+    """The files of a checkpoint's repository that are not weights: config, tokenizer, index, licence."""
     listing = list(listing)
     return sorted(
         name
@@ -133,10 +133,11 @@ def side_files(listing: Iterable[str]) -> list[str]:
 
 
 def weight_files(listing: Iterable[str], folder: Path) -> list[str]:
-    """The weights of a repository: safetensors if there are any, else ``.bin``; those its index names if it has one.
+    """The weight files of a repository: safetensors if there are any, else ``.bin``.
 
-    ``folder`` holds the side files. Copies of the weights under other names (``consolidated.safetensors``, a variant
-    of another dtype) are left out; an index that cannot be read is left to whoever reads the checkpoint.
+    If there is an index, only the files that it names. ``folder`` has the side files. Copies of the weights under other
+    names (``consolidated.safetensors``, a variant of another dtype) are left out. An unreadable index is ignored here:
+    opening the checkpoint reports it.
     """
     listing = [name for name in listing if _belongs(name, listing)]
     indices = _indices(listing)
@@ -151,14 +152,14 @@ def weight_files(listing: Iterable[str], folder: Path) -> list[str]:
 
 
 def _belongs(name: str, listing: Iterable[str]) -> bool:
-    """Whether a file is part of the checkpoint and not a copy for another program (``original/``, ``onnx/``)."""
+    """Whether a file is part of the checkpoint, not a copy for another program (``original/``, ``onnx/``)."""
     if name.startswith("."):
         return False
     return "/" not in name or name.startswith("additional_chat_templates/") or _is_split(listing)
 
 
 def _is_split(listing: Iterable[str]) -> bool:
-    """Whether a repository holds what ``reshard split`` wrote."""
+    """Whether a repository has shards that ``reshard split`` wrote."""
     return any(name == "reshard.json" or RANK_FOLDER.fullmatch(name.partition("/")[0]) for name in listing)
 
 
@@ -189,7 +190,7 @@ def _is_needed_to_plan(name: str) -> bool:
 
 
 def _download(request: _Request, headers_only: bool) -> Fetched:
-    """Ask the Hub what it has, then fetch what is needed: first the side files, which name the weights."""
+    """List the repository, then download the side files, then the weights that these name."""
     from huggingface_hub import HfApi
 
     api = HfApi(token=request.token, library_name="reshard")
@@ -204,7 +205,7 @@ def _download(request: _Request, headers_only: bool) -> Fetched:
     if headers_only:
         side = [name for name in side if _is_needed_to_plan(name)]
     with _bars_off():
-        folder = request.snapshot(side)  # by the revision's name, which the cache then knows without the Hub
+        folder = request.snapshot(side)  # by the revision's name, so that the cache knows this name offline
     weights = weight_files(sizes, folder)
     if not any(is_usable(name, sizes) for name in weights):
         refuse_foreign(request.repo, sizes)
@@ -220,14 +221,14 @@ def _download(request: _Request, headers_only: bool) -> Fetched:
         _check_space(request, folder, sum(sizes.get(name, 0) for name in missing))
         _say(request, f"downloading {_count(missing)} of {request.repo}, {_gigabytes(sizes, missing)}")
         _persist(request, weights, folder.name)
-        gc.collect()  # the client leaves its progress bars open; collected, they end their lines
+        gc.collect()  # huggingface_hub leaves progress bars open; deleted, they end their lines
     return Fetched(folder, request.repo, folder.name)
 
 
 def _persist(request: _Request, files: list[str], commit: str) -> None:
-    """Download ``files``, again after a lost connection as long as the Hub still answers.
+    """Download ``files``; try again after a lost connection while the Hub still answers.
 
-    The client takes up a file itself where a server closed the connection, but not where the connection was reset.
+    ``huggingface_hub`` itself resumes after a server closed the connection, but not after a reset.
     """
     for attempt in range(1, _ATTEMPTS + 1):
         try:
@@ -239,7 +240,7 @@ def _persist(request: _Request, files: list[str], commit: str) -> None:
 
 
 def _answers(request: _Request) -> bool:
-    """Whether the Hub can be reached a moment from now."""
+    """Whether the Hub answers after one second."""
     from huggingface_hub import HfApi
 
     time.sleep(1)
@@ -251,7 +252,7 @@ def _answers(request: _Request) -> bool:
 
 
 def _from_cache(request: _Request, headers_only: bool, error: Exception) -> Fetched:
-    """The copy in the cache, if it is complete; raises ``error``, which is why the Hub was not asked, if it is not."""
+    """The copy in the cache, if it is complete; else raises ``error``, the reason why the Hub cannot be used."""
     from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
     try:
@@ -270,18 +271,18 @@ def _from_cache(request: _Request, headers_only: bool, error: Exception) -> Fetc
 
 
 def _cached_listing(request: _Request, folder: Path) -> list[str]:
-    """The names of all files of the commit, if the client has kept them, else of those that are there."""
+    """The names of all files of the commit, if ``huggingface_hub`` cached them; else of the files in the folder."""
     try:
         from huggingface_hub import get_cached_repo_tree  # huggingface_hub 2 and later
 
         tree = get_cached_repo_tree(request.repo, revision=folder.name, cache_dir=request.cache_dir)
         return [entry.path for entry in tree]
-    except Exception:  # no such function, or no such list: both mean that only the folder can tell
+    except Exception:  # no such function, or no such list
         return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()]
 
 
 def _check_space(request: _Request, folder: Path, needed: int) -> None:
-    """Refuse a download that the disk cannot hold; what earlier attempts left behind may yet be made use of."""
+    """Raise CheckpointError if the disk is too small for ``needed`` bytes; unfinished downloads count as done."""
     begun = sum(path.stat().st_size for path in (folder.parent.parent / "blobs").glob("*.incomplete"))
     free = shutil.disk_usage(folder).free
     if needed - begun > free:
@@ -296,7 +297,7 @@ def _check_space(request: _Request, folder: Path, needed: int) -> None:
 
 
 def _fetch_headers(request: _Request, side: list[str], weights: list[str], snapshot: Path) -> Path:
-    """A folder like ``snapshot`` in which the weights are sparse files with true headers; made once per commit."""
+    """A copy of ``snapshot`` with sparse weight files that have true headers; made once per commit."""
     final = _headers_folder(request, snapshot.name)
     if final.exists():
         return final
@@ -319,7 +320,7 @@ def _fetch_headers(request: _Request, side: list[str], weights: list[str], snaps
 
 
 def _fetch_header(request: _Request, commit: str, name: str, target: Path) -> None:
-    """Write the header of a safetensors file of the Hub to ``target``, and make that as long as the file is."""
+    """Write the header of a safetensors file of the Hub to ``target``, and give it the file's full size."""
     data, size = _read_range(request, commit, name, 0, _FIRST_READ)
     end = 8 + int.from_bytes(data[:8], "little")
     if not 8 < end <= min(size, _MAX_HEADER):
@@ -335,7 +336,7 @@ def _fetch_header(request: _Request, commit: str, name: str, target: Path) -> No
 
 
 def _read_range(request: _Request, commit: str, name: str, start: int, stop: int) -> tuple[bytes, int]:
-    """Bytes ``start`` to ``stop`` of a file of the Hub, fewer where it ends before, and the size of the whole file."""
+    """Bytes ``start`` to ``stop`` of a file of the Hub, fewer if it ends before, and the file's size in bytes."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import (  # type: ignore[attr-defined]
         build_hf_headers,
@@ -367,7 +368,7 @@ def _headers_folder(request: _Request, commit: str) -> Path:
 
 
 def _may_be_repo(source: str) -> bool:
-    """Whether ``source`` is a possible Hub id (``name`` or ``org/name``) rather than a path."""
+    """Whether ``source`` has the form of a Hub id (``name`` or ``org/name``)."""
     if not source or source[0] in "./~" or source.endswith("/") or source.count("/") > 1 or "\\" in source:
         return False
     from huggingface_hub.errors import HFValidationError
@@ -399,7 +400,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _is_outage(error: BaseException) -> bool:
-    """Whether ``error`` means that the Hub was not reached, broke off or failed inside, and not that it refused."""
+    """Whether the Hub was not reached, broke off or failed; False if it refused the request."""
     from huggingface_hub.errors import HfHubHTTPError
 
     for cause in _causes(error):
@@ -411,7 +412,7 @@ def _is_outage(error: BaseException) -> bool:
 
 
 def _explain(error: Exception, request: _Request) -> CheckpointError:
-    """What a failure of the download means, for the person who asked for it."""
+    """The error to show to the user for a failed download."""
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
@@ -442,7 +443,7 @@ def _explain(error: Exception, request: _Request) -> CheckpointError:
 
 
 def _explain_refusal(error: Exception, request: _Request) -> CheckpointError:
-    """What an answer of the Hub other than the file means."""
+    """The error to show to the user for a refusal by the Hub."""
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -471,7 +472,7 @@ def _explain_refusal(error: Exception, request: _Request) -> CheckpointError:
 
 
 def _status(error: BaseException) -> int:
-    """The HTTP status that the Hub answered with, 0 if there is none."""
+    """The HTTP status of the Hub's answer; 0 without an answer."""
     return int(getattr(getattr(error, "response", None), "status_code", 0))
 
 
@@ -484,7 +485,7 @@ def _first_line(error: BaseException) -> str:
 
 @contextmanager
 def _as_told(quiet: bool) -> Iterator[None]:
-    """Progress bars on a terminal only, and with ``quiet`` neither these nor the client's warnings."""
+    """Show progress bars only on a terminal; with ``quiet`` neither bars nor warnings of ``huggingface_hub``."""
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     if quiet:
@@ -501,7 +502,7 @@ def _as_told(quiet: bool) -> Iterator[None]:
 
 @contextmanager
 def _bars_off() -> Iterator[None]:
-    """No progress bars of the client, unless HF_HUB_DISABLE_PROGRESS_BARS says which it shall be."""
+    """Turn off the progress bars of ``huggingface_hub``, unless HF_HUB_DISABLE_PROGRESS_BARS decides."""
     from huggingface_hub import constants
     from huggingface_hub.utils import (  # type: ignore[attr-defined]
         are_progress_bars_disabled,

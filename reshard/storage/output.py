@@ -1,14 +1,19 @@
-"""Output that is either complete under its final name, or not there: staging, journal, locks, atomic publication.
+"""Publishes output under its final name only when it is complete: staging, journal, locks, atomic rename.
 
-Everything is built in ``OUT.partial`` and renamed to ``OUT`` when complete. ``.reshard-*`` in it are the task (an empty
-file whose name tells another run whether it may go on with the files), a journal of finished files with their
-checksums and those of what they were made from, the locks, and an older output that is being replaced. A folder of
-that name without the task's file is somebody else's, and is refused. Ranks that are written alone (``--rank``) are
-renamed into ``OUT`` one by one; the manifest there lists those that are complete.
+The output is built in the staging folder ``OUT.partial``, and renamed to ``OUT`` when it is complete. Files named
+``.reshard-*`` in the staging folder are not part of the output:
 
-Guarantees: POSIX rename is atomic. A run goes on with a finished file if nothing has touched it since; after a restart
-of the machine, which may have lost what was written, only if the file still has its checksum. What is published is safe
-from power loss only with ``fsync``.
+- the task, an empty file; its name tells another run whether it may use the finished files;
+- a journal for each part, with the finished files, their checksums, and the sums of the source bytes read for them;
+- the locks;
+- an older output that is being replaced.
+
+A folder ``OUT.partial`` without a task file was not made by reshard, and is refused. Ranks that are written alone
+(``--rank``) are renamed into ``OUT`` one by one, and the manifest there lists the complete ones.
+
+Guarantees: POSIX rename is atomic. A later run keeps a finished file if its state (size, time, inode) is unchanged. A
+restart of the machine may lose written bytes; after one, the checksum must be right too. Published output survives a
+power loss only with ``fsync``.
 """
 
 from __future__ import annotations
@@ -34,13 +39,13 @@ from formats.files.stamps import Stamp, read_stamp
 from reshard.system import boot_id, disk_errors
 
 STATE = ".reshard-"
-"""How the names of what is not part of the output begin in a staging folder."""
+"""Names in a staging folder that begin so are not part of the output."""
 
 TASK = f"{STATE}task-"
 _MARKER = re.compile(re.escape(TASK) + "[a-z]+-[0-9a-f]{32}")
 _REPLACED_OUTPUT, _REPLACED_RANK = f"{STATE}replaced-output", f"{STATE}replaced-rank"
 PATIENCE = 0.2
-"""Seconds for the processes of a run that was killed to end, which hold its locks till then."""
+"""Seconds to wait for a lock: the processes of a killed run hold it until they have ended."""
 
 SUFFIX = ".partial"
 
@@ -51,19 +56,19 @@ def staging_of(out: Path) -> Path:
 
 
 def unfinished_command(path: Path) -> str | None:
-    """The command that such a folder is the work of, None for any other path."""
+    """The command whose staging folder this is; None for any other path."""
     if not path.name.endswith(SUFFIX):
         return None
     return next((marker.name.removeprefix(TASK).rpartition("-")[0] for marker in _markers(path)), None)
 
 
 def _markers(work: Path) -> list[Path]:
-    """The files that show a folder to be a staging folder of reshard's."""
+    """The task files in a folder: they show that reshard made it."""
     return [p for p in work.glob(f"{TASK}*") if _MARKER.fullmatch(p.name) and p.is_file() and not p.is_symlink()]
 
 
 def check_staging(out: Path) -> None:
-    """Refuse a path that is needed for staging and is somebody else's. Touches nothing, and follows no link."""
+    """Raise CheckpointError if the staging path is in use by something else. Changes nothing, follows no link."""
     work, hint = staging_of(out), "move it away, or choose another output folder"
     if work.is_symlink():
         raise CheckpointError(f"{work} is a link, and {out.name} would be built there", hint)
@@ -71,7 +76,7 @@ def check_staging(out: Path) -> None:
         return
     if not work.is_dir():
         raise CheckpointError(f"{work} is a file, and {out.name} would be built there", hint)
-    if not _markers(work):  # of a run that has just begun there are only locks
+    if not _markers(work):  # a run that has just begun has only locks there
         other = next((entry.name for entry in work.iterdir() if not entry.name.startswith(STATE)), None)
         if other is not None:
             raise CheckpointError(
@@ -80,15 +85,16 @@ def check_staging(out: Path) -> None:
 
 
 def _task_name(task: Mapping[str, Any]) -> str:
-    # A name and not a content, which would lie on the disk: to remove that can take 0.2 s while the disk is busy.
+    # The name has the digest, and the file is empty: to remove a file with content takes 0.2 s on a busy disk.
     digest = blake2b(json.dumps(task, sort_keys=True).encode(), digest_size=16).hexdigest()
     return f"{TASK}{task['command']}-{digest}"
 
 
 @dataclass(frozen=True)
 class Read:
-    """What finished files were made from: the sum (see ``PartialSum.to_text``) of the bytes of a source file that these
-    targets wanted, all of them by name.
+    """The sum (see ``PartialSum.to_text``) of the bytes of a source file that were read for exactly these targets.
+
+    Files are named relative to the source and to the output.
     """
 
     source: str
@@ -98,7 +104,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Finished:
-    """A file that an earlier run (or this one) has completed."""
+    """A file that this run or an earlier one has completed: its size in bytes, its checksum, its source bytes."""
 
     size: int
     checksum: str | None
@@ -106,11 +112,11 @@ class Finished:
 
 
 class Staging:
-    """The place in which one output is built. A context manager: the locks are held inside it.
+    """The folder in which one output is built. A context manager: the locks are held inside it.
 
-    ``task`` describes what is written, in JSON, with the ``command``: a run may go on with the files of another that
-    had an equal task. ``parts`` are the folders that this run writes (``""`` is the root), ``inputs`` the states of the
-    files that it reads. ``check`` is called when the locks are held; what it raises ends the run.
+    ``task`` is a JSON document that describes the output, with the ``command``: a run uses the finished files of an
+    earlier run with an equal task. ``parts`` are the folders that this run writes (``""`` is the root). ``inputs`` are
+    the states of the files that it reads. ``check`` is called once the locks are held; its error ends the run.
     """
 
     def __init__(
@@ -153,7 +159,7 @@ class Staging:
     def __exit__(self, *exception: object) -> None:
         self._unlock()
 
-    # -- whose it is
+    # -- the folder
 
     def _claim(self) -> None:
         while True:
@@ -166,13 +172,13 @@ class Staging:
                     return
 
     def _restore_replaced(self) -> None:
-        """Give back its name to an output that a run had moved aside when it was killed."""
+        """Rename an output back that a killed run had moved aside."""
         if not self.out.exists():
             for aside in sorted(self.work.glob(f"{_REPLACED_OUTPUT}-*"))[:1]:
                 aside.rename(self.out)
 
     def _leave(self) -> None:
-        """Remove the staging folder, if nothing was built in it and nobody else is at work there."""
+        """Remove the staging folder, if nothing was built in it and no other run writes there."""
         if any(not entry.name.startswith(STATE) for entry in self.work.iterdir()):
             return
         with contextlib.suppress(CheckpointError):
@@ -191,7 +197,10 @@ class Staging:
             self._locks.append(lock)
 
     def _lock(self, name: str, *, wait: bool) -> IO[str] | None:
-        """Lock a file of the staging folder, which another process may remove at the same time."""
+        """Lock a file of the staging folder; None if it is locked and ``wait`` is False.
+
+        Another process may remove the folder at the same time; then it is made again.
+        """
         path = self.work / (STATE + name)
         while True:
             self._claim()
@@ -215,17 +224,20 @@ class Staging:
         self._journals.clear()
         self._locks.clear()
 
-    # -- going on with an earlier run
+    # -- resuming an earlier run
 
     def _adopt_or_clear(self) -> None:
-        """Keep what an equal task has left; clear away what any other task has, unless it is still running."""
+        """Keep the files of an equal task; remove those of another task.
+
+        Raises CheckpointError if the other task is still running.
+        """
         lock = self._lock("lock-task", wait=True)
         assert lock is not None
         with lock:
             built = [entry for entry in self.work.iterdir() if not entry.name.startswith(STATE)]
             if self._task.exists():
                 for entry in (p for root in built for p in (root, *root.rglob("*")) if p.is_symlink()):
-                    entry.unlink()  # not reshard's, and what is written must not go where it leads
+                    entry.unlink()  # reshard makes no links, and must not write through one
                 return
             if built:
                 self._check_nobody_else_writes()
@@ -250,7 +262,7 @@ class Staging:
             lock.close()
 
     def _load_journal(self, part: str) -> None:
-        """Take over the files that an earlier run of the same inputs and parts has finished, and begin a journal."""
+        """Keep the finished files of an earlier run with the same inputs and parts, and begin a new journal."""
         path = self.work / f"{STATE}journal-{part or 'root'}"
         lines = path.read_text().splitlines() if path.is_file() and not path.is_symlink() else []
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
@@ -285,26 +297,26 @@ class Staging:
         journal.write(json.dumps(entry) + "\n")
 
     def clear(self) -> None:
-        """Throw away what was built: it cannot be trusted."""
+        """Remove all that was built, because it cannot be trusted."""
         remove_tree(self.work)
 
     # -- writing
 
     def path(self, name: str) -> Path:
-        """Where a file of the output is built; its folder is made."""
+        """The path at which a file of the output is built; makes its folder."""
         path = self.work / name
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
     def note_finished(self, part: str, name: str, finished: Finished) -> None:
-        """Write a completed file into the journal."""
+        """Add a completed file to the journal."""
         self.finished[name] = finished
         journal = self._journals[part]
         self._note(journal, name, finished)
         journal.flush()
 
     def write(self, name: str, content: bytes) -> FileRecord:
-        """Write a small file whole."""
+        """Write a small file, and return its record. Raises CheckpointError."""
         path = self.path(name)
         with disk_errors(path):
             with _open_new(path, "wb") as file:
@@ -315,10 +327,10 @@ class Staging:
     # -- publishing
 
     def publish_all(self, *, overwrite: bool) -> None:
-        """Give the whole output its final name, and remove the staging folder.
+        """Rename the staging folder to the output's final name.
 
-        Killed before the end, this leaves the old output or the new one under the name, or neither: then both lie in
-        the staging folder, and the next run of the same output gives the old one its name back.
+        If the process is killed here, the final name has the old output, the new output, or nothing. In the last case
+        both are in the staging folder, and the next run with the same output renames the old one back.
         """
         with disk_errors(self.out):
             self._sync_folders()
@@ -338,7 +350,7 @@ class Staging:
 
     @contextlib.contextmanager
     def publishing(self) -> Iterator[None]:
-        """Hold the lock under which ranks are renamed into the output and listed in its manifest."""
+        """Hold the lock for renaming ranks into the output and listing them in its manifest."""
         lock = self._lock("lock-task", wait=True)
         assert lock is not None
         with lock, disk_errors(self.out):
@@ -347,7 +359,7 @@ class Staging:
             yield
 
     def move_in(self, part: str) -> None:
-        """Rename a finished rank's folder into the output, in the place of an older one if there is one."""
+        """Rename a finished rank's folder into the output; an older one of that name is replaced."""
         self._sync_folders()
         target, built = self.out / part, self.work / part
         if target.exists():
@@ -358,10 +370,10 @@ class Staging:
             remove_tree(replaced)
 
     def put(self, name: str, content: bytes) -> None:
-        """Write a small file into the output at once, atomically."""
+        """Write a small file directly into the output, atomically."""
         path = self.out / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        staged = path.with_name(".reshard.incomplete")  # not longer than the name, which may be as long as one can be
+        staged = path.with_name(".reshard.incomplete")  # a suffix could make the name too long
         with _open_new(staged, "wb") as file:
             file.write(content)
         self._sync(staged)
@@ -389,11 +401,12 @@ class Staging:
 
 
 def check_output(out: Path, sources: Sequence[Path], *, overwrite: bool, begun: bool = False) -> None:
-    """Refuse an output that exists, unless it was ``begun``, or that lies inside a source or around one, as the place
-    where it is built may not either. Touches nothing.
+    """Raise CheckpointError if the output exists, or if it or its staging folder overlaps with a source folder.
+
+    An output may exist with ``overwrite``, or if an earlier run has ``begun`` it. Changes nothing.
     """
     for place in (out, staging_of(out)):
-        target = Path(os.path.realpath(place))  # Path.resolve does not take a link to itself
+        target = Path(os.path.realpath(place))  # Path.resolve fails on a link to itself
         for source in sources:
             other = Path(os.path.realpath(source))
             if target == other or target in other.parents or other in target.parents:
@@ -410,14 +423,14 @@ def check_output(out: Path, sources: Sequence[Path], *, overwrite: bool, begun: 
         return
     if not any((out / name).exists() for name in (MANIFEST, "config.json")):
         raise CheckpointError(
-            f"{out} exists and holds no checkpoint, it will not be overwritten", "choose another folder"
+            f"{out} exists but is not a checkpoint, so it is not overwritten", "choose another folder"
         )
     if not overwrite:
         raise CheckpointError(f"{out} exists", "remove it, choose another folder, or pass --overwrite")
 
 
 def tidy(out: Path) -> None:
-    """Remove what a run that was killed right after it had published its output left in it."""
+    """Remove the staging files that a run left in its output because it was killed right after publishing."""
     if out.is_symlink() or not out.is_dir() or not _markers(out):
         return
     with contextlib.ExitStack() as locks:
@@ -425,13 +438,13 @@ def tidy(out: Path) -> None:
             lock = locks.enter_context(_open_new(path, "a"))
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:  # it is just being done
+            except BlockingIOError:  # the run is still removing them
                 return
         _remove_state(out)
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """Refuse to begin where the disk has less free space than is needed (bytes)."""
+    """Raise CheckpointError if the disk has less free space than ``needed`` bytes."""
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise CheckpointError(
@@ -440,8 +453,9 @@ def check_space(folder: Path, needed: int) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a file, a link or a folder; of a staging folder last what shows whose it is, so that a run that is killed
-    while it does this leaves nothing that cannot be told.
+    """Remove a file, a link or a folder.
+
+    The task file of a staging folder goes last: if a run is killed here, the rest is still known as reshard's.
     """
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
@@ -457,7 +471,7 @@ def remove_tree(path: Path) -> None:
 
 
 def _remove_state(out: Path) -> None:
-    """Remove from a published output what is no part of it, last the marker by which ``tidy`` finds it."""
+    """Remove the staging files from a published output; the task file last, because ``tidy`` looks for it."""
     for entry in sorted(out.glob(f"{STATE}*"), key=lambda entry: entry.name.startswith(TASK)):
         remove_tree(entry)
 
@@ -469,7 +483,7 @@ def _appeared(out: Path) -> CheckpointError:
 
 
 def _open_new(path: Path, mode: str) -> IO[Any]:
-    """Open a file of ours for writing, never through a link."""
+    """Open a file for writing; raises OSError if it is a link."""
     return open(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
 
 

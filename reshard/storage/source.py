@@ -1,4 +1,4 @@
-"""What a command reads from: a full checkpoint or a split one, opened the same way."""
+"""The source of a command: a full or a split checkpoint, opened the same way."""
 
 from __future__ import annotations
 
@@ -44,8 +44,10 @@ UNSPLIT = Mesh((("tp", 1),))
 
 @dataclass(frozen=True, eq=False)
 class SourceFile:
-    """A file to read from: ``name`` relative to the source's folder, ``expected`` its checksum, if one is known,
-    ``header`` its header as it was read, None for a format that has none.
+    """A weight file to read from.
+
+    ``name`` is relative to the source's folder, ``size`` in bytes. ``header`` has the bytes of its header, None for a
+    format without one. ``expected`` is its checksum, if a manifest states it.
     """
 
     path: Path
@@ -56,20 +58,20 @@ class SourceFile:
 
 
 class SourcePlace(NamedTuple):
-    """A tensor in a source file, at an absolute offset."""
+    """A tensor's file and the offset of its first byte in it."""
 
     file: SourceFile
     offset: int
 
 
 Places = Callable[[int], SourcePlace | None]
-"""Where a rank has a tensor; None where it does not."""
+"""A tensor's place in the files of a rank; None if the rank does not hold it."""
 
 
 def _place_of(
     ranks: Sequence[Mapping[str, TensorInfo]], files: Mapping[Path, SourceFile], name: str, rank: int
 ) -> SourcePlace | None:
-    """Where a rank has a tensor, given the tensors of each rank; None where it does not."""
+    """A tensor's place in the files of a rank, given the tensors of each rank; None if the rank does not hold it."""
     info = ranks[rank].get(name)
     return SourcePlace(files[info.file], info.offset) if info else None
 
@@ -78,11 +80,11 @@ def _place_of(
 class Source:
     """A checkpoint to read from.
 
-    ``plan`` says how its tensors lie on its own mesh (one rank, for a full checkpoint); ``unsplit`` is the model of
-    the full checkpoint (of other blocks, see ``reshard.regrid``); ``names`` are those of all tensors in the order of
-    the original files; ``ranks`` has each rank's tensors by name; ``files`` are the files these lie in, by path.
-    ``checkpoint`` is set for a full one, ``sharded`` for a split one. ``stamps`` has the state of each file that was or
-    will be read, as it was before that.
+    ``plan`` is the plan on the source's own mesh (one rank, for a full checkpoint). ``unsplit`` is the model of the
+    full checkpoint; its scale blocks may be larger than the plan's (see ``reshard.engine.regrid``). ``names`` has all
+    tensors in the order of the original files, ``ranks`` the tensors of each rank by name, ``files`` the weight files
+    by path. ``checkpoint`` is set for a full checkpoint, ``sharded`` for a split one. ``stamps`` has the state of each
+    file before it was read.
     """
 
     path: Path
@@ -105,7 +107,7 @@ class Source:
 
     @property
     def inputs(self) -> tuple[Stamp, ...]:
-        """The same; a checksum in a manifest, which is compared when a file is read, names its content."""
+        """The states, with the checksum of a manifest as the content (it is compared when the file is read)."""
         files = zip(self.states, self.files.values(), strict=True)
         return tuple(dataclasses.replace(stamp, content=file.expected or stamp.content) for stamp, file in files)
 
@@ -133,9 +135,7 @@ class Source:
 
     @cached_property
     def record(self) -> SourceRecord:
-        """Where the weights come from originally, as it stands in a manifest. Samples the weights of a full
-        checkpoint.
-        """
+        """The record of the original checkpoint, as in a manifest. Reads samples of a full checkpoint's weights."""
         if self.checkpoint is not None:
             return _record_of(self.checkpoint, self.location, self.commit)
         assert self.sharded is not None
@@ -145,25 +145,25 @@ class Source:
 
     @cached_property
     def rules(self) -> dict[str, Any]:
-        """The document of the plan, with the rules that cover a tensor here."""
+        """The plan file as a document, with only the rules that cover a tensor."""
         document = to_document(self.model.architecture)
         used = self.model.used_templates
         document["tensors"] = {name: rule for name, rule in document["tensors"].items() if name in used}
         return document
 
     def identity(self, plan: Plan) -> Identity:
-        """What the shards of a plan for this source have in common."""
+        """The identity that all shards of a plan for this source share."""
         sizes = self.model.sizes.of({})
         blocks = block_size(plan.model.config)
         refined = blocks if blocks != block_size(self.model.config) else None
         return Identity(self.record.id, plan.mesh, sizes, plan.padding, plan_digest(self.rules), refined)
 
     def places(self, name: str) -> Places:
-        """Where each rank has a tensor."""
+        """The places of a tensor, by rank."""
         return partial(_place_of, self.ranks, self.files, name)
 
     def files_of(self, names: Collection[str]) -> list[SourceFile]:
-        """The files that hold some of these tensors."""
+        """The files that hold any of these tensors."""
         held = (tensors[name].file for tensors in self.ranks for name in names if name in tensors)
         return [self.files[path] for path in dict.fromkeys(held)]
 
@@ -177,7 +177,7 @@ def open_source(
     """
     where = location or os.path.realpath(path)
     if unfinished_command(path) is not None:
-        raise CheckpointError(f"{path} is unfinished output", "run the command that began it again: it goes on")
+        raise CheckpointError(f"{path} is unfinished output", "run the command that wrote it again: it resumes")
     stamps = _stamps(path)
     if is_sharded(path):
         return _open_sharded(path, where, plan_file, stamps)
@@ -197,7 +197,7 @@ def open_source(
 
 
 def _stamps(path: Path) -> dict[Path, Stamp]:
-    """The state of the files of a folder, and of the folders in it, before any of them is read."""
+    """The state of each file in a folder and its direct subfolders, taken before any is read."""
     found = (Path(root) / name for root, _, names in _two_levels(path) for name in names)
     return {file: stamp_of(file, file.relative_to(path).as_posix()) for file in found if file.is_file()}
 
@@ -215,7 +215,7 @@ def _of_used(stamps: Mapping[Path, Stamp], used: Iterable[Path], root: Path) -> 
 
 
 def lines_of(path: Path, plan_file: Path | None = None) -> Architecture:
-    """The lines that cover a checkpoint's tensors, whether or not they fit. Raises CheckpointError and PlanError."""
+    """The lines that cover a checkpoint's tensors, even if shapes do not fit. Raises CheckpointError, PlanError."""
     if is_sharded(path):
         return _architecture(open_sharded(path), plan_file)
     checkpoint = open_checkpoint(path)
@@ -266,11 +266,11 @@ def _open_sharded(path: Path, location: str, plan_file: Path | None, stamps: Map
 
 
 def _check_sizes(said: Mapping[str, int], split: Mapping[str, int], path: Path) -> None:
-    """The config is the one of the split: else a rank's part would be taken for that of another model."""
+    """Raise MismatchError if the sizes by config.json are not those of the split: ranks' parts would be misread."""
     for axis in sorted(said.keys() & split.keys()):
         if said[axis] != split[axis]:
             raise MismatchError(
-                f"{path / 'config.json'}: '{axis}' is {said[axis]} by it, and was {split[axis]} when this was split",
+                f"{path / 'config.json'}: '{axis}' is {said[axis]}, but was {split[axis]} when this was split",
                 "put the config.json of the split there again",
             )
 
@@ -284,8 +284,9 @@ def _architecture(sharded: ShardedCheckpoint, plan_file: Path | None) -> Archite
 
 
 def _names(sharded: ShardedCheckpoint) -> tuple[str, ...]:
-    """The names of all tensors as the source ordered them; without a manifest as the shards do, by the places that they
-    give where a rank does not hold all.
+    """The names of all tensors in the order of the original files.
+
+    Without a manifest the order is that of the shards. Their headers state positions if no rank holds all tensors.
     """
     held = dict.fromkeys(name for rank in sharded.ranks for name in rank.tensors)
     if sharded.manifest is None:
@@ -297,7 +298,7 @@ def _names(sharded: ShardedCheckpoint) -> tuple[str, ...]:
 
 
 def _check_shapes(sharded: ShardedCheckpoint, plan: Plan) -> None:
-    """Each rank has the tensors that the plan gives it, of the planned dtypes and local shapes."""
+    """Raise MismatchError unless each rank has exactly the planned tensors, dtypes and local shapes."""
     for rank in sharded.ranks:
         planned = {kind: (kind.dtype, box.shape) for kind, box in plan.boxes(rank.rank).items()}
         for name, kind, _ in plan.model.tensors:
@@ -313,7 +314,7 @@ def _check_shapes(sharded: ShardedCheckpoint, plan: Plan) -> None:
                     f"has {list(should[1])} by the rule '{plan.laid[kind].layout.rule}'"
                 )
             if info.dtype != should[0]:
-                raise MismatchError(f"{info.file}: tensor '{name}' is {info.dtype}, it is {should[0]} in another rank")
+                raise MismatchError(f"{info.file}: tensor '{name}' is {info.dtype}, but {should[0]} in another rank")
 
 
 def _record_of(checkpoint: Checkpoint, location: str, commit: str | None) -> SourceRecord:

@@ -1,1 +1,1 @@
-"""Writes output: what files a split or a merge has, and the one path of bytes into them."""
+"""Writes the files of a split or a merge."""

@@ -1,4 +1,4 @@
-"""Writes weight files: the one path of bytes, that of split, of re-split and of merge."""
+"""Writes weight files, in the same way for split, re-split and merge."""
 
 from __future__ import annotations
 
@@ -25,17 +25,19 @@ from reshard.writing.shard_files import ShardFile
 DEFAULT_SHARD_SIZE = 5_000_000_000
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes written so far and the bytes to write in all."""
+"""Called with the bytes written so far and the total of bytes."""
 
 
 def no_progress(done: int, total: int) -> None:
-    """Nobody wants to know."""
+    """Show no progress."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What a split or merge did, or would do. Sizes in bytes; ``written`` leaves out files that an earlier run had
-    finished.
+    """What a split or merge did, or would do with ``dry_run``.
+
+    ``nbytes`` is the size of all weight files in bytes, ``written`` the part that this run wrote. ``padding`` has the
+    size before and after for each padded axis.
     """
 
     command: str
@@ -55,11 +57,11 @@ class Summary:
 
 @dataclass(frozen=True, eq=False)
 class NewFile:
-    """A weight file to be written, whole: its header, and the tensors of one rank.
+    """A weight file to be written: its header, and tensors of one rank.
 
-    ``name`` is relative to the output; ``part`` is the folder of the output that it is published with (``""``: the
-    root). ``size`` is in bytes, with the header; ``places`` gives the offset of each tensor. The file must have the
-    checksum ``expected``, where one is known; with ``summed`` False none is taken.
+    ``name`` is relative to the output. ``part`` is the folder of the output to which it belongs (``""``: the root).
+    ``size`` is in bytes, with the header. ``places`` gives the names of its tensors and their offsets in the file. The
+    file must have the checksum ``expected``, if that is known. Without ``summed`` no checksum is computed.
     """
 
     name: str
@@ -81,7 +83,7 @@ def new_file(shard: ShardFile, folder: str, rank: int, header: bytes, *, summed:
 
 @dataclass(frozen=True)
 class Written:
-    """The bytes that this run wrote, and what it read of each source file."""
+    """The number of bytes that this run wrote, and the sums of what was read of each source file."""
 
     nbytes: int
     sums: Sums
@@ -90,10 +92,10 @@ class Written:
 def write_files(
     source: Source, plan: Plan, files: Sequence[NewFile], staging: Staging, options: Options, progress: Progress
 ) -> Written:
-    """Write the files, which hold the tensors of ``plan``, from a source of the same model.
+    """Write the files of ``plan`` into the staging folder, from a source of the same model.
 
-    Raises CheckpointError for what cannot be read or written. Raises MismatchError for files that do not have the
-    checksum that is known of them, and for replicas and padding that are damaged; then nothing built is kept.
+    Raises CheckpointError if a file cannot be read or written. Raises MismatchError if a file does not have its known
+    checksum, replicas differ or padding is not zero; then the staging folder is removed.
     """
     targets = [TargetFile(staging.path(f.name), f.header, f.size, f.name in staging.finished, f.summed) for f in files]
     places: dict[int, dict[str, TargetPlace]] = {}
@@ -145,16 +147,16 @@ def _jobs(source: Source, plan: Plan, places: Mapping[int, Mapping[str, TargetPl
         way = ways.get(key)
         if way is None:
             way = way_between(before._replace(name=name), after, held, ranks)
-            if before.stated is None:  # else it is of these places
+            if before.stated is None:  # else the way has the places of this tensor
                 ways[key] = way
         jobs.append(Job(name, way, held, partial(place_in, places, name), sizes[kind]))
     return jobs
 
 
 def _add_earlier(reads: Iterable[Read], sums: Sums, files: Sequence[NewFile]) -> None:
-    """Add what earlier runs have read for the files that they finished to what this one has read for the others.
+    """Add the sums of what earlier runs read for their finished files to the sums of this run.
 
-    What both have read must be equal. Raises MismatchError.
+    Raises MismatchError if both have read the same bytes and the sums differ.
     """
     sources = {file.name: file for file in sums.of}
     numbers = {file.name: number for number, file in enumerate(files)}
@@ -164,12 +166,13 @@ def _add_earlier(reads: Iterable[Read], sums: Sums, files: Sequence[NewFile]) ->
         if wanted not in sums.of[file]:
             sums.add(file, wanted, total)
         elif not sums.of[file][wanted].equals(total):
-            raise MismatchError(f"{file.path} is not what it was when a part of it was read by an earlier run")
+            raise MismatchError(f"{file.path} has changed since an earlier run read a part of it")
 
 
 def _check_sources(files: Iterable[SourceFile], sums: Sums) -> None:
-    """Compare the checksum of each file that the output depends on with the one in its manifest; what was not summed in
-    passing is read now.
+    """Raise MismatchError if a source file does not have the checksum in its manifest.
+
+    Files of which only a part was read so far are read in full here.
     """
     for file in files:
         if file.expected is None:
@@ -192,17 +195,17 @@ def _check_written(files: Iterable[NewFile], staging: Staging) -> None:
             )
 
 
-# ------------------------------------------------------------------------------------- what all tasks have in common
+# ------------------------------------------------------------------------------------- common to split and merge
 
 
 def task_of(source: Source, options: Options) -> dict[str, Any]:
-    """What any task depends on: another state of the source, or another version, begins anew."""
+    """The part of a task that is common to split and merge: a change of the source or of the version starts anew."""
     inputs = [stamp.anywhere for stamp in source.inputs]
     return {"inputs": inputs, "checksum": options.checksum, "version": __version__}
 
 
 def check_unchanged(source: Source, staging: Staging) -> None:
-    """Raise MismatchError if a file of the source was changed since it was opened; then nothing built is kept."""
+    """Raise MismatchError if a source file has changed since it was opened; then the staging folder is removed."""
     try:
         source.check_unchanged()
     except MismatchError:
@@ -211,6 +214,6 @@ def check_unchanged(source: Source, staging: Staging) -> None:
 
 
 def already_staged(out: Path) -> int:
-    """The bytes on the disk of what an earlier run has built of an output."""
+    """The bytes on the disk that an earlier run has built of an output."""
     work = staging_of(out)
     return sum(p.stat().st_blocks * 512 for p in work.rglob("*") if p.is_file()) if work.is_dir() else 0

@@ -40,11 +40,11 @@ def merge(
     dry_run: bool = False,
     progress: Progress = no_progress,
 ) -> Summary:
-    """Merge shards into one full Hugging Face checkpoint: the source's own files, byte for byte, where these are
-    known.
+    """Merge shards into one full Hugging Face checkpoint.
 
-    With ``max_shard_size``, or where the manifest is lost or the source was no safetensors, new files of at most that
-    size are written. Raises ReshardError; nothing is left under the name ``out`` that is not complete.
+    The original files are restored byte for byte, as the manifest describes them. With ``max_shard_size`` (bytes), or
+    without a manifest, or if the original was not safetensors, new files of at most this size are written. Raises
+    ReshardError; ``out`` exists only if it is complete.
     """
     out, options = Path(out), options or Options()
     opened = open_any(shards, access)
@@ -82,7 +82,7 @@ def merge(
 
 
 def _full_checkpoint(source: Source, plan: Plan, max_shard_size: int | None) -> tuple[list[NewFile], dict[str, bytes]]:
-    """The files of the full checkpoint, and its index: as the manifest says they were, or new ones."""
+    """The files of the full checkpoint and its index: the original ones from the manifest, or new ones."""
     record = source.record
     if record.files and max_shard_size is None:
         _check_restorable(source, plan)
@@ -100,7 +100,7 @@ def _full_checkpoint(source: Source, plan: Plan, max_shard_size: int | None) -> 
 
 
 def _check_restorable(source: Source, plan: Plan) -> None:
-    """The headers kept in the manifest speak of the very tensors that the shards hold."""
+    """Raise MismatchError unless the headers in the manifest describe exactly the tensors of the shards."""
     kept: dict[str, TensorInfo] = {}
     for file in source.record.files:
         kept.update(file.tensors)
@@ -108,9 +108,7 @@ def _check_restorable(source: Source, plan: Plan) -> None:
         info = kept.pop(name, None)
         if info is None or info.shape != kind.shape or info.dtype != kind.dtype:
             raise MismatchError(
-                f"{source.path / MANIFEST}: its source files do not hold tensor '{name}' as the shards do"
+                f"{source.path / MANIFEST}: its source files do not have tensor '{name}' as the shards have it"
             )
     if kept:
-        raise MismatchError(
-            f"{source.path}: tensor '{min(kept)}' stands in the manifest's source files and in no shard"
-        )
+        raise MismatchError(f"{source.path}: tensor '{min(kept)}' is in the manifest's source files, but in no shard")

@@ -1,4 +1,4 @@
-"""Divides tensors into safetensors files of a largest size, named as transformers names them."""
+"""Divides tensors into safetensors files of limited size, named as transformers names them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ShardFile:
-    """A safetensors file to be written: its name, its tensors as (name, dtype, shape) in order, and their bytes."""
+    """A safetensors file to be written: its name, its tensors (name, dtype, shape) in order, their sizes in bytes."""
 
     name: str
     tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
@@ -18,11 +18,11 @@ class ShardFile:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them."""
+        """Bytes of all tensors."""
         return sum(self.sizes)
 
     def places(self, begin: int) -> Iterator[tuple[str, int]]:
-        """Where each tensor lies in the file, if their data begins at a byte of it."""
+        """The name and offset of each tensor in the file, if the first one begins at byte ``begin``."""
         offsets = itertools.accumulate(self.sizes, initial=begin)
         return ((name, offset) for (name, _, _), offset in zip(self.tensors, offsets, strict=False))
 
@@ -30,7 +30,7 @@ class ShardFile:
 def partition(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], max_size: int) -> tuple[ShardFile, ...]:
     """Divide tensors (name, dtype, shape, bytes), in order, into files of at most ``max_size`` bytes of data.
 
-    A tensor larger than that has a file of its own. Names are those of transformers' save_pretrained.
+    A larger tensor has a file of its own. Files are named as by transformers' ``save_pretrained``.
     """
     groups: list[list[tuple[str, str, tuple[int, ...], int]]] = [[]]
     left = max_size

@@ -1,4 +1,4 @@
-"""Splits a checkpoint, full or split already, into one folder a rank."""
+"""Splits a full checkpoint, or re-splits shards, into one folder a rank."""
 
 from __future__ import annotations
 
@@ -56,13 +56,12 @@ def split(
     dry_run: bool = False,
     progress: Progress = no_progress,
 ) -> Summary:
-    """Split a checkpoint (full, or split already) into shards for ``ep`` x ``tp`` ranks. See ``reshard split
-    --help``.
+    """Split a checkpoint (full or already split) into shards for ``ep`` x ``tp`` ranks, as ``reshard split`` does.
 
-    ``uneven`` lets the last ranks have less of what has no equal parts, or none that leave blocks whole.
-    ``refine_blocks`` lowers the block size of quantized weights where a rank's boundary would cut a block. ``ranks``
-    writes only these; runs for other ranks into the same ``out`` add up to the whole. Raises ReshardError; nothing is
-    left under the name ``out`` that is not complete.
+    With ``uneven`` the last ranks may hold less of an axis that does not divide, or not without cutting a scale block.
+    ``refine_blocks`` makes scale blocks smaller if a rank's boundary would cut one. With ``ranks`` only these are
+    written; runs for other ranks into the same ``out`` complete it. ``max_shard_size`` is in bytes. Raises
+    ReshardError; ``out`` has only complete ranks.
     """
     out, mesh, options = Path(out), mesh_of(tp, ep, same_ranks), options or Options()
     wanted = wanted_ranks(ranks, mesh)
@@ -109,7 +108,7 @@ def split(
 
 
 def wanted_ranks(ranks: Sequence[int] | None, mesh: Mesh) -> tuple[int, ...]:
-    """The ranks to write: those asked for, or all. Raises PlanError for one that the mesh does not have."""
+    """The ranks to write: ``ranks``, sorted, or all. Raises PlanError for a rank that the mesh does not have."""
     if ranks is None:
         return tuple(range(mesh.size))
     for rank in ranks:
@@ -135,7 +134,7 @@ def _check_target(new: _Ranks, source: Source, out: Path, by_rank: bool, overwri
 
 
 def _check_same_run(existing: Manifest, mine: Manifest, out: Path) -> None:
-    """Refuse to add ranks to an output of anything else."""
+    """Raise CheckpointError if an existing output is of another source, mesh, plan or file size."""
     if existing.identity != mine.identity or existing.max_shard_size != mine.max_shard_size:
         raise CheckpointError(f"{out} holds shards of another source, mesh or plan", "choose another folder")
     others = {stamp.name: stamp for stamp in existing.inputs}
@@ -156,12 +155,12 @@ def _check_same_run(existing: Manifest, mine: Manifest, out: Path) -> None:
 
 
 def _is_only_rank_folders(out: Path) -> bool:
-    """An output that another run is just beginning to publish, or was killed while doing so."""
+    """Whether another run has only begun to publish this output, or was killed while it did."""
     return out.is_dir() and unfinished_command(staging_of(out)) is not None and bool(rank_folders(out))
 
 
 class _Ranks:
-    """What a split writes: the files of each rank, and what stands beside them."""
+    """What a split writes: the weight files of each rank, config.json, index, manifest."""
 
     def __init__(self, source: Source, plan: Plan, ranks: tuple[int, ...], max_shard_size: int) -> None:
         self.source, self.plan, self.ranks, self.max_shard_size = source, plan, ranks, max_shard_size
@@ -182,8 +181,10 @@ class _Ranks:
         return ((name, kind.dtype, shapes[kind], sizes[kind]) for name, kind in held)
 
     def _files_of(self, rank: int, shards: Sequence[ShardFile]) -> list[NewFile]:
-        """The files of a rank. They say where their tensors stand among all, if some do not stand on this rank: else
-        that would be lost.
+        """The weight files of a rank.
+
+        If the rank does not hold all tensors, the headers have the positions of its tensors among all tensors of the
+        model: without a manifest, merge orders the tensors by them.
         """
         places: Mapping[str, int] = {}
         if sum(len(shard.tensors) for shard in shards) < len(self._tensors):
@@ -197,7 +198,7 @@ class _Ranks:
 
     @property
     def task(self) -> dict[str, Any]:
-        """What another run must have in common to go on with this one's files."""
+        """The task: only a run with an equal one may use the finished files of this run."""
         identity = self.identity
         return {
             "command": "split",
@@ -209,7 +210,7 @@ class _Ranks:
         }
 
     def finish(self, staging: Staging, rank: int) -> tuple[FileRecord, ...]:
-        """Write what stands beside a rank's shards; the records of all its files."""
+        """Write a rank's config.json and index; returns the records of all its files."""
         folder, shards = self.plan.mesh.folder(rank), self._shards[rank]
         records = [staging.write(f"{folder}/config.json", self._configs[rank])]
         for file in self._files[rank]:
@@ -222,7 +223,7 @@ class _Ranks:
     def manifest(
         self, ranks: Mapping[int, tuple[FileRecord, ...]], side_files: Mapping[str, bytes], sums: Sums | None = None
     ) -> Manifest:
-        """The manifest for the ranks that are complete; with the checksums of source files that were read whole."""
+        """The manifest that lists ``ranks``, with the checksums of the source files that were read in full."""
         side = tuple(FileRecord(name, len(data), checksum(data)) for name, data in side_files.items())
         record = self.source.record
         if self.source.checkpoint is not None and sums is not None:
@@ -233,7 +234,7 @@ class _Ranks:
 
 
 def _publish_ranks(staging: Staging, manifest: Manifest, side_files: Mapping[str, bytes]) -> bool:
-    """Put finished ranks into the output and list them in its manifest; whether all ranks are there now."""
+    """Move finished ranks into the output and list them in its manifest; returns whether all ranks are there."""
     mesh = manifest.identity.mesh
     with staging.publishing():
         path = staging.out / MANIFEST

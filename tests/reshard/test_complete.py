@@ -134,7 +134,7 @@ def test_every_command_says_so_before_it_writes(tmp_path: Path, capsys: pytest.C
         error = capsys.readouterr().err
         assert stop.value.code == 2, command
         assert "'model.layers.2.input_layernorm.weight' is missing, and 8 more" in error, command
-        assert "Hint: fetch the files that are missing" in error and "Traceback" not in error
+        assert "Hint: fetch the missing files" in error and "Traceback" not in error
     report = inspect(part)
     assert not report.complete and "model.layers.2.input_layernorm.weight" in report.problems[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["part", "shards", "whole"]

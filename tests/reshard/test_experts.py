@@ -93,7 +93,7 @@ def test_degrees(tmp_path):
     with pytest.raises(PlanError, match="cannot be over the same ranks"):
         split(source, tmp_path / "out", tp=2, ep=3, same_ranks=True)
     dense = write_checkpoint(tmp_path / "dense")
-    with pytest.raises(PlanError, match="--ep 2 is not possible: the plan deals no axis over ep"):
+    with pytest.raises(PlanError, match="--ep 2 is not possible: the plan splits no axis over ep"):
         split(dense, tmp_path / "out", ep=2)
 
 

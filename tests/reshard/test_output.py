@@ -316,7 +316,7 @@ def test_what_is_no_checkpoint_is_never_overwritten(tmp_path):
     home.mkdir()
     (home / "thesis.txt").write_text("years")
     for overwrite in (True, False):  # --overwrite is not what one is told to try
-        with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        with pytest.raises(CheckpointError, match="is not a checkpoint, so it is not overwritten"):
             split(source, home, 4, overwrite=overwrite)
     (tmp_path / "file").write_text("x")
     with pytest.raises(CheckpointError, match="is not a folder"):

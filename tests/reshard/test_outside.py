@@ -70,7 +70,7 @@ def test_a_size_that_the_shards_do_not_have(shards: Path, tmp_path: Path, value:
 
 def test_another_vocabulary_than_that_of_the_shards(shards: Path, tmp_path: Path) -> None:
     change(shards / "config.json", vocab_size=41)
-    assert "'vocab' is 41 by it, and was 37" in refused("merge", shards, tmp_path / "out", code=1)
+    assert "'vocab' is 41, but was 37" in refused("merge", shards, tmp_path / "out", code=1)
 
 
 def test_sizes_that_refer_to_each_other(source: Path, tmp_path: Path) -> None:

@@ -493,7 +493,7 @@ def test_blocks_of_another_size_are_refused(tmp_path):
         PlanError, match=r"absmax' has shape \[768\], but the rule '\(hidden ff\)/64' gives \[1536\]"
     ) as error:
         split(source, tmp_path / "out", 2, options=FAST)
-    assert "quantized in blocks of another size" in error.value.hint
+    assert "their scale blocks have another size" in error.value.hint
 
 
 def test_a_weight_whose_last_block_is_not_full(tmp_path):

@@ -1,1 +1,1 @@
-"""Byte for byte: whether the shards hold what the original holds."""
+"""Compares shards with the original, byte for byte."""

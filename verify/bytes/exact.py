@@ -1,9 +1,8 @@
-"""Byte for byte: whether every byte of a split checkpoint is the byte of the original that it should be.
+"""Compares shards with their original, byte for byte.
 
-The proof reads files and plans, never the engine that wrote them. A plan for the shards' mesh is made from the
-original, and from it follows what each rank should hold. The original is then read once, in chunks, and each chunk is
-compared with the parts of it that the ranks hold, as bytes (so that NaN payloads and the sign of zero count). Memory
-does not grow with the model.
+The proof reads files and plans, and does not use the engine that wrote them. The original gives a plan for the shards'
+mesh, which says what each rank must hold. The original is then read once, in chunks. Each chunk is compared with the
+ranks' parts of it, as bytes, so that NaN payloads and the sign of zero count. Memory does not grow with the model.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ from verify.bytes.tensors import Progress, compare_bytes, no_progress
 def verify_exact(
     original: Source, path: Path, *, plan_file: Path | None = None, progress: Progress = no_progress
 ) -> ExactReport:
-    """Compare a folder of shards with their original; shards that contradict themselves are different.
+    """Compare a folder of shards with their original; the report is ``different`` for inconsistent shards too.
 
-    Raises ReshardError where nothing can be said: the folder is no checkpoint, or cannot be read.
+    Raises ReshardError if there is nothing to compare: the folder is not a checkpoint, or cannot be read.
     """
     shards = open_shards(path, plan_file=plan_file)
     return shards if isinstance(shards, ExactReport) else compare(original, shards, progress)
 
 
 def open_shards(path: Path, *, plan_file: Path | None = None) -> Source | ExactReport:
-    """Open shards, or say in a report why they are not what they claim to be.
+    """Open shards. If they are inconsistent, returns a report with the reason.
 
-    Raises ReshardError where nothing can be said.
+    Raises ReshardError if the folder does not have shards, or cannot be read.
     """
     try:
         return open_source(path, plan_file=plan_file)
@@ -55,8 +54,8 @@ def compare(
 ) -> ExactReport:
     """Compare every byte of every shard with the byte of the original that it should be.
 
-    ``shards`` may also be a full checkpoint (a merged one). Raises CheckpointError for an ``original`` that is split
-    itself and for files that cannot be read.
+    ``shards`` may also be a full checkpoint (a merged one). Raises CheckpointError if ``original`` itself is split, or
+    if a file cannot be read.
     """
     if original.sharded is not None:
         raise CheckpointError(f"{original.path} is split itself", "give the full checkpoint first, then the shards")
@@ -87,7 +86,7 @@ def compare(
 
 
 def _planned(original: Source, shards: Source) -> Plan:
-    """What the ranks should hold, by the original's own plan; of the shards only mesh and padding are taken."""
+    """The plan of the original on the shards' mesh; only mesh, padding and block size come from the shards."""
     sizes, padding = original.model.sizes.of({}), shards.plan.padding
     for axis, padded in padding.items():
         if axis not in original.model.architecture.pad or padded < sizes.get(axis, 0):

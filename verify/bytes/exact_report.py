@@ -1,4 +1,4 @@
-"""What a comparison of bytes found."""
+"""The result of a comparison of bytes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """The first element, in the order of the original's files, that is not as it should be.
+    """The first wrong element, in the order of the original's files.
 
-    ``index`` counts in the full tensor (where it lies in the padding, in the padded one). ``offset`` and
-    ``original_offset`` are where the element begins, in bytes of its file; the original is None in the padding, where
-    zeros are expected.
+    ``index`` is the element's index in the full tensor (in the padded tensor, if it is padding). ``offset`` and
+    ``original_offset`` are its first byte in the shard's and the original's file. In padding, zeros are expected, and
+    ``original_file`` and ``original_offset`` are None.
     """
 
     tensor: str
@@ -35,7 +35,7 @@ class FirstDifference:
 
 @dataclass(frozen=True)
 class Damage:
-    """How much of a rank's part of a tensor is not as it should be."""
+    """The number of wrong bytes and elements in a rank's part of a tensor."""
 
     tensor: str
     rank: int
@@ -45,7 +45,7 @@ class Damage:
 
 @dataclass(frozen=True)
 class ConfigDifference:
-    """A setting of a config.json, or of another JSON file, that is not as planned, as JSON; None: not there."""
+    """A wrong setting in a config.json or another JSON file; values are JSON text, None for an absent value."""
 
     file: str
     key: str
@@ -59,10 +59,11 @@ class ConfigDifference:
 
 @dataclass(frozen=True)
 class ExactReport:
-    """The result of a comparison. ``nbytes`` are the bytes of the shards' tensors that were compared.
+    """The result of a comparison.
 
-    ``missing`` and ``extra`` name tensors and files; ``problems`` are other contradictions, one line each; ``first``
-    and ``damages`` are about the content of tensors.
+    ``nbytes`` is the number of compared bytes of the shards' tensors. ``missing`` and ``extra`` have names of tensors
+    and files, ``configs`` wrong settings, ``problems`` other differences, one line each. ``first`` and ``damages`` are
+    about the content of tensors.
     """
 
     mesh: str
@@ -78,17 +79,17 @@ class ExactReport:
 
     @property
     def verdict(self) -> Literal["same", "different"]:
-        """Whether the shards are the original."""
+        """``same`` if nothing differs, else ``different``."""
         differs = self.first or self.damages or self.missing or self.extra or self.configs or self.problems
         return "different" if differs else "same"
 
     @property
     def comparable(self) -> bool:
-        """Whether the shards hold the original's tensors in the planned shapes, whatever their content."""
+        """Whether the shards have all tensors in the planned shapes, whatever their content."""
         return not (self.missing or self.problems)
 
     def to_document(self) -> dict[str, Any]:
-        """The report as it stands in ``--json``."""
+        """The report as a JSON document, for ``--json``."""
         document = {"verdict": self.verdict, **asdict(self)}
         if self.first is not None:
             bytes_as_text = {"expected": self.first.expected.hex(), "found": self.first.found.hex()}

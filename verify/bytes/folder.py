@@ -1,9 +1,8 @@
-"""What a folder of shards holds beside tensors, against what follows from the original: no file or folder is missing or
-one too many, and all that ``reshard.json``, indexes and headers say is so.
+"""Compares a folder of shards with its original in all but tensors: files, folders, manifest, indexes, headers.
 
-The manifest that there should be is written down from the original and the files in the folder, and compared with the
-one that is there, value by value: so no field can be forgotten. Only what nothing else can tell is taken from it: where
-the source was, its commit, and when its files were changed.
+The right manifest is computed from the original and the files in the folder, and compared with the one in the folder,
+value by value, so that no field can be forgotten. Only values without another source are taken from it: the location
+of the original, its commit, and the times of its files.
 """
 
 from __future__ import annotations
@@ -37,21 +36,21 @@ from reshard.writing.shard_files import partition
 INDEX = "model.safetensors.index.json"
 
 Change = tuple[str, Any, Any]
-"""A value in a document: its path, what it should be and what it is (``NOTHING`` where it is not there)."""
+"""A wrong value in a document: its path, the right value, the value found (``NOTHING`` for an absent value)."""
 
 
 class _Nothing:
-    """What stands for a value that is not there."""
+    """The type of ``NOTHING``, which stands for an absent value."""
 
 
 NOTHING = _Nothing()
 
 
-# ----------------------------------------------------------------------------------------------------- what lies there
+# ------------------------------------------------------------------------------------------------------ files, folders
 
 
 def expected_files(original: Source, shards: Source, plan: Plan) -> dict[str, set[str]]:
-    """The files that there should be, by the rank's folder or ``""`` for the root, relative to the root."""
+    """The files that the shards must have, relative to the root; by the rank's folder, or ``""`` for the root."""
     root, sharded = shards.path, _sharded(shards)
     side = {file.relative_to(original.path).as_posix() for file in original.side_files}
     found = {"": side | ({MANIFEST} if sharded.manifest else set())}
@@ -64,10 +63,10 @@ def expected_files(original: Source, shards: Source, plan: Plan) -> dict[str, se
 
 
 def extra_entries(root: Path, expected: Iterable[str]) -> Iterator[str]:
-    """Files and folders below ``root`` that are not expected, a folder as a whole.
+    """Files and folders below ``root`` that are not expected; for a folder only its own name.
 
-    What begins with a dot at the top is no part of a checkpoint for any command (tools keep their own there), but for
-    what an unfinished run has left. Links are as good as what they lead to.
+    Names at the top that begin with a dot are ignored, as by all commands: other tools keep files there. The staging
+    files of an unfinished run are not ignored. A link counts as its target.
     """
     files = set(expected)
     folders = {parent.as_posix() for name in files for parent in Path(name).parents}
@@ -89,7 +88,7 @@ def _extra(root: Path, folder: str, files: set[str], folders: set[str]) -> Itera
 
 
 def changed_side_files(original: Source, shards: Source) -> Iterator[Path]:
-    """Side files that are not the original's, byte for byte; of a full checkpoint, but for the config."""
+    """Side files that differ from the original's; the config.json of a full checkpoint is not compared here."""
     for file in original.side_files:
         name = file.relative_to(original.path)
         twin = shards.path / name
@@ -102,7 +101,7 @@ def changed_side_files(original: Source, shards: Source) -> Iterator[Path]:
 
 
 def manifest_changes(original: Source, shards: Source, plan: Plan) -> Iterator[Change]:
-    """What ``reshard.json`` says and should not, but for checksums (see ``wrong_checksums``)."""
+    """The wrong values in ``reshard.json``, without checksums (see ``wrong_checksums``)."""
     found = _sharded(shards).manifest
     if found is None:
         return
@@ -114,7 +113,7 @@ def _expected_manifest(original: Source, shards: Source, plan: Plan, found: Mani
     identity = original.identity(plan)
     record = dataclasses.replace(original.record, location=found.source.location, commit=found.source.commit)
     from_shards = any("/" in stamp.name and RANK_FOLDER.fullmatch(Path(stamp.name).parts[0]) for stamp in found.inputs)
-    if from_shards and not found.source.files:  # of shards without a manifest, which do not say what the files were
+    if from_shards and not found.source.files:  # shards without a manifest do not describe the original files
         record = dataclasses.replace(record, files=(), index_name=None, index=None, aliases={})
     sums = {file.name: file.checksum for file in found.source.files}
     files = tuple(dataclasses.replace(file, checksum=sums.get(file.name)) for file in record.files)
@@ -130,7 +129,7 @@ def _expected_manifest(original: Source, shards: Source, plan: Plan, found: Mani
 
 
 def _expected_inputs(original: Source, found: Manifest) -> tuple[Any, ...]:
-    """The names and sizes of the original's files, with the times that the manifest says."""
+    """The stamps of the original's files: names and sizes are theirs, times are the manifest's."""
     said = {stamp.name: stamp for stamp in found.inputs}
     return tuple(
         dataclasses.replace(said.get(stamp.name, stamp), name=stamp.name, size=stamp.size) for stamp in original.states
@@ -143,7 +142,7 @@ def _side_record(file: Path, root: Path) -> FileRecord:
 
 
 def _records(shards: Source, plan: Plan, rank: int, found: Manifest) -> Iterator[FileRecord]:
-    """The files of a rank as they are on the disk, in the order of a manifest."""
+    """The records of a rank's files on the disk, in the order of a manifest."""
     folder, files = plan.mesh.folder(rank), _sharded(shards).ranks[rank].files
     said = {record.name: record.checksum for record in found.ranks.get(rank, ())}
     index = [f"{folder}/{INDEX}"] if len(files) > 1 else []
@@ -158,7 +157,7 @@ def _records(shards: Source, plan: Plan, rank: int, found: Manifest) -> Iterator
 
 
 def begun_sums(original: Source, shards: Source) -> dict[Path, PartialSum]:
-    """The sums of the headers of each weight file of which the manifest has a checksum, to be added to."""
+    """For each weight file with a checksum in the manifest, the sum of its header; the data is added later."""
     files = [*(original.checkpoint.files if original.checkpoint else ())]
     files += [file for rank in (shards.sharded.ranks if shards.sharded else ()) for file in rank.files]
     said = {path for path, value in _said(original, shards).items() if value is not None}
@@ -173,16 +172,16 @@ def begun_sums(original: Source, shards: Source) -> dict[Path, PartialSum]:
 def wrong_checksums(
     original: Source, shards: Source, sums: Mapping[Path, PartialSum], damaged: Iterable[Path]
 ) -> Iterator[str]:
-    """Checksums in the manifest that are not those of the files. What ``sums`` are not of whole files are
-    taken anew.
+    """The wrong checksums in the manifest, one line each.
 
-    Files that are ``damaged``, of which the manifest is right to say something else, are passed over.
+    A file is read again if its sum in ``sums`` is incomplete or another. ``damaged`` files are skipped: they are
+    reported already, and the manifest may be right.
     """
     said, passed = _said(original, shards), {*damaged}
     mine = [path for path in said if path.is_relative_to(shards.path) and path.suffix == ".safetensors"]
     without = [path for path in mine if said[path] is None]
     if 0 < len(without) < len(mine):
-        yield f"{MANIFEST}: there is no checksum of {without[0].relative_to(shards.path)}, and there is of others"
+        yield f"{MANIFEST}: {without[0].relative_to(shards.path)} has no checksum, but other files have one"
     for path, value in said.items():
         if value is None or path in passed or not path.is_file():
             continue
@@ -194,7 +193,7 @@ def wrong_checksums(
 
 
 def _said(original: Source, shards: Source) -> dict[Path, str | None]:
-    """The checksums in the manifest, of the ranks' files and the original's weights."""
+    """The checksums that the manifest states for the ranks' files and the original's weights."""
     if shards.sharded is None or shards.sharded.manifest is None:
         return {}
     manifest = shards.sharded.manifest
@@ -215,7 +214,7 @@ def _summed(path: Path) -> str:
 
 
 Order = Sequence[tuple[str, Kind]]
-"""Tensors as they are to be stored."""
+"""Tensors in the order in which they are stored, each with its kind."""
 
 
 def stored_order(shards: Source, plan: Plan) -> Order:
@@ -225,7 +224,7 @@ def stored_order(shards: Source, plan: Plan) -> Order:
 
 
 def boundary_problem(shards: Source, plan: Plan, rank: int, order: Order) -> str | None:
-    """Why a rank's files are not those that the largest size of a file gives, if they are not."""
+    """Why a rank's files are not those that ``max_shard_size`` in the manifest gives; None if they are."""
     manifest = _sharded(shards).manifest
     if manifest is None:
         return None
@@ -246,7 +245,10 @@ def boundary_problem(shards: Source, plan: Plan, rank: int, order: Order) -> str
 def header_changes(
     original: Source, shards: Source, plan: Plan, rank: int, order: Order
 ) -> Iterator[tuple[str, Change]]:
-    """What the headers of a rank's files say of themselves and should not, but for what all of them say wrong."""
+    """The wrong values in the metadata of a rank's file headers, each with the file's name.
+
+    ``source``, ``sizes`` and ``plan`` are not compared here: they are the same in all headers (see ``Structure``).
+    """
     identity = _sharded(shards).identity
     true = original.identity(plan)
     should = Identity(identity.source, plan.mesh, identity.sizes, plan.padding, identity.plan, true.blocks)
@@ -264,7 +266,7 @@ def _opened(metadata: Mapping[str, str]) -> dict[str, Any]:
 
 
 def index_changes(shards: Source, plan: Plan, rank: int) -> Iterator[Change]:
-    """What the index of a rank's files says and should not."""
+    """The wrong values in the index of a rank's files."""
     path = shards.path / plan.mesh.folder(rank) / INDEX
     files = list(_files(shards, rank))
     if len(files) < 2 or not path.is_file():
@@ -289,7 +291,7 @@ def _files(shards: Source, rank: int) -> Iterator[tuple[Any, Sequence[str]]]:
 
 
 def changes(should: Any, found: Any, path: str = "") -> Iterator[Change]:
-    """Where two JSON documents differ; 1, 1.0 and true are three things, and NaN is NaN."""
+    """The differences of two JSON documents; 1, 1.0 and true are different, and NaN equals NaN."""
     if isinstance(should, dict) and isinstance(found, dict):
         for key in [*should, *(key for key in found if key not in should)]:
             inner = f"{path}.{key}" if path else str(key)
@@ -307,7 +309,7 @@ def _text(value: Any) -> str | None:
 
 
 def shown(value: Any, other: Any) -> str | None:
-    """A value of a change, short, from a little before the place where it differs from the other one."""
+    """A value of a change as text; of a long text only the part around the first difference from ``other``."""
     text, beside = _text(value), _text(other)
     if text is None or len(text) <= 80:
         return text

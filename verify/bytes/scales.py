@@ -1,4 +1,4 @@
-"""The bytes of scales on a finer grid of blocks (``--refine-blocks``), against the original's scales."""
+"""Compares scales with smaller scale blocks (``--refine-blocks``) with the original's scales."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from verify.bytes.stated_shapes import Statements
 
 
 def refined(info: TensorInfo, original: Layout, finer: Layout) -> NDArray[np.uint8]:
-    """The original's scales, each repeated for every smaller block in it; bytes are the last dimension."""
+    """The original's scales, each repeated for every smaller scale block in it.
+
+    Returns ``finer.full`` scales, with the bytes of a scale as the last dimension.
+    """
     item = DTYPE_BITS[info.dtype] // 8
     scales = _read(info).reshape(*info.shape, item)
     for axis, (old, new) in enumerate(zip(original.rule.dims, finer.rule.dims, strict=True)):
@@ -22,7 +25,7 @@ def refined(info: TensorInfo, original: Layout, finer: Layout) -> NDArray[np.uin
 
 
 def differing(info: TensorInfo, expected: NDArray[np.uint8], finer: Layout, rank: int) -> Iterator[tuple[int, ...]]:
-    """The index, in the rank's own part, of each scale of a shard that is not as expected."""
+    """The index of each wrong scale of a shard, in the rank's own part."""
     runs = finer.boxes[rank].dims
     owned = [np.concatenate([np.arange(run.offset, run.end) for run in dim]) for dim in runs]
     wanted = expected[np.ix_(*owned)]
@@ -31,6 +34,6 @@ def differing(info: TensorInfo, expected: NDArray[np.uint8], finer: Layout, rank
 
 
 def _read(info: TensorInfo) -> NDArray[np.uint8]:
-    """All bytes of a tensor. Raises CheckpointError for a file that cannot be read."""
+    """All bytes of a tensor. Raises CheckpointError if the file cannot be read."""
     with Statements() as statements:
         return np.frombuffer(statements.read(info), dtype=np.uint8)

@@ -1,7 +1,8 @@
-"""Tensors that state the shape of a weight: what a rank's says, against the original's.
+"""Compares tensors that state the shape of a weight with the original's.
 
-A rank states the shape that the weight has there; all else is the original's (see ``formats.statements``). The shapes
-are read here in a way of their own.
+A rank's tensor states the local shape of the weight, and is the original's in all else (see
+``formats.quantization.stated_shapes``). This module has its own code for reading the shapes, to be independent of the
+engine.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _INTEGERS = {"I32": "<i4", "I64": "<i8"}
 
 
 class Statements:
-    """Reads statements; each file is opened once."""
+    """Reads such tensors; each file is opened once."""
 
     def __init__(self) -> None:
         self._files: dict[Path, BinaryIO] = {}
@@ -36,14 +37,14 @@ class Statements:
             file.close()
 
     def read(self, info: TensorInfo) -> bytes:
-        """All bytes of a tensor. Raises CheckpointError for a file that cannot be read."""
+        """All bytes of a tensor. Raises CheckpointError if the file cannot be read."""
         try:
             if info.file not in self._files:
                 self._files[info.file] = info.file.open("rb", buffering=0)
             file = self._files[info.file]
             file.seek(info.offset)
             content = b""
-            while len(content) < info.nbytes:  # of a file that is not buffered, a read may give less
+            while len(content) < info.nbytes:  # an unbuffered read may return less
                 more = file.read(info.nbytes - len(content))
                 if not more:
                     raise CheckpointError(f"{info.file} became shorter while it was read")
@@ -54,7 +55,7 @@ class Statements:
 
 
 def says(found: bytes, original: bytes, dtype: str, shape: Sequence[int]) -> bool:
-    """Whether a rank's statement is the original's with this shape in it."""
+    """Whether a rank's tensor is the original's with this shape in it."""
     if dtype in _INTEGERS:
         return np.array_equal(np.frombuffer(found, _INTEGERS[dtype]), shape)
     try:

@@ -1,4 +1,4 @@
-"""All but the bytes of tensors: names, shapes, dtypes, files, configs, and what follows from other tensors."""
+"""Compares all but the bytes of tensors: names, shapes, dtypes, files, configs; and tensors that a split rewrites."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from verify.rules import flat, with_sound_config
 
 @dataclass(frozen=True)
 class Derived:
-    """What was found of tensors that a rank does not hold byte for byte: the problems, and the ranks done."""
+    """The result for tensors that a split rewrites: the problems, and for each tensor the compared ranks."""
 
     problems: tuple[str, ...]
     compared: Mapping[str, frozenset[int]]
 
 
 def check_derived(original: Source, shards: Source, plan: Plan, comparable: Mapping[str, Sequence[int]]) -> Derived:
-    """Compare scales whose blocks were made smaller, and tensors that state a shape where the rank's is another."""
+    """Compare scales with smaller scale blocks, and tensors that state a weight's local shape."""
     problems: list[str] = []
     compared: dict[str, frozenset[int]] = {}
     with Statements() as statements:
@@ -66,9 +66,9 @@ def _wrong_scales(info: TensorInfo, expected: Any, layout: Layout, rank: int) ->
 
 @dataclass
 class Structure:
-    """What can be seen without reading tensors: names, shapes, dtypes, files, configs.
+    """The comparison without the content of tensors: names, shapes, dtypes, files, configs.
 
-    ``comparable`` has for each tensor the ranks whose part has the planned dtype and shape.
+    ``comparable`` has, for each tensor, the ranks whose part has the planned dtype and shape.
     """
 
     original: Source
@@ -81,7 +81,7 @@ class Structure:
     comparable: dict[str, list[int]] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Fill in everything."""
+        """Compare, and fill in all fields."""
         for rank, tensors in enumerate(self.shards.ranks):
             self._check_tensors(rank, tensors)
         config = "config.json"
@@ -115,7 +115,7 @@ class Structure:
         self.extra += [f"{where}: {name}" for name in tensors if name not in known]
 
     def _check_identity(self) -> None:
-        """What the headers say of where they come from. (Another plan with the same result is no difference.)"""
+        """Compare source and sizes in the headers. (The plan may differ, if its result is the same.)"""
         assert self.shards.sharded is not None
         expected, found = self.original.identity(self.plan), self.shards.sharded.identity
         if found.source != expected.source:
@@ -127,7 +127,7 @@ class Structure:
             said, true = found.sizes.get(axis), expected.sizes.get(axis)
             if said != true:
                 self.problems.append(
-                    f"{self.shards.path}: the axis '{axis}' is said to have {said}, the original has {true}"
+                    f"{self.shards.path}: the axis '{axis}' is {said} by the headers, but {true} in the original"
                 )
 
     def _check_files(self) -> None:
@@ -138,7 +138,7 @@ class Structure:
         self.extra += folder.extra_entries(root, files)
 
     def _check_documents(self) -> None:
-        """The manifest, and what headers and indexes of the ranks say."""
+        """Compare the manifest, and the headers and indexes of the ranks."""
         self._take(MANIFEST, folder.manifest_changes(self.original, self.shards, self.plan))
         agree = not (self.missing or self.extra or self.problems)
         order = folder.stored_order(self.shards, self.plan) if agree else ()
@@ -171,7 +171,7 @@ class Structure:
                 self.configs.append(ConfigDifference(name, key, should.get(key), has.get(key)))
 
     def _check_side_files(self) -> None:
-        """Side files (a tokenizer) are all there and the original's; of a config, compared as JSON, all bytes, too."""
+        """Compare side files (a tokenizer) byte for byte; config.json too, unless it differs as JSON already."""
         root = self.shards.path
         if self.shards.sharded is None:
             names = {file.relative_to(self.original.path).as_posix() for file in self.original.side_files}
@@ -185,7 +185,7 @@ class Structure:
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    """The object that a file holds; None if it holds none."""
+    """The JSON object in a file; None if there is none."""
     try:
         return read_config(path)
     except CheckpointError:

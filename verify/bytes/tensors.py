@@ -24,29 +24,21 @@ from verify.bytes.exact_report import Damage, ExactReport, FirstDifference
 from verify.bytes.views import CHUNK, Array, Piece, View, flat_index
 
 SMALL = 1 << 14
-
-
-"""Bytes of a tensor up to which to compare it by itself takes longer than to read it."""
-
+"""A tensor of at most so many bytes is small: Python's overhead for it is more than the reading."""
 
 TOGETHER = 128
-
-
-"""Small tensors that are compared at a time."""
-
+"""So many small tensors are compared together."""
 
 Progress = Callable[[int, int], None]
-
-
-"""Called with the bytes of the shards compared so far and in all, from any thread."""
+"""Called from any thread with the compared bytes of the shards so far, and the total."""
 
 
 def no_progress(done: int, total: int) -> None:
-    """Nobody wants to know."""
+    """Show no progress."""
 
 
 class _Tensor(NamedTuple):
-    """A tensor to compare: where it lies in the original, and on each rank that has it."""
+    """A tensor to compare: its place in the original, and on each rank (None: not to be compared)."""
 
     number: int
     name: str
@@ -57,7 +49,7 @@ class _Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class _Chunk:
-    """The indices ``begin`` to ``end`` of the view's axis, at one index of each dimension before it."""
+    """The indices ``begin`` to ``end`` along the view's axis; ``outer`` has one index of each dimension before it."""
 
     tensor: _Tensor
     outer: tuple[int, ...]
@@ -74,7 +66,11 @@ def compare_bytes(
     workers: int,
     sums: Mapping[Path, PartialSum] = MappingProxyType({}),
 ) -> ExactReport:
-    """What differs; to ``sums`` is added what is read of their files."""
+    """Compare the bytes of the ``comparable`` ranks of each tensor; the report has only ``first`` and ``damages``.
+
+    The sums of what is read are added to ``sums``, for the files in it. Raises CheckpointError if a file cannot be
+    read.
+    """
     tensors = _tensors(original, shards, plan, comparable)
     total = sum(info.nbytes for tensor in tensors for info in tensor.shards if info is not None)
     tally = _Tally(total, progress, sums)
@@ -98,7 +94,7 @@ def compare_bytes(
                 future.result()
         finally:
             stopped.set()
-    if tally.done != total:  # a proof of a part proves nothing
+    if tally.done != total:  # a partial comparison must not pass
         raise RuntimeError(f"{tally.done} of the {total} bytes of the shards were compared")
     damages = tuple(Damage(t, r, *n) for (_, t, r), n in sorted(tally.damages.items()))
     first = tally.first[1] if tally.first else None
@@ -106,7 +102,7 @@ def compare_bytes(
 
 
 def _tensors(original: Source, shards: Source, plan: Plan, comparable: Mapping[str, Sequence[int]]) -> list[_Tensor]:
-    """The tensors to compare, as they lie in the original."""
+    """The tensors to compare, in the order of the original's files."""
     views: dict[tuple[Layout, int], View] = {}
     view_of: dict[Kind, View] = {}
     for kind, entry in plan.laid.items():
@@ -131,7 +127,7 @@ def _tensors(original: Source, shards: Source, plan: Plan, comparable: Mapping[s
 
 
 def _todo(tensors: Iterable[_Tensor]) -> Iterator[_Chunk | Sequence[_Tensor]]:
-    """What is compared at a time: a chunk, or several small tensors whole."""
+    """Units of work: a chunk of a tensor, or several small tensors."""
     for is_small, found in itertools.groupby(tensors, lambda tensor: tensor.original.nbytes <= SMALL):
         if not is_small:
             yield from (chunk for tensor in found for chunk in _chunks(tensor))
@@ -148,7 +144,7 @@ def _chunks(tensor: _Tensor) -> Iterator[_Chunk]:
 
 
 class _Shared:
-    """An iterator that several threads take from."""
+    """An iterator that several threads can use."""
 
     def __init__(self, items: Iterator[_Chunk | Sequence[_Tensor]]) -> None:
         self._items, self._lock = items, threading.Lock()
@@ -163,7 +159,7 @@ class _Shared:
 
 
 class _Tally:
-    """What the threads have found so far."""
+    """The results of all threads."""
 
     def __init__(self, total: int, progress: Progress, sums: Mapping[Path, PartialSum]) -> None:
         self.total, self.done, self.sums = total, 0, sums
@@ -172,19 +168,19 @@ class _Tally:
         self._progress, self._lock = progress, threading.Lock()
 
     def compared(self, nbytes: int) -> None:
-        """Count bytes that were compared."""
+        """Add to the number of compared bytes."""
         with self._lock:
             self.done += nbytes
             self._progress(self.done, self.total)
 
     def summed(self, sums: Mapping[Path, PartialSum]) -> None:
-        """Add what one thread has read of files."""
+        """Add the sums of what a thread has read."""
         with self._lock:
             for path, part in sums.items():
                 self.sums[path].merge(part)
 
     def differs(self, tensor: _Tensor, byte: int, nbytes: int, elements: int, first: FirstDifference) -> None:
-        """Count what differs in a part of a tensor; ``first`` is the first of it, at this byte of the tensor."""
+        """Add the wrong bytes and elements of a part of a tensor; ``first`` is at ``byte`` of the tensor."""
         with self._lock:
             counts = self.damages.setdefault((tensor.number, tensor.name, first.rank), [0, 0])
             counts[0] += nbytes
@@ -196,7 +192,7 @@ class _Tally:
 
 @dataclass
 class _Run:
-    """Neighbouring bytes of a file."""
+    """Bytes ``begin`` to ``end`` of a file."""
 
     file: Path
     begin: int
@@ -205,7 +201,7 @@ class _Run:
 
 
 class _Span(NamedTuple):
-    """Bytes ``begin`` to ``end`` of a run: a tensor."""
+    """The bytes of a tensor: ``begin`` to ``end`` of a run."""
 
     run: _Run
     begin: int
@@ -213,19 +209,19 @@ class _Span(NamedTuple):
 
     @property
     def data(self) -> Array:
-        """The bytes."""
+        """A view of the bytes."""
         return self.run.data[self.begin : self.end]
 
 
 class _Runs:
-    """Tensors that are to be read: those that follow each other in a file are one run."""
+    """Tensors to read; tensors that follow each other in a file are joined into one run."""
 
     def __init__(self) -> None:
         self.found: list[_Run] = []
         self._last: dict[Path, _Run] = {}
 
     def add(self, info: TensorInfo) -> _Span:
-        """Take in a tensor."""
+        """Add a tensor."""
         run = self._last.get(info.file)
         if run is None or run.end != info.offset:
             run = self._last[info.file] = _Run(info.file, info.offset, info.offset)
@@ -256,7 +252,7 @@ class _Worker:
         self._files.clear()
 
     def _read(self, use: str, info: TensorInfo, offset: int, nbytes: int) -> Array:
-        """Bytes of a tensor from ``offset`` in it, in the buffer for this use."""
+        """``nbytes`` of a tensor from its byte ``offset``, in the buffer of this name."""
         if use not in self._buffers or self._buffers[use].size < nbytes:
             self._buffers[use] = np.empty(max(nbytes, CHUNK), np.uint8)
         buffer = self._buffers[use][:nbytes]
@@ -264,7 +260,7 @@ class _Worker:
         return buffer
 
     def _fill(self, path: Path, offset: int, buffer: Array) -> None:
-        """Read a part of a file, and sum it where that is wanted."""
+        """Fill the buffer from ``offset`` of a file, and add to the file's sum, if it is wanted."""
         try:
             if path not in self._files:
                 if len(self._files) >= 64:
@@ -286,9 +282,9 @@ class _Worker:
             self._sums[path].add(offset, buffer.size, sum_part(buffer, offset))
 
     def compare_small(self, tensors: Sequence[_Tensor]) -> None:
-        """Compare tensors whole, of which what follows each other in a file is read at once.
+        """Compare small tensors; neighbours in a file are read with one call.
 
-        A tensor that differs is compared again, chunk by chunk, to say where.
+        A tensor that differs is compared again, chunk by chunk, to find the place.
         """
         runs = _Runs()
         spans = []
@@ -302,8 +298,8 @@ class _Worker:
         for tensor, original, shards in spans:
             expected = tensor.view.zeroed(original.data)
             same = all(
-                np.array_equal(expected.take(places), found.data.view(expected.dtype))
-                for places, found in ((tensor.view.places[rank], span) for rank, span in shards)
+                np.array_equal(expected.take(words), found.data.view(expected.dtype))
+                for words, found in ((tensor.view.original_words[rank], span) for rank, span in shards)
             )
             if same:
                 done += sum(found.end - found.begin for _, found in shards)
@@ -314,7 +310,7 @@ class _Worker:
         self._tally.compared(done)
 
     def compare(self, chunk: _Chunk) -> None:
-        """Compare a chunk of the original with what each rank holds of it."""
+        """Compare a chunk of the original with each rank's part of it."""
         view, info = chunk.tensor.view, chunk.tensor.original
         axis, row = view.axis, view.item * math.prod(view.full[view.axis + 1 :])
         end = min(chunk.end, view.full[axis])
@@ -346,9 +342,9 @@ class _Worker:
     def _compare_rows(
         self, chunk: _Chunk, rank: int, rows: tuple[int, int], expected: Array | None, found: Array
     ) -> None:
-        """Compare rows of the chunk with those of a rank, piece by piece of the dimensions after the axis.
+        """Compare rows of the chunk with rows of a rank, piece by piece of the dimensions after the axis.
 
-        ``rows`` are the first one's index in the tensor's axis and, counted over all outer dimensions, in the rank's.
+        ``rows`` has the first row's index along the tensor's axis, and its number among all rows of the rank's part.
         """
         view = chunk.tensor.view
         part, after = view.parts[rank], view.axis + 1
@@ -372,7 +368,7 @@ class _Worker:
         left: Array | None,
         right: Array,
     ) -> None:
-        """Count what differs between a piece of the original (None: zeros) and of a rank, and find the first of it."""
+        """Count the wrong elements of a rank's piece, and find the first; ``left`` is the original (None: zeros)."""
         tensor, view = chunk.tensor, chunk.tensor.view
         theirs = np.ascontiguousarray(right).view(np.uint8)
         ours = np.zeros_like(theirs) if left is None else np.ascontiguousarray(left).view(np.uint8)
@@ -381,7 +377,7 @@ class _Worker:
         differing = theirs != ours
         elements = differing.any(-1)
         first = tuple(int(i) for i in np.unravel_index(int(elements.argmax()), elements.shape))
-        # where it is in the tensor, in the rank's part, and in the original; the last coordinate counts bytes
+        # the place in the tensor, in the rank's part, and in the original; the last coordinate counts bytes
         steps = [*first[:-1], first[-1] * view.element]
         at = [(p.start, p.local) for p in pieces]
         if pieces:
@@ -404,10 +400,10 @@ class _Worker:
 
 
 def _local(pieces: Sequence[Piece], index: int) -> int | None:
-    """The rank's own index of an index of the full tensor, if it holds it."""
+    """The rank's own index for an index of the full tensor; None if the rank does not hold it."""
     return next((p.local + index - p.start for p in pieces if p.start <= index < p.end), None)
 
 
 def _fold(leading: int, sizes: Sequence[int], coordinates: Sequence[int], item: int) -> int:
-    """The byte of coordinates whose last one counts bytes, after ``leading`` indices of the dimensions before."""
+    """The byte offset of coordinates, the last in bytes, at index ``leading`` of the joined outer dimensions."""
     return flat_index([leading, *coordinates], [1, *sizes[:-1], sizes[-1] * item])

@@ -1,4 +1,4 @@
-"""Where each element of a tensor lies on each rank, for whoever compares."""
+"""The position of each byte of a tensor on each rank."""
 
 from __future__ import annotations
 
@@ -16,20 +16,15 @@ from formats.notation.axes import Run
 from reshard.planning.plan import Layout
 
 CHUNK = 2 << 20
-
-
-"""Bytes of the original that are compared at a time: few enough for the cache, enough for Python not to matter."""
-
+"""Bytes of the original that are compared at a time: they fit into the cache, and Python's overhead is small."""
 
 Array = npt.NDArray[Any]
-
-
 Indices = npt.NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Consecutive indices of a dimension that a rank holds, from ``start`` in the full tensor, ``local`` in its own."""
+    """Neighbouring indices of a dimension on a rank: from ``start`` in the full tensor, from ``local`` in its part."""
 
     start: int
     length: int
@@ -44,18 +39,18 @@ class Piece:
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank holds: the pieces of each dimension, and its local shape."""
+    """A rank's part of a tensor: the pieces of each dimension, and the local shape."""
 
     pieces: tuple[tuple[Piece, ...], ...]
     shape: tuple[int, ...]
 
 
 class View:
-    """A layout in bytes: the last dimensions, if nobody splits them, are folded into an item of ``item`` bytes.
+    """A layout in bytes: the last dimensions, if no rank splits them, are joined into an item of ``item`` bytes.
 
-    ``full``, ``padded`` and each part's shape are in items; a rank that holds nothing has a part without pieces. Chunks
-    are cut along dimension ``axis``, the first one of whose indices a chunk holds at least one. ``word`` divides, in
-    bytes, every place at which something begins or ends.
+    ``full``, ``padded`` and each part's shape are in items. A rank without a part has a part without pieces. Chunks are
+    cut along dimension ``axis``: the first dimension with at least one index in ``CHUNK`` bytes. Every piece begins and
+    ends at a multiple of ``word`` bytes.
     """
 
     def __init__(self, layout: Layout, bits: int) -> None:
@@ -68,7 +63,7 @@ class View:
         runs: list[tuple[tuple[Run, ...], ...]] = [
             layout.boxes[rank].dims[:dims] if rank in layout.boxes else ((),) * dims for rank in range(layout.ranks)
         ]
-        if not dims:  # everyone holds all: one dimension of bytes
+        if not dims:  # the tensor is replicated: one dimension of bytes
             whole = (Run(0, item_bits // 8),)
             shapes, runs = (
                 [(item_bits // 8,)] * 2,
@@ -98,12 +93,12 @@ class View:
         return layout.padded[dim] == size and all(box.dims[dim] == (Run(0, size),) for box in layout.boxes.values())
 
     def in_words(self, content: Array, rows: int, dims: Sequence[int]) -> Array:
-        """Bytes of rows with these dimensions, as an array of words (of rows alone, flat)."""
+        """Bytes as an array of words, in the shape ``(rows, *dims)``; flat if ``dims`` is empty."""
         shape = (rows, *dims[:-1], dims[-1] * self.item // self.word) if dims else (-1,)
         return content.view(f"u{self.word}").reshape(shape)
 
     def cut(self, spans: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
-        """The slices of an array of ``in_words`` with the given offset and length of each dimension after the rows."""
+        """The slices of an array of ``in_words``, given offset and length of each dimension after the rows."""
         if not spans:
             return ()
         *middle, (start, length) = spans
@@ -111,11 +106,11 @@ class View:
         return (slice(None), *(slice(offset, offset + size) for offset, size in middle), last)
 
     @cached_property
-    def places(self) -> tuple[Indices, ...]:
-        """Which of the original's words each word of a rank is, in the rank's order; one past the last: zeros."""
-        return tuple(self._places(part) for part in self.parts)
+    def original_words(self) -> tuple[Indices, ...]:
+        """For each rank, the original's word number for each of its words; padding has the number after the last."""
+        return tuple(self._original_words(part) for part in self.parts)
 
-    def _places(self, part: Held) -> Indices:
+    def _original_words(self, part: Held) -> Indices:
         sizes, found = [*self.full[:-1], self.full[-1] * self.item // self.word], np.zeros(1, np.intp)
         inside = np.ones(1, bool)
         for i, (size, pieces) in enumerate(zip(sizes, part.pieces, strict=True)):
@@ -129,12 +124,12 @@ class View:
         return np.where(inside, found, math.prod(sizes))
 
     def zeroed(self, content: Array) -> Array:
-        """The words of the original, and a zero after the last."""
+        """The words of the original, with a zero word for padding behind them."""
         words = content.view(f"u{self.word}")
         return np.append(words, words.dtype.type(0))
 
     def position(self, coordinates: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-        """The byte in the padded tensor of an element, and its index; the last coordinate counts bytes."""
+        """The byte and the index of an element in the padded tensor; the last coordinate counts bytes."""
         byte = 0
         for size, coordinate in zip((*self.padded[:-1], self.padded[-1] * self.item), coordinates, strict=True):
             byte = byte * size + coordinate
@@ -157,7 +152,7 @@ def _part(dims: Sequence[Sequence[Run]], full: Sequence[int]) -> Held:
 
 
 def _pieces(runs: Iterable[Run], full: int) -> Iterator[Piece]:
-    """Runs, cut at the end of the unpadded dimension."""
+    """Pieces from runs, which are cut at the end of the unpadded dimension."""
     local = 0
     for run in runs:
         inside = max(0, min(run.length, full - run.offset))
@@ -169,7 +164,7 @@ def _pieces(runs: Iterable[Run], full: int) -> Iterator[Piece]:
 
 
 def _check_all_owned(view: View) -> None:
-    """No element of the original is held by nobody: on the grid of all cuts, each cell has an owner."""
+    """Raise PlanError if no rank holds some element: each cell of the grid of all cuts must have an owner."""
     cuts = [
         sorted({0, size, *(n for part in view.parts for piece in part.pieces[i] for n in (piece.start, piece.end))})
         for i, size in enumerate(view.padded)
@@ -186,7 +181,7 @@ def _check_all_owned(view: View) -> None:
 
 
 def flat_index(indices: Sequence[int], sizes: Sequence[int]) -> int:
-    """The number of an index in row-major order, over the first dimensions."""
+    """The row-major position of an index, over as many first dimensions as it has."""
     flat = 0
     for index, size in zip(indices, sizes, strict=False):
         flat = flat * size + index

@@ -82,7 +82,8 @@ MUTATIONS = (
     Mutation("verify", "torch.arange(self.start, self.start + len(part)", "torch.arange(0, len(part)", EXPERTS),
     # a rank's model: what only a few architectures need
     Mutation("verify", "if not groups.is_first(own[name].along)]", "if groups.is_first(own[name].along)]", EXPERTS),
-    Mutation("verify", "kind in {Kind.COLUMN, Kind.VECTOR} and not dealt", "kind in {Kind.COLUMN} and not dealt", FORWARD),
+    Mutation("verify", "kind in {Kind.COLUMN, Kind.VECTOR} and not dealt", "kind in {Kind.COLUMN} and not dealt",
+             FORWARD),
     Mutation("verify", "if module in sums and own", "if False and own", FORWARD),
     Mutation("verify", "lambda _module, _args, out: self._part(out, dims, indices)",
              "lambda _module, _args, out: out", FORWARD),

@@ -22,7 +22,7 @@ from reshard.planning.model import Model
 from reshard.storage.source import open_source
 from tests import remote, zoo
 from tests.support import contents
-from verify.forward.inputs import inputs_of, running
+from verify.rank.inputs import inputs_of, running
 
 # what a reordering changes although the rule is right
 POSITIONAL = {

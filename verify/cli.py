@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from reshard.api import Access
     from reshard.storage.source import Source
     from verify.bytes.exact_report import ExactReport
-    from verify.forward.launch import Crew
+    from verify.forward.crew import Crew
 
 SCHEMA_VERSION = 1
 SHOWN = 10
@@ -235,7 +235,7 @@ def is_launched() -> bool:
 
 def _verify_as_rank(run: _Run, access: Access, debug: bool) -> None:
     """As one rank of a launcher's: the first compares the bytes and speaks for all, the others wait for its word."""
-    from verify.forward.launch import Crew
+    from verify.forward.crew import Crew
 
     def take(end: Any) -> None:
         if isinstance(end, ReshardError):

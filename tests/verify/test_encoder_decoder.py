@@ -17,7 +17,7 @@ from reshard.storage.source import Source, open_source
 from tests import zoo
 from tests.verify.test_forward import QUICK, show
 from verify.forward.compare import ForwardOptions, run_forwards
-from verify.forward.inputs import inputs_of, random_ids, running
+from verify.rank.inputs import inputs_of, random_ids, running
 from verify.rank.layers import vocab_parallel
 from verify.rank.trace import Places, run
 

@@ -15,7 +15,7 @@ from reshard.storage.source import Source, open_source
 from tests import zoo
 from tests.verify.faults import LAYER, Shards, inject
 from verify.forward.compare import ForwardOptions, ForwardReport, run_forward, run_forwards
-from verify.forward.launch import RankError
+from verify.forward.worker import RankError
 
 EXPERTS = 8
 """As many in each model, so that every mesh here has some on each rank."""

@@ -18,8 +18,9 @@ from reshard.storage.source import Source, open_source
 from tests import zoo
 from tests.verify.faults import inject
 from verify.forward.compare import ForwardOptions, ForwardReport, run_forward, run_forwards
-from verify.forward.launch import RankError, run_ranks
+from verify.forward.launch import run_ranks
 from verify.forward.noise import FACTOR, SURE, measure, yardstick
+from verify.forward.worker import RankError
 from verify.rank.trace import Places, run
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -285,7 +286,8 @@ def _logits_of_shards(paths: list[tuple[Path, Path]], ids: torch.Tensor) -> list
     import torch.distributed as dist
 
     from verify.rank.collectives import Groups
-    from verify.rank.model import Rank, load_rank
+    from verify.rank.model import load_rank
+    from verify.rank.roles import Rank
 
     found = []
     for original, shards in paths:

@@ -19,8 +19,8 @@ from tests import zoo
 from tests.verify.faults import Shards
 from verify.cli import power_in_words
 from verify.forward.compare import ForwardOptions, run_forward, run_forwards
-from verify.forward.launch import RankError
 from verify.forward.noise import FACTOR
+from verify.forward.worker import RankError
 
 Done = subprocess.CompletedProcess[str]
 

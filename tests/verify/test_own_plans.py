@@ -21,7 +21,7 @@ from reshard.storage.source import Source, open_source
 from tests import zoo
 from verify.bytes.exact import compare
 from verify.forward.compare import ForwardOptions, ForwardReport, run_forward, run_forwards
-from verify.forward.launch import RankError
+from verify.forward.worker import RankError
 from verify.rules import own_rules, with_sound_config
 
 ROOT = Path(__file__).parents[2]

@@ -121,7 +121,7 @@ def _network(model: Model) -> Any:
     import torch
     import transformers
 
-    from verify.rank.model import model_class
+    from verify.rank.loading import model_class
 
     settings = {
         key: _with_floats(value)
@@ -149,7 +149,7 @@ def _with_floats(value: Any) -> Any:
 
 def _parts(model: Model, network: Any, degree: int | None) -> Iterator[_Part]:
     """The parameters that the rules split, one for all layers; left out, if some layer's is not split."""
-    from verify.rank.model import placements
+    from verify.rank.loading import placements
 
     tensors = {tensor.name: tensor.kind for tensor in model.tensors}
     found: dict[str, set[tuple[str, int] | None]] = defaultdict(set)

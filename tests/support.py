@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -109,15 +109,17 @@ def change_tensor(path: Path, name: str, *, at: int = 0, flip: int = 1) -> None:
         file.write(bytes([byte ^ flip]))
 
 
-def command(*arguments: str | Path, cwd: Path | None = None, **environment: str) -> CompletedProcess[str]:
+def command(
+    *arguments: str | Path, cwd: Path | None = None, without: Iterable[str] = (), **environment: str
+) -> CompletedProcess[str]:
     """What ``reshard`` does with these arguments, without a process of its own: its exit code and what it printed.
 
     A process is what matters where one is interrupted, writes into a pipe or a terminal, or starts with nothing
-    imported; elsewhere most of its time would go into imports.
+    imported; elsewhere most of its time would go into imports. ``without`` are variables that are not set.
     """
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
     code: object = None
-    with _as_a_process(cwd, environment), redirect_stdout(out), redirect_stderr(err):
+    with _as_a_process(cwd, without, environment), redirect_stdout(out), redirect_stderr(err):
         try:
             with mock.patch.object(sys, "argv", ["reshard", *map(str, arguments)]):
                 main()
@@ -128,12 +130,14 @@ def command(*arguments: str | Path, cwd: Path | None = None, **environment: str)
 
 
 @contextmanager
-def _as_a_process(cwd: Path | None, environment: dict[str, str]) -> Iterator[None]:
+def _as_a_process(cwd: Path | None, without: Iterable[str], environment: dict[str, str]) -> Iterator[None]:
     """Another folder, environment and handling of signals for a while."""
     before, handler = Path.cwd(), signal.getsignal(signal.SIGINT)
     try:
         os.chdir(cwd or before)
         with mock.patch.dict(os.environ, environment):
+            for name in without:
+                os.environ.pop(name, None)
             yield
     finally:
         os.chdir(before)

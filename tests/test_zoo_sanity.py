@@ -118,11 +118,11 @@ def test_boxes_of_the_ranks_make_up_the_tensors(name: str):
         plan = make_plan(source.model, Mesh((("tp", tp),)))
         for layout in {entry.layout for entry in plan.laid.values()}:
             held = np.zeros(layout.padded, int)
-            for box in layout.boxes:
-                assert box is not None and box.shape == np.zeros(layout.padded, bool)[_indices(box)].shape
+            for box in layout.boxes.values():
+                assert box.shape == np.zeros(layout.padded, bool)[_indices(box)].shape
                 held[_indices(box)] += 1
             assert held.min() >= 1, f"tp {tp}: no rank has some elements of '{layout.rule}'"
-            assert tp % held.max() == 0 and held.sum() == sum(math.prod(box.shape) for box in layout.boxes if box)
+            assert tp % held.max() == 0 and held.sum() == sum(math.prod(box.shape) for box in layout.boxes.values())
 
 
 def _indices(box: Box) -> tuple[np.ndarray, ...]:

@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 JOBS ?= 2
 
-.PHONY: demo test fuzz check format docs bench clean
+.PHONY: demo test fuzz mutants check format docs bench clean
 
 demo: .venv/ready
 	$(BIN)/reshard demo
@@ -28,6 +28,10 @@ format: .venv/ready
 docs: .venv/ready
 	$(BIN)/python -m tools.config_defaults
 	$(BIN)/python -m tests.test_readme
+
+# whether the tests notice what is wrong: half an hour
+mutants: .venv/ready
+	$(BIN)/python -m benchmarks.mutations
 
 bench: .venv/ready
 	$(BIN)/python -m benchmarks.speed

@@ -3,11 +3,13 @@
 import gc
 import signal
 
+import pytest
 import torch
 from hypothesis import settings
 
 import reshard.engine.move
 import verify.bytes.tensors
+from tests import store
 
 settings.register_profile("untimed", deadline=None)  # speed is a matter for benchmarks, on a quiet machine
 settings.load_profile("untimed")
@@ -23,3 +25,15 @@ reshard.engine.move.SMALL = verify.bytes.tensors.SMALL = 1000
 
 # torch and transformers are a million objects, which are looked through at each full collection.
 gc.set_threshold(100_000, 50, 50)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One store for all processes: those that run the tests are started after this."""
+    if not hasattr(config, "workerinput"):
+        store.begin()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """What the run has made goes with it."""
+    if not hasattr(config, "workerinput"):
+        store.end()

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
+from subprocess import CompletedProcess
+from unittest import mock
 
 import numpy as np
 
 from formats.files.safetensors import build_header, read_header, tensor_bytes
+from reshard.__main__ import main
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 20, "intermediate_size": 24,
@@ -97,3 +107,57 @@ def change_tensor(path: Path, name: str, *, at: int = 0, flip: int = 1) -> None:
         byte = file.read(1)[0]
         file.seek(info.offset + at)
         file.write(bytes([byte ^ flip]))
+
+
+def command(
+    *arguments: str | Path, cwd: Path | None = None, without: Iterable[str] = (), **environment: str
+) -> CompletedProcess[str]:
+    """What ``reshard`` does with these arguments, without a process of its own: its exit code and what it printed.
+
+    A process is what matters where one is interrupted, writes into a pipe or a terminal, or starts with nothing
+    imported; elsewhere most of its time would go into imports. ``without`` are variables that are not set.
+    """
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
+    code: object = None
+    with _as_a_process(cwd, without, environment), redirect_stdout(out), redirect_stderr(err):
+        try:
+            with mock.patch.object(sys, "argv", ["reshard", *map(str, arguments)]):
+                main()
+        except SystemExit as stop:
+            code = stop.code
+    texts = (stream.buffer.getvalue().decode("utf-8", "replace") for stream in (out, err))
+    return CompletedProcess([*map(str, arguments)], code if isinstance(code, int) else int(bool(code)), *texts)
+
+
+@contextmanager
+def _as_a_process(cwd: Path | None, without: Iterable[str], environment: dict[str, str]) -> Iterator[None]:
+    """Another folder, environment and handling of signals for a while."""
+    before, handler = Path.cwd(), signal.getsignal(signal.SIGINT)
+    try:
+        os.chdir(cwd or before)
+        with mock.patch.dict(os.environ, environment):
+            for name in without:
+                os.environ.pop(name, None)
+            yield
+    finally:
+        os.chdir(before)
+        signal.signal(signal.SIGINT, handler)
+
+
+def in_files(checkpoint: Path, folder: Path, count: int) -> Path:
+    """A checkpoint of one file, written anew into ``folder`` in several files with an index, as transformers does."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(checkpoint / "model.safetensors")
+    shutil.copytree(checkpoint, folder, ignore=shutil.ignore_patterns("model.safetensors"))
+    names, weight_map = sorted(tensors), {}
+    count = min(count, len(names))
+    for i in range(count):
+        file = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+        part = {name: tensors[name] for name in names[len(names) * i // count : len(names) * (i + 1) // count]}
+        save_file(part, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    return folder

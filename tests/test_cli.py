@@ -28,6 +28,7 @@ import pytest
 from formats.files.safetensors import build_header, read_header
 from reshard.cli.demo import Compared, compare
 from reshard.cli.demo_model import CONFIG, write_model
+from tests import support
 from tests.reshard.hub_server import HubServer
 
 _INSTALLED = Path(sys.executable).with_name("reshard")
@@ -44,17 +45,25 @@ TINY = CONFIG | {
 ESCAPE = "\x1b"
 
 
-def run(*arguments: str | Path, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the command; colours and bars are left to what it finds out itself."""
+def run(
+    *arguments: str | Path, cwd: Path | None = None, installed: bool = False, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the command; colours and bars are left to what it finds out itself.
+
+    The ``installed`` one is a process of its own, and so is one with its own environment, which libraries read as they
+    are imported.
+    """
+    if not installed and not environment:
+        return support.command(*arguments, cwd=cwd, without=("NO_COLOR", "FORCE_COLOR"))
     env = {k: v for k, v in os.environ.items() if k not in {"NO_COLOR", "FORCE_COLOR"}} | environment
     return subprocess.run(
         [*RESHARD, *map(str, arguments)], cwd=cwd, env=env, capture_output=True, text=True, timeout=120, check=False
     )
 
 
-def ok(*arguments: str | Path, cwd: Path | None = None, **environment: str) -> str:
+def ok(*arguments: str | Path, cwd: Path | None = None, installed: bool = False, **environment: str) -> str:
     """Run a command that must succeed; its stdout."""
-    done = run(*arguments, cwd=cwd, **environment)
+    done = run(*arguments, cwd=cwd, installed=installed, **environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -119,9 +128,9 @@ def tp4(model: Path) -> Path:
 
 
 def test_split_resplit_merge_gives_the_same_files(model: Path, tp4: Path, tmp_path: Path) -> None:
-    ok("split", tp4, tmp_path / "tp2", "--tp", "2")
+    ok("split", tp4, tmp_path / "tp2", "--tp", "2", installed=True)
     ok("split", tmp_path / "tp2", tmp_path / "tp8", "--tp", "8")
-    ok("merge", tmp_path / "tp8", tmp_path / "merged")
+    ok("merge", tmp_path / "tp8", tmp_path / "merged", installed=True)
     assert sums(tmp_path / "merged") == sums(model)
     ok("split", model, tmp_path / "direct", "--tp", "8")
     assert shards(tmp_path / "tp8") == shards(tmp_path / "direct")

@@ -1,5 +1,6 @@
-"""The zoo against the architecture files: rules that fit are not yet rules that are right.
+"""The zoo against the architecture files: every model, by plan, byte for byte, and by what its dimensions mean.
 
+Rules that fit are not yet rules that are right.
 A dimension's meaning is checked without any tensor parallelism: reorder the parallel axes in all tensors at once, by
 the rules, and the model must compute what it computed before. A rule that calls a dimension by the wrong name, or packs
 it in the wrong order, takes part in the reordering wrongly, and the outputs change.
@@ -7,22 +8,30 @@ it in the wrong order, takes part in the reordering wrongly, and the outputs cha
 
 from __future__ import annotations
 
+import math
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from formats.mesh import Mesh
 from formats.notation.architecture_files import built_in_architectures
 from formats.notation.axes import Dim
+from reshard.api import merge, split
+from reshard.planning.degrees import valid_degrees
 from reshard.planning.model import Model
+from reshard.planning.plan import Box, make_plan
 from reshard.storage.source import open_source
-from tests import remote, zoo
-from tests.support import contents
-from verify.forward.inputs import inputs_of, running
+from tests import remote, store, zoo
+from tests.support import contents, in_files, without_manifest
+from verify.bytes.exact import verify_exact
+from verify.rank.inputs import inputs_of, running
 
 # what a reordering changes although the rule is right
 POSITIONAL = {
@@ -94,15 +103,66 @@ def test_the_same_name_gives_the_same_bytes(name: str, tmp_path: Path):
     assert first == second
 
 
-@pytest.mark.parametrize("name", zoo.ZOO)
+@pytest.fixture(scope="module", params=zoo.ZOO)
+def name(request: pytest.FixtureRequest) -> str:
+    """A model of the zoo: all tests of one come before the next, so that its code is imported once."""
+    return str(request.param)
+
+
+def test_boxes_of_the_ranks_make_up_the_tensors(name: str):
+    """At every degree that the zoo knows. That a transfer between any boxes moves the right bytes: test_transfer.py."""
+    source = open_source(store.checkpoint(name))
+    degrees = zoo.ZOO[name].degrees
+    assert degrees == tuple(degree for degree in valid_degrees(source.model) if degree in zoo.DEGREES)
+    for tp in degrees:
+        plan = make_plan(source.model, Mesh((("tp", tp),)))
+        for layout in {entry.layout for entry in plan.laid.values()}:
+            held = np.zeros(layout.padded, int)
+            for box in layout.boxes.values():
+                assert box.shape == np.zeros(layout.padded, bool)[_indices(box)].shape
+                held[_indices(box)] += 1
+            assert held.min() >= 1, f"tp {tp}: no rank has some elements of '{layout.rule}'"
+            assert tp % held.max() == 0 and held.sum() == sum(math.prod(box.shape) for box in layout.boxes.values())
+
+
+def _indices(box: Box) -> tuple[np.ndarray, ...]:
+    """The elements of a box, as an index of the whole tensor."""
+    return np.ix_(*(np.concatenate([np.arange(run.offset, run.end) for run in runs]) for runs in box.dims))
+
+
+def test_every_route_gives_the_same_bytes(name: str, tmp_path: Path):
+    """One model of each architecture file, and each variant, on all routes; the others are split once."""
+    low, middle, high = (zoo.ZOO[name].degrees[i] for i in (0, len(zoo.ZOO[name].degrees) // 2, -1))
+    original, shards = store.checkpoint(name), store.shards(name, tp=low)
+    source = open_source(original)
+    report = verify_exact(source, shards)
+    assert (report.verdict, report.ranks, report.tensors) == ("same", low, len(source.names)), report
+    assert zoo.loads(name, shards / f"rank-01-of-{low:02d}") == zoo.ZOO[name].loads_alone
+    if name not in zoo.one_of_each():
+        return
+    original = in_files(original, tmp_path / "original", 3)
+    before = contents(original)
+    for tp in {middle, high}:
+        split(original, tmp_path / f"tp{tp}", tp)
+        assert verify_exact(open_source(original), tmp_path / f"tp{tp}").verdict == "same"
+    split(tmp_path / f"tp{high}", tmp_path / f"route-{middle}", middle)
+    assert without_manifest(tmp_path / f"route-{middle}") == without_manifest(tmp_path / f"tp{middle}")
+    split(tmp_path / f"route-{middle}", tmp_path / "tp1", 1)
+    for shards in (f"tp{high}", "tp1"):
+        merge(tmp_path / shards, tmp_path / f"merged-{shards}")
+        assert contents(tmp_path / f"merged-{shards}") == before
+    assert contents(original) == before, "the source is never changed"
+
+
 def test_reordering_parallel_axes_changes_nothing(name: str, tmp_path: Path):
-    folder = zoo.save(name, tmp_path)
+    folder = store.checkpoint(name)
     model = open_source(folder).plan.model
     tensors = load_file(folder / "model.safetensors")
     vocabularies = _vocabularies(model)
     vocab = vocabularies["input_ids"][1]
     tokens = torch.randint(3, vocab, (2, 23), generator=torch.Generator().manual_seed(0))
-    cls = zoo.class_of(name)
+    cls, changed_folder = zoo.class_of(name), tmp_path / "changed"
+    shutil.copytree(folder, changed_folder)
     dtype, expected = _first_forward(cls, folder, tokens)
     tolerance = (1e-4 if dtype == torch.float64 else 1e-3) * expected.std()
     used = frozenset().union(*(kind.rule.axes for kind in model.kinds))
@@ -110,9 +170,9 @@ def test_reordering_parallel_axes_changes_nothing(name: str, tmp_path: Path):
     axes = [axis for axis in families if axis in used and axis not in POSITIONAL.get(name, {})]
 
     def changed(axes: list[str]) -> bool:
-        save_file(_reordered(model, tensors, axes), folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(_reordered(model, tensors, axes), changed_folder / "model.safetensors", metadata={"format": "pt"})
         places = {key: _new_places(size, axis in axes) for key, (axis, size) in vocabularies.items()}
-        found = _forward(cls, folder, tokens, dtype, places)
+        found = _forward(cls, changed_folder, tokens, dtype, places)
         outputs = places["decoder_input_ids"]
         found = found[..., outputs] if found.shape[-1] == len(outputs) else found
         return bool((found - expected).abs().max() >= tolerance)

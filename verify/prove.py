@@ -18,7 +18,7 @@ from verify.report.words import OwnPlan
 from verify.rules import own_rules
 
 if TYPE_CHECKING:
-    from verify.forward.launch import Crew
+    from verify.forward.crew import Crew
 
 
 class Display(Protocol):

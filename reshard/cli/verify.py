@@ -21,7 +21,7 @@ from reshard.cli.progress import Progress, bars_are_wanted
 
 if TYPE_CHECKING:
     from reshard.storage.access import Access
-    from verify.forward.launch import Crew
+    from verify.forward.crew import Crew
     from verify.report.answer import Answer
 
 
@@ -98,7 +98,7 @@ def _is_launched() -> bool:
 
 def _verify_as_rank(answer: Answer, access: Access, finish: Callable[[], int]) -> int:
     """As one of a launcher's ranks: the first compares the bytes and speaks for all, the others wait for its word."""
-    from verify.forward.launch import Crew
+    from verify.forward.crew import Crew
 
     def take(end: Any) -> None:
         if isinstance(end, ReshardError):

@@ -19,6 +19,7 @@ import torch
 from reshard.api import split
 from reshard.storage.source import open_source
 from tests import zoo
+from tests.support import command
 from tests.verify.faults import inject
 from tests.verify.test_launch import session, wait_until
 
@@ -37,13 +38,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def verify(*arguments: str | Path, launcher: tuple[str, ...] = ("-m", "verify"), **environment: str) -> Done:
-    command = [sys.executable, *launcher, *map(str, arguments)]
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=300, env={**os.environ, **environment}
-    )  # fmt: skip
+def verify(*arguments: str | Path, launcher: tuple[str, ...] = (), **environment: str) -> Done:
+    """Verify in a process of its own, if it is said how it is started."""
+    if not launcher:
+        return command("verify", *arguments, **environment)
+    process = [sys.executable, *launcher, *map(str, arguments)]
+    environment = {**os.environ, **environment}
+    return subprocess.run(process, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
 
 
+ALONE = ("-m", "verify")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "verify")
 
 
@@ -67,7 +71,7 @@ def test_the_same(model: Path) -> None:
 
 
 def test_different_names_tensor_and_layer(model: Path) -> None:
-    done = verify(model / "full", model / "wrong")
+    done = verify(model / "full", model / "wrong", launcher=ALONE)
     assert done.returncode == 1
     last = done.stdout.splitlines()[-1]
     tensor = "model.layers.1.mlp.gate_proj.weight"
@@ -96,7 +100,7 @@ def test_what_could_not_be_run_is_no_difference(model: Path) -> None:
 def test_temporary_files_too_deep_for_a_socket(model: Path, tmp_path: Path) -> None:
     deep = tmp_path / "deep" / ("x" * 90)
     deep.mkdir(parents=True)
-    done = verify(model / "full", model / "shards", TMPDIR=str(deep))
+    done = verify(model / "full", model / "shards", launcher=ALONE, TMPDIR=str(deep))
     assert done.returncode == 2 and f"socket cannot be in {deep}" in done.stderr and "set TMPDIR" in done.stderr
 
 

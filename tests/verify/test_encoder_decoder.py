@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,12 +11,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from reshard.api import split
 from reshard.storage.source import Source, open_source
-from tests import zoo
-from tests.verify.test_forward import QUICK, show
+from tests import store, zoo
+from tests.verify.test_forward import QUICK, WITH_GRADIENTS, run_all, show
 from verify.forward.compare import ForwardOptions, run_forwards
-from verify.forward.inputs import inputs_of, random_ids, running
+from verify.rank.inputs import inputs_of, random_ids, running
 from verify.rank.layers import vocab_parallel
 from verify.rank.trace import Places, run
 
@@ -26,27 +24,15 @@ MODELS = ["t5", "mt5", "umt5-encoder", "longt5-global", "bart", "mbart", "marian
           "trocr", "m2m_100", "whisper", "whisper-causal", "t5gemma", "t5gemma2"]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], tuple[Source, Source]]:
-    root = tmp_path_factory.mktemp("encoder-decoder")
-
-    def get(name: str, tp: int) -> tuple[Source, Source]:
-        original, shards = root / name, root / f"{name}-{tp}"
-        if not original.exists():
-            zoo.save(name, original)
-        if not shards.exists():
-            split(original, shards, tp)
-        return open_source(original), open_source(shards)
-
-    return get
+def pair(name: str, tp: int) -> tuple[Source, Source]:
+    return store.pair(name, tp=tp)
 
 
 @pytest.mark.parametrize("tp", [4, 8])
-def test_gradients_of_both_sides(tp: int, pair: Callable[[str, int], tuple[Source, Source]]) -> None:
+def test_gradients_of_both_sides(tp: int) -> None:
     names = MODELS if tp == 4 else MODELS[::3]
     pairs = [pair(name, tp) for name in names]
-    options = ForwardOptions(backward=True, seq=16, draws=4)
-    for name, (original, _), report in zip(names, pairs, run_forwards(pairs, options), strict=True):
+    for name, (original, _), report in zip(names, pairs, run_all(pairs, WITH_GRADIENTS), strict=True):
         assert report.is_same, (name, show(report))
         without = {tensor.name for tensor in original.model.tensors} - {row.name for row in report.gradients}
         unused = ("EncDecAttention.relative_attention_bias.weight", ".weights", "final_logits_bias", ".version")
@@ -54,9 +40,9 @@ def test_gradients_of_both_sides(tp: int, pair: Callable[[str, int], tuple[Sourc
         assert not [n for n in without if not n.endswith(unused) and not any(part in n for part in frozen)], name
 
 
-def test_streamed_both_sides_start_from_the_original(pair: Callable[[str, int], tuple[Source, Source]]) -> None:
+def test_streamed_both_sides_start_from_the_original() -> None:
     names = ["t5", "whisper", "t5gemma2"]
-    options = ForwardOptions(streamed=True, seq=24, draws=4)
+    options = ForwardOptions(streamed=True, seq=16, draws=2)
     for name, report in zip(names, run_forwards([pair(name, 2) for name in names], options), strict=True):
         assert report.is_same, (name, show(report))
         rows = [row.name for row in report.layers]
@@ -90,9 +76,7 @@ FAULTS = {
 }
 
 
-def test_a_fault_of_either_side_is_seen_where_it_is(
-    pair: Callable[[str, int], tuple[Source, Source]], tmp_path: Path
-) -> None:
+def test_a_fault_of_either_side_is_seen_where_it_is(tmp_path: Path) -> None:
     """A rank's part of one tensor, turned around. What a bias of keys adds to all scores alike changes nothing."""
     cases = [(name, tensor, first) for name, faults in FAULTS.items() for tensor, first in faults]
     pairs = []

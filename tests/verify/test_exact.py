@@ -28,7 +28,7 @@ from reshard.planning.binding import bind
 from reshard.planning.model import FullTensor
 from reshard.planning.plan import Box, Layout, make_plan
 from reshard.storage.source import open_source
-from tests import zoo
+from tests import store, zoo
 from tests.verify.faults import FAULTS, inject
 from verify.bytes import exact_report, views
 from verify.bytes import tensors as comparing
@@ -58,17 +58,11 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
+def pairs() -> Callable[..., Pair]:
     """A checkpoint of the zoo and its shards, made once."""
-    root = tmp_path_factory.mktemp("exact")
 
     def get(name: str, tp: int, dtype: str = "float32") -> Pair:
-        original, shards = root / f"{name}-{dtype}", root / f"{name}-{dtype}-{tp}"
-        if not original.exists():
-            zoo.save(name, original, DTYPES[dtype])
-        if not shards.exists():
-            split(original, shards, tp)
-        return Pair(original, shards)
+        return Pair(store.checkpoint(name, dtype), store.shards(name, dtype, tp=tp))
 
     return get
 

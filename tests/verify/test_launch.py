@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from formats.errors import CheckpointError, ReshardError
-from verify.forward.launch import RankError, RankTimeoutError, run_ranks, say
+from verify.forward.launch import RankTimeoutError, run_ranks
+from verify.forward.worker import RankError, say
 
 ROOT = Path(__file__).parents[2]
 
@@ -265,7 +266,7 @@ def test_under_torchrun_every_rank_gets_all_results(script):
 
 def test_under_torchrun_errors_name_the_rank(script):
     assert (
-        "verify.forward.launch.RankError: rank 1 of 2 failed: ValueError: no such layer"
+        "verify.forward.worker.RankError: rank 1 of 2 failed: ValueError: no such layer"
         in torchrun(script, "fails").stderr
     )
 

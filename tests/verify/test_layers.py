@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from verify.forward.launch import RankError, run_ranks
+from verify.forward.launch import run_ranks
+from verify.forward.worker import RankError
 from verify.rank.layers import (
     ColumnParallelLinear,
     ParallelRMSNorm,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,18 +14,12 @@ from safetensors.torch import load_file, save_file
 from reshard.api import split
 from reshard.storage.source import Source, open_source
 from tests import zoo
+from tests.support import command
 from tests.verify.faults import Shards
 from verify.forward.compare import ForwardOptions, run_forward, run_forwards
-from verify.forward.launch import RankError
 from verify.forward.noise import FACTOR
+from verify.forward.worker import RankError
 from verify.report.words import power_in_words
-
-Done = subprocess.CompletedProcess[str]
-
-
-def reshard(*arguments: str | Path) -> Done:
-    command = [sys.executable, "-m", "reshard", *map(str, arguments)]
-    return subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300)
 
 
 def pair(original: Path, tp: int = 2) -> tuple[Source, Source]:
@@ -57,7 +49,7 @@ def test_an_original_that_is_not_a_number_is_not_checked(value: float, tmp_path:
         zoo.save("llama", tmp_path / "full"), "model.layers.1.mlp.down_proj.weight", first_element(value)
     )
     pair(original)
-    done = reshard("verify", original, tmp_path / "full-2")
+    done = command("verify", original, tmp_path / "full-2")
     assert done.returncode == 2
     said = "the original's own output is not a number from 'model.layers.1.mlp.down_proj' on, in float64"
     assert said in done.stderr and "Hint: --exact-only compares the bytes alone" in done.stderr
@@ -144,11 +136,11 @@ def test_the_power_is_measured_and_said(tmp_path: Path) -> None:
 
 def test_the_command_says_the_power(tmp_path: Path) -> None:
     pair(zoo.save("llama", tmp_path / "llama", torch.bfloat16))
-    done = reshard("verify", tmp_path / "llama", tmp_path / "llama-2")
+    done = command("verify", tmp_path / "llama", tmp_path / "llama-2")
     assert "a fault that moves them by " in done.stdout.splitlines()[-1] and "little power" not in done.stdout
     pair(loud(tmp_path / "loud"))
     report = tmp_path / "report.html"
-    done = reshard("verify", tmp_path / "loud", tmp_path / "loud-2", "--json", "--report", report)
+    done = command("verify", tmp_path / "loud", tmp_path / "loud-2", "--json", "--report", report)
     document = json.loads(done.stdout)
     assert done.returncode == 0 and document["forward"]["power"]["is_poor"]
     assert "--dtype float32 has more" in document["summary"]

@@ -19,24 +19,19 @@ from reshard.api import Access, split
 from reshard.storage.access import open_any
 from reshard.storage.source import Source, open_source
 from tests import zoo
+from tests.support import command
 from verify.bytes.exact import compare
 from verify.forward.compare import ForwardOptions, ForwardReport, run_forward, run_forwards
-from verify.forward.launch import RankError
+from verify.forward.worker import RankError
 from verify.rules import own_rules, with_sound_config
 
 ROOT = Path(__file__).parents[2]
-Done = subprocess.CompletedProcess[str]
 Edits = Mapping[str, str]
 
 QUICK = ForwardOptions(seq=16, draws=3)
 QKV = "model.layers.{layer}.self_attn.qkv_proj.weight"
 GATE_UP = "model.layers.{layer}.mlp.gate_up_proj.weight"
 IN_PROJ = "backbone.layers.{layer}.mixer.in_proj.weight"
-
-
-def reshard(*arguments: str | Path) -> Done:
-    command = [sys.executable, "-m", "reshard", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def get(name: str) -> Path:
         if not (root / name).exists():
             zoo.save(name, root / name)
-            saved = reshard("plan", root / name, "--save", root / f"{name}.toml")
+            saved = command("plan", root / name, "--save", root / f"{name}.toml")
             assert saved.returncode == 0, saved.stderr
         return root / name
 
@@ -92,9 +87,9 @@ def test_a_packed_weight_dealt_by_plain_chunks(
     """With that plan every byte is where it should be, and the model of such shards does not even run."""
     original, shards = model(name), tmp_path / "shards"
     plan = edited(original, tmp_path / "wrong.toml", dealt("packed hidden", template, families))
-    assert reshard("split", original, shards, "--tp", "2", "--plan", plan).returncode == 0
+    assert command("split", original, shards, "--tp", "2", "--plan", plan).returncode == 0
     tensor = template.replace("{layer}", "0")
-    done = reshard("verify", original, shards, "--plan", plan)
+    done = command("verify", original, shards, "--plan", plan)
     assert done.returncode == 1, done.stderr
     verdict = done.stdout.splitlines()[-1]
     assert verdict.startswith(f"DIFFERENT: Every byte is the original's by the plan {plan} (")
@@ -105,7 +100,7 @@ def test_a_packed_weight_dealt_by_plain_chunks(
     assert listed[0] == f"plan {plan}: differs from the built-in rules of model type '{name}'"
     assert [line.partition(" is ")[0] for line in listed[1:]] == [f"  {template}"]
     # Nor is it taken for the model by the built-in rules, without the plan.
-    done = reshard("verify", original, shards, "--json")
+    done = command("verify", original, shards, "--json")
     document = json.loads(done.stdout)
     assert (done.returncode, document["verdict"]) == (1, "different") and tensor in document["summary"]
     assert document["plan"]["differences"][0].startswith(f"{template} is 'packed hidden', built in ")
@@ -115,14 +110,14 @@ def test_bytes_by_a_plan_of_the_users_say_so(model: Callable[[str], Path], tmp_p
     original, shards = model("phi3"), tmp_path / "shards"
     plan = edited(original, tmp_path / "wrong.toml", dealt("packed hidden", QKV, PHI3))
     split(original, shards, 2, access=Access(plan_file=plan))
-    done = reshard("verify", original, shards, "--plan", plan, "--exact-only")
+    done = command("verify", original, shards, "--plan", plan, "--exact-only")
     assert done.returncode == 0
     assert done.stdout.splitlines()[-1].endswith("Whether that plan is right, the forward alone can tell.")
     assert f"{QKV} is 'packed hidden', built in " in done.stdout
     # A plan that says what the built-in rules say is no other plan.
     saved = original.with_suffix(".toml")
     split(original, tmp_path / "right", 2, access=Access(plan_file=saved))
-    done = reshard("verify", original, tmp_path / "right", "--plan", saved, "--exact-only")
+    done = command("verify", original, tmp_path / "right", "--plan", saved, "--exact-only")
     assert done.returncode == 0 and "the forward alone" not in done.stdout
     assert done.stdout.startswith(f"plan {saved}: says the same as the built-in rules of model type 'phi3'\n")
 
@@ -278,10 +273,10 @@ def test_what_differs_is_listed(model: Callable[[str], Path], tmp_path: Path) ->
 def test_under_torchrun(model: Callable[[str], Path], tmp_path: Path) -> None:
     """The ranks fail together, and the first says once what any of them found out."""
     original, shards = by_plan(model("phi3"), tmp_path, dealt("packed hidden", QKV, PHI3))
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "verify", "--json"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "verify", "--json"]
     arguments = [original.path, shards.path, "--plan", tmp_path / "plan.toml"]
     done = subprocess.run(
-        [sys.executable, *command, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=300
+        [sys.executable, *torchrun, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     document = json.loads(done.stdout)
     assert (done.returncode, document["verdict"], document["error"]) == (1, "different", None)

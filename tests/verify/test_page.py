@@ -8,8 +8,6 @@ import json
 import math
 import os
 import stat
-import subprocess
-import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +18,7 @@ import torch
 
 from reshard.api import split
 from tests import zoo
+from tests.support import command
 from tests.verify import browser
 from tests.verify.browser import Browser
 from verify.report.markup import number, printable, ratio
@@ -306,8 +305,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     zoo.save("mixtral", root / "full", torch.bfloat16)
     split(root / "full", root / "shards", 2)
     report = root / "report.html"
-    command = [sys.executable, "-m", "verify", root / "full", root / "shards", "--backward", "--json"]
-    done = subprocess.run([*command, "--report", report], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = command("verify", root / "full", root / "shards", "--backward", "--json", "--report", report)
     assert (done.returncode, done.stderr) == (0, "")
     return report, json.loads(done.stdout)
 

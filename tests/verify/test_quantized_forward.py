@@ -23,8 +23,8 @@ from tests.dequantize import METHODS, Stored
 from tests.reshard.test_quantized import names_of, read, write
 from tests.support import change_tensor
 from verify.forward.compare import ForwardOptions, run_forward, run_forwards
-from verify.forward.launch import RankError
-from verify.rank.model import load_original
+from verify.forward.worker import RankError
+from verify.rank.loading import load_original
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "intermediate_size": 256,

@@ -44,7 +44,7 @@ def logits(model: Any) -> torch.Tensor:
 def load(folder: Path, **options: Any) -> Any:
     import transformers
 
-    from verify.rank.model import model_class
+    from verify.rank.loading import model_class
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

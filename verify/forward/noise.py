@@ -7,7 +7,7 @@ error must stay within ``FACTOR`` times the noise.
 
 One run in the own dtype is one draw of the rounding, and says little of the token whose rounding happened to
 cancel, or of the one where a norm of something tiny magnifies it. So the rounding is drawn a few times more (see
-verify/trace.py), and the noise is the largest of the draws.
+verify/rank/trace.py), and the noise is the largest of the draws.
 
 A fault may touch everything a little, or one token or one channel a lot. So each distance is taken three ways: over
 all elements, and the largest over tokens and over channels (each of these a root mean square over the rest, so that

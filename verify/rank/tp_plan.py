@@ -16,9 +16,8 @@ Needs transformers. The model is built without weights.
 
 from __future__ import annotations
 
-import ast
 import inspect
-import textwrap
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -122,7 +121,7 @@ def _network(model: Model) -> Any:
     import torch
     import transformers
 
-    from verify.rank.model import model_class
+    from verify.rank.loading import model_class
 
     settings = {
         key: _with_floats(value)
@@ -150,7 +149,7 @@ def _with_floats(value: Any) -> Any:
 
 def _parts(model: Model, network: Any, degree: int | None) -> Iterator[_Part]:
     """The parameters that the rules split, one for all layers; left out, if some layer's is not split."""
-    from verify.rank.model import placements
+    from verify.rank.loading import placements
 
     tensors = {tensor.name: tensor.kind for tensor in model.tensors}
     found: dict[str, set[tuple[str, int] | None]] = defaultdict(set)
@@ -220,55 +219,30 @@ def _is_linear(network: nn.Module, owner: str) -> bool:
 def _used_weights(network: nn.Module) -> Iterator[str]:
     """The linear layers and embeddings whose weight the model's code works with, instead of calling them.
 
-    ``self.dt_proj.weight @ x``: a style takes effect where a module is called. Read from the source, without the
-    branches that do not hold for this model.
+    ``self.dt_proj.weight @ x``: a style takes effect where a module is called. What stands in a branch that this model
+    does not take counts as well: such a module stays whole, which is right everywhere.
     """
     seen: set[tuple[str, type]] = set()
     for name, module in network.named_modules():
+        if getattr(module, "slow_but_exact", None) is False:
+            continue  # Bloom's layers read weights to sum as in training, if that is asked for
         for cls in type(module).__mro__:
             if cls.__module__.startswith("transformers.models.") and (_generic(name), cls) not in seen:
                 seen.add((_generic(name), cls))
-                for path in _weights_in(_code(cls), module):
+                for path in _weights_read(cls):
                     yield _generic(f"{name}.{path}" if name else path)
 
 
 _NO_FORWARD = {"__init__", "_init_weights", "reset_parameters", "tie_weights"}
-_ASKS_ONLY = {"device", "dtype", "shape", "size", "ndim"}
+_READS_A_WEIGHT = re.compile(r"\bself\.(\w+(?:\.\w+)*)\.weight\b(?!\.(?:device|dtype|shape|size|ndim)\b)(?! =[^=])")
 
 
 @cache
-def _code(cls: type) -> ast.AST:
-    return ast.parse(textwrap.dedent(inspect.getsource(cls)))
-
-
-def _weights_in(node: ast.AST, module: nn.Module) -> Iterator[str]:
-    """The paths of the submodules whose ``weight`` a piece of code reads."""
-    children: Iterable[ast.AST] = ast.iter_child_nodes(node)
-    if isinstance(node, ast.FunctionDef) and node.name in _NO_FORWARD:
-        return
-    if isinstance(node, ast.Attribute):
-        if node.attr in _ASKS_ONLY:
-            return
-        if node.attr == "weight" and isinstance(node.ctx, ast.Load) and isinstance(node.value, ast.Attribute):
-            own, _, path = ast.unparse(node.value).partition(".")
-            if own == "self" and path.replace(".", "").isidentifier():
-                yield path
-    if isinstance(node, ast.If) and (holds := _holds(node.test, module)) is not None:
-        children = node.body if holds else node.orelse
-    for child in children:
-        yield from _weights_in(child, module)
-
-
-def _holds(test: ast.expr, module: nn.Module) -> bool | None:
-    """Whether a condition on nothing but a module's own settings holds; None if it is on anything else."""
-    if {node.id for node in ast.walk(test) if isinstance(node, ast.Name)} != {"self"}:
-        return None
-    if any(isinstance(node, ast.Call) for node in ast.walk(test)):
-        return None
-    try:
-        return bool(eval(compile(ast.Expression(test), "<condition>", "eval"), {"self": module, "__builtins__": {}}))
-    except (AttributeError, TypeError, RuntimeError, KeyError, IndexError):
-        return None
+def _weights_read(cls: type) -> frozenset[str]:
+    """The paths of the submodules whose ``weight`` the methods of a class read, by their text."""
+    methods = [value for name, value in vars(cls).items() if inspect.isfunction(value) and name not in _NO_FORWARD]
+    text = "\n".join(inspect.getsource(method) for method in methods)
+    return frozenset(_READS_A_WEIGHT.findall(text))
 
 
 # ------------------------------------------------------------------------------------------------------- the styles

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from verify.forward.inputs import running
+from verify.rank.inputs import running
 
 EMBEDDING, FINAL = "embedding", "final hidden state"
 
@@ -76,8 +76,8 @@ def run(
     feed: Mapping[str, Tensor] | None = None,
     into: Trace | None = None,
 ) -> Trace:
-    """Run a model on the inputs of its forward (see verify/inputs.py) and trace it, ``into`` a trace that the caller
-    has even if the run fails.
+    """Run a model on the inputs of its forward (see verify/rank/inputs.py) and trace it, ``into`` a trace that the
+    caller has even if the run fails.
 
     With ``feed``, another run's states, each block's output is kept and then replaced by that run's, so that the
     next block starts from it.

@@ -1,0 +1,154 @@
+"""Whether the tests notice: one line of the code is changed at a time, and the tests that should fail are run.
+
+    python -m benchmarks.mutations [--only 3,17] [--list]
+
+Each mutation is a text of the code and what is put in its place, in a copy of the repository. The text is looked for in
+all files of a folder, so that it may move, and must be there exactly once: a mutation whose text has changed ends the
+run with an error before any test runs. Prints for each whether it was caught, by which test, and in how many seconds.
+The exit code is 1 if one survived.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+COPIED = ("formats", "reshard", "verify", "tests", "benchmarks", "docs", "README.md", "pyproject.toml")
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """``old`` becomes ``new`` in the one file below ``folder`` that has it; ``tests`` should then fail."""
+
+    folder: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+AXES = ("tests/formats/test_axes.py", "tests/reshard/test_transfer.py", "tests/reshard/test_split.py")
+MOVES = ("tests/reshard/test_transfer.py", "tests/reshard/test_split.py", "tests/reshard/test_lost_or_mixed.py")
+SUMS = ("tests/reshard/test_checksum.py", "tests/reshard/test_split.py")
+COLLECTIVES = ("tests/verify/test_collectives.py", "tests/verify/test_layers.py", "tests/verify/test_uneven_forward.py")
+LAYERS = ("tests/verify/test_layers.py", "tests/verify/test_forward.py")
+FORWARD = ("tests/verify/test_forward.py", "tests/verify/test_limits.py")
+EXACT = ("tests/verify/test_exact.py", "tests/verify/test_folder.py")
+QUANTIZED = ("tests/formats/test_quantization.py", "tests/reshard/test_quantized.py", "tests/reshard/test_outside.py")
+EXPERTS = ("tests/verify/test_layers.py", "tests/verify/test_experts.py")
+
+MUTATIONS = (
+    # the notation
+    Mutation("formats", "for axis in reversed(list(parts)):", "for axis in list(parts):", AXES),
+    Mutation("formats", "math.gcd(sizes[axis], rest)", "math.gcd(sizes[axis], degree)", AXES),
+    Mutation("formats", "            yield Run(start + run.offset, run.length)",
+             "            yield Run(run.offset, run.length)", AXES),
+    Mutation("formats", "if last is not None and last.end == run.offset:", "if last is not None:", AXES),
+    # moving bytes
+    Mutation("reshard", "min(index - self._starts[place], self.runs[place].length)",
+             "(index - self._starts[place])", MOVES),
+    Mutation("reshard", "sorted(sources) if self._compare else sorted(sources)[:1]", "sorted(sources)[:1]", MOVES),
+    Mutation("reshard", "place = place * holding.length + holding.local(index)",
+             "place = place * holding.length + index", MOVES),
+    Mutation("formats", "first = offset // WORD % WIDTH", "first = 0", SUMS),
+    Mutation("formats", "self._columns[:first] += part.columns[WIDTH - first :]", "pass", SUMS),
+    # quantization
+    Mutation("formats", 'else "groups" if settings.get("desc_act") else', "else", QUANTIZED),
+    Mutation("formats", 'return f"stored lead out/{rows} in/{columns}"',
+             'return f"stored lead out/{columns} in/{rows}"', QUANTIZED),
+    Mutation("formats", '"tensor" if size is None else "group" if size > 0 else "channel"',
+             '"tensor" if size is None else "group"', QUANTIZED),
+    # the bytes
+    Mutation("verify", "same = not right.any() if left is None else", "same = True if left is None else", EXACT),
+    Mutation("verify", "elif info.dtype != kind.dtype or info.shape != box.shape:",
+             "elif info.shape != box.shape:", EXACT),
+    Mutation("verify", "for key in sorted(has.keys() | should.keys()):", "for key in sorted(should.keys()):", EXACT),
+    # collectives and layers
+    Mutation("verify", "return reduce_from_group(grads[0], ctx.group), None", "return grads[0], None", COLLECTIVES),
+    Mutation("verify", "wide = torch.promote_types(x.dtype, torch.float32)\n    total", "wide = x.dtype\n    total",
+             COLLECTIVES),
+    Mutation("verify", "narrow(dim, sum(lengths[:rank]), lengths[rank])", "narrow(dim, 0, lengths[rank])", COLLECTIVES),
+    Mutation("verify", "found.masked_fill(~own.unsqueeze(-1), 0)", "found", LAYERS),
+    Mutation("verify", "padding_row - first_row if own_padding", "padding_row if own_padding", LAYERS),
+    Mutation("verify", "return whole[..., :true_size] if order is None", "return whole if order is None", LAYERS),
+    Mutation("verify", "torch.arange(self.start, self.start + len(part)", "torch.arange(0, len(part)", EXPERTS),
+    # a rank's model: what only a few architectures need
+    Mutation("verify", "if not groups.is_first(own[name].along)]", "if groups.is_first(own[name].along)]", EXPERTS),
+    Mutation("verify", "kind in {Kind.COLUMN, Kind.VECTOR} and not dealt", "kind in {Kind.COLUMN} and not dealt",
+             FORWARD),
+    Mutation("verify", "if module in sums and own", "if False and own", FORWARD),
+    Mutation("verify", "lambda _module, _args, out: self._part(out, dims, indices)",
+             "lambda _module, _args, out: out", FORWARD),
+    Mutation("verify", "{module for module, rule, _ in self.lines(model) if rule.alone}", "set()", FORWARD),
+    # the comparison
+    Mutation("verify", "return self.ratio <= FACTOR", "return not self.ratio > FACTOR", FORWARD),
+    Mutation("verify", "floor = FLOOR * torch.finfo(dtype).eps", "floor = 0.0", FORWARD),
+    Mutation("verify", "if not FACTOR < worst <= SURE:", "if True:", FORWARD),
+    Mutation("verify", "key=lambda r: found[r][i][1].ratio)", "key=lambda r: -r)", FORWARD),
+    Mutation("verify", "if name in trace.outputs else state.isinf()", "if name in trace.outputs else state.isnan()",
+             FORWARD),
+)  # fmt: skip
+
+
+def place_of(mutation: Mutation, root: Path) -> Path:
+    """The one file that has a mutation's text. Raises ValueError unless exactly one has it, once."""
+    files = [file for file in sorted((root / mutation.folder).rglob("*.py")) if mutation.old in file.read_text()]
+    count = sum(file.read_text().count(mutation.old) for file in files)
+    if count != 1:
+        raise ValueError(f"{mutation.old!r} is {count} times in {mutation.folder}/, and should be there once")
+    return files[0]
+
+
+def failed(root: Path, tests: tuple[str, ...]) -> str | None:
+    """The first test that fails in a copy of the repository, None if all pass."""
+    environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *tests]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    if done.returncode == 0:
+        return None
+    found = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    return found[1] if found else f"pytest ended with {done.returncode}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="the numbers of some mutations, from 0")
+    parser.add_argument("--list", action="store_true", help="list them, and run no test")
+    arguments = parser.parse_args()
+    chosen = list(map(int, arguments.only.split(","))) if arguments.only else range(len(MUTATIONS))
+    places = [place_of(mutation, ROOT).relative_to(ROOT) for mutation in MUTATIONS]
+    survived = 0
+    with tempfile.TemporaryDirectory(prefix="reshard-mutations-") as folder:
+        root = Path(folder)
+        for name in COPIED:
+            source = ROOT / name
+            if source.is_dir():
+                shutil.copytree(source, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy2(source, root / name)
+        for number in chosen:
+            mutation, file = MUTATIONS[number], root / places[number]
+            line = f"{number:3} {places[number]}: {' '.join(mutation.old.split())}"
+            if arguments.list:
+                print(line)
+                continue
+            before, began = file.read_text(), time.monotonic()
+            file.write_text(before.replace(mutation.old, mutation.new))
+            by = failed(root, mutation.tests)
+            file.write_text(before)
+            survived += by is None
+            answer = f"caught by {by}" if by else "SURVIVED"
+            print(f"{line}\n    {answer} ({time.monotonic() - began:.0f} s)", flush=True)
+    sys.exit(1 if survived else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""The ranks that another launcher started, torchrun for one: how they agree, and end with one code."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from formats.errors import ReshardError
+from verify.forward.worker import BLAME, POLL, SETTLE
+
+
+class Crew:
+    """The ranks that a launcher started, before and after their collectives: the first of them speaks for all.
+
+    The others wait, without a limit, while it works alone. What ends the run on any rank, an error or an answer that
+    the rank alone knows, reaches it even while it is in a collective: then it calls ``give_up`` with that and ends with
+    the exit code that this returns. All ranks end with the code of the first, and not before it has spoken, as the
+    launcher ends all of them at the first failure.
+    """
+
+    def __init__(self, give_up: Callable[[Any], int]) -> None:
+        store, self.rank, self.size = next(rendezvous("env://", timeout=timedelta(minutes=10)))
+        self._store = PrefixStore("crew", store)
+        self._give_up = give_up
+        self._speaks = threading.Lock()
+        self._over = threading.Event()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that speaks."""
+        return bool(self.rank == 0)
+
+    def agree(self, answer: bool) -> bool:
+        """What the first rank says, on all of them."""
+        if self.is_first:
+            self._store.set("answer", json.dumps(answer))
+        while not self._store.check(["answer"]):
+            time.sleep(POLL)
+        return bool(json.loads(self._store.get("answer")))
+
+    def leave(self, end: Any) -> NoReturn:
+        """Of a rank that is not the first: report what ended the run, if not all know it, and end when the first does.
+
+        That is a ReshardError, or something else that can be pickled.
+        """
+        if end is not None and self._store.add("ends", 1) == 1:
+            plain = ReshardError(end.message, end.hint) if isinstance(end, ReshardError) else end
+            self._store.set("end", pickle.dumps(plain).hex())
+        while True:
+            time.sleep(60)
+
+    def first_end(self, end: Any) -> Any:
+        """Of the first rank: take the word. Another rank's end, the cause of its own perhaps, goes before that."""
+        self._speaks.acquire()
+        deadline = time.monotonic() + (SETTLE if isinstance(end, ReshardError) else 0)
+        while (found := self._end()) is None and time.monotonic() < deadline:
+            time.sleep(POLL)
+        return end if found is None else found
+
+    def end(self, code: int) -> None:
+        """Of the first rank: let the others end with this exit code, and see them go."""
+        self._store.set("code", str(code))
+        deadline = time.monotonic() + BLAME
+        while self._store.add("gone", 0) < self.size - 1 and time.monotonic() < deadline:
+            time.sleep(POLL / 10)
+        self._over.set()
+        if threading.current_thread() is not self._listener:
+            self._listener.join()  # a thread that asks the store while the interpreter ends aborts the process
+
+    def _end(self) -> Any:
+        # Written by a rank of this run, as the results of all ranks are.
+        return pickle.loads(bytes.fromhex(self._store.get("end").decode())) if self._store.check(["end"]) else None
+
+    def _listen(self) -> None:
+        try:
+            while not self._over.wait(POLL):
+                if not self.is_first and self._store.check(["code"]):
+                    code = int(self._store.get("code"))
+                    self._store.add("gone", 1)
+                    break
+                if self.is_first and (end := self._end()) is not None and self._speaks.acquire(blocking=False):
+                    code = self._give_up(end)
+                    self.end(code)
+                    break
+            else:
+                return
+        except dist.DistError:  # the first rank has gone without a word
+            code = 2
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        os._exit(code)

@@ -1,0 +1,147 @@
+"""What the ranks are given, and what they find: pure data, which is pickled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from formats.notation.architecture import Architecture
+from reshard.planning.plan import Plan
+from verify.forward.noise import Distance, Yardstick
+
+BYTES_ALONE = "--exact-only compares the bytes alone"
+
+
+@dataclass(frozen=True)
+class ForwardOptions:
+    """What to run. ``dtype`` is ``float32``, ``bfloat16`` or ``float16``, by default that of the checkpoint.
+
+    ``batch`` x ``seq`` random tokens from ``seed``, or those of ``prompt``. ``timeout`` is in seconds, of one
+    collective. ``draws`` is how often the rounding of the original in its own dtype is drawn again, to begin with.
+    """
+
+    device: str = "auto"
+    dtype: str | None = None
+    batch: int = 2
+    seq: int = 32
+    seed: int = 0
+    prompt: str | None = None
+    backward: bool = False
+    streamed: bool = False
+    timeout: float = 300.0
+    draws: int = 7
+
+
+@dataclass(frozen=True)
+class Job:
+    """A comparison, as it is sent to the ranks."""
+
+    original: Path
+    original_config: Mapping[str, Any]
+    shards: Path
+    plan: Plan
+    modules: Architecture
+    dtype: torch.dtype
+    ids: Any
+    options: ForwardOptions
+    is_built_in: bool
+
+    @property
+    def exact_dtype(self) -> torch.dtype:
+        """The dtype of the run that all others are measured against."""
+        return torch.float64 if self.dtype == torch.float32 else torch.float32
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The config.json of the whole model, without quantization if that is undone."""
+        return self.plan.model.config
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """A position where the most likely token differs. ``margin`` is the reference's from first to second, in logits."""
+
+    position: int
+    expected: int
+    found: int
+    margin: float
+
+
+@dataclass(frozen=True)
+class Logits:
+    """The shards' logits against the high-precision original's, beside the original's own in its dtype (``own_``)."""
+
+    max_error: float
+    own_max_error: float
+    relative_error: float
+    own_relative_error: float
+    kl: float
+    own_kl: float
+    agreement: float
+    own_agreement: float
+    positions: int
+    mismatches: tuple[Mismatch, ...]
+    histogram: tuple[tuple[float, int, int], ...]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """That the shards' model does not run where the original's does.
+
+    ``place`` is the module in which it ended on ``rank``, empty while it was loaded; ``tensor`` the one whose ``rule``
+    does not fit there, as far as that is known; ``is_gathered`` if no weight takes the part that a rank has of it.
+    """
+
+    place: str
+    rank: int
+    message: str
+    tensor: str | None
+    rule: str | None
+    is_gathered: bool
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the original did, as rank 0 sends it to all."""
+
+    ids: torch.Tensor
+    inputs: Mapping[str, torch.Tensor]
+    states: Mapping[str, Yardstick]
+    logits: str | None
+    own_logits: torch.Tensor | None
+    chosen: Sequence[torch.Tensor]
+    choices: int
+    overruled: int
+    seconds: float
+    gradients: Mapping[str, Yardstick] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a rank found. ``logits`` and ``biases`` from rank 0 alone."""
+
+    rank: int
+    rows: tuple[tuple[str, Distance], ...]
+    logits: Logits | None
+    draws: int
+    choices: int
+    own_overruled: int
+    overruled: int
+    unused: tuple[str, ...]
+    backend: str
+    seq: int
+    batch: int
+    seconds: float
+    gradients: tuple[tuple[str, Distance], ...] = field(default=())
+    biases: tuple[tuple[str, float], ...] = field(default=())
+    cut: tuple[str, ...] = ()
+    failure: Failure | None = None
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``bfloat16`` of ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")

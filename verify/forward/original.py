@@ -1,0 +1,201 @@
+"""The original's own run, which only rank 0 does: what the shards are compared with, and the noise of its rounding."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import pickle
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from formats.errors import CheckpointError
+from reshard.planning.plan import Entry, Plan
+from verify.ending import temporary_folder
+from verify.forward.job import BYTES_ALONE, Job, Reference, dtype_name
+from verify.forward.noise import yardstick
+from verify.forward.worker import say, write_whole
+from verify.rank.gradients import gradients_on_disk, loss_of
+from verify.rank.inputs import inputs_of, random_ids
+from verify.rank.loading import Loaded, load_original, on_disk
+from verify.rank.roles import Kind, Role, roles
+from verify.rank.trace import Places, Trace, blocks_of, is_choice, run
+
+
+def reference_of(job: Job, device: torch.device, references: Path | None) -> Reference:
+    """What the original computes: from the folder ``references`` where it has run before, else by running it.
+
+    Raises CheckpointError for an original that cannot be run, or with which nothing can be compared.
+    """
+    if references is None:
+        return _run_original(job, device)
+    file = references / _key(job, device)
+    if file.exists():
+        # Written by a rank of this user, into the folder that the caller of the comparison has made.
+        found: Reference = pickle.loads(file.read_bytes())
+        return found
+    reference = _run_original(job, device)
+    write_whole(file, pickle.dumps(reference))
+    return reference
+
+
+def _key(job: Job, device: torch.device) -> str:
+    """A hash of all that the original's run depends on: its files, how it runs, and the places that are looked at."""
+    files = sorted((file.name, file.stat()) for file in job.original.iterdir() if file.is_file())
+    stamps = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in files]
+    how = dataclasses.replace(job.options, device=str(device), timeout=0.0)
+    ids = None if job.ids is None else job.ids.tolist()
+    of_tensors = roles(job.plan, {name: (name,) for name in job.plan.entries})
+    places = [(name, _is_layered(role.entry), _is_summed(role)) for name, role in sorted(of_tensors.items())]
+    text = repr((job.original, job.original_config, stamps, job.dtype, how, ids, _avoided(job), _rows(job), places))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _run_original(job: Job, device: torch.device) -> Reference:
+    started = time.monotonic()
+    say(f"original in {dtype_name(job.exact_dtype)}")
+    with _original(job, job.exact_dtype, device) as loaded:
+        ids, inputs = _inputs(loaded.model, job)
+        given = {name: value.to(device) for name, value in inputs.items()}
+        exact, exact_grads = _run_whole(loaded, given, job, places_of(loaded, job.plan), None, 0)
+        _check_numbers(exact, exact_grads, job, job.exact_dtype)
+    say(f"original in {dtype_name(job.dtype)}, {job.options.draws + 1} times")
+    with _original(job, job.dtype, device) as loaded, _refusing(job):
+        places, numbers = places_of(loaded, job.plan), range(job.options.draws + 1)
+        draws = [_run_whole(loaded, given, job, places, exact, draw) for draw in numbers]
+        for run, grads in draws:
+            _check_numbers(run, grads, job, job.dtype)
+    own = draws[0][0]
+    logits = _vocabulary_output(exact.states, job)
+    return Reference(
+        ids=ids,
+        inputs=inputs,
+        states={n: yardstick(x, [run.states[n] for run, _ in draws], job.dtype) for n, x in exact.states.items()},
+        logits=logits,
+        own_logits=own.states[logits] if logits else None,
+        chosen=exact.chosen,
+        choices=exact.choices,
+        overruled=own.overruled,
+        seconds=time.monotonic() - started,
+        gradients={n: yardstick(x, [grads[n] for _, grads in draws], job.dtype) for n, x in exact_grads.items()},
+    )
+
+
+def _run_whole(
+    loaded: Loaded, inputs: Mapping[str, torch.Tensor], job: Job, places: Places, exact: Trace | None, draw: int
+) -> tuple[Trace, dict[str, torch.Tensor]]:
+    """Run the original, and its loss backward if that is asked for. ``exact`` is the run whose choices are taken."""
+    chosen = exact.chosen if exact else None
+    feed = exact.states if exact and job.options.streamed else None
+    trace = run(loaded.model, inputs, places, chosen, draw=draw, grad=job.options.backward, feed=feed)
+    if not job.options.backward:
+        return trace, {}
+    loaded.model.zero_grad()
+    loss_of(trace.outputs).backward()  # type: ignore[no-untyped-call]
+    return trace, gradients_on_disk(loaded.model, loaded.sources)
+
+
+def _inputs(model: Any, job: Job) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The tokens of the original's run, and all that its forward takes."""
+    options, avoided = job.options, _avoided(job)
+    ids = random_ids(model, options.batch, options.seq, options.seed, avoided) if job.ids is None else job.ids
+    return ids, inputs_of(model, ids, job.dtype, avoided)
+
+
+def _avoided(job: Job) -> int | None:
+    """The token of padding, with gradients: its row takes none in some models, and a rank's config.json cannot always
+    say which row it is.
+    """
+    padding = job.plan.model.sizes.settings.get("pad_token_id")
+    return padding if job.options.backward and isinstance(padding, int) else None
+
+
+def places_of(loaded: Loaded, plan: Plan) -> Places:
+    """The blocks, and the modules whose outputs are summed over the ranks: there, values are whole again."""
+    entries = plan.entries
+    layered = [name for name, sources in loaded.sources.items() if any(_is_layered(entries[s]) for s in sources)]
+    summed = {
+        name.rpartition(".")[0]: loaded.model.get_submodule(name.rpartition(".")[0])
+        for name, role in roles(plan, loaded.sources).items()
+        if _is_summed(role)
+    }
+    return Places(blocks_of(loaded.model, layered), summed)
+
+
+def _is_layered(entry: Entry) -> bool:
+    return "layer}" in entry.template  # {dlayer} of a decoder, too
+
+
+def _is_summed(role: Role) -> bool:
+    return role.kind is Kind.ROW or (bool(role.experts_along) and role.kind is Kind.WHOLE)
+
+
+def _check_numbers(trace: Trace, gradients: Mapping[str, torch.Tensor], job: Job, dtype: torch.dtype) -> None:
+    """Raise CheckpointError for an original with which nothing can be compared, as it computes NaN or infinity.
+
+    What must or may not be chosen has infinite scores, and what may not be said has a logit of minus infinity.
+    """
+    for name, state in trace.states.items():
+        wrong = state.isnan()
+        if not is_choice(name):
+            wrong |= state.isposinf() if name in trace.outputs else state.isinf()
+        if wrong.any():
+            raise _no_numbers(job, f"output is not a number from '{name}' on", dtype)
+    for name, gradient in gradients.items():
+        if not gradient.isfinite().all():
+            raise _no_numbers(job, f"gradient of '{name}' is not a number", dtype)
+
+
+def _no_numbers(job: Job, what: str, dtype: torch.dtype) -> CheckpointError:
+    hint = "--dtype float32 has a wider range" if dtype == torch.float16 else BYTES_ALONE
+    return CheckpointError(f"{job.original}: the original's own {what}, in {dtype_name(dtype)}", hint)
+
+
+@contextmanager
+def _original(job: Job, dtype: torch.dtype, device: torch.device) -> Iterator[Loaded]:
+    """The whole model: on one device if it fits, else over all and the CPU; streamed, its weights stay on disk."""
+    with temporary_folder("reshard-offload-") as folder:
+        more: dict[str, Any] = {"device_map": {"": device}}
+        if job.options.streamed:
+            more = on_disk(folder)
+        elif device.type == "cuda" and not _fits(job, dtype, device):
+            more = {"device_map": "auto", "offload_folder": folder}
+        yield load_original(job.original, job.original_config, job.plan, dtype, more)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+@contextmanager
+def _refusing(job: Job) -> Iterator[None]:
+    """Say so where transformers' code of a model, which ran in higher precision, does not run in the job's dtype."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{job.original}: transformers runs the original in {dtype_name(job.exact_dtype)}, but not in "
+            f"{dtype_name(job.dtype)}: {' '.join(str(error).split())}",
+            "--dtype float32 compares the models in float32" if job.dtype != torch.float32 else None,
+        ) from error
+
+
+def _fits(job: Job, dtype: torch.dtype, device: torch.device) -> bool:
+    numbers = sum(math.prod(entry.layout.full) for entry in job.plan.entries.values())
+    return numbers * dtype.itemsize * 1.2 < torch.cuda.mem_get_info(device)[0]
+
+
+def _vocabulary_output(states: Mapping[str, torch.Tensor], job: Job) -> str | None:
+    known = _rows(job)
+    return next((name for name, state in states.items() if "logits" in name and state.shape[-1] in known), None)
+
+
+def _rows(job: Job) -> list[int]:
+    """The sizes of the vocabularies."""
+    sizes = job.plan.model.sizes.of({})
+    return sorted(sizes[axis] for axis in job.plan.model.architecture.pad if axis in sizes)

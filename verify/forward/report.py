@@ -1,0 +1,184 @@
+"""What the comparison of shards with their original says: measured at each place, and in words."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from verify.forward.job import Failure, Job, Logits, Result, dtype_name
+from verify.forward.noise import FACTOR, FLOOR, Distance
+
+POOR = 0.25
+"""The part of the values that a fault may change unseen, from which on the power of a run is called poor."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One place in the model, or the gradient of one weight: error beside noise, the worst of all ranks."""
+
+    name: str
+    error: float
+    noise: float
+    ratio: float
+    worst: str
+    rank: int
+    is_same: bool
+
+
+@dataclass(frozen=True)
+class Power:
+    """How small a fault the run would have shown.
+
+    ``noise`` is the largest of all places, at ``place``, relative to the values there; ``seen_from`` the part of the
+    values that a fault has to change to be told from it. ``bias_ratio`` is the smallest that a bias of a row-parallel
+    weight would have measured had it been added twice, at ``bias_place``; None where there is no such bias.
+    ``is_poor`` if faults are hidden that change much of the values.
+    """
+
+    noise: float
+    place: str
+    seen_from: float
+    bias_ratio: float | None
+    bias_place: str | None
+    is_poor: bool
+
+
+@dataclass(frozen=True)
+class ForwardReport:
+    """The answer: ``is_same``, or ``first`` names the first place that leaves the noise, or in which the shards' model
+    ended with a ``failure``; and what was run on what.
+
+    ``unused`` are tensors that the original's model does not use; ``cut`` parameters that have not the shape on a rank
+    that its config.json gives them.
+    """
+
+    is_same: bool
+    verdict: str
+    first: str | None
+    failure: Failure | None
+    power: Power | None
+    factor: float
+    layers: tuple[Row, ...]
+    gradients: tuple[Row, ...]
+    logits: Logits | None
+    draws: int
+    choices: int
+    own_overruled: int
+    overruled: int
+    unused: tuple[str, ...]
+    cut: tuple[str, ...]
+    mesh: Mapping[str, Any]
+    ranks: int
+    dtype: str
+    exact_dtype: str
+    device: str
+    backend: str
+    batch: int
+    seq: int
+    seed: int
+    seconds: float
+    versions: Mapping[str, str]
+
+
+def report_of(job: Job, results: Sequence[Result], device: str) -> ForwardReport:
+    """The report of what the ranks found, in rank order; of a run that failed, of the rank that failed alone."""
+    result = results[0]
+    layers = _worst([result.rows for result in results], [result.rank for result in results])
+    gradients = _worst([result.gradients], [0])
+    first = next((row for row in (*layers, *gradients) if not row.is_same), None)
+    power = _power(job, layers, result.biases) if layers and result.failure is None else None
+    place = first.name if first else result.failure.place if result.failure else None
+    return ForwardReport(
+        is_same=first is None and result.failure is None,
+        verdict=_verdict(layers, gradients, first, result.failure, power),
+        first=place,
+        failure=result.failure,
+        power=power,
+        factor=FACTOR,
+        layers=layers,
+        gradients=gradients,
+        logits=result.logits,
+        draws=result.draws,
+        choices=result.choices,
+        own_overruled=result.own_overruled,
+        overruled=max(r.overruled for r in results),
+        unused=result.unused,
+        cut=result.cut,
+        mesh=job.plan.mesh.to_document(),
+        ranks=job.plan.mesh.size,
+        dtype=dtype_name(job.dtype),
+        exact_dtype=dtype_name(job.exact_dtype),
+        device=torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        backend=result.backend,
+        batch=result.batch,
+        seq=result.seq,
+        seed=job.options.seed,
+        seconds=max(r.seconds for r in results),
+        versions=_versions(),
+    )
+
+
+def _worst(found: Sequence[Sequence[tuple[str, Distance]]], ranks: Sequence[int]) -> tuple[Row, ...]:
+    """The worst of these ranks at each place: what should be the same on all is looked at on all."""
+    rows = []
+    for i, (name, _) in enumerate(found[0]):
+        worst = max(range(len(found)), key=lambda r: found[r][i][1].ratio)
+        at = found[worst][i][1]
+        rows.append(Row(name, at.error, at.noise, at.ratio, at.worst, ranks[worst], at.is_same))
+    return tuple(rows)
+
+
+def _power(job: Job, layers: Sequence[Row], biases: Sequence[tuple[str, float]]) -> Power:
+    noisiest = max(layers, key=lambda row: row.noise)
+    least = min(biases, key=lambda found: found[1], default=None)
+    seen_from = FACTOR * max(noisiest.noise, FLOOR * torch.finfo(job.dtype).eps)
+    is_poor = seen_from > POOR or (least is not None and least[1] <= FACTOR)
+    return Power(
+        noise=noisiest.noise,
+        place=noisiest.name,
+        seen_from=seen_from,
+        bias_ratio=least[1] if least else None,
+        bias_place=least[0] if least else None,
+        is_poor=is_poor,
+    )
+
+
+def _verdict(
+    layers: Sequence[Row], gradients: Sequence[Row], first: Row | None, failure: Failure | None, power: Power | None
+) -> str:
+    if first is None and failure is None:
+        largest = max((row.ratio for row in (*layers, *gradients)), default=0.0)
+        return f"The shards are the same model: no error exceeds {largest:.2f} times the original's own rounding noise."
+    parts = []
+    if first is not None:
+        what = "gradient of" if first in gradients else "error at"
+        parts.append(
+            f"the {what} '{first.name}' is {first.ratio:.3g} times the original's own rounding noise (at most "
+            f"{FACTOR:g} is rounding), worst in {first.worst} on rank {first.rank}."
+        )
+    if failure is not None:
+        parts.append(_failure_in_words(failure))
+    return f"The shards are not the same model: {' Then '.join(parts)}"
+
+
+def _failure_in_words(failure: Failure) -> str:
+    where = f"in '{failure.place}', " if failure.place else ""
+    text = f"rank {failure.rank} fails {where}where the original does not ({failure.message})."
+    if failure.tensor and failure.is_gathered:
+        text += f" No weight takes as its input what the rule '{failure.rule}' deals of '{failure.tensor}'."
+    elif failure.tensor:
+        text += (
+            f" The rule '{failure.rule}' of '{failure.tensor}' does not go with the sizes that [config] and [modules] "
+            "give this rank."
+        )
+    return text
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    return {**found, "transformers": version("transformers")}  # to import it here would take longer than the ranks take

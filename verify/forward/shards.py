@@ -1,0 +1,257 @@
+"""What each rank does: it runs its own shards on the original's tokens, and measures how far they are from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+
+from formats.errors import CheckpointError, ReshardError
+from verify.ending import temporary_folder
+from verify.forward.failure import UnlikeError, failure_of, is_of_model
+from verify.forward.job import Job, Logits, Mismatch, Reference, Result
+from verify.forward.noise import FACTOR, SURE, Distance, Yardstick, measure
+from verify.forward.original import places_of, reference_of
+from verify.forward.worker import RankAnswer, rank_device, say
+from verify.rank.collectives import Groups
+from verify.rank.gradients import gradients_on_disk, loss_of, sum_where_ranks_part, together
+from verify.rank.loading import Loaded, quiet_transformers
+from verify.rank.model import load_rank
+from verify.rank.roles import Rank
+from verify.rank.trace import Places, Trace, run
+
+_MORE = 4  # times the draws of the rounding, when an alarm is looked at again
+_PATIENCE = timedelta(hours=24)  # for the original's run, in which the other ranks have nothing to do
+
+
+def run_jobs(jobs: Sequence[Job], device: str, references: Path | None) -> list[Result]:
+    """Run comparisons of the same number of ranks, one after the other; this rank's result of each.
+
+    ``references`` is the folder that keeps what originals computed, on rank 0; None keeps nothing.
+    """
+    patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    timeout = timedelta(seconds=jobs[0].options.timeout)
+    groups = {mesh: Groups(mesh, timeout) for mesh in dict.fromkeys(job.plan.mesh for job in jobs)}
+    place = rank_device(device)
+    return [_run_job(job, _Ranks(place, groups[job.plan.mesh], patient), references) for job in jobs]
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """This rank's device, and its groups of ranks; in ``patient`` the others wait while rank 0 works alone."""
+
+    device: torch.device
+    groups: Groups
+    patient: dist.ProcessGroup | None
+
+
+def _run_job(job: Job, ranks: _Ranks, references: Path | None) -> Result:
+    """Run a comparison, and once more if it is an alarm that the tail of the rounding may have raised."""
+    result, worst = _run_once(job, ranks, references)
+    if not FACTOR < worst <= SURE:
+        return result
+    say("that is little more than rounding: once more, with more draws of it")
+    options = dataclasses.replace(job.options, draws=_MORE * (job.options.draws + 1) - 1)
+    return _run_once(dataclasses.replace(job, options=options), ranks, references)[0]
+
+
+def _run_once(job: Job, ranks: _Ranks, references: Path | None) -> tuple[Result, float]:
+    """What this rank found, and the largest ratio of all ranks."""
+    started = time.monotonic()
+    with temporary_folder("reshard-offload-") as offload, quiet_transformers():
+        original = reference_of(job, ranks.device, references) if dist.get_rank() == 0 else None
+        # The gradients are for rank 0 alone.
+        reference = _shared(dataclasses.replace(original, gradients={}) if original else None, ranks.patient)
+        result = _run_shards(job, ranks, offload, original, reference, started)
+    worst: list[Any] = [None] * dist.get_world_size()
+    mine = max((distance.ratio for _, distance in (*result.rows, *result.gradients)), default=0.0)
+    dist.all_gather_object(worst, mine, group=ranks.patient)
+    return result, max(worst)
+
+
+def _shared(reference: Reference | None, patient: dist.ProcessGroup | None) -> Reference:
+    found = [reference]
+    dist.broadcast_object_list(found, src=0, group=patient)
+    assert found[0] is not None
+    return found[0]
+
+
+def _run_shards(
+    job: Job, ranks: _Ranks, offload: Path, original: Reference | None, reference: Reference, started: float
+) -> Result:
+    """Run this rank's shards, and compare. ``original`` is the reference with its gradients, on rank 0."""
+    rank, trace = Rank(job.plan, dist.get_rank(), job.modules, job.config, job.is_built_in), Trace()
+    folder = job.shards / job.plan.mesh.folder(rank.rank)
+    say(f"shards on {job.plan.mesh.size} ranks")
+    inputs = {name: value.to(ranks.device) for name, value in reference.inputs.items()}
+    tokens = reference.ids.shape[1]
+    offload_to = offload if job.options.streamed else None
+    with _answering(job, reference, trace, started):
+        loaded = load_rank(folder, rank, job.dtype, ranks.device, ranks.groups, tokens=tokens, offload=offload_to)
+    feed = {name: known.exact for name, known in reference.states.items()} if job.options.streamed else None
+    places = places_of(loaded, job.plan)
+    with _answering(job, reference, trace, started, loaded.sources):
+        run(loaded.model, inputs, places, reference.chosen, grad=job.options.backward, feed=feed, into=trace)
+        say("comparison")
+        _check_alike(trace.states, reference)
+        gradients = _backward(loaded, trace, job, original, ranks) if job.options.backward else ()
+    result, logits = _result(job, reference, trace, started), None
+    if reference.logits is not None and reference.own_logits is not None and rank.rank == 0:
+        exact = reference.states[reference.logits].exact
+        logits = compare_logits(trace.states[reference.logits], reference.own_logits, exact)
+    biases = _biases_twice(places, trace, reference) if rank.rank == 0 else ()
+    seconds = time.monotonic() - started
+    return dataclasses.replace(
+        result, logits=logits, unused=loaded.unused, cut=loaded.cut, gradients=gradients, biases=biases, seconds=seconds
+    )
+
+
+def _result(job: Job, reference: Reference, trace: Trace, started: float) -> Result:
+    """What this rank found at all places that its run came to."""
+    return Result(
+        rank=dist.get_rank(),
+        rows=_compare(trace.states, reference),
+        logits=None,
+        draws=job.options.draws,
+        choices=reference.choices,
+        own_overruled=reference.overruled,
+        overruled=trace.overruled,
+        unused=(),
+        backend=dist.get_backend(),
+        batch=reference.ids.shape[0],
+        seq=reference.ids.shape[1],
+        seconds=time.monotonic() - started,
+    )
+
+
+def _biases_twice(places: Places, trace: Trace, reference: Reference) -> tuple[tuple[str, float], ...]:
+    """What each bias of a row-parallel weight would have measured if two ranks had added it."""
+    found = []
+    for name, module in places.others.items():
+        bias, state = getattr(module, "bias", None), trace.states.get(name)
+        if isinstance(bias, torch.Tensor) and state is not None and not bias.is_meta and bias.any():
+            twice = state.double() + bias.detach().to("cpu", torch.float64)
+            found.append((name, measure(twice, reference.states[name]).ratio))
+    return tuple(found)
+
+
+@contextmanager
+def _answering(
+    job: Job,
+    reference: Reference,
+    trace: Trace,
+    started: float,
+    sources: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+) -> Iterator[None]:
+    """Let it be the answer of the run, and no error, that the shards' model fails where the original's did not.
+
+    Not so by the built-in rules: these are known to be right, and what fails then is more likely the run than they.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_of_model(error):
+            raise
+        failure = failure_of(error, job.plan, trace.path, sources)
+        if job.is_built_in:
+            if isinstance(error, ReshardError):
+                raise
+            where = f"'{failure.place}' fails, where the original's does not" if failure.place else "fails"
+            raise CheckpointError(f"the shards' model: {where}: {failure.message}") from error
+        raise RankAnswer(dataclasses.replace(_result(job, reference, trace, started), failure=failure)) from error
+
+
+def _backward(
+    loaded: Loaded, trace: Trace, job: Job, original: Reference | None, ranks: _Ranks
+) -> tuple[tuple[str, Distance], ...]:
+    """The gradients of all ranks, put together and compared on rank 0."""
+    say("gradients")
+    loss = loss_of(trace.outputs)
+    sum_where_ranks_part(loss, loaded.parts, ranks.groups)
+    loss.backward()  # type: ignore[no-untyped-call]
+    along = {id(tensor): dimensions for tensor, dimensions in loaded.parts}
+    for parameter in loaded.model.parameters():
+        if not ranks.groups.is_first(along.get(id(parameter), frozenset())):
+            parameter.grad = None  # the same as another rank's
+    mine = gradients_on_disk(loaded.model, loaded.sources, loaded.experts)
+    rows = []
+    for name in sorted(job.plan.entries):
+        of_ranks: list[Any] | None = [None] * dist.get_world_size() if original else None
+        dist.gather_object(mine.get(name), of_ranks, dst=0, group=ranks.patient)
+        if original and of_ranks and name in original.gradients:
+            layout = job.plan.entries[name].layout
+            zero = torch.zeros(layout.full, dtype=job.dtype)
+            found = together(layout, of_ranks) if any(x is not None for x in of_ranks) else zero
+            rows.append((name, measure(found, original.gradients[name])))
+    return tuple(rows)
+
+
+def _check_alike(states: Mapping[str, torch.Tensor], reference: Reference) -> None:
+    for name, known in reference.states.items():
+        if not _is_alike(states.get(name), known):
+            found = list(states[name].shape) if name in states else "nothing"
+            message = f"the shards' model has {found} at '{name}', the original {list(known.exact.shape)}"
+            raise UnlikeError(message, name)
+
+
+def _is_alike(state: torch.Tensor | None, known: Yardstick) -> bool:
+    return state is not None and state.shape == known.exact.shape
+
+
+def _compare(states: Mapping[str, torch.Tensor], reference: Reference) -> tuple[tuple[str, Distance], ...]:
+    """The distance at each place that both have."""
+    known = reference.states.items()
+    return tuple((name, measure(states[name], place)) for name, place in known if _is_alike(states.get(name), place))
+
+
+def compare_logits(sharded: torch.Tensor, own: torch.Tensor, exact: torch.Tensor) -> Logits:
+    """The shards' logits and the original's own against the high-precision ones; ``[..., vocabulary]`` each."""
+    sharded, own, exact = (x.double().flatten(0, -2) for x in (sharded, own, exact))
+    expected, found = exact.argmax(-1), sharded.argmax(-1)
+    two = exact.topk(2, -1).values
+    mismatches = [
+        Mismatch(int(i), int(expected[i]), int(found[i]), float(two[i, 0] - two[i, 1]))
+        for i in (expected != found).nonzero().flatten().tolist()
+    ]
+    log = F.log_softmax(exact, -1)
+    scale = float(exact.square().mean().sqrt()) or 1.0
+
+    def kl(x: torch.Tensor) -> float:
+        return float(F.kl_div(F.log_softmax(x, -1), log, log_target=True, reduction="batchmean"))
+
+    def rms(x: torch.Tensor) -> float:
+        return float((x - exact).square().mean().sqrt()) / scale
+
+    return Logits(
+        max_error=float((sharded - exact).abs().max()),
+        own_max_error=float((own - exact).abs().max()),
+        relative_error=rms(sharded),
+        own_relative_error=rms(own),
+        kl=kl(sharded),
+        own_kl=kl(own),
+        agreement=float((found == expected).double().mean()),
+        own_agreement=float((own.argmax(-1) == expected).double().mean()),
+        positions=len(expected),
+        mismatches=tuple(mismatches),
+        histogram=_histogram(sharded - exact, own - exact),
+    )
+
+
+def _histogram(error: torch.Tensor, noise: torch.Tensor, bins: int = 41) -> tuple[tuple[float, int, int], ...]:
+    """The differences of the logits, shards' and original's own: each bin's centre, and how many of each it has."""
+    reach = float(torch.maximum(error.abs().max(), noise.abs().max())) or 1.0
+    if not reach < float("inf"):
+        return ()
+    counts = [torch.histc(x, bins, -reach, reach).to(torch.int64).tolist() for x in (error, noise)]
+    step = 2 * reach / bins
+    return tuple((-reach + step * (i + 0.5), *pair) for i, pair in enumerate(zip(*counts, strict=True)))

@@ -1,0 +1,231 @@
+"""Loading a folder with transformers' own code, the whole original's or a rank's, and which tensors fill which
+parameters.
+
+transformers renames and fuses weights as it loads them; its own conversion says which parameter a tensor on disk ends
+in.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
+
+from formats.errors import CheckpointError, ReshardError
+from formats.quantization.companions import is_of_activations
+from formats.quantization.methods import scheme_of
+from formats.quantization.settings import quantization_settings
+from reshard.planning.plan import Plan
+from verify.rank.layers import Part
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model, what its parameters were made of, and the tensors on disk that it does not use.
+
+    Of a rank's model, ``parts`` are the parameters of which ranks have parts, with the mesh dimensions along which
+    these differ; ``experts`` says of those made of experts of its own, by name, where they lie among all. ``cut`` are
+    those to which the rank's config.json gives another shape, where it should give the right one.
+    """
+
+    model: Any
+    sources: Mapping[str, tuple[str, ...]]
+    unused: tuple[str, ...]
+    parts: tuple[tuple[torch.Tensor, frozenset[str]], ...] = ()
+    experts: Mapping[str, Part] = field(default_factory=dict)
+    cut: tuple[str, ...] = ()
+
+
+def model_class(config: Mapping[str, Any]) -> Any:
+    """The class of transformers that a checkpoint was saved from, or else the one for causal language models."""
+    for name in config.get("architectures") or ():
+        found = getattr(transformers, str(name), None)
+        if found is not None:
+            return found
+    return transformers.AutoModelForCausalLM
+
+
+def dequantizing(config: Mapping[str, Any]) -> dict[str, Any]:
+    """How to load a quantized checkpoint with plain weights; of another, nothing is to be said.
+
+    Raises ReshardError where transformers cannot do that with what is installed.
+    """
+    settings = quantization_settings(config)
+    if not settings:
+        return {}
+    method = settings.get("quant_method", "a method that config.json does not name")
+    try:
+        how = AutoQuantizationConfig.from_dict({**settings, "dequantize": True})
+        AutoHfQuantizer.from_config(how, pre_quantized=True).validate_environment(device_map={"": "cpu"})
+    except (ImportError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        raise ReshardError(f"quantized by {method}, which transformers cannot load here: {_one_line(error)}") from None
+    if not getattr(how, "dequantize", False):
+        raise ReshardError(f"quantized by {method}, which transformers does not dequantize as it loads")
+    return {"quantization_config": how}
+
+
+def on_disk(folder: Path) -> dict[str, Any]:
+    """How to load a model whose weights stay on disk; those that transformers fuses are written into ``folder``."""
+    return {"device_map": {"": "disk"}, "offload_folder": folder, "offload_buffers": True}
+
+
+def load_original(
+    folder: Path, config: Mapping[str, Any], plan: Plan, dtype: torch.dtype, more: Mapping[str, Any]
+) -> Loaded:
+    """Load a plan's full checkpoint; ``more`` says where to. A quantized one, whose plan is that of plain weights, is
+    dequantized.
+
+    Raises CheckpointError if it does not fill its model, or if that has no use for what belongs to a quantized weight.
+    """
+    loaded = from_pretrained(model_class(config), folder, dtype, {**more, **dequantizing(config)})
+    scheme = scheme_of(config)
+    scales = [name for name in loaded.unused if name not in plan.entries and scheme.companion(name)]
+    lost = [name for name in scales if not is_of_activations(name)]
+    if lost:
+        raise CheckpointError(f"{folder}: transformers does not dequantize with '{lost[0]}' ({len(lost)} such tensors)")
+    placed = placements(loaded.model, {name: entry.layout.full for name, entry in plan.entries.items()})
+    return Loaded(loaded.model, {name: p.sources for name, p in placed.items()}, loaded.unused)
+
+
+def concrete_class(cls: Any, config: Mapping[str, Any]) -> Any:
+    """The class of the model itself, where ``cls`` is one of transformers' ``AutoModel`` classes."""
+    if not hasattr(cls, "_model_mapping"):
+        return cls
+    settings = transformers.AutoConfig.for_model(**settings_of(config))
+    return cls._model_mapping[type(settings)]
+
+
+def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a config.json as ``AutoConfig.for_model`` takes them."""
+    kept = {key: value for key, value in config.items() if key not in {"transformers_version", "architectures"}}
+    found: dict[str, Any] = json.loads(json.dumps(kept), object_hook=_special_float)
+    return found
+
+
+def _special_float(value: dict[str, Any]) -> Any:
+    """transformers writes infinity as ``{"__float__": "Infinity"}``."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
+
+
+def from_pretrained(cls: Any, folder: Path, dtype: torch.dtype, more: Mapping[str, Any]) -> Loaded:
+    """Load a folder with transformers; ``more`` are further arguments of its ``from_pretrained``.
+
+    Raises UnfitError if the folder does not fill the model, CheckpointError if it cannot be loaded at all.
+    """
+    with quiet_transformers():
+        try:
+            model, info = cls.from_pretrained(
+                folder,
+                dtype=dtype,
+                attn_implementation="eager",
+                experts_implementation="eager",
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are listed then, and an error of ours
+                local_files_only=True,
+                **more,
+            )
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, StrictDataclassError) as error:
+            raise not_loaded(folder, error) from error
+    _check_filled(folder, info)
+    for tensor in (*model.parameters(), *model.buffers()):
+        # Of a quantized checkpoint, what is not quantized stays as it is stored. Wider numbers are the same.
+        if tensor.is_floating_point() and tensor.dtype.itemsize < dtype.itemsize:
+            tensor.data = tensor.data.to(dtype)
+    model.eval()
+    model.config.use_cache = False
+    return Loaded(model, {}, tuple(sorted(info["unexpected_keys"])))
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+class UnfitError(CheckpointError):
+    """A folder is not that of a model: its config.json is refused, or it does not fill the model that this describes.
+
+    ``parameter`` is the first for which there is nothing, or something else.
+    """
+
+    def __init__(self, message: str, parameter: str = "") -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
+def not_loaded(folder: Path, error: Exception) -> CheckpointError:
+    """The error for a folder that transformers refused with this one."""
+    message = f"{folder}: transformers cannot load it: {type(error).__name__}: {_one_line(error)}"
+    is_of_machine = isinstance(error, (OSError, RuntimeError, ImportError))
+    return CheckpointError(message) if is_of_machine else UnfitError(message)
+
+
+def _check_filled(folder: Path, info: Mapping[str, Any]) -> None:
+    for name, found, expected in sorted(info.get("mismatched_keys") or (), key=str):
+        has = f"'{name}' has shape {list(found)}, transformers' model has {list(expected)}"
+        raise UnfitError(f"{folder}: {has}", name)
+    missing = sorted(info.get("missing_keys") or ())
+    if missing:
+        what = f"no tensor fills '{missing[0]}' of transformers' model ({len(missing)} in all)"
+        raise UnfitError(f"{folder}: {what}", missing[0])
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keep transformers' reports and progress bars of loading to ourselves: what matters becomes an error."""
+    level, accelerate = transformers.logging.get_verbosity(), logging.getLogger("accelerate.big_modeling")
+    transformers.logging.set_verbosity(logging.CRITICAL)
+    transformers.logging.disable_progress_bar()
+    before = accelerate.level
+    accelerate.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(level)
+        accelerate.setLevel(before)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A parameter or buffer: the shape it is given, and the tensors on disk that it is made of."""
+
+    shape: tuple[int, ...]
+    sources: tuple[str, ...]
+
+
+def placements(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Placed]:
+    """What tensors on disk of these shapes become in a model, by transformers' own rules of conversion."""
+    known = model.state_dict()
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    collected: dict[str, Any] = {}
+    sources: dict[str, list[str]] = defaultdict(list)
+    for name in sorted(shapes, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
+        if target not in known and name in known:
+            target, pattern = rename_source_key(name, [], [], model.base_model_prefix, known)
+        if target not in known:
+            continue
+        new = WeightRenaming(name, target) if pattern is None else copy.deepcopy(by_pattern[pattern])
+        entry = collected.setdefault(target, new)
+        entry.add_tensor(target, name, pattern or name, torch.empty(shapes[name], device="meta"))
+        sources[target].append(name)
+    placed: dict[str, Placed] = {}
+    for target, entry in collected.items():
+        for key, value in entry.convert(target, model=model, config=model.config).items():
+            tensor = value[0] if isinstance(value, list) else value
+            placed[key] = Placed(tuple(tensor.shape), tuple(sources[target]))
+    return placed

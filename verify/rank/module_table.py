@@ -1,0 +1,192 @@
+"""Models whose config.json cannot say a rank's sizes: what the architecture file's ``[modules]`` table says of them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from formats.errors import PlanError
+from formats.notation.architecture import ModuleRule
+from formats.notation.axes import Dim, owned
+from reshard.planning.shares import shares_of
+from reshard.planning.sizes import AxisSizes
+from verify.rank.collectives import Groups, copy_to_group, gather_from_group
+from verify.rank.roles import Rank
+
+
+class ModuleTable:
+    """The lines of an architecture's ``[modules]`` table that hold for a checkpoint, evaluated for one rank."""
+
+    def __init__(self, rank: Rank, groups: Groups) -> None:
+        self._rank = rank
+        self._groups = groups
+        self._sizes: AxisSizes = rank.plan.model.sizes
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether a rank's model differs from what its config.json says."""
+        lines = ((name, rule) for name, rules in self._rank.modules.modules.items() for rule in rules)
+        return any(_is_indexed(rule, name) or self._holds(rule, {}) for name, rule in lines)
+
+    def lines(self, model: nn.Module) -> Iterable[tuple[nn.Module, ModuleRule, dict[str, int]]]:
+        """Each module that a line speaks of, with the line and the indices in the module's name."""
+        for name, module in model.named_modules():
+            found = self._rank.modules.match_module(name)
+            if found is None:
+                continue
+            rules, indices = found
+            for rule in rules:
+                if self._holds(rule, indices):
+                    yield module, rule, dict(indices)
+                    break
+
+    def set_attributes(self, model: nn.Module) -> None:
+        """Give each module the numbers that this rank has."""
+        for module, rule, indices in self.lines(model):
+            local = self._rank.plan.rank_sizes(self._rank.rank, self._sizes.of(indices))
+            for path, expression in rule.attributes.items():
+                value = expression.evaluate(self._lookup(local, indices))
+                holder: Any = module
+                *outer, last = path.split(".")
+                for part in outer:
+                    holder = getattr(holder, part)
+                if not hasattr(holder, last):
+                    raise PlanError(
+                        f"plan '{self._rank.modules.name}': {type(holder).__name__} has no attribute '{last}'"
+                    )
+                setattr(holder, last, value)
+
+    def split(self, model: nn.Module) -> list[tuple[torch.Tensor, frozenset[str]]]:
+        """Let each module see this rank's part of what it shares with all ranks: lists of modules, buffers, arguments.
+
+        The other way about, ``output`` is what a module returns a part of, and all parts are put together: what lies
+        between such a module and one that takes its part as an argument again is computed whole on every rank. ``part``
+        is what a module returns whole, and a rank takes its part of.
+
+        Return the parameters that are this rank's own by that, with the mesh dimensions along which they differ.
+        """
+        own: list[tuple[torch.Tensor, frozenset[str]]] = []
+        for module, rule, indices in list(self.lines(model)):
+            arguments: dict[str, Sequence[Dim]] = {}
+            for name, shape in rule.split.items():
+                held = getattr(module, name, None)
+                if name == "output":
+                    module.register_forward_hook(self._output_hook(shape.dims, indices))
+                elif name == "part":
+                    module.register_forward_hook(self._part_hook(shape.dims, indices))
+                elif isinstance(held, nn.ModuleList):
+                    # Under their old numbers, as on disk.
+                    kept = self._of_ranks(shape.dims[0], len(held), indices)
+                    held._modules = {str(i): held[i] for i in kept[self._rank.rank]}
+                    own += [(tensor, self._rank.plan.mesh.varying(kept)) for tensor in held.parameters()]
+                elif isinstance(held, torch.Tensor):
+                    module._buffers[name] = self._part(held, shape.dims, indices)
+                else:
+                    arguments[name] = shape.dims
+            if arguments:
+                hook = self._argument_hook(module, arguments, indices)
+                module.register_forward_pre_hook(hook, with_kwargs=True)
+        return own
+
+    def alone(self, model: nn.Module) -> set[nn.Module]:
+        """The modules that need nothing of other ranks, whatever lies on them."""
+        return {module for module, rule, _ in self.lines(model) if rule.alone}
+
+    def sums(self, model: nn.Module) -> dict[nn.Module, str]:
+        """The modules that sum the results of a weight where it is used, with its name."""
+        return {module: rule.sums for module, rule, _ in self.lines(model) if rule.sums}
+
+    def _holds(self, rule: ModuleRule, indices: Mapping[str, int]) -> bool:
+        return rule.when is None or bool(rule.when.evaluate(self._lookup(self._sizes.of(indices), indices)))
+
+    def _lookup(self, sizes: Mapping[str, int], indices: Mapping[str, int]) -> Callable[[str], Any]:
+        return lambda name: {**sizes, **indices}.get(name, self._sizes.settings.get(name))
+
+    def _argument_hook(
+        self,
+        module: nn.Module,
+        arguments: Mapping[str, Sequence[Dim]],
+        indices: Mapping[str, int],
+    ) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]:
+        names = list(inspect.signature(module.forward).parameters)
+
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            parts = {
+                name: self._part(given[name], dims, indices)
+                for name, dims in arguments.items()
+                if isinstance(given.get(name), torch.Tensor)
+            }
+            new = tuple(parts.get(name, value) for name, value in zip(names, args, strict=False))
+            return new, {name: parts.get(name, value) for name, value in kwargs.items()}
+
+        return hook
+
+    def _output_hook(
+        self, dims: Sequence[Dim], indices: Mapping[str, int]
+    ) -> Callable[[nn.Module, Any, torch.Tensor], torch.Tensor]:
+        sizes, orders, mesh = self._sizes.of(indices), {}, self._rank.plan.mesh
+        for i, dim in enumerate(dims):
+            if not dim.axes or dim.axes - sizes.keys():
+                continue
+            length = dim.size(sizes)
+            parts = self._of_ranks(dim, length, indices)
+            along = mesh.varying(parts)
+            if along:
+                # Of what several ranks have, the first one's is taken.
+                of_peers = [parts[rank] for rank in mesh.peers(self._rank.rank, along)]
+                places = {index: place for place, index in reversed([*enumerate(chain(*of_peers))])}
+                order = torch.tensor([places[index] for index in range(length)])
+                orders[i] = self._groups.along(along), order, [len(part) for part in of_peers]
+
+        def hook(_: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+            for i, (group, order, lengths) in orders.items():
+                out = gather_from_group(out, group, i, lengths=lengths).index_select(i, order.to(out.device))
+            return out
+
+        return hook
+
+    def _part_hook(
+        self, dims: Sequence[Dim], indices: Mapping[str, int]
+    ) -> Callable[[nn.Module, Any, torch.Tensor], torch.Tensor]:
+        return lambda _module, _args, out: self._part(out, dims, indices)
+
+    def _part(self, tensor: torch.Tensor, dims: Sequence[Dim], indices: Mapping[str, int]) -> torch.Tensor:
+        """This rank's part of a tensor that is whole; its gradient is what comes back through the parts of all."""
+        wanted = {i: self._of_ranks(dim, tensor.shape[i], indices) for i, dim in enumerate(dims) if dim.axes}
+        along = frozenset[str]().union(*(self._rank.plan.mesh.varying(parts) for parts in wanted.values()))
+        if along and tensor.requires_grad:
+            tensor = copy_to_group(tensor, self._groups.along(along))
+        for i, parts in wanted.items():
+            own = parts[self._rank.rank]
+            if len(own) < tensor.shape[i]:
+                tensor = tensor.index_select(i, torch.tensor(own, device=tensor.device))
+        return tensor
+
+    def _of_ranks(self, dim: Dim, length: int, indices: Mapping[str, int]) -> list[list[int]]:
+        """The indices that each rank owns of a dimension, of which one axis may be measured (a batch)."""
+        return [self._indices(dim, length, indices, rank) for rank in range(self._rank.plan.mesh.size)]
+
+    def _indices(self, dim: Dim, length: int, indices: Mapping[str, int], rank: int) -> list[int]:
+        plan = self._rank.plan
+        sizes = {**self._sizes.of(indices), **plan.padding}
+        unknown = sorted(dim.axes - sizes.keys())
+        if unknown:
+            rest = dim.size({**sizes, **dict.fromkeys(unknown, 1)})
+            sizes |= {unknown[0]: length // rest, **dict.fromkeys(unknown[1:], 1)}
+        if dim.size(sizes) != length:
+            raise PlanError(
+                f"plan '{self._rank.modules.name}', [modules]: '{dim}' is {dim.size(sizes)}, the model has {length}"
+            )
+        shares = shares_of(plan.model, plan.mesh, rank, sizes, frozenset())
+        return [i for run in owned(dim, sizes, shares) for i in range(run.offset, run.end)]
+
+
+def _is_indexed(rule: ModuleRule, template: str) -> bool:
+    """Whether a rule holds for some of the modules of a name, by the indices in it."""
+    return rule.when is not None and any(f"{{{name}}}" in template for name in rule.when.names)

@@ -6,6 +6,7 @@ no command, and none of numpy, torch and the Hub's client.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -77,4 +78,5 @@ def cli(ctx: click.Context) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code."""
+    gc.set_threshold(100_000, 50, 100)  # the headers of a large checkpoint are a million objects, and none is garbage
     raise SystemExit(run_to_exit_code(cli, sys.argv[1:] if arguments is None else arguments))

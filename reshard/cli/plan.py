@@ -194,8 +194,8 @@ def _row_document(row: Row) -> dict[str, Any]:
 def _print_tp_plan(model: Model, tp: int | None, as_json: bool) -> None:
     """Print the dict on stdout, and on stderr where transformers does something else than the rules say."""
     from formats.mesh import Mesh
+    from reshard.export.tp_plan import transformers_plan
     from reshard.planning.degrees import check_degrees
-    from verify.rank.tp_plan import transformers_plan
 
     if tp is not None:
         check_degrees(model, Mesh((("tp", tp),)))

@@ -7,10 +7,7 @@ in.
 
 from __future__ import annotations
 
-import copy
-import json
 import logging
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,14 +17,13 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 
 from formats.errors import CheckpointError, ReshardError
 from formats.quantization.companions import is_of_activations
 from formats.quantization.methods import scheme_of
 from formats.quantization.settings import quantization_settings
+from formats.transformers_modules import model_class, placements
 from reshard.planning.plan import Plan
 from verify.rank.layers import Part
 
@@ -47,15 +43,6 @@ class Loaded:
     parts: tuple[tuple[torch.Tensor, frozenset[str]], ...] = ()
     experts: Mapping[str, Part] = field(default_factory=dict)
     cut: tuple[str, ...] = ()
-
-
-def model_class(config: Mapping[str, Any]) -> Any:
-    """The class of transformers that a checkpoint was saved from, or else the one for causal language models."""
-    for name in config.get("architectures") or ():
-        found = getattr(transformers, str(name), None)
-        if found is not None:
-            return found
-    return transformers.AutoModelForCausalLM
 
 
 def dequantizing(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,26 +85,6 @@ def load_original(
         raise CheckpointError(f"{folder}: transformers does not dequantize with '{lost[0]}' ({len(lost)} such tensors)")
     placed = placements(loaded.model, {name: entry.layout.full for name, entry in plan.entries.items()})
     return Loaded(loaded.model, {name: p.sources for name, p in placed.items()}, loaded.unused)
-
-
-def concrete_class(cls: Any, config: Mapping[str, Any]) -> Any:
-    """The class of the model itself, where ``cls`` is one of transformers' ``AutoModel`` classes."""
-    if not hasattr(cls, "_model_mapping"):
-        return cls
-    settings = transformers.AutoConfig.for_model(**settings_of(config))
-    return cls._model_mapping[type(settings)]
-
-
-def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a config.json as ``AutoConfig.for_model`` takes them."""
-    kept = {key: value for key, value in config.items() if key not in {"transformers_version", "architectures"}}
-    found: dict[str, Any] = json.loads(json.dumps(kept), object_hook=_special_float)
-    return found
-
-
-def _special_float(value: dict[str, Any]) -> Any:
-    """transformers writes infinity as ``{"__float__": "Infinity"}``."""
-    return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
 def from_pretrained(cls: Any, folder: Path, dtype: torch.dtype, more: Mapping[str, Any]) -> Loaded:
@@ -194,38 +161,3 @@ def quiet_transformers() -> Iterator[None]:
     finally:
         transformers.logging.set_verbosity(level)
         accelerate.setLevel(before)
-
-
-@dataclass(frozen=True)
-class Placed:
-    """A parameter or buffer: the shape it is given, and the tensors on disk that it is made of."""
-
-    shape: tuple[int, ...]
-    sources: tuple[str, ...]
-
-
-def placements(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Placed]:
-    """What tensors on disk of these shapes become in a model, by transformers' own rules of conversion."""
-    known = model.state_dict()
-    mapping = get_model_conversion_mapping(model)
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    collected: dict[str, Any] = {}
-    sources: dict[str, list[str]] = defaultdict(list)
-    for name in sorted(shapes, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
-        if target not in known and name in known:
-            target, pattern = rename_source_key(name, [], [], model.base_model_prefix, known)
-        if target not in known:
-            continue
-        new = WeightRenaming(name, target) if pattern is None else copy.deepcopy(by_pattern[pattern])
-        entry = collected.setdefault(target, new)
-        entry.add_tensor(target, name, pattern or name, torch.empty(shapes[name], device="meta"))
-        sources[target].append(name)
-    placed: dict[str, Placed] = {}
-    for target, entry in collected.items():
-        for key, value in entry.convert(target, model=model, config=model.config).items():
-            tensor = value[0] if isinstance(value, list) else value
-            placed[key] = Placed(tuple(tensor.shape), tuple(sources[target]))
-    return placed

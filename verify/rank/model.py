@@ -17,19 +17,10 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from formats.errors import CheckpointError
+from formats.transformers_modules import concrete_class, model_class, placements, settings_of
 from reshard.planning.rank_config import with_sizes_of_whole
 from verify.rank.collectives import Groups
-from verify.rank.loading import (
-    Loaded,
-    concrete_class,
-    dequantizing,
-    from_pretrained,
-    model_class,
-    not_loaded,
-    on_disk,
-    placements,
-    settings_of,
-)
+from verify.rank.loading import Loaded, dequantizing, from_pretrained, not_loaded, on_disk
 from verify.rank.module_table import ModuleTable
 from verify.rank.parallel import parallelise
 from verify.rank.roles import Rank, expert_shares

@@ -31,6 +31,7 @@ from accelerate.hooks import add_hook_to_module, remove_hook_from_module
 from torch import nn
 
 from formats.errors import PlanError
+from formats.transformers_modules import placements
 from reshard.planning.plan import Layout
 from verify.rank.collectives import Groups
 from verify.rank.layers import (
@@ -43,7 +44,7 @@ from verify.rank.layers import (
     vocab_parallel,
     with_all_experts,
 )
-from verify.rank.loading import Loaded, placements
+from verify.rank.loading import Loaded
 from verify.rank.roles import Kind, Rank, Role, expert_shares, roles
 
 

@@ -12,11 +12,11 @@ import torch
 
 from formats.errors import PlanError
 from reshard.api import Access
+from reshard.export.tp_plan import TransformersPlan, transformers_plan
 from reshard.storage.access import open_any
 from tests.support import write_checkpoint
 from tests.test_cli import refused, run
 from tests.zoo import save
-from verify.rank.tp_plan import TransformersPlan, transformers_plan
 
 # by degree: models for which transformers has no plan, one that gathers more, one that fails, and some that are fine
 NAMES = {
@@ -44,7 +44,7 @@ def logits(model: Any) -> torch.Tensor:
 def load(folder: Path, **options: Any) -> Any:
     import transformers
 
-    from verify.rank.loading import model_class
+    from formats.transformers_modules import model_class
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

@@ -121,15 +121,10 @@ def _network(model: Model) -> Any:
     import torch
     import transformers
 
-    from verify.rank.loading import model_class
+    from formats.transformers_modules import model_class, settings_of
 
-    settings = {
-        key: _with_floats(value)
-        for key, value in model.config.items()
-        if key not in {"transformers_version", "architectures"}
-    }
     try:
-        config = transformers.AutoConfig.for_model(**settings)
+        config = transformers.AutoConfig.for_model(**settings_of(model.config))
         cls = model_class(model.config)
         with torch.device("meta"):
             return cls.from_config(config) if hasattr(cls, "_model_mapping") else cls._from_config(config)
@@ -138,18 +133,9 @@ def _network(model: Model) -> Any:
         raise PlanError(f"transformers cannot build a model of type '{kind}': {text}") from None
 
 
-def _with_floats(value: Any) -> Any:
-    """A setting with the infinities that JSON cannot say: transformers writes ``{"__float__": "Infinity"}``."""
-    if isinstance(value, dict):
-        if value.keys() == {"__float__"}:
-            return float(value["__float__"])
-        return {key: _with_floats(item) for key, item in value.items()}
-    return [_with_floats(item) for item in value] if isinstance(value, list) else value
-
-
 def _parts(model: Model, network: Any, degree: int | None) -> Iterator[_Part]:
     """The parameters that the rules split, one for all layers; left out, if some layer's is not split."""
-    from verify.rank.loading import placements
+    from formats.transformers_modules import placements
 
     tensors = {tensor.name: tensor.kind for tensor in model.tensors}
     found: dict[str, set[tuple[str, int] | None]] = defaultdict(set)

@@ -212,19 +212,19 @@ def _reordered(model: Model, tensors: Mapping[str, torch.Tensor], axes: list[str
 
 def _places(dim: Dim, sizes: Mapping[str, int], axes: list[str]) -> torch.Tensor:
     """Where each index of a dimension is taken from when ``axes`` are reordered."""
-    blocks, start = [], 0
-    for block in dim.blocks:
+    found, start = [], 0
+    for summand in dim.summands:
         places = torch.zeros(1, dtype=torch.long)
-        for factor in block.factors:
+        for factor in summand.factors:
             if isinstance(factor, Dim):
                 inner = _places(factor, sizes, axes)
             else:
                 size = factor if isinstance(factor, int) else sizes[factor]
                 inner = _order(size) if factor in axes else torch.arange(size)
             places = (places[:, None] * len(inner) + inner).flatten()
-        blocks.append(places + start)
+        found.append(places + start)
         start += len(places)
-    return torch.cat(blocks)
+    return torch.cat(found)
 
 
 def _first_forward(cls: Any, folder: Path, tokens: torch.Tensor) -> tuple[torch.dtype, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 ``"(kv group head) hidden"`` names every dimension of a query projection. One token per dimension: an axis, an
 integer, or a parenthesised sum of products, in which the leftmost factor is slowest (row-major) and ``+``
-concatenates blocks. From the text alone follow the size of each dimension and, once axes are dealt to the ranks of a
+concatenates summands. From the text alone follow the size of each dimension and, once axes are dealt to the ranks of a
 mesh, the runs of indices that each rank owns. Everything here is pure and knows nothing of files. See docs/design.md.
 """
 
@@ -63,7 +63,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Block:
+class Summand:
     """A product of factors, slowest first, with the label of the component that it holds, if any."""
 
     factors: tuple[Factor, ...]
@@ -84,7 +84,7 @@ class Dim:
     blocks by itself: they begin anew with each of its repetitions.
     """
 
-    blocks: tuple[Block, ...]
+    summands: tuple[Summand, ...]
     step: int = 1
     per: int = 1
     apart: bool = False
@@ -98,21 +98,21 @@ class Dim:
         """The same dimension counted in blocks, in its parts if they were quantized on their own."""
         if self.part is None:
             return replace(self, step=step, per=per)
-        *rows, _ = self.blocks[0].factors
-        return replace(self, blocks=(Block((*rows, self.part.in_blocks(step, per)), self.blocks[0].label),))
+        *rows, _ = self.summands[0].factors
+        return replace(self, summands=(Summand((*rows, self.part.in_blocks(step, per)), self.summands[0].label),))
 
     @property
     def part(self) -> Dim | None:
         """What its other factors repeat, if that was quantized on its own."""
-        last = self.blocks[0].factors[-1]
+        last = self.summands[0].factors[-1]
         return last if isinstance(last, Dim) and last.apart else None
 
     @property
     def joined(self) -> Dim:
         """The same indices without the mark of what was quantized on its own, where that is a product."""
-        if self.part is None or len(self.part.blocks) > 1:
+        if self.part is None or len(self.part.summands) > 1:
             return self
-        product = Block((*self.blocks[0].factors[:-1], *self.part.blocks[0].factors), self.blocks[0].label)
+        product = Summand((*self.summands[0].factors[:-1], *self.part.summands[0].factors), self.summands[0].label)
         return Dim((product,), *self.counted)
 
     @property
@@ -131,8 +131,8 @@ class Dim:
         ``((a b) (c d))/64`` is ``(a b) (c d)/64`` if ``c d`` is a multiple of 64: the same elements in the same order,
         of which a rank owns a box and not a run for every row.
         """
-        factors = self.blocks[0].factors
-        if len(self.blocks) > 1 or len(factors) < 2 or not all(isinstance(factor, Dim) for factor in factors):
+        factors = self.summands[0].factors
+        if len(self.summands) > 1 or len(factors) < 2 or not all(isinstance(factor, Dim) for factor in factors):
             return (self,)
         *rows, last = (factor for factor in factors if isinstance(factor, Dim))
         return (*rows, replace(last, step=self.step, per=self.per)) if last.size(sizes) % self.step == 0 else (self,)
@@ -140,8 +140,8 @@ class Dim:
     @property
     def axis(self) -> str | None:
         """The axis that stands alone in this dimension, if one does."""
-        if len(self.blocks) == 1 and len(self.blocks[0].factors) == 1 and self.step == 1:
-            factor = self.blocks[0].factors[0]
+        if len(self.summands) == 1 and len(self.summands[0].factors) == 1 and self.step == 1:
+            factor = self.summands[0].factors[0]
             return factor if isinstance(factor, str) else None
         return None
 
@@ -151,8 +151,8 @@ class Dim:
         return frozenset(self._axes())
 
     def _axes(self) -> Iterator[str]:
-        for block in self.blocks:
-            for factor in block.factors:
+        for summand in self.summands:
+            for factor in summand.factors:
                 if isinstance(factor, Dim):
                     yield from factor.axes
                 elif isinstance(factor, str):
@@ -160,12 +160,12 @@ class Dim:
 
     def size(self, sizes: Mapping[str, int]) -> int:
         """The number of indices. Raises NotationError for an axis without a size."""
-        whole = sum(math.prod(_factor_size(factor, sizes) for factor in block.factors) for block in self.blocks)
+        whole = sum(math.prod(_factor_size(factor, sizes) for factor in summand.factors) for summand in self.summands)
         return self.places(whole)
 
     def __str__(self) -> str:
-        single = len(self.blocks) == 1 and len(self.blocks[0].factors) == 1 and not self.blocks[0].label
-        text = " + ".join(str(block) for block in self.whole.blocks)
+        single = len(self.summands) == 1 and len(self.summands[0].factors) == 1 and not self.summands[0].label
+        text = " + ".join(str(summand) for summand in self.whole.summands)
         text = f"[{text}]" if self.apart else text if single else f"({text})"
         step, per = self.counted
         places = f"*{per}" if per > 1 else ""
@@ -206,7 +206,7 @@ class Shape:
         if self.open_at is None:
             return self
         count = max(len(lengths) - len(self.dims), 0)
-        found = tuple(Dim((Block((length,)),)) for length in lengths[self.open_at : self.open_at + count])
+        found = tuple(Dim((Summand((length,)),)) for length in lengths[self.open_at : self.open_at + count])
         arrow = self.arrow + count - 1 if self.arrow is not None and self.arrow > self.open_at else self.arrow
         return Shape((*self.dims[: self.open_at], *found, *self.dims[self.open_at :]), arrow)
 
@@ -219,8 +219,8 @@ class Shape:
 
     @property
     def input_dims(self) -> frozenset[int]:
-        """Which dimensions of a matrix are its input: those before an arrow, or the last one, plain numbers behind it
-        aside. What names no other than that is no matrix.
+        """Which dimensions of a matrix are its input: those before an arrow, or the last one, not
+        counting plain numbers after it. A tensor that names one dimension alone is no matrix.
         """
         if self.arrow is not None:
             return frozenset(range(self.arrow))
@@ -285,7 +285,7 @@ def parse(text: str) -> Shape:
             position += 1
         elif token == "(":
             dim, position = _parse_sum(text, tokens, position + 1)
-            if _any_apart(dim) and (len(dim.blocks) > 1 or dim.part is None or _any_apart(dim.part)):
+            if _any_apart(dim) and (len(dim.summands) > 1 or dim.part is None or _any_apart(dim.part)):
                 raise NotationError(f"shape '{text}': square brackets stand once, around the last factor")
             dims.append(dim)
         elif token in {"*", "/"}:
@@ -297,7 +297,7 @@ def parse(text: str) -> Shape:
                 )
             dims[-1] = dims[-1].in_blocks(step, per)
         else:
-            dims.append(Dim((Block((_atom(text, token),)),)))
+            dims.append(Dim((Summand((_atom(text, token),)),)))
             position += 1
     return Shape(tuple(dims), arrow, open_at)
 
@@ -329,8 +329,8 @@ def _tokens(text: str) -> list[str]:
 
 
 def _parse_sum(text: str, tokens: Sequence[str], position: int, close: str = ")") -> tuple[Dim, int]:
-    """Read blocks up to the closing parenthesis or bracket; return them and the position after it."""
-    blocks: list[Block] = []
+    """Read summands up to the closing parenthesis or bracket; return them and the position after it."""
+    summands: list[Summand] = []
     factors: list[Factor] = []
     label: str | None = None
     while position < len(tokens):
@@ -339,16 +339,16 @@ def _parse_sum(text: str, tokens: Sequence[str], position: int, close: str = ")"
         if token in {close, "+"}:
             if not factors:
                 raise NotationError(f"shape '{text}': nothing stands before '{token}'")
-            blocks.append(Block(tuple(factors), label))
+            summands.append(Summand(tuple(factors), label))
             if token == close:
-                return Dim(tuple(blocks), apart=close == "]"), position
+                return Dim(tuple(summands), apart=close == "]"), position
             factors, label = [], None
         elif token in _CLOSING:
             inner, position = _parse_sum(text, tokens, position, _CLOSING[token])
             factors.append(inner)
         elif token.endswith(":"):
             if factors or label:
-                raise NotationError(f"shape '{text}': a label stands at the start of its block")
+                raise NotationError(f"shape '{text}': a label stands at the start of its summand")
             label = token[:-1].rstrip()
         else:
             factors.append(_atom(text, token))
@@ -359,7 +359,7 @@ _CLOSING = {"(": ")", "[": "]"}
 
 
 def _any_apart(dim: Dim) -> bool:
-    parts = (factor for block in dim.blocks for factor in block.factors if isinstance(factor, Dim))
+    parts = (factor for summand in dim.summands for factor in summand.factors if isinstance(factor, Dim))
     return any(part.apart or _any_apart(part) for part in parts)
 
 
@@ -408,23 +408,23 @@ def _in_steps(dim: Dim, sizes: Mapping[str, int], runs: Iterable[Run]) -> Iterat
 
 def _dim_runs(dim: Dim, sizes: Mapping[str, int], shares: Mapping[str, Share]) -> Iterator[Run]:
     start = 0
-    for block in dim.blocks:
-        runs, size = _block_runs(block, sizes, shares)
+    for summand in dim.summands:
+        runs, size = _summand_runs(summand, sizes, shares)
         for run in runs:
             yield Run(start + run.offset, run.length)
         start += size
 
 
-def _block_runs(block: Block, sizes: Mapping[str, int], shares: Mapping[str, Share]) -> tuple[list[Run], int]:
+def _summand_runs(summand: Summand, sizes: Mapping[str, int], shares: Mapping[str, Share]) -> tuple[list[Run], int]:
     """The owned runs of a product, built from the fastest factor outwards, and its full size."""
     inner, inner_size = [Run(0, 1)], 1
-    for factor in reversed(block.factors):
+    for factor in reversed(summand.factors):
         outer = _factor_runs(factor, sizes, shares)
         if inner == [Run(0, inner_size)]:
             inner = [Run(run.offset * inner_size, run.length * inner_size) for run in outer]
         else:
             if sum(run.length for run in outer) * len(inner) > MOST_RUNS:
-                raise NotationError(f"'{block}' falls into more than {MOST_RUNS:,} pieces for a rank")
+                raise NotationError(f"'{summand}' falls into more than {MOST_RUNS:,} pieces for a rank")
             indices = (index for run in outer for index in range(run.offset, run.end))
             inner = list(merge_runs(Run(i * inner_size + run.offset, run.length) for i in indices for run in inner))
         inner_size *= _factor_size(factor, sizes)
@@ -503,9 +503,9 @@ def unit_of(dim: Dim, axis: str, sizes: Mapping[str, int]) -> int:
 
 def _strides(dim: Dim, axis: str, sizes: Mapping[str, int]) -> Iterator[int]:
     """How many indices of a dimension lie within one of an axis, wherever the axis stands in it."""
-    for block in dim.blocks:
+    for summand in dim.summands:
         stride = 1
-        for factor in reversed(block.factors):
+        for factor in reversed(summand.factors):
             if isinstance(factor, Dim):
                 yield from (stride * inner for inner in _strides(factor, axis, sizes))
             elif factor == axis:
@@ -517,9 +517,9 @@ def encloses(dim: Dim, axis: str) -> bool:
     """Whether other axes lie within one index of an axis, as the elements of a head lie within ``kv`` of
     ``(kv head)``.
     """
-    for block in dim.blocks:
+    for summand in dim.summands:
         within = False
-        for factor in reversed(block.factors):
+        for factor in reversed(summand.factors):
             if isinstance(factor, Dim):
                 if encloses(factor, axis) or (within and axis in factor.axes):
                     return True

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from formats.notation.axes import Block, Dim, Factor, Shape
+from formats.notation.axes import Dim, Factor, Shape, Summand
 
 _FUSED = re.compile(r"(?P<place>.*experts)\.(?P<name>\w+)_proj(?P<bias>_bias)?")
 
@@ -33,21 +33,21 @@ def by_name(template: str, shape: Shape) -> dict[str, Shape]:
 
 
 def _labels(dim: Dim) -> Iterator[str]:
-    for block in dim.blocks:
-        if block.label is not None:
-            yield block.label
-        for factor in block.factors:
+    for summand in dim.summands:
+        if summand.label is not None:
+            yield summand.label
+        for factor in summand.factors:
             if isinstance(factor, Dim):
                 yield from _labels(factor)
 
 
 def _only(dim: Dim, label: str) -> Dim:
     """A dimension without the blocks of other labels."""
-    own = [block for block in dim.blocks if block.label in {label, None}]
-    return replace(dim, blocks=tuple(Block(tuple(_factors(block, label))) for block in own))
+    own = [summand for summand in dim.summands if summand.label in {label, None}]
+    return replace(dim, summands=tuple(Summand(tuple(_factors(summand, label))) for summand in own))
 
 
-def _factors(block: Block, label: str) -> Iterator[Factor]:
-    found = [_only(factor, label) if isinstance(factor, Dim) else factor for factor in block.factors]
-    kept = [factor for factor in found if factor != 1 and factor != Dim((Block((1,)),))]
+def _factors(summand: Summand, label: str) -> Iterator[Factor]:
+    found = [_only(factor, label) if isinstance(factor, Dim) else factor for factor in summand.factors]
+    kept = [factor for factor in found if factor != 1 and factor != Dim((Summand((1,)),))]
     yield from kept or [1]

@@ -18,7 +18,7 @@ from functools import cached_property, lru_cache
 from typing import TypeAlias
 
 from formats.errors import PlanError
-from formats.notation.axes import Block, Dim, Factor, Shape, parse
+from formats.notation.axes import Dim, Factor, Shape, Summand, parse
 
 _NO_DTYPES: Mapping[str, str] = {}
 OF_ACTIVATIONS = (
@@ -101,8 +101,9 @@ def takes_heads(weight: Shape) -> bool:
     """Whether a weight is what an attention ends in: its input is a product of axes, heads first."""
     if weight.output_dim is None:
         return False
-    blocks = weight.dims[2 * len(weight.dims) - 3 - weight.output_dim].blocks
-    return len(blocks) == 1 and len(blocks[0].factors) > 1 and isinstance(blocks[0].factors[0], str)
+    (input_dim,) = {len(weight.dims) - 2, len(weight.dims) - 1} - {weight.output_dim}
+    summands = weight.dims[input_dim].summands
+    return len(summands) == 1 and len(summands[0].factors) > 1 and isinstance(summands[0].factors[0], str)
 
 
 # ---------------------------------------------------------------------------------------------------------- shapes
@@ -153,14 +154,14 @@ def _substitute(text: str, weight: Shape) -> Shape | None:
         elif word == "groups":
             dims.append(_all_groups(weight.dims[inner]))
         elif word in {"heads", "kvheads"}:
-            (heads,) = weight.dims[inner].blocks
-            dims.append(Dim((Block(heads.factors[:-1] if word == "heads" else heads.factors[:1]),)))
+            (heads,) = weight.dims[inner].summands
+            dims.append(Dim((Summand(heads.factors[:-1] if word == "heads" else heads.factors[:1]),)))
         elif word in {"out", "in"}:
             dims.append(weight.dims[output if word == "out" else inner].in_blocks(*dim.counted))
         elif dim.axes:
-            (row,) = dim.blocks
+            (row,) = dim.summands
             named: Mapping[Factor, Dim] = {"out": weight.dims[output], "in": weight.dims[inner]}
-            dims.append(replace(dim, blocks=(Block(tuple(named[factor] for factor in row.factors)),)))
+            dims.append(replace(dim, summands=(Summand(tuple(named[factor] for factor in row.factors)),)))
         else:
             dims.append(dim)
     if as_stored and weight.arrow is not None:
@@ -172,7 +173,7 @@ def _substitute(text: str, weight: Shape) -> Shape | None:
 
 def _all_groups(inner: Dim) -> Dim:
     """An axis of its own, never dealt and measured on disk, for the number of groups of an input dimension."""
-    return Dim((Block(("groups_" + "_".join(re.findall(r"\w+", str(inner))),)),))
+    return Dim((Summand(("groups_" + "_".join(re.findall(r"\w+", str(inner))),)),))
 
 
 # --------------------------------------------------------------------------------------------------------- schemes

@@ -283,7 +283,7 @@ def _plan_experts(draft: _Draft, network: Any, owner: str, parts: list[_Part]) -
     styles: dict[str, str] = {}
     for part in parts:
         dims, rule = part.tensor.rule.dims, part.tensor.rule
-        packed = [dim for dim in dims if len(dim.blocks) > 1]
+        packed = [dim for dim in dims if len(dim.summands) > 1]
         by_name = any(segment == "{expert}" for segment in part.tensor.template.split("."))
         if len(part.shape) != 3 or rule.arrow is not None or (packed and not _is_pair(packed[0])):
             draft.whole[owner] = "transformers has no style for experts of this form"
@@ -317,7 +317,7 @@ def _takes_routes(module: Any) -> bool:
 
 def _is_pair(dim: Dim) -> bool:
     """Two equal blocks, as gate and up are packed."""
-    return len(dim.blocks) == 2 and dim.blocks[0].factors == dim.blocks[1].factors
+    return len(dim.summands) == 2 and dim.summands[0].factors == dim.summands[1].factors
 
 
 def _plan_block(draft: _Draft, model: Model, network: Any, parts: list[_Part], degree: int | None) -> None:
@@ -362,12 +362,12 @@ def _why_not_local(
     rules = [part.tensor.rule for found in linear.values() for part in found if part.kind == "column"]
     columns = [rule.dims[rule.output_dim or 0] for rule in rules]
     is_plain = all(dim.axis is not None for dim in columns)
-    packed = [dim for dim in columns if len(dim.blocks) > 1]
+    packed = [dim for dim in columns if len(dim.summands) > 1]
     if packed:
-        if not all(_is_pair(dim) and len(dim.blocks[0].factors) == 1 for dim in packed):
+        if not all(_is_pair(dim) and len(dim.summands[0].factors) == 1 for dim in packed):
             return "blocks are packed in a way that no style cuts"
         vectors = [part.tensor.rule for found in linear.values() for part in found if part.kind == "vector"]
-        if any(len(rule.dims[0].blocks) > 1 for rule in vectors):
+        if any(len(rule.dims[0].summands) > 1 for rule in vectors):
             return "no style cuts the bias of packed blocks"
         return None if all(dim.axis is not None or dim in packed for dim in columns) else "its blocks are packed"
     if own and not set(own.values()) <= LOCAL:

@@ -239,7 +239,7 @@ def _check_every_element_is_owned(architecture: Architecture, tensor: Kind, deal
 
 def _times(dims: Sequence[Dim], axis: str) -> int:
     """How often an axis occurs in a product: over dimensions and factors, but not over the summands of a sum."""
-    return sum(max(sum(_factor_times(f, axis) for f in block.factors) for block in dim.blocks) for dim in dims)
+    return sum(max(sum(_factor_times(f, axis) for f in summand.factors) for summand in dim.summands) for dim in dims)
 
 
 def _factor_times(factor: Factor, axis: str) -> int:

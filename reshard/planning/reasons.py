@@ -74,8 +74,8 @@ def cuts_blocks(dim: Dim, sizes: Mapping[str, int], shares: Mapping[str, Share])
 
     None if a rank's part of the dimension is whole scale blocks, or if the dimension is a sum or a nested product.
     """
-    factors = dim.blocks[0].factors
-    if dim.step == 1 or len(dim.blocks) > 1 or not all(isinstance(factor, str) for factor in factors):
+    factors = dim.summands[0].factors
+    if dim.step == 1 or len(dim.summands) > 1 or not all(isinstance(factor, str) for factor in factors):
         return None
     axes = tuple(factor for factor in factors if isinstance(factor, str) and factor in shares)
     parts, size = math.prod(shares[axis].parts for axis in axes), dim.whole.size(sizes)

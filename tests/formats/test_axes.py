@@ -14,16 +14,16 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from formats.errors import NotationError
-from formats.notation.axes import Block, Dim, Run, Shape, Share, deal, degrees, encloses, owned, parse, share, unit_of
+from formats.notation.axes import Dim, Run, Shape, Share, Summand, deal, degrees, encloses, owned, parse, share, unit_of
 
 AXES = ("kv", "group", "head", "ff", "vocab")
 
 factors = st.deferred(lambda: st.one_of(st.sampled_from(AXES), st.integers(1, 3), sums(2)))
 
 
-def sums(max_blocks: int) -> st.SearchStrategy[Dim]:
-    blocks = st.lists(factors, min_size=1, max_size=3).map(lambda fs: Block(tuple(fs)))
-    return st.lists(blocks, min_size=1, max_size=max_blocks).map(lambda bs: Dim(tuple(bs)))
+def sums(max_summands: int) -> st.SearchStrategy[Dim]:
+    summands = st.lists(factors, min_size=1, max_size=3).map(lambda fs: Summand(tuple(fs)))
+    return st.lists(summands, min_size=1, max_size=max_summands).map(lambda bs: Dim(tuple(bs)))
 
 
 dims = sums(3)
@@ -43,10 +43,10 @@ def oracle(dim: Dim, sizes: dict[str, int], shares: dict[str, Share]) -> list[in
     """The owned indices, by enumerating every index of every factor."""
     found: list[int] = []
     start = 0
-    for block in dim.blocks:
+    for summand in dim.summands:
         indices = np.zeros(1, dtype=np.int64)
         size = 1
-        for factor in block.factors:
+        for factor in summand.factors:
             if isinstance(factor, Dim):
                 own, length = oracle(factor, sizes, shares), factor.size(sizes)
             else:
@@ -116,10 +116,10 @@ def test_blocks_are_owned_whole_or_refused(dim, sizes, data):
 @given(st.lists(st.sampled_from(AXES), min_size=1, max_size=2), counted, sizes, st.data())
 def test_blocks_of_a_part_of_its_own_begin_anew_with_each_repetition(outer, part, sizes, data):
     """``(kv [q + k])/128`` is owned as ``(q + k)/128`` of each kv that is owned."""
-    whole = Dim((Block((*outer, replace(part.whole, apart=True))),))
+    whole = Dim((Summand((*outer, replace(part.whole, apart=True))),))
     assume(whole.size(sizes) < 5000)
     dim, shares = whole.in_blocks(part.step, part.per), draw_shares(data, sizes)
-    repeated = oracle(Dim((Block((*outer, 1)),)), sizes, shares)
+    repeated = oracle(Dim((Summand((*outer, 1)),)), sizes, shares)
     assert dim.whole == whole and dim.counted == (part.step, part.per)
     try:
         each = expand(owned(part, sizes, shares))
@@ -133,7 +133,7 @@ def test_blocks_of_a_part_of_its_own_begin_anew_with_each_repetition(outer, part
     assert str(parse(str(dim))) == str(dim)
 
 
-rows = st.lists(dims, min_size=2, max_size=3).map(lambda ds: Dim((Block(tuple(ds)),)))
+rows = st.lists(dims, min_size=2, max_size=3).map(lambda ds: Dim((Summand(tuple(ds)),)))
 
 
 @given(rows, st.sampled_from([(1, 1), (2, 1), (4, 1), (4, 3)]), sizes, st.data())
@@ -147,8 +147,8 @@ def test_a_row_unfolded_is_the_same_elements_in_the_same_order(row, counted, siz
     )  # a rank with nothing is refused before
     lengths = [found.size(sizes) for found in unfolded]
     assert math.prod(lengths) == dim.size(sizes)
-    last = row.blocks[0].factors[-1]
-    assert len(unfolded) == (len(row.blocks[0].factors) if last.size(sizes) % step == 0 else 1)
+    last = row.summands[0].factors[-1]
+    assert len(unfolded) == (len(row.summands[0].factors) if last.size(sizes) % step == 0 else 1)
     try:
         expected = expand(owned(dim, sizes, shares))
     except NotationError:
@@ -395,7 +395,7 @@ counted_once = st.tuples(
 def test_a_unit_is_the_least_that_cuts_no_block(counted, boundary):
     """With plain numbers behind the axis, a cut falls between blocks where it falls between units, and nowhere else."""
     numbers, step, per = counted
-    dim = Dim((Block(("ff", *numbers)),), step, per)
+    dim = Dim((Summand(("ff", *numbers)),), step, per)
     sizes, shares = {"ff": 2 * boundary}, {"ff": Share(2, 0)}
     if boundary % unit_of(dim, "ff", sizes):
         with pytest.raises(NotationError, match=f"cut a block of {step}"):

@@ -67,9 +67,9 @@ def compare(
     found = Structure(original, shards, plan)
     found.check()
     derived = check_derived(original, shards, plan, found.comparable)
-    left = {
-        name: sorted({*ranks} - derived.compared.get(name, frozenset())) for name, ranks in found.comparable.items()
-    }
+    compared = derived.compared
+    left = {name: [r for r in ranks if r not in compared.get(name, ())] for name, ranks in found.comparable.items()}
+    left = {name: ranks for name, ranks in left.items() if ranks}
     found.problems += derived.problems
     workers = workers or min(4, os.cpu_count() or 1)
     sums = folder.begun_sums(original, shards)

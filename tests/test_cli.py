@@ -223,7 +223,7 @@ def test_overwrite(model: Path, tp4: Path, tmp_path: Path) -> None:
     assert shards(tmp_path / "out") == shards(tp4)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("all of it")
-    assert "no checkpoint" in refused("split", model, tmp_path / "mine", "--tp", "4", "--overwrite")
+    assert "is not a checkpoint" in refused("split", model, tmp_path / "mine", "--tp", "4", "--overwrite")
     assert (tmp_path / "mine" / "thesis.txt").exists()
 
 

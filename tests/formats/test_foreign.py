@@ -109,5 +109,8 @@ def test_what_stands_beside_a_weight_is_not_advised_to_be_whole(tmp_path: Path) 
     write_file(source / "model.safetensors", [("model.layers.0.self_attn.q_proj.unheard", "F32", (48, 1))])
     with pytest.raises(PlanError) as error:
         plan(source)
-    assert "in the axes of 'model.layers.0.self_attn.q_proj.weight' beside it" in str(error.value.hint)
+    assert (
+        "if it belongs to 'model.layers.0.self_attn.q_proj.weight', write its shape in the axes of that weight"
+        in str(error.value.hint)
+    )
     assert '"48 1"' not in str(error.value.hint)

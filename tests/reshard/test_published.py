@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
+import tomllib
 from pathlib import Path
 
 import pytest
+import tomli_w
 from safetensors.torch import load_file, save_file
 
 from formats.errors import PlanError
@@ -101,7 +102,12 @@ def test_the_answer_is_a_line_of_a_plan_file(chosen: int, rows: list[tuple[int, 
     asked = run("plan", unquantized, "--save", mine)
     assert asked.returncode == 2
     assert "which may be either of" in asked.stderr and f"Hint: edit {mine}, pass it with --plan {mine}" in asked.stderr
-    mine.write_text(re.sub(r"shape = (\[.*?\"\])", lambda m: f"shape = {json.loads(m[1])[chosen]!r}", mine.read_text()))
+    document = tomllib.loads(mine.read_text())
+    for rules in document["tensors"].values():
+        for rule in rules if isinstance(rules, list) else [rules]:
+            if isinstance(rule, dict) and isinstance(rule["shape"], list):
+                rule["shape"] = rule["shape"][chosen]
+    mine.write_text(tomli_w.dumps(document))
     assert "degrees" in ok("plan", unquantized, "--plan", mine)
     ok("split", unquantized, unquantized.parent / "tp2", "--tp", "2", "--plan", mine)
     held = open_source(unquantized.parent / "tp2").plan.entries[QKV.format(0)].layout.boxes[1]

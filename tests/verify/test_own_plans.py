@@ -10,10 +10,12 @@ import re
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+import tomli_w
 
 from reshard.api import Access, split
 from reshard.storage.access import open_any
@@ -51,18 +53,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 def edited(model: Path, plan: Path, edits: Edits) -> Path:
     """The model's saved plan with other lines: ``{key: line}``, a key of a table that has none goes to its end."""
-    tables: dict[str, list[str]] = {"": []}
-    for line in model.with_suffix(".toml").read_text().splitlines():
-        if line.startswith("["):
-            tables[line] = []
-        elif line:
-            tables[[*tables][-1]].append(line)
+    document = tomllib.loads(model.with_suffix(".toml").read_text())
     for place, line in edits.items():
-        table, key = place.split(" ", 1)
-        lines = tables.setdefault(f"[{table}]", [])
-        lines[:] = [old for old in lines if not old.startswith(f'"{key}" =')]
-        lines += [f'"{key}" = {line}'] if line else []
-    plan.write_text("\n".join(f"{name}\n" + "\n".join(lines) for name, lines in tables.items()))
+        name, key = place.split(" ", 1)
+        table = document.setdefault(name, {})
+        table.pop(key, None)
+        table |= {key: tomllib.loads(f"value = {line}")["value"]} if line else {}
+    plan.write_text(tomli_w.dumps(document))
     return plan
 
 

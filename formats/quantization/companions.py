@@ -51,7 +51,7 @@ class Companion:
 
     With ``of_attention`` it belongs to an attention, of which ``weight`` is the module or one within; its shapes are in
     terms of the weight that takes the heads in (see ``takes_heads``). With ``states_shape`` it says which shape the
-    weight has (see ``formats.statements``). ``advice`` is what to do where a cut would fall into a block of it.
+    weight has (see ``stated_shapes``). ``advice`` is what to do where a cut would fall into a block of it.
     """
 
     weight: str

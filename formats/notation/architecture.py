@@ -26,7 +26,8 @@ class Rule:
     """The shape of a tensor, where ``when`` holds (always, if it is None).
 
     Several ``shapes`` are layouts that occur on disk, of which one must fit the tensor's. Where ``optional`` holds, a
-    complete checkpoint may lack the tensor although it has those that stand beside it (see ``reshard.planning.completeness``).
+    complete checkpoint may lack the tensor although it has those that stand beside it (see
+    ``reshard.planning.completeness``).
     """
 
     shapes: tuple[Shape, ...]

@@ -130,7 +130,7 @@ class Shards:
         self, entry: Entry, dim: int, rank: int, *, axes: Mapping[str, Sequence[int]] | None = None,
         labels: frozenset[str] | None = None, turned: bool = False,
     ) -> None:  # fmt: skip
-        """Reorder a dimension of a rank's part: along axes (in blocks with these labels only), or whole blocks."""
+        """Reorder a dimension of a rank's part: along axes (in summands with these labels only), or whole summands."""
         order = _order(entry.layout.rule.dims[dim], self.sizes(entry.name, rank), axes or {}, labels, turned)
         self.write(entry.name, rank, self.local(entry.name, rank).take(order, dim))
 
@@ -143,15 +143,17 @@ def _read(info: TensorInfo) -> Array:
 
 
 def _labels(dim: Dim) -> frozenset[str]:
-    """The labels of the blocks of a dimension, nested ones too."""
-    found = {block.label for block in dim.blocks if block.label}
-    return frozenset(found).union(*(_labels(f) for block in dim.blocks for f in block.factors if isinstance(f, Dim)))
+    """The labels of the summands of a dimension, nested ones too."""
+    found = {summand.label for summand in dim.summands if summand.label}
+    return frozenset(found).union(
+        *(_labels(f) for summand in dim.summands for f in summand.factors if isinstance(f, Dim))
+    )
 
 
 @dataclass(frozen=True)
 class _Place:
-    """An index of a dimension, by its coordinates, slowest first: (axis, value), or of a sum (None, block). Such places
-    sort as the indices do. ``label`` is that of the innermost block that has one.
+    """An index of a dimension, by its coordinates, slowest first: (axis, value), or of a sum (None, summand). They
+    sort as the indices do. ``label`` is that of the innermost summand that has one.
     """
 
     coordinates: tuple[tuple[str | None, int], ...] = ()
@@ -161,9 +163,9 @@ class _Place:
 def _places(dim: Dim, sizes: Mapping[str, int]) -> list[_Place]:
     """All indices of a dimension, in order."""
     found = []
-    for number, block in enumerate(dim.blocks):
-        places = [_Place(((None, number),), block.label)]
-        for factor in block.factors:
+    for number, summand in enumerate(dim.summands):
+        places = [_Place(((None, number),), summand.label)]
+        for factor in summand.factors:
             if isinstance(factor, Dim):
                 inner = _places(factor, sizes)
             else:
@@ -178,9 +180,9 @@ def _order(
     dim: Dim, sizes: Mapping[str, int], axes: Mapping[str, Sequence[int]], labels: frozenset[str] | None,
     turned: bool,
 ) -> list[int]:  # fmt: skip
-    """For each new index of a dimension the old one; with ``turned`` the blocks of labelled sums are turned by one."""
+    """For each new index of a dimension the old one; with ``turned`` the summands of labelled sums turn by one."""
     places = _places(dim, sizes)
-    counts = {len(d.blocks) for d in _sums(dim)}
+    counts = {len(d.summands) for d in _sums(dim)}
 
     def moved(place: _Place) -> list[int]:
         new = []
@@ -197,11 +199,11 @@ def _order(
 
 
 def _sums(dim: Dim) -> Iterator[Dim]:
-    """A dimension and those in it, if they have more than one block."""
-    if len(dim.blocks) > 1:
+    """A dimension and those in it, if they have more than one summand."""
+    if len(dim.summands) > 1:
         yield dim
-    for block in dim.blocks:
-        for factor in block.factors:
+    for summand in dim.summands:
+        for factor in summand.factors:
             if isinstance(factor, Dim):
                 yield from _sums(factor)
 
@@ -242,7 +244,7 @@ def gate_and_up(shards: Shards) -> None:
     for entry in shards.entries():
         for dim in entry.layout.parallel_dims:
             tokens = entry.layout.rule.dims[dim]
-            is_interleaved = any(block.factors[-1:] == (2,) for block in tokens.blocks)
+            is_interleaved = any(summand.factors[-1:] == (2,) for summand in tokens.summands)
             for rank in range(shards.degree):
                 if _labels(tokens) == {"gate", "up"}:
                     shards.permute(entry, dim, rank, turned=True)

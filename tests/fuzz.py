@@ -21,7 +21,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -528,21 +528,10 @@ def state(root: Path) -> dict[str, tuple[int, ...]]:
     return found
 
 
-@contextmanager
-def within(folder: Path) -> Iterator[None]:
-    """The working directory for a while."""
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)
-
-
 def make_base(root: Path) -> None:
     """What is damaged: a checkpoint of two files, the same split, split without a manifest, and a plan file."""
     write_checkpoint(root / "source", files=2)
-    with within(root):
+    with chdir(root):
         for arguments in (
             ["split", "source", "shards", "--tp", "2", "--max-shard-size", "8kB"],
             ["split", "source", "bare", "--tp", "2"],
@@ -560,7 +549,7 @@ def fuzz(base: Path, seed: int) -> list[str]:
     with tempfile.TemporaryDirectory(dir=base.parent) as scratch:
         root = Path(scratch) / "root"
         shutil.copytree(base, root, symlinks=True)
-        with within(root):
+        with chdir(root):
             changes = [mutate(Path(), chance) for _ in range(chance.choice([1, 1, 1, 2, 3]))]
             touched, done = {path.parts[0] for path, _ in changes}, [what for _, what in changes]
             reading = [command for command in COMMANDS if touched & {word.partition("/")[0] for word in command}]

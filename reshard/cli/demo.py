@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,7 +91,8 @@ def _run_in(folder: Path, group: click.Command, as_json: bool) -> list[Compared]
 
     if not as_json:
         print_lines(f"A Llama with random weights, 4 KV heads and a vocabulary of 1003, in {folder / 'model'}", "")
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(), _working_in(folder):
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(), contextlib.chdir(folder):
         write_model(Path("model"))
         for step in STEPS:
             _run_step(group, step, quiet=as_json)
@@ -103,18 +103,6 @@ def _run_step(group: click.Command, step: Sequence[str], *, quiet: bool) -> None
     if not quiet:
         print_lines(f"$ reshard {' '.join(step)}")
     group.main([*step, *(["--quiet"] if quiet else [])], standalone_mode=False)
-
-
-@contextlib.contextmanager
-def _working_in(folder: Path) -> Iterator[None]:
-    """The working directory for a while."""
-    folder.mkdir(parents=True, exist_ok=True)
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)
 
 
 def _print_table(compared: Sequence[Compared], *, is_temporary: bool) -> None:

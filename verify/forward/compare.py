@@ -56,7 +56,8 @@ def run_forwards(
 
     An original that is in several pairs, with other meshes or with damaged copies of its shards, runs once.
     ``references`` is a folder that keeps what the originals computed for later calls; a run is taken from it only where
-    the original's files, the dtype, the tokens and the options are the same.
+    the original's files, the dtype, the tokens and the options are the same. It is read with pickle: give only a folder
+    that nobody else writes to.
     """
     start_fork_server(*IMPORTED)
     jobs = [_job(original, shards, options) for original, shards in pairs]

@@ -49,8 +49,8 @@ def models_command(name: str | None, as_json: bool) -> None:
 
     With NAME: one type in detail, or all types that have NAME in their name or in the name of their rules.
 
-    'verified' says what the tests do with a small model of the type: compare bytes, also run it forward, or neither,
-    because another type has the same rules.
+    'verified' says what can be verified of the small model that the tests have of a type: its bytes, or its forward
+    pass, too. The tests have no model of a type whose rules another type has as well.
     """
     everything = _all()
     found = everything if name is None else _matching(name, everything)
@@ -122,7 +122,7 @@ def _verified(listed: _Listed) -> str:
     if listed.tested is None:
         return "not by itself: the tests have other types with the same rules"
     how = "bytes and forward" if listed.tested.forward else "bytes, not forward"
-    return f"{how}, by the tests, at --tp {', '.join(map(str, listed.tested.degrees))}"
+    return f"{how}; the tests have a small model of it, for --tp {', '.join(map(str, listed.tested.degrees))}"
 
 
 def _families(architecture: Architecture, mesh_dim: str) -> str:

@@ -142,6 +142,8 @@ class Manifest:
     side_files: tuple[FileRecord, ...]
     ranks: Mapping[int, tuple[FileRecord, ...]]
     inputs: tuple[Stamp, ...]
+    form: str | None = None
+    """The name of another program's format (see ``formats.notation.rewrites``); None is reshard's own."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +186,7 @@ def manifest_text(manifest: Manifest) -> str:
     document = {
         "format": "reshard",
         "version": VERSION,
+        **({"layout": manifest.form} if manifest.form else {}),
         "mesh": identity.mesh.to_document(),
         "sizes": dict(sorted(identity.sizes.items())),
         "padding": dict(sorted(identity.padding.items())),
@@ -249,6 +252,7 @@ def _manifest(value: object, where: str) -> Manifest:
         side_files=top.get("side_files", items(_file_record)),
         ranks=dict(ranks),
         inputs=top.get("inputs", items(read_stamp)),
+        form=top.find("layout", optional(text), None),
     )
 
 

@@ -30,6 +30,7 @@ from reshard.cli.summary import import_numpy, interruptible, print_summary
 @click.option("--rank", "ranks", type=int, multiple=True, metavar="R", help="Write only this rank (may be repeated).")
 @click.option("--max-shard-size", type=Size(), default="5GB", show_default=True, help="Largest file of a rank.")
 @click.option("--refine-blocks", is_flag=True, help="Lower the block size of scales where a rank would cut a block.")
+@click.option("--as", "form", metavar="FORMAT", help="Write another program's format: see 'reshard formats'.")
 @padding_options
 @plan_option
 @hub_options
@@ -37,7 +38,7 @@ from reshard.cli.summary import import_numpy, interruptible, print_summary
 @output_options
 def split_command(
     source: str, out: Path, tp: int | None, ep: int | None, same_ranks: bool, uneven: bool, ranks: tuple[int, ...],
-    max_shard_size: int, refine_blocks: bool, pad_vocab_to: int | None, no_pad_vocab: bool, plan_file: Path | None,
+    form: str | None, max_shard_size: int, refine_blocks: bool, pad_vocab_to: int | None, no_pad_vocab: bool, plan_file: Path | None,
     revision: str | None, token: str | None, cache_dir: Path | None, overwrite: bool, fsync: bool, no_checksum: bool,
     workers: int | None, dry_run: bool, as_json: bool, quiet: bool,
 ) -> None:  # fmt: skip
@@ -67,7 +68,7 @@ def split_command(
             source, out, 1 if tp is None else tp, ep=1 if ep is None else ep, same_ranks=same_ranks,
             uneven=uneven, ranks=ranks or None, access=access, padding=padding,
             options=Options(workers=workers, checksum=not no_checksum, fsync=fsync),
-            max_shard_size=max_shard_size, refine_blocks=refine_blocks, overwrite=overwrite, dry_run=dry_run,
+            max_shard_size=max_shard_size, refine_blocks=refine_blocks, overwrite=overwrite, dry_run=dry_run, form=form,
             progress=progress,
         )  # fmt: skip
     print_summary(summary, source, time.monotonic() - started, as_json=as_json, quiet=quiet)

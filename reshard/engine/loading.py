@@ -66,4 +66,4 @@ def _read_flat(job: Job, slab: Slab, reader: Reader, blocks: Mapping[int, Bytes]
             block[:] = 0
         else:
             place = job.source(copy.source)
-            reader.fill(block, place.file, place.offset + starts[copy.source] + copy.source_slices[0].start)
+            reader.fill_from(place, starts[copy.source] + copy.source_slices[0].start, block)

@@ -27,9 +27,10 @@ from formats.errors import MismatchError
 from formats.files.checksum import PIECE, Part, PartialSum, sum_part
 from reshard.engine.apart import has_threads, move_apart
 from reshard.engine.gathering import SMALL, TOGETHER, Runs
-from reshard.engine.reading import Bytes, Reader, Sums, Wanted, pieces
+from reshard.engine.reading import Bytes, Reader, Sums, Wanted, pieces, ranges
 from reshard.engine.transfer import Copy, Region, Slab, Way
 from reshard.engine.workers import Report, share
+from reshard.planning.rows import Rows
 from reshard.storage.source import Places, SourceFile, SourcePlace
 from reshard.system import disk_errors, refused, reserve
 
@@ -60,6 +61,8 @@ class TargetFile:
     size: int
     done: bool = False
     summed: bool = True
+    fixed: tuple[tuple[int, bytes], ...] = ()
+    """Other bytes that come from no source, with their offsets."""
     sum: PartialSum = field(init=False)
     descriptor: int = -1
     """The open file's descriptor; -1 while it is closed."""
@@ -74,10 +77,11 @@ class TargetFile:
 
 
 class TargetPlace(NamedTuple):
-    """A tensor's file and the offset of its first byte in it."""
+    """A tensor's file and the offset of its first byte in it; ``rows`` if it does not lie in one piece."""
 
     file: TargetFile
     offset: int
+    rows: Rows | None = None
 
 
 def place_in(ranks: Mapping[int, Mapping[str, TargetPlace]], name: str, rank: int) -> TargetPlace | None:
@@ -97,6 +101,13 @@ class Job(NamedTuple):
     targets: Callable[[int], TargetPlace | None]
     nbytes: int
     """Bytes of the full tensor."""
+    in_rows: bool = False
+    """Whether the tensor does not lie in one piece somewhere."""
+
+    @property
+    def is_small(self) -> bool:
+        """Whether it is moved together with others."""
+        return self.nbytes <= SMALL and not self.in_rows
 
     @property
     def work(self) -> int:
@@ -205,7 +216,8 @@ class _Mover:
         with disk_errors(target.staged):
             target.descriptor = os.open(target.staged, _FLAGS, 0o666)
             reserve(target.descriptor, target.size)
-        self._write_piece(target, 0, np.frombuffer(target.header, dtype=np.uint8))
+        for offset, content in ((0, target.header), *target.fixed):
+            self._write_piece(target, offset, np.frombuffer(content, dtype=np.uint8))
 
     def _finish(self, target: TargetFile) -> None:
         with disk_errors(target.path):
@@ -249,7 +261,7 @@ class _Mover:
         try:
             for stretch in stretches:
                 for steps in stretch.draw():
-                    if len(steps) != 1 or steps[0][0].nbytes <= SMALL:
+                    if len(steps) != 1 or steps[0][0].is_small:
                         self._carry_out_together(steps)
                     else:
                         self._carry_out(*steps[0])
@@ -331,21 +343,26 @@ class _Mover:
         """Move plain byte ranges window by window: each is read once and written to all its targets."""
         starts = {region.rank: region.offset for region in slab.writes}
         for region in slab.reads:
-            source = job.source(region.rank)
-            start = source.offset + region.offset
 
-            def move(window: _Window, file: SourceFile = source.file, start: int = start) -> None:
+            def move(
+                window: _Window, source: SourcePlace = job.source(region.rank), start: int = region.offset
+            ) -> None:
                 if not self._want(job, (copy.target for copy in window.copies)):
                     return
                 self._arena.clear()
                 data = self._arena.take(window.end - window.begin)
-                part = self._reader.fill(data, file, start + window.begin)
+                part = self._reader.fill_from(source, start + window.begin, data)
                 for copy in window.copies:
                     (held,), (wanted,) = copy.source_slices, copy.target_slices
                     place = job.target(copy.target)
-                    at = place.offset + starts[copy.target] + wanted.start + window.begin - held.start
-                    if not place.file.done:
-                        part = self._write_piece(place.file, at, data, part)
+                    begin = starts[copy.target] + wanted.start + window.begin - held.start
+                    if place.file.done:
+                        continue
+                    if place.rows is None:
+                        part = self._write_piece(place.file, place.offset + begin, data, part)
+                        continue
+                    for offset, at, length in ranges(place, begin, data.size):
+                        self._write_piece(place.file, offset, data[at : at + length])
 
             windows = _windows([copy for copy in slab.copies if copy.source == region.rank], PIECE)
             self._one_by_one(job, ((window.copies[0].target, window) for window in windows), move)
@@ -405,7 +422,8 @@ class _Mover:
         """Write at ``offset`` (bytes) of a rank's tensor."""
         place = job.target(rank)
         for begin, piece in pieces(data):
-            self._write_piece(place.file, place.offset + offset + begin, piece)
+            for there, at, length in ranges(place, offset + begin, piece.size):
+                self._write_piece(place.file, there, piece[at : at + length])
 
     def _write_piece(self, target: TargetFile, offset: int, data: Bytes, part: Part | None = None) -> Part | None:
         """Write at ``offset`` of a file; ``part`` is the sum of the data, if known. Returns the sum, if wanted."""
@@ -474,7 +492,7 @@ class _Stretch:
                 drawn = self._next()
 
     def _steps(self) -> Iterator[Iterable[tuple[Job, Slab]]]:
-        for is_small, jobs in itertools.groupby(self._jobs, lambda job: job.nbytes <= SMALL):
+        for is_small, jobs in itertools.groupby(self._jobs, lambda job: job.is_small):
             for together in _together(jobs) if is_small else ([job] for job in jobs):
                 steps = ((job, slab) for job in together for slab in self._slabs(job))
                 yield from [steps] if is_small else ([step] for step in steps)

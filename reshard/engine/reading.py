@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,9 @@ from formats.files.checksum import PIECE, Part, PartialSum, sum_part
 from reshard.engine.transfer import Region
 from reshard.storage.source import SourceFile, SourcePlace
 from reshard.system import refused
+
+if TYPE_CHECKING:
+    from reshard.engine.move import TargetPlace
 
 Bytes = NDArray[np.uint8]
 Room = Callable[[int], Bytes]
@@ -72,17 +76,25 @@ class Reader:
 
         Raises CheckpointError if the file cannot be read or is too short.
         """
-        offset = place.offset + region.offset
         data = room(region.nbytes)
         if region.wanted is None:
             for begin, piece in pieces(data):
-                self.fill(piece, place.file, offset + begin)
+                self.fill_from(place, region.offset + begin, piece)
         else:
             for row in range(0, data.size, region.shape[-1]):
                 for run in region.wanted:
                     first = row + run.offset
-                    self._fill(place.file.path, offset + first, data.data[first : row + run.end])
+                    for offset, at, length in ranges(place, region.offset + first, run.length):
+                        self._fill(place.file.path, offset, data.data[first + at : first + at + length])
         return data.reshape(region.shape)
+
+    def fill_from(self, place: SourcePlace, begin: int, data: Bytes) -> Part | None:
+        """Fill ``data`` from byte ``begin`` of a tensor; returns its sum if it lies in one piece and is summed."""
+        if place.rows is None:
+            return self.fill(data, place.file, place.offset + begin)
+        for offset, at, length in ranges(place, begin, data.size):
+            self.fill(data[at : at + length], place.file, offset)
+        return None
 
     def fill(self, data: Bytes, file: SourceFile, offset: int) -> Part | None:
         """Fill ``data`` from ``offset`` of a file; returns its sum, or None without ``summed``."""
@@ -115,6 +127,13 @@ class Reader:
         if path not in self._descriptors:
             self._descriptors[path] = os.open(path, os.O_RDONLY)
         return self._descriptors[path]
+
+
+def ranges(place: SourcePlace | TargetPlace, begin: int, length: int) -> Iterable[tuple[int, int, int]]:
+    """The ranges of a file that bytes of a tensor take: the offset of each, its place among these bytes, its length."""
+    if place.rows is None:
+        return ((place.offset + begin, 0, length),)
+    return place.rows.ranges(place.offset, begin, length)
 
 
 def pieces(data: Bytes) -> Iterator[tuple[int, Bytes]]:

@@ -181,12 +181,20 @@ class Transfer:
     """The way of a tensor from one layout to another, for some target ranks."""
 
     def __init__(
-        self, source: Layout, target: Layout, item_bits: int, ranks: frozenset[int], *, compare: bool = True
+        self,
+        source: Layout,
+        target: Layout,
+        item_bits: int,
+        ranks: frozenset[int],
+        *,
+        compare: bool = True,
+        order: Sequence[int] = (),
     ) -> None:
         """``source`` and ``target`` have the same full shape; ``item_bits`` is the size of an element in bits.
 
-        Only the target ranks ``ranks`` are written. Without ``compare`` only one of several replicas is read. Raises
-        PlanError if a cut falls within a byte (elements smaller than a byte).
+        Only the target ranks ``ranks`` are written. Without ``compare`` only one of several replicas is read. ``order``
+        has the dimensions in the order in which the target stores them, if that is another. Raises PlanError if a cut
+        falls within a byte (elements smaller than a byte).
         """
         dims: list[_Raw] = [
             (
@@ -197,13 +205,20 @@ class Transfer:
             )
             for d in range(len(source.full))
         ]
-        if not dims:
-            one = (Run(0, 1),)
-            held = [one if rank in source.boxes else () for rank in range(source.ranks)]
-            wanted = [one if rank in target.boxes and rank in ranks else () for rank in range(target.ranks)]
-            dims = [(held, wanted, 1, 1)]
+        dims = dims or [_one(source, target, ranks)]
         self._compare = compare
-        self.dims = tuple(_dimension(*dim) for dim in _join(dims, item_bits))
+        moved = [place for place, dim in enumerate(order) if place != dim]
+        self._moved: Sequence[int] = ()
+        if not moved:
+            self.dims = tuple(_dimension(*dim) for dim in _join(dims, item_bits))
+            return
+        first, end = moved[0], moved[-1] + 1
+        before = _join(dims[:first], 8) if first else [_one(source, target, ranks)]
+        within = dims[first:end]
+        behind = _join([_one(source, target, ranks), *dims[end:]], item_bits)
+        self.dims = tuple(_dimension(*dim) for dim in (*before, *within, *behind))
+        self._outer = len(before) - 1
+        self._moved = [place - first for place in order[first:end]]
 
     def slabs(self, budget: int) -> Iterator[Slab]:
         """Steps of about ``budget`` bytes of buffer each, in the order of the source."""
@@ -228,10 +243,10 @@ class Transfer:
 
     def _depth(self, budget: int) -> int:
         """The first dimension whose single indices fit into the budget."""
-        for depth in range(len(self.dims)):
+        for depth in range(self._outer if self._moved else len(self.dims)):
             if max((self._cost(depth, s) for s in self.dims[depth].segments), default=0) <= budget:
                 return depth
-        return len(self.dims) - 1
+        return self._outer if self._moved else len(self.dims) - 1
 
     def _cost(self, depth: int, segment: Segment) -> int:
         """Bytes of buffer for one index of a segment."""
@@ -284,9 +299,26 @@ class Transfer:
             holders = sorted(sources) if self._compare else sorted(sources)[:1]
             _block(regions, parts, holders, sorted(targets), is_data, copies, checks)
         flat = not below
-        return Slab(
+        slab = Slab(
             regions.reads(), regions.writes(), tuple(_coalesce(copies) if flat else copies), tuple(checks), flat
         )
+        return self._reordered(slab, depth) if self._moved else slab
+
+    def _reordered(self, slab: Slab, depth: int) -> Slab:
+        """The same step, which writes the dimensions in the target's order."""
+        start = self._outer + 1 - depth
+        axes = [*range(start), *(start + place for place in self._moved)]
+        axes += range(len(axes), len(self.dims) - depth)
+
+        def edit(block: NDArray[np.uint8]) -> NDArray[np.uint8]:
+            return block.transpose(axes)
+
+        writes = tuple(replace(region, shape=tuple(region.shape[axis] for axis in axes)) for region in slab.writes)
+        copies = tuple(
+            replace(copy, target_slices=tuple(copy.target_slices[axis] for axis in axes), edit=edit)
+            for copy in slab.copies
+        )
+        return replace(slab, writes=writes, copies=copies)
 
 
 def _continues(before: Segment, segment: Segment) -> bool:
@@ -409,6 +441,14 @@ def _common(sets: Sequence[frozenset[int] | None]) -> frozenset[int] | None:
 
 
 # ---------------------------------------------------------------------------------------------- joining dimensions
+
+def _one(source: Layout, target: Layout, ranks: frozenset[int]) -> _Raw:
+    """A dimension of one index, which all ranks have that have any of the tensor."""
+    one = (Run(0, 1),)
+    held = [one if rank in source.boxes else () for rank in range(source.ranks)]
+    wanted = [one if rank in target.boxes and rank in ranks else () for rank in range(target.ranks)]
+    return held, wanted, 1, 1
+
 
 _Raw = tuple[Sequence[Sequence[Run]], Sequence[Sequence[Run]], int, int]
 """The runs of each source rank, the runs of each target rank, the padded size, and the size without padding."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from formats.files.safetensors import DTYPE_BITS
 from reshard.engine.regrid import Regrid
 from reshard.engine.restate import Restate
@@ -17,14 +19,16 @@ def way_between(
     ranks: frozenset[int],
     *,
     compare: bool = True,
+    order: Sequence[int] = (),
 ) -> Way:
     """The way of a tensor to the target ranks ``ranks``.
 
     ``places`` gives its place in a source rank's files. Without ``compare`` only one of several replicas is read.
+    ``order`` has the dimensions in the order in which the target stores them, if that is another.
     """
     if before.stated is not None and after.stated is not None:
         return Restate(before, before.stated, after.stated, places, ranks, compare=compare)
     bits = DTYPE_BITS[before.dtype]
     if before.layout.full != after.layout.full:
         return Regrid(before.layout, after.layout, bits, ranks)
-    return Transfer(before.layout, after.layout, bits, ranks, compare=compare)
+    return Transfer(before.layout, after.layout, bits, ranks, compare=compare, order=order)

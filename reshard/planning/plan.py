@@ -137,27 +137,27 @@ def make_plan(
     if padding is None:
         padding = padding_for(model, mesh, pad_to) if pad else {}
     layouts: dict[tuple[object, ...], Layout] = {}
-    owners_of: dict[tuple[object, ...], frozenset[int] | None] = {}
+    owned_by: dict[tuple[object, ...], frozenset[int] | None] = {}
     laid: dict[Kind, Entry] = {}
     for kind in model.kinds:
         expert = (kind.places, kind.indices, kind.axes)
-        if kind.places and expert not in owners_of:
-            owners_of[expert] = _owners(model, mesh, kind)
-        owners = owners_of.get(expert) if kind.places else None
+        if kind.places and expert not in owned_by:
+            owned_by[expert] = owners_of(model, mesh, kind)
+        owners = owned_by.get(expert) if kind.places else None
         key = (kind.rule, kind.indices, kind.shape, DTYPE_BITS[kind.dtype] % 8, owners)
         if key not in layouts:
-            layouts[key] = _layout(model, mesh, kind, padding, owners)
+            layouts[key] = layout_of(model, mesh, kind, padding, owners)
             _check_whole_bytes(kind, layouts[key])
         stated = (kind.stated, kind.indices, owners)
         if kind.stated is not None and stated not in layouts:
             shape = kind.stated.sizes(model.sizes.of(dict(kind.indices)))
             weight = replace(kind, rule=kind.stated, shape=shape)
-            layouts[stated] = _layout(model, mesh, weight, padding, owners)
+            layouts[stated] = layout_of(model, mesh, weight, padding, owners)
         laid[kind] = Entry(kind.name, kind.dtype, kind.template, layouts[key], layouts[stated] if kind.stated else None)
     return Plan(model, mesh, padding, laid)
 
 
-def _owners(model: Model, mesh: Mesh, tensor: Kind) -> frozenset[int] | None:
+def owners_of(model: Model, mesh: Mesh, tensor: Kind) -> frozenset[int] | None:
     """The ranks that hold a tensor with an expert's index in its name; None if every rank holds it."""
     if mesh.degrees[0][0] == "tp" and len(mesh.degrees) == 1:
         return None
@@ -175,9 +175,10 @@ def _owners(model: Model, mesh: Mesh, tensor: Kind) -> frozenset[int] | None:
     return None if len(found) == mesh.size else frozenset(found)
 
 
-def _layout(
+def layout_of(
     model: Model, mesh: Mesh, tensor: Kind, padding: Mapping[str, int], owners: frozenset[int] | None
 ) -> Layout:
+    """How a tensor lies on a mesh; ``owners`` are the ranks that hold any of it (None: all). Raises PlanError."""
     sizes = model.sizes.of(dict(tensor.indices))
     padded = padded_sizes(sizes, padding)
     rule = tensor.rule.unfolded(sizes)

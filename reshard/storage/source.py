@@ -31,11 +31,14 @@ from formats.notation.architecture_document import architecture_from_document, t
 from formats.notation.architecture_files import find_architecture, load_architecture
 from formats.quantization.scale_blocks import block_size
 from formats.regular_files import read_file
+from formats.notation.rewrites import Page
+from reshard.planning.arrangement import Arrangement, as_stored, unchanged, uses_of
 from reshard.planning.binding import bind, lines_for
 from reshard.planning.completeness import check_complete
 from reshard.planning.finer_blocks import with_blocks
 from reshard.planning.model import FullTensor, Model
 from reshard.planning.plan import Plan, make_plan
+from reshard.planning.rows import Rows
 from reshard.planning.sizes import AxisSizes
 from reshard.storage.output import unfinished_command
 
@@ -58,10 +61,11 @@ class SourceFile:
 
 
 class SourcePlace(NamedTuple):
-    """A tensor's file and the offset of its first byte in it."""
+    """A tensor's file and the offset of its first byte in it; ``rows`` if it does not lie in one piece."""
 
     file: SourceFile
     offset: int
+    rows: Rows | None = None
 
 
 Places = Callable[[int], SourcePlace | None]
@@ -99,6 +103,13 @@ class Source:
     checkpoint: Checkpoint | None
     sharded: ShardedCheckpoint | None
     stamps: Mapping[Path, Stamp]
+    page: Page | None = None
+    """The format, if another program's."""
+
+    @cached_property
+    def arrangement(self) -> Arrangement | None:
+        """What is stored, if the format is another program's."""
+        return None if self.page is None else arrangement_of(self.plan, self.page)
 
     @property
     def states(self) -> tuple[Stamp, ...]:
@@ -162,10 +173,35 @@ class Source:
         """The places of a tensor, by rank."""
         return partial(_place_of, self.ranks, self.files, name)
 
-    def files_of(self, names: Collection[str]) -> list[SourceFile]:
-        """The files that hold any of these tensors."""
+    def files_of(self, names: Collection[str] | None) -> list[SourceFile]:
+        """The files that hold any of these tensors; all files, without names."""
+        if names is None:
+            return [*self.files.values()]
         held = (tensors[name].file for tensors in self.ranks for name in names if name in tensors)
         return [self.files[path] for path in dict.fromkeys(held)]
+
+
+def arrangement_of(plan: Plan, page: Page) -> Arrangement:
+    """A plan's tensors as a program stores them. Raises PlanError for a tensor that the program has no place for."""
+    return Arrangement(plan, uses_of(plan.model, page), page.constants)
+
+
+def arrangements(source: Source, target: Plan | Arrangement) -> tuple[Arrangement, Arrangement]:
+    """What a source stores and what a target is to store, taken apart into the same atoms."""
+    model = source.plan.model
+    own = uses_of(model, source.page) if source.page else unchanged(model)
+    plan, constants, other = target, (), None
+    if isinstance(target, Arrangement):
+        plan, constants, other = target.plan, target.constants, dict(target.taken)
+    assert isinstance(plan, Plan)
+    if other is None:
+        other = unchanged(plan.model)
+    kinds = dict(zip((t.kind for t in model.tensors), (t.kind for t in plan.model.tensors), strict=True))
+    theirs = {kind: other[kinds[kind]] for kind in model.kinds}
+    mine = as_stored(own, theirs)
+    theirs = as_stored(theirs, own)
+    there = {kinds[kind]: taken for kind, taken in theirs.items()}
+    return Arrangement(source.plan, mine), Arrangement(plan, there, constants)
 
 
 def open_source(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,16 +11,17 @@ from typing import Any
 
 from formats.errors import MismatchError
 from formats.files.checksum import PartialSum, file_checksum
-from formats.files.safetensors import tensor_bytes
+from formats.files.safetensors import DTYPE_BITS, tensor_bytes
 from formats.mesh import Mesh
 from reshard import __version__
 from reshard.engine.move import Job, Options, TargetFile, TargetPlace, move, place_in
 from reshard.engine.reading import Sums
-from reshard.engine.transfer import Way
+from reshard.engine.transfer import Transfer, Way
 from reshard.engine.ways import way_between
+from reshard.planning.arrangement import Arrangement, Placed, Portion, permuted
 from reshard.planning.plan import Layout, Plan
 from reshard.storage.output import Finished, Read, Staging, staging_of
-from reshard.storage.source import Source, SourceFile
+from reshard.storage.source import Source, SourceFile, SourcePlace, arrangements
 from reshard.writing.shard_files import ShardFile
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
@@ -72,6 +74,8 @@ class NewFile:
     places: Callable[[], Iterable[tuple[str, int]]]
     expected: str | None = None
     summed: bool = True
+    fixed: tuple[tuple[int, bytes], ...] = ()
+    """Other bytes that come from no source, with their offsets."""
 
 
 def new_file(shard: ShardFile, folder: str, rank: int, header: bytes, *, summed: bool = True) -> NewFile:
@@ -90,19 +94,30 @@ class Written:
 
 
 def write_files(
-    source: Source, plan: Plan, files: Sequence[NewFile], staging: Staging, options: Options, progress: Progress
+    source: Source,
+    target: Plan | Arrangement,
+    files: Sequence[NewFile],
+    staging: Staging,
+    options: Options,
+    progress: Progress,
 ) -> Written:
-    """Write the files of ``plan`` into the staging folder, from a source of the same model.
+    """Write the files of a plan or of a program's arrangement into the staging folder, from a source of the same model.
 
     Raises CheckpointError if a file cannot be read or written. Raises MismatchError if a file does not have its known
     checksum, replicas differ or padding is not zero; then the staging folder is removed.
     """
-    targets = [TargetFile(staging.path(f.name), f.header, f.size, f.name in staging.finished, f.summed) for f in files]
+    targets = [
+        TargetFile(staging.path(f.name), f.header, f.size, f.name in staging.finished, f.summed, f.fixed) for f in files
+    ]
     places: dict[int, dict[str, TargetPlace]] = {}
-    for file, target in zip(files, targets, strict=True):
+    for file, to in zip(files, targets, strict=True):
         found = places.setdefault(file.rank, {})
-        found.update((tensor, TargetPlace(target, offset)) for tensor, offset in file.places())
-    jobs, sums = _jobs(source, plan, places), Sums(source.files.values())
+        found.update((tensor, TargetPlace(to, offset)) for tensor, offset in file.places())
+    if isinstance(target, Plan) and source.arrangement is None:
+        jobs = _jobs(source, target, places)
+    else:
+        jobs = list(_atom_jobs(source, target, places))
+    sums = Sums(source.files.values())
     total = sum(file.size for file in files)
     todo = sum(file.size for file in targets if not file.done)
     done = total - todo
@@ -125,7 +140,8 @@ def write_files(
         move(jobs, sums, targets, options, finished=finished, progress=count)
         if options.checksum:
             _add_earlier(earlier, sums, files)
-            _check_sources(source.files_of([job.name for job in jobs]), sums)
+            read = [job.name for job in jobs] if source.arrangement is None else None
+            _check_sources(source.files_of(read), sums)
         _check_written(files, staging)
     except MismatchError:
         staging.clear()
@@ -151,6 +167,61 @@ def _jobs(source: Source, plan: Plan, places: Mapping[int, Mapping[str, TargetPl
                 ways[key] = way
         jobs.append(Job(name, way, held, partial(place_in, places, name), sizes[kind]))
     return jobs
+
+
+def _atom_jobs(
+    source: Source, target: Plan | Arrangement, places: Mapping[int, Mapping[str, TargetPlace]]
+) -> Iterator[Job]:
+    """One job an atom, in the order in which the source stores them (see ``reshard.planning.arrangement``)."""
+    here, there = arrangements(source, target)
+    ways: dict[tuple[object, ...], Way] = {}
+    orders: dict[tuple[Portion, Portion], tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    laid: dict[tuple[Layout, tuple[int, ...]], Layout] = {}
+    for atom, held in here.placed.items():
+        wanted = there.placed[atom]
+        ranks = frozenset(
+            rank
+            for rank, of_rank in places.items()
+            if wanted.stored.name in of_rank and wanted.stored.geometry.lies(rank, wanted.number) is not None
+        )
+        if not ranks:
+            continue
+        portions = held.portion, wanted.portion
+        if portions not in orders:
+            orders[portions] = _orders(*portions)
+        stored, order = orders[portions]
+        before, after = (
+            laid.setdefault((layout, stored), permuted(layout, stored) if stored else layout)
+            for layout in (held.layout, wanted.layout)
+        )
+        key = (before, after, held.stored.dtype, order, ranks)
+        if key not in ways:
+            bits = DTYPE_BITS[held.stored.dtype]
+            ways[key] = Transfer(before, after, bits, ranks, order=order)
+        sources = partial(_atom_source, source, held)
+        targets = partial(_atom_target, places, wanted)
+        in_rows = held.in_rows or wanted.in_rows
+        nbytes = math.prod(before.full) * DTYPE_BITS[held.stored.dtype] // 8
+        yield Job(atom.tensor, ways[key], sources, targets, nbytes, in_rows)
+
+
+def _orders(source: Portion, target: Portion) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The factors of an atom as the source stores them, and the order of the target in terms of these; () if none."""
+    stored = () if source.order == tuple(range(len(source.order))) else source.order
+    order = tuple(source.order.index(place) for place in target.order)
+    return stored, () if order == tuple(range(len(order))) else order
+
+
+def _atom_source(source: Source, placed: Placed, rank: int) -> SourcePlace | None:
+    info, lies = source.ranks[rank].get(placed.stored.name), placed.stored.geometry.lies(rank, placed.number)
+    if info is None or lies is None:
+        return None
+    return SourcePlace(source.files[info.file], info.offset + lies.base, lies.rows)
+
+
+def _atom_target(places: Mapping[int, Mapping[str, TargetPlace]], placed: Placed, rank: int) -> TargetPlace | None:
+    place, lies = places[rank].get(placed.stored.name), placed.stored.geometry.lies(rank, placed.number)
+    return TargetPlace(place.file, place.offset + lies.base, lies.rows) if place and lies else None
 
 
 def _add_earlier(reads: Iterable[Read], sums: Sums, files: Sequence[NewFile]) -> None:

@@ -13,6 +13,7 @@ from formats.files.checksum import checksum
 from formats.files.safetensors import build_header, tensor_bytes
 from formats.files.sharded import MANIFEST, FileRecord, Manifest, manifest_text, rank_folders, read_manifest
 from formats.mesh import Mesh, mesh_of
+from formats.notation.rewrites import page_of
 from reshard.engine.move import Options
 from reshard.engine.reading import Sums
 from reshard.planning.degrees import unevenly
@@ -22,7 +23,7 @@ from reshard.planning.plan import Padding, Plan, make_plan
 from reshard.planning.rank_config import rank_config
 from reshard.storage.access import Access, open_any
 from reshard.storage.output import Staging, check_output, check_space, staging_of, tidy, unfinished_command
-from reshard.storage.source import Source
+from reshard.storage.source import Source, arrangement_of
 from reshard.writing.files import (
     DEFAULT_SHARD_SIZE,
     NewFile,
@@ -35,6 +36,7 @@ from reshard.writing.files import (
     task_of,
     write_files,
 )
+from reshard.writing.program import ProgramFiles
 from reshard.writing.shard_files import ShardFile, index_text, partition
 
 
@@ -54,23 +56,34 @@ def split(
     refine_blocks: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
+    form: str | None = None,
     progress: Progress = no_progress,
 ) -> Summary:
     """Split a checkpoint (full or already split) into shards for ``ep`` x ``tp`` ranks, as ``reshard split`` does.
 
     With ``uneven`` the last ranks may hold less of an axis that does not divide, or not without cutting a scale block.
     ``refine_blocks`` makes scale blocks smaller if a rank's boundary would cut one. With ``ranks`` only these are
-    written; runs for other ranks into the same ``out`` complete it. ``max_shard_size`` is in bytes. Raises
-    ReshardError; ``out`` has only complete ranks.
+    written; runs for other ranks into the same ``out`` complete it. ``max_shard_size`` is in bytes. ``form`` is the name of
+    another program's format (``"vllm"``). Raises ReshardError; ``out`` has only complete ranks.
     """
-    out, mesh, options = Path(out), mesh_of(tp, ep, same_ranks), options or Options()
-    wanted = wanted_ranks(ranks, mesh)
+    out, options = Path(out), options or Options()
     opened = open_any(source, access)
+    page = page_of(form) if form else None
+    if page is not None and page.same_ranks and ep == 1 and tp > 1 and opened.model.expert_axes:
+        ep, same_ranks = tp, True
+    mesh = mesh_of(tp, ep, same_ranks)
+    wanted = wanted_ranks(ranks, mesh)
     mesh = unevenly(opened.model, mesh) if uneven else mesh
     finer = finer_blocks(opened.model, mesh) if refine_blocks else None
     model = with_blocks(opened.model, finer) if finer else opened.model
-    target = make_plan(model, mesh, pad=padding.allowed, pad_to=padding.to)
-    new = _Ranks(opened, target, wanted, max_shard_size)
+    target = make_plan(model, mesh, pad=padding.allowed, pad_to=page.pad_to if page else padding.to)
+    new: _Ranks | ProgramFiles
+    if page is None:
+        new = _Ranks(opened, target, wanted, max_shard_size)
+    else:
+        if ranks is not None:
+            raise PlanError(f"--rank is not possible with the format '{page.name}', which has all ranks in one folder")
+        new = ProgramFiles(opened, arrangement_of(target, page), page, wanted, max_shard_size)
     full = opened.model.sizes.of({})
     summary = Summary(
         command="re-split" if opened.sharded else "split", source=opened.location, out=out,
@@ -87,10 +100,11 @@ def split(
     check()
     if dry_run:
         return summary
-    parts = [mesh.folder(rank) for rank in wanted]
+    parts = [mesh.folder(rank) for rank in wanted] if page is None else [""]
     task = new.task | task_of(opened, options)
     with Staging(out, task, parts, opened.states, fsync=options.fsync, check=check) as staging:
-        written = write_files(opened, target, new.files, staging, options, progress)
+        to = new.arrangement if isinstance(new, ProgramFiles) else target
+        written = write_files(opened, to, new.files, staging, options, progress)
         records = {rank: new.finish(staging, rank) for rank in wanted}
         side_files = opened.read_side_files()
         manifest = new.manifest(records, side_files, written.sums)
@@ -117,7 +131,7 @@ def wanted_ranks(ranks: Sequence[int] | None, mesh: Mesh) -> tuple[int, ...]:
     return tuple(sorted(set(ranks)))
 
 
-def _check_target(new: _Ranks, source: Source, out: Path, by_rank: bool, overwrite: bool) -> None:
+def _check_target(new: _Ranks | ProgramFiles, source: Source, out: Path, by_rank: bool, overwrite: bool) -> None:
     if by_rank and (out / MANIFEST).is_file():
         existing = read_manifest(out / MANIFEST)
         check_output(out, [source.path], overwrite=True)

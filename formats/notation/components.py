@@ -1,0 +1,134 @@
+"""The components of a packed tensor: what another program may store as a tensor of its own, or join in another order.
+
+In ``(q: kv group head + k: kv head + v: kv head) hidden`` each label names a component. Other factors of the same
+dimension may stand before the components (each KV head has its own q, k and v in ``(kv (q: group + k: 1 + v: 1) head)
+hidden``) and behind them. A component's own shape has one dimension for each factor, in the order in which the elements
+are stored, so that another order is a permutation of dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from formats.errors import NotationError
+from formats.notation.axes import Dim, Factor, Shape, Summand
+
+
+@dataclass(frozen=True)
+class Component:
+    """A part of a stored tensor, or all of it (``label`` is None).
+
+    ``factors`` are those of its own shape, slowest first. ``counts`` has the number of factors of each dimension of the
+    stored tensor. Its components lie one after the other along the dimension ``dim``, behind the first ``lead`` factors
+    of that dimension. ``arrow`` is that of the stored shape. ``pair`` is the place of two halves among the factors.
+    """
+
+    label: str | None
+    factors: tuple[Dim, ...]
+    counts: tuple[int, ...]
+    dim: int = 0
+    lead: int = 0
+    arrow: int | None = None
+    pair: int | None = None
+
+    @property
+    def shape(self) -> Shape:
+        """Its own shape, a dimension for each factor."""
+        return Shape(self.factors)
+
+    @property
+    def outer(self) -> int:
+        """The number of factors before those along which components are joined."""
+        return sum(self.counts[: self.dim]) + self.lead
+
+    def of_dim(self, dim: int) -> range:
+        """The places of the factors of a stored dimension."""
+        start = sum(self.counts[:dim])
+        return range(start, start + self.counts[dim])
+
+    def split_pairs(self, axis: str, sizes: Mapping[str, int]) -> Component:
+        """The same component with the factor ``axis`` as two: halves, and the places in a half.
+
+        Raises NotationError if it is no factor, or of odd size.
+        """
+        place = next((i for i, factor in enumerate(self.factors) if factor.axis == axis), None)
+        if place is None or sizes[axis] % 2:
+            raise NotationError(f"'{axis}' is no factor of '{self.shape}' that has two halves")
+        dim = next(dim for dim in range(len(self.counts)) if place in self.of_dim(dim))
+        counts = tuple(count + (i == dim) for i, count in enumerate(self.counts))
+        halves = (_single(2), _single(sizes[axis] // 2))
+        factors = (*self.factors[:place], *halves, *self.factors[place + 1 :])
+        return Component(self.label, factors, counts, self.dim, self.lead, self.arrow, place)
+
+
+@lru_cache(maxsize=4096)
+def whole(shape: Shape) -> Component:
+    """A stored tensor as one component."""
+    found = [list(_factors(dim)) for dim in shape.dims]
+    factors = tuple(factor for factors in found for factor in factors)
+    return Component(None, factors, tuple(map(len, found)), arrow=shape.arrow)
+
+
+@lru_cache(maxsize=4096)
+def components(shape: Shape) -> tuple[Component, ...]:
+    """The components of a packed tensor by their labels; none if it has none, or more than one packed dimension."""
+    packed = [(dim, found) for dim in range(len(shape.dims)) if (found := _packed(shape.dims[dim])) is not None]
+    if len(packed) != 1:
+        return ()
+    ((dim, (lead, owns)),) = packed
+    others = [list(_factors(other)) for other in shape.dims]
+    found = []
+    for label, own in owns.items():
+        others[dim] = [*lead, *own]
+        factors = tuple(factor for factors in others for factor in factors)
+        found.append(Component(label, factors, tuple(map(len, others)), dim, len(lead), shape.arrow))
+    return tuple(found)
+
+
+def without_first(component: Component) -> Component:
+    """A component of what one index of the first dimension has; the first dimension is a single factor."""
+    arrow = None if component.arrow is None else component.arrow - 1
+    return Component(
+        component.label, component.factors[1:], component.counts[1:], max(component.dim - 1, 0), component.lead, arrow
+    )
+
+
+def _single(factor: Factor) -> Dim:
+    return factor if isinstance(factor, Dim) else Dim((Summand((factor,)),))
+
+
+def _factors(dim: Dim) -> Iterator[Dim]:
+    """The factors of a dimension; one that is counted in blocks is one factor."""
+    if dim.counted != (1, 1) or len(dim.summands) > 1 or dim.part is not None:
+        yield dim
+        return
+    for factor in dim.summands[0].factors:
+        if isinstance(factor, Dim) and len(factor.summands) == 1:
+            yield from _factors(factor)
+        else:
+            yield _single(factor)
+
+
+def _packed(dim: Dim) -> tuple[list[Dim], dict[str, list[Dim]]] | None:
+    """The factors before the labelled summands of a dimension, and the factors of each of them and behind them."""
+    if len(dim.summands) > 1:
+        lead: Sequence[Factor] = ()
+        summands, trail = dim.summands, ()
+    else:
+        factors = dim.summands[0].factors
+        sums = [i for i, factor in enumerate(factors) if isinstance(factor, Dim) and len(factor.summands) > 1]
+        if len(sums) != 1:
+            return None
+        inner = factors[sums[0]]
+        assert isinstance(inner, Dim)
+        lead, summands, trail = factors[: sums[0]], inner.summands, factors[sums[0] + 1 :]
+    in_blocks = dim.counted != (1, 1)
+    if any(summand.label is None for summand in summands) or (in_blocks and lead and dim.part is None):
+        return None
+    owns: dict[str, list[Dim]] = {}
+    for summand in summands:
+        own = Dim((Summand((*summand.factors, *trail)),))
+        owns[str(summand.label)] = [own.in_blocks(*dim.counted)] if in_blocks else list(_factors(own))
+    return [part for factor in lead for part in _factors(_single(factor))], owns

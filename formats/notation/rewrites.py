@@ -1,0 +1,248 @@
+"""How another program stores the same elements: rewrites of names, and what is joined, stacked or reordered.
+
+A *page* describes a program's format in lines. A line has a name of the program's, and the tensors of Hugging Face's that it
+is made of::
+
+    "**.qkv_proj.*" = ["**.q_proj.*", "**.k_proj.*", "**.v_proj.*"]
+    "**.experts.w2_*" = "**.experts.{expert}.down_proj.*"
+
+Several tensors are joined along their output. An index that is not in the program's name is stacked, as the first
+dimension. ``**`` stands for any text, ``*`` for text without a dot, ``{expert}`` for an index. A packed tensor's
+components have names as in models that do not pack them (``q_proj`` of ``qkv_proj``), so one line serves both. Pages
+are in ``formats/programs/``; see docs/formats.md.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from formats.errors import NotationError, PlanError
+from formats.notation.expressions import Expression, read_expression
+
+PAGES = Path(__file__).parents[1] / "programs"
+
+_SPECIAL = re.compile(r"^\*\*\.|\*\*|\*|\{\w+\}")
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A name with wildcards."""
+
+    text: str
+
+    @cached_property
+    def _regex(self) -> re.Pattern[str]:
+        parts, end, stars, seen = [], 0, 0, set()
+        for match in _SPECIAL.finditer(self.text):
+            word = match[0]
+            parts.append(re.escape(self.text[end : match.start()]))
+            if word.startswith("{"):
+                parts.append(f"(?P={word[1:-1]})" if word in seen else rf"(?P<{word[1:-1]}>\{{\w+\}}|[0-9]+)")
+                seen.add(word)
+            else:
+                parts.append({"**.": f"(?P<_{stars}>(?:.*\\.)?)", "**": f"(?P<_{stars}>.*)"}.get(word, rf"(?P<_{stars}>[^.]*)"))
+                stars += 1
+            end = match.end()
+        return re.compile("".join([*parts, re.escape(self.text[end:])]))
+
+    def match(self, name: str) -> Mapping[str, str] | None:
+        """What the wildcards stand for in a name, or None."""
+        found = self._regex.fullmatch(name)
+        return found.groupdict() if found else None
+
+    def fill(self, found: Mapping[str, str]) -> str:
+        """The name in which the wildcards stand for this."""
+        parts, end, stars = [], 0, 0
+        for match in _SPECIAL.finditer(self.text):
+            parts.append(self.text[end : match.start()])
+            if match[0].startswith("{"):
+                parts.append(found[match[0][1:-1]])
+            else:
+                parts.append(found[f"_{stars}"])
+                stars += 1
+            end = match.end()
+        return "".join([*parts, self.text[end:]])
+
+    @cached_property
+    def indices(self) -> frozenset[str]:
+        """The names of its indices."""
+        return frozenset(word[1:-1] for word in _SPECIAL.findall(self.text) if word.startswith("{"))
+
+    @cached_property
+    def stars(self) -> int:
+        """The number of ``*`` and ``**``."""
+        return sum(not word.startswith("{") for word in _SPECIAL.findall(self.text))
+
+
+@dataclass(frozen=True)
+class Line:
+    """A tensor of the program's, and what it is made of, where ``when`` holds.
+
+    ``output_first`` stores what Hugging Face stores input first (``->``) as output, input. ``pairs`` is an axis whose two
+    halves are interleaved. ``apart`` takes the components of a packed tensor apart, and joins them one after the other.
+    ``dtype`` is another dtype, without loss. ``first_rank`` says that other ranks than the first have zeros.
+    """
+
+    target: Pattern
+    sources: tuple[Pattern, ...]
+    when: Expression | None = None
+    output_first: bool = False
+    pairs: str | None = None
+    apart: tuple[str, ...] = ()
+    dtype: str | None = None
+    first_rank: bool = False
+    without: Pattern | None = None
+    place: int = 0
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Tensors that a program has beside another: ``names`` beside each of its tensors that ``beside`` matches."""
+
+    beside: Pattern
+    names: tuple[Pattern, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    value: float
+    when: Expression | None = None
+
+
+@dataclass(frozen=True)
+class Renaming:
+    """A name of the program's, where ``when`` holds."""
+
+    found: Pattern
+    new: Pattern
+    when: Expression | None = None
+
+
+@dataclass(frozen=True)
+class Use:
+    """A line of a page that covers a tensor's name: as which of its ``sources``, and the name of what it becomes part of.
+
+    ``stacked`` is the index that the new name does not have, as it stands in the old one (``{expert}``).
+    """
+
+    line: Line
+    source: int
+    target: str
+    stacked: str | None
+
+
+@dataclass(frozen=True, eq=False)
+class Page:
+    """A program's format. ``files`` is the name of a rank's weight file; ``keep`` says whether what no line covers keeps
+    its name; the vocabulary is padded to a multiple of ``pad_to``. With ``same_ranks`` experts are whole.
+    """
+
+    name: str
+    loaded_by: str
+    load: str
+    files: str
+    lines: tuple[Line, ...]
+    names: tuple[Renaming, ...]
+    constants: tuple[Constant, ...]
+    keep: bool
+    pad_to: int
+    same_ranks: bool
+    metadata: Mapping[str, str] | None
+    _uses: dict[str, tuple[Use, ...]] = field(default_factory=dict, repr=False)
+
+    def uses(self, name: str) -> Sequence[Use]:
+        """The lines that cover a tensor's name, in their order."""
+        if name not in self._uses:
+            self._uses[name] = tuple(self._find(name))
+        return self._uses[name]
+
+    def _find(self, name: str) -> Iterator[Use]:
+        for line in self.lines:
+            for number, source in enumerate(line.sources):
+                found = source.match(name)
+                if found is not None:
+                    (stacked,) = source.indices - line.target.indices or {None}
+                    yield Use(line, number, line.target.fill(found), found[stacked] if stacked else None)
+
+
+@cache
+def pages() -> Mapping[str, Page]:
+    """The formats of programs, by name."""
+    return {path.stem: read_page(path) for path in sorted(PAGES.glob("*.toml"))}
+
+
+def page_of(name: str) -> Page:
+    """The format of a name. Raises PlanError."""
+    found = pages().get(name)
+    if found is None:
+        raise PlanError(f"'{name}' is no format that is written here", f"known formats: {', '.join(pages())}")
+    return found
+
+
+_LINE_KEYS = {"from", "when", "output_first", "pairs", "apart", "dtype", "first_rank", "without"}
+
+
+def read_page(path: Path) -> Page:
+    """Read a page. Raises PlanError that names the file and what is wrong in it."""
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        lines = [line for target, value in document.get("tensors", {}).items() for line in _lines(target, value)]
+        return Page(
+            name=path.stem,
+            loaded_by=document["loaded_by"],
+            load=document["load"],
+            files=document["files"],
+            lines=tuple(lines),
+            names=tuple(_renamings(document.get("names", {}))),
+            constants=tuple(_constant(entry) for entry in document.get("constants", [])),
+            keep=document.get("keep", False),
+            pad_to=document.get("pad_vocabulary_to", 1),
+            same_ranks=document.get("same_ranks", False),
+            metadata=document.get("metadata"),
+        )
+    except (NotationError, KeyError, ValueError) as error:
+        raise PlanError(f"{path}: {error}") from None
+
+
+def _lines(target: str, value: Any) -> Iterator[Line]:
+    for entry in value if isinstance(value, list) and not all(isinstance(each, str) for each in value) else [value]:
+        table = entry if isinstance(entry, dict) else {"from": entry}
+        if table.keys() - _LINE_KEYS:
+            raise NotationError(f"'{target}': unknown key '{min(table.keys() - _LINE_KEYS)}'")
+        sources = table["from"] if isinstance(table["from"], list) else [table["from"]]
+        line = Line(
+            target=Pattern(target),
+            sources=tuple(Pattern(source) for source in sources),
+            when=_condition(table),
+            output_first=table.get("output_first", False),
+            pairs=table.get("pairs"),
+            apart=tuple(table.get("apart", ())),
+            dtype=table.get("dtype"),
+            first_rank=table.get("first_rank", False),
+            without=Pattern(table["without"]) if "without" in table else None,
+        )
+        for source in line.sources:
+            if source.stars != line.target.stars or len(source.indices - line.target.indices) > 1:
+                raise NotationError(f"'{target}': '{source.text}' has other wildcards")
+        yield line
+
+
+def _renamings(table: Mapping[str, Any]) -> Iterator[Renaming]:
+    for found, value in table.items():
+        for entry in value if isinstance(value, list) else [value]:
+            to = entry if isinstance(entry, dict) else {"to": entry}
+            yield Renaming(Pattern(found), Pattern(to["to"]), _condition(to))
+
+
+def _constant(entry: Mapping[str, Any]) -> Constant:
+    names = tuple(Pattern(name) for name in entry["names"])
+    shape = tuple(entry.get("shape", ()))
+    return Constant(Pattern(entry["beside"]), names, entry["dtype"], shape, float(entry["value"]), _condition(entry))
+
+
+def _condition(table: Mapping[str, Any]) -> Expression | None:
+    return read_expression(table["when"]) if "when" in table else None

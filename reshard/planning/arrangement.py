@@ -1,0 +1,505 @@
+"""How a program arranges a model's elements: its tensors, and where in each of them a tensor of Hugging Face's lies.
+
+A page (``formats.notation.rewrites``) is applied to a plan. The smallest things that it moves are *atoms*: a tensor of
+Hugging Face's, or a component of a packed one, or what one expert has of it. Each is laid out on the mesh as if it were
+a tensor. A stored tensor is a list of atoms: stacked along a first dimension, and joined along another. So two
+arrangements of one model, on any two meshes, differ in names, in places, and in the order of an atom's factors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from formats.errors import PlanError
+from formats.files.safetensors import DTYPE_BITS
+from formats.notation.architecture import Architecture, is_index
+from formats.notation.axes import Shape
+from formats.notation.components import Component, components, whole, without_first
+from formats.notation.rewrites import Constant, Line, Page, Use
+from formats.notation.unfused_experts import by_name
+from reshard.planning.model import BoundTensor, Kind, Model
+from reshard.planning.plan import Layout, Plan, layout_of, owners_of
+from reshard.planning.rows import Rows
+
+
+class Atom(NamedTuple):
+    """A tensor of Hugging Face's, or a part of it: a component by its label, what an index of the first dimension has."""
+
+    tensor: str
+    label: str | None = None
+    index: int | None = None
+
+
+class Lies(NamedTuple):
+    """Where an atom lies in a rank's stored tensor: from byte ``base`` on, in one piece or in ``rows``."""
+
+    base: int
+    rows: Rows | None
+
+
+@dataclass(frozen=True, eq=False)
+class Portion:
+    """An atom of each tensor of a kind, and what a program makes of it.
+
+    ``target`` is the program's name, with indices as in ``{layer}``; None is the tensor's own. ``stacked`` is the axis
+    along which atoms are stacked. ``by_index`` says that an atom is what one index of the first dimension has. ``slot`` is its place among what is
+    joined. ``order`` has the atom's factors in the order in which the program stores them, ``counts`` how many of them
+    each of its dimensions has; atoms are joined along the dimension ``dim``, behind its first ``lead`` factors.
+    """
+
+    component: Component
+    by_index: bool
+    target: str | None
+    stacked: str | None
+    slot: int
+    slots: int
+    line: Line | None
+    order: tuple[int, ...]
+    counts: tuple[int, ...]
+    dim: int
+    lead: int
+
+    @property
+    def outer(self) -> int:
+        """The number of factors, in the stored order, before those along which atoms are joined."""
+        return sum(self.counts[: self.dim]) + self.lead
+
+
+Taken = tuple[Portion, ...]
+"""What a program makes of the tensors of a kind: all atoms of each."""
+
+
+class Stored(NamedTuple):
+    """A tensor of a program's. ``layouts`` has the layout of each atom, by index along the stack, then by slot."""
+
+    name: str
+    dtype: str
+    geometry: Geometry
+    atoms: tuple[Atom, ...]
+    constant: Constant | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Geometry:
+    """Where the atoms of a stored tensor lie in it, on every rank. Stored tensors of equal layouts share it.
+
+    ``portions`` are its slots, ``layouts`` the layouts of its atoms: those of the first index of the stack, and so on.
+    """
+
+    portions: tuple[Portion, ...]
+    layouts: tuple[Layout, ...]
+    is_stack: bool
+    bits: int
+
+    @cached_property
+    def ranks(self) -> int:
+        """The number of all ranks."""
+        return self.layouts[0].ranks
+
+    def shape(self, rank: int) -> tuple[int, ...] | None:
+        """The shape on a rank; None if it has no part of the tensor."""
+        return self._on(rank)[0]
+
+    def lies(self, rank: int, number: int) -> Lies | None:
+        """Where an atom lies on a rank; None if it has no part of it."""
+        return self._on(rank)[1][number]
+
+    def _on(self, rank: int) -> tuple[tuple[int, ...] | None, list[Lies | None]]:
+        if rank not in self._found:
+            self._found[rank] = self._compute(rank)
+        return self._found[rank]
+
+    @cached_property
+    def _found(self) -> dict[int, tuple[tuple[int, ...] | None, list[Lies | None]]]:
+        return {}
+
+    def _compute(self, rank: int) -> tuple[tuple[int, ...] | None, list[Lies | None]]:
+        slots = len(self.portions)
+        lies: list[Lies | None] = [None] * len(self.layouts)
+        shape: tuple[int, ...] | None = None
+        count, size = 0, 0
+        for start in range(0, len(self.layouts), slots):
+            if rank not in self.layouts[start].boxes:
+                continue
+            if shape is None or not self.is_stack:
+                shape, found, size = self._one(rank, start)
+            first = count * size
+            for slot, (base, rows) in enumerate(found):
+                lies[start + slot] = Lies(first + base, rows)
+            count += 1
+        if shape is None:
+            return None, lies
+        return ((count, *shape) if self.is_stack else shape), lies
+
+    def _one(self, rank: int, start: int) -> tuple[tuple[int, ...], list[Lies], int]:
+        """The shape of one index of the stack, where its atoms lie in it, and its size in bytes."""
+        portions = self.portions
+        lengths = [_lengths(self.layouts[start + slot], rank, portions[slot].order) for slot in range(len(portions))]
+        first, outer = portions[0], math.prod(lengths[0][: portions[0].outer])
+        inner = [
+            self._bytes(math.prod(found[portion.outer :])) for portion, found in zip(portions, lengths, strict=True)
+        ]
+        stride, base, lies = sum(inner), 0, []
+        for nbytes in inner:
+            lies.append(Lies(base, Rows(nbytes, stride) if outer > 1 and nbytes < stride else None))
+            base += nbytes
+        return _stored_shape(portions, lengths, first), lies, outer * stride
+
+    def _bytes(self, elements: int) -> int:
+        nbytes, rest = divmod(elements * self.bits, 8)
+        if rest:
+            raise PlanError(f"elements of {self.bits} bits would be cut within a byte")
+        return nbytes
+
+
+def _lengths(layout: Layout, rank: int, order: Sequence[int]) -> list[int]:
+    """The local length of each factor, in the stored order."""
+    dims = layout.boxes[rank].dims
+    return [sum(run.length for run in dims[place]) for place in order]
+
+
+def _stored_shape(portions: Sequence[Portion], lengths: Sequence[Sequence[int]], first: Portion) -> tuple[int, ...]:
+    shape, start = [], 0
+    for dim, count in enumerate(first.counts):
+        if dim == first.dim and len(portions) > 1:
+            lead = math.prod(lengths[0][start : start + first.lead])
+            own = [
+                math.prod(found[start + portion.lead : start + portion.counts[dim]])
+                for portion, found in zip(portions, lengths, strict=True)
+            ]
+            shape.append(lead * sum(own))
+        else:
+            shape.append(math.prod(lengths[0][start : start + count]))
+        start += count
+    if not first.counts and len(portions) > 1:  # scalars, joined to a vector
+        shape.append(len(portions))
+    return tuple(shape)
+
+
+# ------------------------------------------------------------------------------------------- applying a page to a model
+
+
+def uses_of(model: Model, page: Page) -> dict[Kind, Taken]:
+    """What a program makes of each kind of tensors. Raises PlanError for a tensor that no line of its page covers."""
+    return _Reading(model, page).all()
+
+
+def as_stored(taken: Mapping[Kind, Taken], other: Mapping[Kind, Taken]) -> dict[Kind, Taken]:
+    """The same, with the tensors in parts that ``other`` takes in parts."""
+    found = {}
+    for kind, portions in taken.items():
+        parts = other[kind]
+        if len(portions) == 1 and portions[0].component.label is None and not portions[0].by_index and _is_apart(parts):
+            portions = _in_parts(kind, portions[0], parts)
+        found[kind] = tuple(_like(own, parts[i]) for i, own in enumerate(portions)) if len(portions) == len(parts) else portions
+    return found
+
+
+def unchanged(model: Model) -> dict[Kind, Taken]:
+    """What Hugging Face makes of its own tensors: each is stored as it is."""
+    return {kind: (_kept(whole(kind.rule), None),) for kind in model.kinds}
+
+
+def _is_apart(portions: Taken) -> bool:
+    return len(portions) > 1 or portions[0].by_index
+
+
+def _in_parts(kind: Kind, own: Portion, parts: Taken) -> Taken:
+    """A tensor that is stored whole, as its parts."""
+    if own.order != tuple(range(len(own.order))):
+        raise PlanError(f"tensor '{kind.name}' is stored in another order and in parts, which is not possible yet")
+    return tuple(
+        replace(
+            _kept(part.component, own.target), by_index=part.by_index, slot=slot, slots=len(parts), line=own.line,
+            stacked=kind.rule.dims[0].axis if part.by_index else None,
+        )
+        for slot, part in enumerate(parts)
+    )  # fmt: skip
+
+
+def _like(own: Portion, other: Portion) -> Portion:
+    """A portion whose atom has the factors of ``other``'s, where that has more of them (halves)."""
+    extra = len(other.component.factors) - len(own.component.factors)
+    if not extra:
+        return own
+    return replace(_kept(other.component, own.target), by_index=own.by_index, slot=own.slot, slots=own.slots, line=own.line)
+
+
+def _kept(component: Component, target: str | None) -> Portion:
+    order = tuple(range(len(component.factors)))
+    return Portion(component, False, target, None, 0, 1, None, order, component.counts, component.dim, component.lead)
+
+
+class _Reading:
+    """Applies a page to the kinds of a model."""
+
+    def __init__(self, model: Model, page: Page) -> None:
+        self.model, self.page = model, page
+        self.names = {kind: template_of(model.architecture, kind) for kind in model.kinds}
+        self._there = frozenset(self.names.values())
+
+    def all(self) -> dict[Kind, Taken]:
+        """What the program makes of each kind."""
+        found = {kind: list(self._candidates(kind)) for kind in self.model.kinds}
+        while True:
+            joined: dict[tuple[int, str], set[int]] = defaultdict(set)
+            for candidates in found.values():
+                for portion in candidates[0] if candidates else ():
+                    joined[id(portion.line), portion.target].add(portion.slot)
+            lacking = [
+                kind
+                for kind, candidates in found.items()
+                if any(
+                    portion.line is not None and len(joined[id(portion.line), portion.target]) < portion.slots
+                    for portion in (candidates[0] if candidates else ())
+                )
+            ]
+            if not lacking:
+                break
+            for kind in lacking:
+                del found[kind][0]
+        for kind, candidates in found.items():
+            if not candidates:
+                raise PlanError(
+                    f"tensor '{kind.name}' has no place in the format '{self.page.name}'",
+                    f"its page formats/programs/{self.page.name}.toml has no line for '{self.names[kind]}'",
+                )
+        return {kind: tuple(map(self._named, candidates[0])) for kind, candidates in found.items()}
+
+    def _candidates(self, kind: Kind) -> Iterator[Taken]:
+        name = self.names[kind]
+        for use in self._uses(name, kind):
+            yield tuple(self._apart(kind, use)) if use.line.apart else (self._portion(kind, whole(kind.rule), use),)
+        yield from self._unpacked(kind, name)
+        if self.page.keep:
+            yield (_kept(whole(kind.rule), name),)
+
+    def _uses(self, name: str, kind: Kind) -> Iterator[Use]:
+        for use in self.page.uses(name):
+            line = use.line
+            if line.without is not None and any(line.without.match(other) for other in self._there):
+                continue
+            if line.when is None or self.model.sizes.evaluate(line.when, dict(kind.indices)):
+                yield use
+
+    def _unpacked(self, kind: Kind, name: str) -> Iterator[Taken]:
+        """A packed tensor by its components, if lines cover the names of all of them."""
+        parts = {part.label: part for part in components(kind.rule)}
+        experts = by_name(name, kind.rule)
+        if experts:
+            found = {label: without_first(parts.get(label) or whole(kind.rule)) for label in [*parts, *([] if parts else [None])]}
+            named = dict(zip(experts, found.values(), strict=True))
+        elif parts:
+            module, _, leaf = name.rpartition(".")
+            parent = module.rpartition(".")[0]
+            named = {f"{parent}.{label}_proj.{leaf}": part for label, part in parts.items()}
+        else:
+            return
+        uses = [next(self._uses(new, kind), None) for new in named]
+        if all(use is not None for use in uses):
+            pairs = zip(named.values(), uses, strict=True)
+            yield tuple(self._portion(kind, part, use, by_index=bool(experts)) for part, use in pairs if use)
+
+    def _portion(self, kind: Kind, component: Component, use: Use, *, by_index: bool = False) -> Portion:
+        line, sizes = use.line, self.model.sizes.of(dict(kind.indices))
+        if line.pairs:
+            component = component.split_pairs(line.pairs, sizes)
+        dims = list(range(len(component.counts)))
+        if line.output_first and component.arrow is not None:
+            dims[-2:] = [dims[-1], dims[-2]]
+        has_arrow = component.arrow is not None and not line.output_first
+        order = [factor for dim in dims for factor in component.of_dim(dim)]
+        if component.pair is not None:
+            at = order.index(component.pair)
+            order[at], order[at + 1] = order[at + 1], order[at]
+        counts = tuple(component.counts[dim] for dim in dims)
+        joined = len(dims) - 1 if has_arrow and len(dims) > 1 else 0
+        return Portion(
+            component, by_index, use.target, use.stacked[1:-1] if use.stacked else None, use.source, len(line.sources), line, tuple(order), counts,
+            joined, 0,
+        )  # fmt: skip
+
+    def _apart(self, kind: Kind, use: Use) -> Iterator[Portion]:
+        found = {part.label: part for part in components(kind.rule)}
+        for slot, label in enumerate(use.line.apart):
+            if label not in found or len(found) != len(use.line.apart):
+                raise PlanError(f"tensor '{kind.name}': '{kind.rule}' does not have the parts {', '.join(use.line.apart)}")
+            portion = self._portion(kind, found[label], use)
+            yield replace(portion, slot=slot, slots=len(use.line.apart))
+
+    def _named(self, portion: Portion) -> Portion:
+        for renaming in self.page.names:
+            found = renaming.found.match(str(portion.target))
+            if found is not None and (renaming.when is None or self.model.sizes.evaluate(renaming.when, {})):
+                return replace(portion, target=renaming.new.fill(found))
+        return portion
+
+
+def template_of(architecture: Architecture, kind: Kind) -> str:
+    """The name of a kind's tensors with its indices as ``{layer}``, in the architecture's own spelling."""
+    general = _general(architecture, kind.name)
+    if general == kind.template or _is_same_line(architecture, kind):
+        return kind.template
+    module, prefix = kind.template.rpartition(".")[0], architecture.prefixes[0] if architecture.prefixes else ""
+    inner = module[len(prefix) :] if prefix and module.startswith(prefix) else module
+    at = general.find(f"{inner}.")
+    return prefix + general[at:] if at >= 0 and module.startswith(prefix) else general
+
+
+def _is_same_line(architecture: Architecture, kind: Kind) -> bool:
+    """Whether the name itself is covered by the kind's line; a scale's is not, but its weight's."""
+    match = architecture.match(kind.name)
+    return match is not None and match.template == kind.template and not kind.template.endswith("*")
+
+
+def _general(architecture: Architecture, name: str) -> str:
+    axes = {place: axis for axis, place in architecture.index_places(name).items()}
+    segments, number = name.split("."), 0
+    for i, segment in enumerate(segments):
+        if is_index(segment):
+            if number in axes:
+                segments[i] = f"{{{axes[number]}}}"
+            number += 1
+    return ".".join(segments)
+
+
+# ------------------------------------------------------------------------------------------------------- arrangements
+
+
+class Placed(NamedTuple):
+    """An atom's stored tensor, and its number there."""
+
+    stored: Stored
+    number: int
+
+    @property
+    def portion(self) -> Portion:
+        """What the program makes of it."""
+        portions = self.stored.geometry.portions
+        return portions[self.number % len(portions)]
+
+    @property
+    def layout(self) -> Layout:
+        """Its layout on the mesh, with a dimension for each of its factors."""
+        return self.stored.geometry.layouts[self.number]
+
+    @property
+    def in_rows(self) -> bool:
+        """Whether it does not lie in one piece on some rank."""
+        geometry = self.stored.geometry
+        lies = (geometry.lies(rank, self.number) for rank in range(geometry.ranks))
+        return any(found is not None and found.rows is not None for found in lies)
+
+
+class Arrangement:
+    """A model's elements on a mesh as a program stores them: ``stored`` are its tensors, ``placed`` where each atom is."""
+
+    def __init__(self, plan: Plan, taken: Mapping[Kind, Taken], constants: Sequence[Constant] = ()) -> None:
+        self.plan, self.taken, self.constants = plan, taken, constants
+        self._layouts: dict[tuple[object, ...], Layout] = {}
+        self._owners: dict[tuple[object, ...], frozenset[int] | None] = {}
+        self._geometries: dict[tuple[object, ...], Geometry] = {}
+        self._index_axes: dict[Kind, tuple[str, ...]] = {}
+        self.stored = tuple(self._stored())
+        self.stored += tuple(self._constants(constants))
+        self.placed = {atom: Placed(each, number) for each in self.stored for number, atom in enumerate(each.atoms)}
+
+    def held(self, rank: int) -> Iterator[tuple[Stored, tuple[int, ...]]]:
+        """A rank's tensors, with their shapes."""
+        for each in self.stored:
+            shape = each.constant.shape if each.constant else each.geometry.shape(rank)
+            if shape is not None:
+                yield each, shape
+
+    def _stored(self) -> Iterator[Stored]:
+        found: dict[str, dict[tuple[int, int], tuple[Atom, Portion, Layout, str]]] = {}
+        for tensor in self.plan.model.tensors:
+            for portion in self.taken[tensor.kind]:
+                for index in self._indices(tensor, portion):
+                    name, place = self._name(tensor, portion, index)
+                    atoms = found.setdefault(name, {})
+                    if (place, portion.slot) in atoms:
+                        other = atoms[place, portion.slot][0].tensor
+                        raise PlanError(f"tensors '{other}' and '{tensor.name}' have one place in '{name}'")
+                    atom = Atom(tensor.name, portion.component.label, index)
+                    dtype = (portion.line.dtype if portion.line else None) or tensor.dtype
+                    atoms[place, portion.slot] = (atom, portion, self._layout(tensor.kind, portion, index), dtype)
+        for name, atoms in found.items():
+            yield self._join(name, atoms)
+
+    def _join(self, name: str, atoms: Mapping[tuple[int, int], tuple[Atom, Portion, Layout, str]]) -> Stored:
+        places = sorted(atoms)
+        first = atoms[places[0]]
+        slots, is_stack = first[1].slots, first[1].stacked is not None
+        if len({place for place, _ in places}) * slots != len(places):
+            raise PlanError(f"'{name}' would be made of {len(places)} tensors, which are not {slots} for each index")
+        dtypes = {atom[3] for atom in atoms.values()}
+        if len(dtypes) > 1:
+            raise PlanError(f"'{name}' would be joined from tensors of different dtypes, {' and '.join(sorted(dtypes))}")
+        portions = tuple(atoms[place][1] for place in places[:slots])
+        layouts = tuple(atoms[place][2] for place in places)
+        key = (portions, layouts, first[3])
+        if key not in self._geometries:
+            self._geometries[key] = Geometry(portions, layouts, is_stack, DTYPE_BITS[first[3]])
+        return Stored(name, first[3], self._geometries[key], tuple(atoms[place][0] for place in places))
+
+    def _indices(self, tensor: BoundTensor, portion: Portion) -> Iterator[int | None]:
+        yield from range(tensor.shape[0]) if portion.by_index else (None,)
+
+    def _name(self, tensor: BoundTensor, portion: Portion, index: int | None) -> tuple[str, int]:
+        """The program's name, and the place in the stack."""
+        at = dict(zip(self._axes(tensor.kind), tensor.at, strict=True))
+        if index is not None:
+            at[str(tensor.kind.rule.dims[0].axis)] = index
+        place = at[portion.stacked] if portion.stacked is not None else 0
+        if portion.target is None:
+            return tensor.name, place
+        name = portion.target
+        if "{" in name:
+            for axis, number in at.items():
+                name = name.replace(f"{{{axis}}}", str(number))
+        return name, place
+
+    def _axes(self, kind: Kind) -> tuple[str, ...]:
+        if kind not in self._index_axes:
+            self._index_axes[kind] = tuple(self.plan.model.architecture.index_places(kind.name))
+        return self._index_axes[kind]
+
+    def _layout(self, kind: Kind, portion: Portion, index: int | None) -> Layout:
+        places = kind.places
+        if portion.by_index:
+            places = (*places, (str(kind.rule.dims[0].axis), int(index or 0)))
+        rule = portion.component.shape
+        owned = (places, kind.indices, rule.axes)
+        sizes = self.plan.model.sizes.of(dict(kind.indices))
+        part = replace(kind, rule=rule, shape=rule.sizes(sizes), places=places)
+        if owned not in self._owners:
+            self._owners[owned] = owners_of(self.plan.model, self.plan.mesh, part) if places else None
+        owners = self._owners[owned]
+        key = (rule, kind.indices, part.shape, DTYPE_BITS[kind.dtype] % 8, owners)
+        if key not in self._layouts:
+            self._layouts[key] = layout_of(self.plan.model, self.plan.mesh, part, self.plan.padding, owners)
+        return self._layouts[key]
+
+    def _constants(self, constants: Sequence[Constant]) -> Iterator[Stored]:
+        sizes = self.plan.model.sizes
+        for constant in constants:
+            if constant.when is not None and not sizes.evaluate(constant.when, {}):
+                continue
+            for each in self.stored:
+                found = constant.beside.match(each.name)
+                for name in constant.names if found is not None else ():
+                    yield Stored(name.fill(found or {}), constant.dtype, each.geometry, (), constant)
+
+
+
+def permuted(layout: Layout, order: Sequence[int]) -> Layout:
+    """The same layout with its dimensions in another order."""
+    boxes = {rank: replace(box, dims=tuple(box.dims[place] for place in order)) for rank, box in layout.boxes.items()}
+    full, padded = (tuple(sizes[place] for place in order) for sizes in (layout.full, layout.padded))
+    return replace(layout, full=full, padded=padded, boxes=boxes)

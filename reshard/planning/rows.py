@@ -1,0 +1,24 @@
+"""Where a part of a tensor lies in it: in rows of equal length, at equal distances."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+
+class Rows(NamedTuple):
+    """Rows of ``inner`` bytes; each begins ``stride`` bytes behind the one before."""
+
+    inner: int
+    stride: int
+
+    def ranges(self, offset: int, begin: int, length: int) -> Iterator[tuple[int, int, int]]:
+        """The ranges that bytes ``begin`` to ``begin + length`` of the rows take, if the first row begins at ``offset``:
+        the offset of each, its place among these bytes, and its length.
+        """
+        done = 0
+        while done < length:
+            row, within = divmod(begin + done, self.inner)
+            count = min(self.inner - within, length - done)
+            yield offset + row * self.stride + within, done, count
+            done += count

@@ -1,0 +1,97 @@
+"""The files of another program's format: all ranks in one folder, named as the program names them."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from formats.errors import PlanError
+from formats.files.checksum import checksum
+from formats.files.safetensors import DTYPE_BITS, build_header, tensor_bytes
+from formats.files.sharded import FileRecord, Manifest
+from formats.notation.rewrites import Page
+from reshard.engine.reading import Sums
+from reshard.planning.arrangement import Arrangement, Stored
+from reshard.storage.output import Staging
+from reshard.storage.source import Source
+from reshard.writing.files import NewFile, new_file
+from reshard.writing.shard_files import ShardFile, partition
+
+
+class ProgramFiles:
+    """What a split into a program's format writes: the weight files of each rank, and the manifest."""
+
+    def __init__(
+        self, source: Source, arrangement: Arrangement, page: Page, ranks: tuple[int, ...], max_shard_size: int
+    ) -> None:
+        self.source, self.plan, self.arrangement, self.page = source, arrangement.plan, arrangement, page
+        self.ranks, self.max_shard_size = ranks, max_shard_size
+        self.identity = source.identity(self.plan)
+        self._files = {rank: list(self._files_of(rank)) for rank in ranks}
+        self.files = [file for files in self._files.values() for file in files]
+        self.nbytes = sum(file.size for file in self.files)
+        """Bytes of all weight files."""
+
+    def _files_of(self, rank: int) -> Iterator[NewFile]:
+        held = sorted(self.arrangement.held(rank), key=lambda found: -DTYPE_BITS[found[0].dtype])
+        tensors = [(each.name, each.dtype, shape, tensor_bytes(each.name, each.dtype, shape)) for each, shape in held]
+        constants = {each.name: each for each, _ in held if each.constant}
+        shards: Sequence[ShardFile] = partition(tensors, self.max_shard_size if "{part}" in self.page.files else 1 << 62)
+        for part, shard in enumerate(shards):
+            name = file_name(self.page, self.plan.mesh.size, rank, part)
+            header = build_header(shard.tensors, dict(self.page.metadata) if self.page.metadata else {})
+            file = new_file(dataclasses.replace(shard, name=name), "", rank, header)
+            fixed = tuple(
+                (offset, _values(constants[tensor])) for tensor, offset in file.places() if tensor in constants
+            )
+            yield dataclasses.replace(file, fixed=fixed)
+
+    @property
+    def task(self) -> dict[str, Any]:
+        """The task: only a run with an equal one may use the finished files of this run."""
+        identity = self.identity
+        return {
+            "command": "split",
+            "source": identity.source,
+            "mesh": identity.mesh.to_document(),
+            "padding": dict(identity.padding),
+            "plan": identity.plan,
+            "format": self.page.name,
+            "max_shard_size": self.max_shard_size,
+        }
+
+    def finish(self, staging: Staging, rank: int) -> tuple[FileRecord, ...]:
+        """The records of a rank's files."""
+        done = ((file.name, staging.finished[file.name]) for file in self._files[rank])
+        return tuple(FileRecord(name, finished.size, finished.checksum) for name, finished in done)
+
+    def manifest(
+        self, ranks: Mapping[int, tuple[FileRecord, ...]], side_files: Mapping[str, bytes], sums: Sums | None = None
+    ) -> Manifest:
+        """The manifest that lists ``ranks``, with the checksums of the source files that were read in full."""
+        side = tuple(FileRecord(name, len(data), checksum(data)) for name, data in side_files.items())
+        record = self.source.record
+        if self.source.checkpoint is not None and sums is not None:
+            found = {file.name: sums.checksum(file) for file in sums.of}
+            files = tuple(dataclasses.replace(file, checksum=found[file.name]) for file in record.files)
+            record = dataclasses.replace(record, files=files)
+        return Manifest(
+            self.identity, record, self.source.rules, self.max_shard_size, side, ranks, self.source.inputs,
+            self.page.name,
+        )  # fmt: skip
+
+
+def file_name(page: Page, ranks: int, rank: int, part: int) -> str:
+    """The name of a rank's weight file."""
+    return page.files.format(rank=rank, ranks=ranks, part=part)
+
+
+def _values(stored: Stored) -> bytes:
+    """The bytes of a constant tensor."""
+    constant = stored.constant
+    assert constant is not None
+    if constant.dtype != "F32":
+        raise PlanError(f"a constant of dtype {constant.dtype} is not written")
+    return struct.pack("<f", constant.value) * (tensor_bytes(stored.name, constant.dtype, constant.shape) // 4)

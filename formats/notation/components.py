@@ -48,18 +48,18 @@ class Component:
         start = sum(self.counts[:dim])
         return range(start, start + self.counts[dim])
 
-    def split_pairs(self, axis: str, sizes: Mapping[str, int]) -> Component:
-        """The same component with the factor ``axis`` as two: halves, and the places in a half.
+    def in_two(self, axis: str, sizes: Mapping[str, int], *, halves: bool) -> Component:
+        """The same component with the factor ``axis`` as two: 2 halves, or pairs of 2.
 
         Raises NotationError if it is no factor, or of odd size.
         """
         place = next((i for i, factor in enumerate(self.factors) if factor.axis == axis), None)
         if place is None or sizes[axis] % 2:
-            raise NotationError(f"'{axis}' is no factor of '{self.shape}' that has two halves")
+            raise NotationError(f"'{axis}' is no factor of '{self.shape}' that can be halved")
         dim = next(dim for dim in range(len(self.counts)) if place in self.of_dim(dim))
         counts = tuple(count + (i == dim) for i, count in enumerate(self.counts))
-        halves = (_single(2), _single(sizes[axis] // 2))
-        factors = (*self.factors[:place], *halves, *self.factors[place + 1 :])
+        two = (_single(2), _single(sizes[axis] // 2))
+        factors = (*self.factors[:place], *(two if halves else two[::-1]), *self.factors[place + 1 :])
         return Component(self.label, factors, counts, self.dim, self.lead, self.arrow, place)
 
 

@@ -22,7 +22,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from formats.errors import NotationError, PlanError
+from formats.errors import NotationError, PlanError, brief
 from formats.notation.expressions import Expression, read_expression
 
 PAGES = Path(__file__).parents[1] / "programs"
@@ -84,21 +84,25 @@ class Pattern:
 class Line:
     """A tensor of the program's, and what it is made of, where ``when`` holds.
 
-    ``output_first`` stores what Hugging Face stores input first (``->``) as output, input. ``pairs`` is an axis whose two
-    halves are interleaved. ``apart`` takes the components of a packed tensor apart, and joins them one after the other.
-    ``dtype`` is another dtype, without loss. ``first_rank`` says that other ranks than the first have zeros.
+    ``output_first`` stores what Hugging Face stores input first (``->``) as output, input. ``pairs`` has, for each
+    source, the axis whose two halves are stored as pairs (``""``: none), ``halves`` the axis whose pairs are stored as halves. ``apart`` takes the components of a packed tensor apart, and joins them one after the other.
+    ``dtype`` is another dtype, without loss. ``function`` is the one arithmetic that some program does. ``first_rank``
+    says that of equal parts all but the first rank's are zeros, ``whole`` that every rank has all of it. Where a tensor that ``without``
+    matches is there, the line does not hold.
     """
 
     target: Pattern
     sources: tuple[Pattern, ...]
     when: Expression | None = None
     output_first: bool = False
-    pairs: str | None = None
+    pairs: tuple[str, ...] = ()
+    halves: tuple[str, ...] = ()
     apart: tuple[str, ...] = ()
     dtype: str | None = None
+    function: str | None = None
     first_rank: bool = False
+    whole: bool = False
     without: Pattern | None = None
-    place: int = 0
 
 
 @dataclass(frozen=True)
@@ -183,7 +187,7 @@ def page_of(name: str) -> Page:
     return found
 
 
-_LINE_KEYS = {"from", "when", "output_first", "pairs", "apart", "dtype", "first_rank", "without"}
+_LINE_KEYS = {"from", "when", "output_first", "pairs", "halves", "apart", "dtype", "function", "first_rank", "whole", "without"}
 
 
 def read_page(path: Path) -> Page:
@@ -219,16 +223,27 @@ def _lines(target: str, value: Any) -> Iterator[Line]:
             sources=tuple(Pattern(source) for source in sources),
             when=_condition(table),
             output_first=table.get("output_first", False),
-            pairs=table.get("pairs"),
+            pairs=_of_each(table.get("pairs", ()), sources),
+            halves=_of_each(table.get("halves", ()), sources),
             apart=tuple(table.get("apart", ())),
             dtype=table.get("dtype"),
+            function=table.get("function"),
             first_rank=table.get("first_rank", False),
+            whole=table.get("whole", False),
             without=Pattern(table["without"]) if "without" in table else None,
         )
         for source in line.sources:
             if source.stars != line.target.stars or len(source.indices - line.target.indices) > 1:
                 raise NotationError(f"'{target}': '{source.text}' has other wildcards")
         yield line
+
+
+def _of_each(value: Any, sources: Sequence[str]) -> tuple[str, ...]:
+    """A value for each source: one for all, or a list."""
+    found = (value,) * len(sources) if isinstance(value, str) else tuple(value)
+    if found and len(found) != len(sources):
+        raise NotationError(f"{brief(value)} has another length than the sources")
+    return found
 
 
 def _renamings(table: Mapping[str, Any]) -> Iterator[Renaming]:

@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from formats.errors import PlanError
+from formats.files.safetensors import DTYPE_BITS
 from formats.notation.axes import Run, merge_runs
 from reshard.planning.plan import Layout
 
@@ -167,6 +168,32 @@ def _shifted(regions: Sequence[Region], by: int) -> tuple[Region, ...]:
     return tuple(Region(r.rank, r.offset + by * math.prod(r.shape[1:]), r.shape, r.wanted) for r in regions)
 
 
+@dataclass(frozen=True)
+class Change:
+    """A change of each element, from ``before`` bytes to ``after``: by ``formats``' dtypes and a function's name."""
+
+    name: str
+    dtype: str
+    target: str
+    function: str | None
+
+    @property
+    def before(self) -> int:
+        """Bytes of an element before."""
+        return DTYPE_BITS[self.dtype] // 8
+
+    @property
+    def after(self) -> int:
+        """Bytes of an element after."""
+        return DTYPE_BITS[self.target] // 8
+
+    def elements(self) -> Edit:
+        """What does it. Raises PlanError."""
+        from reshard.engine.convert import conversion
+
+        return conversion(self.name, self.dtype, self.target, self.function) or (lambda block: block)
+
+
 class Way(Protocol):
     """How a tensor goes from one layout to another."""
 
@@ -189,12 +216,13 @@ class Transfer:
         *,
         compare: bool = True,
         order: Sequence[int] = (),
+        change: Change | None = None,
     ) -> None:
         """``source`` and ``target`` have the same full shape; ``item_bits`` is the size of an element in bits.
 
         Only the target ranks ``ranks`` are written. Without ``compare`` only one of several replicas is read. ``order``
-        has the dimensions in the order in which the target stores them, if that is another. Raises PlanError if a cut
-        falls within a byte (elements smaller than a byte).
+        has the dimensions in the order in which the target stores them, if that is another. ``change`` changes each
+        element. Raises PlanError if a cut falls within a byte (elements smaller than a byte).
         """
         dims: list[_Raw] = [
             (
@@ -208,17 +236,17 @@ class Transfer:
         dims = dims or [_one(source, target, ranks)]
         self._compare = compare
         moved = [place for place, dim in enumerate(order) if place != dim]
-        self._moved: Sequence[int] = ()
-        if not moved:
+        self._moved, self._change = bool(moved) or change is not None, change
+        if not self._moved:
             self.dims = tuple(_dimension(*dim) for dim in _join(dims, item_bits))
             return
-        first, end = moved[0], moved[-1] + 1
-        before = _join(dims[:first], 8) if first else [_one(source, target, ranks)]
-        within = dims[first:end]
-        behind = _join([_one(source, target, ranks), *dims[end:]], item_bits)
-        self.dims = tuple(_dimension(*dim) for dim in (*before, *within, *behind))
-        self._outer = len(before) - 1
-        self._moved = [place - first for place in order[first:end]]
+        first, end = (moved[0], moved[-1] + 1) if moved else (len(dims), len(dims))
+        one = _one(source, target, ranks)
+        before = _join(dims[:first], 8) if first else [one]
+        behind = _join([one, *dims[end:]], 8 if change else item_bits)
+        item = [_scale(one, item_bits, 8)] if change else []
+        self.dims = tuple(_dimension(*dim) for dim in (*before, *dims[first:end], *behind, *item))
+        self._outer, self._order = len(before) - 1, [place - first for place in order[first:end]]
 
     def slabs(self, budget: int) -> Iterator[Slab]:
         """Steps of about ``budget`` bytes of buffer each, in the order of the source."""
@@ -307,18 +335,25 @@ class Transfer:
     def _reordered(self, slab: Slab, depth: int) -> Slab:
         """The same step, which writes the dimensions in the target's order."""
         start = self._outer + 1 - depth
-        axes = [*range(start), *(start + place for place in self._moved)]
+        axes = [*range(start), *(start + place for place in self._order)]
         axes += range(len(axes), len(self.dims) - depth)
+        change = self._change.elements() if self._change else None
+        before, after = (self._change.before, self._change.after) if self._change else (1, 1)
 
         def edit(block: NDArray[np.uint8]) -> NDArray[np.uint8]:
-            return block.transpose(axes)
+            return (change(block) if change else block).transpose(axes)
 
-        writes = tuple(replace(region, shape=tuple(region.shape[axis] for axis in axes)) for region in slab.writes)
-        copies = tuple(
-            replace(copy, target_slices=tuple(copy.target_slices[axis] for axis in axes), edit=edit)
-            for copy in slab.copies
-        )
-        return replace(slab, writes=writes, copies=copies)
+        def written(region: Region) -> Region:
+            shape = tuple(region.shape[axis] for axis in axes)
+            if change:
+                shape = (*shape[:-1], after)
+            return replace(region, offset=region.offset // before * after, shape=shape)
+
+        def copied(copy: Copy) -> Copy:
+            slices = tuple(copy.target_slices[axis] for axis in axes)
+            return replace(copy, target_slices=(*slices[:-1], slice(None)) if change else slices, edit=edit)
+
+        return replace(slab, writes=tuple(map(written, slab.writes)), copies=tuple(map(copied, slab.copies)))
 
 
 def _continues(before: Segment, segment: Segment) -> bool:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from formats.errors import PlanError
 from formats.files.safetensors import DTYPE_BITS
 from formats.notation.architecture import Architecture, is_index
-from formats.notation.axes import Shape
+from formats.notation.axes import Dim, Shape, Summand
 from formats.notation.components import Component, components, whole, without_first
 from formats.notation.rewrites import Constant, Line, Page, Use
 from formats.notation.unfused_experts import by_name
@@ -224,8 +224,8 @@ def _in_parts(kind: Kind, own: Portion, parts: Taken) -> Taken:
 
 def _like(own: Portion, other: Portion) -> Portion:
     """A portion whose atom has the factors of ``other``'s, where that has more of them (halves)."""
-    extra = len(other.component.factors) - len(own.component.factors)
-    if not extra:
+    is_same = (own.by_index, own.component.label) == (other.by_index, other.component.label)
+    if not is_same or len(other.component.factors) <= len(own.component.factors):
         return own
     return replace(_kept(other.component, own.target), by_index=own.by_index, slot=own.slot, slots=own.slots, line=own.line)
 
@@ -282,7 +282,7 @@ class _Reading:
     def _uses(self, name: str, kind: Kind) -> Iterator[Use]:
         for use in self.page.uses(name):
             line = use.line
-            if line.without is not None and any(line.without.match(other) for other in self._there):
+            if line.without is not None and any(line.without.match(other) is not None for other in self._there):
                 continue
             if line.when is None or self.model.sizes.evaluate(line.when, dict(kind.indices)):
                 yield use
@@ -307,8 +307,9 @@ class _Reading:
 
     def _portion(self, kind: Kind, component: Component, use: Use, *, by_index: bool = False) -> Portion:
         line, sizes = use.line, self.model.sizes.of(dict(kind.indices))
-        if line.pairs:
-            component = component.split_pairs(line.pairs, sizes)
+        for axes, halves in ((line.pairs, True), (line.halves, False)):
+            if axes and axes[use.source]:
+                component = component.in_two(axes[use.source], sizes, halves=halves)
         dims = list(range(len(component.counts)))
         if line.output_first and component.arrow is not None:
             dims[-2:] = [dims[-1], dims[-2]]
@@ -387,6 +388,13 @@ class Placed(NamedTuple):
     def layout(self) -> Layout:
         """Its layout on the mesh, with a dimension for each of its factors."""
         return self.stored.geometry.layouts[self.number]
+
+    def is_zero(self, rank: int) -> bool:
+        """Whether a rank has zeros in its place, because a rank before it has the same part."""
+        if self.portion.line is None or not self.portion.line.first_rank:
+            return False
+        boxes = self.layout.boxes
+        return any(boxes[other].dims == boxes[rank].dims for other in boxes if other < rank)
 
     @property
     def in_rows(self) -> bool:
@@ -474,9 +482,10 @@ class Arrangement:
         places = kind.places
         if portion.by_index:
             places = (*places, (str(kind.rule.dims[0].axis), int(index or 0)))
-        rule = portion.component.shape
+        rule, sizes = portion.component.shape, self.plan.model.sizes.of(dict(kind.indices))
+        if portion.line is not None and portion.line.whole:
+            rule = Shape(tuple(Dim((Summand((length,)),)) for length in rule.sizes(sizes)))
         owned = (places, kind.indices, rule.axes)
-        sizes = self.plan.model.sizes.of(dict(kind.indices))
         part = replace(kind, rule=rule, shape=rule.sizes(sizes), places=places)
         if owned not in self._owners:
             self._owners[owned] = owners_of(self.plan.model, self.plan.mesh, part) if places else None

@@ -9,14 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from formats.errors import MismatchError
+from formats.errors import MismatchError, PlanError
 from formats.files.checksum import PartialSum, file_checksum
 from formats.files.safetensors import DTYPE_BITS, tensor_bytes
 from formats.mesh import Mesh
 from reshard import __version__
 from reshard.engine.move import Job, Options, TargetFile, TargetPlace, move, place_in
 from reshard.engine.reading import Sums
-from reshard.engine.transfer import Transfer, Way
+from reshard.engine.transfer import Change, Transfer, Way
 from reshard.engine.ways import way_between
 from reshard.planning.arrangement import Arrangement, Placed, Portion, permuted
 from reshard.planning.plan import Layout, Plan
@@ -182,7 +182,9 @@ def _atom_jobs(
         ranks = frozenset(
             rank
             for rank, of_rank in places.items()
-            if wanted.stored.name in of_rank and wanted.stored.geometry.lies(rank, wanted.number) is not None
+            if wanted.stored.name in of_rank
+            and wanted.stored.geometry.lies(rank, wanted.number) is not None
+            and not wanted.is_zero(rank)
         )
         if not ranks:
             continue
@@ -194,15 +196,27 @@ def _atom_jobs(
             laid.setdefault((layout, stored), permuted(layout, stored) if stored else layout)
             for layout in (held.layout, wanted.layout)
         )
-        key = (before, after, held.stored.dtype, order, ranks)
+        change = _change(atom.tensor, held, wanted)
+        key = (before, after, held.stored.dtype, order, change and (change.target, change.function), ranks)
         if key not in ways:
             bits = DTYPE_BITS[held.stored.dtype]
-            ways[key] = Transfer(before, after, bits, ranks, order=order)
+            ways[key] = Transfer(before, after, bits, ranks, order=order, change=change)
         sources = partial(_atom_source, source, held)
         targets = partial(_atom_target, places, wanted)
         in_rows = held.in_rows or wanted.in_rows
         nbytes = math.prod(before.full) * DTYPE_BITS[held.stored.dtype] // 8
         yield Job(atom.tensor, ways[key], sources, targets, nbytes, in_rows)
+
+
+def _change(name: str, held: Placed, wanted: Placed) -> Change | None:
+    """The change of an atom's elements, if it is stored in another dtype or by a function. Raises PlanError."""
+    before, after = held.portion.line, wanted.portion.line
+    function = after.function if after else None
+    if before is not None and before.function is not None:
+        raise PlanError(f"tensor '{name}' is stored as {before.function}(x), from which its own bits cannot be restored")
+    if held.stored.dtype == wanted.stored.dtype and function is None:
+        return None
+    return Change(name, held.stored.dtype, wanted.stored.dtype, function)
 
 
 def _orders(source: Portion, target: Portion) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -13,7 +13,7 @@ from formats.files.safetensors import DTYPE_BITS, build_header, tensor_bytes
 from formats.files.sharded import FileRecord, Manifest
 from formats.notation.rewrites import Page
 from reshard.engine.reading import Sums
-from reshard.planning.arrangement import Arrangement, Stored
+from reshard.planning.arrangement import Arrangement, Placed, Stored
 from reshard.storage.output import Staging
 from reshard.storage.source import Source
 from reshard.writing.files import NewFile, new_file
@@ -37,14 +37,16 @@ class ProgramFiles:
     def _files_of(self, rank: int) -> Iterator[NewFile]:
         held = sorted(self.arrangement.held(rank), key=lambda found: -DTYPE_BITS[found[0].dtype])
         tensors = [(each.name, each.dtype, shape, tensor_bytes(each.name, each.dtype, shape)) for each, shape in held]
-        constants = {each.name: each for each, _ in held if each.constant}
+        constants = {each.name: _values(each) for each, _ in held if each.constant}
+        zeros = {each.name for each, _ in held if each.atoms and Placed(each, 0).is_zero(rank)}
+        constants |= {name: bytes(size) for name, _, _, size in tensors if name in zeros}
         shards: Sequence[ShardFile] = partition(tensors, self.max_shard_size if "{part}" in self.page.files else 1 << 62)
         for part, shard in enumerate(shards):
             name = file_name(self.page, self.plan.mesh.size, rank, part)
             header = build_header(shard.tensors, dict(self.page.metadata) if self.page.metadata else {})
             file = new_file(dataclasses.replace(shard, name=name), "", rank, header)
             fixed = tuple(
-                (offset, _values(constants[tensor])) for tensor, offset in file.places() if tensor in constants
+                (offset, constants[tensor]) for tensor, offset in file.places() if tensor in constants
             )
             yield dataclasses.replace(file, fixed=fixed)
 

@@ -1,0 +1,56 @@
+"""Changes of elements while they are moved: another dtype without loss, and the one function that some program stores.
+
+A block is an array of bytes whose last dimension has the bytes of one element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from formats.errors import PlanError
+
+Block = NDArray[np.uint8]
+
+
+def _from_bf16(block: Block) -> NDArray[np.float32]:
+    bits = np.ascontiguousarray(block).view("<u2")[..., 0].astype("<u4") << 16
+    return bits.view("<f4")
+
+
+_AS_F32: Mapping[str, Callable[[Block], NDArray[np.float32]]] = {
+    "BF16": _from_bf16,
+    "F16": lambda block: np.ascontiguousarray(block).view("<f2")[..., 0].astype("<f4"),
+    "F32": lambda block: np.ascontiguousarray(block).view("<f4")[..., 0],
+}
+
+
+def _minus_exp(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """-exp(x), rounded once."""
+    return -np.exp(values.astype(np.float64)).astype("<f4")
+
+
+_FUNCTIONS: Mapping[str | None, Callable[[NDArray[np.float32]], NDArray[np.float32]]] = {
+    None: lambda values: values,
+    "-exp": _minus_exp,
+}
+
+
+def conversion(name: str, dtype: str, target: str, function: str | None) -> Callable[[Block], Block] | None:
+    """The change of a tensor's elements from one dtype to another, and by a function; None if there is none.
+
+    Raises PlanError for a change that would lose something, or is not known.
+    """
+    if dtype == target and function is None:
+        return None
+    if target != "F32" or dtype not in _AS_F32 or function not in _FUNCTIONS:
+        raise PlanError(f"tensor '{name}' is {dtype}, and would be stored as {target}: no bits may be lost")
+    widen, apply = _AS_F32[dtype], _FUNCTIONS[function]
+
+    def change(block: Block) -> Block:
+        values = apply(widen(block))
+        return np.ascontiguousarray(values).view(np.uint8).reshape(*values.shape, 4)
+
+    return change

@@ -79,7 +79,8 @@ class Architecture:
     """The rules of one family of models. Fields as in the file; see docs/design.md.
 
     ``partial`` says of a user's plan that it is for a part of a checkpoint, on purpose. ``inherited`` are the lines of
-    ``tensors`` that stand in no file of the user's own, but in a base.
+    ``tensors`` that stand in no file of the user's own, but in a base. ``derived`` are those that follow from another
+    line (see ``unfused_experts``).
     """
 
     name: str
@@ -94,6 +95,7 @@ class Architecture:
     modules: Mapping[str, tuple[ModuleRule, ...]] = field(default_factory=dict)
     partial: bool = False
     inherited: frozenset[str] = field(compare=False, default=frozenset())
+    derived: frozenset[str] = field(compare=False, default=frozenset())
     _root: _Node = field(repr=False, compare=False, default_factory=_Node)
     _module_root: _Node = field(repr=False, compare=False, default_factory=_Node)
 

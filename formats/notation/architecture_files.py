@@ -169,8 +169,10 @@ def find_architecture(config: Mapping[str, Any], where: Path) -> Architecture:
 def _built_in(path: Path) -> Architecture:
     document = with_bases(read_document(path), path)
     heads, own = read_document(HEADS)["tensors"], document["tensors"]
-    document["tensors"] = {**heads, **_experts_by_name(own), **own}
-    return architecture_from_document(document, path.stem, str(path))
+    experts = _experts_by_name(own)
+    document["tensors"] = {**heads, **experts, **own}
+    architecture = architecture_from_document(document, path.stem, str(path))
+    return replace(architecture, derived=frozenset(experts.keys() - own.keys()))
 
 
 def _experts_by_name(tensors: Mapping[str, Any]) -> dict[str, Any]:

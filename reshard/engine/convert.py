@@ -6,11 +6,12 @@ A block is an array of bytes whose last dimension has the bytes of one element.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from formats.errors import PlanError
+from formats.errors import MismatchError, PlanError
 
 Block = NDArray[np.uint8]
 
@@ -32,6 +33,27 @@ def _minus_exp(values: NDArray[np.float32]) -> NDArray[np.float32]:
     return -np.exp(values.astype(np.float64)).astype("<f4")
 
 
+def _to_bf16(values: NDArray[np.float32]) -> Block:
+    return (values.view("<u4") >> 16).astype("<u2").view(np.uint8).reshape(*values.shape, 2)
+
+
+_FROM_F32: Mapping[str, Callable[[NDArray[np.float32]], Block]] = {
+    "BF16": _to_bf16,
+    "F16": lambda values: values.astype("<f2").view(np.uint8).reshape(*values.shape, 2),
+}
+
+
+def _narrow(name: str, target: str, block: Block) -> Block:
+    """What was widened, as it was. Raises MismatchError if it was not."""
+    values = _AS_F32["F32"](block)
+    found = _FROM_F32[target](values)
+    if (_AS_F32[target](found).view("<u4") != values.view("<u4")).any():
+        raise MismatchError(f"tensor '{name}' is stored as F32 and has values that {target} cannot have", _CHANGED)
+    return found
+
+
+_CHANGED = "the original was of that type: these values were changed since"
+
 _FUNCTIONS: Mapping[str | None, Callable[[NDArray[np.float32]], NDArray[np.float32]]] = {
     None: lambda values: values,
     "-exp": _minus_exp,
@@ -41,10 +63,12 @@ _FUNCTIONS: Mapping[str | None, Callable[[NDArray[np.float32]], NDArray[np.float
 def conversion(name: str, dtype: str, target: str, function: str | None) -> Callable[[Block], Block] | None:
     """The change of a tensor's elements from one dtype to another, and by a function; None if there is none.
 
-    Raises PlanError for a change that would lose something, or is not known.
+    Raises PlanError for a change that is not known. The change raises MismatchError where it would lose something.
     """
     if dtype == target and function is None:
         return None
+    if dtype == "F32" and target in _FROM_F32 and function is None:
+        return partial(_narrow, name, target)
     if target != "F32" or dtype not in _AS_F32 or function not in _FUNCTIONS:
         raise PlanError(f"tensor '{name}' is {dtype}, and would be stored as {target}: no bits may be lost")
     widen, apply = _AS_F32[dtype], _FUNCTIONS[function]

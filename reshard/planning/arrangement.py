@@ -65,6 +65,11 @@ class Portion:
     lead: int
 
     @property
+    def function(self) -> str | None:
+        """The function that is stored instead of the elements, if there is one."""
+        return self.line.function if self.line else None
+
+    @property
     def outer(self) -> int:
         """The number of factors, in the stored order, before those along which atoms are joined."""
         return sum(self.counts[: self.dim]) + self.lead
@@ -395,6 +400,13 @@ class Placed(NamedTuple):
             return False
         boxes = self.layout.boxes
         return any(boxes[other].dims == boxes[rank].dims for other in boxes if other < rank)
+
+    @property
+    def zeros(self) -> frozenset[int]:
+        """The ranks that have zeros in its place."""
+        if self.portion.line is None or not self.portion.line.first_rank:
+            return frozenset()
+        return frozenset(rank for rank in self.layout.boxes if self.is_zero(rank))
 
     @property
     def in_rows(self) -> bool:

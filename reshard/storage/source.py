@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from formats.errors import CheckpointError, MismatchError
-from formats.files.checkpoint import Checkpoint, fingerprint, open_checkpoint
-from formats.files.safetensors import TensorInfo
+from formats.documents import read_config
+from formats.errors import CheckpointError, MismatchError, ReshardError
+from formats.files.checkpoint import Checkpoint, find_side_files, fingerprint, open_checkpoint, with_modelopt
+from formats.files.safetensors import TensorInfo, read_header
 from formats.files.sharded import (
     MANIFEST,
     Identity,
@@ -23,6 +24,7 @@ from formats.files.sharded import (
     is_sharded,
     open_sharded,
     plan_digest,
+    read_manifest,
 )
 from formats.files.stamps import Stamp, stamp_of
 from formats.mesh import Mesh
@@ -31,7 +33,7 @@ from formats.notation.architecture_document import architecture_from_document, t
 from formats.notation.architecture_files import find_architecture, load_architecture
 from formats.quantization.scale_blocks import block_size
 from formats.regular_files import read_file
-from formats.notation.rewrites import Page
+from formats.notation.rewrites import Page, page_of
 from reshard.planning.arrangement import Arrangement, as_stored, unchanged, uses_of
 from reshard.planning.binding import bind, lines_for
 from reshard.planning.completeness import check_complete
@@ -41,8 +43,20 @@ from reshard.planning.plan import Plan, make_plan
 from reshard.planning.rows import Rows
 from reshard.planning.sizes import AxisSizes
 from reshard.storage.output import unfinished_command
+from reshard.storage.program_source import (
+    check_stored,
+    full_tensors,
+    inferred_sizes,
+    inferred_tensors,
+    meshes,
+    pages_for,
+    program_files,
+    read_ranks,
+)
 
 UNSPLIT = Mesh((("tp", 1),))
+KEPT = "reshard-kept.safetensors"
+"""The file with the tensors whose own bits a program's format does not keep."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +95,15 @@ def _place_of(
 
 
 @dataclass(frozen=True)
+class ProgramShards:
+    """What another program's format has in the place of ``ShardedCheckpoint``."""
+
+    path: Path
+    form: str
+    manifest: Manifest | None
+
+
+@dataclass(frozen=True)
 class Source:
     """A checkpoint to read from.
 
@@ -101,10 +124,12 @@ class Source:
     files: Mapping[Path, SourceFile]
     side_files: tuple[Path, ...]
     checkpoint: Checkpoint | None
-    sharded: ShardedCheckpoint | None
+    sharded: ShardedCheckpoint | ProgramShards | None
     stamps: Mapping[Path, Stamp]
     page: Page | None = None
     """The format, if another program's."""
+    kept: Mapping[str, TensorInfo] = field(default_factory=dict)
+    """The tensors in ``KEPT``."""
 
     @cached_property
     def arrangement(self) -> Arrangement | None:
@@ -152,7 +177,8 @@ class Source:
         assert self.sharded is not None
         if self.sharded.manifest is not None:
             return self.sharded.manifest.source
-        return SourceRecord(self.sharded.identity.source, self.location, None, (), None, None, {})
+        known = self.sharded.identity.source if isinstance(self.sharded, ShardedCheckpoint) else self.location
+        return SourceRecord(known, self.location, None, (), None, None, {})
 
     @cached_property
     def rules(self) -> dict[str, Any]:
@@ -215,8 +241,13 @@ def open_source(
     if unfinished_command(path) is not None:
         raise CheckpointError(f"{path} is unfinished output", "run the command that wrote it again: it resumes")
     stamps = _stamps(path)
+    manifest = read_manifest(path / MANIFEST) if (path / MANIFEST).is_file() else None
+    if manifest is not None and manifest.form is not None:
+        return _open_program(path, where, plan_file, stamps, manifest, [page_of(manifest.form)])
     if is_sharded(path):
         return _open_sharded(path, where, plan_file, stamps)
+    if manifest is None and (found := pages_for(path)):
+        return _open_program(path, where, plan_file, stamps, None, found)
     checkpoint = open_checkpoint(path)
     architecture = load_architecture(plan_file) if plan_file else find_architecture(checkpoint.config, path)
     tensors = _with_aliases(checkpoint)
@@ -299,6 +330,72 @@ def _open_sharded(path: Path, location: str, plan_file: Path | None, stamps: Map
             "pass the plan file of the split with --plan",
         )
     return source
+
+
+def _open_program(
+    path: Path,
+    location: str,
+    plan_file: Path | None,
+    stamps: Mapping[Path, Stamp],
+    manifest: Manifest | None,
+    candidates: Sequence[Page],
+) -> Source:
+    """Open what is stored in a program's format: in the first of ``candidates``, and on the first mesh, that fits."""
+    problems: list[ReshardError] = []
+    for page in candidates:
+        ranks = read_ranks(program_files(page, path), path)
+        config = with_modelopt(read_config(path / "config.json"), path)
+        architecture = load_architecture(plan_file) if plan_file else find_architecture(config, path)
+        if manifest is not None and plan_file is None:
+            architecture = architecture_from_document(manifest.architecture, "manifest", str(path))
+        try:
+            full = full_tensors(manifest) or inferred_tensors(page, architecture, config, ranks)
+            sizes = manifest.identity.sizes if manifest else inferred_sizes(architecture, config, ranks)
+            model = bind(architecture, config, full, known=sizes)
+        except ReshardError as error:
+            problems.append(error)
+            continue
+        for mesh in [manifest.identity.mesh] if manifest else meshes(len(ranks), page, bool(model.expert_axes)):
+            try:
+                plan = make_plan(model, mesh, pad_to=page.pad_to)
+                check_stored(arrangement_of(plan, page), ranks, path)
+            except ReshardError as error:
+                problems.append(error)
+                continue
+            check_complete(model, path)
+            return _program_source(path, location, stamps, manifest, page, plan, ranks)
+    raise problems[0]
+
+
+def _program_source(
+    path: Path,
+    location: str,
+    stamps: Mapping[Path, Stamp],
+    manifest: Manifest | None,
+    page: Page,
+    plan: Plan,
+    ranks: tuple[Mapping[str, TensorInfo], ...],
+) -> Source:
+    expected = {path / f.name: f.checksum for files in manifest.ranks.values() for f in files} if manifest else {}
+    found = [file.path for file in program_files(page, path)]
+    kept = [path / KEPT] if (path / KEPT).is_file() else []
+    headers = {file: read_header(file) for file in [*found, *kept]}
+    files = {
+        file: SourceFile(file, file.name, file.stat().st_size, header.raw, expected.get(file))
+        for file, header in headers.items()
+    }
+    side_files = (
+        tuple(path / record.name for record in manifest.side_files)
+        if manifest
+        else tuple(file for file in find_side_files(path) if file.name not in {MANIFEST, KEPT} and file not in found)
+    )
+    sharded = ProgramShards(path, page.name, manifest)
+    used = [*files, *side_files, *([path / MANIFEST] if manifest else [])]
+    return Source(
+        path, location, None, plan, plan.model, tuple(tensor.name for tensor in plan.model.tensors), ranks, files,
+        side_files, None, sharded, _of_used(stamps, used, path), page,
+        {name: info for file in kept for name, info in headers[file].tensors.items()},
+    )  # fmt: skip
 
 
 def _check_sizes(said: Mapping[str, int], split: Mapping[str, int], path: Path) -> None:

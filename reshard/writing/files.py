@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,15 @@ from reshard.engine.move import Job, Options, TargetFile, TargetPlace, move, pla
 from reshard.engine.reading import Sums
 from reshard.engine.transfer import Change, Transfer, Way
 from reshard.engine.ways import way_between
-from reshard.planning.arrangement import Arrangement, Placed, Portion, permuted
-from reshard.planning.plan import Layout, Plan
+from reshard.planning.arrangement import Arrangement, Atom, Placed, Portion, as_stored, permuted, unchanged
+from reshard.planning.plan import Layout, Plan, make_plan
 from reshard.storage.output import Finished, Read, Staging, staging_of
-from reshard.storage.source import Source, SourceFile, SourcePlace, arrangements
+from reshard.storage.source import KEPT, UNSPLIT, Places, Source, SourceFile, SourcePlace, arrangements
 from reshard.writing.shard_files import ShardFile
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
+KEPT_RANK = -1
+"""The rank, so to speak, of the file with what a program does not keep."""
 
 Progress = Callable[[int, int], None]
 """Called with the bytes written so far and the total of bytes."""
@@ -174,9 +176,8 @@ def _atom_jobs(
 ) -> Iterator[Job]:
     """One job an atom, in the order in which the source stores them (see ``reshard.planning.arrangement``)."""
     here, there = arrangements(source, target)
-    ways: dict[tuple[object, ...], Way] = {}
-    orders: dict[tuple[Portion, Portion], tuple[tuple[int, ...], tuple[int, ...]]] = {}
-    laid: dict[tuple[Layout, tuple[int, ...]], Layout] = {}
+    ways = _Ways()
+    kept = _Kept(source, there, places)
     for atom, held in here.placed.items():
         wanted = there.placed[atom]
         ranks = frozenset(
@@ -186,34 +187,100 @@ def _atom_jobs(
             and wanted.stored.geometry.lies(rank, wanted.number) is not None
             and not wanted.is_zero(rank)
         )
-        if not ranks:
-            continue
+        sources: Places = partial(_atom_source, source, held)
+        if held.portion.function is not None:
+            held, sources = kept.source(atom)
+        if ranks:
+            targets = partial(_atom_target, places, wanted)
+            yield ways.job(atom, held, wanted, sources, targets, ranks)
+        if wanted.portion.function is not None:
+            whole, targets = kept.target(atom)
+            yield ways.job(atom, held, whole, sources, targets, frozenset({0}))
+
+
+class _Ways:
+    """Makes the jobs of atoms; atoms that go the same way share it."""
+
+    def __init__(self) -> None:
+        self._ways: dict[tuple[object, ...], Way] = {}
+        self._orders: dict[tuple[Portion, Portion], tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self._layouts: dict[tuple[Layout, tuple[int, ...], frozenset[int]], Layout] = {}
+
+    def job(
+        self,
+        atom: Atom,
+        held: Placed,
+        wanted: Placed,
+        sources: Places,
+        targets: Callable[[int], TargetPlace | None],
+        ranks: frozenset[int],
+    ) -> Job:
+        """The job that moves an atom to these ranks."""
         portions = held.portion, wanted.portion
-        if portions not in orders:
-            orders[portions] = _orders(*portions)
-        stored, order = orders[portions]
-        before, after = (
-            laid.setdefault((layout, stored), permuted(layout, stored) if stored else layout)
-            for layout in (held.layout, wanted.layout)
-        )
-        change = _change(atom.tensor, held, wanted)
-        key = (before, after, held.stored.dtype, order, change and (change.target, change.function), ranks)
-        if key not in ways:
-            bits = DTYPE_BITS[held.stored.dtype]
-            ways[key] = Transfer(before, after, bits, ranks, order=order, change=change)
-        sources = partial(_atom_source, source, held)
-        targets = partial(_atom_target, places, wanted)
-        in_rows = held.in_rows or wanted.in_rows
-        nbytes = math.prod(before.full) * DTYPE_BITS[held.stored.dtype] // 8
-        yield Job(atom.tensor, ways[key], sources, targets, nbytes, in_rows)
+        if portions not in self._orders:
+            self._orders[portions] = _orders(*portions)
+        stored, order = self._orders[portions]
+        before, after = (self._layout(placed, stored) for placed in (held, wanted))
+        dtype, change = held.stored.dtype, _change(atom.tensor, held, wanted)
+        key = (before, after, dtype, order, change and (change.target, change.function), ranks)
+        if key not in self._ways:
+            self._ways[key] = Transfer(before, after, DTYPE_BITS[dtype], ranks, order=order, change=change)
+        nbytes = math.prod(before.full) * DTYPE_BITS[dtype] // 8
+        return Job(atom.tensor, self._ways[key], sources, targets, nbytes, held.in_rows or wanted.in_rows)
+
+    def _layout(self, placed: Placed, order: tuple[int, ...]) -> Layout:
+        """The layout of an atom in the source's order, without the ranks that have zeros in its place."""
+        layout, zeros = placed.layout, placed.zeros
+        if not order and not zeros:
+            return layout
+        key = (layout, order, zeros)
+        if key not in self._layouts:
+            kept = {rank: box for rank, box in layout.boxes.items() if rank not in zeros}
+            layout = replace(layout, boxes=kept)
+            self._layouts[key] = permuted(layout, order) if order else layout
+        return self._layouts[key]
+
+
+class _Kept:
+    """The tensors whose own bits a program does not keep: they stand in a file of reshard's, whole."""
+
+    def __init__(
+        self, source: Source, target: Arrangement, places: Mapping[int, Mapping[str, TargetPlace]]
+    ) -> None:
+        self._source, self._target, self._places = source, target, places
+
+    @cached_property
+    def _whole(self) -> Arrangement:
+        """All tensors as Hugging Face has them, on one rank, in the parts of the target's."""
+        plan = make_plan(self._target.plan.model, UNSPLIT, padding={})
+        return Arrangement(plan, as_stored(unchanged(plan.model), self._target.taken))
+
+    def source(self, atom: Atom) -> tuple[Placed, Places]:
+        """Where an atom lies in the source's file. Raises PlanError if there is none."""
+        placed, info = self._whole.placed[atom], self._source.kept.get(atom.tensor)
+        if info is None:
+            raise PlanError(
+                f"tensor '{atom.tensor}' is stored as a function of it, from which its own bits cannot be restored",
+                f"'reshard split' keeps them beside the shards, in {KEPT}; another program does not",
+            )
+        lies = placed.stored.geometry.lies(0, placed.number)
+        assert lies is not None
+        place = SourcePlace(self._source.files[info.file], info.offset + lies.base, lies.rows)
+        return placed, lambda rank: place
+
+    def target(self, atom: Atom) -> tuple[Placed, Callable[[int], TargetPlace | None]]:
+        """Where an atom is to lie in the target's file."""
+        placed = self._whole.placed[atom]
+        lies = placed.stored.geometry.lies(0, placed.number)
+        place = self._places[KEPT_RANK][atom.tensor]
+        assert lies is not None
+        there = TargetPlace(place.file, place.offset + lies.base, lies.rows)
+        return placed, lambda rank: there
 
 
 def _change(name: str, held: Placed, wanted: Placed) -> Change | None:
-    """The change of an atom's elements, if it is stored in another dtype or by a function. Raises PlanError."""
-    before, after = held.portion.line, wanted.portion.line
-    function = after.function if after else None
-    if before is not None and before.function is not None:
-        raise PlanError(f"tensor '{name}' is stored as {before.function}(x), from which its own bits cannot be restored")
+    """The change of an atom's elements, if it is stored in another dtype or by a function."""
+    function = wanted.portion.function
     if held.stored.dtype == wanted.stored.dtype and function is None:
         return None
     return Change(name, held.stored.dtype, wanted.stored.dtype, function)

@@ -15,8 +15,8 @@ from formats.notation.rewrites import Page
 from reshard.engine.reading import Sums
 from reshard.planning.arrangement import Arrangement, Placed, Stored
 from reshard.storage.output import Staging
-from reshard.storage.source import Source
-from reshard.writing.files import NewFile, new_file
+from reshard.storage.source import KEPT, Source
+from reshard.writing.files import KEPT_RANK, NewFile, new_file
 from reshard.writing.shard_files import ShardFile, partition
 
 
@@ -30,7 +30,8 @@ class ProgramFiles:
         self.ranks, self.max_shard_size = ranks, max_shard_size
         self.identity = source.identity(self.plan)
         self._files = {rank: list(self._files_of(rank)) for rank in ranks}
-        self.files = [file for files in self._files.values() for file in files]
+        self._kept = list(self._kept_file())
+        self.files = [file for files in (*self._files.values(), self._kept) for file in files]
         self.nbytes = sum(file.size for file in self.files)
         """Bytes of all weight files."""
 
@@ -50,6 +51,19 @@ class ProgramFiles:
             )
             yield dataclasses.replace(file, fixed=fixed)
 
+    def _kept_file(self) -> Iterator[NewFile]:
+        """The file with the tensors of which the program stores a function, if there are any."""
+        changed = {kind for kind, taken in self.arrangement.taken.items() if any(part.function for part in taken)}
+        tensors = [
+            (name, kind.dtype, kind.shape, tensor_bytes(name, kind.dtype, kind.shape))
+            for name, kind, _ in self.plan.model.tensors
+            if kind in changed
+        ]
+        if tensors:
+            (shard,) = partition(tensors, 1 << 62)
+            header = build_header(shard.tensors, {"format": "pt"})
+            yield new_file(dataclasses.replace(shard, name=KEPT), "", KEPT_RANK, header)
+
     @property
     def task(self) -> dict[str, Any]:
         """The task: only a run with an equal one may use the finished files of this run."""
@@ -66,7 +80,8 @@ class ProgramFiles:
 
     def finish(self, staging: Staging, rank: int) -> tuple[FileRecord, ...]:
         """The records of a rank's files."""
-        done = ((file.name, staging.finished[file.name]) for file in self._files[rank])
+        files = [*self._files[rank], *(self._kept if rank == 0 else [])]
+        done = ((file.name, staging.finished[file.name]) for file in files)
         return tuple(FileRecord(name, finished.size, finished.checksum) for name, finished in done)
 
     def manifest(

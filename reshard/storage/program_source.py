@@ -1,0 +1,122 @@
+"""Opens what another program has written, or reshard in its format, as a source."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from formats.errors import CheckpointError, MismatchError, PlanError
+from formats.files.safetensors import TensorInfo, read_header
+from formats.files.sharded import MANIFEST, Manifest
+from formats.mesh import Mesh
+from formats.notation.architecture import Architecture
+from formats.notation.rewrites import Page, pages
+from reshard.planning.arrangement import Arrangement
+from reshard.planning.inverse import Origins
+from reshard.planning.model import FullTensor
+from reshard.planning.sizes import AxisSizes
+
+
+class ProgramFile(NamedTuple):
+    """A weight file of a program's, and the rank that it belongs to."""
+
+    path: Path
+    rank: int
+    ranks: int | None
+
+
+def program_files(page: Page, folder: Path) -> list[ProgramFile]:
+    """The weight files of a folder that are named as a page says, in the order of their ranks and parts."""
+    pattern = re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>[0-9]+)", re.escape(page.files)))
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = pattern.fullmatch(path.name)
+        if match is not None:
+            words = match.groupdict()
+            key = int(words.get("rank") or 0), int(words.get("part") or 0)
+            found.append((key, ProgramFile(path, key[0], int(words["ranks"]) if "ranks" in words else None)))
+    return [file for _, file in sorted(found)]
+
+
+def pages_for(folder: Path) -> list[Page]:
+    """The formats whose file names a folder has."""
+    return [page for page in pages().values() if program_files(page, folder)]
+
+
+def read_ranks(files: Sequence[ProgramFile], where: Path) -> tuple[dict[str, TensorInfo], ...]:
+    """The tensors of each rank. Raises CheckpointError if a rank is missing, or a tensor is there twice."""
+    count = max([file.rank for file in files]) + 1
+    said = {file.ranks for file in files if file.ranks is not None}
+    if len(said) > 1:
+        raise MismatchError(f"{where} has files of different numbers of ranks, {', '.join(map(str, sorted(said)))}")
+    ranks: list[dict[str, TensorInfo]] = [{} for _ in range(max([count, *said]))]
+    for file in files:
+        tensors = read_header(file.path).tensors
+        twice = tensors.keys() & ranks[file.rank].keys()
+        if twice:
+            raise CheckpointError(f"{file.path}: tensor '{min(twice)}' also stands in another file of this rank")
+        ranks[file.rank].update(tensors)
+    for rank, found in enumerate(ranks):
+        if not found:
+            raise CheckpointError(f"{where}: the files of rank {rank} of {len(ranks)} are missing")
+    return tuple(ranks)
+
+
+def full_tensors(manifest: Manifest | None) -> list[FullTensor] | None:
+    """The tensors of the original, as a manifest has them; None if it has not."""
+    if manifest is None or not manifest.source.files:
+        return None
+    infos = (info for file in manifest.source.files for info in file.tensors.values())
+    return [FullTensor(info.name, info.dtype, info.shape, MANIFEST) for info in infos]
+
+
+def inferred_tensors(
+    page: Page, architecture: Architecture, config: Mapping[str, object], ranks: Sequence[Mapping[str, TensorInfo]]
+) -> list[FullTensor]:
+    """The tensors of the original, as far as the names of stored ones say. Raises CheckpointError."""
+    stored = {name: info for rank in reversed(ranks) for name, info in rank.items()}
+    found = Origins(page, architecture, AxisSizes(architecture, config, {})).of(stored)
+    return [FullTensor(name, stored[of].dtype, None, stored[of].file.name) for name, of in found.items()]
+
+
+def inferred_sizes(
+    architecture: Architecture, config: Mapping[str, object], ranks: Sequence[Mapping[str, TensorInfo]]
+) -> dict[str, int]:
+    """The sizes of axes that config.json does not give, from tensors that keep their names."""
+    sizes = AxisSizes(architecture, config, {})
+    dealt = {axis for families in architecture.families.values() for family in families for axis in family}
+    known, found = sizes.of({}), dict[str, int]()
+    for name, info in ranks[0].items():
+        match = architecture.match(name)
+        rule = sizes.holds(match) if match else None
+        for dim, length in zip(rule.shapes[0].dims if rule else (), info.shape, strict=False):
+            if dim.axis is not None and dim.axis not in known:
+                found.setdefault(dim.axis, length * (len(ranks) if dim.axis in dealt else 1))
+    return found
+
+
+def meshes(count: int, page: Page, has_experts: bool) -> Iterator[Mesh]:
+    """The meshes that a number of ranks may be."""
+    if not page.same_ranks or not has_experts:
+        yield Mesh((("tp", count),))
+    if has_experts and count > 1:
+        yield Mesh((("tp", count), ("ep", count)), same_ranks=True)
+
+
+def check_stored(arrangement: Arrangement, ranks: Sequence[Mapping[str, TensorInfo]], path: Path) -> None:
+    """Raise MismatchError unless each rank has exactly the tensors, dtypes and shapes of an arrangement."""
+    for rank, tensors in enumerate(ranks):
+        lacking = dict(tensors)
+        for stored, shape in arrangement.held(rank):
+            info = lacking.pop(stored.name, None)
+            if info is None:
+                raise MismatchError(f"{path}: tensor '{stored.name}' is missing in the files of rank {rank}")
+            if info.shape != shape or info.dtype != stored.dtype:
+                raise MismatchError(
+                    f"{info.file}: tensor '{stored.name}' is {info.dtype} {list(info.shape)}, rank {rank} of "
+                    f"{arrangement.plan.mesh} has {stored.dtype} {list(shape)}"
+                )
+        if lacking:
+            raise MismatchError(f"{path}: tensor '{min(lacking)}' of rank {rank} is none of this model's")

@@ -79,12 +79,12 @@ def components(shape: Shape) -> tuple[Component, ...]:
         return ()
     ((dim, (lead, owns)),) = packed
     others = [list(_factors(other)) for other in shape.dims]
-    found = []
+    parts = []
     for label, own in owns.items():
         others[dim] = [*lead, *own]
-        factors = tuple(factor for factors in others for factor in factors)
-        found.append(Component(label, factors, tuple(map(len, others)), dim, len(lead), shape.arrow))
-    return tuple(found)
+        factors = tuple(factor for of_dim in others for factor in of_dim)
+        parts.append(Component(label, factors, tuple(map(len, others)), dim, len(lead), shape.arrow))
+    return tuple(parts)
 
 
 def without_first(component: Component) -> Component:
@@ -113,10 +113,10 @@ def _factors(dim: Dim) -> Iterator[Dim]:
 
 def _packed(dim: Dim) -> tuple[list[Dim], dict[str, list[Dim]]] | None:
     """The factors before the labelled summands of a dimension, and the factors of each of them and behind them."""
-    if len(dim.summands) > 1:
-        lead: Sequence[Factor] = ()
-        summands, trail = dim.summands, ()
-    else:
+    lead: Sequence[Factor] = ()
+    trail: Sequence[Factor] = ()
+    summands = dim.summands
+    if len(dim.summands) == 1:
         factors = dim.summands[0].factors
         sums = [i for i, factor in enumerate(factors) if isinstance(factor, Dim) and len(factor.summands) > 1]
         if len(sums) != 1:

@@ -1,15 +1,15 @@
 """How another program stores the same elements: rewrites of names, and what is joined, stacked or reordered.
 
-A *page* describes a program's format in lines. A line has a name of the program's, and the tensors of Hugging Face's that it
-is made of::
+A *page* describes a program's format in lines. A line has a name of the program's, and the tensors of Hugging Face's
+that it is made of::
 
     "**.qkv_proj.*" = ["**.q_proj.*", "**.k_proj.*", "**.v_proj.*"]
     "**.experts.w2_*" = "**.experts.{expert}.down_proj.*"
 
 Several tensors are joined along their output. An index that is not in the program's name is stacked, as the first
-dimension. ``**`` stands for any text, ``*`` for text without a dot, ``{expert}`` for an index. A packed tensor's
-components have names as in models that do not pack them (``q_proj`` of ``qkv_proj``), so one line serves both. Pages
-are in ``formats/programs/``; see docs/formats.md.
+dimension. ``**`` stands for any text, ``*`` for text without a dot, ``{expert}`` for an index. The components of a
+packed tensor have names as in models that do not pack them (``q_proj`` of ``qkv_proj``), so one line serves both.
+Pages are in ``formats/programs/``; see docs/formats.md.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class Pattern:
                 parts.append(f"(?P={word[1:-1]})" if word in seen else rf"(?P<{word[1:-1]}>\{{\w+\}}|[0-9]+)")
                 seen.add(word)
             else:
-                parts.append({"**.": f"(?P<_{stars}>(?:.*\\.)?)", "**": f"(?P<_{stars}>.*)"}.get(word, rf"(?P<_{stars}>[^.]*)"))
+                parts.append(
+                    {"**.": f"(?P<_{stars}>(?:.*\\.)?)", "**": f"(?P<_{stars}>.*)"}.get(word, rf"(?P<_{stars}>[^.]*)")
+                )
                 stars += 1
             end = match.end()
         return re.compile("".join([*parts, re.escape(self.text[end:])]))
@@ -85,10 +87,11 @@ class Line:
     """A tensor of the program's, and what it is made of, where ``when`` holds.
 
     ``output_first`` stores what Hugging Face stores input first (``->``) as output, input. ``pairs`` has, for each
-    source, the axis whose two halves are stored as pairs (``""``: none), ``halves`` the axis whose pairs are stored as halves. ``apart`` takes the components of a packed tensor apart, and joins them one after the other.
-    ``dtype`` is another dtype, without loss. ``function`` is the one arithmetic that some program does. ``first_rank``
-    says that of equal parts all but the first rank's are zeros, ``whole`` that every rank has all of it. Where a tensor that ``without``
-    matches is there, the line does not hold.
+    source, the axis whose two halves are stored as pairs (``""``: none); ``halves`` the axis whose pairs are stored as
+    halves. ``apart`` takes the components of a packed tensor apart, and joins them one after the other. ``dtype`` is
+    another dtype, without loss. ``function`` is the one arithmetic that some program does. ``first_rank`` says that of
+    equal parts all but the first rank's are zeros, ``whole`` that every rank has all of it. Where a tensor that
+    ``without`` matches is there, the line does not hold.
     """
 
     target: Pattern
@@ -128,9 +131,10 @@ class Renaming:
 
 @dataclass(frozen=True)
 class Use:
-    """A line of a page that covers a tensor's name: as which of its ``sources``, and the name of what it becomes part of.
+    """A line of a page that covers a tensor's name: as which of its ``sources``.
 
-    ``stacked`` is the index that the new name does not have, as it stands in the old one (``{expert}``).
+    ``target`` is the name of what the tensor becomes a part of. ``stacked`` is the index that this name does not have,
+    as it stands in the old one (``{expert}``).
     """
 
     line: Line
@@ -141,8 +145,10 @@ class Use:
 
 @dataclass(frozen=True, eq=False)
 class Page:
-    """A program's format. ``files`` is the name of a rank's weight file; ``keep`` says whether what no line covers keeps
-    its name; the vocabulary is padded to a multiple of ``pad_to``. With ``same_ranks`` experts are whole.
+    """A program's format.
+
+    ``files`` is the name of a rank's weight file. With ``keep``, what no line covers keeps its name. The vocabulary is
+    padded to a multiple of ``pad_to``. With ``same_ranks``, experts are dealt whole over the ranks of ``tp``.
     """
 
     name: str
@@ -187,7 +193,19 @@ def page_of(name: str) -> Page:
     return found
 
 
-_LINE_KEYS = {"from", "when", "output_first", "pairs", "halves", "apart", "dtype", "function", "first_rank", "whole", "without"}
+_LINE_KEYS = {
+    "from",
+    "when",
+    "output_first",
+    "pairs",
+    "halves",
+    "apart",
+    "dtype",
+    "function",
+    "first_rank",
+    "whole",
+    "without",
+}
 
 
 def read_page(path: Path) -> Page:

@@ -38,7 +38,8 @@ from reshard.cli.summary import import_numpy, interruptible, print_summary
 @output_options
 def split_command(
     source: str, out: Path, tp: int | None, ep: int | None, same_ranks: bool, uneven: bool, ranks: tuple[int, ...],
-    form: str | None, max_shard_size: int, refine_blocks: bool, pad_vocab_to: int | None, no_pad_vocab: bool, plan_file: Path | None,
+    form: str | None, max_shard_size: int, refine_blocks: bool, pad_vocab_to: int | None, no_pad_vocab: bool,
+    plan_file: Path | None,
     revision: str | None, token: str | None, cache_dir: Path | None, overwrite: bool, fsync: bool, no_checksum: bool,
     workers: int | None, dry_run: bool, as_json: bool, quiet: bool,
 ) -> None:  # fmt: skip

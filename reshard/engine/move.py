@@ -343,10 +343,9 @@ class _Mover:
         """Move plain byte ranges window by window: each is read once and written to all its targets."""
         starts = {region.rank: region.offset for region in slab.writes}
         for region in slab.reads:
+            place = job.source(region.rank)
 
-            def move(
-                window: _Window, source: SourcePlace = job.source(region.rank), start: int = region.offset
-            ) -> None:
+            def move(window: _Window, source: SourcePlace = place, start: int = region.offset) -> None:
                 if not self._want(job, (copy.target for copy in window.copies)):
                     return
                 self._arena.clear()

@@ -477,6 +477,7 @@ def _common(sets: Sequence[frozenset[int] | None]) -> frozenset[int] | None:
 
 # ---------------------------------------------------------------------------------------------- joining dimensions
 
+
 def _one(source: Layout, target: Layout, ranks: frozenset[int]) -> _Raw:
     """A dimension of one index, which all ranks have that have any of the tensor."""
     one = (Run(0, 1),)

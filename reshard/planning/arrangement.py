@@ -28,11 +28,11 @@ from reshard.planning.rows import Rows
 
 
 class Atom(NamedTuple):
-    """A tensor of Hugging Face's, or a part of it: a component by its label, what an index of the first dimension has."""
+    """A tensor of Hugging Face's, or a part of it: a component (by its label), or an index of the first dimension."""
 
     tensor: str
     label: str | None = None
-    index: int | None = None
+    at: int | None = None
 
 
 class Lies(NamedTuple):
@@ -47,9 +47,10 @@ class Portion:
     """An atom of each tensor of a kind, and what a program makes of it.
 
     ``target`` is the program's name, with indices as in ``{layer}``; None is the tensor's own. ``stacked`` is the axis
-    along which atoms are stacked. ``by_index`` says that an atom is what one index of the first dimension has. ``slot`` is its place among what is
-    joined. ``order`` has the atom's factors in the order in which the program stores them, ``counts`` how many of them
-    each of its dimensions has; atoms are joined along the dimension ``dim``, behind its first ``lead`` factors.
+    along which atoms are stacked. ``by_index`` says that an atom is what one index of the first dimension has. ``slot``
+    is its place among the ``slots`` things that are joined. ``order`` has the atom's factors in the order in which the
+    program stores them, ``counts`` how many of them each of its dimensions has. Atoms are joined along the dimension
+    ``dim``, behind its first ``lead`` factors.
     """
 
     component: Component
@@ -201,7 +202,9 @@ def as_stored(taken: Mapping[Kind, Taken], other: Mapping[Kind, Taken]) -> dict[
         parts = other[kind]
         if len(portions) == 1 and portions[0].component.label is None and not portions[0].by_index and _is_apart(parts):
             portions = _in_parts(kind, portions[0], parts)
-        found[kind] = tuple(_like(own, parts[i]) for i, own in enumerate(portions)) if len(portions) == len(parts) else portions
+        found[kind] = (
+            tuple(_like(own, parts[i]) for i, own in enumerate(portions)) if len(portions) == len(parts) else portions
+        )
     return found
 
 
@@ -232,7 +235,9 @@ def _like(own: Portion, other: Portion) -> Portion:
     is_same = (own.by_index, own.component.label) == (other.by_index, other.component.label)
     if not is_same or len(other.component.factors) <= len(own.component.factors):
         return own
-    return replace(_kept(other.component, own.target), by_index=own.by_index, slot=own.slot, slots=own.slots, line=own.line)
+    return replace(
+        _kept(other.component, own.target), by_index=own.by_index, slot=own.slot, slots=own.slots, line=own.line
+    )
 
 
 def _kept(component: Component, target: str | None) -> Portion:
@@ -252,7 +257,7 @@ class _Reading:
         """What the program makes of each kind."""
         found = {kind: list(self._candidates(kind)) for kind in self.model.kinds}
         while True:
-            joined: dict[tuple[int, str], set[int]] = defaultdict(set)
+            joined: dict[tuple[int, str | None], set[int]] = defaultdict(set)
             for candidates in found.values():
                 for portion in candidates[0] if candidates else ():
                     joined[id(portion.line), portion.target].add(portion.slot)
@@ -297,7 +302,10 @@ class _Reading:
         parts = {part.label: part for part in components(kind.rule)}
         experts = by_name(name, kind.rule)
         if experts:
-            found = {label: without_first(parts.get(label) or whole(kind.rule)) for label in [*parts, *([] if parts else [None])]}
+            found = {
+                label: without_first(parts.get(label) or whole(kind.rule))
+                for label in [*parts, *([] if parts else [None])]
+            }
             named = dict(zip(experts, found.values(), strict=True))
         elif parts:
             module, _, leaf = name.rpartition(".")
@@ -326,15 +334,17 @@ class _Reading:
         counts = tuple(component.counts[dim] for dim in dims)
         joined = len(dims) - 1 if has_arrow and len(dims) > 1 else 0
         return Portion(
-            component, by_index, use.target, use.stacked[1:-1] if use.stacked else None, use.source, len(line.sources), line, tuple(order), counts,
-            joined, 0,
+            component, by_index, use.target, use.stacked[1:-1] if use.stacked else None, use.source,
+            len(line.sources), line, tuple(order), counts, joined, 0,
         )  # fmt: skip
 
     def _apart(self, kind: Kind, use: Use) -> Iterator[Portion]:
         found = {part.label: part for part in components(kind.rule)}
         for slot, label in enumerate(use.line.apart):
             if label not in found or len(found) != len(use.line.apart):
-                raise PlanError(f"tensor '{kind.name}': '{kind.rule}' does not have the parts {', '.join(use.line.apart)}")
+                raise PlanError(
+                    f"tensor '{kind.name}': '{kind.rule}' does not have the parts {', '.join(use.line.apart)}"
+                )
             portion = self._portion(kind, found[label], use)
             yield replace(portion, slot=slot, slots=len(use.line.apart))
 
@@ -417,7 +427,10 @@ class Placed(NamedTuple):
 
 
 class Arrangement:
-    """A model's elements on a mesh as a program stores them: ``stored`` are its tensors, ``placed`` where each atom is."""
+    """A model's elements on a mesh as a program stores them.
+
+    ``stored`` has its tensors, ``placed`` where each atom is.
+    """
 
     def __init__(self, plan: Plan, taken: Mapping[Kind, Taken], constants: Sequence[Constant] = ()) -> None:
         self.plan, self.taken, self.constants = plan, taken, constants
@@ -460,7 +473,9 @@ class Arrangement:
             raise PlanError(f"'{name}' would be made of {len(places)} tensors, which are not {slots} for each index")
         dtypes = {atom[3] for atom in atoms.values()}
         if len(dtypes) > 1:
-            raise PlanError(f"'{name}' would be joined from tensors of different dtypes, {' and '.join(sorted(dtypes))}")
+            raise PlanError(
+                f"'{name}' would be joined from tensors of different dtypes, {' and '.join(sorted(dtypes))}"
+            )
         portions = tuple(atoms[place][1] for place in places[:slots])
         layouts = tuple(atoms[place][2] for place in places)
         key = (portions, layouts, first[3])
@@ -516,7 +531,6 @@ class Arrangement:
                 found = constant.beside.match(each.name)
                 for name in constant.names if found is not None else ():
                     yield Stored(name.fill(found or {}), constant.dtype, each.geometry, (), constant)
-
 
 
 def permuted(layout: Layout, order: Sequence[int]) -> Layout:

@@ -1,7 +1,7 @@
 """The way back: which tensors of Hugging Face's a program's tensors are made of, from names alone.
 
-A manifest says it. Without one, each stored name is looked up among the lines of the program's page: the first line whose
-sources are all known to the model's architecture is the one that wrote it.
+A manifest says it. Without one, each stored name is looked up among the lines of the program's page: the first line
+whose sources are all known to the model's architecture is the one that wrote it.
 """
 
 from __future__ import annotations
@@ -105,18 +105,19 @@ class Origins:
                     return None
                 names[general] = None
                 continue
-            axis, count = self._count(general, stacked)
+            count = self._count(general, stacked)
             if count is None:
                 return None
             names.update(dict.fromkeys(general.replace(f"{{{stacked}}}", str(i)) for i in range(count)))
         return list(names)
 
-    def _count(self, general: str, stacked: str) -> tuple[str | None, int | None]:
+    def _count(self, general: str, stacked: str) -> int | None:
+        """How many there are along a stacked index; None if the architecture has no line for their names."""
         first = general.replace(f"{{{stacked}}}", "0")
         if not self._is_known(first):
-            return None, None
+            return None
         *_, axis = self._architecture.index_places(first)
-        return axis, self._sizes.counts.get(axis)
+        return self._sizes.counts.get(axis)
 
     def _is_known(self, name: str) -> bool:
         module, _, leaf = name.rpartition(".")

@@ -13,8 +13,9 @@ class Rows(NamedTuple):
     stride: int
 
     def ranges(self, offset: int, begin: int, length: int) -> Iterator[tuple[int, int, int]]:
-        """The ranges that bytes ``begin`` to ``begin + length`` of the rows take, if the first row begins at ``offset``:
-        the offset of each, its place among these bytes, and its length.
+        """The ranges that bytes ``begin`` to ``begin + length`` of the rows take, the first of which is at ``offset``.
+
+        Yields the offset of each, its place among these bytes, and its length.
         """
         done = 0
         while done < length:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from formats.errors import CheckpointError, MismatchError, PlanError
+from formats.errors import CheckpointError, MismatchError
 from formats.files.safetensors import TensorInfo, read_header
 from formats.files.sharded import MANIFEST, Manifest
 from formats.mesh import Mesh

@@ -31,9 +31,9 @@ from formats.mesh import Mesh
 from formats.notation.architecture import Architecture
 from formats.notation.architecture_document import architecture_from_document, to_document
 from formats.notation.architecture_files import find_architecture, load_architecture
+from formats.notation.rewrites import Page, page_of
 from formats.quantization.scale_blocks import block_size
 from formats.regular_files import read_file
-from formats.notation.rewrites import Page, page_of
 from reshard.planning.arrangement import Arrangement, as_stored, unchanged, uses_of
 from reshard.planning.binding import bind, lines_for
 from reshard.planning.completeness import check_complete
@@ -95,15 +95,6 @@ def _place_of(
 
 
 @dataclass(frozen=True)
-class ProgramShards:
-    """What another program's format has in the place of ``ShardedCheckpoint``."""
-
-    path: Path
-    form: str
-    manifest: Manifest | None
-
-
-@dataclass(frozen=True)
 class Source:
     """A checkpoint to read from.
 
@@ -124,12 +115,14 @@ class Source:
     files: Mapping[Path, SourceFile]
     side_files: tuple[Path, ...]
     checkpoint: Checkpoint | None
-    sharded: ShardedCheckpoint | ProgramShards | None
+    sharded: ShardedCheckpoint | None
     stamps: Mapping[Path, Stamp]
     page: Page | None = None
     """The format, if another program's."""
     kept: Mapping[str, TensorInfo] = field(default_factory=dict)
     """The tensors in ``KEPT``."""
+    manifest: Manifest | None = None
+    """The manifest of a split checkpoint that has one."""
 
     @cached_property
     def arrangement(self) -> Arrangement | None:
@@ -165,19 +158,18 @@ class Source:
         return self.unsplit
 
     @property
-    def manifest(self) -> Manifest | None:
-        """The manifest of a split checkpoint that has one."""
-        return self.sharded.manifest if self.sharded else None
+    def is_split(self) -> bool:
+        """Whether this is split over ranks already, in whatever format."""
+        return self.checkpoint is None
 
     @cached_property
     def record(self) -> SourceRecord:
         """The record of the original checkpoint, as in a manifest. Reads samples of a full checkpoint's weights."""
         if self.checkpoint is not None:
             return _record_of(self.checkpoint, self.location, self.commit)
-        assert self.sharded is not None
-        if self.sharded.manifest is not None:
-            return self.sharded.manifest.source
-        known = self.sharded.identity.source if isinstance(self.sharded, ShardedCheckpoint) else self.location
+        if self.manifest is not None:
+            return self.manifest.source
+        known = self.sharded.identity.source if self.sharded else self.location
         return SourceRecord(known, self.location, None, (), None, None, {})
 
     @cached_property
@@ -216,18 +208,15 @@ def arrangements(source: Source, target: Plan | Arrangement) -> tuple[Arrangemen
     """What a source stores and what a target is to store, taken apart into the same atoms."""
     model = source.plan.model
     own = uses_of(model, source.page) if source.page else unchanged(model)
-    plan, constants, other = target, (), None
-    if isinstance(target, Arrangement):
-        plan, constants, other = target.plan, target.constants, dict(target.taken)
-    assert isinstance(plan, Plan)
-    if other is None:
-        other = unchanged(plan.model)
+    if isinstance(target, Plan):
+        target = Arrangement(target, unchanged(target.model))
+    plan, other = target.plan, target.taken
     kinds = dict(zip((t.kind for t in model.tensors), (t.kind for t in plan.model.tensors), strict=True))
     theirs = {kind: other[kinds[kind]] for kind in model.kinds}
     mine = as_stored(own, theirs)
     theirs = as_stored(theirs, own)
     there = {kinds[kind]: taken for kind, taken in theirs.items()}
-    return Arrangement(source.plan, mine), Arrangement(plan, there, constants)
+    return Arrangement(source.plan, mine), Arrangement(plan, there, target.constants)
 
 
 def open_source(
@@ -322,7 +311,7 @@ def _open_sharded(path: Path, location: str, plan_file: Path | None, stamps: Map
     used = [*files, *sharded.side_files, *([path / MANIFEST] if manifest else [])]
     source = Source(
         path, location, None, plan, model, names, ranks, files, sharded.side_files, None, sharded,
-        _of_used(stamps, used, path),
+        _of_used(stamps, used, path), manifest=manifest,
     )  # fmt: skip
     if plan_digest(source.rules) != identity.plan:
         raise MismatchError(
@@ -389,12 +378,11 @@ def _program_source(
         if manifest
         else tuple(file for file in find_side_files(path) if file.name not in {MANIFEST, KEPT} and file not in found)
     )
-    sharded = ProgramShards(path, page.name, manifest)
     used = [*files, *side_files, *([path / MANIFEST] if manifest else [])]
     return Source(
         path, location, None, plan, plan.model, tuple(tensor.name for tensor in plan.model.tensors), ranks, files,
-        side_files, None, sharded, _of_used(stamps, used, path), page,
-        {name: info for file in kept for name, info in headers[file].tensors.items()},
+        side_files, None, None, _of_used(stamps, used, path), page,
+        {name: info for file in kept for name, info in headers[file].tensors.items()}, manifest,
     )  # fmt: skip
 
 

@@ -191,11 +191,9 @@ def _atom_jobs(
         if held.portion.function is not None:
             held, sources = kept.source(atom)
         if ranks:
-            targets = partial(_atom_target, places, wanted)
-            yield ways.job(atom, held, wanted, sources, targets, ranks)
+            yield ways.job(atom, held, wanted, sources, partial(_atom_target, places, wanted), ranks)
         if wanted.portion.function is not None:
-            whole, targets = kept.target(atom)
-            yield ways.job(atom, held, whole, sources, targets, frozenset({0}))
+            yield ways.job(atom, held, kept.whole(atom), sources, kept.target(atom), frozenset({0}))
 
 
 class _Ways:
@@ -244,9 +242,7 @@ class _Ways:
 class _Kept:
     """The tensors whose own bits a program does not keep: they stand in a file of reshard's, whole."""
 
-    def __init__(
-        self, source: Source, target: Arrangement, places: Mapping[int, Mapping[str, TargetPlace]]
-    ) -> None:
+    def __init__(self, source: Source, target: Arrangement, places: Mapping[int, Mapping[str, TargetPlace]]) -> None:
         self._source, self._target, self._places = source, target, places
 
     @cached_property
@@ -268,14 +264,18 @@ class _Kept:
         place = SourcePlace(self._source.files[info.file], info.offset + lies.base, lies.rows)
         return placed, lambda rank: place
 
-    def target(self, atom: Atom) -> tuple[Placed, Callable[[int], TargetPlace | None]]:
+    def whole(self, atom: Atom) -> Placed:
+        """An atom as it stands in the file."""
+        return self._whole.placed[atom]
+
+    def target(self, atom: Atom) -> Callable[[int], TargetPlace | None]:
         """Where an atom is to lie in the target's file."""
         placed = self._whole.placed[atom]
         lies = placed.stored.geometry.lies(0, placed.number)
         place = self._places[KEPT_RANK][atom.tensor]
         assert lies is not None
         there = TargetPlace(place.file, place.offset + lies.base, lies.rows)
-        return placed, lambda rank: there
+        return lambda rank: there
 
 
 def _change(name: str, held: Placed, wanted: Placed) -> Change | None:

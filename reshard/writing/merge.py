@@ -48,7 +48,7 @@ def merge(
     """
     out, options = Path(out), options or Options()
     opened = open_any(shards, access)
-    if opened.sharded is None:
+    if not opened.is_split:
         raise CheckpointError(
             f"{shards} is a full checkpoint, there is nothing to merge", "give the folder that 'reshard split' wrote"
         )

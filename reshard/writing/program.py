@@ -41,14 +41,14 @@ class ProgramFiles:
         constants = {each.name: _values(each) for each, _ in held if each.constant}
         zeros = {each.name for each, _ in held if each.atoms and Placed(each, 0).is_zero(rank)}
         constants |= {name: bytes(size) for name, _, _, size in tensors if name in zeros}
-        shards: Sequence[ShardFile] = partition(tensors, self.max_shard_size if "{part}" in self.page.files else 1 << 62)
+        shards: Sequence[ShardFile] = partition(
+            tensors, self.max_shard_size if "{part}" in self.page.files else 1 << 62
+        )
         for part, shard in enumerate(shards):
             name = file_name(self.page, self.plan.mesh.size, rank, part)
             header = build_header(shard.tensors, dict(self.page.metadata) if self.page.metadata else {})
             file = new_file(dataclasses.replace(shard, name=name), "", rank, header)
-            fixed = tuple(
-                (offset, constants[tensor]) for tensor, offset in file.places() if tensor in constants
-            )
+            fixed = tuple((offset, constants[tensor]) for tensor, offset in file.places() if tensor in constants)
             yield dataclasses.replace(file, fixed=fixed)
 
     def _kept_file(self) -> Iterator[NewFile]:

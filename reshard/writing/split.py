@@ -63,8 +63,8 @@ def split(
 
     With ``uneven`` the last ranks may hold less of an axis that does not divide, or not without cutting a scale block.
     ``refine_blocks`` makes scale blocks smaller if a rank's boundary would cut one. With ``ranks`` only these are
-    written; runs for other ranks into the same ``out`` complete it. ``max_shard_size`` is in bytes. ``form`` is the name of
-    another program's format (``"vllm"``). Raises ReshardError; ``out`` has only complete ranks.
+    written; runs for other ranks into the same ``out`` complete it. ``max_shard_size`` is in bytes. ``form`` is the
+    name of another program's format (``"vllm"``). Raises ReshardError; ``out`` has only complete ranks.
     """
     out, options = Path(out), options or Options()
     opened = open_any(source, access)
@@ -86,7 +86,7 @@ def split(
         new = ProgramFiles(opened, arrangement_of(target, page), page, wanted, max_shard_size)
     full = opened.model.sizes.of({})
     summary = Summary(
-        command="re-split" if opened.sharded else "split", source=opened.location, out=out,
+        command="re-split" if opened.is_split else "split", source=opened.location, out=out,
         source_mesh=opened.plan.mesh, mesh=mesh, tensors=len(model.tensors), files=len(new.files), nbytes=new.nbytes,
         written=0, padding={axis: (full[axis], padded) for axis, padded in target.padding.items()}, ranks=wanted,
         complete=False, dry_run=dry_run,

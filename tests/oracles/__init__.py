@@ -1,0 +1,1 @@
+"""What real programs hold, element for element: recorded fixtures, each with its own README."""

@@ -1,0 +1,75 @@
+"""What is written for a program is what the program itself holds, and comes back to the byte."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from formats.files.safetensors import read_header
+from reshard.api import merge, split
+from tests.programs.oracles import ORACLES, checkpoint, module, problem
+from tests.support import contents
+
+VLLM = [
+    (path.stem, mesh)
+    for path in sorted((ORACLES / "vllm" / "models").glob("*.json"))
+    for mesh in json.loads(path.read_text()).get("meshes", {})
+    if "pp" not in mesh
+]
+DEEPSEEK = sorted(path.stem for path in (ORACLES / "deepseek").glob("*.npz"))
+
+
+def _weights(folder: Path) -> dict[str, bytes]:
+    """The bytes of each tensor of a full checkpoint."""
+    headers = [read_header(file) for file in folder.glob("*.safetensors")]
+    infos = [info for header in headers for info in header.tensors.values()]
+    return {info.name: info.file.read_bytes()[info.offset : info.offset + info.nbytes] for info in infos}
+
+
+@pytest.mark.parametrize(("model", "mesh"), VLLM)
+def test_vllm_holds_what_is_written(model: str, mesh: str, tmp_path: Path) -> None:
+    tp, with_experts = int(mesh.removesuffix("-ep")[2:]), mesh.endswith("-ep")
+    original = checkpoint("vllm", model)
+    split(original, tmp_path / "out", tp, ep=tp if with_experts else 1, same_ranks=with_experts, form="vllm")
+    assert module("vllm", "check").check(model, mesh, tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("case", DEEPSEEK)
+def test_deepseek_holds_what_is_written(case: str, tmp_path: Path) -> None:
+    model, _, ranks = case.rpartition("-mp")
+    split(checkpoint("deepseek", model), tmp_path / "out", int(ranks), form="deepseek")
+    assert problem("deepseek", case, tmp_path / "out") is None
+
+
+WAYS_BACK = [
+    *(("vllm", model, max((m for of, m in VLLM if of == model and "ep" not in m), key=lambda m: int(m[2:])))
+      for model in sorted({model for model, _ in VLLM})),
+    *(("vllm", model, mesh) for model, mesh in VLLM if mesh.endswith("-ep")),
+    ("deepseek", "deepseek_v3", "tp4"),
+    ("deepseek", "deepseek_v3_fp8", "tp2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "model", "mesh"), WAYS_BACK)
+def test_the_way_back_restores_every_byte(form: str, model: str, mesh: str, tmp_path: Path) -> None:
+    tp, with_experts = int(mesh.removesuffix("-ep")[2:]), mesh.endswith("-ep")
+    original = checkpoint(form, model)
+    split(original, tmp_path / "out", tp, ep=tp if with_experts else 1, same_ranks=with_experts, form=form)
+    merge(tmp_path / "out", tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(original)
+    (tmp_path / "out" / "reshard.json").unlink()
+    merge(tmp_path / "out", tmp_path / "without")
+    assert _weights(tmp_path / "without") == _weights(original)
+
+
+def test_from_one_program_to_another(tmp_path: Path) -> None:
+    original = checkpoint("deepseek", "deepseek_v3")
+    split(original, tmp_path / "vllm", 4, form="vllm")
+    (tmp_path / "vllm" / "reshard.json").unlink()
+    split(tmp_path / "vllm", tmp_path / "deepseek", 2, form="deepseek")
+    split(tmp_path / "deepseek", tmp_path / "own", 8)
+    split(tmp_path / "own", tmp_path / "last", 2, ep=2, same_ranks=True, form="vllm")
+    merge(tmp_path / "last", tmp_path / "merged")
+    assert _weights(tmp_path / "merged") == _weights(original)

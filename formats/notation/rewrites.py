@@ -121,6 +121,15 @@ class Constant:
 
 
 @dataclass(frozen=True)
+class Dropped:
+    """Tensors that a program does not store; with ``beyond``, those whose index is at least that size."""
+
+    found: Pattern
+    beyond: Expression | None = None
+    when: Expression | None = None
+
+
+@dataclass(frozen=True)
 class Renaming:
     """A name of the program's, where ``when`` holds."""
 
@@ -158,11 +167,16 @@ class Page:
     lines: tuple[Line, ...]
     names: tuple[Renaming, ...]
     constants: tuple[Constant, ...]
+    dropped: tuple[Dropped, ...]
     keep: bool
     pad_to: int
     same_ranks: bool
     metadata: Mapping[str, str] | None
     _uses: dict[str, tuple[Use, ...]] = field(default_factory=dict, repr=False)
+
+    def file_name(self, ranks: int, rank: int, part: int) -> str:
+        """The name of a rank's weight file."""
+        return self.files.format(rank=rank, ranks=ranks, part=part)
 
     def uses(self, name: str) -> Sequence[Use]:
         """The lines that cover a tensor's name, in their order."""
@@ -221,6 +235,7 @@ def read_page(path: Path) -> Page:
             lines=tuple(lines),
             names=tuple(_renamings(document.get("names", {}))),
             constants=tuple(_constant(entry) for entry in document.get("constants", [])),
+            dropped=tuple(_dropped(name, value) for name, value in document.get("dropped", {}).items()),
             keep=document.get("keep", False),
             pad_to=document.get("pad_vocabulary_to", 1),
             same_ranks=document.get("same_ranks", False),
@@ -275,6 +290,12 @@ def _constant(entry: Mapping[str, Any]) -> Constant:
     names = tuple(Pattern(name) for name in entry["names"])
     shape = tuple(entry.get("shape", ()))
     return Constant(Pattern(entry["beside"]), names, entry["dtype"], shape, float(entry["value"]), _condition(entry))
+
+
+def _dropped(name: str, value: Any) -> Dropped:
+    table = value if isinstance(value, dict) else {}
+    beyond = read_expression(table["beyond"]) if "beyond" in table else None
+    return Dropped(Pattern(name), beyond, _condition(table))
 
 
 def _condition(table: Mapping[str, Any]) -> Expression | None:

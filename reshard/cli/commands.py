@@ -22,6 +22,7 @@ COMMANDS = {
     "merge": ("reshard.cli.merge:merge_command", "Merge ranks into one full checkpoint again."),
     "plan": ("reshard.cli.plan:plan_command", "Show what a split would do, or which degrees are possible."),
     "inspect": ("reshard.cli.inspect:inspect_command", "Say what a folder is, and whether it is complete."),
+    "formats": ("reshard.cli.formats:formats_command", "List the formats of engines and trainers."),
     "models": ("reshard.cli.models:models_command", "List the model types that can be split."),
     "demo": ("reshard.cli.demo:demo_command", "Show the whole round on a tiny model."),
     "verify": ("reshard.cli.verify:verify_command", "Prove that shards are equivalent to the original."),

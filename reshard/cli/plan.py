@@ -23,10 +23,12 @@ from reshard.cli.options import (
     plan_option,
 )
 from reshard.cli.printing import print_json, print_lines, print_note, terminal_width
-from reshard.text import align, human_bytes, plural
+from reshard.text import align, human_bytes, plural, shape_text
 
 if TYPE_CHECKING:
+    from formats.mesh import Mesh
     from formats.notation.architecture import Architecture
+    from formats.notation.rewrites import Page
     from reshard.planning.model import Model
     from reshard.planning.plan import Padding, Plan
     from reshard.planning.sweep import Attempt, Sweep
@@ -38,7 +40,8 @@ if TYPE_CHECKING:
 @mesh_options
 @click.option("--save", "save_file", type=PATH, metavar="FILE", help="Write the architecture file in use.")
 @click.option("--draft", "draft_file", type=PATH, metavar="FILE", help="Draft one, for a model that has no rules.")
-@click.option("--as", "as_form", type=click.Choice(["transformers"]), help="Print the tp_plan for another program.")
+@click.option("--as", "form", metavar="FORMAT", help="Show what 'split --as FORMAT' would write.")
+@click.option("--tp-plan", is_flag=True, help="Print the tp_plan for transformers' own tensor parallelism.")
 @padding_options
 @plan_option
 @hub_options
@@ -46,7 +49,7 @@ if TYPE_CHECKING:
 @debug_option
 def plan_command(
     source: str, tp: int | None, ep: int | None, same_ranks: bool, uneven: bool, save_file: Path | None,
-    draft_file: Path | None, as_form: str | None, pad_vocab_to: int | None, no_pad_vocab: bool,
+    draft_file: Path | None, form: str | None, tp_plan: bool, pad_vocab_to: int | None, no_pad_vocab: bool,
     plan_file: Path | None, revision: str | None, token: str | None, cache_dir: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Show what a split of SOURCE would do, tensor by tensor, from the headers alone.
@@ -55,21 +58,23 @@ def plan_command(
 
     If an architecture has no rules yet, or a tensor has none, write a draft with --draft, or save the file of a similar
     model with --save. Check and edit it (docs/design.md describes its form), and pass it to any command with --plan.
-    --as transformers prints the tp_plan that transformers' own tensor parallelism takes.
+    --as FORMAT shows another program's tensors, and what each is made of ('reshard formats' lists the formats).
     """
     from formats.mesh import mesh_of
+    from formats.notation.rewrites import page_of
+    from reshard.planning.arrangement import program_mesh
     from reshard.planning.plan import plan_of
     from reshard.storage.access import lines_of_any, open_any
 
     padding = padding_of(pad_vocab_to, no_pad_vocab)
     check_same_ranks(tp, ep, same_ranks)
     if draft_file is not None:
-        if (tp, ep, save_file, as_form, plan_file) != (None,) * 5 or as_json:
+        if (tp, ep, save_file, form, plan_file) != (None,) * 5 or as_json or tp_plan:
             raise click.UsageError("--draft goes alone: pass the file that it writes with --plan")
         _write_draft(source, draft_file, revision, token, cache_dir)
         return
-    if as_form is not None and ep is not None:
-        raise click.UsageError("--as transformers goes with --tp alone")
+    if tp_plan and (ep is not None or form is not None):
+        raise click.UsageError("--tp-plan goes with --tp alone")
     access = access_of(revision, token, cache_dir, plan_file, quiet=as_json)
     try:
         opened = open_any(source, access, headers_only=True)
@@ -80,8 +85,11 @@ def plan_command(
         raise PlanError(error.message, f"edit {save_file}, pass it with --plan {save_file}") from None
     if save_file is not None:
         _save(_lines_in_use(opened.model), save_file)
-    if as_form is not None:
+    if tp_plan:
         _print_tp_plan(opened.model, tp, as_json)
+    elif form is not None:
+        mesh = program_mesh(opened.model, page_of(form), tp or 1, ep or 1, same_ranks)
+        _print_program(opened.model, page_of(form), mesh, source, uneven, as_json)
     elif tp is not None or ep is not None:
         mesh = mesh_of(1 if tp is None else tp, 1 if ep is None else ep, same_ranks)
         _print_plan(plan_of(opened.model, mesh, uneven=uneven, padding=padding), source, as_json)
@@ -167,6 +175,31 @@ def _print_plan(plan: Plan, source: str, as_json: bool) -> None:
             "all_reduce_per_token": {name: {"count": p.count, "bytes": p.nbytes} for name, p in passes.items()},
         }
     )
+
+
+def _print_program(model: Model, page: Page, mesh: Mesh, source: str, uneven: bool, as_json: bool) -> None:
+    """Print what a program would store."""
+    from reshard.planning.arrangement import arrangement_of
+    from reshard.planning.plan import Padding, plan_of
+    from reshard.planning.stored_rows import made_of, stored_rows
+
+    plan = plan_of(model, mesh, uneven=uneven, padding=Padding(to=page.pad_to))
+    rows = stored_rows(arrangement_of(plan, page))
+    if as_json:
+        found = [dataclasses.asdict(row) for row in rows]
+        print_json(
+            {"command": "plan", "source": source, "format": page.name, "mesh": mesh.to_document(), "rows": found}
+        )
+        return
+    cells = [("tensor", "made of", "", "dtype", "on a rank", "tensors", "bytes")]
+    for row in rows:
+        sizes = (shape_text(row.shape) or "scalar", f"{row.tensors:,}", human_bytes(row.nbytes))
+        cells.append((row.name, made_of(row), row.how, row.dtype, *sizes))
+    width = terminal_width()
+    total = f"{human_bytes(sum(row.nbytes for row in rows))} on the first of {plural(mesh.size, 'rank')} of {mesh}"
+    names = ", ".join(dict.fromkeys(page.file_name(mesh.size, rank, 0) for rank in (0, mesh.size - 1)))
+    table = align(cells, right=(5, 6), width=width, elastic=(0, 1))
+    print_lines(_title(model, source), "", *table, "", total, f"files: {names}")
 
 
 def _title(model: Model, source: str) -> str:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from formats.errors import PlanError
 from formats.files.safetensors import DTYPE_BITS
+from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture import Architecture, is_index
 from formats.notation.axes import Dim, Shape, Summand
 from formats.notation.components import Component, components, whole, without_first
@@ -273,7 +274,10 @@ class _Reading:
                 break
             for kind in lacking:
                 del found[kind][0]
+        dropped = dropped_of(self.model, self.page)
         for kind, candidates in found.items():
+            if not candidates and all(t.name in dropped for t in self.model.tensors if t.kind is kind):
+                candidates.append((_kept(whole(kind.rule), None),))
             if not candidates:
                 raise PlanError(
                     f"tensor '{kind.name}' has no place in the format '{self.page.name}'",
@@ -432,14 +436,15 @@ class Arrangement:
     ``stored`` has its tensors, ``placed`` where each atom is.
     """
 
-    def __init__(self, plan: Plan, taken: Mapping[Kind, Taken], constants: Sequence[Constant] = ()) -> None:
-        self.plan, self.taken, self.constants = plan, taken, constants
+    def __init__(self, plan: Plan, taken: Mapping[Kind, Taken], page: Page | None = None) -> None:
+        self.plan, self.taken, self.page = plan, taken, page
+        self.dropped = dropped_of(plan.model, page) if page else frozenset()
         self._layouts: dict[tuple[object, ...], Layout] = {}
         self._owners: dict[tuple[object, ...], frozenset[int] | None] = {}
         self._geometries: dict[tuple[object, ...], Geometry] = {}
         self._index_axes: dict[Kind, tuple[str, ...]] = {}
         self.stored = tuple(self._stored())
-        self.stored += tuple(self._constants(constants))
+        self.stored += tuple(self._constants(page.constants if page else ()))
         self.placed = {atom: Placed(each, number) for each in self.stored for number, atom in enumerate(each.atoms)}
 
     def held(self, rank: int) -> Iterator[tuple[Stored, tuple[int, ...]]]:
@@ -452,7 +457,7 @@ class Arrangement:
     def _stored(self) -> Iterator[Stored]:
         found: dict[str, dict[tuple[int, int], tuple[Atom, Portion, Layout, str]]] = {}
         for tensor in self.plan.model.tensors:
-            for portion in self.taken[tensor.kind]:
+            for portion in self.taken[tensor.kind] if tensor.name not in self.dropped else ():
                 for index in self._indices(tensor, portion):
                     name, place = self._name(tensor, portion, index)
                     atoms = found.setdefault(name, {})
@@ -538,3 +543,33 @@ def permuted(layout: Layout, order: Sequence[int]) -> Layout:
     boxes = {rank: replace(box, dims=tuple(box.dims[place] for place in order)) for rank, box in layout.boxes.items()}
     full, padded = (tuple(sizes[place] for place in order) for sizes in (layout.full, layout.padded))
     return replace(layout, full=full, padded=padded, boxes=boxes)
+
+
+def arrangement_of(plan: Plan, page: Page) -> Arrangement:
+    """A plan's tensors as a program stores them. Raises PlanError for a tensor that the program has no place for."""
+    return Arrangement(plan, uses_of(plan.model, page), page)
+
+
+def dropped_of(model: Model, page: Page) -> frozenset[str]:
+    """The tensors that a program does not store."""
+    found: set[str] = set()
+    for dropped in page.dropped:
+        if dropped.when is not None and not model.sizes.evaluate(dropped.when, {}):
+            continue
+        end = model.sizes.evaluate(dropped.beyond, {}) if dropped.beyond is not None else 0
+        for kind in model.kinds:
+            match = dropped.found.match(template_of(model.architecture, kind))
+            if match is None or end is None:
+                continue
+            axes = [*model.architecture.index_places(kind.name)]
+            places = [axes.index(match[axis][1:-1]) for axis in dropped.found.indices]
+            alike = (tensor for tensor in model.tensors if tensor.kind is kind)
+            found.update(tensor.name for tensor in alike if all(tensor.at[place] >= end for place in places))
+    return frozenset(found)
+
+
+def program_mesh(model: Model, page: Page, tp: int, ep: int, same_ranks: bool) -> Mesh:
+    """The mesh of ``--tp`` and ``--ep`` for a program, which may deal experts over the ranks of ``--tp`` itself."""
+    if page.same_ranks and ep == 1 and tp > 1 and model.expert_axes:
+        ep, same_ranks = tp, True
+    return mesh_of(tp, ep, same_ranks)

@@ -34,7 +34,7 @@ from formats.notation.architecture_files import find_architecture, load_architec
 from formats.notation.rewrites import Page, page_of
 from formats.quantization.scale_blocks import block_size
 from formats.regular_files import read_file
-from reshard.planning.arrangement import Arrangement, as_stored, unchanged, uses_of
+from reshard.planning.arrangement import Arrangement, arrangement_of, as_stored, unchanged, uses_of
 from reshard.planning.binding import bind, lines_for
 from reshard.planning.completeness import check_complete
 from reshard.planning.finer_blocks import with_blocks
@@ -199,11 +199,6 @@ class Source:
         return [self.files[path] for path in dict.fromkeys(held)]
 
 
-def arrangement_of(plan: Plan, page: Page) -> Arrangement:
-    """A plan's tensors as a program stores them. Raises PlanError for a tensor that the program has no place for."""
-    return Arrangement(plan, uses_of(plan.model, page), page.constants)
-
-
 def arrangements(source: Source, target: Plan | Arrangement) -> tuple[Arrangement, Arrangement]:
     """What a source stores and what a target is to store, taken apart into the same atoms."""
     model = source.plan.model
@@ -216,7 +211,7 @@ def arrangements(source: Source, target: Plan | Arrangement) -> tuple[Arrangemen
     mine = as_stored(own, theirs)
     theirs = as_stored(theirs, own)
     there = {kinds[kind]: taken for kind, taken in theirs.items()}
-    return Arrangement(source.plan, mine), Arrangement(plan, there, target.constants)
+    return Arrangement(source.plan, mine, source.page), Arrangement(plan, there, target.page)
 
 
 def open_source(

@@ -178,22 +178,27 @@ def _atom_jobs(
     here, there = arrangements(source, target)
     ways = _Ways()
     kept = _Kept(source, there, places)
-    for atom, held in here.placed.items():
-        wanted = there.placed[atom]
-        ranks = frozenset(
-            rank
-            for rank, of_rank in places.items()
-            if wanted.stored.name in of_rank
-            and wanted.stored.geometry.lies(rank, wanted.number) is not None
-            and not wanted.is_zero(rank)
-        )
-        sources: Places = partial(_atom_source, source, held)
-        if held.portion.function is not None:
+    for atom in kept.atoms if here.dropped or there.dropped else here.placed:
+        found, wanted = here.placed.get(atom), there.placed.get(atom)
+        if found is None or found.portion.function is not None:
             held, sources = kept.source(atom)
-        if ranks:
+        else:
+            held, sources = found, partial(_atom_source, source, found)
+        ranks = _ranks_of(wanted, places) if wanted else frozenset()
+        if wanted is not None and ranks:
             yield ways.job(atom, held, wanted, sources, partial(_atom_target, places, wanted), ranks)
-        if wanted.portion.function is not None:
+        if wanted is None or wanted.portion.function is not None:
             yield ways.job(atom, held, kept.whole(atom), sources, kept.target(atom), frozenset({0}))
+
+
+def _ranks_of(placed: Placed, places: Mapping[int, Mapping[str, TargetPlace]]) -> frozenset[int]:
+    """The ranks to which an atom is to be written."""
+    name, geometry = placed.stored.name, placed.stored.geometry
+    return frozenset(
+        rank
+        for rank, of_rank in places.items()
+        if name in of_rank and geometry.lies(rank, placed.number) is not None and not placed.is_zero(rank)
+    )
 
 
 class _Ways:
@@ -251,12 +256,18 @@ class _Kept:
         plan = make_plan(self._target.plan.model, UNSPLIT, padding={})
         return Arrangement(plan, as_stored(unchanged(plan.model), self._target.taken))
 
+    @property
+    def atoms(self) -> Mapping[Atom, Placed]:
+        """All atoms, in the order of the original."""
+        return self._whole.placed
+
     def source(self, atom: Atom) -> tuple[Placed, Places]:
         """Where an atom lies in the source's file. Raises PlanError if there is none."""
         placed, info = self._whole.placed[atom], self._source.kept.get(atom.tensor)
         if info is None:
             raise PlanError(
-                f"tensor '{atom.tensor}' is stored as a function of it, from which its own bits cannot be restored",
+                f"{self._source.path} does not have the bits of tensor '{atom.tensor}', which the format "
+                f"'{self._source.page.name if self._source.page else ''}' does not store as they are",
                 f"'reshard split' keeps them beside the shards, in {KEPT}; another program does not",
             )
         lies = placed.stored.geometry.lies(0, placed.number)

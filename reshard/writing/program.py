@@ -45,19 +45,19 @@ class ProgramFiles:
             tensors, self.max_shard_size if "{part}" in self.page.files else 1 << 62
         )
         for part, shard in enumerate(shards):
-            name = file_name(self.page, self.plan.mesh.size, rank, part)
+            name = self.page.file_name(self.plan.mesh.size, rank, part)
             header = build_header(shard.tensors, dict(self.page.metadata) if self.page.metadata else {})
             file = new_file(dataclasses.replace(shard, name=name), "", rank, header)
             fixed = tuple((offset, constants[tensor]) for tensor, offset in file.places() if tensor in constants)
             yield dataclasses.replace(file, fixed=fixed)
 
     def _kept_file(self) -> Iterator[NewFile]:
-        """The file with the tensors of which the program stores a function, if there are any."""
+        """The file with the tensors that the program does not store as they are, if there are any."""
         changed = {kind for kind, taken in self.arrangement.taken.items() if any(part.function for part in taken)}
         tensors = [
             (name, kind.dtype, kind.shape, tensor_bytes(name, kind.dtype, kind.shape))
             for name, kind, _ in self.plan.model.tensors
-            if kind in changed
+            if kind in changed or name in self.arrangement.dropped
         ]
         if tensors:
             (shard,) = partition(tensors, 1 << 62)
@@ -98,11 +98,6 @@ class ProgramFiles:
             self.identity, record, self.source.rules, self.max_shard_size, side, ranks, self.source.inputs,
             self.page.name,
         )  # fmt: skip
-
-
-def file_name(page: Page, ranks: int, rank: int, part: int) -> str:
-    """The name of a rank's weight file."""
-    return page.files.format(rank=rank, ranks=ranks, part=part)
 
 
 def _values(stored: Stored) -> bytes:

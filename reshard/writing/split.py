@@ -16,6 +16,7 @@ from formats.mesh import Mesh, mesh_of
 from formats.notation.rewrites import page_of
 from reshard.engine.move import Options
 from reshard.engine.reading import Sums
+from reshard.planning.arrangement import arrangement_of, program_mesh
 from reshard.planning.degrees import unevenly
 from reshard.planning.finer_blocks import finer_blocks, with_blocks
 from reshard.planning.model import in_order
@@ -23,7 +24,7 @@ from reshard.planning.plan import Padding, Plan, make_plan
 from reshard.planning.rank_config import rank_config
 from reshard.storage.access import Access, open_any
 from reshard.storage.output import Staging, check_output, check_space, staging_of, tidy, unfinished_command
-from reshard.storage.source import Source, arrangement_of
+from reshard.storage.source import Source
 from reshard.writing.files import (
     DEFAULT_SHARD_SIZE,
     NewFile,
@@ -69,9 +70,7 @@ def split(
     out, options = Path(out), options or Options()
     opened = open_any(source, access)
     page = page_of(form) if form else None
-    if page is not None and page.same_ranks and ep == 1 and tp > 1 and opened.model.expert_axes:
-        ep, same_ranks = tp, True
-    mesh = mesh_of(tp, ep, same_ranks)
+    mesh = program_mesh(opened.model, page, tp, ep, same_ranks) if page else mesh_of(tp, ep, same_ranks)
     wanted = wanted_ranks(ranks, mesh)
     mesh = unevenly(opened.model, mesh) if uneven else mesh
     finer = finer_blocks(opened.model, mesh) if refine_blocks else None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
-from formats.files.safetensors import read_header
+from formats.files.safetensors import build_header, read_header
 from reshard.api import merge, split
 from tests.programs.oracles import ORACLES, checkpoint, module, problem
 from tests.support import contents
@@ -23,9 +25,33 @@ DEEPSEEK = sorted(path.stem for path in (ORACLES / "deepseek").glob("*.npz"))
 
 def _weights(folder: Path) -> dict[str, bytes]:
     """The bytes of each tensor of a full checkpoint."""
-    headers = [read_header(file) for file in folder.glob("*.safetensors")]
-    infos = [info for header in headers for info in header.tensors.values()]
+    return tensors_of(folder.glob("*.safetensors"))
+
+
+def tensors_of(files: Iterable[Path]) -> dict[str, bytes]:
+    """The bytes of each tensor in files."""
+    infos = [info for file in files for info in read_header(file).tensors.values()]
     return {info.name: info.file.read_bytes()[info.offset : info.offset + info.nbytes] for info in infos}
+
+
+def with_predicting_layer(folder: Path, out: Path) -> Path:
+    """A checkpoint with one layer more than ``num_hidden_layers``: the last layer again, with other values."""
+    config = json.loads((folder / "config.json").read_text())
+    last = config["num_hidden_layers"] - 1
+    infos = [info for file in folder.glob("*.safetensors") for info in read_header(file).tensors.values()]
+    found, data = tensors_of(folder.glob("*.safetensors")), b""
+    tensors = []
+    for info in infos:
+        tensors.append((info.name, info.dtype, info.shape))
+        data += found[info.name]
+    for info in infos:
+        if f".layers.{last}." in info.name:
+            tensors.append((info.name.replace(f".layers.{last}.", f".layers.{last + 1}."), info.dtype, info.shape))
+            data += bytes(byte ^ 1 for byte in found[info.name])
+    out.mkdir()
+    (out / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    (out / "model.safetensors").write_bytes(build_header(tensors, {"format": "pt"}) + data)
+    return out
 
 
 @pytest.mark.parametrize(("model", "mesh"), VLLM)
@@ -73,3 +99,21 @@ def test_from_one_program_to_another(tmp_path: Path) -> None:
     split(tmp_path / "own", tmp_path / "last", 2, ep=2, same_ranks=True, form="vllm")
     merge(tmp_path / "last", tmp_path / "merged")
     assert _weights(tmp_path / "merged") == _weights(original)
+
+
+def test_what_a_program_does_not_store_is_kept_for_the_way_back(tmp_path: Path) -> None:
+    """DeepSeek's code and vLLM leave out the layer that predicts a further token; merge restores it."""
+    plain = checkpoint("deepseek", "deepseek_v3")
+    original = with_predicting_layer(plain, tmp_path / "original")
+    for form in ("deepseek", "vllm"):
+        for source, out in ((plain, "plain"), (original, form)):
+            split(source, tmp_path / out, 2, form=form, overwrite=True)
+        for file in (tmp_path / "plain").glob("model*.safetensors"):
+            assert tensors_of([tmp_path / form / file.name]) == tensors_of([file])
+        merge(tmp_path / form, tmp_path / "merged", overwrite=True)
+        assert contents(tmp_path / "merged") == contents(original)
+        (tmp_path / form / "reshard.json").unlink()
+        (tmp_path / form / "reshard-kept.safetensors").unlink()
+        merge(tmp_path / form, tmp_path / "merged", overwrite=True)
+        assert _weights(tmp_path / "merged") == _weights(plain)
+        shutil.rmtree(tmp_path / "merged")

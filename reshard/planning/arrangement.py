@@ -275,8 +275,9 @@ class _Reading:
             for kind in lacking:
                 del found[kind][0]
         dropped = dropped_of(self.model, self.page)
+        stored = {tensor.kind for tensor in self.model.tensors if tensor.name not in dropped}
         for kind, candidates in found.items():
-            if not candidates and all(t.name in dropped for t in self.model.tensors if t.kind is kind):
+            if not candidates and kind not in stored:
                 candidates.append((_kept(whole(kind.rule), None),))
             if not candidates:
                 raise PlanError(
@@ -430,6 +431,15 @@ class Placed(NamedTuple):
         return any(found is not None and found.rows is not None for found in lies)
 
 
+class _Part(NamedTuple):
+    """An atom, on its way into a stored tensor."""
+
+    atom: Atom
+    portion: Portion
+    layout: Layout
+    dtype: str
+
+
 class Arrangement:
     """A model's elements on a mesh as a program stores them.
 
@@ -455,41 +465,40 @@ class Arrangement:
                 yield each, shape
 
     def _stored(self) -> Iterator[Stored]:
-        found: dict[str, dict[tuple[int, int], tuple[Atom, Portion, Layout, str]]] = {}
+        found: dict[str, dict[tuple[int, int], _Part]] = {}
+        layouts: dict[tuple[Kind, Portion, int | None], Layout] = {}
         for tensor in self.plan.model.tensors:
             for portion in self.taken[tensor.kind] if tensor.name not in self.dropped else ():
-                for index in self._indices(tensor, portion):
+                dtype = (portion.line.dtype if portion.line else None) or tensor.dtype
+                for index in range(tensor.shape[0]) if portion.by_index else (None,):
                     name, place = self._name(tensor, portion, index)
-                    atoms = found.setdefault(name, {})
-                    if (place, portion.slot) in atoms:
-                        other = atoms[place, portion.slot][0].tensor
-                        raise PlanError(f"tensors '{other}' and '{tensor.name}' have one place in '{name}'")
-                    atom = Atom(tensor.name, portion.component.label, index)
-                    dtype = (portion.line.dtype if portion.line else None) or tensor.dtype
-                    atoms[place, portion.slot] = (atom, portion, self._layout(tensor.kind, portion, index), dtype)
+                    key = (tensor.kind, portion, index)
+                    if key not in layouts:
+                        layouts[key] = self._layout(tensor.kind, portion, index)
+                    part = _Part(Atom(tensor.name, portion.component.label, index), portion, layouts[key], dtype)
+                    other = found.setdefault(name, {}).setdefault((place, portion.slot), part)
+                    if other is not part:
+                        raise PlanError(f"tensors '{other.atom.tensor}' and '{tensor.name}' have one place in '{name}'")
         for name, atoms in found.items():
             yield self._join(name, atoms)
 
-    def _join(self, name: str, atoms: Mapping[tuple[int, int], tuple[Atom, Portion, Layout, str]]) -> Stored:
-        places = sorted(atoms)
-        first = atoms[places[0]]
-        slots, is_stack = first[1].slots, first[1].stacked is not None
+    def _join(self, name: str, parts: Mapping[tuple[int, int], _Part]) -> Stored:
+        places = sorted(parts)
+        ordered = [parts[place] for place in places]
+        first = ordered[0]
+        slots, is_stack = first.portion.slots, first.portion.stacked is not None
         if len({place for place, _ in places}) * slots != len(places):
             raise PlanError(f"'{name}' would be made of {len(places)} tensors, which are not {slots} for each index")
-        dtypes = {atom[3] for atom in atoms.values()}
+        dtypes = {part.dtype for part in ordered}
         if len(dtypes) > 1:
-            raise PlanError(
-                f"'{name}' would be joined from tensors of different dtypes, {' and '.join(sorted(dtypes))}"
-            )
-        portions = tuple(atoms[place][1] for place in places[:slots])
-        layouts = tuple(atoms[place][2] for place in places)
-        key = (portions, layouts, first[3])
+            shown = " and ".join(sorted(dtypes))
+            raise PlanError(f"'{name}' would be joined from tensors of different dtypes, {shown}")
+        portions = tuple(part.portion for part in ordered[:slots])
+        layouts = tuple(part.layout for part in ordered)
+        key = (portions, layouts, first.dtype)
         if key not in self._geometries:
-            self._geometries[key] = Geometry(portions, layouts, is_stack, DTYPE_BITS[first[3]])
-        return Stored(name, first[3], self._geometries[key], tuple(atoms[place][0] for place in places))
-
-    def _indices(self, tensor: BoundTensor, portion: Portion) -> Iterator[int | None]:
-        yield from range(tensor.shape[0]) if portion.by_index else (None,)
+            self._geometries[key] = Geometry(portions, layouts, is_stack, DTYPE_BITS[first.dtype])
+        return Stored(name, first.dtype, self._geometries[key], tuple(part.atom for part in ordered))
 
     def _name(self, tensor: BoundTensor, portion: Portion, index: int | None) -> tuple[str, int]:
         """The program's name, and the place in the stack."""
@@ -557,14 +566,17 @@ def dropped_of(model: Model, page: Page) -> frozenset[str]:
         if dropped.when is not None and not model.sizes.evaluate(dropped.when, {}):
             continue
         end = model.sizes.evaluate(dropped.beyond, {}) if dropped.beyond is not None else 0
+        covered: dict[Kind, list[int]] = {}
         for kind in model.kinds:
             match = dropped.found.match(template_of(model.architecture, kind))
             if match is None or end is None:
                 continue
             axes = [*model.architecture.index_places(kind.name)]
-            places = [axes.index(match[axis][1:-1]) for axis in dropped.found.indices]
-            alike = (tensor for tensor in model.tensors if tensor.kind is kind)
-            found.update(tensor.name for tensor in alike if all(tensor.at[place] >= end for place in places))
+            covered[kind] = [axes.index(match[axis][1:-1]) for axis in dropped.found.indices]
+        for tensor in model.tensors if covered else ():
+            places = covered.get(tensor.kind)
+            if places is not None and all(tensor.at[place] >= end for place in places):
+                found.add(tensor.name)
     return frozenset(found)
 
 

@@ -18,7 +18,7 @@ from reshard.engine.move import Job, Options, TargetFile, TargetPlace, move, pla
 from reshard.engine.reading import Sums
 from reshard.engine.transfer import Change, Transfer, Way
 from reshard.engine.ways import way_between
-from reshard.planning.arrangement import Arrangement, Atom, Placed, Portion, as_stored, permuted, unchanged
+from reshard.planning.arrangement import Arrangement, Atom, Geometry, Placed, Portion, as_stored, permuted, unchanged
 from reshard.planning.plan import Layout, Plan, make_plan
 from reshard.storage.output import Finished, Read, Staging, staging_of
 from reshard.storage.source import KEPT, UNSPLIT, Places, Source, SourceFile, SourcePlace, arrangements
@@ -178,13 +178,19 @@ def _atom_jobs(
     here, there = arrangements(source, target)
     ways = _Ways()
     kept = _Kept(source, there, places)
+    ranks_of: dict[tuple[Geometry, int], frozenset[int]] = {}
     for atom in kept.atoms if here.dropped or there.dropped else here.placed:
         found, wanted = here.placed.get(atom), there.placed.get(atom)
         if found is None or found.portion.function is not None:
             held, sources = kept.source(atom)
         else:
             held, sources = found, partial(_atom_source, source, found)
-        ranks = _ranks_of(wanted, places) if wanted else frozenset()
+        ranks = frozenset[int]()
+        if wanted is not None:
+            key = (wanted.stored.geometry, wanted.number)
+            if key not in ranks_of:
+                ranks_of[key] = _ranks_of(wanted, places)
+            ranks = ranks_of[key]
         if wanted is not None and ranks:
             yield ways.job(atom, held, wanted, sources, partial(_atom_target, places, wanted), ranks)
         if wanted is None or wanted.portion.function is not None:
@@ -192,7 +198,7 @@ def _atom_jobs(
 
 
 def _ranks_of(placed: Placed, places: Mapping[int, Mapping[str, TargetPlace]]) -> frozenset[int]:
-    """The ranks to which an atom is to be written."""
+    """The ranks to which an atom is to be written: the same for all stored tensors of one geometry."""
     name, geometry = placed.stored.name, placed.stored.geometry
     return frozenset(
         rank

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from formats.errors import ReshardError
 from reshard.storage.source import Source
@@ -42,11 +42,20 @@ def prove(
     """
     answer.plan = _own_plan(original, shards, plan_file)
     is_first = crew is None or crew.is_first
-    is_wanted = is_first and _compare_bytes(answer, original, shards, display) and answer.wants_forward
+    can_run = is_first and _compare_bytes(answer, original, shards, display)
+    is_wanted = can_run and answer.wants_forward
     if crew is not None:
         is_wanted = crew.agree(is_wanted)
-    if not is_wanted:
-        return
+    if is_wanted:
+        _run_forward(answer, original, shards, display, crew)
+    if can_run and answer.engine_options is not None:
+        _run_engine(answer, original, shards, answer.engine_options, display)
+
+
+def _run_forward(
+    answer: Answer, original: Source, shards: Source | ExactReport, display: Display, crew: Crew | None
+) -> None:
+    """Run the model, as it was and on the shards."""
     if isinstance(shards, ExactReport):  # the first rank has opened others, on a disk of its own
         which = f"rank {crew.rank}" if crew is not None else "this rank"
         raise ReshardError(f"{which}: {'; '.join(shards.problems)}")
@@ -55,6 +64,18 @@ def prove(
     with display.phases() as progress:
         answer.forward = forward.run_forward(original, shards, forward.ForwardOptions(**answer.options), progress)
     answer.seconds["forward"] = time.monotonic() - started
+
+
+def _run_engine(
+    answer: Answer, original: Source, shards: Source | ExactReport, options: dict[str, Any], display: Display
+) -> None:
+    """Run both in the engine that the shards are for."""
+    assert not isinstance(shards, ExactReport)
+    engine = import_module("verify.engine.compare")  # torch
+    started = time.monotonic()
+    with display.phases() as progress:
+        answer.engine = engine.run_engine(original, shards, engine.EngineOptions(**options), progress)
+    answer.seconds["engine"] = time.monotonic() - started
 
 
 def _own_plan(original: Source, shards: Source | ExactReport, plan_file: Path | None) -> OwnPlan | None:

@@ -157,7 +157,8 @@ class Page:
     """A program's format.
 
     ``files`` is the name of a rank's weight file. With ``keep``, what no line covers keeps its name. The vocabulary is
-    padded to a multiple of ``pad_to``. With ``same_ranks``, experts are dealt whole over the ranks of ``tp``.
+    padded to a multiple of ``pad_to``. With ``same_ranks``, experts are dealt whole over the ranks of ``tp``. ``engine``
+    is the engine that ``reshard verify --engine`` can run it in, and ``load_format`` what it calls the format.
     """
 
     name: str
@@ -172,6 +173,8 @@ class Page:
     pad_to: int
     same_ranks: bool
     metadata: Mapping[str, str] | None
+    engine: str | None = None
+    load_format: str | None = None
     _uses: dict[str, tuple[Use, ...]] = field(default_factory=dict, repr=False)
 
     def file_name(self, ranks: int, rank: int, part: int) -> str:
@@ -240,6 +243,8 @@ def read_page(path: Path) -> Page:
             pad_to=document.get("pad_vocabulary_to", 1),
             same_ranks=document.get("same_ranks", False),
             metadata=document.get("metadata"),
+            engine=document.get("engine"),
+            load_format=document.get("load_format"),
         )
     except (NotationError, KeyError, ValueError) as error:
         raise PlanError(f"{path}: {error}") from None

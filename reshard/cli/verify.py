@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 @click.option("--streamed", is_flag=True, help="One block at a time, for models larger than the memory.")
 @click.option("--timeout", type=click.FloatRange(0, min_open=True), default=300.0, show_default=True, metavar="SECONDS",
               help="How long a rank waits for the others.")  # fmt: skip
+@click.option("--engine", type=click.Choice(["vllm"]), help="Also run the shards in the engine that they are for.")
+@click.option("--engine-python", metavar="PATH", help="The python of the engine's environment.")
 @click.option("--report", type=FILE, metavar="FILE", help="Write an HTML page, which needs no network.")
 @click.option("--plan", "plan_file", type=FILE, metavar="FILE", help="The plan file that the shards were split by.")
 @hub_options
@@ -48,8 +50,9 @@ if TYPE_CHECKING:
 @debug_option
 def verify_command(
     original: str, shards: str, exact_only: bool, device: str, dtype: str | None, batch: int, seq: int, seed: int,
-    prompt: str | None, backward: bool, streamed: bool, timeout: float, report: Path | None, plan_file: Path | None,
-    revision: str | None, token: str | None, cache_dir: Path | None, as_json: bool, quiet: bool,
+    prompt: str | None, backward: bool, streamed: bool, timeout: float, engine: str | None, engine_python: str | None,
+    report: Path | None, plan_file: Path | None, revision: str | None, token: str | None, cache_dir: Path | None,
+    as_json: bool, quiet: bool,
 ) -> int:  # fmt: skip
     """Prove that SHARDS are the model ORIGINAL: compare the bytes, then run the model and compare its outputs.
 
@@ -65,11 +68,16 @@ def verify_command(
 
     if report is not None and not report.absolute().parent.is_dir():
         raise click.UsageError(f"--report: there is no folder {report.absolute().parent}")
+    if engine_python is not None and engine is None:
+        raise click.UsageError("--engine-python goes with --engine")
     settings = {
         "device": device, "dtype": dtype, "batch": batch, "seq": seq, "seed": seed, "prompt": prompt,
         "backward": backward, "streamed": streamed, "timeout": timeout,
     }  # fmt: skip
     answer = Answer(original, shards, {"exact_only": True} if exact_only else settings)
+    if engine is not None:
+        given = {"name": engine, "python": engine_python, "dtype": dtype, "seed": seed}
+        answer.engine_options = {key: value for key, value in given.items() if value is not None}
     access = access_of(revision, token, cache_dir, plan_file, quiet=quiet or as_json)
 
     def finish() -> int:

@@ -20,8 +20,8 @@ VERDICTS = ("same", "different", "unchecked")
 class Answer:
     """What was asked for, and what has been found so far.
 
-    ``exact`` is the report of the bytes and ``forward`` that of the forward pass, None for what was not done;
-    ``seconds`` has the time of each part.
+    ``exact`` is the report of the bytes, ``forward`` that of the forward pass and ``engine`` that of an engine's own
+    run (asked for with ``engine_options``); None for what was not done. ``seconds`` has the time of each part.
     """
 
     original: str
@@ -30,6 +30,8 @@ class Answer:
     plan: OwnPlan | None = None
     exact: Any = None
     forward: Any = None
+    engine: Any = None
+    engine_options: dict[str, Any] | None = None
     error: ReshardError | None = None
     notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -49,7 +51,8 @@ class Answer:
     def verdict(self) -> str:
         """The answer in one word."""
         bytes_differ = self.exact is not None and self.exact.verdict == "different"
-        if bytes_differ or (self.forward is not None and not self.forward.is_same):
+        runs = [run for run in (self.forward, self.engine) if run is not None]
+        if bytes_differ or not all(run.is_same for run in runs):
             return "different"
         return "unchecked" if self.error or self.exact is None else "same"
 
@@ -63,6 +66,7 @@ class Answer:
         parts = [str(self.plan)] if self.plan is not None else []
         parts += [exact_summary(self.exact)] if self.exact is not None else []
         parts += [*self.notes, *([forward_summary(self.forward)] if self.forward is not None else [])]
+        parts += [str(self.engine)] if self.engine is not None else []
         parts += [f"report: {report}"] if report is not None else []
         if not parts:  # the error has been printed
             return self.verdict.upper()
@@ -81,6 +85,7 @@ class Answer:
             "plan": asdict(self.plan) if self.plan is not None else None,
             "exact": self.exact.to_document() if self.exact is not None else None,
             "forward": asdict(self.forward) if self.forward is not None else None,
+            "engine": asdict(self.engine) if self.engine is not None else None,
             "error": {"message": self.error.message, "hint": self.error.hint} if self.error else None,
             "notes": self.notes,
             "options": {key: value for key, value in self.options.items() if value not in (None, False)},

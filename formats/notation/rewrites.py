@@ -157,8 +157,8 @@ class Page:
     """A program's format.
 
     ``files`` is the name of a rank's weight file. With ``keep``, what no line covers keeps its name. The vocabulary is
-    padded to a multiple of ``pad_to``. With ``same_ranks``, experts are dealt whole over the ranks of ``tp``. ``engine``
-    is the engine that ``reshard verify --engine`` can run it in, and ``load_format`` what it calls the format.
+    padded to a multiple of ``pad_to``. With ``same_ranks``, experts are dealt whole over the ranks of ``tp``.
+    ``engine`` is the engine that ``reshard verify --engine`` runs, and ``load_format`` what it calls the format.
     """
 
     name: str

@@ -1,0 +1,117 @@
+"""verify --engine, with a stand-in for vLLM: it merges what it is given and runs that in transformers."""
+
+from __future__ import annotations
+
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import store
+from tests.support import change_tensor, command
+
+STAND_IN = """
+import os, tempfile, torch, transformers
+from pathlib import Path
+from types import SimpleNamespace
+
+class SamplingParams:
+    def __init__(self, **settings): pass
+
+class LLM:
+    def __init__(self, model, load_format, dtype, tensor_parallel_size, **settings):
+        if os.environ.get("STAND_IN") == "refuses":
+            raise KeyError("model.layers.0.self_attn.qkv_proj.weight")
+        if load_format == "sharded_state":
+            assert tensor_parallel_size == 2
+            from reshard import merge
+            folder = Path(tempfile.mkdtemp()) / "merged"
+            merge(model, folder)
+            model = folder
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
+
+    def generate(self, prompts, sampling):
+        ids = torch.tensor([prompt["prompt_token_ids"] for prompt in prompts])
+        with torch.no_grad():
+            found = self.model(input_ids=ids).logits.float().log_softmax(-1)
+        found = found * (1 + 1e-6) if os.environ.get("STAND_IN") != "exact" else found
+        found = -found if os.environ.get("STAND_IN") == "wrong" else found
+        for of_prompt in found:
+            steps = [{i: SimpleNamespace(logprob=float(x)) for i, x in enumerate(step)} for step in of_prompt[:-1]]
+            yield SimpleNamespace(prompt_logprobs=[None, *steps])
+"""
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Path:
+    """A Python in which ``vllm`` is the stand-in."""
+    (tmp_path / "vllm.py").write_text(STAND_IN)
+    root = Path(__file__).parents[2]
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="{tmp_path}:{root}" exec "{sys.executable}" "$@"\n')
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    return python
+
+
+def _shards(folder: Path) -> tuple[Path, Path]:
+    original = store.checkpoint("llama")
+    done = command("split", original, folder / "out", "--tp", "2", "--as", "vllm")
+    assert done.returncode == 0, done.stderr
+    return original, folder / "out"
+
+
+def _verify(*arguments: object) -> tuple[int, str, str]:
+    done = command("verify", *arguments, "--engine", "vllm")
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_engine_runs_both(engine: Path, tmp_path: Path) -> None:
+    original, out = _shards(tmp_path)
+    code, said, _ = _verify(original, out, "--exact-only", "--engine-python", engine)
+    assert code == 0 and "vllm: the shards (tp 2) against the original" in said
+
+
+def test_what_the_engine_cannot_load_is_one_line(engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, out = _shards(tmp_path)
+    monkeypatch.setenv("STAND_IN", "refuses")
+    code, _, said = _verify(original, out, "--exact-only", "--engine-python", engine)
+    assert code == 2 and "Error: vllm ended with status 1: KeyError: 'model.layers.0.self_attn.qkv_proj.weight'" in said
+
+
+def test_an_engine_that_computes_something_else_proves_nothing(
+    engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, out = _shards(tmp_path)
+    monkeypatch.setenv("STAND_IN", "wrong")
+    code, _, said = _verify(original, out, "--exact-only", "--engine-python", engine)
+    assert code == 2 and "vllm computes something else than transformers" in said
+
+
+def test_without_the_engine(tmp_path: Path) -> None:
+    original, out = _shards(tmp_path)
+    code, _, said = _verify(original, out, "--exact-only", "--engine-python", tmp_path / "none")
+    assert code == 2 and f"Error: --engine-python {tmp_path / 'none'}: No such file or directory" in said
+    code, _, said = _verify(original, out, "--exact-only")
+    assert code == 2 and "has no vLLM" in said
+
+
+def test_only_what_the_engine_loads(tmp_path: Path) -> None:
+    original, own = store.checkpoint("llama"), store.shards("llama", tp=2)
+    code, _, said = _verify(original, own, "--exact-only")
+    assert code == 2 and "which vllm does not load" in said
+
+
+def test_wrong_shards_are_seen(engine: Path, tmp_path: Path) -> None:
+    """The bytes alone would see it, too; here only the engine looks."""
+    from reshard.storage.source import open_source
+    from verify.engine.compare import EngineOptions, run_engine
+
+    original, out = _shards(tmp_path)
+    (out / "reshard.json").unlink()
+    file = out / "model-rank-1-part-0.safetensors"
+    for at in range(3, 64, 4):
+        change_tensor(file, "model.layers.0.self_attn.qkv_proj.weight", at=at, flip=0x40)
+    options = EngineOptions("vllm", python=str(engine))
+    report = run_engine(open_source(original), open_source(out), options)
+    assert not report.is_same and report.ratio > 100

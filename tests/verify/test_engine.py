@@ -111,7 +111,7 @@ def test_wrong_shards_are_seen(engine: Path, tmp_path: Path) -> None:
     (out / "reshard.json").unlink()
     file = out / "model-rank-1-part-0.safetensors"
     for at in range(3, 64, 4):
-        change_tensor(file, "model.layers.0.self_attn.qkv_proj.weight", at=at, flip=0x40)
+        change_tensor(file, "model.layers.0.self_attn.qkv_proj.weight", at=at, flip=0x80)
     options = EngineOptions("vllm", python=str(engine))
     report = run_engine(open_source(original), open_source(out), options)
     assert not report.is_same and report.ratio > 100

@@ -282,6 +282,37 @@ def nemotron_mtp(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
     return tensors | found | {key: (_dtype(config), shape) for key, shape in own.items()}
 
 
+def v4_mtp(written: Tensors, config: Mapping[str, Any]) -> Tensors:
+    """The published names, and one more layer under ``mtp.`` with an embedding and a head of its own (DeepSeek V4).
+
+    It has no compressor. A layer behind those that look up a token's experts in a table is like it in the rest.
+    """
+    tensors = {_v4_name(name): value for name, value in written.items()}
+    here, hidden, vocab = f"layers.{config['num_hash_layers']}.", config["hidden_size"], config["vocab_size"]
+    layer = {
+        "mtp.0." + key.removeprefix(here): value
+        for key, value in tensors.items()
+        if key.startswith(here) and ".compressor." not in key and ".indexer." not in key
+    }
+    own: dict[str, tuple[int, ...]] = {
+        **{f"mtp.0.{norm}.weight": (hidden,) for norm in ("enorm", "hnorm", "norm")},
+        **{f"mtp.0.{name}_proj.weight": (hidden, hidden) for name in "eh"},
+        **{f"mtp.0.{name}.weight": (vocab, hidden) for name in ("emb.tok_emb", "head")},
+        **{f"mtp.0.{name}": tensors[name][1] for name in tensors if name.startswith("hc_head")},
+    }
+    return tensors | layer | {key: (_dtype(config), shape) for key, shape in own.items()}
+
+
+def _v4_name(name: str) -> str:
+    """The name that DeepSeek gave to what transformers writes."""
+    for written, published in (
+        ("model.embed_tokens", "embed"), ("model.hc_head.hc_", "hc_head_"), ("model.", ""),
+        (".attn.norm.", ".attn.kv_norm."),
+    ):  # fmt: skip
+        name = name.replace(written, published)
+    return name
+
+
 def mimo_mtp(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
     """Three dense layers with sliding attention under ``model.mtp.`` (MiMo V2)."""
     hidden, layer = config["hidden_size"], config["hybrid_layer_pattern"].index(1)
@@ -318,6 +349,51 @@ def fp8_blocks(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
         found[name] = ("F8_E4M3", shape)
         found[f"{name}_scale_inv"] = ("F32", (math.ceil(shape[0] / rows), math.ceil(shape[1] / columns)))
     return found
+
+
+def fp8_and_fp4(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
+    """DeepSeek V4: routed experts of 4 bits, two to an int8, with a scale for each 32; blocks as in V3.
+
+    What mixes the streams, sinks and biases of routers stay in 32 bits.
+    """
+    kept = ("*embed*", "*tok_emb*", "*head*", "*.gate.weight", "*compressor*", "*weights_proj*", "*norm*")
+    single = ("*hc_*", "*.attn_sink", "*.gate.bias", "*.ape")
+    rows, columns = config["quantization_config"]["weight_block_size"]
+    found: Tensors = {}
+    for name, (dtype, shape) in tensors.items():
+        module = name.removesuffix(".weight")
+        if any(fnmatch.fnmatch(name, mark) for mark in single):
+            found[name] = ("F32", shape)
+        elif name.endswith(".tid2eid"):
+            found[name] = ("I64", shape)
+        elif len(shape) != 2 or module == name or any(fnmatch.fnmatch(name, mark) for mark in kept):
+            found[name] = (dtype, shape)
+        elif ".experts." in name:
+            found[name] = ("I8", (shape[0], shape[1] // 2))
+            found[f"{module}.scale"] = ("F8_E8M0", (shape[0], shape[1] // 32))
+        else:
+            found[name] = ("F8_E4M3", shape)
+            found[f"{module}.scale"] = ("F8_E8M0", (math.ceil(shape[0] / rows), math.ceil(shape[1] / columns)))
+    return found
+
+
+def scales_of_each_key_head(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
+    """fp8 blocks, of MiMo V2: each of four KV heads of a layer with full attention has its own, 1.5 rounded up."""
+    found, head = fp8_blocks(tensors, config), config["head_dim"]
+    for layer, sliding in enumerate(config["hybrid_layer_pattern"]):
+        if not sliding:
+            name = f"model.layers.{layer}.self_attn.k_proj.weight_scale_inv"
+            dtype, (_, columns) = found[name]
+            found[name] = (dtype, (config["num_key_value_heads"] * math.ceil(head / 128), columns))
+    return found
+
+
+def with_frequencies(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
+    """Kimi K2: each layer has its rotary frequencies, of a head as wide as hidden_size / num_attention_heads."""
+    half = config["hidden_size"] // config["num_attention_heads"] // 2
+    found = fp8_blocks(tensors, config)
+    layers = range(config["num_hidden_layers"])
+    return found | {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": ("BF16", (half,)) for layer in layers}
 
 
 def mxfp4(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
@@ -408,8 +484,15 @@ MODELS = (
     Listed("Qwen3-VL 235B-A22B", "qwen3-vl-235b-a22b", _AIC, more=experts_input_first),
     Listed("DeepSeek V3, R1", "deepseek-v3", _AIC, more=next_token_layer, stored=fp8_blocks, weights="fp8 blocks"),
     Listed("DeepSeek V3.2", "deepseek-v3.2", _AIC, more=next_token_layer, stored=fp8_blocks, weights="fp8 blocks"),
-    Listed("DeepSeek V4 Flash", "deepseek-v4-flash", _AIC),
-    Listed("Kimi K2", "kimi-k2", _AIC, stored=fp8_blocks, weights="fp8 blocks"),
+    Listed(
+        "DeepSeek V4 Flash",
+        "deepseek-v4-flash",
+        _AIC,
+        more=v4_mtp,
+        stored=fp8_and_fp4,
+        weights="fp8 blocks, fp4 experts",
+    ),
+    Listed("Kimi K2", "kimi-k2", _AIC, stored=with_frequencies, weights="fp8 blocks"),
     Listed("Kimi K2.5", "kimi-k2.5", _AIC, more=kimi_names, stored=packed_int4, weights="int4 experts"),
     Listed(
         "Kimi K3",
@@ -444,7 +527,7 @@ MODELS = (
     Listed("Nemotron 3 Nano 30B-A3B", "nemotron-3-nano-30b", _AIC),
     Listed("Nemotron 3 Super 120B-A12B", "nemotron-3-super-120b", f"{_AIC}, that of the fp8 copy", more=nemotron_mtp),
     Listed("Nemotron 3 Ultra 550B-A55B", "nemotron-3-ultra-550b", _AIC, more=nemotron_mtp),
-    Listed("MiMo V2 Flash", "mimo-v2-flash", _AIC, more=mimo_mtp, stored=fp8_blocks, weights="fp8 blocks"),
+    Listed("MiMo V2 Flash", "mimo-v2-flash", _AIC, more=mimo_mtp, stored=scales_of_each_key_head, weights="fp8 blocks"),
     Listed("OLMo 2 32B", "olmo-2-32b", f"{_HUB}allenai/OLMo-2-0325-32B"),
     Listed("OLMo 3 32B", "olmo-3-32b", "that of OLMo 2 with the layers of 3", exact=False),
     Listed("Command R 08-2024 35B", "command-r-08-2024", f"{_HUB}a copy, unsloth/c4ai-command-r-08-2024"),

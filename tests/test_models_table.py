@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import models
+from tests.published import PUBLISHED, full_tensors
 
 QUICK = ("llama-3.2-3b", "phi-4", "gpt-oss-20b", "falcon-h1-34b", "gemma-3-27b")
 
@@ -31,3 +32,19 @@ def test_the_next_token_layer_of_deepseek_counts_as_published():
     assert round(parameters / 1e9, 1) == 684.5
     assert tensors["model.layers.61.self_attn.kv_a_proj_with_mqa.weight_scale_inv"] == ("F32", (5, 56))
     assert scales == sum(dtype == "F8_E4M3" for dtype, _ in tensors.values())
+
+
+LAYERS = 6  # of the real number; all that is listed of the files stands in the first four
+LISTED = {
+    "deepseek-v4-flash": "DeepSeek-V4-Flash", "kimi-k2": "Kimi-K2-Instruct", "mimo-v2-flash": "MiMo-V2-Flash",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_the_table_has_what_was_listed_from_the_files_themselves(name: str):
+    listed, config = next(found for found in models.MODELS if found.config == name), models.read_config(name)
+    layers = config["num_hidden_layers"]
+    config |= {key: value[:LAYERS] for key, value in config.items() if isinstance(value, list) and len(value) == layers}
+    tensors, _ = models.published_tensors(listed, config | {"num_hidden_layers": LAYERS})
+    for tensor in full_tensors(PUBLISHED[LISTED[name]]):
+        assert tensors.get(tensor.name) == (tensor.dtype, tensor.shape), tensor.name

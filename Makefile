@@ -27,6 +27,7 @@ format: .venv/ready
 
 docs: .venv/ready
 	$(BIN)/python -m tools.config_defaults
+	$(BIN)/python -m tools.required
 	$(BIN)/python -m tests.test_readme
 
 # whether the tests notice what is wrong: half an hour

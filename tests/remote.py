@@ -1915,9 +1915,14 @@ _HEADS: dict[str, tuple[str, str, dict[str, Shape]]] = {
     "mistral-embedding": ("mistral", "", {}),
     "llama-answers": ("llama", "transformer.", {"qa_outputs.weight": (2, 80), "qa_outputs.bias": (2,)}),
 }
+_OF_TYPE: dict[str, dict[str, Shape]] = {
+    "qwen2": _QKV_BIAS,
+    "gemma2": {"pre_feedforward_layernorm.weight": (80,), "post_feedforward_layernorm.weight": (80,)},
+}
 for _name, (_type, _prefix, _head) in _HEADS.items():
+    _all = _BODY | _LAYERS | _at("layers.[0-1]", _OF_TYPE.get(_type, {}))
     REMOTE[_name] = Remote(
-        {**_TWO, "model_type": _type}, {**{_prefix + key: shape for key, shape in (_BODY | _LAYERS).items()}, **_head}
+        {**_TWO, "model_type": _type}, {**{_prefix + key: shape for key, shape in _all.items()}, **_head}
     )
 
 # ----------------------------------------------------------------------------------------------- encoders of publishers

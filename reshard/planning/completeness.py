@@ -27,12 +27,15 @@ from formats.notation.architecture import Match
 from formats.notation.axes import Shape
 from formats.quantization.companions import is_of_activations
 from reshard.planning.model import BoundTensor, Kind, Model
+from reshard.planning.required import known_lines, outermost
 
 At = tuple[int, ...]
 """The indices in a name, outermost first."""
 
-_RECOMPUTED = (".inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
-"""Frequencies and masks in old checkpoints, sometimes in a few layers only. No loader reads them."""
+_RECOMPUTED = (
+    ".inv_freq", ".position_ids", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias",
+)  # fmt: skip
+"""Frequencies, positions and masks in old checkpoints, sometimes in a few layers only. No loader reads them."""
 
 _HEADED = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
@@ -60,7 +63,7 @@ def _in_order(name: str) -> tuple[bool, list[tuple[int, str]]]:
 
 def missing(model: Model) -> Iterator[str]:
     """The names of the missing tensors; a name may come more than once."""
-    present = _Present(model)
+    present = Present(model)
     yield from _missing_layers(present)
     yield from _missing_indices(present)
     yield from _missing_in_some(present)
@@ -69,6 +72,7 @@ def missing(model: Model) -> Iterator[str]:
     yield from _missing_ends_of_flow(present)
     yield from _missing_vocabulary(present)
     yield from _missing_norm(present)
+    yield from _missing_always(present)
 
 
 # ----------------------------------------------------------------------------------------------- what is there
@@ -94,7 +98,7 @@ def _module(template: str) -> str:
     return template.removesuffix(".weight").rpartition(".")[0]
 
 
-class _Present:
+class Present:
     """The tensors of a checkpoint, by the line that covers them and the indices in their names.
 
     A stack is a list of layers or experts, and a member is one of them. ``stacks`` has, for each stack and each member
@@ -175,6 +179,28 @@ class _Present:
             self._known[stack, outer] = counts
         return self._known[stack, outer]
 
+    def members(self) -> Iterator[tuple[str, At, frozenset[str]]]:
+        """The members of the outermost stacks, and as ("", ()) the whole checkpoint, with the lines of each."""
+        found: dict[tuple[str, At], set[str]] = defaultdict(set)
+        lines = {line: places for line, places in self.lines.items() if not line.endswith(_RECOMPUTED)}
+        for template, places in lines.items():
+            stack = outermost(template)
+            for at in {at[:1] for at in places} if stack else ():
+                found[stack, at].add(template)
+        yield "", (), frozenset(lines)
+        for (stack, at), inside in found.items():
+            if not self.is_further(stack, at):
+                yield stack, at, frozenset(inside)
+
+    def places(self, template: str, at: At) -> list[At]:
+        """The indices that a line of a member of an outermost stack must have; one place, where no size says more."""
+        places = [at]
+        for axis in _axes(_stack(template))[len(at) :]:
+            indices = dict(zip(_axes(_stack(template)), places[0], strict=False))
+            count = self.sizes.count(axis, indices) or 1
+            places = [(*place, index) for place in places for index in range(count)]
+        return places
+
     def inside(self, stack: str, at: At) -> Iterator[BoundTensor]:
         """All tensors of a member of a stack."""
         for template, places in self.lines.items():
@@ -224,7 +250,7 @@ def _moved(name: str, old: At, new: At) -> str:
 # ------------------------------------------------------------------------------------------------- what is missing
 
 
-def _missing_indices(present: _Present) -> Iterator[str]:
+def _missing_indices(present: Present) -> Iterator[str]:
     """The tensors of layers (or experts) that are missing as a whole, as the nearest full layer has them."""
     for stack, members in present.stacks.items():
         groups: dict[At, set[int]] = defaultdict(set)
@@ -246,7 +272,7 @@ def _like(members: Mapping[At, set[str]], outer: At, indices: Iterable[int], ind
     return min(indices, key=lambda other: (-len(members[(*outer, other)]), abs(other - index)))
 
 
-def _missing_in_some(present: _Present) -> Iterator[str]:
+def _missing_in_some(present: Present) -> Iterator[str]:
     """The tensors that one layer lacks and another has, if the other has all lines of the first."""
     for stack, members in present.stacks.items():
         if not present.is_dealt(stack):
@@ -263,7 +289,7 @@ def _missing_in_some(present: _Present) -> Iterator[str]:
                             yield from _as_in(present, inner, kinds[many][0], at)
 
 
-def _as_in(present: _Present, inner: str, other: At, at: At) -> Iterator[str]:
+def _as_in(present: Present, inner: str, other: At, at: At) -> Iterator[str]:
     """The names of a line's (or inner stack's) tensors at ``other``, moved to the indices ``at``."""
     for template, places in present.lines.items():
         if template == inner or template.startswith(f"{inner}."):
@@ -272,7 +298,7 @@ def _as_in(present: _Present, inner: str, other: At, at: At) -> Iterator[str]:
                     yield from (_moved(tensor.name, other, at) for tensor in tensors)
 
 
-def _missing_companions(present: _Present) -> Iterator[str]:
+def _missing_companions(present: Present) -> Iterator[str]:
     """The companions that a quantized weight has in one layer and lacks in another, if its dtype is the same."""
     for places in present.lines.values():
         if max(map(len, places.values())) == 1:
@@ -290,7 +316,7 @@ def _missing_companions(present: _Present) -> Iterator[str]:
                     yield from (_moved(name, (0,) * len(at), at) for name, _ in sorted(many - few))
 
 
-def _missing_twins(present: _Present) -> Iterator[str]:
+def _missing_twins(present: Present) -> Iterator[str]:
     """Missing matrices of a module that has others of the same shape: keys without values, a gate without ``up``."""
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     for template, rules in present.architecture.tensors.items():
@@ -320,7 +346,7 @@ class _Matrix:
     takes: frozenset[str]
 
 
-def _matrices(present: _Present, templates: Iterable[str]) -> Iterator[_Matrix]:
+def _matrices(present: Present, templates: Iterable[str]) -> Iterator[_Matrix]:
     experts = frozenset(itertools.chain.from_iterable(present.architecture.families.get("ep", ())))
     for template in templates:
         for shape in (shape for rule in present.architecture.tensors[template] for shape in rule.shapes):
@@ -332,7 +358,7 @@ def _matrices(present: _Present, templates: Iterable[str]) -> Iterator[_Matrix]:
             yield _Matrix(template, home, makes & dealt, takes & dealt)
 
 
-def _missing_ends_of_flow(present: _Present) -> Iterator[str]:
+def _missing_ends_of_flow(present: Present) -> Iterator[str]:
     """Missing matrices that make the input of another matrix or take its output: queries without ``o_proj``."""
     rules = list(_matrices(present, present.architecture.tensors))
     there = [matrix for matrix in rules if matrix.template in present.lines]
@@ -346,7 +372,7 @@ def _missing_ends_of_flow(present: _Present) -> Iterator[str]:
                 yield from _first_needed(present, others, each.template)
 
 
-def _first_needed(present: _Present, templates: Sequence[str], beside: str) -> Iterator[str]:
+def _first_needed(present: Present, templates: Sequence[str], beside: str) -> Iterator[str]:
     """The names of the first line that is needed at the indices of the line ``beside``."""
     for template in templates:
         depth = len(_axes(_stack(template)))
@@ -357,7 +383,7 @@ def _first_needed(present: _Present, templates: Sequence[str], beside: str) -> I
             return
 
 
-def _missing_layers(present: _Present) -> Iterator[str]:
+def _missing_layers(present: Present) -> Iterator[str]:
     """A tensor of each layer, if the checkpoint has no sharded matrix at all."""
     known = dict.fromkeys(stack for template in present.architecture.tensors for stack, _ in _around(template))
     stacks = [stack for stack in known if len(_axes(stack)) == 1 and present.count(stack, ())]
@@ -367,7 +393,7 @@ def _missing_layers(present: _Present) -> Iterator[str]:
             yield from (present.spelled(template, (index,)) for index in range(present.count(stacks[0], ()) or 0))
 
 
-def _missing_vocabulary(present: _Present) -> Iterator[str]:
+def _missing_vocabulary(present: Present) -> Iterator[str]:
     """The embedding of the vocabulary, and the head if config.json says that the two are not tied."""
     tables = [line for line in _ends(present) if any(_is_table(present, shape) for shape in _shapes(present, line))]
     there = [line for line in tables if line in present.lines]
@@ -376,7 +402,7 @@ def _missing_vocabulary(present: _Present) -> Iterator[str]:
         yield from itertools.islice((present.spelled(line) for line in tables if line not in there), count - len(there))
 
 
-def _has_head(present: _Present, tables: Sequence[str]) -> bool:
+def _has_head(present: Present, tables: Sequence[str]) -> bool:
     """Whether the model has a head of its own, by config.json and by the names.
 
     A base model has none, and is saved without the prefix.
@@ -390,11 +416,11 @@ def _has_head(present: _Present, tables: Sequence[str]) -> bool:
     return headed and whole and spelled and ties[0] is False and True not in ties
 
 
-def _is_table(present: _Present, shape: Shape) -> bool:
+def _is_table(present: Present, shape: Shape) -> bool:
     return len(shape.dims) == 2 and any(dim.axis in present.architecture.pad for dim in shape.dims)
 
 
-def _missing_norm(present: _Present) -> Iterator[str]:
+def _missing_norm(present: Present) -> Iterator[str]:
     """The norm behind a stack of layers, if the layers have norms."""
     for stack in present.stacks:
         if len(_axes(stack)) > 1 or not present.is_dealt(stack) or present.count(stack, ()) is None:
@@ -406,17 +432,31 @@ def _missing_norm(present: _Present) -> Iterator[str]:
             yield from itertools.islice((present.spelled(line) for line in norms if present.needed(line, ())), 1)
 
 
-def _ends(present: _Present) -> Iterator[str]:
+def _missing_always(present: Present) -> Iterator[str]:
+    """What transformers' class of this model type always has."""
+    known = known_lines(str(present.model.config.get("model_type")))
+    lacking: dict[tuple[str, frozenset[str]], list[str]] = {}
+    for stack, at, there in present.members() if known else ():
+        assert known is not None
+        if (stack, there) not in lacking:
+            lacking[stack, there] = sorted(known.lacking(stack, there))
+        for line in lacking[stack, there]:
+            places = present.places(line, at)
+            if line in present.architecture.tensors and all(present.needed(line, place) for place in places):
+                yield from (present.spelled(line, place) for place in places)
+
+
+def _ends(present: Present) -> Iterator[str]:
     """The lines of weights outside all layers."""
     rules = present.architecture.tensors
     return (template for template in rules if "{" not in template and not template.endswith(("*", "bias")))
 
 
-def _shapes(present: _Present, template: str) -> Iterator[Shape]:
+def _shapes(present: Present, template: str) -> Iterator[Shape]:
     return (shape for rule in present.architecture.tensors[template] for shape in rule.shapes)
 
 
-def _vectors(present: _Present, template: str) -> set[str]:
+def _vectors(present: Present, template: str) -> set[str]:
     """The axes of a line's vectors: ``{"hidden"}`` for a norm; empty for a matrix."""
     weights = _shapes(present, template) if template.endswith(".weight") else ()
     return {s.dims[0].axis for s in weights if len(s.dims) == 1 and not s.is_open and s.dims[0].axis is not None}

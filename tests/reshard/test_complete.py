@@ -229,7 +229,7 @@ WHOLE: dict[str, tuple[dict[str, Any], Callable[[list[Tensor]], list[Tensor]]]] 
         LLAMA, lambda t: [*t, *((f"model.layers.{i}.self_attn.q_proj.bias", "BF16", (48,)) for i in range(3))],
     ),
     "no gate": (
-        LLAMA | {"model_type": "nemotron"}, lambda t: without(t, "gate_proj"),
+        LLAMA | {"model_type": "arcee"}, lambda t: without(t, "gate_proj"),
     ),
 }  # fmt: skip
 

@@ -42,6 +42,7 @@ def model(packing: str, unit: int, blocks: int = 12) -> tuple[dict, Weights, Wei
         "num_key_value_heads": 4, "head_dim": unit, "vocab_size": 37, "tie_word_embeddings": False,
     }  # fmt: skip
     plain = {"model.embed_tokens": (37, hidden), "model.norm": (hidden,), "lm_head": (37, hidden)}
+    plain |= {f"model.layers.0.{name}_layernorm": (hidden,) for name in ("input", "post_attention")}
     attention = {"q_proj": (heads, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, heads)}
     if packing == "column and row":
         config["model_type"] = "llama"
@@ -54,13 +55,18 @@ def model(packing: str, unit: int, blocks: int = 12) -> tuple[dict, Weights, Wei
         config |= {"model_type": "qwen3_moe", "num_experts": 3, "moe_intermediate_size": ff}
         shapes = {"gate_proj": (ff, hidden), "up_proj": (ff, hidden), "down_proj": (hidden, ff)}
         mlp = {f"mlp.experts.{expert}.{name}": shape for expert in range(3) for name, shape in shapes.items()}
-        plain["model.layers.0.mlp.gate"] = (3, hidden)
+        plain |= {"model.layers.0.mlp.gate": (3, hidden)}
+        plain |= {f"model.layers.0.self_attn.{name}_norm": (unit,) for name in "qk"}
     else:
         config |= {"model_type": "gpt_oss", "num_local_experts": 3}
         plain |= {f"model.layers.0.self_attn.{name}": shape for name, shape in attention.items()}
         fused = {"gate_up_proj": (3, 2 * ff, hidden), "down_proj": (3, hidden, ff)}
         named = {f"model.layers.0.mlp.experts.{name}": shape for name, shape in fused.items()}
-        return config, named, {f"{name}.weight": shape for name, shape in plain.items()}
+        biases = {f"model.layers.0.self_attn.{name}.bias": shape[:1] for name, shape in attention.items()}
+        biases |= {f"{name}_bias": (3, shape[1]) for name, shape in named.items()}
+        biases |= {"model.layers.0.self_attn.sinks": (8,), "model.layers.0.mlp.router.bias": (3,)}
+        plain["model.layers.0.mlp.router"] = (3, hidden)
+        return config, named, {f"{name}.weight": shape for name, shape in plain.items()} | biases
     quantized = {f"model.layers.0.self_attn.{name}.weight": shape for name, shape in attention.items()}
     quantized |= {f"model.layers.0.{name}.weight": shape for name, shape in mlp.items()}
     return config, quantized, {f"{name}.weight": shape for name, shape in plain.items()}

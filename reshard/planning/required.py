@@ -1,0 +1,91 @@
+"""What transformers' own class makes of every model of a type, whatever the settings: the lines of ``required.json``.
+
+``python -m tools.required`` writes the file. A line is demanded within a module: wherever the module has a tensor, the
+line has one. A checkpoint may spell a part of its names in another way (experts that a quantizer names one by one). It
+then has lines there that the class does not write, and nothing is demanded of that part.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+REQUIRED = Path(__file__).parent / "required.json"
+
+
+@dataclass(frozen=True)
+class KnownLines:
+    """The lines of a model type: ``always`` has those that each module always has, and ``all`` has all lines."""
+
+    always: Mapping[str, tuple[str, ...]]
+    all: frozenset[str]
+
+    @cached_property
+    def modules(self) -> frozenset[str]:
+        """The modules that have one of the lines."""
+        return frozenset(module for line in self.all for module in modules_around(line))
+
+    @cached_property
+    def of_stack(self) -> Mapping[str, Mapping[str, tuple[str, ...]]]:
+        """``always`` by the outermost stack around the module, "" outside all stacks."""
+        found: dict[str, dict[str, tuple[str, ...]]] = defaultdict(dict)
+        for module, lines in self.always.items():
+            found[outermost(module)][module] = lines
+        return found
+
+    def lacking(self, stack: str, there: Set[str]) -> Iterator[str]:
+        """The lines that a member of a stack (or with "", the whole checkpoint) must have beside those ``there``."""
+        unknown = (line for line in there if line not in self.all and not line.endswith("bias"))
+        strange = {self._known_part(line) for line in unknown} - {""}
+        if any(part.endswith("}") for part in strange):  # layers of another class under the same type
+            return
+        modules = {module for line in there for module in modules_around(line)}
+        for module, lines in self.of_stack.get(stack, {}).items():
+            for line in lines if module in modules else ():
+                if line not in there and not any(is_within(line, part) for part in strange):
+                    yield line
+
+    def _known_part(self, line: str) -> str:
+        """The innermost module around a line that the type has."""
+        return next(module for module in (*modules_around(line), "") if module in self.modules or not module)
+
+
+def is_within(line: str, module: str) -> bool:
+    """Whether a line belongs to a module; every line belongs to the module ""."""
+    return not module or line.startswith(f"{module}.")
+
+
+def modules_around(line: str) -> Iterator[str]:
+    """The modules around a line, innermost first, without that of the whole model."""
+    module = line.rpartition(".")[0]
+    while module:
+        yield module
+        module = module.rpartition(".")[0]
+
+
+def outermost(template: str) -> str:
+    """A template up to its first index: ``model.layers.{layer}``; empty if it has none."""
+    return template[: template.find("}") + 1]
+
+
+@lru_cache
+def known_lines(model_type: str) -> KnownLines | None:
+    """The lines of a model type, or None if the file does not have the type."""
+    found = _file().get(model_type)
+    if isinstance(found, str):  # the same as another type's
+        return known_lines(found)
+    if found is None:
+        return None
+    always = {module: tuple(lines) for module, lines in found["always"].items()}
+    return KnownLines(always, frozenset(found["also"]).union(*always.values()))
+
+
+@lru_cache(maxsize=1)
+def _file() -> Mapping[str, Any]:
+    found: Mapping[str, Any] = json.loads(REQUIRED.read_text(encoding="utf-8"))
+    return found

@@ -1,11 +1,11 @@
 """Split, merge and re-split against ``cp -r`` of the same bytes, in one run, on the same files.
 
-    python -m benchmarks.speed [--gigabytes 4] [--rounds 5] [--folder DIR] [--script]
+    python -m benchmarks.speed [--gigabytes 4] [--rounds 5] [--folder DIR] [--script] [--as vllm]
 
 Prints for each operation the median of the seconds, the ratio to ``cp -r`` (timed alternately), and the peak resident
 memory (of a further run on Linux: the sum of the peaks of all its processes, in which pages that they share count
-several times). Outputs are removed after each round; the page cache is warm. ``--script`` also times the script that
-everybody writes, with ``safe_open`` and ``save_file``.
+several times). Outputs are removed after each round; the page cache is warm. ``--as`` writes and reads another program's format.
+``--script`` also times the script that everybody writes, with ``safe_open`` and ``save_file``.
 """
 
 from __future__ import annotations
@@ -107,6 +107,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "reshard-benchmark")
     parser.add_argument("--script", action="store_true")
+    parser.add_argument("--as", dest="form")
     parser.add_argument("--only", nargs="*", default=["split", "merge", "re-split"])
     arguments = parser.parse_args()
     folder: Path = arguments.folder
@@ -115,15 +116,18 @@ def main() -> None:
     for leftover in (shards, out, folder / "copy"):
         shutil.rmtree(leftover, ignore_errors=True)
     reshard = [sys.executable, "-m", "reshard"]
+    form = ["--as", arguments.form] if arguments.form else []
+
+    def split(before: Path, after: Path, tp: int) -> list[str]:
+        return [*reshard, "split", str(before), str(after), "--tp", str(tp), *form]
+
     if "split" in arguments.only:
-        compare("split --tp 4", source, [*reshard, "split", str(source), str(out), "--tp", "4"], out, arguments.rounds)
-    run([*reshard, "split", str(source), str(shards), "--tp", "4"])
+        compare("split --tp 4", source, split(source, out, 4), out, arguments.rounds)
+    run(split(source, shards, 4))
     if "merge" in arguments.only:
         compare("merge of 4", shards, [*reshard, "merge", str(shards), str(out)], out, arguments.rounds)
     if "re-split" in arguments.only:
-        compare(
-            "re-split 4 -> 8", shards, [*reshard, "split", str(shards), str(out), "--tp", "8"], out, arguments.rounds
-        )
+        compare("re-split 4 -> 8", shards, split(shards, out, 8), out, arguments.rounds)
     shutil.rmtree(shards)
     if arguments.script:
         naive = [sys.executable, "-c", NAIVE, str(source), str(out), "4"]

@@ -6,9 +6,9 @@ import math
 import re
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from formats.documents import Unfit, json_object, mapping, whole
+from formats.documents import Unfit, items, json_object, mapping, whole
 from formats.errors import PlanError, brief
 
 MOST_RANKS = 100_000
@@ -18,37 +18,59 @@ MOST_RANKS = 100_000
 class Mesh:
     """Named mesh dimensions with their degrees, slowest first; a full checkpoint is a mesh of one rank.
 
-    With ``same_ranks`` all dimensions run over the same ranks, each with the whole degree: experts are dealt whole,
-    and all else is cut (DeepSeek's inference layout, vLLM's ``--enable-expert-parallel``). ``uneven`` has the axes that
-    are dealt over ``tp`` in units, of which the last ranks have fewer, with the indices of a unit (see ``Share``).
+    ``pp`` deals the layers in stages, and is the slowest. With ``same_ranks`` all other dimensions run over the same
+    ranks, each with the whole degree: experts are dealt whole, and all else is cut (DeepSeek's inference layout, vLLM's
+    ``--enable-expert-parallel``). ``uneven`` has the axes that are dealt over ``tp`` in units, of which the last ranks
+    have fewer, with the indices of a unit (see ``Share``). ``stages`` is the number of layers of each stage; empty
+    where the model is not known.
     """
 
     degrees: tuple[tuple[str, int], ...] = (("tp", 1),)
     same_ranks: bool = False
     uneven: tuple[tuple[str, int], ...] = ()
+    stages: tuple[int, ...] = ()
+
+    @property
+    def _axes(self) -> tuple[tuple[tuple[str, ...], int], ...]:
+        """The dimensions with their degrees, slowest first; those that run over the same ranks are one."""
+        if not self.same_ranks:
+            return tuple(((name,), degree) for name, degree in self.degrees)
+        stages = tuple(((name,), degree) for name, degree in self.degrees if name == "pp")
+        others = [(name, degree) for name, degree in self.degrees if name != "pp"]
+        return (*stages, (tuple(name for name, _ in others), others[0][1]))
 
     @property
     def size(self) -> int:
         """The number of ranks."""
-        if self.same_ranks:
-            return self.degrees[0][1]
-        return math.prod(degree for _, degree in self.degrees)
+        return math.prod(degree for _, degree in self._axes)
+
+    @property
+    def pp(self) -> int:
+        """The number of pipeline stages."""
+        return dict(self.degrees).get("pp", 1)
+
+    @property
+    def of_a_stage(self) -> Mesh:
+        """The mesh of the ranks of one pipeline stage."""
+        inner = tuple((name, degree) for name, degree in self.degrees if name != "pp")
+        return replace(self, degrees=inner or (("tp", 1),), stages=())
+
+    def stage(self, rank: int) -> int:
+        """The pipeline stage of a rank."""
+        return rank // (self.size // self.pp)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The place of a rank along each dimension; the last dimension is fastest."""
-        if self.same_ranks:
-            return {name: rank for name, _ in self.degrees}
         found: dict[str, int] = {}
-        for name, degree in reversed(self.degrees):
-            found[name] = rank % degree
+        for names, degree in reversed(self._axes):
+            found |= dict.fromkeys(names, rank % degree)
             rank //= degree
         return {name: found[name] for name, _ in self.degrees}
 
     @property
     def dimensions(self) -> tuple[str, ...]:
-        """The dimensions along which ranks differ; where all run over the same ranks, the first stands for all."""
-        names = tuple(name for name, degree in self.degrees if degree > 1)
-        return names[:1] if self.same_ranks else names
+        """The dimensions along which ranks differ; of those over the same ranks, the first stands for all."""
+        return tuple(names[0] for names, degree in self._axes if degree > 1)
 
     def peers(self, rank: int, along: AbstractSet[str]) -> tuple[int, ...]:
         """The ranks, this one among them, that differ from it along these ``dimensions`` alone."""
@@ -73,25 +95,28 @@ class Mesh:
         return next((unit for name, unit in self.uneven if name == axis), None)
 
     def folder(self, rank: int) -> str:
-        """``rank-02-of-04`` for tp alone, ``ep-00-of-02-tp-01-of-04`` for more than one dimension."""
-        if len(self.degrees) == 1 or self.same_ranks:
+        """``rank-02-of-04`` for tp alone, ``pp-00-of-02-tp-01-of-04`` for more than one dimension."""
+        if len(self._axes) == 1:
             return f"rank-{rank:02d}-of-{self.size:02d}"
         here = self.coordinates(rank)
-        return "-".join(f"{name}-{here[name]:02d}-of-{degree:02d}" for name, degree in self.degrees)
+        return "-".join(f"{names[0]}-{here[names[0]]:02d}-of-{degree:02d}" for names, degree in self._axes)
 
-    def to_document(self) -> dict[str, int | bool | dict[str, int]]:
+    def to_document(self) -> dict[str, int | bool | dict[str, int] | list[int]]:
         """``{"tp": 4}``."""
-        document: dict[str, int | bool | dict[str, int]] = {**dict(self.degrees)}
+        document: dict[str, int | bool | dict[str, int] | list[int]] = {**dict(self.degrees)}
         document |= {"same_ranks": True} if self.same_ranks else {}
-        return document | ({"uneven": dict(self.uneven)} if self.uneven else {})
+        document |= {"uneven": dict(self.uneven)} if self.uneven else {}
+        return document | ({"stages": list(self.stages)} if self.stages else {})
 
     def __str__(self) -> str:
-        text = (" = " if self.same_ranks else " x ").join(f"{name} {degree}" for name, degree in self.degrees)
-        units = " and ".join(f"{axis} in units of {unit}" for axis, unit in self.uneven)
-        return f"{text} with {units}" if units else text
+        degrees = dict(self.degrees)
+        text = " x ".join(" = ".join(f"{name} {degrees[name]}" for name in names) for names, _ in self._axes)
+        parts = [f"{axis} in units of {unit}" for axis, unit in self.uneven]
+        parts += [f"stages of {', '.join(map(str, self.stages))} layers"] if len({*self.stages}) > 1 else []
+        return f"{text} with {' and '.join(parts)}" if parts else text
 
 
-RANK_FOLDER = re.compile(r"(?:rank-\d+-of-\d+|(?:(?:^|-)(?:ep|tp)-\d+-of-\d+)+)")
+RANK_FOLDER = re.compile(r"(?:rank-\d+-of-\d+|(?:(?:^|-)(?:pp|ep|tp)-\d+-of-\d+)+)")
 
 
 def read_mesh(value: object, where: str) -> Mesh:
@@ -99,32 +124,42 @@ def read_mesh(value: object, where: str) -> Mesh:
     document = dict(json_object(value, where))
     same_ranks = document.pop("same_ranks", False) is True
     units = mapping(whole(1))(document.pop("uneven", {}), f"{where}.uneven")
+    stages = tuple(items(whole(1))(document.pop("stages", []), f"{where}.stages"))
     for name, degree in document.items():
-        if name not in {"tp", "ep"} or type(degree) is not int or not 1 <= degree <= MOST_RANKS:
+        if name not in {"pp", "tp", "ep"} or type(degree) is not int or not 1 <= degree <= MOST_RANKS:
             raise Unfit(f"{where}: {brief(name)} of {brief(degree)} is no mesh dimension")
     if not document:
         raise Unfit(f"{where} has no dimensions")
-    if same_ranks and len(set(document.values())) > 1:
+    if "pp" in document and next(iter(document)) != "pp":
+        raise Unfit(f"{where}: pp is not its first dimension")
+    inner = {name: degree for name, degree in document.items() if name != "pp"}
+    if same_ranks and len(set(inner.values())) != 1:
         raise Unfit(f"{where}: mesh dimensions over the same ranks have different degrees")
-    mesh = Mesh(tuple(document.items()), same_ranks, tuple(sorted(units.items())))
+    if stages and len(stages) != document.get("pp", 1):
+        raise Unfit(f"{where}.stages should have the number of layers of each stage")
+    mesh = Mesh(tuple(document.items()), same_ranks, tuple(sorted(units.items())), stages)
     if mesh.size > MOST_RANKS:
         raise Unfit(f"{where}: {mesh} are more than {MOST_RANKS:,} ranks")
     return mesh
 
 
-def mesh_of(tp: int = 1, ep: int = 1, same_ranks: bool = False) -> Mesh:
-    """The mesh of ``--tp`` and ``--ep``: experts over ``ep``, all else over ``tp``; with ``same_ranks`` both over the
-    same ranks.
+def mesh_of(tp: int = 1, ep: int = 1, same_ranks: bool = False, pp: int = 1, pp_layers: Sequence[int] = ()) -> Mesh:
+    """The mesh of ``--pp``, ``--ep`` and ``--tp``: layers over ``pp``, experts over ``ep``, all else over ``tp``.
 
-    Raises PlanError for a degree below 1, or two degrees over the same ranks that differ.
+    With ``same_ranks``, ``ep`` and ``tp`` are over the same ranks. ``pp_layers`` is the number of layers of each stage.
+    Raises PlanError for a degree below 1, two degrees over the same ranks that differ, or another number of stages.
     """
-    for name, degree in (("tp", tp), ("ep", ep)):
+    for name, degree in (("tp", tp), ("ep", ep), ("pp", pp)):
         if degree < 1:
             raise PlanError(f"--{name} {degree} is not possible: a degree is at least 1")
-    if same_ranks:
-        if tp != ep:
-            raise PlanError(f"--tp {tp} and --ep {ep} cannot be over the same ranks: give both the same degree")
-        return Mesh((("tp", tp), ("ep", ep)), same_ranks=True)
-    if ep == 1:
-        return Mesh((("tp", tp),))
-    return Mesh((("ep", ep), ("tp", tp))) if tp > 1 else Mesh((("ep", ep),))
+    counts = ",".join(map(str, pp_layers))
+    if pp_layers and len(pp_layers) != pp:
+        raise PlanError(f"--pp-layers {counts} is not possible with --pp {pp}: give the layers of each stage")
+    if min(pp_layers, default=1) < 1:
+        raise PlanError(f"--pp-layers {counts} is not possible: a stage has at least one layer")
+    if same_ranks and tp != ep:
+        raise PlanError(f"--tp {tp} and --ep {ep} cannot be over the same ranks: give both the same degree")
+    dimensions = [("tp", tp), ("ep", ep)] if same_ranks else [("ep", ep), ("tp", tp)]
+    inner = [dimension for dimension in dimensions if dimension[1] > 1 or same_ranks]
+    stages = [("pp", pp)] if pp > 1 else []
+    return Mesh((*stages, *inner) or (("tp", 1),), same_ranks, stages=tuple(pp_layers) if pp > 1 else ())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,18 +25,20 @@ def plan(
     tp: int = 1,
     *,
     ep: int = 1,
+    pp: int = 1,
+    pp_layers: Sequence[int] = (),
     same_ranks: bool = False,
     uneven: bool = False,
     access: Access = Access(),
     padding: Padding = Padding(),
 ) -> Plan:
-    """The plan of a checkpoint on a mesh of ``ep`` x ``tp`` ranks: each rank's part of each tensor. Reads headers only.
+    """The plan of a checkpoint on a mesh of ``pp`` x ``ep`` x ``tp`` ranks: each rank's part of each tensor.
 
-    ``uneven`` as for ``split``. Raises CheckpointError if the source is not a checkpoint, PlanError if a degree is not
-    possible.
+    Reads headers only. ``pp_layers`` and ``uneven`` as for ``split``. Raises CheckpointError if the source is not a
+    checkpoint, PlanError if a degree is not possible.
     """
     opened = open_any(source, access, headers_only=True)
-    return plan_of(opened.model, mesh_of(tp, ep, same_ranks), uneven=uneven, padding=padding)
+    return plan_of(opened.model, mesh_of(tp, ep, same_ranks, pp, pp_layers), uneven=uneven, padding=padding)
 
 
 def load(
@@ -44,6 +47,8 @@ def load(
     rank: int = 0,
     *,
     ep: int = 1,
+    pp: int = 1,
+    pp_layers: Sequence[int] = (),
     same_ranks: bool = False,
     uneven: bool = False,
     access: Access = Access(),
@@ -51,12 +56,12 @@ def load(
 ) -> dict[str, torch.Tensor]:
     """The tensors of one rank of a checkpoint (full, or split to any degree). Reads only the bytes that it owns.
 
-    ``uneven`` as for ``split``. Returns CPU tensors by name, in the rank's local shapes and the checkpoint's dtypes.
-    Raises ReshardError.
+    ``pp_layers`` and ``uneven`` as for ``split``. Returns CPU tensors by name, in the rank's local shapes and the
+    checkpoint's dtypes. Raises ReshardError.
     """
     from reshard.engine.loading import load_rank
 
-    mesh = mesh_of(tp, ep, same_ranks)
+    mesh = mesh_of(tp, ep, same_ranks, pp, pp_layers)
     wanted_ranks([rank], mesh)
     opened = open_any(source, access)
     target = plan_of(opened.model, mesh, uneven=uneven, padding=padding)

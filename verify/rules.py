@@ -89,8 +89,8 @@ def _is_same(model: Model, built_in: Architecture) -> bool:
     """Whether the rules are the same word for word; of a built-in rule's several shapes, a model keeps one."""
     own = model.architecture
     return (
-        (own.sizes, own.families, own.pad, own.config)
-        == (built_in.sizes, built_in.families, built_in.pad, built_in.config)
+        (own.sizes, own.families, own.pad, own.config, own.layers, own.stages)
+        == (built_in.sizes, built_in.families, built_in.pad, built_in.config, built_in.layers, built_in.stages)
         and own.section(model.config) == built_in.section(model.config)
         and all(_is_narrowed(own.tensors[name], built_in.tensors.get(name, ())) for name in model.used_templates)
     )
@@ -114,7 +114,10 @@ def _tensors(plan: Plan, theirs: Plan) -> Iterator[str]:
             known[pair] = _lies_alike(entry, other)
         if not known[pair] and entry.template not in said:
             said.add(entry.template)
-            yield f"{entry.template} is '{entry.layout.rule}', built in '{other.layout.rule}'"
+            if entry.layout.rule == other.layout.rule:
+                yield f"{entry.template} is on other pipeline stages than by the built-in rules"
+            else:
+                yield f"{entry.template} is '{entry.layout.rule}', built in '{other.layout.rule}'"
 
 
 def _lies_alike(entry: Entry, other: Entry) -> bool:

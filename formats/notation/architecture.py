@@ -15,7 +15,7 @@ from typing import Any
 
 from formats.errors import NotationError
 from formats.notation.axes import Shape
-from formats.notation.expressions import Expression
+from formats.notation.expressions import Expression, read_expression
 
 CONFIG_DEFAULTS = Path(__file__).parents[1] / "config_defaults.json"
 """What transformers' configuration classes say where a ``config.json`` says nothing."""
@@ -80,7 +80,9 @@ class Architecture:
 
     ``partial`` says of a user's plan that it is for a part of a checkpoint, on purpose. ``inherited`` are the lines of
     ``tensors`` that stand in no file of the user's own, but in a base. ``derived`` are those that follow from another
-    line (see ``unfused_experts``).
+    line (see ``unfused_experts``). ``stages`` says of a tensor where it stands for pipeline parallelism: ``first``,
+    ``last``, ``every`` (each stage would need it), or the number of its layer. ``layers`` is the axis of the layers
+    that are dealt, or their number.
     """
 
     name: str
@@ -93,16 +95,24 @@ class Architecture:
     config: Mapping[str, Expression]
     tensors: Mapping[str, tuple[Rule, ...]]
     modules: Mapping[str, tuple[ModuleRule, ...]] = field(default_factory=dict)
+    stages: Mapping[str, Expression] = field(default_factory=dict)
+    layers: Expression = field(default_factory=lambda: read_expression("layer"))
     partial: bool = False
     inherited: frozenset[str] = field(compare=False, default=frozenset())
     derived: frozenset[str] = field(compare=False, default=frozenset())
     _root: _Node = field(repr=False, compare=False, default_factory=_Node)
+    _stage_root: _Node = field(repr=False, compare=False, default_factory=_Node)
     _module_root: _Node = field(repr=False, compare=False, default_factory=_Node)
 
     def match(self, name: str) -> Match | None:
         """The line that covers a tensor of this name, or None."""
         found = _find(self._root, name)
         return Match(found[0], self.tensors[found[0]], found[1]) if found else None
+
+    def stage_of(self, name: str) -> Expression | None:
+        """What ``[stages]`` says of a tensor of this name; None if it says nothing."""
+        found = _find(self._stage_root, name)
+        return self.stages[found[0]] if found else None
 
     def form(self, name: str) -> tuple[Hashable, Sequence[str]]:
         """What is left of a name without its numbers, and these. Names of one form are covered by one line, and their
@@ -219,18 +229,24 @@ def _config_defaults() -> Mapping[str, Mapping[str, Any]]:
     return defaults
 
 
-def trie(tensors: Iterable[str], prefixes: tuple[str, ...]) -> _Node:
-    """The templates by the parts of their names, in each spelling. Raises NotationError where two cover the same."""
+def trie(tensors: Iterable[str], prefixes: tuple[str, ...], *, later_wins: bool = False) -> _Node:
+    """The templates by the parts of their names, in each spelling.
+
+    Where two cover the same names, NotationError is raised. With ``later_wins`` the later one does, and before it the
+    one that is spelled so itself.
+    """
     root = _Node()
-    for template in tensors:
-        for spelling in _spellings(template, prefixes):
-            node, segments = root, spelling.split(".")
-            kind = "rest" if segments[-1] == "*" else "template"
-            for segment in segments[: -1 if kind == "rest" else None]:
-                node = _child(node, segment, template)
-            if getattr(node, kind) not in {None, template}:
-                raise NotationError(f"the rules '{getattr(node, kind)}' and '{template}' cover the same names")
-            setattr(node, kind, template)
+    spelled = [(template, spelling) for template in tensors for spelling in _spellings(template, prefixes)]
+    if later_wins:
+        spelled.sort(key=lambda pair: pair[0] == pair[1])
+    for template, spelling in spelled:
+        node, segments = root, spelling.split(".")
+        kind = "rest" if segments[-1] == "*" else "template"
+        for segment in segments[: -1 if kind == "rest" else None]:
+            node = _child(node, segment, template)
+        if not later_wins and getattr(node, kind) not in {None, template}:
+            raise NotationError(f"the rules '{getattr(node, kind)}' and '{template}' cover the same names")
+        setattr(node, kind, template)
     return root
 
 

@@ -94,6 +94,7 @@ _FORM: Mapping[str, Reader[Any]] = {
     "parallel": _parallel_form,
     "tensors": _named(_one_or_more(_rule_form)),
     "modules": _named(_one_or_more(_module_form)),
+    "stages": _named(_formula),
 }
 _KEYS = _FORM.keys()
 
@@ -109,6 +110,8 @@ def _build(document: Mapping[str, Any], name: str) -> Architecture:
     if not tensors:
         raise NotationError("no rules under [tensors]")
     modules = {template: _module_rules(template, value) for template, value in document.get("modules", {}).items()}
+    stages = {template: read_expression(str(text)) for template, text in document.get("stages", {}).items()}
+    layers = stages.pop("layers", read_expression("layer"))
     return Architecture(
         name=document.get("name", name),
         model_types=tuple(document.get("model_types", ())),
@@ -120,8 +123,11 @@ def _build(document: Mapping[str, Any], name: str) -> Architecture:
         config={key: read_expression(str(text)) for key, text in document.get("config", {}).items()},
         tensors=tensors,
         modules=modules,
+        stages=stages,
+        layers=layers,
         partial=document.get("partial", False) is True,
         _root=trie(tensors, prefixes),
+        _stage_root=trie(stages, prefixes, later_wins=True),
         _module_root=trie(modules, prefixes),
     )
 
@@ -183,6 +189,9 @@ def to_document(architecture: Architecture) -> dict[str, Any]:
         "config": {key: expression.text for key, expression in architecture.config.items()},
         "tensors": {template: _rule_document(rules) for template, rules in architecture.tensors.items()},
     }
+    if architecture.stages:
+        stages = {"layers": architecture.layers, **architecture.stages}
+        document["stages"] = {name: where.text for name, where in stages.items()}
     if architecture.partial:
         document["partial"] = True
     if architecture.sections:

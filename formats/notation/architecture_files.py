@@ -27,13 +27,15 @@ BUILT_IN = Path(__file__).parents[1] / "architectures"
 BASES = BUILT_IN / "bases"
 HEADS = BASES / "heads.toml"
 """Rules that every built-in architecture has beside its own: what stands in the place of a language model's head."""
+STAGES = BASES / "stages.toml"
+"""What stands behind the layers of most models: every architecture has this beside what its own file says."""
 
 
 def load_architecture(path: Path) -> Architecture:
     """Read an architecture file, with its bases. Raises PlanError that names the file and the line at fault."""
     document = read_document(path)
     own = document.get("tensors")
-    architecture = architecture_from_document(with_bases(document, path), path.stem, str(path))
+    architecture = architecture_from_document(_with_stages(with_bases(document, path)), path.stem, str(path))
     return replace(architecture, inherited=frozenset(architecture.tensors.keys() - set(own or ())))
 
 
@@ -53,7 +55,7 @@ def read_document(path: Path) -> dict[str, Any]:
 
 # ------------------------------------------------------------------------------------------------------------ bases
 
-_TABLES = ("sizes", "parallel", "config", "tensors", "modules")
+_TABLES = ("sizes", "parallel", "config", "tensors", "modules", "stages")
 _OWN = ("name", "model_types", "classes")
 """What a file says of itself alone, and not of those that build on it."""
 
@@ -103,7 +105,7 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any], path: Path) -> d
             merged[name] = above[name]  # refused with the rest of the form
             continue
         inherited, own = below.get(name, {}), above.get(name, {})
-        if name in {"tensors", "modules"}:
+        if name in {"tensors", "modules", "stages"}:
             inherited = _respelled(inherited, _first_prefix(below), _first_prefix(merged))
         for key, value in own.items():
             if value is False and key not in inherited:
@@ -171,8 +173,17 @@ def _built_in(path: Path) -> Architecture:
     heads, own = read_document(HEADS)["tensors"], document["tensors"]
     experts = _experts_by_name(own)
     document["tensors"] = {**heads, **experts, **own}
-    architecture = architecture_from_document(document, path.stem, str(path))
+    architecture = architecture_from_document(_with_stages(document), path.stem, str(path))
     return replace(architecture, derived=frozenset(experts.keys() - own.keys()))
+
+
+def _with_stages(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A file's parsed form with what all files say of the pipeline stages; its own lines go before these."""
+    if not isinstance(own := document.get("stages", {}), dict):
+        return document  # refused with the rest of the form
+    common = read_document(STAGES)
+    respelled = _respelled(common["stages"], _first_prefix(common), _first_prefix(document))
+    return {**document, "stages": {**respelled, **own}}
 
 
 def _experts_by_name(tensors: Mapping[str, Any]) -> dict[str, Any]:

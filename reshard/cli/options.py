@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -35,6 +36,20 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # it takes none before c
         if size < 1:
             self.fail(f"'{value}' is less than one byte", param, ctx)
         return size
+
+
+class Counts(click.ParamType):  # type: ignore[type-arg]  # it takes none before click 8.4
+    """Whole numbers with commas between them: ``8,9,9,6``."""
+
+    name = "counts"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """The numbers. Raises click.BadParameter for any other text."""
+        if isinstance(value, tuple):
+            return value
+        if re.fullmatch(r"\d{1,9}(,\d{1,9})*", str(value)) is None:
+            self.fail(f"'{value}' is no list of numbers such as 8,9,9,6", param, ctx)
+        return tuple(map(int, str(value).split(",")))
 
 
 class NewFolder(click.Path):
@@ -71,6 +86,10 @@ plan_option = click.option("--plan", "plan_file", type=PATH, metavar="FILE", hel
 mesh_options = together(
     click.option("--tp", type=int, metavar="N", help="Degree of tensor parallelism."),
     click.option("--ep", type=int, metavar="N", help="Degree of expert parallelism: whole experts on each of N ranks."),
+    click.option("--pp", type=int, metavar="N", help="Degree of pipeline parallelism: layers in N stages."),
+    click.option(
+        "--pp-layers", type=Counts(), metavar="A,B,..", help="Layers of each stage, where they should differ."
+    ),
     click.option("--same-ranks", is_flag=True, help="Use the same ranks for --ep and --tp, with the same degree."),
     click.option("--uneven", is_flag=True, help="Where an MLP has no N equal parts, give the last ranks less of it."),
 )
@@ -117,7 +136,39 @@ def padding_of(pad_vocab_to: int | None, no_pad_vocab: bool) -> Padding:
     return Padding(allowed=not no_pad_vocab, to=pad_vocab_to or 1)
 
 
-def check_same_ranks(tp: int | None, ep: int | None, same_ranks: bool) -> None:
-    """Raise click.UsageError for ``--same-ranks`` without both degrees."""
+@dataclass(frozen=True)
+class Degrees:
+    """The degrees that ``mesh_options`` say; one that was not given is None."""
+
+    tp: int | None
+    ep: int | None
+    pp: int | None
+    pp_layers: tuple[int, ...]
+    same_ranks: bool
+
+    @property
+    def are_given(self) -> bool:
+        """Whether any degree was given."""
+        return (self.tp, self.ep, self.pp) != (None, None, None)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The same as arguments of ``reshard.split`` and ``mesh_of``."""
+        return {
+            "tp": 1 if self.tp is None else self.tp,
+            "ep": 1 if self.ep is None else self.ep,
+            "pp": 1 if self.pp is None else self.pp,
+            "pp_layers": self.pp_layers,
+            "same_ranks": self.same_ranks,
+        }
+
+
+def degrees_of(
+    tp: int | None, ep: int | None, pp: int | None, pp_layers: tuple[int, ...] | None, same_ranks: bool
+) -> Degrees:
+    """The degrees of ``mesh_options``. Raises click.UsageError for ``--same-ranks`` without both degrees."""
     if same_ranks and (tp is None or ep is None):
         raise click.UsageError("--same-ranks goes with --tp N and --ep N, both of the same degree")
+    if pp is None and pp_layers:
+        pp = len(pp_layers)
+    return Degrees(tp, ep, pp, pp_layers or (), same_ranks)

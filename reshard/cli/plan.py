@@ -13,8 +13,8 @@ from formats.errors import CheckpointError, PlanError
 from reshard.cli.options import (
     PATH,
     access_of,
-    check_same_ranks,
     debug_option,
+    degrees_of,
     hub_options,
     json_option,
     mesh_options,
@@ -48,13 +48,14 @@ if TYPE_CHECKING:
 @json_option
 @debug_option
 def plan_command(
-    source: str, tp: int | None, ep: int | None, same_ranks: bool, uneven: bool, save_file: Path | None,
-    draft_file: Path | None, form: str | None, tp_plan: bool, pad_vocab_to: int | None, no_pad_vocab: bool,
-    plan_file: Path | None, revision: str | None, token: str | None, cache_dir: Path | None, as_json: bool,
+    source: str, tp: int | None, ep: int | None, pp: int | None, pp_layers: tuple[int, ...] | None, same_ranks: bool,
+    uneven: bool, save_file: Path | None, draft_file: Path | None, form: str | None, tp_plan: bool,
+    pad_vocab_to: int | None, no_pad_vocab: bool, plan_file: Path | None, revision: str | None, token: str | None,
+    cache_dir: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Show what a split of SOURCE would do, tensor by tensor, from the headers alone.
 
-    Without --tp and --ep: list the possible degrees, and why the others are not possible.
+    Without --tp, --ep and --pp: list the possible degrees, and why the others are not possible.
 
     If an architecture has no rules yet, or a tensor has none, write a draft with --draft, or save the file of a similar
     model with --save. Check and edit it (docs/design.md describes its form), and pass it to any command with --plan.
@@ -67,14 +68,16 @@ def plan_command(
     from reshard.storage.access import lines_of_any, open_any
 
     padding = padding_of(pad_vocab_to, no_pad_vocab)
-    check_same_ranks(tp, ep, same_ranks)
+    degrees = degrees_of(tp, ep, pp, pp_layers, same_ranks)
     if draft_file is not None:
-        if (tp, ep, save_file, form, plan_file) != (None,) * 5 or as_json or tp_plan:
+        if degrees.are_given or (save_file, form, plan_file) != (None,) * 3 or as_json or tp_plan:
             raise click.UsageError("--draft goes alone: pass the file that it writes with --plan")
         _write_draft(source, draft_file, revision, token, cache_dir)
         return
-    if tp_plan and (ep is not None or form is not None):
+    if tp_plan and (ep, pp, form) != (None,) * 3:
         raise click.UsageError("--tp-plan goes with --tp alone")
+    if form is not None and pp is not None:
+        raise click.UsageError("--pp does not go with --as: the ranks of these formats have all layers")
     access = access_of(revision, token, cache_dir, plan_file, quiet=as_json)
     try:
         opened = open_any(source, access, headers_only=True)
@@ -90,8 +93,8 @@ def plan_command(
     elif form is not None:
         mesh = program_mesh(opened.model, page_of(form), tp or 1, ep or 1, same_ranks)
         _print_program(opened.model, page_of(form), mesh, source, uneven, as_json)
-    elif tp is not None or ep is not None:
-        mesh = mesh_of(1 if tp is None else tp, 1 if ep is None else ep, same_ranks)
+    elif degrees.are_given:
+        mesh = mesh_of(**degrees.arguments)
         _print_plan(plan_of(opened.model, mesh, uneven=uneven, padding=padding), source, as_json)
     elif save_file is None or as_json:
         _print_degrees(opened.model, source, padding, uneven, as_json)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from formats.notation.axes import Share
 from reshard.planning.plan import Plan
+from reshard.planning.stages import layers_at
 from reshard.planning.totals import Row, Totals, activation_bytes
 from reshard.text import align, human_bytes, plural, shape_text
 
@@ -77,6 +78,10 @@ def totals_lines(plan: Plan, totals: Totals) -> list[str]:
     full = plan.model.sizes.of({})
     for axis, size in plan.padding.items():
         pairs.append(("padding", f"{axis} {full[axis]:,} -> {size:,} with zeros; merge strips them"))
+    if plan.mesh.pp > 1:
+        stages = (layers_at(plan.mesh, stage) for stage in range(plan.mesh.pp))
+        text = ", ".join(str(each[0]) if len(each) == 1 else f"{each[0]} to {each[-1]}" for each in stages)
+        pairs.append(("stages", f"layers {text}"))
     pairs += [("uneven", line) for line in uneven_lines(plan)]
     if ranks > 1:
         for name, one_pass in (("forward", totals.forward), ("backward", totals.backward)):

@@ -11,7 +11,7 @@ from reshard.cli.options import (
     NewFolder,
     Size,
     access_of,
-    check_same_ranks,
+    degrees_of,
     hub_options,
     mesh_options,
     output_options,
@@ -37,11 +37,11 @@ from reshard.cli.summary import import_numpy, interruptible, print_summary
 @write_options
 @output_options
 def split_command(
-    source: str, out: Path, tp: int | None, ep: int | None, same_ranks: bool, uneven: bool, ranks: tuple[int, ...],
-    form: str | None, max_shard_size: int, refine_blocks: bool, pad_vocab_to: int | None, no_pad_vocab: bool,
-    plan_file: Path | None,
-    revision: str | None, token: str | None, cache_dir: Path | None, overwrite: bool, fsync: bool, no_checksum: bool,
-    workers: int | None, dry_run: bool, as_json: bool, quiet: bool,
+    source: str, out: Path, tp: int | None, ep: int | None, pp: int | None, pp_layers: tuple[int, ...] | None,
+    same_ranks: bool, uneven: bool, ranks: tuple[int, ...], form: str | None, max_shard_size: int, refine_blocks: bool,
+    pad_vocab_to: int | None, no_pad_vocab: bool, plan_file: Path | None, revision: str | None, token: str | None,
+    cache_dir: Path | None, overwrite: bool, fsync: bool, no_checksum: bool, workers: int | None, dry_run: bool,
+    as_json: bool, quiet: bool,
 ) -> None:  # fmt: skip
     """Split SOURCE into N ranks, one folder each, under OUT.
 
@@ -50,12 +50,13 @@ def split_command(
     share the disk. To go on with an interrupted run, give the same command again.
 
     --tp N splits every large weight over N ranks. --ep N gives each of N ranks whole experts and a copy of all else.
-    --ep E --tp T does both, on E x T ranks. With --same-ranks both use the same T ranks (E = T), as vLLM's
-    --enable-expert-parallel and DeepSeek's own inference code do.
+    --pp N gives each of N stages consecutive layers, the first stage the embedding and the last the norm and the head.
+    --pp P --ep E --tp T does all, on P x E x T ranks. With --same-ranks, --ep and --tp use the same T ranks (E = T), as
+    vLLM's --enable-expert-parallel and DeepSeek's own inference code do.
     """
-    if tp is None and ep is None:
-        raise click.UsageError("Missing option '--tp' (or '--ep').")
-    check_same_ranks(tp, ep, same_ranks)
+    degrees = degrees_of(tp, ep, pp, pp_layers, same_ranks)
+    if not degrees.are_given:
+        raise click.UsageError("Missing option '--tp' (or '--ep', '--pp').")
     import_numpy()
     from reshard.api import split
     from reshard.cli.progress import Progress
@@ -66,8 +67,7 @@ def split_command(
     started = time.monotonic()
     with interruptible(dry_run), Progress("split", quiet=quiet or as_json) as progress:
         summary = split(
-            source, out, 1 if tp is None else tp, ep=1 if ep is None else ep, same_ranks=same_ranks,
-            uneven=uneven, ranks=ranks or None, access=access, padding=padding,
+            source, out, **degrees.arguments, uneven=uneven, ranks=ranks or None, access=access, padding=padding,
             options=Options(workers=workers, checksum=not no_checksum, fsync=fsync),
             max_shard_size=max_shard_size, refine_blocks=refine_blocks, overwrite=overwrite, dry_run=dry_run, form=form,
             progress=progress,

@@ -151,7 +151,7 @@ def check_degrees(model: Model, mesh: Mesh, *, pad: bool = True) -> None:
         if axis not in model.channels:
             raise PlanError(f"{mesh}: the axis '{axis}' cannot be split unevenly")
     for mesh_dim, degree in mesh.degrees:
-        if degree == 1:
+        if degree == 1 or mesh_dim == "pp":  # layers are dealt whole: see reshard.planning.stages
             continue
         why = _refusal(model, replace(mesh, degrees=((mesh_dim, degree),)), pad=pad)
         if why is not None:

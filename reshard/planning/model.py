@@ -48,6 +48,7 @@ class Kind:
     """What to do if a rank's boundary would cut a scale block of it."""
     count: int
     layers: frozenset[int]
+    stages: frozenset[int] | None = None
 
     @cached_property
     def axes(self) -> frozenset[str]:

@@ -18,6 +18,7 @@ from reshard.planning.binding import belonging_of, bind
 from reshard.planning.degrees import check_degrees, unevenly
 from reshard.planning.model import FullTensor, Kind, Model
 from reshard.planning.shares import padded_sizes, padding_for, shares_of, sizes_of_parts
+from reshard.planning.stages import staged, with_stages
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class Layout:
 
     ``stored`` is the shape in the unsplit checkpoint. ``full`` is the same shape, unfolded where a companion of a
     quantized weight is stored in one row (see ``Dim.unfolded``); ``rule`` is unfolded too. ``padded`` is ``full`` with
-    the zeros that a degree needs. ``boxes`` has the part of each rank. A rank without a part (another rank's expert)
-    is absent; only with ``dealt_by_name`` can there be such ranks. ``ranks`` is the number of all ranks.
+    the zeros that a degree needs. ``boxes`` has the part of each rank. A rank without a part (another rank's expert
+    or layer) is absent; only with ``dealt_by_name`` can there be such ranks. ``ranks`` is the number of all ranks.
     """
 
     rule: Shape
@@ -131,19 +132,21 @@ def make_plan(
 
     The axes that may be padded (the vocabulary) are padded to a multiple of ``pad_to``. With ``pad=False`` an axis that
     does not divide is refused. ``padding`` gives the padded sizes of existing shards. Raises PlanError that names the
-    axis, its size and the valid degrees.
+    axis, its size and the valid degrees, or a tensor that no pipeline stage can have alone.
     """
+    mesh = with_stages(model, mesh)
     check_degrees(model, mesh, pad=pad)
+    model = staged(model, mesh)
     if padding is None:
         padding = padding_for(model, mesh, pad_to) if pad else {}
     layouts: dict[tuple[object, ...], Layout] = {}
     owned_by: dict[tuple[object, ...], frozenset[int] | None] = {}
     laid: dict[Kind, Entry] = {}
     for kind in model.kinds:
-        expert = (kind.places, kind.indices, kind.axes)
-        if kind.places and expert not in owned_by:
-            owned_by[expert] = owners_of(model, mesh, kind)
-        owners = owned_by.get(expert) if kind.places else None
+        place = (kind.places, kind.indices, kind.axes, kind.stages)
+        if (kind.places or kind.stages is not None) and place not in owned_by:
+            owned_by[place] = owners_of(model, mesh, kind)
+        owners = owned_by.get(place)
         key = (kind.rule, kind.indices, kind.shape, DTYPE_BITS[kind.dtype] % 8, owners)
         if key not in layouts:
             layouts[key] = layout_of(model, mesh, kind, padding, owners)
@@ -158,12 +161,14 @@ def make_plan(
 
 
 def owners_of(model: Model, mesh: Mesh, tensor: Kind) -> frozenset[int] | None:
-    """The ranks that hold a tensor with an expert's index in its name; None if every rank holds it."""
+    """The ranks that hold a tensor of one expert or of some pipeline stages; None if every rank holds it."""
     if mesh.degrees[0][0] == "tp" and len(mesh.degrees) == 1:
         return None
     sizes = model.sizes.of(dict(tensor.indices))
     found = []
     for rank in range(mesh.size):
+        if tensor.stages is not None and mesh.stage(rank) not in tensor.stages:
+            continue
         shares = shares_of(model, mesh, rank, sizes, tensor.axes)
         parts = [
             (index * shares[axis].parts // sizes[axis], shares[axis].index)

@@ -28,7 +28,7 @@ class Row:
     ``copies`` are the numbers of ranks that hold one element, increasing: 1 where nothing is held twice, the degree
     where everything is, something between where there are fewer KV heads than ranks, and (1, 2) where only the keys
     and values of a packed weight are on two. ``replicated`` counts the bytes of a rank that another holds too. Where
-    ``is_uneven``, ranks have unequal parts; all that is said of a rank is said of the first, which has the most.
+    ``is_uneven``, ranks have unequal parts. All that is said of a rank is said of the one that has the most.
     """
 
     name: str
@@ -118,7 +118,16 @@ def rows_of(plan: Plan) -> list[Row]:
         layout = entry.layout
         key = (_shown_name(entry), entry.dtype, layout.rule, layout.full, layout.parallel_dims, layout.dealt_by_name)
         groups.setdefault(key, []).append(kind)
-    return [_row(plan, kinds) for kinds in groups.values()]
+    largest = _largest(plan)
+    return [_row(plan, kinds, largest) for kinds in groups.values()]
+
+
+def _largest(plan: Plan) -> int:
+    """The rank that has the most: the first, but for pipeline stages."""
+    if plan.mesh.pp == 1:
+        return 0
+    found = bytes_of_ranks(plan)
+    return found.index(max(found))
 
 
 def _shown_name(entry: Entry) -> str:
@@ -128,11 +137,11 @@ def _shown_name(entry: Entry) -> str:
     return entry.template if last.startswith("{") or last == "*" else f"{before}{dot}{own}"
 
 
-def _row(plan: Plan, kinds: Sequence[Kind]) -> Row:
+def _row(plan: Plan, kinds: Sequence[Kind], largest: int) -> Row:
     entry = plan.laid[kinds[0]]
     layout, rank = entry.layout, min(entry.layout.boxes)
     count, local = sum(kind.count for kind in kinds), layout.boxes[rank].shape
-    on_first = sum(kind.count for kind in kinds if 0 in plan.laid[kind].layout.boxes)
+    there = sum(kind.count for kind in kinds if largest in plan.laid[kind].layout.boxes)
     counts = copies_of(layout, rank)
     shared = sum(length for copies, length in counts.items() if copies > 1)
     return Row(
@@ -145,8 +154,8 @@ def _row(plan: Plan, kinds: Sequence[Kind]) -> Row:
         tensors=count,
         copies=tuple(sorted(counts)),
         bytes_full=count * tensor_bytes(entry.name, entry.dtype, layout.stored),
-        bytes_per_rank=on_first * tensor_bytes(entry.name, entry.dtype, local),
-        replicated=on_first * shared * DTYPE_BITS[entry.dtype] // 8,
+        bytes_per_rank=there * tensor_bytes(entry.name, entry.dtype, local),
+        replicated=there * shared * DTYPE_BITS[entry.dtype] // 8,
         is_uneven=len({box.shape for box in layout.boxes.values()}) > 1,
     )
 
@@ -183,7 +192,7 @@ def totals_of(plan: Plan, rows: Sequence[Row]) -> Totals:
         parameters=sum(row.tensors * math.prod(row.full) for row in rows),
         bytes_full=sum(row.bytes_full for row in rows),
         bytes_per_rank=per_rank,
-        bytes_least=min(bytes_of_ranks(plan)) if plan.mesh.uneven else per_rank,
+        bytes_least=min(bytes_of_ranks(plan)) if plan.mesh.uneven or plan.mesh.pp > 1 else per_rank,
         replicated=sum(row.replicated for row in rows),
         forward=forward,
         backward=backward,

@@ -47,6 +47,8 @@ def split(
     tp: int = 1,
     *,
     ep: int = 1,
+    pp: int = 1,
+    pp_layers: Sequence[int] = (),
     same_ranks: bool = False,
     uneven: bool = False,
     ranks: Sequence[int] | None = None,
@@ -60,8 +62,10 @@ def split(
     form: str | None = None,
     progress: Progress = no_progress,
 ) -> Summary:
-    """Split a checkpoint (full or already split) into shards for ``ep`` x ``tp`` ranks, as ``reshard split`` does.
+    """Split a checkpoint (full or already split) into shards for ``pp`` x ``ep`` x ``tp`` ranks, as ``reshard split``
+    does.
 
+    ``pp_layers`` is the number of layers of each pipeline stage, by default as equal as possible.
     With ``uneven`` the last ranks may hold less of an axis that does not divide, or not without cutting a scale block.
     ``refine_blocks`` makes scale blocks smaller if a rank's boundary would cut one. With ``ranks`` only these are
     written; runs for other ranks into the same ``out`` complete it. ``max_shard_size`` is in bytes. ``form`` is the
@@ -70,12 +74,15 @@ def split(
     out, options = Path(out), options or Options()
     opened = open_any(source, access)
     page = page_of(form) if form else None
-    mesh = program_mesh(opened.model, page, tp, ep, same_ranks) if page else mesh_of(tp, ep, same_ranks)
+    if page and pp > 1:
+        raise PlanError(f"--pp {pp} is not possible with the format '{page.name}': its ranks have all layers")
+    mesh = program_mesh(opened.model, page, tp, ep, same_ranks) if page else mesh_of(tp, ep, same_ranks, pp, pp_layers)
     wanted = wanted_ranks(ranks, mesh)
     mesh = unevenly(opened.model, mesh) if uneven else mesh
     finer = finer_blocks(opened.model, mesh) if refine_blocks else None
     model = with_blocks(opened.model, finer) if finer else opened.model
     target = make_plan(model, mesh, pad=padding.allowed, pad_to=page.pad_to if page else padding.to)
+    mesh = target.mesh
     new: _Ranks | ProgramFiles
     if page is None:
         new = _Ranks(opened, target, wanted, max_shard_size)

@@ -88,10 +88,12 @@ class ForwardReport:
 def report_of(job: Job, results: Sequence[Result], device: str) -> ForwardReport:
     """The report of what the ranks found, in rank order; of a run that failed, of the rank that failed alone."""
     result = results[0]
+    firsts = results[:: max(len(results) // job.plan.mesh.pp, 1)]  # of each pipeline stage
     layers = _worst([result.rows for result in results], [result.rank for result in results])
     gradients = _worst([result.gradients], [0])
+    biases = [bias for first in firsts for bias in first.biases]
     first = next((row for row in (*layers, *gradients) if not row.is_same), None)
-    power = _power(job, layers, result.biases) if layers and result.failure is None else None
+    power = _power(job, layers, biases) if layers and result.failure is None else None
     place = first.name if first else result.failure.place if result.failure else None
     return ForwardReport(
         is_same=first is None and result.failure is None,
@@ -102,13 +104,13 @@ def report_of(job: Job, results: Sequence[Result], device: str) -> ForwardReport
         factor=FACTOR,
         layers=layers,
         gradients=gradients,
-        logits=result.logits,
+        logits=firsts[-1].logits,
         draws=result.draws,
         choices=result.choices,
         own_overruled=result.own_overruled,
         overruled=max(r.overruled for r in results),
-        unused=result.unused,
-        cut=result.cut,
+        unused=tuple(name for first in firsts for name in first.unused),
+        cut=tuple(name for first in firsts for name in first.cut),
         mesh=job.plan.mesh.to_document(),
         ranks=job.plan.mesh.size,
         dtype=dtype_name(job.dtype),
@@ -124,13 +126,15 @@ def report_of(job: Job, results: Sequence[Result], device: str) -> ForwardReport
 
 
 def _worst(found: Sequence[Sequence[tuple[str, Distance]]], ranks: Sequence[int]) -> tuple[Row, ...]:
-    """The worst of these ranks at each place: what should be the same on all is looked at on all."""
-    rows = []
-    for i, (name, _) in enumerate(found[0]):
-        worst = max(range(len(found)), key=lambda r: found[r][i][1].ratio)
-        at = found[worst][i][1]
-        rows.append(Row(name, at.error, at.noise, at.ratio, at.worst, ranks[worst], at.is_same))
-    return tuple(rows)
+    """The worst of these ranks at each place: what should be the same on several is looked at on all of them."""
+    by_place: dict[str, list[tuple[int, Distance]]] = {}
+    for rank, rows in zip(ranks, found, strict=True):
+        for name, distance in rows:
+            by_place.setdefault(name, []).append((rank, distance))
+    worst = {name: max(each, key=lambda pair: pair[1].ratio) for name, each in by_place.items()}
+    return tuple(
+        Row(name, at.error, at.noise, at.ratio, at.worst, rank, at.is_same) for name, (rank, at) in worst.items()
+    )
 
 
 def _power(job: Job, layers: Sequence[Row], biases: Sequence[tuple[str, float]]) -> Power:

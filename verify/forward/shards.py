@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 
 from formats.errors import CheckpointError, ReshardError
+from reshard.planning.plan import Plan
 from verify.ending import temporary_folder
 from verify.forward.failure import UnlikeError, failure_of, is_of_model
 from verify.forward.job import Job, Logits, Mismatch, Reference, Result
@@ -24,10 +25,11 @@ from verify.forward.noise import FACTOR, SURE, Distance, Yardstick, measure
 from verify.forward.original import places_of, reference_of
 from verify.forward.worker import RankAnswer, rank_device, say
 from verify.rank.collectives import Groups
-from verify.rank.gradients import gradients_on_disk, loss_of, sum_where_ranks_part, together
+from verify.rank.gradients import gradients_on_disk, loss_of, together
 from verify.rank.loading import Loaded, quiet_transformers
 from verify.rank.model import load_rank
 from verify.rank.roles import Rank
+from verify.rank.stages import Pipeline, plan_of_stage
 from verify.rank.trace import Places, Trace, run
 
 _MORE = 4  # times the draws of the rounding, when an alarm is looked at again
@@ -42,17 +44,20 @@ def run_jobs(jobs: Sequence[Job], device: str, references: Path | None) -> list[
     patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
     timeout = timedelta(seconds=jobs[0].options.timeout)
     groups = {mesh: Groups(mesh, timeout) for mesh in dict.fromkeys(job.plan.mesh for job in jobs)}
-    place = rank_device(device)
-    return [_run_job(job, _Ranks(place, groups[job.plan.mesh], patient), references) for job in jobs]
+    place, between = rank_device(device), dist.new_group(backend="gloo", timeout=timeout)
+    return [_run_job(job, _Ranks(place, groups[job.plan.mesh], patient, between), references) for job in jobs]
 
 
 @dataclass(frozen=True)
 class _Ranks:
-    """This rank's device, and its groups of ranks; in ``patient`` the others wait while rank 0 works alone."""
+    """This rank's device, and its groups of ranks; in ``patient`` the others wait while rank 0 works alone, and in
+    ``between`` pipeline stages send to each other.
+    """
 
     device: torch.device
     groups: Groups
     patient: dist.ProcessGroup | None
+    between: dist.ProcessGroup | None
 
 
 def _run_job(job: Job, ranks: _Ranks, references: Path | None) -> Result:
@@ -90,23 +95,34 @@ def _run_shards(
     job: Job, ranks: _Ranks, offload: Path, original: Reference | None, reference: Reference, started: float
 ) -> Result:
     """Run this rank's shards, and compare. ``original`` is the reference with its gradients, on rank 0."""
-    rank, trace = Rank(job.plan, dist.get_rank(), job.modules, job.config, job.is_built_in), Trace()
-    folder = job.shards / job.plan.mesh.folder(rank.rank)
-    say(f"shards on {job.plan.mesh.size} ranks")
+    mesh, number, trace = job.plan.mesh, dist.get_rank(), Trace()
+    stage, pipeline = mesh.stage(number), Pipeline(job.plan, number, ranks.device, ranks.between)
+    plan = plan_of_stage(job.plan, stage)
+    rank = Rank(plan, number % plan.mesh.size, job.modules, job.config, job.is_built_in)
+    folder = job.shards / mesh.folder(number)
+    say(f"shards on {mesh.size} ranks")
     inputs = {name: value.to(ranks.device) for name, value in reference.inputs.items()}
     tokens = reference.ids.shape[1]
     offload_to = offload if job.options.streamed else None
-    with _answering(job, reference, trace, started):
-        loaded = load_rank(folder, rank, job.dtype, ranks.device, ranks.groups, tokens=tokens, offload=offload_to)
+    with _answering(job, plan, reference, trace, started):
+        loaded = load_rank(
+            folder, rank, job.dtype, ranks.device, ranks.groups,
+            tokens=tokens, offload=offload_to, pipeline=pipeline if mesh.pp > 1 else None,
+        )  # fmt: skip
     feed = {name: known.exact for name, known in reference.states.items()} if job.options.streamed else None
-    places = places_of(loaded, job.plan)
-    with _answering(job, reference, trace, started, loaded.sources):
-        run(loaded.model, inputs, places, reference.chosen, grad=job.options.backward, feed=feed, into=trace)
+    places = places_of(loaded, plan)
+    with _answering(job, plan, reference, trace, started, loaded.sources):
+        pipeline.receive(grad=job.options.backward)
+        pipeline.connect(loaded, ranks.groups, trace, reference.chosen)
+        run(
+            loaded.model, inputs, places, reference.chosen,
+            grad=job.options.backward, feed=feed, into=trace, continued=pipeline.continued,
+        )  # fmt: skip
         say("comparison")
-        _check_alike(trace.states, reference)
-        gradients = _backward(loaded, trace, job, original, ranks) if job.options.backward else ()
+        _check_alike(trace.states, reference, ranks.patient)
+        gradients = _backward(loaded, trace, job, original, ranks, pipeline) if job.options.backward else ()
     result, logits = _result(job, reference, trace, started), None
-    if reference.logits is not None and reference.own_logits is not None and rank.rank == 0:
+    if reference.logits is not None and reference.own_logits is not None and pipeline.is_last and rank.rank == 0:
         exact = reference.states[reference.logits].exact
         logits = compare_logits(trace.states[reference.logits], reference.own_logits, exact)
     biases = _biases_twice(places, trace, reference) if rank.rank == 0 else ()
@@ -148,6 +164,7 @@ def _biases_twice(places: Places, trace: Trace, reference: Reference) -> tuple[t
 @contextmanager
 def _answering(
     job: Job,
+    plan: Plan,
     reference: Reference,
     trace: Trace,
     started: float,
@@ -162,7 +179,7 @@ def _answering(
     except Exception as error:
         if not is_of_model(error):
             raise
-        failure = failure_of(error, job.plan, trace.path, sources)
+        failure = failure_of(error, plan, trace.path, sources)
         if job.is_built_in:
             if isinstance(error, ReshardError):
                 raise
@@ -172,13 +189,11 @@ def _answering(
 
 
 def _backward(
-    loaded: Loaded, trace: Trace, job: Job, original: Reference | None, ranks: _Ranks
+    loaded: Loaded, trace: Trace, job: Job, original: Reference | None, ranks: _Ranks, pipeline: Pipeline
 ) -> tuple[tuple[str, Distance], ...]:
     """The gradients of all ranks, put together and compared on rank 0."""
     say("gradients")
-    loss = loss_of(trace.outputs)
-    sum_where_ranks_part(loss, loaded.parts, ranks.groups)
-    loss.backward()  # type: ignore[no-untyped-call]
+    pipeline.backward(loss_of(trace.outputs) if pipeline.is_last else None)
     along = {id(tensor): dimensions for tensor, dimensions in loaded.parts}
     for parameter in loaded.model.parameters():
         if not ranks.groups.is_first(along.get(id(parameter), frozenset())):
@@ -196,9 +211,13 @@ def _backward(
     return tuple(rows)
 
 
-def _check_alike(states: Mapping[str, torch.Tensor], reference: Reference) -> None:
+def _check_alike(states: Mapping[str, torch.Tensor], reference: Reference, patient: dist.ProcessGroup | None) -> None:
+    """Raise UnlikeError unless each place has a state like the original's, on this rank or on other stages' ranks."""
+    seen: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(seen, [*states], group=patient)
+    elsewhere = {name for names in seen for name in names} - states.keys()
     for name, known in reference.states.items():
-        if not _is_alike(states.get(name), known):
+        if name not in elsewhere and not _is_alike(states.get(name), known):
             found = list(states[name].shape) if name in states else "nothing"
             message = f"the shards' model has {found} at '{name}', the original {list(known.exact.shape)}"
             raise UnlikeError(message, name)

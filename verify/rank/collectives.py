@@ -79,18 +79,25 @@ def lengths_in_group(x: Tensor, group: dist.ProcessGroup | None, dim: int = -1) 
 class Groups:
     """The groups of ranks of a mesh: for each choice of its dimensions, the ranks that differ along these alone.
 
-    All ranks must make them, and at the same time. Ranks wait ``timeout`` in a collective.
+    Of a mesh with pipeline stages, these are the groups of each stage. All ranks must make them, and at the same time.
+    Ranks wait ``timeout`` in a collective.
     """
 
     def __init__(self, mesh: Mesh, timeout: timedelta | None = None) -> None:
-        self._mesh = mesh
-        self._groups: dict[frozenset[str], dist.ProcessGroup | None] = {frozenset(mesh.dimensions): None}
-        for count in range(1, len(mesh.dimensions)):
-            for along in map(frozenset, combinations(mesh.dimensions, count)):
-                for ranks in dict.fromkeys(mesh.peers(rank, along) for rank in range(mesh.size)):
-                    group = dist.new_group(ranks, timeout=timeout)
-                    if dist.get_rank() in ranks:
-                        self._groups[along] = group
+        inner = mesh.of_a_stage
+        self._mesh, self._first = inner, mesh.stage(dist.get_rank()) * inner.size
+        self._groups: dict[frozenset[str], dist.ProcessGroup | None] = {}
+        for first in range(0, mesh.size, inner.size):
+            for count in range(1, len(inner.dimensions) + 1):
+                for along in map(frozenset, combinations(inner.dimensions, count)):
+                    for ranks in dict.fromkeys(inner.peers(rank, along) for rank in range(inner.size)):
+                        if len(ranks) == mesh.size:
+                            self._groups[along] = None
+                            continue
+                        members = [first + rank for rank in ranks]
+                        group = dist.new_group(members, timeout=timeout)
+                        if dist.get_rank() in members:
+                            self._groups[along] = group
 
     def along(self, dimensions: AbstractSet[str]) -> dist.ProcessGroup | None:
         """This rank's group along some of the mesh's dimensions, at least one."""
@@ -102,7 +109,7 @@ class Groups:
 
     def is_first(self, dimensions: AbstractSet[str]) -> bool:
         """Whether this rank is the first of those that have the same, where these dimensions have different things."""
-        rank = dist.get_rank()
+        rank = dist.get_rank() - self._first
         return self._mesh.peers(rank, frozenset(self._mesh.dimensions) - dimensions)[0] == rank
 
 

@@ -43,26 +43,44 @@ _MAKES_WHOLE = {"_ReduceBackward", "_GatherBackward"}
 _MAKES_PART = {"_ScatterBackward", "_CopyBackward"}
 
 
-def sum_where_ranks_part(loss: Tensor, parts: Iterable[tuple[Tensor, frozenset[str]]], groups: Groups) -> None:
-    """Let the backward of ``loss`` sum gradients over the ranks wherever a whole value enters the computation of a
+Parts = Iterable[tuple[Tensor, frozenset[str]]]
+"""Tensors that ranks have different parts of, with the mesh dimensions along which they differ."""
+
+
+def sum_where_ranks_part(results: Sequence[Tensor], parts: Parts, groups: Groups) -> None:
+    """Let the backward of ``results`` sum gradients over the ranks wherever a whole value enters the computation of a
     part.
 
-    ``parts`` are the split weights, with the mesh dimensions along which ranks have different parts of them.
+    ``parts`` are the split weights, and what was received of which ranks have different parts.
     """
-    leaves = {id(tensor): along for tensor, along in parts}
-    parted: dict[Any, frozenset[str]] = {}
-    for node in _in_order(loss.grad_fn):
-        parted[node] = along = _parted_along(node, leaves, parted, groups)
+    parted = _parted(results, parts, groups)
+    for node, along in parted.items():
         if type(node).__name__ not in _MAKES_PART:
             new = [along - parted[child] if child is not None else frozenset() for child, _ in node.next_functions]
             if any(new):
                 node.register_hook(_summing(new, groups))
 
 
-def _in_order(root: Any) -> list[Any]:
+def parted_along(results: Sequence[Tensor], parts: Parts, groups: Groups) -> list[frozenset[str]]:
+    """The mesh dimensions along which ranks have parts of each result; none of a whole one."""
+    own = {id(tensor): along for tensor, along in parts}
+    parted = _parted(results, parts, groups)
+    return [own.get(id(x), frozenset()) if x.grad_fn is None else parted[x.grad_fn] for x in results]
+
+
+def _parted(results: Sequence[Tensor], parts: Parts, groups: Groups) -> dict[Any, frozenset[str]]:
+    """The same of every node of the graph, in an order in which each comes after all that it depends on."""
+    leaves = {id(tensor): along for tensor, along in parts}
+    parted: dict[Any, frozenset[str]] = {}
+    for node in _in_order([x.grad_fn for x in results if x.grad_fn is not None]):
+        parted[node] = _parted_along(node, leaves, parted, groups)
+    return parted
+
+
+def _in_order(roots: Sequence[Any]) -> list[Any]:
     """Every node, after all that it depends on."""
     found: dict[Any, None] = {}
-    stack = [(root, False)]
+    stack = [(root, False) for root in roots]
     while stack:
         node, is_done = stack.pop()
         if is_done:

@@ -24,6 +24,7 @@ from verify.rank.loading import Loaded, dequantizing, from_pretrained, not_loade
 from verify.rank.module_table import ModuleTable
 from verify.rank.parallel import parallelise
 from verify.rank.roles import Rank, expert_shares
+from verify.rank.stages import Pipeline
 
 
 def load_rank(
@@ -35,11 +36,12 @@ def load_rank(
     *,
     tokens: int,
     offload: Path | None = None,
+    pipeline: Pipeline | None = None,
 ) -> Loaded:
     """Load a rank's folder, and nothing else, into a model of that rank's sizes, and make it parallel.
 
     With ``offload``, a folder, weights stay on disk, and are there for as long as their module computes. ``tokens`` is
-    the length of a sequence.
+    the length of a sequence. With ``pipeline``, the model lacks what other stages have.
 
     Raises UnfitError if the folder does not fill the model, CheckpointError if it cannot be loaded at all, PlanError
     for what a plan cannot say.
@@ -47,8 +49,9 @@ def load_rank(
     modules = ModuleTable(rank, groups)
     cls, more = model_class(rank.config), on_disk(offload) if offload else {"device_map": {"": device}}
     cut: dict[str, None] = {}
-    if modules.is_needed or rank.lacks_experts or not rank.is_built_in or not _says_sizes(cls, folder, rank):
-        cls = _localised(concrete_class(cls, rank.config), rank, modules, cut)
+    is_cut = modules.is_needed or rank.lacks_experts or pipeline is not None
+    if is_cut or not rank.is_built_in or not _says_sizes(cls, folder, rank):
+        cls = _localised(concrete_class(cls, rank.config), rank, modules, cut, pipeline)
     if modules.is_needed:
         # What transformers would make of the rank's sizes is in the [modules] table.
         more["config"] = _for_input(_config_of(folder, rank), tokens)
@@ -96,7 +99,7 @@ def _says_sizes(cls: Any, folder: Path, rank: Rank) -> bool:
     return all(tuple(known[name].shape) == place.shape for name, place in placements(model, rank.shapes).items())
 
 
-def _localised(cls: Any, rank: Rank, modules: ModuleTable, cut: dict[str, None]) -> Any:
+def _localised(cls: Any, rank: Rank, modules: ModuleTable, cut: dict[str, None], pipeline: Pipeline | None) -> Any:
     """A subclass that is cut to the sizes of a rank before it is filled; ``cut`` gets the names of what had others.
 
     Experts are in the first dimension.
@@ -104,6 +107,8 @@ def _localised(cls: Any, rank: Rank, modules: ModuleTable, cut: dict[str, None])
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         cls.__init__(self, config, *args, **kwargs)
+        if pipeline is not None:
+            pipeline.cut(self)
         placed = placements(self, rank.shapes_with_all_experts)
         experts = expert_shares(rank, {name: place.sources for name, place in placed.items()})
         for name, place in placed.items():
@@ -133,7 +138,9 @@ def _localised(cls: Any, rank: Rank, modules: ModuleTable, cut: dict[str, None])
 
 
 def _say_size(module: nn.Module) -> None:
-    """Let the basic layers speak the truth about their weight."""
+    """Let the basic layers speak the truth about their weight, if they have it."""
+    if "weight" not in module._parameters:
+        return  # another pipeline stage has it
     if isinstance(module, nn.Linear):
         module.out_features, module.in_features = module.weight.shape
     elif isinstance(module, Conv1D):

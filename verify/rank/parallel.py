@@ -85,7 +85,7 @@ def parallelise(
             for reader in (model.get_submodule(path.rpartition(".")[0]), module):
                 with _beneath_hook(reader):
                     with_all_experts(reader, module, held)
-        if module in sums and own[sums[module]].summed_along:
+        if module in sums and sums[module] in own and own[sums[module]].summed_along:
             with _beneath_hook(module):
                 sum_at_use(module, sums[module], groups.along(own[sums[module]].summed_along))
         elif own:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,10 @@ from torch.overrides import TorchFunctionMode
 from verify.rank.inputs import running
 
 EMBEDDING, FINAL = "embedding", "final hidden state"
+
+
+class StageEnd(Exception):  # noqa: N818
+    """The last layer of a pipeline stage has run; what comes after it runs elsewhere."""
 
 
 @dataclass
@@ -75,6 +79,7 @@ def run(
     grad: bool = False,
     feed: Mapping[str, Tensor] | None = None,
     into: Trace | None = None,
+    continued: str | None = None,
 ) -> Trace:
     """Run a model on the inputs of its forward (see verify/rank/inputs.py) and trace it, ``into`` a trace that the
     caller has even if the run fails.
@@ -84,6 +89,9 @@ def run(
 
     With ``chosen``, another run's choices are taken. With ``draw``, the results of all layers that have weights are
     moved at random by as much as rounding moves them: another draw of the rounding, with ``draw`` its seed.
+
+    ``continued`` is the list of modules of which the model has only later layers: the input of the first of these is no
+    embedding. A StageEnd ends the run of a model that has no more of its layers.
     """
     trace = Trace() if into is None else into
     path = trace.path
@@ -91,7 +99,7 @@ def run(
         for name, module in model.named_modules():
             stack.callback(module.register_forward_pre_hook(_push(path, name)).remove)
             stack.callback(module.register_forward_hook(_pop(path)).remove)
-        for name, first in _first_blocks(places.blocks).items():
+        for name, first in _first_blocks(places.blocks, continued).items():
             stack.callback(first.register_forward_pre_hook(_keep_input(trace, name, feed), with_kwargs=True).remove)
         for name, module in {**places.others, **places.blocks}.items():
             instead = feed if name in places.blocks else None
@@ -109,7 +117,9 @@ def run(
         if model.dtype == torch.float64:
             stack.enter_context(_NoLessThanFloat64())
         given = {name: x.to(model.dtype) if x.is_floating_point() else x for name, x in inputs.items()}
-        output = running(model)(**given, use_cache=False)
+        output: Any = {}
+        with suppress(StageEnd):
+            output = running(model)(**given, use_cache=False)
     for name, value in output.items():
         if isinstance(value, Tensor) and value.is_floating_point():
             trace.outputs[name] = value
@@ -117,12 +127,16 @@ def run(
     return trace
 
 
-def _first_blocks(blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """The first block of each list, by the name of what enters it: of an encoder and of a decoder, for one."""
+def _first_blocks(blocks: Mapping[str, nn.Module], continued: str | None) -> dict[str, nn.Module]:
+    """The first block of each list, by the name of what enters it: of an encoder and of a decoder, for one.
+
+    Not of the list ``continued``, which begins elsewhere.
+    """
     firsts: dict[str, nn.Module] = {}
     for name, block in blocks.items():
         firsts.setdefault(name.rpartition(".")[0], block)
-    return {EMBEDDING if len(firsts) == 1 else f"{path} {EMBEDDING}": block for path, block in firsts.items()}
+    names = {path: EMBEDDING if len(firsts) == 1 else f"{path} {EMBEDDING}" for path in firsts}
+    return {names[path]: block for path, block in firsts.items() if path != continued}
 
 
 @contextmanager

@@ -1,0 +1,290 @@
+"""A rank of one pipeline stage: its model has this stage's weights alone, and takes what the stage before sends.
+
+What stands before the layers runs on the first stage, and what it returns goes on to all others. So do the results of
+the last layer of a stage, whatever that returns. Behind the layers, each stage has only what is its own: a norm or a
+head on another stage than the last is missed where it is needed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from formats.errors import ReshardError
+from formats.transformers_modules import placements
+from reshard.planning.plan import Layout, Plan
+from reshard.planning.stages import is_layered
+from verify.rank.collectives import Groups
+from verify.rank.gradients import parted_along, sum_where_ranks_part
+from verify.rank.loading import Loaded
+from verify.rank.trace import StageEnd, Trace, blocks_of
+
+
+def plan_of_stage(plan: Plan, stage: int) -> Plan:
+    """What the ranks of one pipeline stage have among themselves, numbered from 0."""
+    if plan.mesh.pp == 1:
+        return plan
+    mesh = plan.mesh.of_a_stage
+    first = stage * mesh.size
+    layouts: dict[int, Layout] = {}
+    for entry in plan.laid.values():
+        layout = entry.layout
+        boxes = {rank - first: box for rank, box in layout.boxes.items() if first <= rank < first + mesh.size}
+        if boxes:
+            by_name = len(boxes) < mesh.size
+            layouts[id(layout)] = replace(layout, boxes=boxes, ranks=mesh.size, dealt_by_name=by_name)
+    laid = {
+        kind: entry._replace(layout=layouts[id(entry.layout)])
+        for kind, entry in plan.laid.items()
+        if id(entry.layout) in layouts
+    }
+    tensors = tuple(tensor for tensor in plan.model.tensors if tensor.kind in laid)
+    return replace(plan, model=replace(plan.model, tensors=tensors, kinds=tuple(laid)), mesh=mesh, laid=laid)
+
+
+@dataclass
+class Message:
+    """What goes from one stage to the next: what stands before the layers returned, by module and call; what the last
+    layer returned; what layers have left for later ones in the lists and tables that they are given (keys and values,
+    where layers share them), by argument; how many choices were made until then. ``parted``: along which mesh
+    dimensions ranks have parts of each tensor of real numbers, where gradients are wanted.
+    """
+
+    before: dict[str, list[Any]] = field(default_factory=dict)
+    output: Any = None
+    left: dict[str, Any] = field(default_factory=dict)
+    choices: int = 0
+    parted: list[frozenset[str]] = field(default_factory=list)
+
+    def map(self, function: Callable[[Any], Any]) -> Message:
+        """The same with each tensor (or other leaf) changed."""
+        before, output, left = (tree_map(function, part) for part in (self.before, self.output, self.left))
+        return Message(before, output, left, self.choices, self.parted)
+
+    @property
+    def reals(self) -> list[Tensor]:
+        """The tensors of real numbers, in one order."""
+        leaves, _ = tree_flatten((self.before, self.output, self.left))
+        return [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+class Pipeline:
+    """One stage of a pipeline, in the process of one of its ranks.
+
+    ``plan`` is the plan of all stages. Ranks of equal places in their stages send to each other through ``group``.
+    """
+
+    def __init__(self, plan: Plan, rank: int, device: torch.device, group: dist.ProcessGroup | None) -> None:
+        self._plan, self._rank, self._device, self._group = plan, rank, device, group
+        self._stage, self._last = plan.mesh.stage(rank), plan.mesh.pp - 1
+        self._step = plan.mesh.size // plan.mesh.pp
+        self._blocks: dict[str, int] = {}
+        self._before: tuple[str, ...] = ()
+        self._absent: list[str] = []
+        self._depth = 0
+        self._has_entered = False
+        self._received = self._sent = Message()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is a rank of the first stage."""
+        return self._stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this is a rank of the last stage."""
+        return self._stage == self._last
+
+    @property
+    def continued(self) -> str | None:
+        """The list of modules of whose layers this stage has later ones; None on the first stage."""
+        return None if self.is_first else next(iter(self._blocks)).rpartition(".")[0]
+
+    # ------------------------------------------------------------------------------------------------ before loading
+
+    def cut(self, model: Any) -> None:
+        """Take the weights of other stages out of a model that is not loaded yet. Raises ReshardError."""
+        kinds = {tensor.name: tensor.kind for tensor in self._plan.model.tensors}
+        placed = placements(model, {name: entry.layout.full for name, entry in self._plan.entries.items()})
+        kind_of = {name: kinds[place.sources[0]] for name, place in placed.items()}
+        stages = {name: kind.stages or frozenset() for name, kind in kind_of.items()}
+        layered = {name for name, kind in kind_of.items() if is_layered(self._plan.model, kind)}
+        self._blocks = {
+            path: min(min(stages[name]) for name in layered if name.startswith(f"{path}."))
+            for path in blocks_of(model, layered)
+        }
+        lists = {path.rpartition(".")[0] for path in self._blocks}
+        if len(lists) != 1:
+            what = ", ".join(f"'{path}'" for path in sorted(lists))
+            raise ReshardError(f"no forward of {self._plan.mesh} is known: the layers are not in one list ({what})")
+        tied = getattr(model, "all_tied_weights_keys", None) or {}
+        for target, source in tied.items():
+            both = stages.get(target, frozenset()) | stages.get(source, frozenset())
+            stages |= {target: both, source: both}
+        absent = {name for name, of_name in stages.items() if self._stage not in of_name}
+        first = {name for name, of_name in stages.items() if 0 in of_name and name not in layered}
+        self._before = tuple(_outermost(first, [*self._blocks, *(stages.keys() - first)]))
+        inside = tuple(f"{path}." for path in (*self._before, *self._blocks))
+        for name in absent:
+            path, _, last = name.rpartition(".")
+            module = model.get_submodule(path)
+            known = module._parameters if last in module._parameters else module._buffers
+            runs_everywhere = name in first and not name.startswith(inside)  # to no effect before the layers
+            shape = placed[name].shape if runs_everywhere else (0,)
+            instead = torch.zeros(shape, dtype=known[last].dtype, device=self._device)
+            instead._is_hf_initialized = True  # type: ignore[attr-defined]
+            del known[last]
+            setattr(module, last, instead)  # no parameter: nothing is to be loaded
+        if tied:
+            model.all_tied_weights_keys = {
+                target: source for target, source in tied.items() if not {target, source} & absent
+            }
+        present = {path for name in stages.keys() - absent for path in _around(name)}
+        for path in {path for name in absent for path in _around(name)} - present:
+            model.get_submodule(path)._is_hf_initialized = True  # there is nothing to give first values to
+        self._absent = sorted(absent)
+
+    # ------------------------------------------------------------------------------------------------- after loading
+
+    def connect(self, loaded: Loaded, groups: Groups, trace: Trace, chosen: Sequence[Tensor]) -> None:
+        """Let a model run from what was received, and send on what its own last layer returns.
+
+        ``chosen`` are the choices of the whole model's run, which the trace takes over as far as they were made.
+        """
+        model, self._loaded, self._groups = loaded.model, loaded, groups
+        for name in self._absent:  # as a parameter, by which a module tells its dtype and its device
+            path, _, last = name.rpartition(".")
+            module = model.get_submodule(path)
+            value = getattr(module, last).to(model.dtype)
+            delattr(module, last)
+            module._parameters[last] = nn.Parameter(value, requires_grad=False)
+        for path in self._before if self.is_first else ():
+            for name, module in model.get_submodule(path).named_modules(prefix=path):
+                module.register_forward_pre_hook(self._begin)
+                module.register_forward_hook(self._keep(name))
+        for path, outputs in self._received.before.items():
+            model.get_submodule(path).forward = _returning(outputs)
+        for path, stage in self._blocks.items():
+            block = model.get_submodule(path)
+            if stage < self._stage:
+                block.forward = _returning(itertools.repeat(self._received.output))
+            elif stage > self._stage:
+                block.forward = self._send
+            else:
+                block.register_forward_pre_hook(self._enter(trace, chosen), with_kwargs=True)
+                block.register_forward_hook(self._note(trace), with_kwargs=True)
+
+    def receive(self, *, grad: bool) -> None:
+        """Wait for what the stage before sends; with ``grad``, its gradients are kept."""
+        if self.is_first:
+            return
+        found: list[Any] = [None]
+        dist.recv_object_list(found, src=self._rank - self._step, group=self._group)
+
+        def here(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            return x.to(self._device).requires_grad_(grad and x.is_floating_point())
+
+        self._received = found[0].map(here)
+
+    def _begin(self, _: nn.Module, __: Any) -> None:
+        self._depth += 1
+
+    def _keep(self, path: str) -> Callable[..., None]:
+        def hook(_: nn.Module, __: Any, output: Any) -> None:
+            self._depth -= 1
+            if not self._depth:  # else a part of another one's results
+                self._received.before.setdefault(path, []).append(output)
+
+        return hook
+
+    def _enter(self, trace: Trace, chosen: Sequence[Tensor]) -> Callable[..., None]:
+        def hook(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
+            if self.is_first or self._has_entered:
+                return
+            self._has_entered = True
+            trace.chosen[:] = chosen[: self._received.choices]
+            for name, left in self._received.left.items():
+                given = kwargs[name]
+                given.clear()
+                (given.update if isinstance(given, MutableMapping) else given.extend)(tree_map(_copied, left))
+
+        return hook
+
+    def _note(self, trace: Trace) -> Callable[..., None]:
+        def hook(_: nn.Module, __: Any, kwargs: dict[str, Any], output: Any) -> None:
+            left: dict[str, Any] = {name: [*value] for name, value in kwargs.items() if isinstance(value, list)}
+            left |= {name: {**value} for name, value in kwargs.items() if isinstance(value, MutableMapping)}
+            self._sent = Message(self._received.before, output, left, len(trace.chosen))
+
+        return hook
+
+    def _send(self, *_: Any, **__: Any) -> Any:
+        """In place of the next stage's layers: send on what the last layer here has returned."""
+        if torch.is_grad_enabled():
+            self._sent.parted = parted_along(self._sent.reals, self.parts, self._groups)
+        dist.send_object_list([self._sent.map(_plain)], dst=self._rank + self._step, group=self._group)
+        raise StageEnd
+
+    # ----------------------------------------------------------------------------------------------------- gradients
+
+    @property
+    def parts(self) -> list[tuple[Tensor, frozenset[str]]]:
+        """The parameters of which ranks have parts, and what was received of that kind."""
+        received = zip(self._received.reals, self._received.parted, strict=False)
+        return [*self._loaded.parts, *((x, along) for x, along in received if along)]
+
+    def backward(self, loss: Tensor | None) -> None:
+        """Compute this stage's gradients: of the loss on the last stage, or from what the next stage sends back."""
+        if loss is not None:
+            roots, grads = [loss], [torch.ones_like(loss)]
+        else:
+            found: list[Any] = [None]
+            dist.recv_object_list(found, src=self._rank + self._step, group=self._group)
+            pairs = zip(self._sent.reals, found[0], strict=True)
+            known = [(x, grad.to(x)) for x, grad in pairs if grad is not None and x.requires_grad]
+            roots, grads = [x for x, _ in known], [grad for _, grad in known]
+        sum_where_ranks_part(roots, self.parts, self._groups)
+        torch.autograd.backward(roots, grads)
+        if not self.is_first:
+            back = [None if x.grad is None else _plain(x.grad) for x in self._received.reals]
+            dist.send_object_list([back], dst=self._rank - self._step, group=self._group)
+
+
+def _returning(outputs: Iterable[Any]) -> Callable[..., Any]:
+    """A forward that returns copies of these, one after the other: a model may change in place what it gets."""
+    left = iter(outputs)
+
+    def forward(*_: Any, **__: Any) -> Any:
+        return tree_map(_copied, next(left))
+
+    return forward
+
+
+def _outermost(names: Iterable[str], others: Iterable[str]) -> Iterable[str]:
+    """The outermost modules that hold parameters of these names and nothing of the others."""
+    taken = {path for other in others for path in _around(other)}
+    found = (next((path for path in _around(name) if path not in taken), None) for name in sorted(names))
+    return dict.fromkeys(path for path in found if path is not None)
+
+
+def _around(name: str) -> list[str]:
+    """The modules around a parameter or a module, outermost first; the model itself is not among them."""
+    parts = name.split(".")
+    return [".".join(parts[:i]) for i in range(1, len(parts))]
+
+
+def _plain(x: Any) -> Any:
+    return x.detach().to("cpu") if isinstance(x, Tensor) else x
+
+
+def _copied(x: Any) -> Any:
+    return x.clone() if isinstance(x, Tensor) else x

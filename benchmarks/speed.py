@@ -4,7 +4,7 @@
 
 Prints for each operation the median of the seconds, the ratio to ``cp -r`` (timed alternately), and the peak resident
 memory (of a further run on Linux: the sum of the peaks of all its processes, in which pages that they share count
-several times). Outputs are removed after each round; the page cache is warm. ``--as`` writes and reads another program's format.
+several times). Outputs are removed after each round; the page cache is warm. ``--as`` is for another program's format.
 ``--script`` also times the script that everybody writes, with ``safe_open`` and ``save_file``.
 """
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import NotationError, PlanError, brief
+from formats.mesh import Mesh
 from formats.notation.expressions import Expression, read_expression
 
 PAGES = Path(__file__).parents[1] / "programs"
@@ -90,8 +91,8 @@ class Line:
     source, the axis whose two halves are stored as pairs (``""``: none); ``halves`` the axis whose pairs are stored as
     halves. ``apart`` takes the components of a packed tensor apart, and joins them one after the other. ``dtype`` is
     another dtype, without loss. ``function`` is the one arithmetic that some program does. ``first_rank`` says that of
-    equal parts all but the first rank's are zeros, ``whole`` that every rank has all of it. Where a tensor that
-    ``without`` matches is there, the line does not hold.
+    equal parts all but the first rank's are zeros, ``whole`` that every rank has all of it, ``every_stage`` that every
+    pipeline stage has it. Where a tensor that ``without`` matches is there, the line does not hold.
     """
 
     target: Pattern
@@ -105,6 +106,7 @@ class Line:
     function: str | None = None
     first_rank: bool = False
     whole: bool = False
+    every_stage: bool = False
     without: Pattern | None = None
 
 
@@ -156,9 +158,10 @@ class Use:
 class Page:
     """A program's format.
 
-    ``files`` is the name of a rank's weight file. With ``keep``, what no line covers keeps its name. The vocabulary is
-    padded to a multiple of ``pad_to``. With ``same_ranks``, experts are dealt whole over the ranks of ``tp``.
-    ``engine`` is the engine that ``reshard verify --engine`` runs, and ``load_format`` what it calls the format.
+    ``files`` is the name of a rank's weight file, ``files_pp`` that of a rank of several pipeline stages. With
+    ``keep``, what no line covers keeps its name. The vocabulary is padded to a multiple of ``pad_to``. With
+    ``same_ranks``, experts are dealt whole over the ranks of ``tp``. ``engine`` is the engine that ``reshard verify
+    --engine`` runs, and ``load_format`` what it calls the format.
     """
 
     name: str
@@ -173,13 +176,16 @@ class Page:
     pad_to: int
     same_ranks: bool
     metadata: Mapping[str, str] | None
+    files_pp: str | None = None
     engine: str | None = None
     load_format: str | None = None
     _uses: dict[str, tuple[Use, ...]] = field(default_factory=dict, repr=False)
 
-    def file_name(self, ranks: int, rank: int, part: int) -> str:
+    def file_name(self, mesh: Mesh, rank: int, part: int) -> str:
         """The name of a rank's weight file."""
-        return self.files.format(rank=rank, ranks=ranks, part=part)
+        of_a_stage = mesh.size // mesh.pp
+        words = {"rank": rank, "ranks": mesh.size, "part": part, "pp": mesh.stage(rank), "tp": rank % of_a_stage}
+        return (self.files if mesh.pp == 1 or self.files_pp is None else self.files_pp).format_map(words)
 
     def uses(self, name: str) -> Sequence[Use]:
         """The lines that cover a tensor's name, in their order."""
@@ -221,6 +227,7 @@ _LINE_KEYS = {
     "function",
     "first_rank",
     "whole",
+    "every_stage",
     "without",
 }
 
@@ -243,6 +250,7 @@ def read_page(path: Path) -> Page:
             pad_to=document.get("pad_vocabulary_to", 1),
             same_ranks=document.get("same_ranks", False),
             metadata=document.get("metadata"),
+            files_pp=document.get("files_pp"),
             engine=document.get("engine"),
             load_format=document.get("load_format"),
         )
@@ -268,6 +276,7 @@ def _lines(target: str, value: Any) -> Iterator[Line]:
             function=table.get("function"),
             first_rank=table.get("first_rank", False),
             whole=table.get("whole", False),
+            every_stage=table.get("every_stage", False),
             without=Pattern(table["without"]) if "without" in table else None,
         )
         for source in line.sources:

@@ -76,8 +76,6 @@ def plan_command(
         return
     if tp_plan and (ep, pp, form) != (None,) * 3:
         raise click.UsageError("--tp-plan goes with --tp alone")
-    if form is not None and pp is not None:
-        raise click.UsageError("--pp does not go with --as: the ranks of these formats have all layers")
     access = access_of(revision, token, cache_dir, plan_file, quiet=as_json)
     try:
         opened = open_any(source, access, headers_only=True)
@@ -91,7 +89,7 @@ def plan_command(
     if tp_plan:
         _print_tp_plan(opened.model, tp, as_json)
     elif form is not None:
-        mesh = program_mesh(opened.model, page_of(form), tp or 1, ep or 1, same_ranks)
+        mesh = program_mesh(opened.model, page_of(form), **degrees.arguments)
         _print_program(opened.model, page_of(form), mesh, source, uneven, as_json)
     elif degrees.are_given:
         mesh = mesh_of(**degrees.arguments)
@@ -200,7 +198,7 @@ def _print_program(model: Model, page: Page, mesh: Mesh, source: str, uneven: bo
         cells.append((row.name, made_of(row), row.how, row.dtype, *sizes))
     width = terminal_width()
     total = f"{human_bytes(sum(row.nbytes for row in rows))} on the first of {plural(mesh.size, 'rank')} of {mesh}"
-    names = ", ".join(dict.fromkeys(page.file_name(mesh.size, rank, 0) for rank in (0, mesh.size - 1)))
+    names = ", ".join(dict.fromkeys(page.file_name(mesh, rank, 0) for rank in (0, mesh.size - 1)))
     table = align(cells, right=(5, 6), width=width, elastic=(0, 1))
     print_lines(_title(model, source), "", *table, "", total, f"files: {names}")
 

@@ -196,17 +196,13 @@ def uses_of(model: Model, page: Page) -> dict[Kind, Taken]:
     return _Reading(model, page).all()
 
 
-def as_stored(taken: Mapping[Kind, Taken], other: Mapping[Kind, Taken]) -> dict[Kind, Taken]:
-    """The same, with the tensors in parts that ``other`` takes in parts."""
-    found = {}
-    for kind, portions in taken.items():
-        parts = other[kind]
-        if len(portions) == 1 and portions[0].component.label is None and not portions[0].by_index and _is_apart(parts):
-            portions = _in_parts(kind, portions[0], parts)
-        found[kind] = (
-            tuple(_like(own, parts[i]) for i, own in enumerate(portions)) if len(portions) == len(parts) else portions
-        )
-    return found
+def stored_like(kind: Kind, portions: Taken, other: Taken) -> Taken:
+    """The same, in the parts in which ``other`` takes the tensors of this kind."""
+    if len(portions) == 1 and portions[0].component.label is None and not portions[0].by_index and _is_apart(other):
+        portions = _in_parts(kind, portions[0], other)
+    if len(portions) != len(other):
+        return portions
+    return tuple(_like(own, part) for own, part in zip(portions, other, strict=True))
 
 
 def unchanged(model: Model) -> dict[Kind, Taken]:
@@ -460,9 +456,9 @@ class Arrangement:
     def held(self, rank: int) -> Iterator[tuple[Stored, tuple[int, ...]]]:
         """A rank's tensors, with their shapes."""
         for each in self.stored:
-            shape = each.constant.shape if each.constant else each.geometry.shape(rank)
+            shape = each.geometry.shape(rank)
             if shape is not None:
-                yield each, shape
+                yield each, each.constant.shape if each.constant else shape
 
     def _stored(self) -> Iterator[Stored]:
         found: dict[str, dict[tuple[int, int], _Part]] = {}
@@ -526,10 +522,12 @@ class Arrangement:
         rule, sizes = portion.component.shape, self.plan.model.sizes.of(dict(kind.indices))
         if portion.line is not None and portion.line.whole:
             rule = Shape(tuple(Dim((Summand((length,)),)) for length in rule.sizes(sizes)))
-        owned = (places, kind.indices, rule.axes)
-        part = replace(kind, rule=rule, shape=rule.sizes(sizes), places=places)
+        stages = None if portion.line is not None and portion.line.every_stage else kind.stages
+        owned = (places, kind.indices, rule.axes, stages)
+        part = replace(kind, rule=rule, shape=rule.sizes(sizes), places=places, stages=stages)
         if owned not in self._owners:
-            self._owners[owned] = owners_of(self.plan.model, self.plan.mesh, part) if places else None
+            is_dealt = places or stages is not None
+            self._owners[owned] = owners_of(self.plan.model, self.plan.mesh, part) if is_dealt else None
         owners = self._owners[owned]
         key = (rule, kind.indices, part.shape, DTYPE_BITS[kind.dtype] % 8, owners)
         if key not in self._layouts:
@@ -580,8 +578,15 @@ def dropped_of(model: Model, page: Page) -> frozenset[str]:
     return frozenset(found)
 
 
-def program_mesh(model: Model, page: Page, tp: int, ep: int, same_ranks: bool) -> Mesh:
-    """The mesh of ``--tp`` and ``--ep`` for a program, which may deal experts over the ranks of ``--tp`` itself."""
+def program_mesh(
+    model: Model, page: Page, tp: int, ep: int, same_ranks: bool, pp: int = 1, pp_layers: Sequence[int] = ()
+) -> Mesh:
+    """The mesh of ``--tp``, ``--ep`` and ``--pp`` for a program, which may deal experts over the ranks of ``--tp``.
+
+    Raises PlanError for degrees that are not possible, and for stages of which the program's file names say nothing.
+    """
     if page.same_ranks and ep == 1 and tp > 1 and model.expert_axes:
         ep, same_ranks = tp, True
-    return mesh_of(tp, ep, same_ranks)
+    if pp > 1 and page.files_pp is None:
+        raise PlanError(f"--pp {pp} is not possible with the format '{page.name}': its ranks have all layers")
+    return mesh_of(tp, ep, same_ranks, pp, pp_layers)

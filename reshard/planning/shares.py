@@ -47,8 +47,9 @@ def sizes_of_parts(sizes: Mapping[str, int], shares: Mapping[str, Share]) -> dic
 def padding_for(model: Model, mesh: Mesh, pad_to: int) -> dict[str, int]:
     """The padded size of each axis that may be padded and does not divide by its degree or by ``pad_to``."""
     padding: dict[str, int] = {}
-    for mesh_dim, degree in mesh.degrees:
-        axes = {axis for family in model.architecture.families.get(mesh_dim, ()) for axis in family}
+    degrees = dict(mesh.degrees)
+    for mesh_dim, families in model.architecture.families.items():
+        degree, axes = degrees.get(mesh_dim, 1), {axis for family in families for axis in family}
         for axis in model.architecture.pad:
             for sizes in model.axis_sets():
                 size = sizes.get(axis)

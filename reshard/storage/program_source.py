@@ -10,7 +10,7 @@ from typing import NamedTuple
 from formats.errors import CheckpointError, MismatchError
 from formats.files.safetensors import TensorInfo, read_header
 from formats.files.sharded import MANIFEST, Manifest
-from formats.mesh import Mesh
+from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture import Architecture
 from formats.notation.rewrites import Page, pages
 from reshard.planning.arrangement import Arrangement
@@ -20,24 +20,32 @@ from reshard.planning.sizes import AxisSizes
 
 
 class ProgramFile(NamedTuple):
-    """A weight file of a program's, and the rank that it belongs to."""
+    """A weight file of a program's: its rank and pipeline stage, and the number of all ranks if its name says that."""
 
     path: Path
     rank: int
+    stage: int
     ranks: int | None
 
 
 def program_files(page: Page, folder: Path) -> list[ProgramFile]:
     """The weight files of a folder that are named as a page says, in the order of their ranks and parts."""
-    pattern = re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>[0-9]+)", re.escape(page.files)))
-    found = []
-    for path in folder.iterdir() if folder.is_dir() else ():
-        match = pattern.fullmatch(path.name)
-        if match is not None:
-            words = match.groupdict()
-            key = int(words.get("rank") or 0), int(words.get("part") or 0)
-            found.append((key, ProgramFile(path, key[0], int(words["ranks"]) if "ranks" in words else None)))
-    return [file for _, file in sorted(found)]
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    staged = _matches(page.files_pp, names) if page.files_pp else []
+    width = max([words["tp"] for _, words in staged], default=0) + 1  # ranks of a stage
+    found: list[tuple[int, int, int, int | None, str]]
+    found = [(w["pp"] * width + w["tp"], w["part"], w["pp"], None, name) for name, w in staged]
+    plain = _matches(page.files, names) if not found else []
+    found += [(w.get("rank", 0), w.get("part", 0), 0, w.get("ranks"), name) for name, w in plain]
+    ordered = sorted(found, key=lambda file: file[:2])
+    return [ProgramFile(folder / name, rank, stage, ranks) for rank, _, stage, ranks, name in ordered]
+
+
+def _matches(files: str, names: Sequence[str]) -> list[tuple[str, dict[str, int]]]:
+    """The names that are like ``files``, with the numbers in them."""
+    pattern = re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>[0-9]+)", re.escape(files)))
+    matches = ((name, pattern.fullmatch(name)) for name in names)
+    return [(name, {word: int(n) for word, n in match.groupdict().items()}) for name, match in matches if match]
 
 
 def pages_for(folder: Path) -> list[Page]:
@@ -97,12 +105,13 @@ def inferred_sizes(
     return found
 
 
-def meshes(count: int, page: Page, has_experts: bool) -> Iterator[Mesh]:
-    """The meshes that a number of ranks may be."""
+def meshes(count: int, stages: int, page: Page, has_experts: bool) -> Iterator[Mesh]:
+    """The meshes that a number of ranks may be, of so many pipeline stages (of equal length, as far as possible)."""
+    tp = count // stages
     if not page.same_ranks or not has_experts:
-        yield Mesh((("tp", count),))
-    if has_experts and count > 1:
-        yield Mesh((("tp", count), ("ep", count)), same_ranks=True)
+        yield mesh_of(tp, pp=stages)
+    if has_experts and tp > 1:
+        yield mesh_of(tp, tp, same_ranks=True, pp=stages)
 
 
 def check_stored(arrangement: Arrangement, ranks: Sequence[Mapping[str, TensorInfo]], path: Path) -> None:

@@ -34,7 +34,7 @@ from formats.notation.architecture_files import find_architecture, load_architec
 from formats.notation.rewrites import Page, page_of
 from formats.quantization.scale_blocks import block_size
 from formats.regular_files import read_file
-from reshard.planning.arrangement import Arrangement, arrangement_of, as_stored, unchanged, uses_of
+from reshard.planning.arrangement import Arrangement, arrangement_of, stored_like, unchanged, uses_of
 from reshard.planning.binding import bind, lines_for
 from reshard.planning.completeness import check_complete
 from reshard.planning.finer_blocks import with_blocks
@@ -206,11 +206,9 @@ def arrangements(source: Source, target: Plan | Arrangement) -> tuple[Arrangemen
     if isinstance(target, Plan):
         target = Arrangement(target, unchanged(target.model))
     plan, other = target.plan, target.taken
-    kinds = dict(zip((t.kind for t in model.tensors), (t.kind for t in plan.model.tensors), strict=True))
-    theirs = {kind: other[kinds[kind]] for kind in model.kinds}
-    mine = as_stored(own, theirs)
-    theirs = as_stored(theirs, own)
-    there = {kinds[kind]: taken for kind, taken in theirs.items()}
+    pairs = dict.fromkeys(zip((t.kind for t in model.tensors), (t.kind for t in plan.model.tensors), strict=True))
+    mine = {kind: stored_like(kind, own[kind], other[theirs]) for kind, theirs in pairs}
+    there = {theirs: stored_like(theirs, other[theirs], own[kind]) for kind, theirs in pairs}
     return Arrangement(source.plan, mine, source.page), Arrangement(plan, there, target.page)
 
 
@@ -327,7 +325,8 @@ def _open_program(
     """Open what is stored in a program's format: in the first of ``candidates``, and on the first mesh, that fits."""
     problems: list[ReshardError] = []
     for page in candidates:
-        ranks = read_ranks(program_files(page, path), path)
+        found = program_files(page, path)
+        ranks, stages = read_ranks(found, path), 1 + max(file.stage for file in found)
         config = with_modelopt(read_config(path / "config.json"), path)
         architecture = load_architecture(plan_file) if plan_file else find_architecture(config, path)
         if manifest is not None and plan_file is None:
@@ -339,7 +338,7 @@ def _open_program(
         except ReshardError as error:
             problems.append(error)
             continue
-        for mesh in [manifest.identity.mesh] if manifest else meshes(len(ranks), page, bool(model.expert_axes)):
+        for mesh in [manifest.identity.mesh] if manifest else meshes(len(ranks), stages, page, bool(model.expert_axes)):
             try:
                 plan = make_plan(model, mesh, pad_to=page.pad_to)
                 check_stored(arrangement_of(plan, page), ranks, path)

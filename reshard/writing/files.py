@@ -18,7 +18,7 @@ from reshard.engine.move import Job, Options, TargetFile, TargetPlace, move, pla
 from reshard.engine.reading import Sums
 from reshard.engine.transfer import Change, Transfer, Way
 from reshard.engine.ways import way_between
-from reshard.planning.arrangement import Arrangement, Atom, Geometry, Placed, Portion, as_stored, permuted, unchanged
+from reshard.planning.arrangement import Arrangement, Atom, Geometry, Placed, Portion, permuted, stored_like, unchanged
 from reshard.planning.plan import Layout, Plan, make_plan
 from reshard.storage.output import Finished, Read, Staging, staging_of
 from reshard.storage.source import KEPT, UNSPLIT, Places, Source, SourceFile, SourcePlace, arrangements
@@ -260,7 +260,8 @@ class _Kept:
     def _whole(self) -> Arrangement:
         """All tensors as Hugging Face has them, on one rank, in the parts of the target's."""
         plan = make_plan(self._target.plan.model, UNSPLIT, padding={})
-        return Arrangement(plan, as_stored(unchanged(plan.model), self._target.taken))
+        own, other = unchanged(plan.model), self._target.taken
+        return Arrangement(plan, {kind: stored_like(kind, own[kind], other[kind]) for kind in own})
 
     @property
     def atoms(self) -> Mapping[Atom, Placed]:

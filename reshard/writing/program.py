@@ -45,7 +45,7 @@ class ProgramFiles:
             tensors, self.max_shard_size if "{part}" in self.page.files else 1 << 62
         )
         for part, shard in enumerate(shards):
-            name = self.page.file_name(self.plan.mesh.size, rank, part)
+            name = self.page.file_name(self.plan.mesh, rank, part)
             header = build_header(shard.tensors, dict(self.page.metadata) if self.page.metadata else {})
             file = new_file(dataclasses.replace(shard, name=name), "", rank, header)
             fixed = tuple((offset, constants[tensor]) for tensor, offset in file.places() if tensor in constants)

@@ -74,9 +74,11 @@ def split(
     out, options = Path(out), options or Options()
     opened = open_any(source, access)
     page = page_of(form) if form else None
-    if page and pp > 1:
-        raise PlanError(f"--pp {pp} is not possible with the format '{page.name}': its ranks have all layers")
-    mesh = program_mesh(opened.model, page, tp, ep, same_ranks) if page else mesh_of(tp, ep, same_ranks, pp, pp_layers)
+    mesh = (
+        program_mesh(opened.model, page, tp, ep, same_ranks, pp, pp_layers)
+        if page
+        else mesh_of(tp, ep, same_ranks, pp, pp_layers)
+    )
     wanted = wanted_ranks(ranks, mesh)
     mesh = unevenly(opened.model, mesh) if uneven else mesh
     finer = finer_blocks(opened.model, mesh) if refine_blocks else None

@@ -92,7 +92,8 @@ class Line:
     halves. ``apart`` takes the components of a packed tensor apart, and joins them one after the other. ``dtype`` is
     another dtype, without loss. ``function`` is the one arithmetic that some program does. ``first_rank`` says that of
     equal parts all but the first rank's are zeros, ``whole`` that every rank has all of it, ``every_stage`` that every
-    pipeline stage has it. Where a tensor that ``without`` matches is there, the line does not hold.
+    pipeline stage has it. ``first_stage`` is another name on the first of several stages. Where a tensor that
+    ``without`` matches is there, the line does not hold.
     """
 
     target: Pattern
@@ -107,6 +108,7 @@ class Line:
     first_rank: bool = False
     whole: bool = False
     every_stage: bool = False
+    first_stage: str | None = None
     without: Pattern | None = None
 
 
@@ -228,6 +230,7 @@ _LINE_KEYS = {
     "first_rank",
     "whole",
     "every_stage",
+    "first_stage",
     "without",
 }
 
@@ -277,6 +280,7 @@ def _lines(target: str, value: Any) -> Iterator[Line]:
             first_rank=table.get("first_rank", False),
             whole=table.get("whole", False),
             every_stage=table.get("every_stage", False),
+            first_stage=table.get("first_stage"),
             without=Pattern(table["without"]) if "without" in table else None,
         )
         for source in line.sources:

@@ -82,13 +82,21 @@ Taken = tuple[Portion, ...]
 
 
 class Stored(NamedTuple):
-    """A tensor of a program's. ``layouts`` has the layout of each atom, by index along the stack, then by slot."""
+    """A tensor of a program's. ``atoms`` are in the order of the stack, then of the slots.
+
+    ``names`` has its name on each rank, if it is not the same on all.
+    """
 
     name: str
     dtype: str
     geometry: Geometry
     atoms: tuple[Atom, ...]
     constant: Constant | None = None
+    names: tuple[str, ...] = ()
+
+    def name_on(self, rank: int) -> str:
+        """Its name on a rank."""
+        return self.names[rank] if self.names else self.name
 
 
 @dataclass(frozen=True, eq=False)
@@ -494,7 +502,15 @@ class Arrangement:
         key = (portions, layouts, first.dtype)
         if key not in self._geometries:
             self._geometries[key] = Geometry(portions, layouts, is_stack, DTYPE_BITS[first.dtype])
-        return Stored(name, first.dtype, self._geometries[key], tuple(part.atom for part in ordered))
+        atoms, names = tuple(part.atom for part in ordered), self._names(name, first.portion.line)
+        return Stored(name, first.dtype, self._geometries[key], atoms, names=names)
+
+    def _names(self, name: str, line: Line | None) -> tuple[str, ...]:
+        """The name of a stored tensor on each rank, if it is another one on the first pipeline stage."""
+        mesh = self.plan.mesh
+        if line is None or line.first_stage is None or mesh.pp == 1:
+            return ()
+        return tuple(line.first_stage if mesh.stage(rank) == 0 else name for rank in range(mesh.size))
 
     def _name(self, tensor: BoundTensor, portion: Portion, index: int | None) -> tuple[str, int]:
         """The program's name, and the place in the stack."""

@@ -119,7 +119,7 @@ def check_stored(arrangement: Arrangement, ranks: Sequence[Mapping[str, TensorIn
     for rank, tensors in enumerate(ranks):
         lacking = dict(tensors)
         for stored, shape in arrangement.held(rank):
-            info = lacking.pop(stored.name, None)
+            info = lacking.pop(stored.name_on(rank), None)
             if info is None:
                 raise MismatchError(f"{path}: tensor '{stored.name}' is missing in the files of rank {rank}")
             if info.shape != shape or info.dtype != stored.dtype:

@@ -199,11 +199,13 @@ def _atom_jobs(
 
 def _ranks_of(placed: Placed, places: Mapping[int, Mapping[str, TargetPlace]]) -> frozenset[int]:
     """The ranks to which an atom is to be written: the same for all stored tensors of one geometry."""
-    name, geometry = placed.stored.name, placed.stored.geometry
+    stored, geometry = placed.stored, placed.stored.geometry
     return frozenset(
         rank
         for rank, of_rank in places.items()
-        if name in of_rank and geometry.lies(rank, placed.number) is not None and not placed.is_zero(rank)
+        if stored.name_on(rank) in of_rank
+        and geometry.lies(rank, placed.number) is not None
+        and not placed.is_zero(rank)
     )
 
 
@@ -312,14 +314,14 @@ def _orders(source: Portion, target: Portion) -> tuple[tuple[int, ...], tuple[in
 
 
 def _atom_source(source: Source, placed: Placed, rank: int) -> SourcePlace | None:
-    info, lies = source.ranks[rank].get(placed.stored.name), placed.stored.geometry.lies(rank, placed.number)
+    info, lies = source.ranks[rank].get(placed.stored.name_on(rank)), placed.stored.geometry.lies(rank, placed.number)
     if info is None or lies is None:
         return None
     return SourcePlace(source.files[info.file], info.offset + lies.base, lies.rows)
 
 
 def _atom_target(places: Mapping[int, Mapping[str, TargetPlace]], placed: Placed, rank: int) -> TargetPlace | None:
-    place, lies = places[rank].get(placed.stored.name), placed.stored.geometry.lies(rank, placed.number)
+    place, lies = places[rank].get(placed.stored.name_on(rank)), placed.stored.geometry.lies(rank, placed.number)
     return TargetPlace(place.file, place.offset + lies.base, lies.rows) if place and lies else None
 
 

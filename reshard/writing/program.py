@@ -37,7 +37,9 @@ class ProgramFiles:
 
     def _files_of(self, rank: int) -> Iterator[NewFile]:
         held = sorted(self.arrangement.held(rank), key=lambda found: -DTYPE_BITS[found[0].dtype])
-        tensors = [(each.name, each.dtype, shape, tensor_bytes(each.name, each.dtype, shape)) for each, shape in held]
+        tensors = [
+            (each.name_on(rank), each.dtype, shape, tensor_bytes(each.name, each.dtype, shape)) for each, shape in held
+        ]
         constants = {each.name: _values(each) for each, _ in held if each.constant}
         zeros = {each.name for each, _ in held if each.atoms and Placed(each, 0).is_zero(rank)}
         constants |= {name: bytes(size) for name, _, _, size in tensors if name in zeros}

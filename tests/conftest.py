@@ -10,6 +10,8 @@ from hypothesis import settings
 import reshard.engine.move
 import verify.bytes.tensors
 from tests import store
+from verify.forward.compare import IMPORTED
+from verify.forward.launch import start_fork_server
 
 settings.register_profile("untimed", deadline=None)  # speed is a matter for benchmarks, on a quiet machine
 settings.load_profile("untimed")
@@ -37,3 +39,14 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """What the run has made goes with it."""
     if not hasattr(config, "workerinput"):
         store.end()
+
+
+OFTEN = ("bert", "bloom", "deepseek_v3", "gemma3", "gpt2", "gpt_neox", "gpt_oss", "llama", "mixtral", "phi3", "qwen3")
+"""Models of transformers that many tests run on many ranks."""
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> None:
+    """All ranks of all tests come from one fork server, which is told at its start what to import."""
+    models = (f"transformers.models.{name}.modeling_{name}" for name in OFTEN)
+    start_fork_server("hypothesis", "pytest", "torch.distributed.device_mesh", *IMPORTED, *models)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import shutil
 import signal
@@ -18,6 +19,7 @@ import numpy as np
 
 from formats.files.safetensors import build_header, read_header, tensor_bytes
 from reshard.__main__ import main
+from reshard.planning.plan import Box, Plan
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 20, "intermediate_size": 24,
@@ -161,3 +163,21 @@ def in_files(checkpoint: Path, folder: Path, count: int) -> Path:
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     return folder
+
+
+def assert_boxes_make_up_the_tensors(plan: Plan) -> None:
+    """Every element is on some rank, and on as many as any other: no rank has more, and none is lost."""
+    for layout in {entry.layout for entry in plan.laid.values()}:
+        held = np.zeros(layout.padded, int)
+        for box in layout.boxes.values():
+            assert box.shape == np.zeros(layout.padded, bool)[_indices(box)].shape
+            held[_indices(box)] += 1
+        assert held.min() >= 1, f"{plan.mesh}: no rank has some elements of '{layout.rule}'"
+        assert layout.ranks % held.max() == 0 and held.sum() == sum(
+            math.prod(box.shape) for box in layout.boxes.values()
+        )
+
+
+def _indices(box: Box) -> tuple[np.ndarray, ...]:
+    """The elements of a box, as an index of the whole tensor."""
+    return np.ix_(*(np.concatenate([np.arange(run.offset, run.end) for run in runs]) for runs in box.dims))

@@ -18,6 +18,7 @@ from reshard.planning.completeness import missing
 from reshard.storage.inspect import inspect
 from reshard.storage.source import open_source
 from tests import remote, zoo
+from tests.reshard.test_remote import saved
 from tests.support import LLAMA, Tensor, llama_tensors, write_checkpoint, write_file
 
 MIXTRAL: dict[str, Any] = {
@@ -255,8 +256,8 @@ def test_encoders_and_decoders(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", remote.REMOTE)
-def test_nothing_is_missing_from_published_layouts(name: str, tmp_path: Path) -> None:
-    assert list(missing(open_source(remote.save(name, tmp_path)).model)) == []
+def test_nothing_is_missing_from_published_layouts(name: str) -> None:
+    assert list(missing(open_source(saved(name)).model)) == []
 
 
 # those whose layers differ the most, and small enough: ``python -m benchmarks.models`` checks all of the table

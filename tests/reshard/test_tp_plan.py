@@ -14,9 +14,9 @@ from formats.errors import PlanError
 from reshard.api import Access
 from reshard.export.tp_plan import TransformersPlan, transformers_plan
 from reshard.storage.access import open_any
+from tests.store import checkpoint
 from tests.support import write_checkpoint
 from tests.test_cli import refused, run
-from tests.zoo import save
 
 # by degree: models for which transformers has no plan, one that gathers more, one that fails, and some that are fine
 NAMES = {
@@ -66,12 +66,13 @@ def run_rank(jobs: list[tuple[Path, dict[str, str]]]) -> list[tuple[torch.Tensor
     return results
 
 
+@pytest.mark.usefixtures("fork_server")
 @pytest.mark.parametrize("degree", NAMES)
-def test_transformers_computes_the_same_with_the_plan(degree: int, tmp_path: Path) -> None:
+def test_transformers_computes_the_same_with_the_plan(degree: int) -> None:
     from verify.forward.launch import run_ranks
 
-    jobs = [(save(name, tmp_path / name), {}) for name in NAMES[degree]]
-    jobs = [(folder, dict(plan_of(folder, degree).styles)) for folder, _ in jobs]
+    folders = [checkpoint(name) for name in NAMES[degree]]
+    jobs = [(folder, dict(plan_of(folder, degree).styles)) for folder in folders]
     expected = [logits(load(folder)) for folder, _ in jobs]
     for rank in run_ranks(run_rank, degree, jobs):
         for name, wanted, (found, held) in zip(NAMES[degree], expected, rank, strict=True):
@@ -79,8 +80,8 @@ def test_transformers_computes_the_same_with_the_plan(degree: int, tmp_path: Pat
             assert name in WHOLE or held < 1 / degree + 0.13, (name, held)
 
 
-def test_packed_halves_stay_on_their_ranks_and_packed_heads_do_not(tmp_path: Path) -> None:
-    plan = plan_of(save("phi3", tmp_path / "phi3"), 2)
+def test_packed_halves_stay_on_their_ranks_and_packed_heads_do_not() -> None:
+    plan = plan_of(checkpoint("phi3"), 2)
     assert plan.styles["model.layers.*.mlp.gate_up_proj"] == "packed_colwise"
     assert plan.styles["model.layers.*.mlp.down_proj"] == "rowwise"
     assert plan.styles["model.layers.*.self_attn.qkv_proj"] == "colwise_gather_output"
@@ -88,14 +89,14 @@ def test_packed_halves_stay_on_their_ranks_and_packed_heads_do_not(tmp_path: Pat
     assert "packed" in plan.gathered["model.layers.*.self_attn.qkv_proj"]
 
 
-def test_what_transformers_cannot_cut_is_whole_and_named(tmp_path: Path) -> None:
-    plan = plan_of(save("gpt2", tmp_path / "gpt2"), 2)
+def test_what_transformers_cannot_cut_is_whole_and_named() -> None:
+    plan = plan_of(checkpoint("gpt2"), 2)
     assert set(plan.styles) == {"transformer.wte", "lm_head"}
     assert plan.whole["transformer.h.*.attn.c_attn"] == "no linear layer"
 
 
-def test_heads_stay_on_their_ranks_while_each_has_kv_heads_of_its_own(tmp_path: Path) -> None:
-    folder = save("qwen3", tmp_path / "qwen3")
+def test_heads_stay_on_their_ranks_while_each_has_kv_heads_of_its_own() -> None:
+    folder = checkpoint("qwen3")
     attention = "model.layers.*.self_attn"
     assert plan_of(folder, None).degrees_of == (4,)
     assert plan_of(folder, 4).styles[f"{attention}.q_proj"] == "colwise"
@@ -105,8 +106,8 @@ def test_heads_stay_on_their_ranks_while_each_has_kv_heads_of_its_own(tmp_path: 
     assert gathered.gathered[f"{attention}.q_proj"] == "kv 4 is not divisible by 8"
 
 
-def test_the_command_prints_the_dict_alone(tmp_path: Path) -> None:
-    done = run("plan", save("bloom", tmp_path / "bloom"), "--as", "transformers", "--tp", "2")
+def test_the_command_prints_the_dict_alone() -> None:
+    done = run("plan", checkpoint("bloom"), "--as", "transformers", "--tp", "2")
     assert done.returncode == 0, done.stderr
     styles = json.loads(done.stdout)
     assert styles["transformer.h.*.self_attention.query_key_value"] == "colwise_gather_output"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -25,12 +25,8 @@ from verify.rank.trace import Places, run
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-# one of each kind of packing, attention, norm, experts and mixer
-KINDS = ["llama-biases", "llama-tied", "qwen3", "olmo2", "phi3", "gpt_neox", "gpt2", "bloom", "falcon-7b",
-         "gemma3_text", "stablelm-norms", "mixtral", "gpt_oss", "deepseek_v3", "bert", "bamba", "codegen"]  # fmt: skip
-
 # one of each architecture file; those above run in other dtypes and degrees
-MODELS = [name for name in zoo.one_of_each() if name not in KINDS]
+MODELS = [name for name in zoo.one_of_each() if name not in zoo.KINDS]
 PARTS = 6
 """In which the models are run, so that no test is much longer than the others."""
 # of the kinds, at 8 ranks: where the gradients of the KV heads that two ranks hold are summed
@@ -71,7 +67,7 @@ def show(report: ForwardReport) -> list[tuple[str, str, float]]:
     ],
     ids=[*(f"files-{part}-2-float32" for part in range(PARTS)), "mllama-8-float32"],
 )
-def test_correct_shards_are_the_same_model(names: list[str], tp: int, dtype: str) -> None:
+def test_correct_shards_are_the_same_model(names: Sequence[str], tp: int, dtype: str) -> None:
     """At 8 ranks (the gradients are compared there, too) two share each KV head; vocabularies are padded where they do
     not divide. Mllama's modules have their numbers of heads from [modules], the query heads of a KV head among them.
     """
@@ -84,9 +80,9 @@ def test_correct_shards_are_the_same_model(names: list[str], tp: int, dtype: str
 
 
 @pytest.mark.parametrize(
-    ("names", "tp", "dtype"), [(KINDS, 4, "bfloat16"), (SHARED, 8, "float32")], ids=["4-bfloat16", "8-float32"]
+    ("names", "tp", "dtype"), [(zoo.KINDS, 4, "bfloat16"), (SHARED, 8, "float32")], ids=["4-bfloat16", "8-float32"]
 )
-def test_gradients_are_those_of_the_original(names: list[str], tp: int, dtype: str) -> None:
+def test_gradients_are_those_of_the_original(names: Sequence[str], tp: int, dtype: str) -> None:
     """And so are the states on the way there: one of each kind of model."""
     for name, report in zip(names, run_all(pairs(names, tp, dtype), WITH_GRADIENTS), strict=True):
         assert report.is_same, (name, show(report))

@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,12 @@ def checkpoint(name: str, dtype: str = "float32", experts: int | None = None) ->
 
     key = f"{name}-{dtype}" + (f"-{experts}-experts" if experts else "")
     return made(key, lambda folder: zoo.save(name, folder, getattr(torch, dtype), experts=experts))
+
+
+@lru_cache(maxsize=2)
+def source(name: str) -> Source:
+    """A model of the zoo, opened; the tests of one model come together."""
+    return open_source(checkpoint(name))
 
 
 def shards(name: str, dtype: str = "float32", experts: int | None = None, **mesh: Any) -> Path:

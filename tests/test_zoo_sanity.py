@@ -109,7 +109,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 def test_boxes_of_the_ranks_make_up_the_tensors(name: str):
     """At every degree that the zoo knows. That a transfer between any boxes moves the right bytes: test_transfer.py."""
-    source = open_source(store.checkpoint(name))
+    source = store.source(name)
     degrees = zoo.ZOO[name].degrees
     assert degrees == tuple(degree for degree in valid_degrees(source.model) if degree in zoo.DEGREES)
     for tp in degrees:
@@ -119,10 +119,10 @@ def test_boxes_of_the_ranks_make_up_the_tensors(name: str):
 def test_bytes_of_the_ranks_are_the_originals(name: str, tmp_path: Path):
     """Of one model of each architecture file on the way to another degree and back, too."""
     low, high = (zoo.ZOO[name].degrees[i] for i in (0, -1))
-    source, shards = open_source(store.checkpoint(name)), store.shards(name, tp=low)
+    source, shards = store.source(name), store.shards(name, tp=low)
     report = verify_exact(source, shards)
     assert (report.verdict, report.ranks, report.tensors) == ("same", low, len(source.names)), report
-    assert zoo.loads(name, shards / f"rank-01-of-{low:02d}") == zoo.ZOO[name].loads_alone
+    assert zoo.loads(shards / f"rank-01-of-{low:02d}") == zoo.ZOO[name].loads_alone
     if name in zoo.one_of_each() and name not in zoo.KINDS:
         split(shards, tmp_path / "again", high)
         assert verify_exact(source, tmp_path / "again").verdict == "same"
@@ -151,12 +151,12 @@ def test_every_route_gives_the_same_bytes(kind: str, tmp_path: Path):
 
 def test_reordering_parallel_axes_changes_nothing(name: str, tmp_path: Path):
     folder = store.checkpoint(name)
-    model = open_source(folder).plan.model
+    model = store.source(name).plan.model
     tensors = load_file(folder / "model.safetensors")
     vocabularies = _vocabularies(model)
     vocab = vocabularies["input_ids"][1]
     tokens = torch.randint(3, vocab, (2, 23), generator=torch.Generator().manual_seed(0))
-    cls, changed_folder = zoo.class_of(name), tmp_path / "changed"
+    cls, changed_folder = zoo.class_of(folder), tmp_path / "changed"
     shutil.copytree(folder, changed_folder)
     dtype, expected = _first_forward(cls, folder, tokens)
     tolerance = (1e-4 if dtype == torch.float64 else 1e-3) * expected.std()

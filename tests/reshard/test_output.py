@@ -106,8 +106,7 @@ def test_killed_at_random_moments(command, how, tmp_path):
             continue
         done = {p: p.stat().st_mtime_ns for p in staged.rglob("*.safetensors")} if staged.exists() else {}
         finished = [name for journal in journals(out) for name in noted(journal)]
-        again = start(command, source, out)
-        assert again.wait() == 0, again.stderr.read()
+        split(source, out, 4, max_shard_size=2500) if command == "split" else merge(source, out)
         assert contents(out) == expected
         assert not staged.exists()
         for path, time_ns in done.items():

@@ -524,8 +524,10 @@ def test_scales_that_were_one_and_differ_are_refused(tmp_path):
         merge(tmp_path / "tp4", tmp_path / "merged")
 
 
-@pytest.mark.parametrize("small", [0, 500, 1 << 20])
-@pytest.mark.parametrize(("steps", "piece", "write"), [(600, 64, 50), (10_000, 100, 4096), (1 << 20, 7, 3)])
+@pytest.mark.parametrize(
+    ("small", "steps", "piece", "write"),
+    [(0, 600, 64, 50), (0, 10_000, 100, 4096), (0, 1 << 20, 7, 3), (500, 600, 64, 50), (1 << 20, 10_000, 100, 4096)],
+)
 def test_the_size_of_a_step_changes_nothing(tmp_path, monkeypatch, steps, piece, write, small):
     source = write_checkpoint(tmp_path / "source", files=3)
     for tp in (4, 8):

@@ -129,24 +129,24 @@ def kind_of(plan: Plan, entry: Entry) -> Kind:
 
 def roles(plan: Plan, sources: Mapping[str, tuple[str, ...]]) -> dict[str, Role]:
     """The role of each parameter, from the plan's entries of the tensors that it is made of."""
-    known: dict[tuple[str, int], Kind] = {}
-    kinds: dict[str, Kind] = {}
+    known: dict[tuple[str, int], tuple[Kind, frozenset[str]]] = {}
+    of_entries: dict[str, tuple[Kind, frozenset[str]]] = {}
     for name, entry in plan.entries.items():
         alike = entry.template, id(entry.layout)
-        kinds[name] = known[alike] = known[alike] if alike in known else kind_of(plan, entry)
-    rows = [entry for name, entry in plan.entries.items() if kinds[name] is Kind.ROW]
-    consumed = frozenset[str]().union(*(dealt_axes(plan, entry) for entry in rows))
+        if alike not in known:
+            known[alike] = kind_of(plan, entry), dealt_axes(plan, entry)
+        of_entries[name] = known[alike]
+    consumed = frozenset[str]().union(*(dealt for kind, dealt in known.values() if kind is Kind.ROW))
     rules = {entry.layout.rule for entry in plan.entries.values()}
     inputs = frozenset[str]().union(*(rule.dims[dim].axes for rule in rules for dim in rule.input_dims))
     found = {}
     for parameter, names in sources.items():
-        of_sources = {kinds[name] for name in names}
+        of_sources = {of_entries[name][0] for name in names}
         if len(of_sources) > 1:
             raise PlanError(
                 f"the tensors {', '.join(names[:3])} become one parameter, but lie differently on the ranks"
             )
-        kind, entry = of_sources.pop(), plan.entries[names[0]]
-        dealt = dealt_axes(plan, entry)
+        kind, entry, dealt = of_sources.pop(), plan.entries[names[0]], of_entries[names[0]][1]
         along_experts = experts_along(plan.mesh) if dealt & plan.model.expert_axes else frozenset()
         is_gathered = kind in {Kind.COLUMN, Kind.VECTOR} and not dealt & consumed
         along = plan.mesh.varying([entry.layout.boxes.get(rank) for rank in range(plan.mesh.size)])

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ from reshard.api import split
 from reshard.storage.source import open_source
 from tests import zoo
 from tests.support import command
+from tests.verify.by_hand import Ended, by_hand
+from tests.verify.by_hand import command as by_hand_command
 from tests.verify.faults import inject
 from tests.verify.test_launch import session, wait_until
 
@@ -71,7 +74,7 @@ def test_the_same(model: Path) -> None:
 
 
 def test_different_names_tensor_and_layer(model: Path) -> None:
-    done = verify(model / "full", model / "wrong", launcher=ALONE)
+    done = verify(model / "full", model / "wrong")
     assert done.returncode == 1
     last = done.stdout.splitlines()[-1]
     tensor = "model.layers.1.mlp.gate_proj.weight"
@@ -186,48 +189,29 @@ def test_interrupted_before_it_begins(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------ under torchrun
 
 
-def test_under_torchrun(model: Path, tmp_path: Path) -> None:
+def test_under_torchrun_all_ranks_end_with_the_answer(model: Path, tmp_path: Path) -> None:
     report = tmp_path / "report.html"
     done = verify(
-        model / "full", model / "shards", "--json", "--report", report, launcher=TORCHRUN, TMPDIR=str(tmp_path)
+        model / "full", model / "wrong", "--json", "--report", report, launcher=TORCHRUN, TMPDIR=str(tmp_path)
     )
     assert not list(tmp_path.glob("reshard-*"))
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1, done.stderr
     document = json.loads(done.stdout)  # once, that is
-    assert (document["verdict"], document["forward"]["ranks"]) == ("same", 2)
-    assert "The same model" in report.read_text(encoding="utf-8")
-
-
-def test_under_torchrun_all_ranks_end_with_the_answer(model: Path, tmp_path: Path) -> None:
-    done = verify(model / "full", model / "wrong", "--quiet", launcher=TORCHRUN, TMPDIR=str(tmp_path))
-    assert (done.returncode, done.stdout) == (1, "different\n")
+    assert (document["verdict"], document["forward"]["ranks"]) == ("different", 2)
     assert "exitcode  : 1" in done.stderr and "exitcode  : 2" not in done.stderr
+    assert "Different" in report.read_text(encoding="utf-8")
 
 
-def by_hand(model: Path, shards: list[Path], *arguments: str) -> list[tuple[int, str, str]]:
-    """Exit code, stdout and stderr of each rank, started as by a launcher that is not torch's."""
-    import socket
-
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        port = found.getsockname()[1]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "verify", model / "full", path, *arguments],
-            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(len(shards)), "LOCAL_RANK": str(rank),
-                 "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)},
-        )
-        for rank, path in enumerate(shards)
-    ]  # fmt: skip
-    ends = [process.communicate(timeout=200) for process in processes]
-    return [(process.returncode, out, err) for process, (out, err) in zip(processes, ends, strict=True)]
+def ranks_of(model: Path, shards: list[Path], *arguments: str) -> list[Ended]:
+    """What each rank ends with, started as by a launcher that is not torch's."""
+    return by_hand([partial(by_hand_command, "verify", f"{model / 'full'}", str(path), *arguments) for path in shards])
 
 
-def test_ranks_of_another_launcher_end_with_one_code(model: Path) -> None:
-    ranks = by_hand(model, [model / "wrong"] * 2, "--quiet")
-    assert [code for code, _, _ in ranks] == [1, 1]
-    assert [out for _, out, _ in ranks] == ["different\n", ""]
+@pytest.mark.parametrize(("shards", "code", "answer"), [("shards", 0, "same\n"), ("wrong", 1, "different\n")])
+def test_ranks_of_another_launcher_end_with_one_code(model: Path, shards: str, code: int, answer: str) -> None:
+    ranks = ranks_of(model, [model / shards] * 2, "--quiet")
+    assert [found for found, _, _ in ranks] == [code, code], ranks
+    assert [out for _, out, _ in ranks] == [answer, ""]
 
 
 def test_the_error_of_any_rank_is_told_once_and_soon(model: Path, tmp_path: Path) -> None:
@@ -235,7 +219,7 @@ def test_the_error_of_any_rank_is_told_once_and_soon(model: Path, tmp_path: Path
     shutil.copytree(model / "shards", tmp_path / "shards")
     (tmp_path / "shards" / "rank-01-of-02" / "config.json").unlink()
     start = time.monotonic()
-    ranks = by_hand(model, [model / "shards", tmp_path / "shards"], "--json", "--timeout", "100")
+    ranks = ranks_of(model, [model / "shards", tmp_path / "shards"], "--json", "--timeout", "100")
     assert time.monotonic() - start < 90
     assert [code for code, _, _ in ranks] == [2, 2]
     assert json.loads(ranks[0][1])["verdict"] == "unchecked" and ranks[1][1] == ""
@@ -243,5 +227,5 @@ def test_the_error_of_any_rank_is_told_once_and_soon(model: Path, tmp_path: Path
 
 
 def test_the_wrong_number_of_ranks(model: Path) -> None:
-    ranks = by_hand(model, [model / "shards"])
+    ranks = ranks_of(model, [model / "shards"])
     assert ranks[0][0] == 2 and "the launcher started 1 ranks, but 2 are needed" in ranks[0][2]

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from formats.errors import CheckpointError, ReshardError
+from tests.verify.by_hand import by_hand
 from verify.forward.launch import RankTimeoutError, run_ranks
 from verify.forward.worker import RankError, say
 
@@ -200,18 +201,11 @@ def ranks():
     dist.all_reduce(x)
     return dist.get_rank(), x.item()
 
-def fails():
-    if dist.get_rank() == 1:
-        raise ValueError("no such layer")
-    dist.barrier()
-
 if __name__ == "__main__":
     if sys.argv[1] == "work":
         run_ranks(work, 2, sys.argv[2], timeout=100)
     elif sys.argv[1] == "ranks":
         print(run_ranks(ranks, int(sys.argv[2]), timeout=20))
-    elif sys.argv[1] == "fails":
-        run_ranks(fails, 2, timeout=20)
 """
 
 
@@ -264,11 +258,20 @@ def test_under_torchrun_every_rank_gets_all_results(script):
     assert done.stdout.count("[(0, 2.0), (1, 2.0)]") == 2
 
 
-def test_under_torchrun_errors_name_the_rank(script):
-    assert (
-        "verify.forward.worker.RankError: rank 1 of 2 failed: ValueError: no such layer"
-        in torchrun(script, "fails").stderr
-    )
+def fails() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("no such layer")
+    dist.barrier()
+
+
+def runs_what_fails() -> None:
+    run_ranks(fails, 2, timeout=20)
+
+
+def test_under_another_launcher_errors_name_the_rank():
+    ranks = by_hand([runs_what_fails] * 2)
+    assert ranks[1][0] == 1
+    assert "verify.forward.worker.RankError: rank 1 of 2 failed: ValueError: no such layer" in ranks[1][2]
 
 
 def test_under_torchrun_another_number_of_ranks_is_refused(monkeypatch):

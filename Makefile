@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 JOBS ?= 2
 
-.PHONY: demo test fuzz mutants check format docs bench clean
+.PHONY: demo test fuzz zoo mutants check format docs bench clean
 
 demo: .venv/ready
 	$(BIN)/reshard demo
@@ -29,6 +29,11 @@ docs: .venv/ready
 	$(BIN)/python -m tools.config_defaults
 	$(BIN)/python -m tools.required
 	$(BIN)/python -m tests.test_readme
+
+# the forward of every small model of the tests, at three degrees and in two dtypes: half a day
+ZOO ?= zoo.jsonl
+zoo: .venv/ready
+	$(BIN)/python -m benchmarks.zoo_forward $(ZOO)
 
 # whether the tests notice what is wrong: half an hour
 mutants: .venv/ready

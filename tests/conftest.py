@@ -41,7 +41,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         store.end()
 
 
-OFTEN = ("bert", "bloom", "deepseek_v3", "gemma3", "gpt2", "gpt_neox", "gpt_oss", "llama", "mixtral", "phi3", "qwen3")
+OFTEN = ("bamba", "bart", "bert", "bloom", "codegen", "deepseek_v3", "falcon", "gemma3", "gpt2", "gpt_neox", "gpt_oss",
+         "llama", "mixtral", "olmo2", "phi3", "qwen2_moe", "qwen3", "stablelm", "t5", "whisper")  # fmt: skip
 """Models of transformers that many tests run on many ranks."""
 
 

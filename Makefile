@@ -30,7 +30,7 @@ docs: .venv/ready
 	$(BIN)/python -m tools.required
 	$(BIN)/python -m tests.test_readme
 
-# the forward of every small model of the tests, at three degrees and in two dtypes: half a day
+# the forward of every small model of the tests, at three degrees and in two dtypes: hours
 ZOO ?= zoo.jsonl
 zoo: .venv/ready
 	$(BIN)/python -m benchmarks.zoo_forward $(ZOO)

@@ -11,7 +11,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,25 +21,11 @@ from safetensors.numpy import save_file
 
 from formats.errors import CheckpointError
 from reshard.storage.hub import fetch, side_files, weight_files
+from tests.forked import forked
 from tests.reshard.hub_server import HubServer
 
 REPO = "org/tiny"
 ROOT = Path(__file__).parents[2]
-CLIENT = """
-import json, sys
-from formats.errors import CheckpointError
-from reshard.storage.hub import fetch
-from pathlib import Path
-arguments = json.loads(sys.argv[1])
-if arguments.get("cache_dir"):
-    arguments["cache_dir"] = Path(arguments["cache_dir"])
-try:
-    got = fetch(**arguments)
-except CheckpointError as error:
-    print(json.dumps({"message": error.message, "hint": error.hint}))
-else:
-    print(json.dumps({"path": str(got.path), "repo": got.repo, "commit": got.commit, "stand_in": got.headers_only}))
-"""
 IMPATIENT = "import time; time.sleep = lambda _: None\n"  # for retries, of which there are as many
 
 
@@ -107,8 +95,23 @@ def hub(tmp_path: Path) -> Iterator[HubServer]:
         yield server
 
 
+def _fetch(arguments: dict[str, Any], before: str, limit: int) -> None:
+    """Fetch, and print what came of it, in a process whose environment the client reads as it is imported."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "huggingface_hub"]:
+        del sys.modules[name]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    exec(before, {})
+    try:
+        got = fetch(**arguments)
+    except CheckpointError as error:
+        print(json.dumps({"message": error.message, "hint": error.hint}))
+    else:
+        answer = {"path": str(got.path), "repo": got.repo, "commit": got.commit, "stand_in": got.headers_only}
+        print(json.dumps(answer))
+
+
 @pytest.fixture
-def client(hub: HubServer, tmp_path: Path) -> Client:
+def client(hub: HubServer, tmp_path: Path, fork_server: None) -> Client:
     """``fetch`` in a process of its own, whose Hub is ``hub``."""
 
     def run(
@@ -116,21 +119,11 @@ def client(hub: HubServer, tmp_path: Path) -> Client:
         *,
         env: dict[str, str] | None = None,
         before: str = "",
-        limit: int | None = None,
+        limit: int = -1,
         **arguments: object,
     ) -> Answer:
-        def limit_file_size() -> None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit or -1, limit or -1))
-
-        done = subprocess.run(
-            [sys.executable, "-c", before + CLIENT, json.dumps({"source": source, **arguments})],
-            env=hub.environment(tmp_path / "home", PYTHONPATH=str(ROOT), **(env or {})),
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            preexec_fn=limit_file_size,
-        )
+        work = partial(_fetch, {"source": source, **arguments}, before, limit)
+        (done,) = forked([(work, hub.environment(tmp_path / "home", **(env or {})))], tmp_path)
         assert done.returncode == 0, done.stderr
         return Answer(json.loads(done.stdout), done.stderr)
 
@@ -176,7 +169,7 @@ def test_revision_is_a_branch_or_a_commit(hub: HubServer, client: Client, tmp_pa
 
 
 def test_cache_dir(client: Client, tmp_path: Path) -> None:
-    got = client(cache_dir=str(tmp_path / "elsewhere"))
+    got = client(cache_dir=tmp_path / "elsewhere")
     assert got.path.is_relative_to(tmp_path / "elsewhere") and names(got.path) == WANTED
     assert not list((tmp_path / "home").rglob("*.safetensors"))
 
@@ -385,7 +378,7 @@ def test_failing_hub(hub: HubServer, client: Client) -> None:
     online = client()
     hub.failure = 503
     assert client().got == online.got
-    assert "503" in client(cache_dir="empty").error
+    assert "503" in client(cache_dir=Path("empty")).error
     hub.failure = 429
     assert "too many requests (429)" in client().error
 

@@ -21,7 +21,7 @@ from reshard.api import split
 from reshard.storage.source import open_source
 from tests import zoo
 from tests.support import command
-from tests.verify.by_hand import Ended, by_hand
+from tests.verify.by_hand import by_hand
 from tests.verify.by_hand import command as by_hand_command
 from tests.verify.faults import inject
 from tests.verify.test_launch import session, wait_until
@@ -202,7 +202,7 @@ def test_under_torchrun_all_ranks_end_with_the_answer(model: Path, tmp_path: Pat
     assert "Different" in report.read_text(encoding="utf-8")
 
 
-def ranks_of(model: Path, shards: list[Path], *arguments: str) -> list[Ended]:
+def ranks_of(model: Path, shards: list[Path], *arguments: str) -> list[Done]:
     """What each rank ends with, started as by a launcher that is not torch's."""
     return by_hand([partial(by_hand_command, "verify", f"{model / 'full'}", str(path), *arguments) for path in shards])
 
@@ -210,8 +210,8 @@ def ranks_of(model: Path, shards: list[Path], *arguments: str) -> list[Ended]:
 @pytest.mark.parametrize(("shards", "code", "answer"), [("shards", 0, "same\n"), ("wrong", 1, "different\n")])
 def test_ranks_of_another_launcher_end_with_one_code(model: Path, shards: str, code: int, answer: str) -> None:
     ranks = ranks_of(model, [model / shards] * 2, "--quiet")
-    assert [found for found, _, _ in ranks] == [code, code], ranks
-    assert [out for _, out, _ in ranks] == [answer, ""]
+    assert [rank.returncode for rank in ranks] == [code, code], ranks
+    assert [rank.stdout for rank in ranks] == [answer, ""]
 
 
 def test_the_error_of_any_rank_is_told_once_and_soon(model: Path, tmp_path: Path) -> None:
@@ -221,11 +221,11 @@ def test_the_error_of_any_rank_is_told_once_and_soon(model: Path, tmp_path: Path
     start = time.monotonic()
     ranks = ranks_of(model, [model / "shards", tmp_path / "shards"], "--json", "--timeout", "100")
     assert time.monotonic() - start < 90
-    assert [code for code, _, _ in ranks] == [2, 2]
-    assert json.loads(ranks[0][1])["verdict"] == "unchecked" and ranks[1][1] == ""
-    assert "config.json" in ranks[0][2] and "Error" not in ranks[1][2]
+    assert [rank.returncode for rank in ranks] == [2, 2]
+    assert json.loads(ranks[0].stdout)["verdict"] == "unchecked" and ranks[1].stdout == ""
+    assert "config.json" in ranks[0].stderr and "Error" not in ranks[1].stderr
 
 
 def test_the_wrong_number_of_ranks(model: Path) -> None:
     ranks = ranks_of(model, [model / "shards"])
-    assert ranks[0][0] == 2 and "the launcher started 1 ranks, but 2 are needed" in ranks[0][2]
+    assert ranks[0].returncode == 2 and "the launcher started 1 ranks, but 2 are needed" in ranks[0].stderr

@@ -270,8 +270,8 @@ def runs_what_fails() -> None:
 
 def test_under_another_launcher_errors_name_the_rank():
     ranks = by_hand([runs_what_fails] * 2)
-    assert ranks[1][0] == 1
-    assert "verify.forward.worker.RankError: rank 1 of 2 failed: ValueError: no such layer" in ranks[1][2]
+    assert ranks[1].returncode == 1
+    assert "verify.forward.worker.RankError: rank 1 of 2 failed: ValueError: no such layer" in ranks[1].stderr
 
 
 def test_under_torchrun_another_number_of_ranks_is_refused(monkeypatch):

@@ -59,7 +59,7 @@ PHASES = ["comparing bytes", "starting 2 ranks, cpu", "original in float32", "or
 
 
 def test_the_same(model: Path) -> None:
-    done = verify(model / "full", model / "shards", launcher=("-m", "reshard", "verify"))
+    done = verify(model / "full", model / "shards")
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines() == PHASES
     lines = done.stdout.splitlines()

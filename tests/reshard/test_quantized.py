@@ -141,9 +141,11 @@ def parts(
 
 
 PACKINGS = ("column and row", "packed", "experts by name", "fused and interleaved")
-# one of each way in which packed integers and scales lie: along the inputs or outputs, by groups, channels, blocks, rows
-WITH_EVERY_PACKING = {"gptq", "gptq-3", "gptq-act-order", "gptq-bias", "awq", "packed-4-zeros", "packed-8-channel-zeros",
-                      "int8-zeros", "float8-block", "fp8-tensor", "compressed-nvfp4", "bitsandbytes-nf4"}  # fmt: skip
+# one of each way in which packed integers and scales lie: along inputs or outputs, by groups, channels, blocks, rows
+WITH_EVERY_PACKING = {
+    "gptq", "gptq-3", "gptq-act-order", "gptq-bias", "awq", "packed-4-zeros", "packed-8-channel-zeros", "int8-zeros",
+    "float8-block", "fp8-tensor", "compressed-nvfp4", "bitsandbytes-nf4",
+}  # fmt: skip
 CASES = [
     pytest.param(name, packing, id=f"{name}-{packing}")
     for name, method in METHODS.items()

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -20,7 +19,7 @@ import pytest
 
 from formats.notation.architecture import Architecture
 from formats.notation.architecture_files import BUILT_IN, built_in_architectures, load_architecture
-from tests import remote, zoo
+from tests import remote, support, zoo
 from verify.coverage import FILE as COVERAGE
 from verify.coverage import coverage
 
@@ -116,9 +115,8 @@ def console(folder: Path, *lines: str) -> str:
         write_model(folder / "model")
     shown = []
     for line in lines:
-        command = [sys.executable, "-m", *shlex.split(line)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
+        done = support.command(*shlex.split(line)[1:], cwd=folder)
+        assert done.returncode == 0, done.stderr
         shown.append(f"$ {line}\n{done.stdout}")
     return "```console\n" + "\n".join(shown) + "```\n"
 
@@ -160,6 +158,7 @@ def test_every_command_and_option_is_documented() -> None:
     assert block(usage, "help") == usage_text(), "run make docs"
 
 
+@pytest.mark.usefixtures("fork_server")
 def test_examples_show_what_is_printed(tmp_path: Path) -> None:
     for page, part, made in examples(tmp_path):
         assert still(block(page.read_text(), part)) == still(made()), f"run make docs: {part}"

@@ -41,6 +41,7 @@ SUMS = ("tests/reshard/test_checksum.py", "tests/reshard/test_split.py")
 COLLECTIVES = ("tests/verify/test_collectives.py", "tests/verify/test_layers.py", "tests/verify/test_uneven_forward.py")
 LAYERS = ("tests/verify/test_layers.py", "tests/verify/test_forward.py")
 FORWARD = ("tests/verify/test_forward.py", "tests/verify/test_limits.py")
+NOISE = ("tests/verify/test_noise.py", *FORWARD)
 EXACT = ("tests/verify/test_exact.py", "tests/verify/test_folder.py")
 QUANTIZED = ("tests/formats/test_quantization.py", "tests/reshard/test_quantized.py", "tests/reshard/test_outside.py")
 EXPERTS = ("tests/verify/test_layers.py", "tests/verify/test_experts.py")
@@ -89,12 +90,12 @@ MUTATIONS = (
              "lambda _module, _args, out: out", FORWARD),
     Mutation("verify", "{module for module, rule, _ in self.lines(model) if rule.alone}", "set()", FORWARD),
     # the comparison
-    Mutation("verify", "return self.ratio <= FACTOR", "return not self.ratio > FACTOR", FORWARD),
-    Mutation("verify", "floor = FLOOR * torch.finfo(dtype).eps", "floor = 0.0", FORWARD),
-    Mutation("verify", "if not FACTOR < worst <= SURE:", "if True:", FORWARD),
-    Mutation("verify", "key=lambda r: found[r][i][1].ratio)", "key=lambda r: -r)", FORWARD),
+    Mutation("verify", "return self.ratio <= FACTOR", "return not self.ratio > FACTOR", NOISE),
+    Mutation("verify", "floor = FLOOR * torch.finfo(dtype).eps", "floor = 0.0", NOISE),
+    Mutation("verify", "if not FACTOR < worst <= SURE:", "if True:", NOISE),
+    Mutation("verify", "key=lambda r: found[r][i][1].ratio)", "key=lambda r: -r)", NOISE),
     Mutation("verify", "if name in trace.outputs else state.isinf()", "if name in trace.outputs else state.isnan()",
-             FORWARD),
+             NOISE),
 )  # fmt: skip
 
 

@@ -1,0 +1,81 @@
+"""The yardstick: the original's own rounding, taken from runs in two precisions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from verify.forward.noise import FACTOR, measure, yardstick
+from verify.rank.trace import Places, run
+
+
+class _Casts(torch.nn.Module):
+    """What models do in the middle of their 16 bits."""
+
+    dtype = torch.float64
+
+    def forward(self, input_ids: torch.Tensor, **_: object) -> dict[str, torch.Tensor]:
+        x = input_ids.to(torch.float64) / 3
+        one = torch.ones((), dtype=torch.float32)
+        parts = [x.to(torch.float32), x.float(), x.type(torch.float32), x.softmax(-1, dtype=torch.float32) * one / 3]
+        parts.append(torch.nn.functional.linear(x.float(), torch.eye(7, dtype=torch.float32)))
+        return {"logits": torch.stack(parts)}
+
+
+def test_the_exact_run_is_exact_throughout() -> None:
+    ids = torch.arange(1, 8).reshape(1, 7)
+    found = run(_Casts(), {"input_ids": ids}, Places({}, {})).states["logits"]
+    x = ids.double() / 3
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, torch.stack([x, x, x, x.softmax(-1) / 3, x]), rtol=1e-15, atol=0)
+
+
+class _Positions(torch.nn.Module):
+    """Takes the largest score of each token, and the largest position."""
+
+    dtype = torch.float32
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **_: object) -> dict[str, torch.Tensor]:
+        attention_mask.cumsum(-1).max(-1, keepdim=True)
+        return {"logits": (input_ids / 3).max(-1)[0]}
+
+
+def test_the_largest_of_integers_is_no_choice() -> None:
+    ids = torch.arange(1, 8).reshape(1, 7)
+    found = run(_Positions(), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, Places({}, {}))
+    assert (found.choices, [x.item() for x in found.chosen]) == (1, [6])
+
+
+def test_noise_is_the_yardstick() -> None:
+    generator = torch.Generator().manual_seed(0)
+    exact = torch.randn(64, 80, generator=generator, dtype=torch.float64)
+    own, other = (exact + 1e-6 * torch.randn(64, 80, generator=generator) for _ in range(2))
+    known = yardstick(exact, [own], torch.float32)
+    assert measure(other, known).ratio < 1.2
+    assert measure(exact + 10 * (other - exact), known).ratio == pytest.approx(10, rel=0.1)
+    assert measure(exact, known).ratio == 0
+
+
+@pytest.mark.parametrize(("at", "worst"), [((5, slice(None)), "token 5"), ((slice(None), 7), "channel 7")])
+def test_a_fault_of_one_token_or_channel_stands_out(at: tuple[int | slice, int | slice], worst: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    exact = torch.randn(64, 80, generator=generator, dtype=torch.float64)
+    own, wrong = (exact + 1e-6 * torch.randn(64, 80, generator=generator) for _ in range(2))
+    wrong[at] += 1e-5
+    found = measure(wrong, yardstick(exact, [own], torch.float32))
+    assert found.ratio > FACTOR and found.worst == worst
+
+
+def test_what_is_exact_must_be_exact_and_masks_must_agree() -> None:
+    exact = torch.randn(4, 6, dtype=torch.float64)
+    exact[0, 1:3] = torch.finfo(torch.float64).min
+    own = exact.clone()
+    own[0, 1:3] = torch.finfo(torch.float32).min
+    known = yardstick(exact, [own.float().double()], torch.float32)
+    assert measure(own.float(), known).ratio <= 1  # of the very run that the noise was measured on
+    unmasked = own.float()
+    unmasked[0, 1] = 0.0
+    assert measure(unmasked, known).ratio == float("inf")
+    wrong = own.float()
+    wrong[3, 5] = float("nan")
+    assert not measure(wrong, known).is_same

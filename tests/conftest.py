@@ -4,26 +4,15 @@ import gc
 import signal
 
 import pytest
-import torch
 from hypothesis import settings
 
-import reshard.engine.move
-import verify.bytes.tensors
 from tests import store
-from verify.forward.compare import IMPORTED
-from verify.forward.launch import start_fork_server
 
 settings.register_profile("untimed", deadline=None)  # speed is a matter for benchmarks, on a quiet machine
 settings.load_profile("untimed")
 
 # A shell's background job ignores Ctrl-C, and so would all that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-# The models are tiny, and tests run side by side: threads of one wait for the core that another has.
-torch.set_num_threads(1)
-
-# The tensors are tiny, too: some of them go the way of large ones.
-reshard.engine.move.SMALL = verify.bytes.tensors.SMALL = 1000
 
 # torch and transformers are a million objects, which are looked through at each full collection.
 gc.set_threshold(100_000, 50, 50)
@@ -33,6 +22,21 @@ def pytest_configure(config: pytest.Config) -> None:
     """One store for all processes: those that run the tests are started after this."""
     if not hasattr(config, "workerinput"):
         store.begin()
+    if hasattr(config, "workerinput") or config.getoption("dist", "no") == "no":
+        _make_all_small()
+
+
+def _make_all_small() -> None:
+    """In a process that runs tests; what only starts others does not wait for torch."""
+    import torch
+
+    import reshard.engine.move
+    import verify.bytes.tensors
+
+    # The models are tiny, and tests run side by side: threads of one wait for the core that another has.
+    torch.set_num_threads(1)
+    # The tensors are tiny, too: some of them go the way of large ones.
+    reshard.engine.move.SMALL = verify.bytes.tensors.SMALL = 1000
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -49,5 +53,8 @@ OFTEN = ("bamba", "bart", "bert", "bloom", "codegen", "deepseek_v3", "falcon", "
 @pytest.fixture(scope="session")
 def fork_server() -> None:
     """All ranks of all tests come from one fork server, which is told at its start what to import."""
+    from verify.forward.compare import IMPORTED
+    from verify.forward.launch import start_fork_server
+
     models = (f"transformers.models.{name}.modeling_{name}" for name in OFTEN)
     start_fork_server("hypothesis", "pytest", "torch.distributed.device_mesh", *IMPORTED, *models)

@@ -31,7 +31,7 @@ KINDS = ["mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3", "llama4_text", "dbrx"
 OTHERS = ["minimax_m3_vl_text", "deepseek_v4", "internvl-gpt_oss", "jamba", "kimi_linear", "gemma4_text-experts",
           "inkling_text", "glm4_moe"]  # fmt: skip
 QUICK = ForwardOptions(seq=16, draws=1)
-WITH_GRADIENTS = ForwardOptions(seq=16, draws=3, backward=True)
+WITH_GRADIENTS = ForwardOptions(seq=16, draws=1, backward=True)
 
 
 def pairs(names: Iterable[str], mesh: str, dtype: str) -> list[tuple[Source, Source]]:

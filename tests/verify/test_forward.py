@@ -48,7 +48,7 @@ SHARED = ["llama-biases", "olmo2", "phi3", "falcon-7b", "gpt_oss", "deepseek_v3"
 
 QUICK = ForwardOptions(seq=16, draws=1)
 """Few draws measure less noise, so the limit is the sharper; an alarm near it is looked at with more of them."""
-WITH_GRADIENTS = ForwardOptions(backward=True, seq=16, draws=3)
+WITH_GRADIENTS = ForwardOptions(backward=True, seq=16, draws=1)
 
 
 def pairs(names: Iterable[str], tp: int, dtype: str = "float32") -> list[tuple[Source, Source]]:

@@ -109,8 +109,9 @@ def start_fork_server(*modules: str) -> bool:
     """
     if "forkserver" not in multiprocessing.get_all_start_methods() or is_launched():
         return False
+    torch_itself = ("torch", "torch.distributed.elastic.multiprocessing")
     multiprocessing.set_forkserver_preload(
-        ["verify.forward.own_group", "torch", "torch.distributed.elastic.multiprocessing", *modules]
+        ["verify.forward.own_group", *torch_itself, *modules, "verify.forward.frozen"]
     )
     # It starts with Ctrl-C blocked, as this thread has it for a moment: an interrupted import prints tracebacks.
     with _variable("PYTHONWARNINGS", "ignore"):  # it frees what an interrupted launcher has left without a word

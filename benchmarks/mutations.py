@@ -41,6 +41,7 @@ SUMS = ("tests/reshard/test_checksum.py", "tests/reshard/test_split.py")
 COLLECTIVES = ("tests/verify/test_collectives.py", "tests/verify/test_layers.py", "tests/verify/test_uneven_forward.py")
 LAYERS = ("tests/verify/test_layers.py", "tests/verify/test_forward.py")
 FORWARD = ("tests/verify/test_limits.py", "tests/verify/test_forward.py")
+BOTH_SIDES = ("tests/verify/test_encoder_decoder.py",)
 NOISE = ("tests/verify/test_noise.py", *FORWARD)
 EXACT = ("tests/verify/test_exact.py", "tests/verify/test_folder.py")
 QUANTIZED = ("tests/formats/test_quantization.py", "tests/reshard/test_quantized.py", "tests/reshard/test_outside.py")
@@ -84,7 +85,7 @@ MUTATIONS = (
     # a rank's model: what only a few architectures need
     Mutation("verify", "if not groups.is_first(own[name].along)]", "if groups.is_first(own[name].along)]", EXPERTS),
     Mutation("verify", "kind in {Kind.COLUMN, Kind.VECTOR} and not dealt", "kind in {Kind.COLUMN} and not dealt",
-             FORWARD),
+             BOTH_SIDES),
     Mutation("verify", "if module in sums and own", "if False and own", FORWARD),
     Mutation("verify", "lambda _module, _args, out: self._part(out, dims, indices)",
              "lambda _module, _args, out: out", FORWARD),

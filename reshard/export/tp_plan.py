@@ -86,7 +86,7 @@ def transformers_plan(model: Model, degree: int | None = None) -> TransformersPl
     Raises PlanError without transformers, for a type that it does not know, and for quantized weights.
     """
     if find_spec("transformers") is None:
-        raise PlanError("--as transformers needs transformers", "pip install 'reshard[verify]'")
+        raise PlanError("--tp-plan needs transformers", "pip install 'reshard[verify]'")
     if quantization_settings(model.sizes.settings):
         raise PlanError("transformers' plan for a quantized checkpoint depends on its quantizer", "use its own plan")
     network = _network(model)

@@ -1,4 +1,4 @@
-"""``reshard plan --as transformers``: transformers, given the plan, computes what it computes without."""
+"""``reshard plan --tp-plan``: transformers, given the plan, computes what it computes without."""
 
 from __future__ import annotations
 

@@ -416,12 +416,17 @@ def test_interrupt_and_go_on(tmp_path: Path) -> None:
     for layer in range(3):
         shapes |= {f"model.layers.{layer}.mlp.{name}_proj.weight": (8192, 1024) for name in ("gate", "up")}
         shapes[f"model.layers.{layer}.mlp.down_proj.weight"] = (1024, 8192)
+        norms = ("input_layernorm", "post_attention_layernorm")
+        shapes |= {f"model.layers.{layer}.{norm}.weight": (1024,) for norm in norms}
+        attention = {"q": (48, 1024), "k": (24, 1024), "v": (24, 1024), "o": (1024, 48)}
+        shapes |= {f"model.layers.{layer}.self_attn.{name}_proj.weight": shape for name, shape in attention.items()}
+    shapes["model.norm.weight"] = (1024,)
     config = TINY | {"hidden_size": 1024, "intermediate_size": 8192, "vocab_size": 32000, "tie_word_embeddings": True}
     source = write_checkpoint(tmp_path / "model", config, shapes)
     command = ["split", str(source), str(tmp_path / "out"), "--tp", "2", "--workers", "1", "--max-shard-size", "40MB"]
     process = subprocess.Popen([*RESHARD, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while not list(tmp_path.glob("out.partial/*/*.safetensors*")):
-        assert process.poll() is None
+        assert process.poll() is None, process.stderr and process.stderr.read()
         time.sleep(0.001)
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=60)

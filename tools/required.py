@@ -13,6 +13,7 @@ import ast
 import copy
 import inspect
 import json
+import re
 import resource
 import signal
 from collections import defaultdict
@@ -118,7 +119,9 @@ def written(model: Any) -> Iterator[Saved]:
     from transformers.core_model_loading import revert_weight_conversion
 
     tied = set(model.all_tied_weights_keys)
-    state = {key: tensor for key, tensor in model.state_dict().items() if key not in tied}
+    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    saved = ((key, tensor) for key, tensor in model.state_dict().items() if key not in tied)
+    state = {key: tensor for key, tensor in saved if not any(re.search(name, key) for name in ignored)}
     config = json.loads(json.dumps(model.config.to_dict(), default=str))
     try:
         tensors = revert_weight_conversion(model, state)

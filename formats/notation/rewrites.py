@@ -163,7 +163,8 @@ class Page:
     ``files`` is the name of a rank's weight file, ``files_pp`` that of a rank of several pipeline stages. With
     ``keep``, what no line covers keeps its name. The vocabulary is padded to a multiple of ``pad_to``. With
     ``same_ranks``, experts are dealt whole over the ranks of ``tp``. ``engine`` is the engine that ``reshard verify
-    --engine`` runs, and ``load_format`` what it calls the format.
+    --engine`` runs, and ``load_format`` what it calls the format. ``model_types`` are those for which the page is known
+    to be right; empty: the names of its lines decide.
     """
 
     name: str
@@ -178,6 +179,7 @@ class Page:
     pad_to: int
     same_ranks: bool
     metadata: Mapping[str, str] | None
+    model_types: tuple[str, ...] = ()
     files_pp: str | None = None
     engine: str | None = None
     load_format: str | None = None
@@ -253,6 +255,7 @@ def read_page(path: Path) -> Page:
             pad_to=document.get("pad_vocabulary_to", 1),
             same_ranks=document.get("same_ranks", False),
             metadata=document.get("metadata"),
+            model_types=tuple(document.get("model_types", ())),
             files_pp=document.get("files_pp"),
             engine=document.get("engine"),
             load_format=document.get("load_format"),

@@ -201,6 +201,13 @@ def _stored_shape(portions: Sequence[Portion], lengths: Sequence[Sequence[int]],
 
 def uses_of(model: Model, page: Page) -> dict[Kind, Taken]:
     """What a program makes of each kind of tensors. Raises PlanError for a tensor that no line of its page covers."""
+    types = {str(of.get("model_type")) for of in (model.config, model.sizes.settings)}
+    if page.model_types and not types & {*page.model_types}:
+        raise PlanError(
+            f"the model type '{model.config.get('model_type')}' cannot be written as '{page.name}': what {page.name} "
+            "makes of its tensors is not known here",
+            f"known are {', '.join(page.model_types)}",
+        )
     return _Reading(model, page).all()
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from formats.errors import CheckpointError, NotationError
 from formats.notation.architecture import Match
+from formats.notation.architecture_files import built_in_file
 from formats.notation.axes import Shape
 from formats.quantization.companions import is_of_activations
 from reshard.planning.model import BoundTensor, Kind, Model
@@ -433,8 +434,12 @@ def _missing_norm(present: Present) -> Iterator[str]:
 
 
 def _missing_always(present: Present) -> Iterator[str]:
-    """What transformers' class of this model type always has."""
-    known = known_lines(str(present.model.config.get("model_type")))
+    """What transformers' class of this model type always has, where its rules are the built-in ones."""
+    config = present.model.config
+    built_in = built_in_file(config)
+    if built_in is None or built_in.stem != present.architecture.name:
+        return
+    known = known_lines(str(config.get("model_type")))
     lacking: dict[tuple[str, frozenset[str]], list[str]] = {}
     for stack, at, there in present.members() if known else ():
         assert known is not None

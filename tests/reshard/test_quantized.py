@@ -517,6 +517,7 @@ def test_a_weight_whose_last_block_is_not_full(tmp_path):
     shapes = {f"self_attn.{name}": shape for name, shape in attention.items()}
     shapes |= {"mlp.gate_proj": (128, 20), "mlp.up_proj": (128, 20), "mlp.down_proj": (20, 128)}
     plain = {"model.embed_tokens": (37, 20), "model.norm": (20,), "lm_head": (37, 20)}
+    plain |= {f"model.layers.0.{norm}": (20,) for norm in ("input_layernorm", "post_attention_layernorm")}
     tensors = {f"{n}.weight": Stored("BF16", rng.integers(0, 2**16, shape, np.uint16)) for n, shape in plain.items()}
     ends = {}
     for name, shape in shapes.items():

@@ -107,7 +107,7 @@ def test_heads_stay_on_their_ranks_while_each_has_kv_heads_of_its_own() -> None:
 
 
 def test_the_command_prints_the_dict_alone() -> None:
-    done = run("plan", checkpoint("bloom"), "--as", "transformers", "--tp", "2")
+    done = run("plan", checkpoint("bloom"), "--tp-plan", "--tp", "2")
     assert done.returncode == 0, done.stderr
     styles = json.loads(done.stdout)
     assert styles["transformer.h.*.self_attention.query_key_value"] == "colwise_gather_output"
@@ -116,8 +116,8 @@ def test_the_command_prints_the_dict_alone() -> None:
 
 def test_refusals(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "model")
-    assert "--tp 3 is not possible" in refused("plan", folder, "--as", "transformers", "--tp", "3")
-    assert "goes with --tp alone" in run("plan", folder, "--as", "transformers", "--ep", "2").stderr
+    assert "--tp 3 is not possible" in refused("plan", folder, "--tp-plan", "--tp", "3")
+    assert "goes with --tp alone" in run("plan", folder, "--tp-plan", "--ep", "2").stderr
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
     with pytest.raises(PlanError, match="quantized"):

@@ -178,7 +178,6 @@ class Page:
     keep: bool
     pad_to: int
     same_ranks: bool
-    metadata: Mapping[str, str] | None
     model_types: tuple[str, ...] = ()
     files_pp: str | None = None
     engine: str | None = None
@@ -254,7 +253,6 @@ def read_page(path: Path) -> Page:
             keep=document.get("keep", False),
             pad_to=document.get("pad_vocabulary_to", 1),
             same_ranks=document.get("same_ranks", False),
-            metadata=document.get("metadata"),
             model_types=tuple(document.get("model_types", ())),
             files_pp=document.get("files_pp"),
             engine=document.get("engine"),

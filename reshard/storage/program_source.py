@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from formats.errors import CheckpointError, MismatchError
 from formats.files.safetensors import TensorInfo, read_header
-from formats.files.sharded import MANIFEST, Manifest
+from formats.files.sharded import MANIFEST, METADATA_KEY, Manifest, Shard, read_shard
 from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture import Architecture
 from formats.notation.rewrites import Page, pages
@@ -70,6 +70,24 @@ def read_ranks(files: Sequence[ProgramFile], where: Path) -> tuple[dict[str, Ten
         if not found:
             raise CheckpointError(f"{where}: the files of rank {rank} of {len(ranks)} are missing")
     return tuple(ranks)
+
+
+def check_belonging(files: Sequence[ProgramFile]) -> None:
+    """Raise MismatchError if files that reshard wrote are of another rank than their name says, or of different splits.
+
+    Other programs' files say nothing of it.
+    """
+    first: tuple[Shard, Path] | None = None
+    for file in files:
+        header = read_header(file.path)
+        if METADATA_KEY not in header.metadata:
+            continue
+        shard = read_shard(header, file.path)
+        if shard.rank != file.rank:
+            raise MismatchError(f"{file.path} is a file of rank {shard.rank}, its name says rank {file.rank}")
+        if first is not None and shard.identity != first[0].identity:
+            raise MismatchError(f"{file.path} and {first[1]} are of different splits")
+        first = first or (shard, file.path)
 
 
 def full_tensors(manifest: Manifest | None) -> list[FullTensor] | None:

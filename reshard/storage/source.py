@@ -44,6 +44,7 @@ from reshard.planning.rows import Rows
 from reshard.planning.sizes import AxisSizes
 from reshard.storage.output import unfinished_command
 from reshard.storage.program_source import (
+    check_belonging,
     check_stored,
     full_tensors,
     inferred_sizes,
@@ -326,6 +327,7 @@ def _open_program(
     problems: list[ReshardError] = []
     for page in candidates:
         found = program_files(page, path)
+        check_belonging(found)
         ranks, stages = read_ranks(found, path), 1 + max(file.stage for file in found)
         config = with_modelopt(read_config(path / "config.json"), path)
         architecture = load_architecture(plan_file) if plan_file else find_architecture(config, path)

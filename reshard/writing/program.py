@@ -48,7 +48,7 @@ class ProgramFiles:
         )
         for part, shard in enumerate(shards):
             name = self.page.file_name(self.plan.mesh, rank, part)
-            header = build_header(shard.tensors, dict(self.page.metadata) if self.page.metadata else {})
+            header = build_header(shard.tensors, self.identity.metadata(rank))
             file = new_file(dataclasses.replace(shard, name=name), "", rank, header)
             fixed = tuple((offset, constants[tensor]) for tensor, offset in file.places() if tensor in constants)
             yield dataclasses.replace(file, fixed=fixed)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from formats.errors import CheckpointError, MismatchError
 from formats.files.safetensors import build_header, read_header
 from reshard.api import merge, split
 from tests.programs.oracles import ORACLES, checkpoint, module, problem
@@ -123,3 +124,21 @@ def test_what_a_program_does_not_store_is_kept_for_the_way_back(tmp_path: Path) 
         merge(tmp_path / form, tmp_path / "merged", overwrite=True)
         assert _weights(tmp_path / "merged") == _weights(plain)
         shutil.rmtree(tmp_path / "merged")
+
+
+def test_files_of_another_rank_or_another_split_are_refused(tmp_path: Path) -> None:
+    for model in ("llama", "llama_kv2"):
+        split(checkpoint("vllm", model), tmp_path / model, 2, form="vllm")
+        (tmp_path / model / "reshard.json").unlink()
+    names = [f"model-rank-{rank}-part-0.safetensors" for rank in range(2)]
+    shutil.copytree(tmp_path / "llama", tmp_path / "twice")
+    shutil.copy(tmp_path / "llama" / names[0], tmp_path / "twice" / names[1])
+    with pytest.raises(MismatchError, match="is a file of rank 0, its name says rank 1"):
+        merge(tmp_path / "twice", tmp_path / "merged")
+    shutil.copy(tmp_path / "llama_kv2" / names[1], tmp_path / "twice" / names[1])
+    with pytest.raises(MismatchError, match="are of different splits"):
+        merge(tmp_path / "twice", tmp_path / "merged")
+    (tmp_path / "twice" / names[0]).unlink()
+    with pytest.raises(CheckpointError, match="rank 0 of 2 are missing"):
+        merge(tmp_path / "twice", tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()

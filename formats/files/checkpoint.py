@@ -98,6 +98,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, config, tensors, aliases, files, weights.index, weights.index_name, find_side_files(path))
 
 
+def has_usual_weights(folder: Path) -> bool:
+    """Whether a folder has weights, or an index of them, under the names that transformers looks for."""
+    return any((folder / name).exists() for name in (_SAFE, _SAFE_INDEX, _BIN, _BIN_INDEX))
+
+
 def fingerprint(checkpoint: Checkpoint) -> str:
     """An id of the weights, in hex, that does not depend on where or in which files they lie.
 
@@ -236,7 +241,7 @@ def _read_files(
     aliases: dict[str, str] = {}
     for name in sorted(names):
         path = folder / name
-        found, tied, header = _read_file(path)
+        found, tied, header = read_weights(path)
         for tensor in (*found, *tied):
             if tensor in tensors or tensor in aliases:
                 first = tensors[aliases.get(tensor, tensor)].file.name
@@ -250,7 +255,8 @@ def _read_files(
     return tuple(files), tensors, aliases
 
 
-def _read_file(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str], Header | None]:
+def read_weights(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str], Header | None]:
+    """The tensors in a weight file, its tied names, and its header if it is safetensors. Raises CheckpointError."""
     if path.name.endswith(".safetensors"):
         header = read_header(path)
         return header.tensors, {}, header

@@ -67,14 +67,6 @@ _KINDS: Sequence[tuple[str, Foreign]] = (
         Foreign("GGUF, the format of llama.cpp ({})", "give the safetensors checkpoint that it was made from"),
     ),
     (
-        r"consolidated\.\d+\.pth",
-        Foreign(
-            "a checkpoint in Meta's own form ({})",
-            "give the model's repository in Hugging Face's format, or convert it with the model's script in "
-            "transformers (convert_…_weights_to_hf.py)",
-        ),
-    ),
-    (
         r"(tf_model|flax_model).*\.(h5|msgpack)",
         Foreign(
             "a checkpoint of TensorFlow or Flax ({})",

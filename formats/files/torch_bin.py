@@ -31,7 +31,7 @@ _DTYPES = {
     "torch.float8_e4m3fn": "F8_E4M3", "torch.float8_e5m2": "F8_E5M2", "torch.float8_e4m3fnuz": "F8_E4M3FNUZ",
     "torch.float8_e5m2fnuz": "F8_E5M2FNUZ", "torch.float8_e8m0fnu": "F8_E8M0",
 }  # fmt: skip
-_STORAGES = {
+STORAGES = {
     "torch.BoolStorage": "BOOL", "torch.ByteStorage": "U8", "torch.CharStorage": "I8", "torch.ShortStorage": "I16",
     "torch.IntStorage": "I32", "torch.LongStorage": "I64", "torch.HalfStorage": "F16", "torch.BFloat16Storage": "BF16",
     "torch.FloatStorage": "F32", "torch.DoubleStorage": "F64", "torch.ComplexFloatStorage": "C64",
@@ -278,7 +278,7 @@ class _Machine:
         self.memo[len(self.memo) if index is None else index] = self.stack[-1]
 
     def name(self, path: str) -> None:
-        if path not in _CALLS and path not in _DTYPES and path not in _STORAGES and path not in _CLASSES:
+        if path not in _CALLS and path not in _DTYPES and path not in STORAGES and path not in _CLASSES:
             raise _RefusedError(repr(path) if len(path) < 100 else repr(path[:97] + "..."))
         self.stack.append(_Global(path))
 
@@ -296,11 +296,11 @@ class _Machine:
 
     def load(self) -> None:
         kind, storage, key, _, numel = self.stack.pop()
-        if kind != "storage" or not isinstance(storage, _Global) or storage.path not in _STORAGES:
+        if kind != "storage" or not isinstance(storage, _Global) or storage.path not in STORAGES:
             raise _RefusedError(f"a persistent {kind!r:.40}")
         if not isinstance(key, str) or not _are_sizes((numel,)):
             raise ValueError("a storage should have a name and a size")
-        self.stack.append(_Storage(key, _STORAGES[storage.path], numel))
+        self.stack.append(_Storage(key, STORAGES[storage.path], numel))
 
     def call(self) -> None:
         function, arguments = self.take(2)

@@ -37,7 +37,14 @@ def _sum(values: Iterable[Any]) -> Any:
     return sum(_number(value) for value in values)
 
 
-_CALLS: dict[str, Callable[..., Any]] = {"int": _int, "len": len, "max": max, "min": min, "sum": _sum}
+def _ratio(one: Any, other: Any) -> float | None:
+    """A division that need not be exact: of a program's settings, and of no size."""
+    return None if one is None or other is None else _number(one) / _number(other)
+
+
+_CALLS: dict[str, Callable[..., Any]] = {
+    "int": _int, "len": len, "max": max, "min": min, "ratio": _ratio, "sum": _sum
+}  # fmt: skip
 _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

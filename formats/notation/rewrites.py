@@ -9,7 +9,7 @@ that it is made of::
 Several tensors are joined along their output. An index that is not in the program's name is stacked, as the first
 dimension. ``**`` stands for any text, ``*`` for text without a dot, ``{expert}`` for an index. The components of a
 packed tensor have names as in models that do not pack them (``q_proj`` of ``qkv_proj``), so one line serves both.
-Pages are in ``formats/programs/``; see docs/formats.md.
+Pages are in ``formats/programs/``; see docs/formats.md. A page may build on another, its ``base``.
 """
 
 from __future__ import annotations
@@ -92,8 +92,9 @@ class Line:
     halves. ``apart`` takes the components of a packed tensor apart, and joins them one after the other. ``dtype`` is
     another dtype, without loss. ``function`` is the one arithmetic that some program does. ``first_rank`` says that of
     equal parts all but the first rank's are zeros, ``whole`` that every rank has all of it, ``every_stage`` that every
-    pipeline stage has it. ``first_stage`` is another name on the first of several stages. Where a tensor that
-    ``without`` matches is there, the line does not hold.
+    pipeline stage has it. ``deal`` is the axis that is dealt over ``tp`` in place of those that the model's rules deal.
+    ``first_stage`` is another name on the first of several stages. Where a tensor that ``without`` matches is there,
+    the line does not hold.
     """
 
     target: Pattern
@@ -109,6 +110,7 @@ class Line:
     whole: bool = False
     every_stage: bool = False
     first_stage: str | None = None
+    deal: str | None = None
     without: Pattern | None = None
 
 
@@ -143,6 +145,28 @@ class Renaming:
 
 
 @dataclass(frozen=True)
+class Demand:
+    """What a model and a mesh must be for a program: ``holds`` is true of them. ``why`` says what it is that is not."""
+
+    holds: Expression
+    why: str
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A program's own config file, ``file``, and what ``config.json`` is to it.
+
+    ``write`` has an expression for each of its entries, over the settings of ``config.json`` and the sizes of axes;
+    ``read`` one for each entry of ``config.json``, over its own. ``a.b`` is the entry ``b`` of an object ``a``. What is
+    None is left out.
+    """
+
+    file: str
+    write: Mapping[str, Expression]
+    read: Mapping[str, Expression]
+
+
+@dataclass(frozen=True)
 class Use:
     """A line of a page that covers a tensor's name: as which of its ``sources``.
 
@@ -160,8 +184,10 @@ class Use:
 class Page:
     """A program's format.
 
-    ``files`` is the name of a rank's weight file, ``files_pp`` that of a rank of several pipeline stages. With
-    ``keep``, what no line covers keeps its name. The vocabulary is padded to a multiple of ``pad_to``. With
+    ``files`` is the name of a rank's weight file, ``files_pp`` that of a rank of several pipeline stages. Where
+    ``files`` cannot name several, a larger rank has files named as ``parts`` says, with an ``index``. With ``keep``,
+    what no line covers keeps its name. The vocabulary is padded to a multiple of ``pad_to`` (0: it is not padded at
+    all) and of the degree or, with ``pad_times_degree``, of their product where ``pad_to`` alone does not do. With
     ``same_ranks``, experts are dealt whole over the ranks of ``tp``. ``engine`` is the engine that ``reshard verify
     --engine`` runs, and ``load_format`` what it calls the format. ``model_types`` are those for which the page is known
     to be right; empty: the names of its lines decide.
@@ -182,13 +208,22 @@ class Page:
     files_pp: str | None = None
     engine: str | None = None
     load_format: str | None = None
+    parts: str | None = None
+    index: str | None = None
+    pad_times_degree: bool = False
+    demands: tuple[Demand, ...] = ()
+    settings: Settings | None = None
+    ignored: tuple[Pattern, ...] = ()
+    """Tensors of no use that older files have."""
     _uses: dict[str, tuple[Use, ...]] = field(default_factory=dict, repr=False)
 
-    def file_name(self, mesh: Mesh, rank: int, part: int) -> str:
-        """The name of a rank's weight file."""
+    def file_name(self, mesh: Mesh, rank: int, part: int, parts: int = 1) -> str:
+        """The name of a rank's weight file, one of ``parts``."""
         of_a_stage = mesh.size // mesh.pp
         words = {"rank": rank, "ranks": mesh.size, "part": part, "pp": mesh.stage(rank), "tp": rank % of_a_stage}
-        return (self.files if mesh.pp == 1 or self.files_pp is None else self.files_pp).format_map(words)
+        name = self.files if mesh.pp == 1 or self.files_pp is None else self.files_pp
+        name = self.parts if parts > 1 and self.parts is not None else name
+        return name.format_map({**words, "number": part + 1, "parts": parts})
 
     def uses(self, name: str) -> Sequence[Use]:
         """The lines that cover a tensor's name, in their order."""
@@ -208,7 +243,7 @@ class Page:
 @cache
 def pages() -> Mapping[str, Page]:
     """The formats of programs, by name."""
-    return {path.stem: read_page(path) for path in sorted(PAGES.glob("*.toml"))}
+    return {path.stem: read_page(path) for path in sorted(PAGES.glob("*.toml"), key=lambda path: path.stem)}
 
 
 def page_of(name: str) -> Page:
@@ -232,6 +267,7 @@ _LINE_KEYS = {
     "whole",
     "every_stage",
     "first_stage",
+    "deal",
     "without",
 }
 
@@ -239,17 +275,17 @@ _LINE_KEYS = {
 def read_page(path: Path) -> Page:
     """Read a page. Raises PlanError that names the file and what is wrong in it."""
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-        lines = [line for target, value in document.get("tensors", {}).items() for line in _lines(target, value)]
+        document = _with_base(path)
+        lines = [line for target, value in document["tensors"].items() for line in _lines(target, value)]
         return Page(
             name=path.stem,
             loaded_by=document["loaded_by"],
             load=document["load"],
             files=document["files"],
             lines=tuple(lines),
-            names=tuple(_renamings(document.get("names", {}))),
+            names=tuple(_renamings(document["names"])),
             constants=tuple(_constant(entry) for entry in document.get("constants", [])),
-            dropped=tuple(_dropped(name, value) for name, value in document.get("dropped", {}).items()),
+            dropped=tuple(_dropped(name, value) for name, value in document["dropped"].items()),
             keep=document.get("keep", False),
             pad_to=document.get("pad_vocabulary_to", 1),
             same_ranks=document.get("same_ranks", False),
@@ -257,9 +293,45 @@ def read_page(path: Path) -> Page:
             files_pp=document.get("files_pp"),
             engine=document.get("engine"),
             load_format=document.get("load_format"),
+            parts=document.get("parts"),
+            index=document.get("index"),
+            pad_times_degree=document.get("pad_times_degree", False),
+            demands=tuple(Demand(read_expression(holds), why) for holds, why in document["demands"].items()),
+            settings=_settings(document["config"]) if "config" in document else None,
+            ignored=tuple(map(Pattern, document.get("ignored", ()))),
         )
     except (NotationError, KeyError, ValueError) as error:
         raise PlanError(f"{path}: {error}") from None
+
+
+def _with_base(path: Path) -> dict[str, Any]:
+    """A page's parsed form with what it takes over from its ``base``. Its own lines stand before those of the base.
+
+    A key that is ``false`` is taken away. Raises NotationError for one that the base does not have.
+    """
+    document = tomllib.loads(path.read_text(encoding="utf-8"))
+    below = _with_base(PAGES / f"{document.pop('base')}.toml") if "base" in document else {}
+    for table in _TABLES:
+        own, inherited = document.get(table, {}), below.get(table, {})
+        for key in own:
+            if own[key] is False and key not in inherited:
+                raise NotationError(f"'{key} = false' under [{table}] takes away what no base has")
+        document[table] = {
+            key: value for key, value in {**own, **_without(inherited, own)}.items() if value is not False
+        }
+    return {key: value for key, value in {**below, **document}.items() if value is not False}
+
+
+_TABLES = ("tensors", "names", "dropped", "demands")
+
+
+def _without(inherited: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in inherited.items() if key not in own}
+
+
+def _settings(table: Mapping[str, Any]) -> Settings:
+    write, read = ({key: read_expression(text) for key, text in table[way].items()} for way in ("write", "read"))
+    return Settings(table["file"], write, read)
 
 
 def _lines(target: str, value: Any) -> Iterator[Line]:
@@ -282,6 +354,7 @@ def _lines(target: str, value: Any) -> Iterator[Line]:
             whole=table.get("whole", False),
             every_stage=table.get("every_stage", False),
             first_stage=table.get("first_stage"),
+            deal=table.get("deal"),
             without=Pattern(table["without"]) if "without" in table else None,
         )
         for source in line.sources:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from formats.errors import PlanError
-from reshard.cli.options import access_of, debug_option, hub_options, json_option, plan_option
+from reshard.cli.options import access_of, config_option, debug_option, hub_options, json_option, plan_option
 from reshard.cli.printing import print_json, print_lines, terminal_width
 from reshard.text import align
 
@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 @click.argument("source", required=False)
 @click.option("--as", "form", metavar="FORMAT", help="This format alone.")
 @plan_option
+@config_option
 @hub_options
 @json_option
 @debug_option
 def formats_command(
-    source: str | None, form: str | None, plan_file: Path | None, revision: str | None, token: str | None,
-    cache_dir: Path | None, as_json: bool,
+    source: str | None, form: str | None, plan_file: Path | None, config_folder: Path | None,
+    revision: str | None, token: str | None, cache_dir: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """List the formats that can be read and written, and the programs that load them.
 
@@ -39,7 +40,7 @@ def formats_command(
         return
     from reshard.storage.access import open_any
 
-    access = access_of(revision, token, cache_dir, plan_file, quiet=as_json)
+    access = access_of(revision, token, cache_dir, plan_file, config_folder, quiet=as_json)
     model = open_any(source, access, headers_only=True).model
     found = {page.name: _obstacle(model, page) for page in chosen}
     if as_json:
@@ -51,9 +52,12 @@ def formats_command(
 
 def _obstacle(model: Any, page: Page) -> PlanError | None:
     """Why a model cannot be written in a format; None if it can."""
+    from formats.mesh import Mesh
     from reshard.planning.arrangement import uses_of
+    from reshard.planning.program_plan import check_demands
 
     try:
+        check_demands(model, page, Mesh())
         uses_of(model, page)
     except PlanError as error:
         return error

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import click
 
-from reshard.cli.options import NewFolder, Size, access_of, hub_options, output_options, plan_option, write_options
+from reshard.cli.options import (
+    NewFolder,
+    Size,
+    access_of,
+    config_option,
+    hub_options,
+    output_options,
+    plan_option,
+    write_options,
+)
 from reshard.cli.summary import import_numpy, interruptible, print_summary
 
 
@@ -16,11 +25,13 @@ from reshard.cli.summary import import_numpy, interruptible, print_summary
 @click.argument("out", type=NewFolder())
 @click.option("--max-shard-size", type=Size(), help="Write new files of at most this size; default: the source's own.")
 @plan_option
+@config_option
 @hub_options
 @write_options
 @output_options
 def merge_command(
-    shards: str, out: Path, max_shard_size: int | None, plan_file: Path | None, revision: str | None,
+    shards: str, out: Path, max_shard_size: int | None, plan_file: Path | None,
+    config_folder: Path | None, revision: str | None,
     token: str | None, cache_dir: Path | None, overwrite: bool, fsync: bool, no_checksum: bool, workers: int | None,
     dry_run: bool, as_json: bool, quiet: bool,
 ) -> None:  # fmt: skip
@@ -34,7 +45,7 @@ def merge_command(
     from reshard.cli.progress import Progress
     from reshard.engine.move import Options
 
-    access = access_of(revision, token, cache_dir, plan_file, quiet=quiet or as_json)
+    access = access_of(revision, token, cache_dir, plan_file, config_folder, quiet=quiet or as_json)
     started = time.monotonic()
     with interruptible(dry_run), Progress("merge", quiet=quiet or as_json) as progress:
         summary = merge(

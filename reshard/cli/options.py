@@ -83,6 +83,10 @@ hub_options = together(
     click.option("--cache-dir", type=PATH, metavar="DIR", help="The Hub's cache; default: HF_HUB_CACHE."),
 )
 plan_option = click.option("--plan", "plan_file", type=PATH, metavar="FILE", help="Your own architecture file.")
+config_option = click.option(
+    "--config", "config_folder", type=PATH, metavar="DIR",
+    help="A folder with config.json and tokenizer, for a format that has none."
+)  # fmt: skip
 mesh_options = together(
     click.option("--tp", type=int, metavar="N", help="Degree of tensor parallelism."),
     click.option("--ep", type=int, metavar="N", help="Degree of expert parallelism: whole experts on each of N ranks."),
@@ -119,12 +123,18 @@ output_options = together(
 
 
 def access_of(
-    revision: str | None, token: str | None, cache_dir: Path | None, plan_file: Path | None, *, quiet: bool
+    revision: str | None,
+    token: str | None,
+    cache_dir: Path | None,
+    plan_file: Path | None,
+    config: Path | None = None,
+    *,
+    quiet: bool,
 ) -> Access:
-    """How to reach a source, by the options of ``hub_options`` and ``plan_option``."""
+    """How to reach a source, by the options of ``hub_options``, ``plan_option`` and ``config_option``."""
     from reshard.storage.access import Access
 
-    return Access(revision=revision, token=token, cache_dir=cache_dir, plan_file=plan_file, quiet=quiet)
+    return Access(revision=revision, token=token, cache_dir=cache_dir, plan_file=plan_file, quiet=quiet, config=config)
 
 
 def padding_of(pad_vocab_to: int | None, no_pad_vocab: bool) -> Padding:

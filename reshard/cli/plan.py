@@ -13,6 +13,7 @@ from formats.errors import CheckpointError, PlanError
 from reshard.cli.options import (
     PATH,
     access_of,
+    config_option,
     debug_option,
     degrees_of,
     hub_options,
@@ -44,14 +45,15 @@ if TYPE_CHECKING:
 @click.option("--tp-plan", is_flag=True, help="Print the tp_plan for transformers' own tensor parallelism.")
 @padding_options
 @plan_option
+@config_option
 @hub_options
 @json_option
 @debug_option
 def plan_command(
     source: str, tp: int | None, ep: int | None, pp: int | None, pp_layers: tuple[int, ...] | None, same_ranks: bool,
     uneven: bool, save_file: Path | None, draft_file: Path | None, form: str | None, tp_plan: bool,
-    pad_vocab_to: int | None, no_pad_vocab: bool, plan_file: Path | None, revision: str | None, token: str | None,
-    cache_dir: Path | None, as_json: bool,
+    pad_vocab_to: int | None, no_pad_vocab: bool, plan_file: Path | None, config_folder: Path | None,
+    revision: str | None, token: str | None, cache_dir: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Show what a split of SOURCE would do, tensor by tensor, from the headers alone.
 
@@ -76,7 +78,7 @@ def plan_command(
         return
     if tp_plan and (ep, pp, form) != (None,) * 3:
         raise click.UsageError("--tp-plan goes with --tp alone")
-    access = access_of(revision, token, cache_dir, plan_file, quiet=as_json)
+    access = access_of(revision, token, cache_dir, plan_file, config_folder, quiet=as_json)
     try:
         opened = open_any(source, access, headers_only=True)
     except PlanError as error:
@@ -181,10 +183,10 @@ def _print_plan(plan: Plan, source: str, as_json: bool) -> None:
 def _print_program(model: Model, page: Page, mesh: Mesh, source: str, uneven: bool, as_json: bool) -> None:
     """Print what a program would store."""
     from reshard.planning.arrangement import arrangement_of
-    from reshard.planning.plan import Padding, plan_of
+    from reshard.planning.program_plan import plan_for
     from reshard.planning.stored_rows import made_of, stored_rows
 
-    plan = plan_of(model, mesh, uneven=uneven, padding=Padding(to=page.pad_to))
+    plan = plan_for(model, page, mesh, uneven=uneven)
     rows = stored_rows(arrangement_of(plan, page))
     if as_json:
         found = [dataclasses.asdict(row) for row in rows]

@@ -11,6 +11,7 @@ from reshard.cli.options import (
     NewFolder,
     Size,
     access_of,
+    config_option,
     degrees_of,
     hub_options,
     mesh_options,
@@ -33,15 +34,16 @@ from reshard.cli.summary import import_numpy, interruptible, print_summary
 @click.option("--as", "form", metavar="FORMAT", help="Write another program's format: see 'reshard formats'.")
 @padding_options
 @plan_option
+@config_option
 @hub_options
 @write_options
 @output_options
 def split_command(
     source: str, out: Path, tp: int | None, ep: int | None, pp: int | None, pp_layers: tuple[int, ...] | None,
     same_ranks: bool, uneven: bool, ranks: tuple[int, ...], form: str | None, max_shard_size: int, refine_blocks: bool,
-    pad_vocab_to: int | None, no_pad_vocab: bool, plan_file: Path | None, revision: str | None, token: str | None,
-    cache_dir: Path | None, overwrite: bool, fsync: bool, no_checksum: bool, workers: int | None, dry_run: bool,
-    as_json: bool, quiet: bool,
+    pad_vocab_to: int | None, no_pad_vocab: bool, plan_file: Path | None, config_folder: Path | None,
+    revision: str | None, token: str | None, cache_dir: Path | None, overwrite: bool, fsync: bool, no_checksum: bool,
+    workers: int | None, dry_run: bool, as_json: bool, quiet: bool,
 ) -> None:  # fmt: skip
     """Split SOURCE into N ranks, one folder each, under OUT.
 
@@ -62,7 +64,7 @@ def split_command(
     from reshard.cli.progress import Progress
     from reshard.engine.move import Options
 
-    access = access_of(revision, token, cache_dir, plan_file, quiet=quiet or as_json)
+    access = access_of(revision, token, cache_dir, plan_file, config_folder, quiet=quiet or as_json)
     padding = padding_of(pad_vocab_to, no_pad_vocab)
     started = time.monotonic()
     with interruptible(dry_run), Progress("split", quiet=quiet or as_json) as progress:

@@ -15,7 +15,7 @@ import click
 
 from formats.errors import ReshardError
 from reshard.cli.errors import print_error, print_traceback, tracebacks_are_wanted
-from reshard.cli.options import FILE, access_of, debug_option, hub_options, json_option
+from reshard.cli.options import FILE, access_of, config_option, debug_option, hub_options, json_option
 from reshard.cli.printing import print_json, print_lines
 from reshard.cli.progress import Progress, bars_are_wanted
 
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 @click.option("--engine-python", metavar="PATH", help="The python of the engine's environment.")
 @click.option("--report", type=FILE, metavar="FILE", help="Write an HTML page, which needs no network.")
 @click.option("--plan", "plan_file", type=FILE, metavar="FILE", help="The plan file that the shards were split by.")
+@config_option
 @hub_options
 @json_option
 @click.option("-q", "--quiet", is_flag=True, help="No progress and no summary: print same, different or unchecked.")
@@ -51,8 +52,8 @@ if TYPE_CHECKING:
 def verify_command(
     original: str, shards: str, exact_only: bool, device: str, dtype: str | None, batch: int, seq: int, seed: int,
     prompt: str | None, backward: bool, streamed: bool, timeout: float, engine: str | None, engine_python: str | None,
-    report: Path | None, plan_file: Path | None, revision: str | None, token: str | None, cache_dir: Path | None,
-    as_json: bool, quiet: bool,
+    report: Path | None, plan_file: Path | None, config_folder: Path | None, revision: str | None, token: str | None,
+    cache_dir: Path | None, as_json: bool, quiet: bool,
 ) -> int:  # fmt: skip
     """Prove that SHARDS are the model ORIGINAL: compare the bytes, then run the model and compare its outputs.
 
@@ -78,7 +79,7 @@ def verify_command(
     if engine is not None:
         given = {"name": engine, "python": engine_python, "dtype": dtype, "seed": seed}
         answer.engine_options = {key: value for key, value in given.items() if value is not None}
-    access = access_of(revision, token, cache_dir, plan_file, quiet=quiet or as_json)
+    access = access_of(revision, token, cache_dir, plan_file, config_folder, quiet=quiet or as_json)
 
     def finish() -> int:
         return _finish(answer, report, as_json=as_json, quiet=quiet)

@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import mmap
 import os
+import zlib
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ import numpy as np
 
 from formats.errors import MismatchError
 from formats.files.checksum import PIECE, Part, PartialSum, sum_part
+from formats.files.torch_zip import Crc
 from reshard.engine.apart import has_threads, move_apart
 from reshard.engine.gathering import SMALL, TOGETHER, Runs
 from reshard.engine.reading import Bytes, Reader, Sums, Wanted, pieces, ranges
@@ -63,12 +65,19 @@ class TargetFile:
     summed: bool = True
     fixed: tuple[tuple[int, bytes], ...] = ()
     """Other bytes that come from no source, with their offsets."""
+    crcs: tuple[Crc, ...] = ()
+    """What is written when all else is."""
     sum: PartialSum = field(init=False)
     descriptor: int = -1
     """The open file's descriptor; -1 while it is closed."""
 
     def __post_init__(self) -> None:
         self.sum = PartialSum(self.size)
+
+    @property
+    def late(self) -> int:
+        """The number of bytes that are written when all else is."""
+        return sum(4 * len(crc.places) for crc in self.crcs)
 
     @property
     def staged(self) -> Path:
@@ -281,9 +290,24 @@ class _Mover:
         for number, part in account.written.items():
             file = self._targets[number]
             file.sum.merge(part)
+            if file.crcs and file.sum.seen == file.size - file.late:
+                self._write_crcs(file)
             if file.sum.is_complete:
                 self._finish(file)
         self._progress(account.nbytes)
+
+    def _write_crcs(self, target: TargetFile) -> None:
+        """Read what a file holds once more, while it is in the system's cache, and write the CRC-32s of its parts."""
+        with disk_errors(target.staged):
+            for crc in target.crcs:
+                value = 0
+                for begin in range(crc.begin, crc.end, PIECE):
+                    value = zlib.crc32(os.pread(target.descriptor, min(PIECE, crc.end - begin), begin), value)
+                content = value.to_bytes(4, "little")
+                for offset in crc.places:
+                    os.pwrite(target.descriptor, content, offset)
+                    target.sum.add(offset, 4, sum_part(content, offset) if self._options.sums(target) else None)
+        self._progress(target.late)
 
     def _carry_out_together(self, steps: Sequence[tuple[Job, Slab]]) -> None:
         """Move small tensors: neighbours in a file are read or written with one call."""

@@ -31,16 +31,16 @@ Wanted = frozenset[int]
 class Sums:
     """The sums of what was read of each source file, one for each set of target files that wanted the bytes.
 
-    So a finished target file has the sums of exactly the bytes it was made of. Headers count from the start: they were
-    read before.
+    So a finished target file has the sums of exactly the bytes it was made of. Headers, and what else belongs to no
+    tensor, count from the start: they were read before.
     """
 
     def __init__(self, files: Iterable[SourceFile]) -> None:
         self.of: dict[SourceFile, dict[Wanted, PartialSum]] = {file: {} for file in files}
         for file in self.of:
-            if file.header is not None:
+            for offset, content in [*([(0, file.header)] if file.header is not None else []), *file.rest]:
                 part = PartialSum(file.size)
-                part.add(0, len(file.header), sum_part(file.header, 0))
+                part.add(offset, len(content), sum_part(content, offset))
                 self.add(file, frozenset(), part)
 
     def add(self, file: SourceFile, wanted: Wanted, part: PartialSum) -> None:

@@ -201,6 +201,12 @@ def _stored_shape(portions: Sequence[Portion], lengths: Sequence[Sequence[int]],
 
 def uses_of(model: Model, page: Page) -> dict[Kind, Taken]:
     """What a program makes of each kind of tensors. Raises PlanError for a tensor that no line of its page covers."""
+    check_model_type(model, page)
+    return _Reading(model, page).all()
+
+
+def check_model_type(model: Model, page: Page) -> None:
+    """Raise PlanError for a model type of which a page does not know what the program makes of it."""
     types = {str(of.get("model_type")) for of in (model.config, model.sizes.settings)}
     if page.model_types and not types & {*page.model_types}:
         raise PlanError(
@@ -208,7 +214,6 @@ def uses_of(model: Model, page: Page) -> dict[Kind, Taken]:
             "makes of its tensors is not known here",
             f"known are {', '.join(page.model_types)}",
         )
-    return _Reading(model, page).all()
 
 
 def stored_like(kind: Kind, portions: Taken, other: Taken) -> Taken:
@@ -545,6 +550,8 @@ class Arrangement:
         rule, sizes = portion.component.shape, self.plan.model.sizes.of(dict(kind.indices))
         if portion.line is not None and portion.line.whole:
             rule = Shape(tuple(Dim((Summand((length,)),)) for length in rule.sizes(sizes)))
+        deal = portion.line.deal if portion.line is not None else None
+        model = _dealt_along(self.plan.model, deal) if deal else self.plan.model
         stages = None if portion.line is not None and portion.line.every_stage else kind.stages
         owned = (places, kind.indices, rule.axes, stages)
         part = replace(kind, rule=rule, shape=rule.sizes(sizes), places=places, stages=stages)
@@ -552,9 +559,9 @@ class Arrangement:
             is_dealt = places or stages is not None
             self._owners[owned] = owners_of(self.plan.model, self.plan.mesh, part) if is_dealt else None
         owners = self._owners[owned]
-        key = (rule, kind.indices, part.shape, DTYPE_BITS[kind.dtype] % 8, owners)
+        key = (rule, kind.indices, part.shape, DTYPE_BITS[kind.dtype] % 8, owners, deal)
         if key not in self._layouts:
-            self._layouts[key] = layout_of(self.plan.model, self.plan.mesh, part, self.plan.padding, owners)
+            self._layouts[key] = layout_of(model, self.plan.mesh, part, self.plan.padding, owners)
         return self._layouts[key]
 
     def _constants(self, constants: Sequence[Constant]) -> Iterator[Stored]:
@@ -566,6 +573,12 @@ class Arrangement:
                 found = constant.beside.match(each.name)
                 for name in constant.names if found is not None else ():
                     yield Stored(name.fill(found or {}), constant.dtype, each.geometry, (), constant)
+
+
+def _dealt_along(model: Model, axis: str) -> Model:
+    """A model of which ``tp`` deals this axis and no other."""
+    families = {**model.architecture.families, "tp": ((axis,),)}
+    return replace(model, architecture=replace(model.architecture, families=families))
 
 
 def permuted(layout: Layout, order: Sequence[int]) -> Layout:

@@ -106,6 +106,10 @@ class AxisSizes:
         """The value of an expression for a tensor with these indices; raises NotationError if it has none."""
         return expression.evaluate(lambda name: self._look_up(name, indices, ()))
 
+    def look_up(self, name: str) -> Any:
+        """The size of an axis, or else a setting of the config; None if there is neither."""
+        return self._look_up(name, {}, ())
+
     def count(
         self, axis: str, indices: Mapping[str, int], *, without: Callable[[str], bool] = lambda _: False
     ) -> int | None:

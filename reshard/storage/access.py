@@ -14,13 +14,17 @@ from reshard.storage.source import Source, lines_of, open_source
 
 @dataclass(frozen=True)
 class Access:
-    """How to open a source: Hub revision, token and cache, and the user's own plan file."""
+    """How to open a source: Hub revision, token and cache, and the user's own plan file.
+
+    ``config`` is a folder with the config.json of a model in another program's format.
+    """
 
     revision: str | None = None
     token: str | None = None
     cache_dir: Path | None = None
     plan_file: Path | None = None
     quiet: bool = False
+    config: Path | None = None
 
 
 def open_any(source: str | Path, access: Access, *, headers_only: bool = False) -> Source:
@@ -29,7 +33,9 @@ def open_any(source: str | Path, access: Access, *, headers_only: bool = False) 
         str(source), revision=access.revision, token=access.token, cache_dir=access.cache_dir, quiet=access.quiet,
         headers_only=headers_only,
     )  # fmt: skip
-    opened = open_source(fetched.path, location=fetched.repo, commit=fetched.commit, plan_file=access.plan_file)
+    opened = open_source(
+        fetched.path, location=fetched.repo, commit=fetched.commit, plan_file=access.plan_file, config=access.config
+    )
     _refuse_one_rank(opened)
     return opened
 

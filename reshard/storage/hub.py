@@ -133,7 +133,7 @@ def side_files(listing: Iterable[str]) -> list[str]:
 
 
 def weight_files(listing: Iterable[str], folder: Path) -> list[str]:
-    """The weight files of a repository: safetensors if there are any, else ``.bin``.
+    """The weight files of a repository: safetensors if there are any, else ``.bin``, else Meta's ``.pth``.
 
     If there is an index, only the files that it names. ``folder`` has the side files. Copies of the weights under other
     names (``consolidated.safetensors``, a variant of another dtype) are left out. An unreadable index is ignored here:
@@ -148,7 +148,8 @@ def weight_files(listing: Iterable[str], folder: Path) -> list[str]:
     whole = {"model.safetensors", "pytorch_model.bin"} & set(tensors or listing)
     if named or whole:
         return sorted(named | whole)
-    return sorted(tensors or [name for name in listing if re.fullmatch(r"pytorch_model.*\.bin", name)])
+    bins = [name for name in listing if re.fullmatch(r"pytorch_model.*\.bin", name)]
+    return sorted(tensors or bins or [name for name in listing if re.fullmatch(r"consolidated\.\d+\.pth", name)])
 
 
 def _belongs(name: str, listing: Iterable[str]) -> bool:
@@ -211,7 +212,7 @@ def _download(request: _Request, headers_only: bool) -> Fetched:
         refuse_foreign(request.repo, sizes)
     if not weights:
         raise CheckpointError(
-            f"{request.repo} holds no checkpoint: no .safetensors and no pytorch_model*.bin at its top",
+            f"{request.repo} holds no checkpoint: no .safetensors, pytorch_model*.bin or consolidated.*.pth at its top",
             "give a repository of a model that transformers can load",
         )
     missing = [name for name in weights if not (folder / name).exists()]

@@ -5,18 +5,26 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from formats.documents import json_bytes, read_config
 from formats.errors import CheckpointError, MismatchError
-from formats.files.safetensors import TensorInfo, read_header
+from formats.files.checkpoint import find_side_files, read_weights, with_modelopt
+from formats.files.safetensors import TensorInfo
 from formats.files.sharded import MANIFEST, METADATA_KEY, Manifest, Shard, read_shard
 from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture import Architecture
 from formats.notation.rewrites import Page, pages
+from formats.regular_files import read_file
 from reshard.planning.arrangement import Arrangement
 from reshard.planning.inverse import Origins
 from reshard.planning.model import FullTensor
+from reshard.planning.program_config import made_config
 from reshard.planning.sizes import AxisSizes
+
+CONFIG = "config.json"
+_PLACE = r"\\\{(\w+)(?::\w+)?\\\}"
+"""A place in a file's name, as ``re.escape`` writes it: ``{rank}`` or ``{rank:02d}``."""
 
 
 class ProgramFile(NamedTuple):
@@ -35,7 +43,7 @@ def program_files(page: Page, folder: Path) -> list[ProgramFile]:
     width = max([words["tp"] for _, words in staged], default=0) + 1  # ranks of a stage
     found: list[tuple[int, int, int, int | None, str]]
     found = [(w["pp"] * width + w["tp"], w["part"], w["pp"], None, name) for name, w in staged]
-    plain = _matches(page.files, names) if not found else []
+    plain = [] if found else [*_matches(page.files, names), *(_matches(page.parts, names) if page.parts else [])]
     found += [(w.get("rank", 0), w.get("part", 0), 0, w.get("ranks"), name) for name, w in plain]
     ordered = sorted(found, key=lambda file: file[:2])
     return [ProgramFile(folder / name, rank, stage, ranks) for rank, _, stage, ranks, name in ordered]
@@ -43,7 +51,7 @@ def program_files(page: Page, folder: Path) -> list[ProgramFile]:
 
 def _matches(files: str, names: Sequence[str]) -> list[tuple[str, dict[str, int]]]:
     """The names that are like ``files``, with the numbers in them."""
-    pattern = re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>[0-9]+)", re.escape(files)))
+    pattern = re.compile(re.sub(_PLACE, r"(?P<\1>[0-9]+)", re.escape(files)))
     matches = ((name, pattern.fullmatch(name)) for name in names)
     return [(name, {word: int(n) for word, n in match.groupdict().items()}) for name, match in matches if match]
 
@@ -53,15 +61,21 @@ def pages_for(folder: Path) -> list[Page]:
     return [page for page in pages().values() if program_files(page, folder)]
 
 
-def read_ranks(files: Sequence[ProgramFile], where: Path) -> tuple[dict[str, TensorInfo], ...]:
+def read_ranks(page: Page, files: Sequence[ProgramFile], where: Path) -> tuple[dict[str, TensorInfo], ...]:
     """The tensors of each rank. Raises CheckpointError if a rank is missing, or a tensor is there twice."""
     count = max([file.rank for file in files]) + 1
     said = {file.ranks for file in files if file.ranks is not None}
     if len(said) > 1:
         raise MismatchError(f"{where} has files of different numbers of ranks, {', '.join(map(str, sorted(said)))}")
+
+    def is_ignored(name: str) -> bool:
+        return any(pattern.match(name) is not None for pattern in page.ignored)
+
     ranks: list[dict[str, TensorInfo]] = [{} for _ in range(max([count, *said]))]
     for file in files:
-        tensors = read_header(file.path).tensors
+        found, aliases, _ = read_weights(file.path)
+        found |= {name: found[kept]._replace(name=name) for name, kept in aliases.items()}
+        tensors = {name: info for name, info in found.items() if not is_ignored(name)}
         twice = tensors.keys() & ranks[file.rank].keys()
         if twice:
             raise CheckpointError(f"{file.path}: tensor '{min(twice)}' also stands in another file of this rank")
@@ -79,8 +93,8 @@ def check_belonging(files: Sequence[ProgramFile]) -> None:
     """
     first: tuple[Shard, Path] | None = None
     for file in files:
-        header = read_header(file.path)
-        if METADATA_KEY not in header.metadata:
+        _, _, header = read_weights(file.path)
+        if header is None or METADATA_KEY not in header.metadata:
             continue
         shard = read_shard(header, file.path)
         if shard.rank != file.rank:
@@ -88,6 +102,29 @@ def check_belonging(files: Sequence[ProgramFile]) -> None:
         if first is not None and shard.identity != first[0].identity:
             raise MismatchError(f"{file.path} and {first[1]} are of different splits")
         first = first or (shard, file.path)
+
+
+def config_of(
+    page: Page, path: Path, given: Path | None, ranks: Sequence[Mapping[str, TensorInfo]]
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The Hugging Face config of what a program stores, and the side files that are not in its folder.
+
+    It is that of the folder ``given``, or lies beside the weights, or is made from the program's own. Raises
+    CheckpointError.
+    """
+    if given is not None:
+        side = {file.relative_to(given).as_posix(): file for file in find_side_files(given) if file.is_file()}
+        config = with_modelopt(read_config(given / CONFIG), given)
+        return config, {name: read_file(file) for name, file in side.items()}
+    if (path / CONFIG).is_file() or page.settings is None or not (path / page.settings.file).is_file():
+        try:
+            return with_modelopt(read_config(path / CONFIG), path), {}
+        except CheckpointError as error:
+            hint = "give a folder that has the model's config.json, and its tokenizer, with --config DIR"
+            raise CheckpointError(error.message, error.hint or hint) from None
+    stored = ((info.name, info.dtype, info.shape) for info in ranks[0].values())
+    config = made_config(page.settings, read_config(path / page.settings.file), stored, len(ranks))
+    return config, {CONFIG: json_bytes(config) + b"\n"}
 
 
 def full_tensors(manifest: Manifest | None) -> list[FullTensor] | None:

@@ -10,10 +10,16 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from formats.documents import read_config
 from formats.errors import CheckpointError, MismatchError, ReshardError
-from formats.files.checkpoint import Checkpoint, find_side_files, fingerprint, open_checkpoint, with_modelopt
-from formats.files.safetensors import TensorInfo, read_header
+from formats.files.checkpoint import (
+    Checkpoint,
+    find_side_files,
+    fingerprint,
+    has_usual_weights,
+    open_checkpoint,
+    read_weights,
+)
+from formats.files.safetensors import Header, TensorInfo
 from formats.files.sharded import (
     MANIFEST,
     Identity,
@@ -33,19 +39,21 @@ from formats.notation.architecture_document import architecture_from_document, t
 from formats.notation.architecture_files import find_architecture, load_architecture
 from formats.notation.rewrites import Page, page_of
 from formats.quantization.scale_blocks import block_size
-from formats.regular_files import read_file
+from formats.regular_files import open_file, read_file
 from reshard.planning.arrangement import Arrangement, arrangement_of, stored_like, unchanged, uses_of
 from reshard.planning.binding import bind, lines_for
 from reshard.planning.completeness import check_complete
 from reshard.planning.finer_blocks import with_blocks
 from reshard.planning.model import FullTensor, Model
 from reshard.planning.plan import Plan, make_plan
+from reshard.planning.program_plan import program_plan
 from reshard.planning.rows import Rows
 from reshard.planning.sizes import AxisSizes
 from reshard.storage.output import unfinished_command
 from reshard.storage.program_source import (
     check_belonging,
     check_stored,
+    config_of,
     full_tensors,
     inferred_sizes,
     inferred_tensors,
@@ -73,6 +81,8 @@ class SourceFile:
     size: int
     header: bytes | None = None
     expected: str | None = None
+    rest: tuple[tuple[int, bytes], ...] = ()
+    """Other bytes that belong to no tensor, with their offsets."""
 
 
 class SourcePlace(NamedTuple):
@@ -124,6 +134,8 @@ class Source:
     """The tensors in ``KEPT``."""
     manifest: Manifest | None = None
     """The manifest of a split checkpoint that has one."""
+    made: Mapping[str, bytes] = field(default_factory=dict)
+    """Side files that do not lie in its folder."""
 
     @cached_property
     def arrangement(self) -> Arrangement | None:
@@ -143,7 +155,8 @@ class Source:
 
     def read_side_files(self) -> dict[str, bytes]:
         """The content of the side files, by their relative names. Raises CheckpointError."""
-        return {path.relative_to(self.path).as_posix(): read_file(path) for path in self.side_files}
+        found = {path.relative_to(self.path).as_posix(): read_file(path) for path in self.side_files}
+        return found | dict(self.made)
 
     def check_unchanged(self) -> None:
         """Raise MismatchError if a file is no longer in the state in which it was opened."""
@@ -214,11 +227,17 @@ def arrangements(source: Source, target: Plan | Arrangement) -> tuple[Arrangemen
 
 
 def open_source(
-    path: Path, *, location: str | None = None, commit: str | None = None, plan_file: Path | None = None
+    path: Path,
+    *,
+    location: str | None = None,
+    commit: str | None = None,
+    plan_file: Path | None = None,
+    config: Path | None = None,
 ) -> Source:
     """Open a full or a split checkpoint and bind it to its architecture, or to the user's plan file.
 
-    Raises CheckpointError, MismatchError and PlanError.
+    ``config`` is a folder with the config.json of what another program stores, and what else belongs to it. Raises
+    CheckpointError, MismatchError and PlanError.
     """
     where = location or os.path.realpath(path)
     if unfinished_command(path) is not None:
@@ -226,11 +245,11 @@ def open_source(
     stamps = _stamps(path)
     manifest = read_manifest(path / MANIFEST) if (path / MANIFEST).is_file() else None
     if manifest is not None and manifest.form is not None:
-        return _open_program(path, where, plan_file, stamps, manifest, [page_of(manifest.form)])
+        return _open_program(path, where, plan_file, config, stamps, manifest, [page_of(manifest.form)])
     if is_sharded(path):
         return _open_sharded(path, where, plan_file, stamps)
-    if manifest is None and (found := pages_for(path)):
-        return _open_program(path, where, plan_file, stamps, None, found)
+    if manifest is None and not has_usual_weights(path) and (found := pages_for(path)):
+        return _open_program(path, where, plan_file, config, stamps, None, found)
     checkpoint = open_checkpoint(path)
     architecture = load_architecture(plan_file) if plan_file else find_architecture(checkpoint.config, path)
     tensors = _with_aliases(checkpoint)
@@ -319,17 +338,18 @@ def _open_program(
     path: Path,
     location: str,
     plan_file: Path | None,
+    config_folder: Path | None,
     stamps: Mapping[Path, Stamp],
     manifest: Manifest | None,
     candidates: Sequence[Page],
 ) -> Source:
     """Open what is stored in a program's format: in the first of ``candidates``, and on the first mesh, that fits."""
-    problems: list[ReshardError] = []
+    problems: list[tuple[bool, ReshardError]] = []  # with whether the names are those of the format
     for page in candidates:
         found = program_files(page, path)
         check_belonging(found)
-        ranks, stages = read_ranks(found, path), 1 + max(file.stage for file in found)
-        config = with_modelopt(read_config(path / "config.json"), path)
+        ranks, stages = read_ranks(page, found, path), 1 + max(file.stage for file in found)
+        config, made = config_of(page, path, config_folder, ranks)
         architecture = load_architecture(plan_file) if plan_file else find_architecture(config, path)
         if manifest is not None and plan_file is None:
             architecture = architecture_from_document(manifest.architecture, "manifest", str(path))
@@ -338,18 +358,18 @@ def _open_program(
             sizes = manifest.identity.sizes if manifest else inferred_sizes(architecture, config, ranks)
             model = bind(architecture, config, full, known=sizes)
         except ReshardError as error:
-            problems.append(error)
+            problems.append((False, error))
             continue
         for mesh in [manifest.identity.mesh] if manifest else meshes(len(ranks), stages, page, bool(model.expert_axes)):
             try:
-                plan = make_plan(model, mesh, pad_to=page.pad_to)
+                plan = program_plan(model, page, mesh)
                 check_stored(arrangement_of(plan, page), ranks, path)
             except ReshardError as error:
-                problems.append(error)
+                problems.append((True, error))
                 continue
             check_complete(model, path)
-            return _program_source(path, location, stamps, manifest, page, plan, ranks)
-    raise problems[0]
+            return _program_source(path, location, stamps, manifest, page, plan, ranks, made)
+    raise max(problems, key=lambda problem: problem[0])[1]
 
 
 def _program_source(
@@ -360,26 +380,47 @@ def _program_source(
     page: Page,
     plan: Plan,
     ranks: tuple[Mapping[str, TensorInfo], ...],
+    made: Mapping[str, bytes],
 ) -> Source:
     expected = {path / f.name: f.checksum for files in manifest.ranks.values() for f in files} if manifest else {}
     found = [file.path for file in program_files(page, path)]
     kept = [path / KEPT] if (path / KEPT).is_file() else []
-    headers = {file: read_header(file) for file in [*found, *kept]}
+    read = {file: read_weights(file) for file in [*found, *kept]}
     files = {
-        file: SourceFile(file, file.name, file.stat().st_size, header.raw, expected.get(file))
-        for file, header in headers.items()
+        file: _program_file(file, tensors, header, expected.get(file)) for file, (tensors, _, header) in read.items()
     }
     side_files = (
         tuple(path / record.name for record in manifest.side_files)
         if manifest
-        else tuple(file for file in find_side_files(path) if file.name not in {MANIFEST, KEPT} and file not in found)
+        else tuple(file for file in find_side_files(path) if file.name not in {MANIFEST, KEPT} and file.is_file())
     )
     used = [*files, *side_files, *([path / MANIFEST] if manifest else [])]
     return Source(
         path, location, None, plan, plan.model, tuple(tensor.name for tensor in plan.model.tensors), ranks, files,
         side_files, None, None, _of_used(stamps, used, path), page,
-        {name: info for file in kept for name, info in headers[file].tensors.items()}, manifest,
+        {name: info for file in kept for name, info in read[file][0].items()}, manifest, made,
     )  # fmt: skip
+
+
+def _program_file(
+    path: Path, tensors: Mapping[str, TensorInfo], header: Header | None, expected: str | None
+) -> SourceFile:
+    size = path.stat().st_size
+    if header is not None:
+        return SourceFile(path, path.name, size, header.raw, expected)
+    rest = _between(path, tensors.values(), size) if expected is not None else ()
+    return SourceFile(path, path.name, size, None, expected, tuple(rest))
+
+
+def _between(path: Path, tensors: Iterable[TensorInfo], size: int) -> Iterator[tuple[int, bytes]]:
+    """The bytes of a file that belong to no tensor, with their offsets; ``tensors`` come as they lie in it."""
+    end = 0
+    with open_file(path) as file:
+        for begin, behind in [*((info.offset, info.offset + info.nbytes) for info in tensors), (size, size)]:
+            if begin > end:
+                file.seek(end)
+                yield end, file.read(begin - end)
+            end = max(end, behind)
 
 
 def _check_sizes(said: Mapping[str, int], split: Mapping[str, int], path: Path) -> None:

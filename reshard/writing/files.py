@@ -12,6 +12,7 @@ from typing import Any
 from formats.errors import MismatchError, PlanError
 from formats.files.checksum import PartialSum, file_checksum
 from formats.files.safetensors import DTYPE_BITS, tensor_bytes
+from formats.files.torch_zip import Crc
 from formats.mesh import Mesh
 from reshard import __version__
 from reshard.engine.move import Job, Options, TargetFile, TargetPlace, move, place_in
@@ -78,6 +79,8 @@ class NewFile:
     summed: bool = True
     fixed: tuple[tuple[int, bytes], ...] = ()
     """Other bytes that come from no source, with their offsets."""
+    crcs: tuple[Crc, ...] = ()
+    """What is known when all else is written."""
 
 
 def new_file(shard: ShardFile, folder: str, rank: int, header: bytes, *, summed: bool = True) -> NewFile:
@@ -109,7 +112,8 @@ def write_files(
     checksum, replicas differ or padding is not zero; then the staging folder is removed.
     """
     targets = [
-        TargetFile(staging.path(f.name), f.header, f.size, f.name in staging.finished, f.summed, f.fixed) for f in files
+        TargetFile(staging.path(f.name), f.header, f.size, f.name in staging.finished, f.summed, f.fixed, f.crcs)
+        for f in files
     ]
     places: dict[int, dict[str, TargetPlace]] = {}
     for file, to in zip(files, targets, strict=True):

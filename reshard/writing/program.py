@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from formats.errors import PlanError
+from formats.documents import json_bytes
+from formats.errors import PlanError, brief
 from formats.files.checksum import checksum
 from formats.files.safetensors import DTYPE_BITS, build_header, tensor_bytes
 from formats.files.sharded import FileRecord, Manifest
-from formats.notation.rewrites import Page
+from formats.files.torch_zip import build_archive
+from formats.notation.rewrites import Page, Settings
 from reshard.engine.reading import Sums
 from reshard.planning.arrangement import Arrangement, Placed, Stored
+from reshard.planning.program_config import made_config, program_config
 from reshard.storage.output import Staging
 from reshard.storage.source import KEPT, Source
 from reshard.writing.files import KEPT_RANK, NewFile, new_file
-from reshard.writing.shard_files import ShardFile, partition
+from reshard.writing.shard_files import ShardFile, index_text, partition
 
 
 class ProgramFiles:
@@ -29,11 +33,14 @@ class ProgramFiles:
         self.source, self.plan, self.arrangement, self.page = source, arrangement.plan, arrangement, page
         self.ranks, self.max_shard_size = ranks, max_shard_size
         self.identity = source.identity(self.plan)
+        self._shards: list[ShardFile] = []
         self._files = {rank: list(self._files_of(rank)) for rank in ranks}
         self._kept = list(self._kept_file())
         self.files = [file for files in (*self._files.values(), self._kept) for file in files]
         self.nbytes = sum(file.size for file in self.files)
         """Bytes of all weight files."""
+        self.documents = dict(self._documents(source.read_side_files()))
+        """What the program needs beside the weights and the source's own files: its config file, an index."""
 
     def _files_of(self, rank: int) -> Iterator[NewFile]:
         held = sorted(self.arrangement.held(rank), key=lambda found: -DTYPE_BITS[found[0].dtype])
@@ -44,14 +51,48 @@ class ProgramFiles:
         zeros = {each.name for each, _ in held if each.atoms and Placed(each, 0).is_zero(rank)}
         constants |= {name: bytes(size) for name, _, _, size in tensors if name in zeros}
         shards: Sequence[ShardFile] = partition(
-            tensors, self.max_shard_size if "{part}" in self.page.files else 1 << 62
+            tensors, self.max_shard_size if self.page.parts or "{part}" in self.page.files else 1 << 62
         )
         for part, shard in enumerate(shards):
-            name = self.page.file_name(self.plan.mesh, rank, part)
-            header = build_header(shard.tensors, self.identity.metadata(rank))
-            file = new_file(dataclasses.replace(shard, name=name), "", rank, header)
+            file = self._file(self.page.file_name(self.plan.mesh, rank, part, len(shards)), rank, shard)
             fixed = tuple((offset, constants[tensor]) for tensor, offset in file.places() if tensor in constants)
-            yield dataclasses.replace(file, fixed=fixed)
+            yield dataclasses.replace(file, fixed=(*file.fixed, *fixed))
+
+    def _file(self, name: str, rank: int, shard: ShardFile) -> NewFile:
+        """A file of these tensors, in the container that its name tells."""
+        named = dataclasses.replace(shard, name=name)
+        self._shards.append(named)
+        if not name.endswith(".pth"):
+            header = build_header(shard.tensors, self.identity.metadata(rank))
+            return new_file(named, "", rank, header)
+        archive = build_archive([(*tensor, size) for tensor, size in zip(shard.tensors, shard.sizes, strict=True)])
+        return NewFile(
+            name, "", rank, b"", archive.size, lambda: archive.places, fixed=archive.fixed, crcs=archive.crcs
+        )
+
+    def _documents(self, side_files: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
+        settings, index = self.page.settings, self.page.index
+        if settings is not None and settings.file in side_files:
+            self._check_own(settings, side_files[settings.file])
+        elif settings is not None:
+            yield settings.file, json_bytes(program_config(settings, self.plan.model)) + b"\n"
+        if index is not None and len(self._shards) > 1:
+            yield index, index_text(self._shards).encode()
+
+    def _check_own(self, settings: Settings, content: bytes) -> None:
+        """Raise PlanError if a program's config file that the source has is not that of this model."""
+        stored = [(each.name, each.dtype, shape) for each, shape in self.arrangement.held(0)]
+        mine, theirs = (
+            made_config(settings, document, stored, self.plan.mesh.size)
+            for document in (program_config(settings, self.plan.model), json.loads(content))
+        )
+        for key in mine:
+            if mine[key] != theirs.get(key):
+                raise PlanError(
+                    f"{settings.file} of the source makes '{key}' {brief(theirs.get(key))}, config.json "
+                    f"{brief(mine[key])}",
+                    f"remove {settings.file} from the source, and it is written anew",
+                )
 
     def _kept_file(self) -> Iterator[NewFile]:
         """The file with the tensors that the program does not store as they are, if there are any."""

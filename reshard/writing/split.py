@@ -21,6 +21,7 @@ from reshard.planning.degrees import unevenly
 from reshard.planning.finer_blocks import finer_blocks, with_blocks
 from reshard.planning.model import in_order
 from reshard.planning.plan import Padding, Plan, make_plan
+from reshard.planning.program_plan import plan_for
 from reshard.planning.rank_config import rank_config
 from reshard.storage.access import Access, open_any
 from reshard.storage.output import Staging, check_output, check_space, staging_of, tidy, unfinished_command
@@ -83,7 +84,10 @@ def split(
     mesh = unevenly(opened.model, mesh) if uneven else mesh
     finer = finer_blocks(opened.model, mesh) if refine_blocks else None
     model = with_blocks(opened.model, finer) if finer else opened.model
-    target = make_plan(model, mesh, pad=padding.allowed, pad_to=page.pad_to if page else padding.to)
+    if page is None:
+        target = make_plan(model, mesh, pad=padding.allowed, pad_to=padding.to)
+    else:
+        target = plan_for(model, page, mesh, pad=padding.allowed, uneven=uneven)
     mesh = target.mesh
     new: _Ranks | ProgramFiles
     if page is None:
@@ -118,6 +122,8 @@ def split(
         manifest = new.manifest(records, side_files, written.sums)
         if ranks is None:
             for name, content in side_files.items():
+                staging.write(name, content)
+            for name, content in new.documents.items():
                 staging.write(name, content)
             staging.write(MANIFEST, manifest_text(manifest).encode())
             check_unchanged(opened, staging)
@@ -194,6 +200,7 @@ class _Ranks:
         self.files = [file for files in self._files.values() for file in files]
         self.nbytes = sum(file.size for file in self.files)
         """Bytes of all safetensors files."""
+        self.documents: Mapping[str, bytes] = {}
 
     def _held(self, rank: int) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
         """The tensors of a rank: name, dtype, shape, bytes."""

@@ -37,7 +37,6 @@ def folder(path: Path, *names: str) -> Path:
         (["pytorch_model_fsdp_0/.metadata", "pytorch_model_fsdp_0/__0_0.distcp"], "distributed", "merge-weights"),
         (["latest", "zero_to_fp32.py", "global_step9/mp_rank_00_model_states.pt"], "DeepSpeed", "zero_to_fp32.py"),
         (["global_step9/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"], "DeepSpeed", "zero_to_fp32.py"),
-        (["consolidated.00.pth", "params.json"], "Meta's own form", "weights_to_hf"),
         (["config.json", "tf_model.h5"], "TensorFlow or Flax", "from_tf"),
     ],
 )  # fmt: skip

@@ -1,0 +1,181 @@
+"""Where everything lies in a PyTorch file (``.pth``) of a state dict: a zip archive, laid out before it is written.
+
+The archive has stored entries only: ``data.pkl``, a pickle of a dict of tensors, ``byteorder``, ``version``, and one
+entry for the bytes of each tensor, which begin at a multiple of 64 bytes as torch's own writer puts them. All bytes but
+the tensors' and the CRC-32 of their entries are known from names, dtypes and shapes. Neither torch nor pickle is
+needed. ``torch.load`` does not compare the CRC-32, ``zipfile`` and ``unzip`` do.
+
+Source: ``torch/serialization.py`` and ``caffe2/serialize/inline_container.cc`` of PyTorch 2.4 to 2.13; PKWARE's
+APPNOTE.TXT 6.3.10, 4.3 to 4.5.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from formats.errors import PlanError
+from formats.files.torch_bin import STORAGES
+
+_ROOT = "archive"
+_ALIGNMENT = 64
+_NAMES = {dtype: path.rpartition(".") for path, dtype in STORAGES.items() if path != "torch.storage.UntypedStorage"}
+_MOST_32, _MOST_16 = 0xFFFFFFFF, 0xFFFF
+
+
+class Crc(NamedTuple):
+    """The CRC-32 of bytes ``begin`` to ``end`` of a file stands at these offsets, in four bytes, little-endian."""
+
+    begin: int
+    end: int
+    places: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Archive:
+    """The layout of a file: its size in bytes, the offset of each tensor, what else is in it, and its CRC-32s."""
+
+    size: int
+    places: tuple[tuple[str, int], ...]
+    fixed: tuple[tuple[int, bytes], ...]
+    crcs: tuple[Crc, ...]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """An entry; ``content`` is None for the bytes of a tensor. ``at`` is the offset of its header."""
+
+    name: bytes
+    size: int
+    content: bytes | None
+    at: int
+
+    @property
+    def crc(self) -> int:
+        return 0 if self.content is None else zlib.crc32(self.content)
+
+    @property
+    def is_large(self) -> bool:
+        return self.size >= _MOST_32
+
+    @property
+    def local(self) -> bytes:
+        """The header before the data, with as much padding as the data needs to be aligned."""
+        large = struct.pack("<HHQQ", 1, 16, self.size, self.size) if self.is_large else b""
+        begin = self.at + 30 + len(self.name) + len(large) + 4
+        padding = -begin % _ALIGNMENT
+        extra = large + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+        return self._fields(b"PK\3\4", b"", extra, b"", self.at) + self.name + extra
+
+    @property
+    def central(self) -> bytes:
+        """The header in the directory at the end."""
+        numbers = [self.size, self.size] if self.is_large else []
+        numbers += [self.at] if self.at >= _MOST_32 else []
+        extra = struct.pack(f"<HH{len(numbers)}Q", 1, 8 * len(numbers), *numbers) if numbers else b""
+        behind = struct.pack("<HHHII", 0, 0, 0, 0, min(self.at, _MOST_32))
+        return self._fields(b"PK\1\2", b"\x2d\0", extra, behind, self.at) + self.name + extra
+
+    def _fields(self, signature: bytes, made_by: bytes, extra: bytes, behind: bytes, at: int) -> bytes:
+        version = 45 if self.is_large or (behind and at >= _MOST_32) else 20
+        size, day = min(self.size, _MOST_32), 0x21  # 1 January 1980: nothing depends on when it was written
+        sizes = struct.pack("<IIIHH", self.crc, size, size, len(self.name), len(extra))
+        return signature + made_by + struct.pack("<HHHHH", version, 0, 0, 0, day) + sizes + behind
+
+
+_LOCAL_CRC, _CENTRAL_CRC = 14, 16
+"""Where the CRC-32 stands in either header."""
+
+
+def build_archive(tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> Archive:
+    """The layout of a file of tensors (name, dtype, shape, bytes). Raises PlanError for a dtype without a storage."""
+    records = [("data.pkl", state_dict_pickle([tensor[:3] for tensor in tensors])), ("byteorder", b"little")]
+    entries: list[_Entry] = []
+    offset = 0
+    for name, content, size in [
+        *((name, content, len(content)) for name, content in records),
+        *((f"data/{i}", None, tensor[3]) for i, tensor in enumerate(tensors)),
+        ("version", b"3\n", 2),
+    ]:
+        entries.append(_Entry(f"{_ROOT}/{name}".encode(), size, content, offset))
+        offset += len(entries[-1].local) + size
+    return _layout([name for name, *_ in tensors], entries, offset)
+
+
+def _layout(names: Sequence[str], entries: Sequence[_Entry], directory: int) -> Archive:
+    fixed: list[tuple[int, bytes]] = []
+    crcs: list[Crc] = []
+    places: list[tuple[str, int]] = []
+    offset = directory
+    for entry in entries:
+        local, central = entry.local, entry.central
+        begin = entry.at + len(local)
+        if entry.content is None:
+            fixed += [*_around(entry.at, local, _LOCAL_CRC), *_around(offset, central, _CENTRAL_CRC)]
+            crcs.append(Crc(begin, begin + entry.size, (entry.at + _LOCAL_CRC, offset + _CENTRAL_CRC)))
+            places.append((names[len(places)], begin))
+        else:
+            fixed += [(entry.at, local + entry.content), (offset, central)]
+        offset += len(central)
+    end = _end(len(entries), offset - directory, directory, offset)
+    return Archive(offset + len(end), tuple(places), (*sorted(fixed), (offset, end)), tuple(crcs))
+
+
+def _around(offset: int, header: bytes, hole: int) -> Iterator[tuple[int, bytes]]:
+    """A header without its CRC-32."""
+    yield offset, header[:hole]
+    yield offset + hole + 4, header[hole + 4 :]
+
+
+def _end(count: int, size: int, directory: int, here: int) -> bytes:
+    """The end of the archive: its directory's place, in 64 bits too if 32 do not hold it."""
+    large = b""
+    if count >= _MOST_16 or directory >= _MOST_32:
+        large = b"PK\6\6" + struct.pack("<QHHIIQQQQ", 44, 45, 45, 0, 0, count, count, size, directory)
+        large += b"PK\6\7" + struct.pack("<IQI", 0, here, 1)
+    few, begin = min(count, _MOST_16), min(directory, _MOST_32)
+    return large + b"PK\5\6" + struct.pack("<HHHHIIH", 0, 0, few, few, size, begin, 0)
+
+
+# ------------------------------------------------------------------------------------------------------- the pickle
+
+
+def state_dict_pickle(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> bytes:
+    """The pickle (protocol 2) of a dict of tensors (name, dtype, shape), each with a storage of its own."""
+    items = (_text(name) + _tensor(i, name, dtype, shape) for i, (name, dtype, shape) in enumerate(tensors))
+    return b"\x80\x02}(" + b"".join(items) + b"u."
+
+
+def _tensor(number: int, name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
+    if dtype not in _NAMES:
+        raise PlanError(f"tensor '{name}' is {dtype}, which is not written to a .pth file")
+    module, _, storage = _NAMES[dtype]
+    strides: list[int] = []
+    count = 1
+    for size in reversed(shape):
+        strides.insert(0, count)
+        count *= size
+    kept = _tuple(_text("storage"), _global(module, storage), _text(str(number)), _text("cpu"), _number(count)) + b"Q"
+    hooks = _global("collections", "OrderedDict") + b")R"
+    arguments = _tuple(kept, _number(0), _tuple(*map(_number, shape)), _tuple(*map(_number, strides)), b"\x89", hooks)
+    return _global("torch._utils", "_rebuild_tensor_v2") + arguments + b"R"
+
+
+def _tuple(*items: bytes) -> bytes:
+    return b"(" + b"".join(items) + b"t"
+
+
+def _text(text: str) -> bytes:
+    content = text.encode()
+    return b"X" + struct.pack("<I", len(content)) + content
+
+
+def _global(module: str, name: str) -> bytes:
+    return f"c{module}\n{name}\n".encode()
+
+
+def _number(value: int) -> bytes:
+    return b"J" + struct.pack("<i", value) if value < 1 << 31 else b"\x8a\x08" + struct.pack("<q", value)

@@ -1,0 +1,57 @@
+"""A plan for another program's format: whether the program takes the model on these ranks, and how it pads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from formats.errors import PlanError
+from formats.mesh import Mesh
+from formats.notation.rewrites import Page
+from reshard.planning.arrangement import check_model_type
+from reshard.planning.model import Model
+from reshard.planning.plan import Plan, make_plan
+
+
+def plan_for(model: Model, page: Page, mesh: Mesh, *, pad: bool = True, uneven: bool = False) -> Plan:
+    """The plan by which a model is written in a program's format.
+
+    Raises PlanError if the program cannot take it, or the degree is not possible, or parts are to be ``uneven``.
+    """
+    if uneven:
+        raise PlanError(f"--uneven is not possible with the format '{page.name}', whose ranks have equal parts")
+    check_demands(model, page, mesh)
+    return program_plan(model, page, mesh, pad=pad)
+
+
+def check_demands(model: Model, page: Page, mesh: Mesh) -> None:
+    """Raise PlanError if a program cannot take a model on these ranks."""
+
+    check_model_type(model, page)
+
+    def look_up(name: str) -> Any:
+        return mesh.size if name == "ranks" else model.sizes.look_up(name)
+
+    for demand in page.demands:
+        if not demand.holds.evaluate(look_up):
+            raise PlanError(
+                f"the format '{page.name}' is not possible for {mesh}: {demand.why}",
+                "docs/formats.md says what it can hold; 'reshard formats SOURCE' says which formats are possible",
+            )
+
+
+def program_plan(model: Model, page: Page, mesh: Mesh, *, pad: bool = True) -> Plan:
+    """The plan of a model on a mesh, padded as a program's page says.
+
+    With ``pad=False`` a vocabulary that does not divide is refused. Raises PlanError if the degree is not possible.
+    """
+    return make_plan(model, mesh, pad=pad and page.pad_to > 0, pad_to=_multiple(model, page, mesh))
+
+
+def _multiple(model: Model, page: Page, mesh: Mesh) -> int:
+    """What the vocabulary is padded to a multiple of."""
+    multiple, degree = max(page.pad_to, 1), dict(mesh.degrees).get("tp", 1)
+    if page.pad_times_degree:
+        sizes = [sizes[axis] for sizes in model.axis_sets() for axis in model.architecture.pad if axis in sizes]
+        if any(-(-size // multiple) * multiple % degree for size in sizes):
+            return multiple * degree
+    return multiple

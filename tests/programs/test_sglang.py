@@ -1,0 +1,226 @@
+"""SGLang's sharded state, the older names of vLLM's, and how a folder that says no format is recognised."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from formats.errors import MismatchError, PlanError
+from formats.notation.rewrites import Page, page_of, read_page
+from reshard.api import merge, split
+from reshard.storage.source import open_source
+from tests.programs.oracles import checkpoint
+
+MODELS = [
+    "llama",
+    "llama_kv2",
+    "mistral",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "olmo2",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "glm4_moe",
+]
+MODELS += ["deepseek_v2", "deepseek_v3"]
+
+
+def _ranks(folder: Path) -> list[dict[str, np.ndarray]]:
+    found: dict[int, dict[str, np.ndarray]] = {}
+    for file in sorted(folder.glob("model-rank-*-part-*.safetensors")):
+        found.setdefault(int(file.name.split("-")[2]), {}).update(load_file(file))
+    return [found[rank] for rank in sorted(found)]
+
+
+def _same(model: str, path: Path, form: str, *, tp: int = 2, **options: Any) -> tuple[list[Any], list[Any]]:
+    original = checkpoint("vllm", model)
+    for name in (form, "vllm"):
+        split(original, path / name, tp, form=name, **options)
+    return _ranks(path / form), _ranks(path / "vllm")
+
+
+def _as_sglang(name: str) -> str | None:
+    """SGLang's name of a tensor of vLLM's; None if it has none."""
+    if name.endswith("_scale"):
+        return None
+    shared = "shared_expert" if "_gate" in name or "qwen2" in name else "shared_experts"
+    name = name.replace("experts._shared_experts._layer.expert_gate.", "shared_expert_gate.")
+    name = name.replace("experts._shared_experts._layer.", f"{shared}.").replace(
+        "experts.routed_experts.w", "experts.w"
+    )
+    name = name.replace("experts.routed_experts.e_score", "gate.e_score").replace("mlp.experts.gate.", "mlp.gate.")
+    return name.replace("mla_attn.", "").replace("fused_qkv_a_proj.", "fused_qkv_a_proj_with_mqa.")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_sglang_holds_the_same_elements_as_vllm_under_its_own_names(model: str, tmp_path: Path) -> None:
+    ours, theirs = _same(model, tmp_path, "sglang")
+    for own, other in zip(ours, theirs, strict=True):
+        named = {_as_sglang(name): array for name, array in other.items()}
+        named.pop(None, None)
+        if model == "qwen2_moe":
+            named = {str(name).replace("shared_experts.", "shared_expert."): array for name, array in named.items()}
+        assert own.keys() == named.keys()
+        assert all(np.array_equal(own[name], named[name]) and own[name].dtype == named[name].dtype for name in own)
+
+
+@pytest.mark.parametrize(("model", "tp"), [("qwen3_moe", 2), ("deepseek_v3", 2)])
+def test_sglang_with_experts_dealt_whole(model: str, tp: int, tmp_path: Path) -> None:
+    ours, theirs = _same(model, tmp_path, "sglang", tp=tp, ep=tp, same_ranks=True)
+    name = next(name for name in ours[1] if name.endswith("experts.w13_weight"))
+    assert np.array_equal(ours[1][name], theirs[1][name.replace("w13", "routed_experts.w13")])
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_way_back(model: str, tmp_path: Path) -> None:
+    original = checkpoint("vllm", model)
+    split(original, tmp_path / "out", 2, form="sglang")
+    merge(tmp_path / "out", tmp_path / "merged")
+    assert (tmp_path / "merged" / "model.safetensors").read_bytes() == (original / "model.safetensors").read_bytes()
+    (tmp_path / "out" / "reshard.json").unlink()
+    merge(tmp_path / "out", tmp_path / "without")
+    merged, source = (load_file(folder / "model.safetensors") for folder in (tmp_path / "without", original))
+    assert merged.keys() == source.keys()
+    assert all(np.array_equal(merged[name], source[name]) for name in merged)
+
+
+RECOGNISED = [
+    *((form, model) for form in ("vllm", "sglang") for model in ("llama", "qwen3_moe", "mixtral", "deepseek_v3")),
+    *(("vllm-0.23", model) for model in ("qwen2_moe", "qwen3_moe", "mixtral")),
+]
+
+
+@pytest.mark.parametrize(("form", "model"), RECOGNISED)
+def test_a_folder_is_recognised_as_what_it_is(form: str, model: str, tmp_path: Path) -> None:
+    """vLLM and SGLang give their files the same names; what is stored tells."""
+    split(checkpoint("vllm", model), tmp_path / "out", 2, form=form)
+    (tmp_path / "out" / "reshard.json").unlink()
+    page = open_source(tmp_path / "out").page
+    assert page is not None and page.name == form
+
+
+def test_what_is_wrong_is_said_of_the_format_that_it_is(tmp_path: Path) -> None:
+    split(checkpoint("vllm", "llama"), tmp_path / "out", 2, form="vllm")
+    (tmp_path / "out" / "reshard.json").unlink()
+    file = tmp_path / "out" / "model-rank-1-part-0.safetensors"
+    tensors = load_file(file)
+    del tensors["model.norm.weight"]
+    save_file(tensors, file)
+    with pytest.raises(MismatchError, match=r"tensor 'model.norm.weight' is missing in the files of rank 1"):
+        open_source(tmp_path / "out")
+
+
+def test_from_sglang_to_vllm(tmp_path: Path) -> None:
+    original = checkpoint("vllm", "deepseek_v3")
+    split(original, tmp_path / "sglang", 4, form="sglang")
+    split(tmp_path / "sglang", tmp_path / "one", 2, form="vllm")
+    split(original, tmp_path / "two", 2, form="vllm")
+    for one, two in zip(_ranks(tmp_path / "one"), _ranks(tmp_path / "two"), strict=True):
+        assert one.keys() == two.keys() and all(np.array_equal(one[name], two[name]) for name in one)
+
+
+def _padded(vocab: int, tp: int, path: Path) -> int:
+    from tests.support import LLAMA, write_checkpoint
+
+    config = {**LLAMA, "vocab_size": vocab, "num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 16}
+    config["intermediate_size"] = 192
+    write_checkpoint(path / "model", config=config)
+    split(path / "model", path / "out", tp, form="sglang")
+    return tp * len(_ranks_raw(path / "out")[0]["model.embed_tokens.weight"])
+
+
+def _ranks_raw(folder: Path) -> list[dict[str, list[int]]]:
+    """The rows of each rank's tensors, by their headers (numpy has no bfloat16)."""
+    from formats.files.safetensors import read_header
+
+    headers = [read_header(file) for file in sorted(folder.glob("model-rank-*"))]
+    return [{name: [0] * info.shape[0] for name, info in header.tensors.items()} for header in headers]
+
+
+@pytest.mark.parametrize(
+    ("vocab", "tp", "padded"),
+    [(1000, 2, 1024), (1024, 1, 1024), (1000, 3, 1152), (960, 3, 960), (1000, 6, 1152), (2, 6, 384)],
+)
+def test_the_vocabulary_is_padded_as_sglang_pads_it(vocab: int, tp: int, padded: int, tmp_path: Path) -> None:
+    assert _padded(vocab, tp, tmp_path) == padded
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "why"),
+    [
+        ("gemma2", {}, "cannot be written as"),
+        ("gpt_oss", {}, "cannot be written as"),
+        (
+            "llama",
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+            "forms of their own",
+        ),
+        ("qwen3_moe", {"tie_word_embeddings": True}, "two tensors"),
+    ],
+)
+def test_it_is_refused(model: str, settings: dict[str, Any], why: str, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(checkpoint("vllm", model), tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text()) | settings
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(PlanError, match=why):
+        split(tmp_path / "model", tmp_path / "out", 2, form="sglang")
+
+
+def test_uneven_parts_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="--uneven is not possible with the format 'vllm'"):
+        split(checkpoint("vllm", "llama"), tmp_path / "out", 2, form="vllm", uneven=True)
+
+
+# ------------------------------------------------------------------------------------------------------- the notation
+
+
+def _page(path: Path, text: str) -> Page:
+    path.write_text(text)
+    return read_page(path)
+
+
+def test_a_page_builds_on_another(tmp_path: Path) -> None:
+    page = _page(
+        tmp_path / "mine.toml",
+        'base = "vllm"\nload = "x"\nconstants = []\n[tensors]\n"**.qkv_proj.*" = false\n"a.*" = "b.*"\n',
+    )
+    base = page_of("vllm")
+    assert (page.name, page.load, page.loaded_by, page.constants) == ("mine", "x", base.loaded_by, ())
+    assert page.lines[0].target.text == "a.*"
+    assert [line for line in base.lines if line.target.text != "**.qkv_proj.*"] == list(page.lines[1:])
+
+
+def test_what_no_base_has_cannot_be_taken_away(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"'nothing = false' under \[tensors\] takes away what no base has"):
+        _page(tmp_path / "mine.toml", 'base = "vllm"\n[tensors]\nnothing = false\n')
+
+
+# ------------------------------------------------------------------------------------------------- older names of vLLM
+
+
+@pytest.mark.parametrize("model", ["llama", "mixtral", "qwen2_moe", "qwen3_moe"])
+def test_the_older_names_of_vllm(model: str, tmp_path: Path) -> None:
+    """The same tensors as today's."""
+    ours, theirs = _same(model, tmp_path, "vllm-0.23")
+    for own, other in zip(ours, theirs, strict=True):
+        named = {_older(name): array for name, array in other.items()}
+        assert own.keys() == named.keys() and all(np.array_equal(own[name], named[name]) for name in own)
+
+
+def _older(name: str) -> str:
+    name = name.replace("experts.routed_experts.", "experts.").replace("mlp.experts.gate.", "mlp.experts.runner.gate.")
+    return name.replace("mlp.experts._shared_experts._layer.", "mlp.shared_expert.")
+
+
+def test_older_names_that_are_not_known_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="cannot be written as"):
+        split(checkpoint("vllm", "deepseek_v3"), tmp_path / "out", 2, form="vllm-0.23")

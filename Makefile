@@ -28,6 +28,7 @@ format: .venv/ready
 docs: .venv/ready
 	$(BIN)/python -m tools.config_defaults
 	$(BIN)/python -m tools.required
+	$(BIN)/python -m tools.transformers_names
 	$(BIN)/python -m tests.test_readme
 
 # the forward of every small model of the tests, at three degrees and in two dtypes: hours

@@ -14,10 +14,11 @@ Pages are in ``formats/programs/``; see docs/formats.md. A page may build on ano
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,9 @@ class Line:
     equal parts all but the first rank's are zeros, ``whole`` that every rank has all of it, ``every_stage`` that every
     pipeline stage has it. ``deal`` is the axis that is dealt over ``tp`` in place of those that the model's rules deal.
     ``first_stage`` is another name on the first of several stages. Where a tensor that ``without`` matches is there,
-    the line does not hold.
+    the line does not hold. With ``also``, the tensor is stored once more under the line's name, if no tensor has it
+    (two names of one tensor). ``types`` are the classes and model types for which the line holds, as ``config.json``
+    has them at its top; None: all.
     """
 
     target: Pattern
@@ -112,6 +115,8 @@ class Line:
     first_stage: str | None = None
     deal: str | None = None
     without: Pattern | None = None
+    also: bool = False
+    types: frozenset[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -190,7 +195,9 @@ class Page:
     all) and of the degree or, with ``pad_times_degree``, of their product where ``pad_to`` alone does not do. With
     ``same_ranks``, experts are dealt whole over the ranks of ``tp``. ``engine`` is the engine that ``reshard verify
     --engine`` runs, and ``load_format`` what it calls the format. ``model_types`` are those for which the page is known
-    to be right; empty: the names of its lines decide.
+    to be right; empty: the names of its lines decide. With ``boxes``, each file says where its pieces begin (see
+    ``formats.files.boxes``), and nothing is padded. ``refused`` has the model types of which a page cannot say what the program has, and why;
+    ``classes`` those that are known by their class.
     """
 
     name: str
@@ -215,15 +222,33 @@ class Page:
     settings: Settings | None = None
     ignored: tuple[Pattern, ...] = ()
     """Tensors of no use that older files have."""
+    boxes: bool = False
+    classes: frozenset[str] = frozenset()
+    refused: Mapping[str, str] = field(default_factory=dict)
     _uses: dict[str, tuple[Use, ...]] = field(default_factory=dict, repr=False)
+    _of: dict[str, Page] = field(default_factory=dict, repr=False)
 
     def file_name(self, mesh: Mesh, rank: int, part: int, parts: int = 1) -> str:
-        """The name of a rank's weight file, one of ``parts``."""
+        """The name of a rank's weight file, one of ``parts``; ``shard`` and ``number`` count ranks and parts from 1."""
         of_a_stage = mesh.size // mesh.pp
-        words = {"rank": rank, "ranks": mesh.size, "part": part, "pp": mesh.stage(rank), "tp": rank % of_a_stage}
+        words = {"rank": rank, "ranks": mesh.size, "part": part, "pp": mesh.stage(rank % mesh.size)}
+        words |= {"tp": rank % of_a_stage, "shard": rank + 1, "number": part + 1, "parts": parts}
         name = self.files if mesh.pp == 1 or self.files_pp is None else self.files_pp
-        name = self.parts if parts > 1 and self.parts is not None else name
-        return name.format_map({**words, "number": part + 1, "parts": parts})
+        return (self.parts if parts > 1 and self.parts is not None else name).format_map(words)
+
+    def of(self, config: Mapping[str, Any]) -> Page:
+        """The page with the lines for a model of this config alone."""
+        kind = self.type_of(config)
+        if kind not in self._of:
+            lines = tuple(line for line in self.lines if line.types is None or kind in line.types)
+            self._of[kind] = self if lines == self.lines else replace(self, lines=lines, _uses={}, _of={})
+        return self._of[kind]
+
+    def type_of(self, config: Mapping[str, Any]) -> str:
+        """What ``types`` call a model of this config: the class, if it is one of ``classes``, or else its type."""
+        classes = config.get("architectures")
+        first = str(classes[0]) if isinstance(classes, list) and classes else ""
+        return first if first in self.classes else str(config.get("model_type"))
 
     def uses(self, name: str) -> Sequence[Use]:
         """The lines that cover a tensor's name, in their order."""
@@ -269,6 +294,7 @@ _LINE_KEYS = {
     "first_stage",
     "deal",
     "without",
+    "also",
 }
 
 
@@ -277,6 +303,9 @@ def read_page(path: Path) -> Page:
     try:
         document = _with_base(path)
         lines = [line for target, value in document["tensors"].items() for line in _lines(target, value)]
+        types = path.with_name(document["types"]).read_text(encoding="utf-8") if "types" in document else "{}"
+        of_types = json.loads(types)
+        lines += lines_of_types(of_types.get("lines", ()))
         return Page(
             name=path.stem,
             loaded_by=document["loaded_by"],
@@ -299,6 +328,9 @@ def read_page(path: Path) -> Page:
             demands=tuple(Demand(read_expression(holds), why) for holds, why in document["demands"].items()),
             settings=_settings(document["config"]) if "config" in document else None,
             ignored=tuple(map(Pattern, document.get("ignored", ()))),
+            boxes=document.get("boxes", False),
+            classes=frozenset(of_types.get("classes", ())),
+            refused=of_types.get("refused", {}),
         )
     except (NotationError, KeyError, ValueError) as error:
         raise PlanError(f"{path}: {error}") from None
@@ -356,11 +388,22 @@ def _lines(target: str, value: Any) -> Iterator[Line]:
             first_stage=table.get("first_stage"),
             deal=table.get("deal"),
             without=Pattern(table["without"]) if "without" in table else None,
+            also=table.get("also", False),
         )
         for source in line.sources:
             if source.stars != line.target.stars or len(source.indices - line.target.indices) > 1:
                 raise NotationError(f"'{target}': '{source.text}' has other wildcards")
         yield line
+
+
+def lines_of_types(groups: Sequence[Mapping[str, Any]]) -> list[Line]:
+    """Lines that hold for some model types, from a file that a program writes (see ``tools``)."""
+    return [
+        replace(line, types=frozenset(group["types"]))
+        for group in groups
+        for target, value in group["tensors"].items()
+        for line in _lines(target, value)
+    ]
 
 
 def _of_each(value: Any, sources: Sequence[str]) -> tuple[str, ...]:

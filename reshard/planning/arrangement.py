@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from formats.errors import PlanError
+from formats.errors import MismatchError, PlanError
+from formats.files.boxes import At
 from formats.files.safetensors import DTYPE_BITS
 from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture import Architecture, is_index
@@ -23,8 +24,9 @@ from formats.notation.axes import Dim, Shape, Summand
 from formats.notation.components import Component, components, whole, without_first
 from formats.notation.rewrites import Constant, Line, Page, Use
 from formats.notation.unfused_experts import by_name
+from reshard.planning.boxes import InBoxes, Lies, boxes_on
 from reshard.planning.model import BoundTensor, Kind, Model
-from reshard.planning.plan import Layout, Plan, layout_of, owners_of
+from reshard.planning.plan import Layout, Plan, layout_of, make_plan, owners_of
 from reshard.planning.rows import Rows
 
 
@@ -34,13 +36,6 @@ class Atom(NamedTuple):
     tensor: str
     label: str | None = None
     at: int | None = None
-
-
-class Lies(NamedTuple):
-    """Where an atom lies in a rank's stored tensor: from byte ``base`` on, in one piece or in ``rows``."""
-
-    base: int
-    rows: Rows | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +76,10 @@ Taken = tuple[Portion, ...]
 """What a program makes of the tensors of a kind: all atoms of each."""
 
 
+Boxes = Mapping[str, Mapping[int, At]]
+"""The boxes of stored tensors, by the tensor's name and the number of a file."""
+
+
 class Stored(NamedTuple):
     """A tensor of a program's. ``atoms`` are in the order of the stack, then of the slots.
 
@@ -89,7 +88,7 @@ class Stored(NamedTuple):
 
     name: str
     dtype: str
-    geometry: Geometry
+    geometry: Geometry | InBoxes
     atoms: tuple[Atom, ...]
     constant: Constant | None = None
     names: tuple[str, ...] = ()
@@ -214,6 +213,9 @@ def check_model_type(model: Model, page: Page) -> None:
             "makes of its tensors is not known here",
             f"known are {', '.join(page.model_types)}",
         )
+    why = page.refused.get(page.type_of(model.config))
+    if why is not None:
+        raise PlanError(f"'{page.type_of(model.config)}' has no place in the format '{page.name}': {why}")
 
 
 def stored_like(kind: Kind, portions: Taken, other: Taken) -> Taken:
@@ -266,7 +268,7 @@ class _Reading:
     """Applies a page to the kinds of a model."""
 
     def __init__(self, model: Model, page: Page) -> None:
-        self.model, self.page = model, page
+        self.model, self.page = model, page.of(model.config)
         self.names = {kind: template_of(model.architecture, kind) for kind in model.kinds}
         self._there = frozenset(self.names.values())
 
@@ -313,6 +315,8 @@ class _Reading:
     def _uses(self, name: str, kind: Kind) -> Iterator[Use]:
         for use in self.page.uses(name):
             line = use.line
+            if line.also:
+                continue
             if line.without is not None and any(line.without.match(other) is not None for other in self._there):
                 continue
             if line.when is None or self.model.sizes.evaluate(line.when, dict(kind.indices)):
@@ -379,7 +383,7 @@ class _Reading:
 
 def template_of(architecture: Architecture, kind: Kind) -> str:
     """The name of a kind's tensors with its indices as ``{layer}``, in the architecture's own spelling."""
-    general = _general(architecture, kind.name)
+    general = _general(architecture, kind.name, rest=kind.template.endswith("*"))
     if general == kind.template or _is_same_line(architecture, kind):
         return kind.template
     module, prefix = kind.template.rpartition(".")[0], architecture.prefixes[0] if architecture.prefixes else ""
@@ -394,13 +398,16 @@ def _is_same_line(architecture: Architecture, kind: Kind) -> bool:
     return match is not None and match.template == kind.template and not kind.template.endswith("*")
 
 
-def _general(architecture: Architecture, name: str) -> str:
+def _general(architecture: Architecture, name: str, *, rest: bool) -> str:
+    """A name with its indices as ``{layer}``; with ``rest``, also with its other numbers, as ``{number0}``."""
     axes = {place: axis for axis, place in architecture.index_places(name).items()}
     segments, number = name.split("."), 0
     for i, segment in enumerate(segments):
         if is_index(segment):
             if number in axes:
                 segments[i] = f"{{{axes[number]}}}"
+            elif rest:
+                segments[i] = f"{{number{number}}}"
             number += 1
     return ".".join(segments)
 
@@ -459,19 +466,27 @@ class _Part(NamedTuple):
 class Arrangement:
     """A model's elements on a mesh as a program stores them.
 
-    ``stored`` has its tensors, ``placed`` where each atom is.
+    ``stored`` has its tensors, ``placed`` where each atom is, ``copies`` where some are once more. With ``boxes``, those
+    of each stored tensor, the numbers of files stand for ranks.
     """
 
-    def __init__(self, plan: Plan, taken: Mapping[Kind, Taken], page: Page | None = None) -> None:
-        self.plan, self.taken, self.page = plan, taken, page
+    def __init__(
+        self, plan: Plan, taken: Mapping[Kind, Taken], page: Page | None = None, boxes: Boxes | None = None
+    ) -> None:
+        self.plan, self.taken, self.page, self.boxes = plan, taken, page, boxes
+        self._laid = plan if boxes is None else make_plan(plan.model, Mesh(), padding={})
+        self.ranks = plan.mesh.size if boxes is None else 1 + max(max(found) for found in boxes.values())
         self.dropped = dropped_of(plan.model, page) if page else frozenset()
         self._layouts: dict[tuple[object, ...], Layout] = {}
         self._owners: dict[tuple[object, ...], frozenset[int] | None] = {}
         self._geometries: dict[tuple[object, ...], Geometry] = {}
+        self._boxed: dict[tuple[object, ...], InBoxes] = {}
         self._index_axes: dict[Kind, tuple[str, ...]] = {}
         self.stored = tuple(self._stored())
         self.stored += tuple(self._constants(page.constants if page else ()))
         self.placed = {atom: Placed(each, number) for each in self.stored for number, atom in enumerate(each.atoms)}
+        self.copies = [(each.atoms[0], Placed(each, 0)) for each in self._copies()]
+        self.stored += tuple(placed.stored for _, placed in self.copies)
 
     def held(self, rank: int) -> Iterator[tuple[Stored, tuple[int, ...]]]:
         """A rank's tensors, with their shapes."""
@@ -514,8 +529,30 @@ class Arrangement:
         key = (portions, layouts, first.dtype)
         if key not in self._geometries:
             self._geometries[key] = Geometry(portions, layouts, is_stack, DTYPE_BITS[first.dtype])
+        whole_one = self._geometries[key]
+        geometry = whole_one if self.boxes is None else self._in_boxes(name, whole_one, self.boxes)
         atoms, names = tuple(part.atom for part in ordered), self._names(name, first.portion.line)
-        return Stored(name, first.dtype, self._geometries[key], atoms, names=names)
+        return Stored(name, first.dtype, geometry, atoms, names=names)
+
+    def _in_boxes(self, name: str, geometry: Geometry, boxes: Boxes) -> InBoxes:
+        if name not in boxes:
+            raise MismatchError(f"tensor '{name}' is missing")
+        key = (geometry, tuple(sorted(boxes[name].items())))
+        if key not in self._boxed:
+            self._boxed[key] = InBoxes(geometry, boxes[name], self.ranks)
+        return self._boxed[key]
+
+    def _copies(self) -> Iterator[Stored]:
+        """What is stored a second time, under another name."""
+        found = copies_of(self.plan.model, self.page) if self.page else {}
+        there = {each.name for each in self.stored}
+        for tensor in self.plan.model.tensors if found else ():
+            for target in found.get(tensor.kind, ()):
+                portion = _kept(whole(tensor.kind.rule), target)
+                name, _ = self._name(tensor, portion, None)
+                if name not in there:
+                    layout = self._layout(tensor.kind, portion, None)
+                    yield self._join(name, {(0, 0): _Part(Atom(tensor.name), portion, layout, tensor.dtype)})
 
     def _names(self, name: str, line: Line | None) -> tuple[str, ...]:
         """The name of a stored tensor on each rank, if it is another one on the first pipeline stage."""
@@ -533,6 +570,9 @@ class Arrangement:
         if portion.target is None:
             return tensor.name, place
         name = portion.target
+        if "{number" in name:
+            numbers = (segment for segment in tensor.name.split(".") if is_index(segment))
+            at |= {f"number{i}": int(number) for i, number in enumerate(numbers)}
         if "{" in name:
             for axis, number in at.items():
                 name = name.replace(f"{{{axis}}}", str(number))
@@ -557,11 +597,11 @@ class Arrangement:
         part = replace(kind, rule=rule, shape=rule.sizes(sizes), places=places, stages=stages)
         if owned not in self._owners:
             is_dealt = places or stages is not None
-            self._owners[owned] = owners_of(self.plan.model, self.plan.mesh, part) if is_dealt else None
+            self._owners[owned] = owners_of(self._laid.model, self._laid.mesh, part) if is_dealt else None
         owners = self._owners[owned]
         key = (rule, kind.indices, part.shape, DTYPE_BITS[kind.dtype] % 8, owners, deal)
         if key not in self._layouts:
-            self._layouts[key] = layout_of(model, self.plan.mesh, part, self.plan.padding, owners)
+            self._layouts[key] = layout_of(model, self._laid.mesh, part, self._laid.padding, owners)
         return self._layouts[key]
 
     def _constants(self, constants: Sequence[Constant]) -> Iterator[Stored]:
@@ -588,9 +628,27 @@ def permuted(layout: Layout, order: Sequence[int]) -> Layout:
     return replace(layout, full=full, padded=padded, boxes=boxes)
 
 
-def arrangement_of(plan: Plan, page: Page) -> Arrangement:
-    """A plan's tensors as a program stores them. Raises PlanError for a tensor that the program has no place for."""
-    return Arrangement(plan, uses_of(plan.model, page), page)
+def arrangement_of(plan: Plan, page: Page, boxes: Boxes | None = None) -> Arrangement:
+    """A plan's tensors as a program stores them; ``boxes`` are those of files that are there.
+
+    Raises PlanError for a tensor that the program has no place for, MismatchError if the boxes do not fit.
+    """
+    taken = uses_of(plan.model, page)
+    if page.boxes and boxes is None:
+        stored = Arrangement(plan, taken, page).stored
+        boxes = {each.name: boxes_on(each.geometry) for each in stored if isinstance(each.geometry, Geometry)}
+    return Arrangement(plan, taken, page, boxes)
+
+
+def copies_of(model: Model, page: Page) -> dict[Kind, list[str]]:
+    """The further names of the tensors of each kind that a program stores twice: tied ones."""
+    page, found = page.of(model.config), dict[Kind, list[str]]()
+    for kind in model.kinds if any(line.also for line in page.lines) else ():
+        name = template_of(model.architecture, kind)
+        targets = [use.target for use in page.uses(name) if use.line.also]
+        if targets:
+            found[kind] = targets
+    return found
 
 
 def dropped_of(model: Model, page: Page) -> frozenset[str]:

@@ -148,7 +148,7 @@ def _is_dealt(model: Model, mesh_dim: str) -> bool:
 def check_degrees(model: Model, mesh: Mesh, *, pad: bool = True) -> None:
     """Raise PlanError with the valid degrees if a degree of the mesh is not possible."""
     for axis, _ in mesh.uneven:
-        if axis not in model.channels:
+        if axis not in model.channels and axis not in model.architecture.pad:
             raise PlanError(f"{mesh}: the axis '{axis}' cannot be split unevenly")
     for mesh_dim, degree in mesh.degrees:
         if degree == 1 or mesh_dim == "pp":  # layers are dealt whole: see reshard.planning.stages

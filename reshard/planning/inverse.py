@@ -20,8 +20,8 @@ from reshard.planning.sizes import AxisSizes
 class Origins:
     """Finds the tensors of Hugging Face's that stored ones are made of."""
 
-    def __init__(self, page: Page, architecture: Architecture, sizes: AxisSizes) -> None:
-        self._page, self._architecture, self._sizes = page, architecture, sizes
+    def __init__(self, page: Page, architecture: Architecture, sizes: AxisSizes, config: Mapping[str, object]) -> None:
+        self._page, self._architecture, self._sizes = page.of(config), architecture, sizes
         self._packed = dict(self._packed_lines())
         self._there: set[str] = set()
 
@@ -77,11 +77,11 @@ class Origins:
     def _sources(self, name: str) -> list[str] | None:
         for line in self._page.lines:
             found = line.target.match(name)
-            if found is None or (line.when is not None and not self._holds(line)):
+            if found is None or line.also or (line.when is not None and not self._holds(line)):
                 continue
             sources = self._known(line, found)
             if sources is not None:
-                return sources
+                return [name] if len(sources) == 1 and self._is_same_line(sources[0], name) else sources
         return [name] if self._page.keep and self._is_known(name) else None
 
     def _holds(self, line: Line) -> bool:
@@ -118,6 +118,13 @@ class Origins:
             return None
         *_, axis = self._architecture.index_places(first)
         return self._sizes.counts.get(axis)
+
+    def _is_same_line(self, name: str, other: str) -> bool:
+        """Whether two names are spellings of one: they differ in a prefix of the architecture's."""
+        one, two = self._architecture.match(name), self._architecture.match(other)
+        if one is None or two is None or one.template.endswith("*"):
+            return False
+        return (one.template, one.indices) == (two.template, two.indices)
 
     def _is_known(self, name: str) -> bool:
         module, _, leaf = name.rpartition(".")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from formats.errors import PlanError
@@ -10,6 +11,7 @@ from formats.notation.rewrites import Page
 from reshard.planning.arrangement import check_model_type
 from reshard.planning.model import Model
 from reshard.planning.plan import Plan, make_plan
+from reshard.planning.shares import padding_for
 
 
 def plan_for(model: Model, page: Page, mesh: Mesh, *, pad: bool = True, uneven: bool = False) -> Plan:
@@ -17,7 +19,7 @@ def plan_for(model: Model, page: Page, mesh: Mesh, *, pad: bool = True, uneven: 
 
     Raises PlanError if the program cannot take it, or the degree is not possible, or parts are to be ``uneven``.
     """
-    if uneven:
+    if uneven and not page.boxes:
         raise PlanError(f"--uneven is not possible with the format '{page.name}', whose ranks have equal parts")
     check_demands(model, page, mesh)
     return program_plan(model, page, mesh, pad=pad)
@@ -42,8 +44,12 @@ def check_demands(model: Model, page: Page, mesh: Mesh) -> None:
 def program_plan(model: Model, page: Page, mesh: Mesh, *, pad: bool = True) -> Plan:
     """The plan of a model on a mesh, padded as a program's page says.
 
-    With ``pad=False`` a vocabulary that does not divide is refused. Raises PlanError if the degree is not possible.
+    With ``pad=False`` a vocabulary that does not divide is refused. Where files have boxes, nothing is padded: what
+    does not divide is dealt unevenly. Raises PlanError if the degree is not possible.
     """
+    if page.boxes:
+        units = dict.fromkeys(sorted(padding_for(model, mesh, 1)), 1) | dict(mesh.uneven)
+        return make_plan(model, replace(mesh, uneven=tuple(units.items())), pad=False)
     return make_plan(model, mesh, pad=pad and page.pad_to > 0, pad_to=_multiple(model, page, mesh))
 
 

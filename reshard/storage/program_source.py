@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from formats.documents import json_bytes, read_config
 from formats.errors import CheckpointError, MismatchError
+from formats.files.boxes import At, check_tiling, read_boxes, whole_shape
 from formats.files.checkpoint import find_side_files, read_weights, with_modelopt
-from formats.files.safetensors import TensorInfo
+from formats.files.safetensors import TensorInfo, read_header
 from formats.files.sharded import MANIFEST, METADATA_KEY, Manifest, Shard, read_shard
 from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture import Architecture
 from formats.notation.rewrites import Page, pages
 from formats.regular_files import read_file
 from reshard.planning.arrangement import Arrangement
+from reshard.planning.boxes import InBoxes
 from reshard.planning.inverse import Origins
 from reshard.planning.model import FullTensor
 from reshard.planning.program_config import made_config
@@ -44,7 +47,10 @@ def program_files(page: Page, folder: Path) -> list[ProgramFile]:
     found: list[tuple[int, int, int, int | None, str]]
     found = [(w["pp"] * width + w["tp"], w["part"], w["pp"], None, name) for name, w in staged]
     plain = [] if found else [*_matches(page.files, names), *(_matches(page.parts, names) if page.parts else [])]
-    found += [(w.get("rank", 0), w.get("part", 0), 0, w.get("ranks"), name) for name, w in plain]
+    found += [
+        (w.get("rank", w.get("shard", 1) - 1), w.get("part", w.get("number", 0)), 0, w.get("ranks"), name)
+        for name, w in plain
+    ]
     ordered = sorted(found, key=lambda file: file[:2])
     return [ProgramFile(folder / name, rank, stage, ranks) for rank, _, stage, ranks, name in ordered]
 
@@ -59,6 +65,44 @@ def _matches(files: str, names: Sequence[str]) -> list[tuple[str, dict[str, int]
 def pages_for(folder: Path) -> list[Page]:
     """The formats whose file names a folder has."""
     return [page for page in pages().values() if program_files(page, folder)]
+
+
+def read_boxed(
+    files: Sequence[ProgramFile],
+) -> tuple[tuple[dict[str, TensorInfo], ...], dict[str, dict[int, At]]]:
+    """The tensors of each file, and the boxes of each tensor. Raises CheckpointError."""
+    ranks, boxes = list[dict[str, TensorInfo]](), defaultdict[str, dict[int, At]](dict)
+    for number, file in enumerate(files):
+        header = read_header(file.path)
+        ranks.append(header.tensors)
+        shapes = {name: info.shape for name, info in header.tensors.items()}
+        for name, at in read_boxes(file.path, header.metadata, shapes).items():
+            boxes[name][number] = at
+    return tuple(ranks), dict(boxes)
+
+
+def whole_tensors(
+    ranks: Sequence[Mapping[str, TensorInfo]], boxes: Mapping[str, Mapping[int, At]]
+) -> dict[str, TensorInfo]:
+    """The whole tensors of which files have pieces."""
+    infos = {name: info for tensors in ranks for name, info in tensors.items()}
+    return {name: info._replace(shape=whole_shape(boxes[name].values())) for name, info in infos.items()}
+
+
+def _check_boxes(arrangement: Arrangement, ranks: Sequence[Mapping[str, TensorInfo]], path: Path) -> None:
+    """Raise MismatchError unless the boxes are exactly those of the tensors of an arrangement."""
+    assert arrangement.boxes is not None
+    lacking = set(arrangement.boxes)
+    for stored in arrangement.stored:
+        assert isinstance(stored.geometry, InBoxes)
+        lacking.remove(stored.name)
+        check_tiling(stored.name, arrangement.boxes[stored.name], stored.geometry.whole.shape(0) or (), path)
+        infos = (tensors[stored.name] for tensors in ranks if stored.name in tensors)
+        other = next((info for info in infos if info.dtype != stored.dtype), None)
+        if other is not None:
+            raise MismatchError(f"{other.file}: tensor '{stored.name}' is {other.dtype}, it should be {stored.dtype}")
+    if lacking:
+        raise MismatchError(f"{path}: tensor '{min(lacking)}' is none of this model's")
 
 
 def read_ranks(page: Page, files: Sequence[ProgramFile], where: Path) -> tuple[dict[str, TensorInfo], ...]:
@@ -97,7 +141,7 @@ def check_belonging(files: Sequence[ProgramFile]) -> None:
         if header is None or METADATA_KEY not in header.metadata:
             continue
         shard = read_shard(header, file.path)
-        if shard.rank != file.rank:
+        if shard.rank != file.rank % shard.identity.mesh.size:  # a rank may have several files with boxes
             raise MismatchError(f"{file.path} is a file of rank {shard.rank}, its name says rank {file.rank}")
         if first is not None and shard.identity != first[0].identity:
             raise MismatchError(f"{file.path} and {first[1]} are of different splits")
@@ -140,7 +184,7 @@ def inferred_tensors(
 ) -> list[FullTensor]:
     """The tensors of the original, as far as the names of stored ones say. Raises CheckpointError."""
     stored = {name: info for rank in reversed(ranks) for name, info in rank.items()}
-    found = Origins(page, architecture, AxisSizes(architecture, config, {})).of(stored)
+    found = Origins(page, architecture, AxisSizes(architecture, config, {}), config).of(stored)
     return [FullTensor(name, stored[of].dtype, None, stored[of].file.name) for name, of in found.items()]
 
 
@@ -171,6 +215,9 @@ def meshes(count: int, stages: int, page: Page, has_experts: bool) -> Iterator[M
 
 def check_stored(arrangement: Arrangement, ranks: Sequence[Mapping[str, TensorInfo]], path: Path) -> None:
     """Raise MismatchError unless each rank has exactly the tensors, dtypes and shapes of an arrangement."""
+    if arrangement.boxes is not None:
+        _check_boxes(arrangement, ranks, path)
+        return
     for rank, tensors in enumerate(ranks):
         lacking = dict(tensors)
         for stored, shape in arrangement.held(rank):

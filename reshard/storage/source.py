@@ -40,7 +40,7 @@ from formats.notation.architecture_files import find_architecture, load_architec
 from formats.notation.rewrites import Page, page_of
 from formats.quantization.scale_blocks import block_size
 from formats.regular_files import open_file, read_file
-from reshard.planning.arrangement import Arrangement, arrangement_of, stored_like, unchanged, uses_of
+from reshard.planning.arrangement import Arrangement, Boxes, arrangement_of, stored_like, unchanged, uses_of
 from reshard.planning.binding import bind, lines_for
 from reshard.planning.completeness import check_complete
 from reshard.planning.finer_blocks import with_blocks
@@ -60,7 +60,9 @@ from reshard.storage.program_source import (
     meshes,
     pages_for,
     program_files,
+    read_boxed,
     read_ranks,
+    whole_tensors,
 )
 
 UNSPLIT = Mesh((("tp", 1),))
@@ -136,11 +138,13 @@ class Source:
     """The manifest of a split checkpoint that has one."""
     made: Mapping[str, bytes] = field(default_factory=dict)
     """Side files that do not lie in its folder."""
+    boxes: Boxes | None = None
+    """The boxes of stored tensors, by the numbers of their files, which stand for ranks."""
 
     @cached_property
     def arrangement(self) -> Arrangement | None:
         """What is stored, if the format is another program's."""
-        return None if self.page is None else arrangement_of(self.plan, self.page)
+        return None if self.page is None else arrangement_of(self.plan, self.page, self.boxes)
 
     @property
     def states(self) -> tuple[Stamp, ...]:
@@ -223,7 +227,10 @@ def arrangements(source: Source, target: Plan | Arrangement) -> tuple[Arrangemen
     pairs = dict.fromkeys(zip((t.kind for t in model.tensors), (t.kind for t in plan.model.tensors), strict=True))
     mine = {kind: stored_like(kind, own[kind], other[theirs]) for kind, theirs in pairs}
     there = {theirs: stored_like(theirs, other[theirs], own[kind]) for kind, theirs in pairs}
-    return Arrangement(source.plan, mine, source.page), Arrangement(plan, there, target.page)
+    return (
+        Arrangement(source.plan, mine, source.page, source.boxes),
+        Arrangement(plan, there, target.page, target.boxes),
+    )
 
 
 def open_source(
@@ -348,27 +355,29 @@ def _open_program(
     for page in candidates:
         found = program_files(page, path)
         check_belonging(found)
-        ranks, stages = read_ranks(page, found, path), 1 + max(file.stage for file in found)
+        ranks, boxes = read_boxed(found) if page.boxes else (read_ranks(page, found, path), None)
+        held = [whole_tensors(ranks, boxes)] if boxes is not None else ranks
+        stages = 1 + max(file.stage for file in found)
         config, made = config_of(page, path, config_folder, ranks)
         architecture = load_architecture(plan_file) if plan_file else find_architecture(config, path)
         if manifest is not None and plan_file is None:
             architecture = architecture_from_document(manifest.architecture, "manifest", str(path))
         try:
-            full = full_tensors(manifest) or inferred_tensors(page, architecture, config, ranks)
-            sizes = manifest.identity.sizes if manifest else inferred_sizes(architecture, config, ranks)
+            full = full_tensors(manifest) or inferred_tensors(page, architecture, config, held)
+            sizes = manifest.identity.sizes if manifest else inferred_sizes(architecture, config, held)
             model = bind(architecture, config, full, known=sizes)
         except ReshardError as error:
             problems.append((False, error))
             continue
-        for mesh in [manifest.identity.mesh] if manifest else meshes(len(ranks), stages, page, bool(model.expert_axes)):
+        for mesh in [manifest.identity.mesh] if manifest else meshes(len(held), stages, page, bool(model.expert_axes)):
             try:
                 plan = program_plan(model, page, mesh)
-                check_stored(arrangement_of(plan, page), ranks, path)
+                check_stored(arrangement_of(plan, page, boxes), ranks, path)
             except ReshardError as error:
                 problems.append((True, error))
                 continue
             check_complete(model, path)
-            return _program_source(path, location, stamps, manifest, page, plan, ranks, made)
+            return _program_source(path, location, stamps, manifest, page, plan, ranks, made, boxes)
     raise max(problems, key=lambda problem: problem[0])[1]
 
 
@@ -381,6 +390,7 @@ def _program_source(
     plan: Plan,
     ranks: tuple[Mapping[str, TensorInfo], ...],
     made: Mapping[str, bytes],
+    boxes: Boxes | None,
 ) -> Source:
     expected = {path / f.name: f.checksum for files in manifest.ranks.values() for f in files} if manifest else {}
     found = [file.path for file in program_files(page, path)]
@@ -398,7 +408,7 @@ def _program_source(
     return Source(
         path, location, None, plan, plan.model, tuple(tensor.name for tensor in plan.model.tensors), ranks, files,
         side_files, None, None, _of_used(stamps, used, path), page,
-        {name: info for file in kept for name, info in read[file][0].items()}, manifest, made,
+        {name: info for file in kept for name, info in read[file][0].items()}, manifest, made, boxes,
     )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from reshard.engine.reading import Sums
 from reshard.engine.transfer import Change, Transfer, Way
 from reshard.engine.ways import way_between
 from reshard.planning.arrangement import Arrangement, Atom, Geometry, Placed, Portion, permuted, stored_like, unchanged
+from reshard.planning.boxes import InBoxes, in_common
 from reshard.planning.plan import Layout, Plan, make_plan
 from reshard.storage.output import Finished, Read, Staging, staging_of
 from reshard.storage.source import KEPT, UNSPLIT, Places, Source, SourceFile, SourcePlace, arrangements
@@ -182,7 +183,7 @@ def _atom_jobs(
     here, there = arrangements(source, target)
     ways = _Ways()
     kept = _Kept(source, there, places)
-    ranks_of: dict[tuple[Geometry, int], frozenset[int]] = {}
+    ranks_of: dict[tuple[Geometry | InBoxes, int], frozenset[int]] = {}
     for atom in kept.atoms if here.dropped or there.dropped else here.placed:
         found, wanted = here.placed.get(atom), there.placed.get(atom)
         if found is None or found.portion.function is not None:
@@ -199,6 +200,12 @@ def _atom_jobs(
             yield ways.job(atom, held, wanted, sources, partial(_atom_target, places, wanted), ranks)
         if wanted is None or wanted.portion.function is not None:
             yield ways.job(atom, held, kept.whole(atom), sources, kept.target(atom), frozenset({0}))
+    for atom, wanted in there.copies:
+        held = here.placed[atom]
+        yield ways.job(
+            atom, held, wanted, partial(_atom_source, source, held), partial(_atom_target, places, wanted),
+            _ranks_of(wanted, places),
+        )  # fmt: skip
 
 
 def _ranks_of(placed: Placed, places: Mapping[int, Mapping[str, TargetPlace]]) -> frozenset[int]:
@@ -220,6 +227,7 @@ class _Ways:
         self._ways: dict[tuple[object, ...], Way] = {}
         self._orders: dict[tuple[Portion, Portion], tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self._layouts: dict[tuple[Layout, tuple[int, ...], frozenset[int]], Layout] = {}
+        self._common: dict[tuple[object, ...], tuple[Layout, Layout, tuple[int, ...]]] = {}
 
     def job(
         self,
@@ -231,17 +239,28 @@ class _Ways:
         ranks: frozenset[int],
     ) -> Job:
         """The job that moves an atom to these ranks."""
-        portions = held.portion, wanted.portion
-        if portions not in self._orders:
-            self._orders[portions] = _orders(*portions)
-        stored, order = self._orders[portions]
-        before, after = (self._layout(placed, stored) for placed in (held, wanted))
+        before, after, order = self._between(held, wanted)
         dtype, change = held.stored.dtype, _change(atom.tensor, held, wanted)
         key = (before, after, dtype, order, change and (change.target, change.function), ranks)
         if key not in self._ways:
             self._ways[key] = Transfer(before, after, DTYPE_BITS[dtype], ranks, order=order, change=change)
         nbytes = math.prod(before.full) * DTYPE_BITS[dtype] // 8
         return Job(atom.tensor, self._ways[key], sources, targets, nbytes, held.in_rows or wanted.in_rows)
+
+    def _between(self, held: Placed, wanted: Placed) -> tuple[Layout, Layout, tuple[int, ...]]:
+        """The layouts before and after with the same dimensions, and the order in which the target stores these."""
+        portions = held.portion, wanted.portion
+        if InBoxes not in {type(held.stored.geometry), type(wanted.stored.geometry)}:
+            if portions not in self._orders:
+                self._orders[portions] = _orders(*portions)
+            stored, order = self._orders[portions]
+            return self._layout(held, stored), self._layout(wanted, stored), order
+        key = (held.layout, wanted.layout, *portions, held.zeros)
+        if key not in self._common:
+            before, after, order = in_common(held, wanted)
+            kept = {rank: box for rank, box in before.boxes.items() if rank not in held.zeros}
+            self._common[key] = replace(before, boxes=kept), after, order
+        return self._common[key]
 
     def _layout(self, placed: Placed, order: tuple[int, ...]) -> Layout:
         """The layout of an atom in the source's order, without the ranks that have zeros in its place."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from formats.documents import json_bytes
 from formats.errors import PlanError, brief
+from formats.files.boxes import boxes_metadata
 from formats.files.checksum import checksum
 from formats.files.safetensors import DTYPE_BITS, build_header, tensor_bytes
 from formats.files.sharded import FileRecord, Manifest
@@ -34,7 +35,9 @@ class ProgramFiles:
         self.ranks, self.max_shard_size = ranks, max_shard_size
         self.identity = source.identity(self.plan)
         self._shards: list[ShardFile] = []
-        self._files = {rank: list(self._files_of(rank)) for rank in ranks}
+        self._files: dict[int, list[NewFile]] = {rank: [] for rank in ranks}
+        for number in range(arrangement.ranks):
+            self._files[number % self.plan.mesh.size] += self._files_of(number)
         self._kept = list(self._kept_file())
         self.files = [file for files in (*self._files.values(), self._kept) for file in files]
         self.nbytes = sum(file.size for file in self.files)
@@ -43,6 +46,7 @@ class ProgramFiles:
         """What the program needs beside the weights and the source's own files: its config file, an index."""
 
     def _files_of(self, rank: int) -> Iterator[NewFile]:
+        """The files of a rank, or those with a number of boxes."""
         held = sorted(self.arrangement.held(rank), key=lambda found: -DTYPE_BITS[found[0].dtype])
         tensors = [
             (each.name_on(rank), each.dtype, shape, tensor_bytes(each.name, each.dtype, shape)) for each, shape in held
@@ -50,10 +54,11 @@ class ProgramFiles:
         constants = {each.name: _values(each) for each, _ in held if each.constant}
         zeros = {each.name for each, _ in held if each.atoms and Placed(each, 0).is_zero(rank)}
         constants |= {name: bytes(size) for name, _, _, size in tensors if name in zeros}
-        shards: Sequence[ShardFile] = partition(
-            tensors, self.max_shard_size if self.page.parts or "{part}" in self.page.files else 1 << 62
-        )
+        has_parts = self.page.parts or "{part" in self.page.files or "{number" in self.page.files
+        shards: Sequence[ShardFile] = partition(tensors, self.max_shard_size if has_parts else 1 << 62)
         for part, shard in enumerate(shards):
+            if not shard.tensors:
+                continue
             file = self._file(self.page.file_name(self.plan.mesh, rank, part, len(shards)), rank, shard)
             fixed = tuple((offset, constants[tensor]) for tensor, offset in file.places() if tensor in constants)
             yield dataclasses.replace(file, fixed=(*file.fixed, *fixed))
@@ -63,7 +68,7 @@ class ProgramFiles:
         named = dataclasses.replace(shard, name=name)
         self._shards.append(named)
         if not name.endswith(".pth"):
-            header = build_header(shard.tensors, self.identity.metadata(rank))
+            header = build_header(shard.tensors, self._metadata(rank, shard))
             return new_file(named, "", rank, header)
         archive = build_archive([(*tensor, size) for tensor, size in zip(shard.tensors, shard.sizes, strict=True)])
         return NewFile(
@@ -93,6 +98,12 @@ class ProgramFiles:
                     f"{brief(mine[key])}",
                     f"remove {settings.file} from the source, and it is written anew",
                 )
+
+    def _metadata(self, rank: int, shard: ShardFile) -> dict[str, str]:
+        own, boxes = self.identity.metadata(rank % self.plan.mesh.size), self.arrangement.boxes
+        if boxes is None:
+            return own
+        return own | boxes_metadata({name: boxes[name][rank].offset for name, _, _ in shard.tensors})
 
     def _kept_file(self) -> Iterator[NewFile]:
         """The file with the tensors that the program does not store as they are, if there are any."""

@@ -1,0 +1,83 @@
+"""The boxes of tensors in safetensors files, as torch's distributed checkpoints state them in the files' headers.
+
+``__metadata__`` has, for each tensor of a file, at which offsets of the whole tensor its piece begins. The whole
+tensor's shape follows from all pieces. Source: torch/distributed/checkpoint/hf_storage.py, _hf_utils.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from formats.documents import Record, Unfit, items, mapping, size, strict_json
+from formats.errors import CheckpointError, MismatchError
+
+_KEY = "DCP_SHARDING_INFO"
+
+
+class At(NamedTuple):
+    """A box of a tensor: its offset and its length in each dimension."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        """The first index after it in each dimension."""
+        return tuple(map(sum, zip(self.offset, self.shape, strict=True)))
+
+    def overlaps(self, other: At) -> bool:
+        """Whether both have an element."""
+        ends = zip(self.offset, self.end, other.offset, other.end, strict=True)
+        return all(first < end2 and first2 < end for first, end, first2, end2 in ends)
+
+
+def boxes_metadata(offsets: Mapping[str, Sequence[int]]) -> dict[str, str]:
+    """The metadata of a file's header, for the offsets of its tensors."""
+    info = {name: {"saved_offsets": list(offset)} for name, offset in offsets.items()}
+    return {_KEY: json.dumps(info, separators=(",", ":")), "DCP_VERSION": "1.0", "format": "pt"}
+
+
+def read_boxes(path: Path, metadata: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, At]:
+    """The boxes of a file's tensors, by its header's metadata and their shapes there.
+
+    A file without offsets has whole tensors. Raises CheckpointError that names the file.
+    """
+    try:
+        found = _OFFSETS(strict_json(metadata[_KEY]), _KEY) if _KEY in metadata else {}
+        at = {name: At(found.get(name, (0,) * len(shape)), shape) for name, shape in shapes.items()}
+        for name, (offset, shape) in at.items():
+            if len(offset) != len(shape) or (_KEY in metadata and name not in found):
+                raise Unfit(f"{_KEY}.{name} should have {len(shape)} offsets")
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}", "the file's header is damaged: fetch or write it again") from None
+    return at
+
+
+def _offsets(value: object, where: str) -> tuple[int, ...]:
+    return Record(value, where).get("saved_offsets", items(size))
+
+
+_OFFSETS = mapping(_offsets)
+
+
+def whole_shape(boxes: Iterable[At]) -> tuple[int, ...]:
+    """The shape of the tensor that boxes are of."""
+    return tuple(map(max, zip(*(at.end for at in boxes), strict=True)))
+
+
+def check_tiling(name: str, boxes: Mapping[int, At], shape: tuple[int, ...], where: Path) -> None:
+    """Raise MismatchError unless boxes have each element of a tensor of this shape once."""
+    pairs = itertools.combinations(boxes.values(), 2)
+    full, found = math.prod(shape), sum(math.prod(at.shape) for at in boxes.values())
+    made = whole_shape(boxes.values())
+    if made != shape:
+        raise MismatchError(f"{where}: the pieces of tensor '{name}' make {list(made)}, it should be {list(shape)}")
+    if any(one.overlaps(other) for one, other in pairs):
+        raise MismatchError(f"{where}: pieces of tensor '{name}' overlap")
+    if found != full:
+        raise MismatchError(f"{where}: {full - found:,} of {full:,} elements of tensor '{name}' are missing")

@@ -1,0 +1,300 @@
+"""Stored tensors in boxes: what a program writes that says of each piece of a tensor at which offsets it begins.
+
+A *box* is a contiguous range of each dimension. Such a program's files are numbered, and a file has at most one box of
+a tensor. A rank whose part is no box (a packed gate and up, heads that do not divide) has several files. Each box is
+written once, by the first rank that has it. Any reader finds its part among the boxes, whatever its own mesh.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+from formats.errors import PlanError
+from formats.files.boxes import At
+from formats.notation.axes import Run, merge_runs
+from reshard.planning.plan import Box, Layout
+from reshard.planning.rows import Rows
+
+if TYPE_CHECKING:
+    from reshard.planning.arrangement import Geometry, Placed, Portion
+
+
+class Lies(NamedTuple):
+    """Where an atom lies in a stored tensor: from byte ``base`` on, in one piece or in ``rows``."""
+
+    base: int
+    rows: Rows | None
+
+
+class _Part(NamedTuple):
+    """An atom's part in a box: a run for each of the atom's groups of factors, and where it lies."""
+
+    runs: tuple[Run, ...]
+    lies: Lies
+
+
+@dataclass(frozen=True, eq=False)
+class InBoxes:
+    """Where the atoms of a stored tensor lie in its boxes; like ``Geometry``, with files in the place of ranks.
+
+    ``whole`` is the geometry of the whole tensor. ``boxes`` has the box of each file, ``ranks`` is their number.
+    """
+
+    whole: Geometry
+    boxes: Mapping[int, At]
+    ranks: int
+
+    @property
+    def portions(self) -> tuple[Portion, ...]:
+        """As of the whole tensor."""
+        return self.whole.portions
+
+    @property
+    def is_stack(self) -> bool:
+        """As of the whole tensor."""
+        return self.whole.is_stack
+
+    def shape(self, file: int) -> tuple[int, ...] | None:
+        """The shape of a file's box; None if it has none."""
+        return self.boxes[file].shape if file in self.boxes else None
+
+    def lies(self, file: int, number: int) -> Lies | None:
+        """Where an atom lies in a file's box; None if it has no part of it."""
+        part = self._parts[number].get(file)
+        return part.lies if part else None
+
+    @cached_property
+    def layouts(self) -> tuple[Layout, ...]:
+        """The layout of each atom over the files, with a dimension for each group of factors."""
+        return tuple(self._layout(number, parts) for number, parts in enumerate(self._parts))
+
+    def groups(self, number: int) -> tuple[tuple[int, ...], ...]:
+        """The factors of an atom that are one dimension, in the stored order."""
+        portion, found, start = self.portions[number % len(self.portions)], [], 0
+        for dim, count in enumerate(portion.counts):
+            lead = portion.lead if dim == portion.dim and len(self.portions) > 1 else 0
+            found += [portion.order[start : start + lead]] if lead else []
+            found.append(portion.order[start + lead : start + count])
+            start += count
+        return tuple(found)
+
+    @cached_property
+    def _parts(self) -> tuple[Mapping[int, _Part], ...]:
+        found = []
+        for number in range(len(self.whole.layouts)):
+            parts = {file: part for file, at in self.boxes.items() if (part := self._part(at, number)) is not None}
+            found.append(parts)
+        return tuple(found)
+
+    @cached_property
+    def _known(self) -> dict[tuple[object, ...], Layout]:
+        return {}
+
+    def _layout(self, number: int, parts: Mapping[int, _Part]) -> Layout:
+        of, runs = self.whole.layouts[number], tuple((file, part.runs) for file, part in parts.items())
+        key = (of, self.portions[number % len(self.portions)], runs)
+        if key not in self._known:
+            full = tuple(math.prod(of.full[factor] for factor in group) for group in self.groups(number))
+            boxes = {
+                file: Box(tuple((run,) for run in found), tuple(run.length for run in found)) for file, found in runs
+            }
+            parallel = frozenset(range(len(full)))
+            self._known[key] = Layout(of.rule, full, full, boxes, self.ranks, of.stored, parallel, True)
+        return self._known[key]
+
+    def _part(self, at: At, number: int) -> _Part | None:
+        """An atom's part in a box."""
+        place, slot = divmod(number, len(self.portions))
+        offset, shape, before = at.offset, at.shape, 0
+        if self.is_stack:
+            if not offset[0] <= place < offset[0] + shape[0]:
+                return None
+            before, offset, shape = place - offset[0], offset[1:], shape[1:]
+        base, rows = before * math.prod(shape), None
+        runs: list[Run] = []
+        for dim in range(len(shape)):
+            run = Run(offset[dim], shape[dim])
+            if dim != self.portions[0].dim or len(self.portions) == 1:
+                runs.append(run)
+                continue
+            portion, (begin, end, total) = self.portions[slot], self._extent(place, slot)
+            lead, inner = _in_two(run, total)
+            first, last = max(inner.offset, begin), min(inner.end, end)
+            if first >= last:
+                return None
+            runs += [lead] if portion.lead else []
+            runs.append(Run(first - begin, last - first))
+            behind = math.prod(shape[dim + 1 :])
+            base += (first - inner.offset) * behind
+            if math.prod(shape[:dim]) * lead.length > 1 and last - first < inner.length:
+                rows = Rows(self._bytes((last - first) * behind), self._bytes(inner.length * behind))
+        return _Part(tuple(runs), Lies(self._bytes(base), rows))
+
+    def _extent(self, place: int, slot: int) -> tuple[int, int, int]:
+        """Where an atom begins and ends along the dimension in which atoms are joined, and the length of all."""
+        layouts = self.whole.layouts[place * len(self.portions) :]
+        ends = [0]
+        for portion, layout in zip(self.portions, layouts, strict=False):
+            own = _of_dim(portion, portion.dim)[portion.lead :]
+            ends.append(ends[-1] + math.prod(layout.full[factor] for factor in own))
+        return ends[slot], ends[slot + 1], ends[-1]
+
+    def _bytes(self, elements: int) -> int:
+        nbytes, rest = divmod(elements * self.whole.bits, 8)
+        if rest:
+            raise PlanError(f"elements of {self.whole.bits} bits would be cut within a byte")
+        return nbytes
+
+
+def _in_two(run: Run, inner: int) -> tuple[Run, Run]:
+    """A run as the product of two: of whole ``inner`` indices, or of a part of one. Raises PlanError if it is none."""
+    if run.offset % inner == 0 and run.length % inner == 0:
+        return Run(run.offset // inner, run.length // inner), Run(0, inner)
+    if run.offset // inner == (run.end - 1) // inner:
+        return Run(run.offset // inner, 1), Run(run.offset % inner, run.length)
+    raise PlanError(
+        f"indices {run.offset} to {run.end} of a stored dimension are a part of several blocks of {inner}, which are "
+        "stored in another order in the target"
+    )
+
+
+def _of_dim(portion: Portion, dim: int) -> tuple[int, ...]:
+    """The factors of a stored dimension, in the stored order."""
+    start = sum(portion.counts[:dim])
+    return portion.order[start : start + portion.counts[dim]]
+
+
+# ------------------------------------------------------------------------------------------ the boxes of a mesh
+
+
+def boxes_on(geometry: Geometry) -> dict[int, At]:
+    """The boxes of a stored tensor on a mesh, by the number of their file: rank, and so on with each further box.
+
+    Where one rank's run begins or ends, those of all others are cut, so that boxes are equal or have nothing in common.
+    """
+    owned = {rank: dims for rank in range(geometry.ranks) if (dims := _dims_of(geometry, rank)) is not None}
+    ends = [
+        {end for run in itertools.chain(*of) for end in (run.offset, run.end)}
+        for of in zip(*owned.values(), strict=True)
+    ]
+    cuts = [sorted(of) for of in ends]
+    found: dict[At, int] = {}
+    for rank, dims in owned.items():
+        pieces = [[piece for run in runs for piece in _cut(run, at)] for runs, at in zip(dims, cuts, strict=True)]
+        for number, box in enumerate(itertools.product(*pieces)):
+            at = At(tuple(run.offset for run in box), tuple(run.length for run in box))
+            found.setdefault(at, number * geometry.ranks + rank)
+    return {file: at for at, file in found.items()}
+
+
+def _cut(run: Run, cuts: Sequence[int]) -> Iterator[Run]:
+    ends = [run.offset, *(cut for cut in cuts if run.offset < cut < run.end), run.end]
+    return (Run(begin, end - begin) for begin, end in itertools.pairwise(ends))
+
+
+def _dims_of(geometry: Geometry, rank: int) -> list[list[Run]] | None:
+    """The runs of each stored dimension that a rank has; None if it has nothing of the tensor."""
+    slots = len(geometry.portions)
+    places = [i // slots for i in range(0, len(geometry.layouts), slots) if rank in geometry.layouts[i].boxes]
+    if not places:
+        return None
+    dims = [list(merge_runs(Run(place, 1) for place in places))] if geometry.is_stack else []
+    first = geometry.portions[0]
+    for dim in range(len(first.counts)):
+        runs, base = [], 0
+        for slot in range(slots if dim == first.dim else 1):
+            layout, factors = geometry.layouts[places[0] * slots + slot], _of_dim(geometry.portions[slot], dim)
+            own = joined_runs([(layout.boxes[rank].dims[factor], layout.full[factor]) for factor in factors])
+            runs += [Run(base + run.offset, run.length) for run in own]
+            base += math.prod(layout.full[factor] for factor in factors)
+        dims.append(list(merge_runs(runs)))
+    return dims
+
+
+def joined_runs(factors: Sequence[tuple[Sequence[Run], int]]) -> tuple[Run, ...]:
+    """The runs of a product of factors, each with its own runs and its size, slowest first."""
+    found: tuple[Run, ...] = (Run(0, 1),)
+    size = 1
+    for runs, length in reversed(factors):
+        if found == (Run(0, size),):
+            found = tuple(Run(run.offset * size, run.length * size) for run in runs)
+        else:
+            indices = (index for run in runs for index in range(run.offset, run.end))
+            found = tuple(Run(index * size + run.offset, run.length) for index in indices for run in found)
+        size *= length
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ common dimensions
+
+
+def in_common(held: Placed, wanted: Placed) -> tuple[Layout, Layout, tuple[int, ...]]:
+    """An atom's layouts here and there with the same dimensions, of which a side in boxes knows no finer ones.
+
+    The dimensions are in the order of the source; the third value has them in the order of the target. Raises PlanError
+    if a box cuts through what the other side stores in another order.
+    """
+    source, target = held.portion.order, wanted.portion.order
+    after = {factor: place for place, factor in enumerate(target)}
+    starts = {group[0] for placed in (held, wanted) for group in _groups(placed)}
+    blocks: list[tuple[int, ...]] = []
+    for factor in source:
+        is_next = blocks and after[blocks[-1][-1]] + 1 == after[factor]
+        if is_next and factor not in starts:
+            blocks[-1] += (factor,)
+        else:
+            blocks.append((factor,))
+    order = sorted(range(len(blocks)), key=lambda number: after[blocks[number][0]])
+    same = tuple(order) == tuple(range(len(blocks)))
+    return _over(held, blocks), _over(wanted, blocks), () if same else tuple(order)
+
+
+def _groups(placed: Placed) -> tuple[tuple[int, ...], ...]:
+    geometry = placed.stored.geometry
+    return geometry.groups(placed.number) if isinstance(geometry, InBoxes) else ()
+
+
+def _over(placed: Placed, blocks: Sequence[tuple[int, ...]]) -> Layout:
+    """An atom's layout with a dimension for each block of factors."""
+    layout, geometry = placed.layout, placed.stored.geometry
+    if isinstance(geometry, InBoxes):
+        sizes = geometry.whole.layouts[placed.number].full
+        places = [(place, group) for place, group in enumerate(geometry.groups(placed.number))]
+        split = [
+            (place, sorted((block for block in blocks if block[0] in group), key=lambda block: group.index(block[0])))
+            for place, group in places
+        ]
+        dims = {file: _split_runs(box.dims, split, sizes) for file, box in layout.boxes.items()}
+        full = padded = tuple(math.prod(sizes[factor] for factor in block) for block in blocks)
+        runs = {file: tuple(found[block] for block in blocks) for file, found in dims.items()}
+    else:
+        full, padded = (
+            tuple(math.prod(of[factor] for factor in block) for block in blocks) for of in (layout.full, layout.padded)
+        )
+        runs = {
+            rank: tuple(joined_runs([(box.dims[f], layout.padded[f]) for f in block]) for block in blocks)
+            for rank, box in layout.boxes.items()
+        }
+    boxes = {rank: Box(found, tuple(sum(run.length for run in dim) for dim in found)) for rank, found in runs.items()}
+    return replace(layout, full=full, padded=padded, boxes=boxes)
+
+
+def _split_runs(
+    dims: Sequence[Sequence[Run]],
+    split: Sequence[tuple[int, Sequence[tuple[int, ...]]]],
+    sizes: Sequence[int],
+) -> dict[tuple[int, ...], tuple[Run, ...]]:
+    """The run of each block, of which a dimension may have several."""
+    found: dict[tuple[int, ...], tuple[Run, ...]] = {}
+    for place, blocks in split:
+        (run,) = dims[place]
+        for number, block in enumerate(blocks):
+            inner = math.prod(sizes[factor] for later in blocks[number + 1 :] for factor in later)
+            outer, run = _in_two(run, inner)
+            found[block] = (outer,)
+    return found

@@ -1,0 +1,316 @@
+"""transformers' distributed checkpoints: what is written is what transformers' own modules hold, and what it wrote is
+read.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from formats.errors import MismatchError, PlanError
+from formats.files.safetensors import read_header
+from formats.mesh import Mesh
+from formats.notation.rewrites import page_of
+from reshard.api import merge, split
+from reshard.planning.arrangement import arrangement_of
+from reshard.planning.plan import make_plan
+from tests import store
+from tests.support import command, contents
+from tests.zoo import ZOO
+from tools.transformers_names import bound
+
+PAGE = page_of("transformers")
+MESHES = [
+    ("llama", {"tp": 2}),
+    ("llama", {"tp": 1}),
+    ("gemma2", {"tp": 4}),
+    ("qwen3_moe", {"tp": 2}),
+    ("deepseek_v3", {"tp": 2, "ep": 2}),
+    ("phi3", {"tp": 4}),
+    ("gpt2", {"tp": 2}),
+    ("falcon-7b", {"tp": 2}),
+    ("gpt_oss", {"tp": 2}),
+    ("t5", {"tp": 2}),
+]
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def _equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
+    )
+
+
+def _loaded(folder: Path) -> torch.nn.Module:
+    import transformers
+
+    cls = getattr(transformers, json.loads((folder / "config.json").read_text())["architectures"][0])
+    return cls.from_pretrained(folder, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_names_and_shapes_are_those_of_transformers_modules(name: str) -> None:
+    with torch.device("meta"):
+        built = ZOO[name].build()
+    model = bound(built)
+    if PAGE.type_of(model.config) in PAGE.refused:
+        with pytest.raises(PlanError, match="has no place in the format 'transformers'"):
+            arrangement_of(make_plan(model, Mesh()), PAGE)
+        return
+    stored = {each.name: each.geometry.shape(0) for each in arrangement_of(make_plan(model, Mesh()), PAGE).stored}
+    wanted = {key: tuple(value.shape) for key, value in built.state_dict().items()}
+    assert {key: stored.get(key) for key in wanted} == wanted
+
+
+@pytest.mark.parametrize(("name", "mesh"), MESHES)
+def test_transformers_loads_it_and_the_way_back_restores_every_byte(
+    name: str, mesh: dict[str, int], tmp_path: Path
+) -> None:
+    original = store.checkpoint(name)
+    split(original, tmp_path / "out", form="transformers", **mesh)
+    found, wanted = _loaded(tmp_path / "out"), _loaded(original)
+    assert _equal(found.state_dict(), wanted.state_dict())
+    merge(tmp_path / "out", tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(original)
+    (tmp_path / "out" / "reshard.json").unlink()
+    merge(tmp_path / "out", tmp_path / "without")
+    merged, whole = _tensors(tmp_path / "without"), _tensors(original)
+    assert _equal({key: merged[key] for key in whole}, whole)
+    assert all(torch.equal(merged[key], wanted.state_dict()[key]) for key in merged.keys() - whole.keys())  # tied
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe", "deepseek_v3", "phi3", "gpt2"])
+def test_logits_are_the_originals(name: str, tmp_path: Path) -> None:
+    original = store.checkpoint(name)
+    split(original, tmp_path / "out", 2, form="transformers")
+    tokens = torch.arange(24).reshape(2, 12) % 30
+    with torch.no_grad():
+        found, wanted = (_loaded(path).eval()(input_ids=tokens).logits for path in (tmp_path / "out", original))
+    assert torch.equal(found, wanted)
+
+
+def test_each_box_is_written_once_by_the_first_rank_that_has_it(tmp_path: Path) -> None:
+    original = store.checkpoint("qwen3_moe")
+    split(original, tmp_path / "out", 2, form="transformers")
+    files = sorted(tmp_path.glob("out/*.safetensors"))
+    assert [file.name for file in files] == [f"shard-{i:05d}-model-00001-of-00001.safetensors" for i in (1, 2, 3, 4)]
+    headers = [read_header(file) for file in files]
+    sizes = [sum(info.nbytes for info in header.tensors.values()) for header in headers]
+    assert sum(sizes) == sum(tensor.nbytes for tensor in _tensors(original).values())
+    norm = "model.norm.weight"
+    assert [norm in header.tensors for header in headers] == [True, False, False, False]
+    for header in headers:
+        offsets = json.loads(header.metadata["DCP_SHARDING_INFO"])
+        assert offsets.keys() == header.tensors.keys()
+        assert (header.metadata["DCP_VERSION"], header.metadata["format"]) == ("1.0", "pt")
+
+
+def test_a_rank_reads_its_own_file(tmp_path: Path) -> None:
+    """The cut of a dimension is that of torch's chunks, for a vocabulary that does not divide, too."""
+    split(store.checkpoint("llama"), tmp_path / "out", 4, form="transformers")
+    found = {}
+    for rank, file in enumerate(sorted(tmp_path.glob("out/*.safetensors"))):
+        info = json.loads(read_header(file).metadata["DCP_SHARDING_INFO"])
+        found[rank] = info["model.embed_tokens.weight"]["saved_offsets"][0]
+    whole = _tensors(store.checkpoint("llama"))["model.embed_tokens.weight"]
+    starts = [0, *(part.shape[0] for part in whole.chunk(4))]
+    assert [*found.values()] == [sum(starts[: i + 1]) for i in range(4)]
+
+
+def test_formats_in_turn(tmp_path: Path) -> None:
+    """From boxes on one mesh to boxes on another, to another program's, and back."""
+    original = store.checkpoint("qwen3_moe")
+    split(original, tmp_path / "first", 4, form="transformers")
+    split(tmp_path / "first", tmp_path / "second", 2, form="transformers")
+    (tmp_path / "second" / "reshard.json").unlink()
+    split(tmp_path / "second", tmp_path / "vllm", 2, form="vllm")
+    split(tmp_path / "vllm", tmp_path / "third", 1, form="transformers")
+    split(tmp_path / "third", tmp_path / "own", 4)
+    merge(tmp_path / "own", tmp_path / "merged")
+    assert _equal(_tensors(tmp_path / "merged"), _tensors(original))
+    split(original, tmp_path / "direct", 4)
+    split(tmp_path / "first", tmp_path / "own4", 4)
+    assert contents(tmp_path / "own4" / "rank-03-of-04") == contents(tmp_path / "direct" / "rank-03-of-04")
+
+
+# ------------------------------------------------------------------------------------------------ programs themselves
+
+_READ = """
+import json, sys, torch, transformers
+import torch.distributed as dist
+from transformers.distributed import DistributedConfig
+folder, original, name = sys.argv[1:]
+dist.init_process_group("gloo")
+cls = getattr(transformers, name)
+tokens = torch.arange(24).reshape(2, 12) % 30
+found = []
+for path in (folder, original):
+    model = cls.from_pretrained(path, distributed_config=DistributedConfig(tp_size=2), dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(input_ids=tokens).logits
+    found.append(getattr(logits, "full_tensor", lambda: logits)())
+assert torch.equal(*found)
+dist.destroy_process_group()
+"""
+
+_WRITE = """
+import sys, torch, transformers
+import torch.distributed as dist
+from transformers.distributed import DistributedConfig
+folder, out, name = sys.argv[1:]
+dist.init_process_group("gloo")
+cls = getattr(transformers, name)
+model = cls.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2), dtype=torch.float32)
+model.save_pretrained(out, distributed_checkpoint=True)
+dist.destroy_process_group()
+"""
+
+_DCP = """
+import sys, torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor, zeros
+folder, original, _ = sys.argv[1:]
+dist.init_process_group("gloo")
+mesh = dist.init_device_mesh("cpu", (2,))
+whole = load_file(original)
+state = {}
+for number, (name, tensor) in enumerate(whole.items()):
+    places = [Shard(number % tensor.dim()) if tensor.dim() > 1 else Replicate()]
+    state[name] = zeros(*tensor.shape, dtype=tensor.dtype, device_mesh=mesh, placements=places)
+dcp.load(state, storage_reader=HuggingFaceStorageReader(folder))
+for name, tensor in whole.items():
+    assert torch.equal(state[name].full_tensor(), tensor), name
+dist.destroy_process_group()
+"""
+
+
+def _on_two(script: str, tmp_path: Path, *words: str | Path) -> None:
+    (tmp_path / "script.py").write_text(script)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launch, tmp_path / "script.py", *words], capture_output=True, text=True, timeout=540, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_tp_2_of_transformers_reads_what_is_for_tp_4(tmp_path: Path) -> None:
+    original = store.checkpoint("llama")
+    split(original, tmp_path / "out", 4, form="transformers")
+    _on_two(_READ, tmp_path, tmp_path / "out", original, "LlamaForCausalLM")
+
+
+def test_torch_reads_it_on_a_device_mesh(tmp_path: Path) -> None:
+    original = store.checkpoint("phi3")
+    split(original, tmp_path / "out", 4, form="transformers")
+    _on_two(_DCP, tmp_path, tmp_path / "out", original / "model.safetensors", "")
+
+
+def test_torch_consolidates_it(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
+
+    original = store.checkpoint("phi3", "bfloat16")
+    split(original, tmp_path / "out", 4, form="transformers")
+    whole = _tensors(original)
+    (tmp_path / "joined").mkdir()
+    consolidate_safetensors_files(str(tmp_path / "out"), str(tmp_path / "joined"), dict.fromkeys(whole, 1))
+    assert _equal(_tensors(tmp_path / "joined"), whole)
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3_moe", "phi3"])
+def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """A folder that transformers wrote on two ranks."""
+    tmp_path = tmp_path_factory.mktemp("written")
+    original = store.checkpoint(request.param)
+    cls = json.loads((original / "config.json").read_text())["architectures"][0]
+    _on_two(_WRITE, tmp_path, original, tmp_path / "out", cls)
+    yield request.param, tmp_path / "out"
+
+
+def test_what_transformers_wrote_is_read(written: tuple[str, Path], tmp_path: Path) -> None:
+    name, folder = written
+    original = store.checkpoint(name)
+    merge(folder, tmp_path / "merged")
+    assert _equal(_tensors(tmp_path / "merged"), _tensors(original))
+    split(folder, tmp_path / "vllm", 2, form="vllm")
+    split(original, tmp_path / "wanted", 2, form="vllm")
+    for rank in range(2):
+        file = f"model-rank-{rank}-part-0.safetensors"
+        assert _equal(load_file(tmp_path / "vllm" / file), load_file(tmp_path / "wanted" / file))
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+
+
+def test_a_quantized_checkpoint_is_refused(tmp_path: Path) -> None:
+    original = store.checkpoint("llama")
+    copy = tmp_path / "quantized"
+    copy.mkdir()
+    for file in original.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    config = json.loads((copy / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (copy / "config.json").write_text(json.dumps(config))
+    done = command("split", copy, tmp_path / "out", "--tp", "2", "--as", "transformers")
+    assert done.returncode == 2
+    assert "transformers loads no quantized checkpoint from such a folder" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def _spoiled(folder: Path, change: str) -> Path:
+    """A folder with another header in its second file."""
+    file = sorted(folder.glob("*.safetensors"))[1]
+    header = read_header(file)
+    info = json.loads(header.metadata["DCP_SHARDING_INFO"])
+    name = "model.layers.0.mlp.gate_proj.weight"
+    if change == "moved":
+        info[name]["saved_offsets"][0] += 1
+    elif change == "beyond":
+        info[name]["saved_offsets"][0] += 1000
+    elif change == "onto":
+        info[name]["saved_offsets"][0] = 0
+    elif change == "unsaid":
+        del info[name]
+    else:
+        info[name]["saved_offsets"].append(0)
+    from safetensors.torch import save_file
+
+    save_file(load_file(file), file, {**header.metadata, "DCP_SHARDING_INFO": json.dumps(info)})
+    (folder / "reshard.json").unlink()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "says", "code"),
+    [
+        ("moved", "pieces of tensor 'model.layers.0.mlp.gate_proj.weight' overlap", 1),
+        ("onto", "pieces of tensor 'model.layers.0.mlp.gate_proj.weight' overlap", 1),
+        ("beyond", "the pieces of tensor 'model.layers.0.mlp.gate_proj.weight' make", 1),
+        ("unsaid", "should have 2 offsets", 2),
+        ("longer", "should have 2 offsets", 2),
+    ],
+)
+def test_pieces_that_do_not_fit_are_refused(change: str, says: str, code: int, tmp_path: Path) -> None:
+    split(store.checkpoint("llama"), tmp_path / "out", 4, form="transformers")
+    done = command("merge", _spoiled(tmp_path / "out", change), tmp_path / "merged")
+    assert done.returncode == code
+    assert says in done.stderr
+
+
+def test_a_missing_file_is_noticed(tmp_path: Path) -> None:
+    split(store.checkpoint("phi3"), tmp_path / "out", 4, form="transformers")
+    sorted(tmp_path.glob("out/*.safetensors"))[2].unlink()
+    with pytest.raises(MismatchError, match=r"pieces of tensor|elements of tensor"):
+        merge(tmp_path / "out", tmp_path / "merged")

@@ -1,0 +1,335 @@
+"""Writes ``formats/programs/transformers.json``: the names of transformers' own modules, from its rules of conversion.
+
+For each model of ``tests/zoo`` it asks transformers which tensors of a checkpoint become which of the model's own, and
+writes those that do not keep their names as lines of a page (see ``formats.notation.rewrites``).
+
+python -m tools.transformers_names
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from formats.errors import ReshardError
+from formats.mesh import Mesh
+from formats.notation.architecture_files import find_architecture
+from formats.notation.components import components
+from formats.notation.rewrites import PAGES, lines_of_types, page_of
+from reshard.planning.arrangement import arrangement_of, template_of
+from reshard.planning.binding import bind
+from reshard.planning.model import FullTensor, Kind, Model
+from reshard.planning.plan import make_plan
+
+OUTPUT = PAGES / "transformers.json"
+_DTYPES = {torch.float32: "F32", torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL", torch.bfloat16: "BF16"}
+_LEAST = 3
+"""Names that a prefix must explain to be a line."""
+
+Line = dict[str, Any]
+
+
+class NotExpressibleError(Exception):
+    """What a page cannot say."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What transformers has of a model: its class, its type, the lines for it, or why there can be none."""
+
+    name: str
+    model_type: str
+    lines: Mapping[str, Line] = field(default_factory=dict)
+    reason: str | None = None
+
+
+def checkpoint_of(built: Any) -> tuple[dict[str, Any], list[FullTensor]]:
+    """The config.json and the tensors that a model, on the meta device, would be saved as."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    config = json.loads(built.config.to_json_string()) | {"architectures": [type(built).__name__]}
+    own = {name: tensor for name, tensor in built.state_dict().items() if name not in built.all_tied_weights_keys}
+    saved = revert_weight_conversion(built, own)
+    saved = {name: tensor for name, tensor in saved.items() if "*" not in name}  # what it cannot revert
+    return config, [FullTensor(name, _DTYPES[t.dtype], tuple(t.shape), "transformers") for name, t in saved.items()]
+
+
+def bound(built: Any) -> Model:
+    """The same, bound to its architecture. Raises ReshardError."""
+    config, tensors = checkpoint_of(built)
+    return bind(find_architecture(config, OUTPUT), config, tensors)
+
+
+def observe(model_type: str, built: Any) -> Observed:
+    """What transformers makes of a model's tensors."""
+    name = type(built).__name__
+    try:
+        model = bound(built)
+        own = dict(_templates(model))
+        found = list(_Conversions(built, own).lines(model))
+        packed = {own[source][0] for target, line in found for source in line.get("packed", ())}
+        lines = list(_merged([(target, _public(line)) for target, line in found], packed))
+        lines += _tied(built, lines)
+        there = {target for target, _ in found} | {line["to"] for line in lines if line.get("also")}
+        lacking = [name for name in built.state_dict() if name not in there]
+        if lacking:
+            raise NotExpressibleError(f"transformers' modules have '{lacking[0]}', which checkpoints do not have")
+        observed = Observed(name, model_type, {json.dumps(line, sort_keys=True): line for line in lines})
+        _check(observed, model, built)
+        return observed
+    except ReshardError as error:
+        return Observed(name, model_type, reason=error.message)
+    except NotExpressibleError as error:
+        return Observed(name, model_type, reason=str(error))
+
+
+def _check(observed: Observed, model: Model, built: Any) -> None:
+    """Raise NotExpressibleError unless the lines give the names and shapes of the model itself."""
+    lines = tuple(lines_of_types(document_of([observed])["lines"]))
+    classes = frozenset({observed.name})
+    page = replace(page_of("transformers"), lines=lines, classes=classes, refused={}, _uses={}, _of={})
+    stored = {each.name: each.geometry.shape(0) for each in arrangement_of(make_plan(model, Mesh()), page).stored}
+    for name, tensor in built.state_dict().items():
+        if stored.get(name) != tuple(tensor.shape):
+            raise NotExpressibleError(f"transformers' modules have '{name}' of another form")
+
+
+def _public(line: Line) -> Line:
+    return {key: value for key, value in line.items() if key != "packed"}
+
+
+def _templates(model: Model) -> Iterator[tuple[str, tuple[str, Kind]]]:
+    """For each tensor, its name as rules see it, with indices as ``{layer}``, and its kind."""
+    for tensor in model.tensors:
+        yield tensor.name, (template_of(model.architecture, tensor.kind), tensor.kind)
+
+
+class _Conversions:
+    """Asks transformers' rules of conversion of a model."""
+
+    def __init__(self, built: Any, own: Mapping[str, tuple[str, Kind]]) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+        mapping = get_model_conversion_mapping(built)
+        self._built, self._own, self._known = built, own, built.state_dict()
+        self._renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        self._converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        self._by_pattern = {pattern: entry for entry in self._converters for pattern in entry.source_patterns}
+
+    def lines(self, model: Model) -> Iterator[tuple[str, Line]]:
+        """A line for each tensor that transformers has, with its name there. Raises NotExpressibleError."""
+        from transformers.core_model_loading import dot_natural_key
+
+        groups: dict[str, tuple[Any, dict[str, str]]] = {}
+        for tensor in sorted(model.tensors, key=lambda tensor: dot_natural_key(tensor.name)):
+            target, pattern = self._renamed(tensor.name)
+            if pattern is None:
+                if target in self._known:
+                    yield target, self._line(target, [tensor.name], ())
+                continue
+            entry, names = groups.setdefault(target, (copy.deepcopy(self._by_pattern[pattern]), {}))
+            entry.add_tensor(target, tensor.name, pattern, torch.empty(tensor.shape, device="meta"))
+            names[tensor.name] = pattern
+        for target, (entry, names) in groups.items():
+            yield from self._converted(target, entry, names)
+
+    def _renamed(self, name: str) -> tuple[str, str | None]:
+        from transformers.core_model_loading import rename_source_key
+
+        prefix = self._built.base_model_prefix
+        target, pattern = rename_source_key(name, self._renamings, self._converters, prefix, self._known)
+        if target not in self._known and name in self._known:
+            target, pattern = rename_source_key(name, [], [], prefix, self._known)
+        return target, pattern
+
+    def _converted(self, target: str, entry: Any, names: Mapping[str, str]) -> Iterator[tuple[str, Line]]:
+        operations = [(type(each).__name__, getattr(each, "dim", None)) for each in entry.operations]
+        order = list(entry.source_patterns)
+        found = entry.convert(target, model=self._built, config=self._built.config)
+        targets = [name for name in found if name in self._known]
+        sources = sorted(names, key=lambda name: order.index(names[name]))
+        match operations:
+            case [("MergeModulelist", 0)] | [("MergeModulelist", 0), ("Concatenate", 1)]:
+                first = {names[name]: name for name in reversed(sources)}
+                yield targets[0], self._line(targets[0], [first[pattern] for pattern in order if pattern in first], ())
+            case [("Concatenate", 0)]:
+                yield targets[0], self._line(targets[0], sources, ())
+            case [("Chunk", 0)] if len(sources) == 1:
+                yield from self._apart(sources[0], [*found])
+            case [("Transpose", None)]:
+                yield targets[0], self._line(targets[0], sources, ("output_first",))
+            case _:
+                words = ", ".join(name for name, _ in operations)
+                raise NotExpressibleError(f"'{sources[0]}' goes through {words} in transformers")
+
+    def _apart(self, source: str, targets: Sequence[str]) -> Iterator[tuple[str, Line]]:
+        """A packed tensor, the components of which transformers has as tensors of their own."""
+        template, kind = self._own[source]
+        parts = components(kind.rule)
+        if len(parts) != len(targets):
+            raise NotExpressibleError(f"'{source}' goes apart into {len(targets)} tensors in transformers")
+        module, _, leaf = template.rpartition(".")
+        parent = module.rpartition(".")[0]
+        for part, target in zip(parts, targets, strict=True):
+            own = f"{parent}.{part.label}_proj.{leaf}"
+            yield target, {"from": [own], "to": self._generalized(target, source, template), "packed": [source]}
+
+    def _line(self, target: str, sources: Sequence[str], options: Sequence[str]) -> Line:
+        templates = [self._own[name][0] for name in sources]
+        to = self._generalized(target, sources[0], templates[0])
+        return {"from": templates, "to": to, **dict.fromkeys(options, True)}
+
+    def _generalized(self, target: str, source: str, template: str) -> str:
+        """A name of transformers' with the indices of a template, as far as it has them, in their order."""
+        values = re.findall(r"(?<=\.)[0-9]+(?=\.)", _aligned(source, template))
+        left, segments = [*zip(values, _INDEX.findall(template), strict=False)], target.split(".")
+        for place, segment in enumerate(segments):
+            for number, (value, index) in enumerate(left):
+                if segment == value:
+                    segments[place] = index
+                    del left[: number + 1]
+                    break
+        return ".".join(segments)
+
+
+_INDEX = re.compile(r"\{\w+\}")
+
+
+def _aligned(source: str, template: str) -> str:
+    """The end of a name that has as many segments as its template; only numbers that are indices in the template."""
+    segments, pattern = source.split("."), template.split(".")
+    ends = zip(reversed(segments), reversed(pattern), strict=False)
+    return ".".join(["", *[value if index.startswith("{") else "" for value, index in ends][::-1], ""])
+
+
+def _merged(lines: Iterable[tuple[str, Line]], packed: set[str]) -> Iterator[Line]:
+    """One line for tensors that differ in indices, with prefixes in the place of many names."""
+    found: dict[tuple[str, ...], Line] = {}
+    for _, line in lines:
+        key = (*line["from"],)
+        if found.setdefault(key, line) != line:
+            raise NotExpressibleError(f"'{line['from'][0]}' is '{found[key]['to']}' and '{line['to']}' in transformers")
+    plain = {line["from"][0]: line["to"] for line in found.values() if len(line["from"]) == 1 and len(line) == 2}
+    plain = {source: to for source, to in plain.items() if _INDEX.findall(source) == _INDEX.findall(to)}
+    prefixes = dict(sorted(_prefixes(plain, packed), key=lambda pair: -len(pair[0])))
+    for line in found.values():
+        source = line["from"][0]
+        if source not in plain or _replaced(source, prefixes) != line["to"]:
+            yield line
+    for prefix, new in prefixes.items():
+        yield {"from": [f"{prefix}**"], "to": f"{new}**"}
+
+
+def _replaced(name: str, prefixes: Mapping[str, str]) -> str:
+    """A name after the first of its prefixes is replaced."""
+    found = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
+    return name if found is None else prefixes[found] + name[len(found) :]
+
+
+def _prefixes(plain: Mapping[str, str], packed: set[str]) -> Iterator[tuple[str, str]]:
+    """Prefixes that are replaced in most names that begin with them; no ``packed`` one, which goes apart, does."""
+    tried: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for source, to in plain.items():
+        one, other = source.split("."), to.split(".")
+        same = next((i for i, (a, b) in enumerate(zip(one[::-1], other[::-1], strict=False)) if a != b), None)
+        count = min(len(one), len(other)) if same is None else same
+        if count and source != to:
+            prefix, new = (".".join([*words[:-count], ""]) if words[:-count] else "" for words in (one, other))
+            tried[prefix][new] += 1
+    taken: dict[str, str] = {}
+    for prefix in sorted(tried, key=len):
+        new, count = max(tried[prefix].items(), key=lambda pair: pair[1])
+        covered = [source for source in plain if source.startswith(prefix)]
+        right = [source for source in covered if plain[source] == new + source[len(prefix) :]]
+        better = [source for source in right if _replaced(source, taken) != plain[source]]
+        is_free = not any(name.startswith(prefix) for name in packed)
+        if is_free and len(better) >= _LEAST and 2 * len(right) > len(covered):
+            taken = {prefix: new, **taken}
+            yield prefix, new
+
+
+def _tied(built: Any, lines: Sequence[Line]) -> Iterator[Line]:
+    """The names of tensors that a model has twice."""
+    for each in (built.config, built.config.get_text_config()):
+        each.tie_word_embeddings = True
+    ties = {**built.get_expanded_tied_weights_keys(all_submodels=True), **built.all_tied_weights_keys}
+    prefixes = [(line["from"][0][:-2], line["to"][:-2]) for line in lines if line["to"].endswith("**")]
+    known = {line["to"]: line["from"][0] for line in lines if len(line["from"]) == 1}
+    for target, source in ties.items():
+        if not any(segment.isdecimal() for segment in f"{target}.{source}".split(".")):
+            of = next((old + source[len(new) :] for old, new in prefixes if source.startswith(new)), source)
+            yield {"from": [known.get(source, of)], "to": target, "also": True}
+
+
+def document_of(observed: Sequence[Observed]) -> dict[str, Any]:
+    """The file's content: lines with the classes that they are for, and what a page cannot express.
+
+    The first class of a model type stands for the type, too. Lines of single tensors come before those of prefixes, of
+    which the longest is the first.
+    """
+    types: dict[str, set[str]] = defaultdict(set)
+    lines: dict[str, Line] = {}
+    refused: dict[str, str] = {}
+    first: dict[str, str] = {}
+    for one in observed:
+        names = [one.name, one.model_type][: 1 + (first.setdefault(one.model_type, one.name) == one.name)]
+        refused |= dict.fromkeys(names, one.reason) if one.reason else {}
+        for key, line in one.lines.items():
+            lines[key] = line
+            types[key].update(names)
+    ordered = sorted((key for key in lines if types[key]), key=lambda key: _rank(lines[key]))
+    groups: list[tuple[list[str], dict[str, list[Line]]]] = []
+    for key in ordered:
+        line, of = lines[key], sorted(types[key])
+        is_prefix = line["from"][0].endswith("**")
+        group = next((tensors for names, tensors in groups if names == of and not is_prefix), None)
+        if group is None:
+            group = {}
+            groups.append((of, group))
+        group.setdefault(line["to"], []).append({name: value for name, value in line.items() if name != "to"})
+    return {
+        "classes": sorted({one.name for one in observed}),
+        "refused": refused,
+        "lines": [{"types": of, "tensors": _short(tensors)} for of, tensors in groups],
+    }
+
+
+def _rank(line: Line) -> tuple[bool, int]:
+    prefix = line["from"][0]
+    return (True, -len(prefix)) if prefix.endswith("**") else (False, 0)
+
+
+def _short(tensors: Mapping[str, Sequence[Line]]) -> dict[str, Any]:
+    """The lines of each target in their shortest form."""
+    found: dict[str, Any] = {}
+    for to, of in tensors.items():
+        entries = [line | {"from": line["from"][0] if len(line["from"]) == 1 else line["from"]} for line in of]
+        first = entries[0]["from"] if [*entries[0]] == ["from"] else entries[0]
+        found[to] = first if len(entries) == 1 else entries
+    return found
+
+
+def text_of(document: Mapping[str, Any]) -> str:
+    """The file's text."""
+    return json.dumps(document, indent=1, sort_keys=True) + "\n"
+
+
+def zoo() -> Iterator[tuple[str, Any]]:
+    """Each model of the zoo with its type, on the meta device."""
+    from tests.zoo import ZOO
+
+    for entry in ZOO.values():
+        with torch.device("meta"):
+            yield entry.model_type, entry.build()
+
+
+if __name__ == "__main__":
+    OUTPUT.write_text(text_of(document_of([observe(*each) for each in zoo()])), encoding="utf-8")

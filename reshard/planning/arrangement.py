@@ -466,8 +466,8 @@ class _Part(NamedTuple):
 class Arrangement:
     """A model's elements on a mesh as a program stores them.
 
-    ``stored`` has its tensors, ``placed`` where each atom is, ``copies`` where some are once more. With ``boxes``, those
-    of each stored tensor, the numbers of files stand for ranks.
+    ``stored`` has its tensors, ``placed`` where each atom is, ``copies`` where some are once more. With ``boxes``,
+    those of each stored tensor, the numbers of files stand for ranks.
     """
 
     def __init__(

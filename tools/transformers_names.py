@@ -20,7 +20,7 @@ import torch
 
 from formats.errors import ReshardError
 from formats.mesh import Mesh
-from formats.notation.architecture_files import find_architecture
+from formats.notation.architecture_files import built_in_architectures, find_architecture
 from formats.notation.components import components
 from formats.notation.rewrites import PAGES, lines_of_types, page_of
 from reshard.planning.arrangement import arrangement_of, template_of
@@ -331,5 +331,21 @@ def zoo() -> Iterator[tuple[str, Any]]:
             yield entry.model_type, entry.build()
 
 
+def unobserved(observed: Iterable[str]) -> dict[str, str]:
+    """The model types with rules that transformers builds, without those that were observed, and why they are refused."""
+    from transformers import CONFIG_MAPPING
+
+    types = {*built_in_architectures()} & {*CONFIG_MAPPING} - {*observed}
+    return dict.fromkeys(sorted(types), "what transformers makes of its tensors has not been observed")
+
+
+def document_of_zoo() -> dict[str, Any]:
+    """The content of the file for the models of the zoo."""
+    observed = [observe(*each) for each in zoo()]
+    document = document_of(observed)
+    document["refused"] |= unobserved(one.model_type for one in observed)
+    return document
+
+
 if __name__ == "__main__":
-    OUTPUT.write_text(text_of(document_of([observe(*each) for each in zoo()])), encoding="utf-8")
+    OUTPUT.write_text(text_of(document_of_zoo()), encoding="utf-8")

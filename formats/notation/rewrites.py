@@ -196,8 +196,8 @@ class Page:
     ``same_ranks``, experts are dealt whole over the ranks of ``tp``. ``engine`` is the engine that ``reshard verify
     --engine`` runs, and ``load_format`` what it calls the format. ``model_types`` are those for which the page is known
     to be right; empty: the names of its lines decide. With ``boxes``, each file says where its pieces begin (see
-    ``formats.files.boxes``), and nothing is padded. ``refused`` has the model types of which a page cannot say what the program has, and why;
-    ``classes`` those that are known by their class.
+    ``formats.files.boxes``), and nothing is padded. ``refused`` has the model types of which a page cannot say what the
+    program has, and why; ``classes`` those that are known by their class.
     """
 
     name: str

@@ -81,7 +81,8 @@ class Origins:
                 continue
             sources = self._known(line, found)
             if sources is not None:
-                return [name] if len(sources) == 1 and self._is_same_line(sources[0], name) else sources
+                is_spelled = line.types is not None and len(sources) == 1 and self._is_same_line(sources[0], name)
+                return [name] if is_spelled else sources  # as transformers itself saves it
         return [name] if self._page.keep and self._is_known(name) else None
 
     def _holds(self, line: Line) -> bool:

@@ -332,7 +332,7 @@ def zoo() -> Iterator[tuple[str, Any]]:
 
 
 def unobserved(observed: Iterable[str]) -> dict[str, str]:
-    """The model types with rules that transformers builds, without those that were observed, and why they are refused."""
+    """The model types with rules that transformers builds, without the observed ones, and why they are refused."""
     from transformers import CONFIG_MAPPING
 
     types = {*built_in_architectures()} & {*CONFIG_MAPPING} - {*observed}

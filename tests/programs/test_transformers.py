@@ -32,6 +32,7 @@ MESHES = [
     ("llama", {"tp": 1}),
     ("gemma2", {"tp": 4}),
     ("qwen3_moe", {"tp": 2}),
+    ("qwen3_moe", {"tp": 1}),
     ("deepseek_v3", {"tp": 2, "ep": 2}),
     ("phi3", {"tp": 4}),
     ("gpt2", {"tp": 2}),

@@ -138,7 +138,7 @@ def _attempt(answer: Answer, access: Access, crew: Crew | None = None) -> None:
 
     try:
         original = open_any(answer.original, access)
-        shards = open_shards(Path(answer.shards), plan_file=access.plan_file)
+        shards = open_shards(Path(answer.shards), original, plan_file=access.plan_file)
         is_silent = access.quiet or (crew is not None and not crew.is_first)
         prove(answer, original, shards, access.plan_file, _Display(is_silent), crew)
     except ReshardError as error:

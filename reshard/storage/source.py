@@ -381,6 +381,48 @@ def _open_program(
     raise max(problems, key=lambda problem: problem[0])[1]
 
 
+def is_of_programs(path: Path) -> bool:
+    """Whether a folder is in the format of another program. Raises ReshardError for a damaged manifest."""
+    if (path / MANIFEST).is_file():
+        return read_manifest(path / MANIFEST).form is not None
+    return path.is_dir() and not is_sharded(path) and bool(pages_for(path))
+
+
+def open_as(path: Path, model: Model) -> Source:
+    """Open a program's folder as shards of a model that is known, whatever is stored in it.
+
+    Of the formats and meshes that it may have, that is taken which the most of its tensors fit. Raises ReshardError if
+    files of a rank are missing or cannot be read, or if the model cannot have such shards.
+    """
+    stamps = _stamps(path)
+    manifest = read_manifest(path / MANIFEST) if (path / MANIFEST).is_file() else None
+    candidates = [page_of(manifest.form)] if manifest and manifest.form else pages_for(path)
+    found: list[tuple[int, Page, Plan, tuple[Mapping[str, TensorInfo], ...]]] = []
+    problems: list[ReshardError] = []
+    for page in candidates:
+        ranks = read_ranks(program_files(page, path), path)
+        for mesh in [manifest.identity.mesh] if manifest else meshes(len(ranks), page, bool(model.expert_axes)):
+            try:
+                plan = make_plan(model, mesh, pad_to=page.pad_to)
+                held = [
+                    {each.name: (each.dtype, shape) for each, shape in arrangement_of(plan, page).held(rank)}
+                    for rank in range(mesh.size)
+                ]
+            except ReshardError as error:
+                problems.append(error)
+                continue
+            unlike = sum(
+                held[rank].get(name) != (info.dtype, info.shape)
+                for rank, tensors in enumerate(ranks)
+                for name, info in tensors.items()
+            )
+            found.append((unlike, page, plan, ranks))
+    if not found:
+        raise problems[0]
+    _, page, plan, stored = min(found, key=lambda each: each[0])
+    return _program_source(path, os.path.realpath(path), stamps, manifest, page, plan, stored)
+
+
 def _program_source(
     path: Path,
     location: str,

@@ -15,9 +15,10 @@ from formats.errors import CheckpointError, PlanError, ReshardError
 from formats.files.sharded import is_sharded
 from reshard.planning.finer_blocks import with_blocks
 from reshard.planning.plan import Plan, make_plan
-from reshard.storage.source import Source, open_source
+from reshard.storage.source import Source, is_of_programs, open_as, open_source
 from verify.bytes import folder
 from verify.bytes.exact_report import ExactReport
+from verify.bytes.program import compare_program
 from verify.bytes.structure import Structure, check_derived
 from verify.bytes.tensors import Progress, compare_bytes, no_progress
 
@@ -29,21 +30,24 @@ def verify_exact(
 
     Raises ReshardError if there is nothing to compare: the folder is not a checkpoint, or cannot be read.
     """
-    shards = open_shards(path, plan_file=plan_file)
+    shards = open_shards(path, original, plan_file=plan_file)
     return shards if isinstance(shards, ExactReport) else compare(original, shards, progress)
 
 
-def open_shards(path: Path, *, plan_file: Path | None = None) -> Source | ExactReport:
+def open_shards(path: Path, original: Source, *, plan_file: Path | None = None) -> Source | ExactReport:
     """Open shards. If they are inconsistent, returns a report with the reason.
 
-    Raises ReshardError if the folder does not have shards, or cannot be read.
+    What another program has written is opened as shards of ``original``, whatever is in it. Raises ReshardError if the
+    folder does not have shards, or cannot be read.
     """
+    is_of_program = False
     try:
-        return open_source(path, plan_file=plan_file)
+        is_of_program = is_of_programs(path)
+        return open_as(path, original.model) if is_of_program else open_source(path, plan_file=plan_file)
     except ReshardError as error:
         reason = error.__context__
         unreadable = isinstance(reason, OSError) and not isinstance(reason, FileNotFoundError)
-        if unreadable or not is_sharded(path):
+        if unreadable or not (is_sharded(path) or is_of_program):
             raise
         text = f"{error.message} ({error.hint})" if error.hint else error.message
         return ExactReport("unknown", 0, 0, 0, problems=(text,))
@@ -59,6 +63,8 @@ def compare(
     """
     if original.sharded is not None:
         raise CheckpointError(f"{original.path} is split itself", "give the full checkpoint first, then the shards")
+    if shards.page is not None:
+        return compare_program(original, shards, progress, workers)
     ranks = len(shards.ranks)
     try:
         plan = _planned(original, shards)

@@ -11,8 +11,8 @@ class FirstDifference:
     """The first wrong element, in the order of the original's files.
 
     ``index`` is the element's index in the full tensor (in the padded tensor, if it is padding). ``offset`` and
-    ``original_offset`` are its first byte in the shard's and the original's file. In padding, zeros are expected, and
-    ``original_file`` and ``original_offset`` are None.
+    ``original_offset`` are its first byte in the shard's and the original's file. What comes from no file, ``because``
+    it is padding for one, has None for both. ``stored`` is the name in another program's format.
     """
 
     tensor: str
@@ -24,23 +24,27 @@ class FirstDifference:
     found: bytes
     original_file: str | None
     original_offset: int | None
+    stored: str | None = None
+    because: str = "padding"
 
     def __str__(self) -> str:
-        place = "padding" if self.original_file is None else f"{self.original_file} byte {self.original_offset}"
+        place = self.because if self.original_file is None else f"{self.original_file} byte {self.original_offset}"
+        stored = f", in '{self.stored}'" if self.stored else ""
         return (
-            f"{self.tensor}{list(self.index)} on rank {self.rank}: {self.file} byte {self.offset} "
+            f"{self.tensor}{list(self.index)} on rank {self.rank}{stored}: {self.file} byte {self.offset} "
             f"has {self.found.hex(' ')}, expected {self.expected.hex(' ')} ({place})"
         )
 
 
 @dataclass(frozen=True)
 class Damage:
-    """The number of wrong bytes and elements in a rank's part of a tensor."""
+    """The number of wrong bytes and elements in a rank's part of a tensor; another program has it in ``stored``."""
 
     tensor: str
     rank: int
     nbytes: int
     elements: int
+    stored: str | None = None
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class ExactReport:
 
     ``nbytes`` is the number of compared bytes of the shards' tensors. ``missing`` and ``extra`` have names of tensors
     and files, ``configs`` wrong settings, ``problems`` other differences, one line each. ``first`` and ``damages`` are
-    about the content of tensors.
+    about the content of tensors. ``form`` is the name of another program's format.
     """
 
     mesh: str
@@ -76,6 +80,7 @@ class ExactReport:
     extra: tuple[str, ...] = ()
     configs: tuple[ConfigDifference, ...] = ()
     problems: tuple[str, ...] = ()
+    form: str | None = None
 
     @property
     def verdict(self) -> Literal["same", "different"]:

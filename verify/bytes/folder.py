@@ -30,7 +30,8 @@ from formats.mesh import RANK_FOLDER
 from formats.regular_files import read_file
 from reshard.planning.model import Kind, in_order
 from reshard.planning.plan import Plan
-from reshard.storage.source import Source
+from reshard.storage.program_source import program_files
+from reshard.storage.source import KEPT, Source
 from reshard.writing.shard_files import partition
 
 INDEX = "model.safetensors.index.json"
@@ -102,7 +103,7 @@ def changed_side_files(original: Source, shards: Source) -> Iterator[Path]:
 
 def manifest_changes(original: Source, shards: Source, plan: Plan) -> Iterator[Change]:
     """The wrong values in ``reshard.json``, without checksums (see ``wrong_checksums``)."""
-    found = _sharded(shards).manifest
+    found = shards.manifest
     if found is None:
         return
     should = json.loads(manifest_text(_expected_manifest(original, shards, plan, found)))
@@ -143,10 +144,8 @@ def _side_record(file: Path, root: Path) -> FileRecord:
 
 def _records(shards: Source, plan: Plan, rank: int, found: Manifest) -> Iterator[FileRecord]:
     """The records of a rank's files on the disk, in the order of a manifest."""
-    folder, files = plan.mesh.folder(rank), _sharded(shards).ranks[rank].files
     said = {record.name: record.checksum for record in found.ranks.get(rank, ())}
-    index = [f"{folder}/{INDEX}"] if len(files) > 1 else []
-    for name in (f"{folder}/config.json", *(file.name for file in files), *index):
+    for name in _rank_files(shards, plan, rank):
         path = shards.path / name
         if path.is_file():
             value = said.get(name)
@@ -156,10 +155,19 @@ def _records(shards: Source, plan: Plan, rank: int, found: Manifest) -> Iterator
             )
 
 
+def _rank_files(shards: Source, plan: Plan, rank: int) -> list[str]:
+    """The names of a rank's files, in the order of a manifest."""
+    if shards.page is not None:
+        kept = [KEPT] if rank == 0 and shards.kept else []
+        return [*(file.path.name for file in program_files(shards.page, shards.path) if file.rank == rank), *kept]
+    folder, files = plan.mesh.folder(rank), _sharded(shards).ranks[rank].files
+    index = [f"{folder}/{INDEX}"] if len(files) > 1 else []
+    return [f"{folder}/config.json", *(file.name for file in files), *index]
+
+
 def begun_sums(original: Source, shards: Source) -> dict[Path, PartialSum]:
     """For each weight file with a checksum in the manifest, the sum of its header; the data is added later."""
-    files = [*(original.checkpoint.files if original.checkpoint else ())]
-    files += [file for rank in (shards.sharded.ranks if shards.sharded else ()) for file in rank.files]
+    files = [*original.files.values(), *shards.files.values()]
     said = {path for path, value in _said(original, shards).items() if value is not None}
     sums = {}
     for file in files:
@@ -194,9 +202,9 @@ def wrong_checksums(
 
 def _said(original: Source, shards: Source) -> dict[Path, str | None]:
     """The checksums that the manifest states for the ranks' files and the original's weights."""
-    if shards.sharded is None or shards.sharded.manifest is None:
+    manifest = shards.manifest
+    if manifest is None:
         return {}
-    manifest = shards.sharded.manifest
     records = (record for files in manifest.ranks.values() for record in files)
     return {shards.path / record.name: record.checksum for record in records} | {
         original.path / file.name: file.checksum for file in manifest.source.files

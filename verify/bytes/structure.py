@@ -158,17 +158,13 @@ class Structure:
             self.configs.append(difference)
 
     def _check_config(self, name: str, expected: Mapping[str, Any], path: Path) -> None:
-        found = _read_json(path)
-        if found is None:
-            if path.exists():
-                self.problems.append(f"{path}: is not a JSON object")
-            elif name not in self.missing:
-                self.missing.append(name)
-            return
-        has, should = dict(flat(found)), dict(flat(expected))
-        for key in sorted(has.keys() | should.keys()):
-            if has.get(key) != should.get(key):
-                self.configs.append(ConfigDifference(name, key, should.get(key), has.get(key)))
+        found = config_differences(name, expected, path)
+        if found is not None:
+            self.configs += found
+        elif path.exists():
+            self.problems.append(f"{path}: is not a JSON object")
+        elif name not in self.missing:
+            self.missing.append(name)
 
     def _check_side_files(self) -> None:
         """Compare side files (a tokenizer) byte for byte; config.json too, unless it differs as JSON already."""
@@ -182,6 +178,19 @@ class Structure:
         for file in folder.changed_side_files(self.original, self.shards):
             if file.relative_to(root).as_posix() not in told:
                 self.problems.append(f"{file}: is not the original's")
+
+
+def config_differences(name: str, expected: Mapping[str, Any], path: Path) -> list[ConfigDifference] | None:
+    """The settings of a file that are not as expected; None if it has no JSON object."""
+    found = _read_json(path)
+    if found is None:
+        return None
+    has, should = dict(flat(found)), dict(flat(expected))
+    return [
+        ConfigDifference(name, key, should.get(key), has.get(key))
+        for key in sorted(has.keys() | should.keys())
+        if has.get(key) != should.get(key)
+    ]
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,8 @@ SMALL = 1 << 14
 
 TOGETHER = 128
 """So many small tensors are compared together."""
+
+T = TypeVar("T")
 
 Progress = Callable[[int, int], None]
 """Called from any thread with the compared bytes of the shards so far, and the total."""
@@ -74,7 +76,7 @@ def compare_bytes(
     tensors = _tensors(original, shards, plan, comparable)
     total = sum(info.nbytes for tensor in tensors for info in tensor.shards if info is not None)
     tally = _Tally(total, progress, sums)
-    todo = _Shared(_todo(tensors))
+    todo = Shared(_todo(tensors))
     stopped = threading.Event()
 
     def work() -> None:
@@ -143,13 +145,13 @@ def _chunks(tensor: _Tensor) -> Iterator[_Chunk]:
             yield _Chunk(tensor, outer, begin, min(begin + view.rows, view.padded[view.axis]))
 
 
-class _Shared:
+class Shared(Generic[T]):
     """An iterator that several threads can use."""
 
-    def __init__(self, items: Iterator[_Chunk | Sequence[_Tensor]]) -> None:
+    def __init__(self, items: Iterator[T]) -> None:
         self._items, self._lock = items, threading.Lock()
 
-    def __iter__(self) -> Iterator[_Chunk | Sequence[_Tensor]]:
+    def __iter__(self) -> Iterator[T]:
         while True:
             with self._lock:
                 item = next(self._items, None)
@@ -164,7 +166,7 @@ class _Tally:
     def __init__(self, total: int, progress: Progress, sums: Mapping[Path, PartialSum]) -> None:
         self.total, self.done, self.sums = total, 0, sums
         self.first: tuple[tuple[int, int, int], FirstDifference] | None = None
-        self.damages: dict[tuple[int, str, int], list[int]] = {}
+        self.damages: dict[tuple[int, str, int], tuple[int, int]] = {}
         self._progress, self._lock = progress, threading.Lock()
 
     def compared(self, nbytes: int) -> None:
@@ -182,9 +184,9 @@ class _Tally:
     def differs(self, tensor: _Tensor, byte: int, nbytes: int, elements: int, first: FirstDifference) -> None:
         """Add the wrong bytes and elements of a part of a tensor; ``first`` is at ``byte`` of the tensor."""
         with self._lock:
-            counts = self.damages.setdefault((tensor.number, tensor.name, first.rank), [0, 0])
-            counts[0] += nbytes
-            counts[1] += elements
+            key = tensor.number, tensor.name, first.rank
+            before = self.damages.get(key, (0, 0))
+            self.damages[key] = before[0] + nbytes, before[1] + elements
             place = (tensor.number, byte, first.rank)
             if self.first is None or place < self.first[0]:
                 self.first = place, first

@@ -147,11 +147,11 @@ def _scaled(run: Run, bits: int, layout: Layout) -> Run:
 
 
 def _part(dims: Sequence[Sequence[Run]], full: Sequence[int]) -> Held:
-    pieces = tuple(tuple(_pieces(runs, size)) for runs, size in zip(dims, full, strict=True))
-    return Held(pieces, tuple(sum(run.length for run in runs) for runs in dims))
+    found = tuple(tuple(pieces(runs, size)) for runs, size in zip(dims, full, strict=True))
+    return Held(found, tuple(sum(run.length for run in runs) for runs in dims))
 
 
-def _pieces(runs: Iterable[Run], full: int) -> Iterator[Piece]:
+def pieces(runs: Iterable[Run], full: int) -> Iterator[Piece]:
     """Pieces from runs, which are cut at the end of the unpadded dimension."""
     local = 0
     for run in runs:

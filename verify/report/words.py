@@ -72,7 +72,8 @@ def _difference_in_words(exact: Any) -> str:
     if exact.first is not None:
         first, places = exact.first, len(exact.damages)
         more = "" if places == 1 else f"; {places} parts of tensors differ"
-        return f"Bytes differ, first in tensor '{first.tensor}' at {list(first.index)} on rank {first.rank}{more}."
+        place = f"at {list(first.index)} on rank {first.rank}{_stored(first)}"
+        return f"Bytes differ, first in tensor '{first.tensor}' {place}{more}."
     kinds = [("missing", exact.missing), ("extra", exact.extra), ("contradiction", exact.problems)]
     for word, found in kinds:
         if found:
@@ -83,7 +84,8 @@ def _difference_in_words(exact: Any) -> str:
 
 def _amount(report: Any) -> str:
     size, tensors, ranks = human_bytes(report.nbytes), plural(report.tensors, "tensor"), plural(report.ranks, "rank")
-    return f"{size} in {tensors} on {ranks}, {report.mesh}"
+    form = f", in the format {report.form}" if report.form else ""
+    return f"{size} in {tensors} on {ranks}, {report.mesh}{form}"
 
 
 def exact_summary(report: Any) -> str:
@@ -98,10 +100,16 @@ def exact_summary(report: Any) -> str:
     if report.first is not None:
         lines.append(f"  first: {report.first}")
     damages = [
-        f"{d.tensor} on rank {d.rank}: {plural(d.elements, 'different element')} ({plural(d.nbytes, 'byte')})"
+        f"{d.tensor} on rank {d.rank}{_stored(d)}: {plural(d.elements, 'different element')} "
+        f"({plural(d.nbytes, 'byte')})"
         for d in report.damages
     ]
     return "\n".join(lines + _some("", damages))
+
+
+def _stored(found: Any) -> str:
+    """The name of another program's tensor that has a part of the original's."""
+    return f", in '{found.stored}'" if found.stored else ""
 
 
 def forward_summary(report: Any) -> str:

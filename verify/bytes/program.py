@@ -1,0 +1,154 @@
+"""Compares a folder in another program's format with its original: tensors, files, headers, manifest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from formats.documents import read_config
+from formats.errors import ReshardError
+from formats.files.safetensors import DTYPE_BITS, tensor_bytes
+from formats.files.sharded import MANIFEST
+from reshard.planning.arrangement import Arrangement, Stored
+from reshard.storage.program_source import program_files
+from reshard.storage.source import KEPT, Source
+from reshard.writing.shard_files import partition
+from verify.bytes import folder
+from verify.bytes.exact_report import ConfigDifference, ExactReport
+from verify.bytes.stored import Comparison, Parts
+from verify.bytes.structure import config_differences
+from verify.bytes.tensors import Progress
+
+
+def compare_program(original: Source, shards: Source, progress: Progress, workers: int | None) -> ExactReport:
+    """Compare every byte that a program's files have with what follows from the original.
+
+    The plan of ``shards`` is that of the original. Raises CheckpointError if a file cannot be read.
+    """
+    assert shards.page is not None
+    try:
+        arrangement = shards.arrangement
+        assert arrangement is not None
+        found = _Structure(original, shards, arrangement)
+        found.check()
+    except ReshardError as error:
+        return ExactReport(str(shards.plan.mesh), len(shards.ranks), 0, 0, problems=(error.message,))
+    sums = folder.begun_sums(original, shards)
+    comparison = Comparison(original, shards, arrangement, found.comparable, progress, sums)
+    report = comparison.run(workers or min(4, os.cpu_count() or 1))
+    held = {name: info.file for rank in shards.ranks for name, info in rank.items()}
+    damaged = {shards.ranks[d.rank][d.stored].file if d.stored in held else shards.path / KEPT for d in report.damages}
+    found.problems += folder.wrong_checksums(original, shards, sums, damaged)
+    return replace(
+        report,
+        form=shards.page.name,
+        missing=tuple(found.missing),
+        extra=tuple(found.extra),
+        configs=tuple(found.configs),
+        problems=tuple(found.problems),
+    )
+
+
+@dataclass
+class _Structure:
+    """All but the content of tensors; ``comparable`` has the ranks whose part has the planned dtype and shape."""
+
+    original: Source
+    shards: Source
+    arrangement: Arrangement
+    missing: list[str] = field(default_factory=list)
+    extra: list[str] = field(default_factory=list)
+    configs: list[ConfigDifference] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    comparable: dict[str, list[int]] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Compare, and fill in all fields."""
+        for rank in range(len(self.shards.ranks)):
+            self._check_rank(rank)
+        self._check_kept()
+        if self.shards.manifest is not None:
+            self._check_files()
+            for key, should, found in folder.manifest_changes(self.original, self.shards, self.shards.plan):
+                self.configs.append(
+                    ConfigDifference(MANIFEST, key, folder.shown(should, found), folder.shown(found, should))
+                )
+        self._check_side_files()
+
+    def _shape(self, stored: Stored, rank: int, parts: Parts) -> tuple[int, ...] | None:
+        if stored.constant is not None:
+            return stored.constant.shape
+        part = parts.of(stored, rank)
+        return part.shape if part is not None else None
+
+    def _check_rank(self, rank: int) -> None:
+        tensors, where, parts = dict(self.shards.ranks[rank]), f"rank {rank}", Parts(self.arrangement)
+        for stored, _ in self.arrangement.held(rank):
+            shape, info = self._shape(stored, rank, parts), tensors.pop(stored.name, None)
+            if info is None:
+                made = "".join(f", of '{atom.tensor}'" for atom in stored.atoms[:1])
+                self.missing.append(f"{where}: {stored.name}{made}")
+            elif info.dtype != stored.dtype or info.shape != shape:
+                has, planned = f"{info.dtype} {list(info.shape)}", f"{stored.dtype} {list(shape or ())}"
+                self.problems.append(f"{info.file}: tensor '{stored.name}' is {has}, the original gives {planned}")
+            else:
+                self.comparable.setdefault(stored.name, []).append(rank)
+        self.extra += [f"{where}: {name}" for name in tensors]
+
+    def _check_kept(self) -> None:
+        """The tensors whose own bits the format does not keep stand beside the shards, if reshard wrote them."""
+        taken = self.arrangement.taken
+        wanted = {t.name: t for t in self.arrangement.plan.model.tensors if any(p.function for p in taken[t.kind])}
+        kept = self.shards.kept
+        if self.shards.manifest is not None:
+            self.missing += [f"{KEPT}: {name}" for name in wanted if name not in kept]
+        self.extra += [f"{KEPT}: {name}" for name in kept if name not in wanted]
+        for name in wanted.keys() & kept.keys():
+            if (kept[name].dtype, kept[name].shape) != (wanted[name].dtype, wanted[name].shape):
+                self.problems.append(f"{kept[name].file}: tensor '{name}' is not of the original's dtype and shape")
+
+    def _check_files(self) -> None:
+        """The files, and in which of them the tensors of each rank stand."""
+        root = self.shards.path
+        side = [file.relative_to(self.original.path).as_posix() for file in self.original.side_files]
+        expected = {*side, MANIFEST, *(file.name for file in self.shards.files.values())}
+        self.missing += sorted(name for name in expected if not (root / name).is_file())
+        self.extra += folder.extra_entries(root, expected)
+        if self.missing or self.extra or self.problems:
+            return
+        for rank in range(len(self.shards.ranks)):
+            self.problems += self._boundary_problem(rank)
+
+    def _boundary_problem(self, rank: int) -> Iterator[str]:
+        page, manifest = self.shards.page, self.shards.manifest
+        assert page is not None and manifest is not None
+        if "{part}" not in page.files:
+            return
+        held = sorted(self.arrangement.held(rank), key=lambda found: -DTYPE_BITS[found[0].dtype])
+        tensors = [(s.name, s.dtype, shape, tensor_bytes(s.name, s.dtype, shape)) for s, shape in held]
+        should = [[tensor[0] for tensor in shard.tensors] for shard in partition(tensors, manifest.max_shard_size)]
+        names: dict[Path, list[str]] = {}
+        for info in self.shards.ranks[rank].values():
+            names.setdefault(info.file, []).append(info.name)
+        found = [names.get(file.path, []) for file in program_files(page, self.shards.path) if file.rank == rank]
+        if should != found:
+            what = f"{len(should)} files" if len(should) != len(found) else "tensors in another order"
+            yield (
+                f"{MANIFEST}: 'max_shard_size' {manifest.max_shard_size} gives {what} for rank {rank}, "
+                f"which has {len(found)}"
+            )
+
+    def _check_side_files(self) -> None:
+        """Compare config.json as JSON, and the other side files byte for byte; a program may leave some out."""
+        path = self.shards.path / "config.json"
+        if path.is_file():
+            expected = read_config(self.original.path / "config.json")
+            found = config_differences("config.json", expected, path)
+            self.configs += found if found is not None else ()
+            self.problems += [] if found is not None else [f"{path}: is not a JSON object"]
+        told = {difference.file for difference in self.configs}
+        for file in folder.changed_side_files(self.original, self.shards):
+            if file.relative_to(self.shards.path).as_posix() not in told:
+                self.problems.append(f"{file}: is not the original's")

@@ -18,6 +18,7 @@ from reshard.engine.loading import TORCH_DTYPES
 from reshard.planning.plan import Plan, dequantized
 from reshard.storage.source import Source
 from verify.ending import temporary_folder
+from verify.forward.foreign import Foreign
 from verify.forward.job import BYTES_ALONE, ForwardOptions, Job, Result
 from verify.forward.launch import run_ranks, start_fork_server
 from verify.forward.report import ForwardReport, report_of
@@ -113,7 +114,7 @@ def _job(original: Source, shards: Source, options: ForwardOptions) -> Job:
         raise CheckpointError(
             f"{original.path} is split: the forward needs the full checkpoint that it is compared with"
         )
-    if shards.sharded is None:
+    if shards.sharded is None and shards.page is None:
         raise CheckpointError(
             f"{shards.path} is a full checkpoint, not shards", "give the folder that 'reshard split' wrote"
         )
@@ -133,6 +134,7 @@ def _job(original: Source, shards: Source, options: ForwardOptions) -> Job:
         ids,
         options,
         own_rules(shards.plan, original.model.architecture) == (),
+        Foreign(shards.page.name, shards.plan, shards.ranks) if shards.page is not None else None,
     )
 
 

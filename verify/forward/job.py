@@ -11,6 +11,7 @@ import torch
 
 from formats.notation.architecture import Architecture
 from reshard.planning.plan import Plan
+from verify.forward.foreign import Foreign
 from verify.forward.noise import Distance, Yardstick
 
 BYTES_ALONE = "--exact-only compares the bytes alone"
@@ -38,7 +39,7 @@ class ForwardOptions:
 
 @dataclass(frozen=True)
 class Job:
-    """A comparison, as it is sent to the ranks."""
+    """A comparison, as it is sent to the ranks; ``foreign`` if the shards are in another program's format."""
 
     original: Path
     original_config: Mapping[str, Any]
@@ -49,6 +50,7 @@ class Job:
     ids: Any
     options: ForwardOptions
     is_built_in: bool
+    foreign: Foreign | None = None
 
     @property
     def exact_dtype(self) -> torch.dtype:

@@ -20,6 +20,7 @@ from formats.errors import CheckpointError, ReshardError
 from reshard.planning.plan import Plan
 from verify.ending import temporary_folder
 from verify.forward.failure import UnlikeError, failure_of, is_of_model
+from verify.forward.foreign import write_rank
 from verify.forward.job import Job, Logits, Mismatch, Reference, Result
 from verify.forward.noise import FACTOR, SURE, Distance, Yardstick, measure
 from verify.forward.original import places_of, reference_of
@@ -100,6 +101,8 @@ def _run_shards(
     plan = plan_of_stage(job.plan, stage)
     rank = Rank(plan, number % plan.mesh.size, job.modules, job.config, job.is_built_in)
     folder = job.shards / mesh.folder(number)
+    if job.foreign is not None:
+        folder = write_rank(job.foreign, number, offload / "rank")
     say(f"shards on {mesh.size} ranks")
     inputs = {name: value.to(ranks.device) for name, value in reference.inputs.items()}
     tokens = reference.ids.shape[1]

@@ -1,0 +1,144 @@
+"""A rank's tensors under Hugging Face's names, from the files of another program's format.
+
+The model that ``verify`` runs is transformers', whose code loads a folder. So a rank writes, into a temporary folder of
+its own, what its part of the format's files holds of each of Hugging Face's tensors, and nothing that it does not
+hold. Bytes are not compared here: a fault in the files is a fault in the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from formats.errors import CheckpointError
+from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header
+from formats.notation.rewrites import page_of
+from reshard.engine.loading import TORCH_DTYPES
+from reshard.planning.arrangement import Arrangement, Placed
+from reshard.planning.plan import Box, Plan
+from reshard.planning.rank_config import rank_config
+from reshard.storage.source import arrangement_of
+from verify.bytes.atoms import Block
+from verify.bytes.stored import Parts
+from verify.rules import with_sound_config
+
+_NONE = np.zeros(0, np.intp)
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """What is stored in another program's format: its name, the plan with all that is stored, each rank's tensors."""
+
+    page: str
+    plan: Plan
+    ranks: tuple[Mapping[str, TensorInfo], ...]
+
+
+def write_rank(foreign: Foreign, rank: int, folder: Path) -> Path:
+    """Write a folder like the one that ``reshard split`` writes for a rank, and return it.
+
+    Raises CheckpointError where the rank lacks elements that it would have there.
+    """
+    plan = foreign.plan
+    held, boxes = _Held(foreign, arrangement_of(plan, page_of(foreign.page))), plan.boxes(rank)
+    names = [(name, kind, boxes[kind]) for name, kind, _ in plan.model.tensors if kind in boxes]
+    names.sort(key=lambda each: -DTYPE_BITS[each[1].dtype])
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(rank_config(with_sound_config(plan), rank)), encoding="utf-8")
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(build_header([(name, kind.dtype, box.shape) for name, kind, box in names], {"format": "pt"}))
+        for name, _, box in names:
+            file.write(held.local(name, box, rank).data)
+    return folder
+
+
+class _Held:
+    """What ranks hold of Hugging Face's tensors."""
+
+    def __init__(self, foreign: Foreign, arrangement: Arrangement) -> None:
+        self._ranks, self._parts = foreign.ranks, Parts(arrangement)
+        self._placed: dict[str, list[tuple[int | None, Placed]]] = defaultdict(list)
+        for atom, placed in arrangement.placed.items():
+            self._placed[atom.tensor].append((atom.at, placed))
+
+    def local(self, name: str, box: Box, rank: int) -> NDArray[Any]:
+        """A rank's part of a tensor, as unsigned integers. Raises CheckpointError where elements are lacking."""
+        owned = [np.concatenate([_NONE, *(np.arange(run.offset, run.end) for run in dim)]) for dim in box.dims]
+        found: NDArray[Any] | None = None
+        there = np.zeros(box.shape, bool)
+        for at, placed in self._placed[name]:
+            dtype = self._parts.kind(placed.stored.atoms[placed.number]).dtype
+            part = self._parts.of(placed.stored, rank)
+            for block in (part.atoms[placed.number] if part else None) or ():
+                values = self._values(placed, rank, block, dtype)
+                if found is None:
+                    found = np.zeros(box.shape, values.dtype)
+                _put(found, there, owned, block, at, values)
+        if found is None or not there.all():
+            raise CheckpointError(f"rank {rank} does not hold all of its part of '{name}'")
+        return found
+
+    def _values(self, placed: Placed, rank: int, block: Block, dtype: str) -> NDArray[Any]:
+        """The elements of a block in the dtype of Hugging Face's tensor.
+
+        Of equal parts that the ranks add up, all but one of which are zeros, the sum.
+        """
+        raw = self._read(placed, rank, block)
+        portion, stored = placed.portion, placed.stored
+        if stored.dtype == dtype and portion.function is None and not placed.zeros:
+            return raw
+        values = _decoded(raw, stored.dtype)
+        if placed.zeros:
+            for other, part in placed.layout.boxes.items():
+                if other != rank and part.dims == placed.layout.boxes[rank].dims:
+                    values = values + _decoded(self._read(placed, other, block), stored.dtype)
+        if portion.function == "-exp":
+            values = torch.log(-values)
+        return _encoded(values, dtype)
+
+    def _read(self, placed: Placed, rank: int, block: Block) -> NDArray[Any]:
+        info = self._ranks[rank][placed.stored.name]
+        data = np.memmap(info.file, np.uint8, "r")
+        item = info.nbytes // max(1, math.prod(info.shape))
+        strides = tuple(stride * item for stride in block.shard_strides)
+        return np.ndarray(block.shape, f"<u{item}", data.data, info.offset + block.shard * item, strides)
+
+
+def _put(
+    found: NDArray[Any], there: NDArray[Any], owned: Sequence[NDArray[Any]], block: Block, at: int | None,
+    values: NDArray[Any],
+) -> None:  # fmt: skip
+    """Put the elements of a block where the rank has them among the indices that it owns; others are left out."""
+    first = [start + (at or 0) * (dim == 0) for dim, start in enumerate(block.first)]
+    order = sorted(range(len(block.shape)), key=lambda factor: (block.along[factor][0], -block.along[factor][1]))
+    indices = [np.full(1, start) for start in first]
+    for factor in order:
+        dim, step = block.along[factor]
+        indices[dim] = (indices[dim][:, None] + np.arange(block.shape[factor]) * step).reshape(-1)
+    moved = values.transpose(order).reshape([len(each) for each in indices])
+    places = [np.searchsorted(own, each) for own, each in zip(owned, indices, strict=True)]
+    known = [
+        np.flatnonzero(own[np.minimum(place, len(own) - 1)] == each) if len(own) else np.zeros(0, np.intp)
+        for own, place, each in zip(owned, places, indices, strict=True)
+    ]
+    target = np.ix_(*(place[inside] for place, inside in zip(places, known, strict=True)))
+    found[target] = moved[np.ix_(*known)]
+    there[target] = True
+
+
+def _decoded(raw: NDArray[Any], dtype: str) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(raw)).view(TORCH_DTYPES[dtype]).double()
+
+
+def _encoded(values: torch.Tensor, dtype: str) -> NDArray[Any]:
+    found = values.to(TORCH_DTYPES[dtype]).contiguous()
+    return found.reshape(-1).view(torch.uint8).numpy().view(f"<u{found.itemsize}").reshape(tuple(found.shape))

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 def inspect_command(path: str, revision: str | None, token: str | None, cache_dir: Path | None, as_json: bool) -> int:
     """Say what PATH is: format, model type, dtypes, parameters, mesh, complete or not.
 
-    PATH may also be a Hub id, one rank's folder, a single .safetensors file or unfinished output (OUT.partial). The
-    exit code is 0 if it is complete and 1 if it is not.
+    PATH may also be a Hub id, shards in another program's format, one rank's folder, a single .safetensors file or
+    unfinished output (OUT.partial). The exit code is 0 if it is complete and 1 if it is not.
     """
     from reshard.storage.inspect import inspect
     from reshard.storage.output import staging_of
@@ -47,6 +47,9 @@ def inspect_command(path: str, revision: str | None, token: str | None, cache_di
 
 def _pairs(report: Report) -> list[tuple[str, str]]:
     pairs = [("what", report.kind), ("format", report.format)]
+    if report.loaded_by is not None:
+        pairs.append(("loaded by", report.loaded_by))
+        pairs.append(("written by", "reshard" if report.has_manifest else "not known (there is no reshard.json)"))
     if report.model_type is not None or report.kind == "full checkpoint":
         pairs.append(("model type", f"{report.model_type or 'unknown'} ({_rules(report)})"))
     if report.mesh is not None:
@@ -85,6 +88,8 @@ def _document(report: Report, path: str) -> dict[str, Any]:
         "path": path,
         "kind": report.kind,
         "format": report.format,
+        "loaded_by": report.loaded_by,
+        "written_by_reshard": report.has_manifest,
         "model_type": report.model_type,
         "architecture": report.architecture,
         "dtypes": report.dtypes,

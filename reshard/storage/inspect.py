@@ -1,4 +1,5 @@
-"""What a folder is: a full checkpoint, a split one, one rank of it, or unfinished output; and whether it is complete.
+"""What a folder is: a full checkpoint, a split one in whatever format, one rank of it, or unfinished output; and
+whether it is complete.
 
 It needs no rules for the architecture, and accepts incomplete checkpoints: it says what is missing.
 """
@@ -7,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from formats.documents import read_config
 from formats.errors import CheckpointError, MismatchError, PlanError, ReshardError, listed
@@ -19,6 +21,7 @@ from formats.files.safetensors import Header, TensorInfo, parse_header, read_hea
 from formats.files.sharded import (
     MANIFEST,
     METADATA_KEY,
+    FileRecord,
     Identity,
     Manifest,
     is_sharded,
@@ -28,7 +31,12 @@ from formats.files.sharded import (
 )
 from formats.mesh import Mesh
 from formats.notation.architecture_files import built_in_file
+from formats.notation.rewrites import Page, page_of
 from reshard.storage.output import SUFFIX, staging_of, unfinished_command
+from reshard.storage.program_source import pages_for, program_files
+
+if TYPE_CHECKING:
+    from reshard.storage.source import Source
 
 
 @dataclass
@@ -36,8 +44,9 @@ class Report:
     """What a path is.
 
     ``nbytes``: the size of the weight files. ``parameters`` and ``dtypes`` count the elements of the full model; with
-    ``counts_ranks`` those of all ranks, because a split checkpoint does not say what the full model was. ``problems``:
-    why it is not complete.
+    ``counts_ranks`` those of all ranks, because a split checkpoint does not say what the full model was. ``loaded_by``:
+    the program whose format it is; ``has_manifest``: whether reshard wrote it. Both are None for reshard's own format.
+    ``problems``: why it is not complete.
     """
 
     path: Path
@@ -57,6 +66,8 @@ class Report:
     padding: dict[str, tuple[int, int]] = field(default_factory=dict)
     source: str | None = None
     commit: str | None = None
+    loaded_by: str | None = None
+    has_manifest: bool | None = None
     problems: list[str] = field(default_factory=list)
     hint: str | None = None
 
@@ -83,6 +94,9 @@ def inspect(path: Path) -> Report:
     command = unfinished_command(path)
     if command is not None:
         return _staging(path, command)
+    pages = _pages(path)
+    if pages:
+        return _program(path, pages)
     if is_sharded(path):
         return _split(path)
     return _full(path)
@@ -196,27 +210,36 @@ def _split(path: Path) -> Report:
 
 
 def _from_manifest(report: Report, manifest: Manifest) -> dict[int, list[TensorInfo]]:
-    identity = manifest.identity
-    _take_identity(report, identity)
-    report.source, report.commit = manifest.source.location, manifest.source.commit
-    report.architecture = str(manifest.architecture.get("name", "")) or report.architecture
+    _take_manifest(report, manifest)
     found: dict[int, list[TensorInfo]] = {}
     for rank, records in manifest.ranks.items():
-        tensors: list[TensorInfo] = []
         problems: list[str] = []
-        for record in records:
-            file = report.path / record.name
-            if not file.is_file():
-                problems.append(f"{file} is missing, {MANIFEST} lists it")
-            elif file.stat().st_size != record.size:
-                problems.append(f"{file} has {file.stat().st_size:,} bytes, {MANIFEST} says {record.size:,}")
-            elif file.suffix == ".safetensors":
-                tensors += _read(report, file, problems)
-        whole_folder = (report.path / identity.mesh.folder(rank)).is_dir()
+        tensors = _recorded(report, records, problems)
+        whole_folder = (report.path / manifest.identity.mesh.folder(rank)).is_dir()
         if whole_folder:
             report.problems += problems
             found[rank] = tensors
     return found
+
+
+def _take_manifest(report: Report, manifest: Manifest) -> None:
+    _take_identity(report, manifest.identity)
+    report.source, report.commit = manifest.source.location, manifest.source.commit
+    report.architecture = str(manifest.architecture.get("name", "")) or report.architecture
+
+
+def _recorded(report: Report, records: Iterable[FileRecord], problems: list[str]) -> list[TensorInfo]:
+    """The tensors in the files of a rank that a manifest lists."""
+    tensors: list[TensorInfo] = []
+    for record in records:
+        file = report.path / record.name
+        if not file.is_file():
+            problems.append(f"{file} is missing, {MANIFEST} lists it")
+        elif file.stat().st_size != record.size:
+            problems.append(f"{file} has {file.stat().st_size:,} bytes, {MANIFEST} says {record.size:,}")
+        elif file.suffix == ".safetensors":
+            tensors += _read(report, file, problems)
+    return tensors
 
 
 def _from_folders(report: Report) -> dict[int, list[TensorInfo]]:
@@ -276,22 +299,90 @@ def _count_full(report: Report, manifest: Manifest | None, ranks: Mapping[int, l
     report.tensors = max((len(tensors) for tensors in ranks.values()), default=0)
 
 
-def _check_whole(report: Report) -> None:
-    """Make the checks that a split or a merge makes before it moves a byte."""
+def _check_whole(report: Report) -> Source | None:
+    """Make the checks that a split or a merge makes before it moves a byte; what was opened, if that went well."""
     from reshard.storage.source import open_source
 
     try:
         source = open_source(report.path)
     except PlanError:
-        return  # no rules for it (any more): nothing is missing, it needs --plan
+        return None  # no rules for it (any more): nothing is missing, it needs --plan
     except (CheckpointError, MismatchError) as error:
         report.problems.append(error.message)
         report.hint = error.hint
-        return
+        return None
     if report.counts_ranks:
         report.counts_ranks, report.dtypes, report.tensors = False, {}, len(source.model.tensors)
         for kind in source.model.kinds:
             report.dtypes[kind.dtype] = report.dtypes.get(kind.dtype, 0) + kind.count * math.prod(kind.shape)
+    return source
+
+
+# ---------------------------------------------------------------------------------------- the format of another program
+
+
+def _pages(path: Path) -> list[Page]:
+    """The formats of other programs that a folder may have: by the manifest, else by the names of its files."""
+    if not (path / MANIFEST).is_file():
+        return [] if is_sharded(path) else pages_for(path)
+    try:
+        form = read_manifest(path / MANIFEST).form
+        return [page_of(form)] if form is not None else []
+    except ReshardError:
+        return pages_for(path)
+
+
+def _program(path: Path, pages: Sequence[Page]) -> Report:
+    report = Report(path, "split checkpoint", " or ".join(page.name for page in pages))
+    report.loaded_by, report.has_manifest = " or ".join(page.loaded_by for page in pages), (path / MANIFEST).is_file()
+    _take_config(report, path)
+    manifest = None
+    try:
+        manifest = read_manifest(path / MANIFEST) if report.has_manifest else None
+    except ReshardError as error:
+        report.problems.append(error.message)
+        report.hint = error.hint
+    ranks = _from_records(report, manifest) if manifest else _from_names(report, pages[0])
+    _take_ranks(report, ranks)
+    if report.ranks_missing:
+        report.hint = "bring the files of all ranks together, or write them again"
+    _count_full(report, manifest, ranks)
+    if report.complete:
+        source = _check_whole(report)
+        if source is not None and source.page is not None:
+            report.format, report.loaded_by, report.mesh = source.page.name, source.page.loaded_by, source.plan.mesh
+    return report
+
+
+def _from_records(report: Report, manifest: Manifest) -> dict[int, list[TensorInfo]]:
+    """The tensors of the ranks of which any file is there."""
+    _take_manifest(report, manifest)
+    found: dict[int, list[TensorInfo]] = {}
+    for rank, records in manifest.ranks.items():
+        problems: list[str] = []
+        tensors = _recorded(report, records, problems)
+        if any((report.path / record.name).is_file() for record in records):
+            found[rank] = tensors
+            report.problems += problems
+    return found
+
+
+def _from_names(report: Report, page: Page) -> dict[int, list[TensorInfo]]:
+    """The same without a manifest: the names of the files say how many ranks there are, and which parts of each."""
+    found: dict[int, list[TensorInfo]] = {}
+    files = program_files(page, report.path)
+    for file in files:
+        problems: list[str] = []
+        found.setdefault(file.rank, []).extend(_read(report, file.path, problems))
+        report.problems += problems
+    count = max(file.ranks or file.rank + 1 for file in files)
+    report.mesh = Mesh((("tp", count),))
+    for rank in found if "{part}" in page.files else ():
+        there = {file.path.name for file in files if file.rank == rank}
+        parts = sum(file.rank == rank for file in files)
+        names = (page.files.format(rank=rank, ranks=count, part=part) for part in range(parts))
+        report.problems += [f"{report.path / name} is missing" for name in names if name not in there]
+    return found
 
 
 # --------------------------------------------------------------------------------------------------------- staging

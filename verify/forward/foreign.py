@@ -136,7 +136,7 @@ def _put(
 
 
 def _decoded(raw: NDArray[Any], dtype: str) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(raw)).view(TORCH_DTYPES[dtype]).double()
+    return torch.from_numpy(np.array(raw, order="C")).view(TORCH_DTYPES[dtype]).double()
 
 
 def _encoded(values: torch.Tensor, dtype: str) -> NDArray[Any]:

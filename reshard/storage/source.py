@@ -420,7 +420,7 @@ def open_as(path: Path, model: Model) -> Source:
     if not found:
         raise problems[0]
     _, page, plan, stored = min(found, key=lambda each: each[0])
-    return _program_source(path, os.path.realpath(path), stamps, manifest, page, plan, stored)
+    return _program_source(path, os.path.realpath(path), stamps, manifest, page, plan, stored, lacking=True)
 
 
 def _program_source(
@@ -433,7 +433,10 @@ def _program_source(
     ranks: tuple[Mapping[str, TensorInfo], ...],
     made: Mapping[str, bytes],
     boxes: Boxes | None,
+    *,
+    lacking: bool = False,
 ) -> Source:
+    """What is stored in a program's format, as a source; with ``lacking``, side files may be missing."""
     expected = {path / f.name: f.checksum for files in manifest.ranks.values() for f in files} if manifest else {}
     found = [file.path for file in program_files(page, path)]
     kept = [path / KEPT] if (path / KEPT).is_file() else []
@@ -446,6 +449,7 @@ def _program_source(
         if manifest
         else tuple(file for file in find_side_files(path) if file.name not in {MANIFEST, KEPT} and file.is_file())
     )
+    side_files = tuple(file for file in side_files if file.is_file()) if lacking else side_files
     used = [*files, *side_files, *([path / MANIFEST] if manifest else [])]
     return Source(
         path, location, None, plan, plan.model, tuple(tensor.name for tensor in plan.model.tensors), ranks, files,

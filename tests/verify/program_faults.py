@@ -1,0 +1,198 @@
+"""Faults of joining: what a buggy writer of another program's format may do, in shards whose headers stay right.
+
+``FAULTS[name](shards)`` damages a folder; afterwards ``shards.damaged`` has the stored tensor and the rank of each
+whose bytes are others now. A fault that does not apply to a model changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from formats.files.checksum import file_checksum
+from formats.files.safetensors import DTYPE_BITS, TensorInfo
+from formats.files.sharded import MANIFEST
+from reshard.planning.arrangement import Arrangement, Stored
+from reshard.storage.source import Source
+from verify.bytes.exact import open_shards
+
+Array = np.ndarray[Any, Any]
+
+
+def read(info: TensorInfo) -> Array:
+    with info.file.open("rb") as file:
+        file.seek(info.offset)
+        return np.frombuffer(file.read(info.nbytes), f"<u{DTYPE_BITS[info.dtype] // 8}").reshape(info.shape)
+
+
+def sign(folder: Path) -> None:
+    """Let the manifest have the checksums of the files as they are."""
+    path = folder / MANIFEST
+    if path.exists():
+        document = json.loads(path.read_text())
+        for rank in document["ranks"]:
+            for file in rank["files"]:
+                file["checksum"] = file_checksum(folder / file["name"])
+        path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+
+
+@dataclass
+class ProgramShards:
+    """Shards in another program's format to be damaged, and the full checkpoint that they should be."""
+
+    folder: Path
+    original: Source
+    damaged: set[tuple[str, int]] = field(default_factory=set)
+
+    @cached_property
+    def source(self) -> Source:
+        found = open_shards(self.folder, self.original)
+        assert isinstance(found, Source)
+        return found
+
+    @cached_property
+    def arrangement(self) -> Arrangement:
+        assert self.source.arrangement is not None
+        return self.source.arrangement
+
+    @property
+    def ranks(self) -> range:
+        return range(len(self.source.ranks))
+
+    def size(self, axis: str) -> int:
+        return self.source.model.sizes.of({"layer": self.layer})[axis]
+
+    @cached_property
+    def layer(self) -> int:
+        """The layer that most faults damage: the last but one, or the last with experts."""
+        names = [each.name for each in self.arrangement.stored]
+        layers = [int(found[1]) for name in names if (found := re.search(r"\.(\d+)\.", name))]
+        experts = [int(found[1]) for name in names if (found := re.search(r"\.(\d+)\..*w13_weight", name))]
+        return max(experts, default=max(layers) - 1)
+
+    def stored(self, pattern: str) -> Iterator[Stored]:
+        """The tensors of that layer whose names have this in them, and are held by some rank."""
+        for each in self.arrangement.stored:
+            if re.search(rf"\.{self.layer}\..*(?:{pattern})", each.name) and each.constant is None:
+                yield each
+
+    def local(self, name: str, rank: int) -> Array:
+        return read(self.source.ranks[rank][name])
+
+    def full(self, name: str) -> Array:
+        return read(self.original.ranks[0][name])
+
+    def write(self, name: str, rank: int, array: Array) -> None:
+        """Put other content in the place of a rank's tensor."""
+        info, before = self.source.ranks[rank][name], self.local(name, rank)
+        assert array.shape == before.shape and array.dtype == before.dtype, (name, array.shape, before.shape)
+        if array.tobytes() == before.tobytes():
+            return
+        with info.file.open("r+b") as file:
+            file.seek(info.offset)
+            file.write(array.tobytes())
+        self.damaged.add((name, rank))
+
+    def rows(self, stored: Stored, rank: int) -> list[int]:
+        """How many rows each of the joined tensors has."""
+        geometry = stored.geometry
+        found = []
+        for portion, layout in zip(geometry.portions, geometry.layouts, strict=False):
+            lengths = [sum(run.length for run in layout.boxes[rank].dims[place]) for place in portion.order]
+            found.append(math.prod(lengths[: portion.counts[0]]))
+        return found
+
+    def joined(self, stored: Stored, rank: int) -> list[Array]:
+        """What is joined in a tensor."""
+        ends = np.cumsum(self.rows(stored, rank))[:-1]
+        return np.split(self.local(stored.name, rank), ends, axis=int(stored.geometry.is_stack))
+
+
+Fault = Callable[[ProgramShards], None]
+
+
+def qkv_order(shards: ProgramShards) -> None:
+    """q, k and v are joined as k, v, q."""
+    for stored in shards.stored("qkv_proj|query_key_value"):
+        for rank in shards.ranks:
+            if len(stored.geometry.portions) == 3:
+                q, k, v = shards.joined(stored, rank)
+                shards.write(stored.name, rank, np.concatenate([k, v, q]))
+
+
+def gate_and_up(shards: ProgramShards) -> None:
+    """gate and up are joined as up, gate."""
+    for stored in shards.stored("gate_up_proj|w13_weight"):
+        for rank in shards.ranks:
+            gate, up = shards.joined(stored, rank)
+            shards.write(stored.name, rank, np.concatenate([up, gate], axis=int(stored.geometry.is_stack)))
+
+
+def neighbouring_experts(shards: ProgramShards) -> None:
+    """In the stack of the last rank, each pair of neighbouring experts has changed places."""
+    rank = shards.ranks[-1]
+    for stored in shards.stored("w13_weight|w2_weight"):
+        local = shards.local(stored.name, rank)
+        order = np.arange(len(local) // 2 * 2).reshape(-1, 2)[:, ::-1].reshape(-1)
+        shards.write(stored.name, rank, local[[*order, *range(len(order), len(local))]])
+
+
+def rotary_halves(shards: ProgramShards) -> None:
+    """In q and k, the halves of each head are stored as pairs."""
+    head = shards.size("head")
+    order = np.arange(head).reshape(2, -1).T.reshape(-1)
+    for stored in shards.stored("qkv_proj|query_key_value"):
+        for rank in shards.ranks:
+            if len(stored.geometry.portions) == 3:
+                q, k, v = shards.joined(stored, rank)
+                q, k = (part.reshape(-1, head, *part.shape[1:])[:, order].reshape(part.shape) for part in (q, k))
+                shards.write(stored.name, rank, np.concatenate([q, k, v]))
+
+
+def kv_replica_of_wrong_head(shards: ProgramShards) -> None:
+    """Ranks that share a KV head have the heads in turn, not one head on neighbouring ranks."""
+    kv, head = shards.size("kv"), shards.size("head")
+    if kv >= len(shards.ranks):
+        return
+    for stored in shards.stored("qkv_proj"):
+        for rank in shards.ranks:
+            q, _, _ = shards.joined(stored, rank)
+            others = [shards.full(atom.tensor).reshape(kv, head, -1)[rank % kv] for atom in stored.atoms[1:]]
+            shards.write(stored.name, rank, np.concatenate([q, *others]))
+
+
+def padding_in_the_middle(shards: ProgramShards) -> None:
+    """The vocabulary is divided first and each part padded then, so that zeros stand between the ranks' rows."""
+    vocab, degree = shards.size("vocab"), len(shards.ranks)
+    for stored in shards.arrangement.stored:
+        if stored.constant is None and re.search(r"embed|lm_head|wte", stored.name) and len(stored.atoms) == 1:
+            full = shards.full(stored.atoms[0].tensor)
+            assert len(full) == vocab
+            for rank, part in enumerate(np.array_split(full, degree)):
+                local = np.zeros_like(shards.local(stored.name, rank))
+                local[: len(part)] = part
+                shards.write(stored.name, rank, local)
+
+
+FAULTS: dict[str, Fault] = {
+    fault.__name__: fault
+    for fault in (
+        qkv_order, gate_and_up, neighbouring_experts, rotary_halves, kv_replica_of_wrong_head, padding_in_the_middle,
+    )
+}  # fmt: skip
+
+
+def inject(name: str, folder: Path, original: Source) -> ProgramShards:
+    """Put a fault into the shards in ``folder``."""
+    shards = ProgramShards(folder, original)
+    FAULTS[name](shards)
+    sign(folder)
+    return shards

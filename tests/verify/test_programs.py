@@ -1,0 +1,425 @@
+"""``verify`` of shards in another program's format: every byte, through the rewrites, and the forward of each rank."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from formats.files.safetensors import build_header, read_header, tensor_bytes
+from reshard.api import split
+from reshard.storage.source import KEPT, Source, open_source
+from tests import store, zoo
+from tests.programs.oracles import ORACLES, checkpoint
+from tests.support import change_tensor, command
+from tests.verify.program_faults import FAULTS, ProgramShards, inject, read, sign
+from verify.bytes.exact import open_shards, verify_exact
+from verify.bytes.exact_report import ExactReport
+from verify.forward.compare import ForwardOptions, run_forwards
+from verify.forward.noise import FACTOR
+
+VLLM = [
+    path.stem
+    for path in sorted((ORACLES / "vllm" / "models").glob("*.json"))
+    if "tp2" in json.loads(path.read_text()).get("meshes", {})
+]
+
+
+@cache
+def original(model: str, oracle: str = "vllm") -> Source:
+    return open_source(checkpoint(oracle, model))
+
+
+def written(model: str, tp: int = 2, form: str = "vllm", **more: Any) -> Path:
+    """A fixture in a format, split once for all tests."""
+    key = "-".join([model, form, str(tp), *map(str, more.values())])
+    return store.made(f"programs-{key}", lambda path: split(checkpoint(form, model), path, tp, form=form, **more))
+
+
+def exact(folder: Path, model: str, form: str = "vllm") -> ExactReport:
+    return verify_exact(original(model, form), folder)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(written("llama"), tmp_path / "out"))
+
+
+# ------------------------------------------------------------------------------------------------------------- bytes
+
+
+@pytest.mark.parametrize("model", VLLM)
+def test_correct_shards_are_the_same_with_and_without_a_manifest(model: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(written(model), tmp_path / "out")
+    found = exact(folder, model)
+    assert found.verdict == "same" and found.form == "vllm", found
+    weights = [read_header(file) for file in folder.glob("*.safetensors")]
+    assert found.nbytes == sum(info.nbytes for header in weights for info in header.tensors.values())
+    (folder / "reshard.json").unlink()
+    (folder / KEPT).unlink(missing_ok=True)
+    assert exact(folder, model).verdict == "same"
+
+
+@pytest.mark.parametrize(
+    ("form", "model", "more"),
+    [
+        ("vllm", "llama_kv2", {"tp": 4}),
+        ("vllm", "mamba2_g1", {"tp": 4}),
+        ("vllm", "deepseek_v3", {"tp": 2, "ep": 2, "same_ranks": True}),
+        ("vllm", "gpt_oss", {"tp": 2, "ep": 2, "same_ranks": True}),
+        ("deepseek", "deepseek_v3", {"tp": 4}),
+        ("deepseek", "deepseek_v3_fp8", {"tp": 2}),
+    ],
+)
+def test_other_meshes_and_formats(form: str, model: str, more: dict[str, Any], tmp_path: Path) -> None:
+    folder = shutil.copytree(written(model, form=form, **more), tmp_path / "out")
+    assert exact(folder, model, form).verdict == "same"
+    (folder / "reshard.json").unlink()
+    assert exact(folder, model, form).verdict == "same"
+
+
+@pytest.mark.parametrize(
+    ("form", "model", "more"),
+    [
+        ("vllm", "llama_kv2", {"tp": 4}),
+        ("vllm", "falcon", {}),
+        ("vllm", "llama4", {}),
+        ("vllm", "gpt2", {}),
+        ("vllm", "gpt_oss", {}),
+        ("vllm", "mixtral", {"tp": 2, "ep": 2, "same_ranks": True}),
+        ("vllm", "glm4_moe", {}),
+        ("vllm", "mamba2", {}),
+        ("deepseek", "deepseek_v3_fp8", {}),
+    ],
+)
+def test_one_bit_in_any_tensor_is_found_and_named(form: str, model: str, more: dict[str, Any], tmp_path: Path) -> None:
+    """One bit of each stored tensor on each rank is another, also in padding, constants, zeros and what is kept."""
+    folder = shutil.copytree(written(model, form=form, **more), tmp_path / "out")
+    shards = ProgramShards(folder, original(model, form))
+    held = [(rank, info) for rank, tensors in enumerate(shards.source.ranks) for info in tensors.values()]
+    held += [(0, info) for info in shards.source.kept.values()]
+    random = np.random.default_rng(0)
+    for _, info in held:  # the lowest byte but one of an element: more than a unit in the last place of F32
+        item = info.nbytes // max(1, int(np.prod(info.shape)))
+        at = int(random.integers(0, info.nbytes // item)) * item + min(1, item - 1)
+        change_tensor(info.file, info.name, at=at, flip=4)
+    sign(folder)
+    found = exact(folder, model, form)
+    assert {(damage.stored, damage.rank) for damage in found.damages} == {(info.name, rank) for rank, info in held}
+    assert all(damage.elements == 1 for damage in found.damages)
+    assert not (found.problems or found.missing or found.extra or found.configs)
+
+
+def test_the_first_difference_says_where(llama: Path) -> None:
+    shards = ProgramShards(llama, original("llama"))
+    stored = next(shards.stored("qkv_proj.weight"))
+    q, k, _ = shards.rows(stored, 1)
+    local = shards.local(stored.name, 1).copy()
+    local[q + 3, 5] ^= 1  # row 3 of what rank 1 has of k
+    shards.write(stored.name, 1, local)
+    sign(llama)
+    found = exact(llama, "llama")
+    first, tensor = found.first, f"model.layers.{shards.layer}.self_attn.k_proj.weight"
+    info = shards.original.ranks[0][tensor]
+    assert first is not None and (first.tensor, first.stored, first.rank) == (tensor, stored.name, 1)
+    assert first.index == (k + 3, 5)
+    held = shards.source.ranks[1][stored.name]
+    item = info.nbytes // int(np.prod(info.shape))
+    assert first.offset == held.offset + ((q + 3) * held.shape[1] + 5) * item
+    assert (first.original_file, first.original_offset) == (
+        str(info.file), info.offset + ((k + 3) * info.shape[1] + 5) * item,
+    )  # fmt: skip
+    assert Path(first.file).read_bytes()[first.offset : first.offset + item] == first.found
+    assert info.file.read_bytes()[first.original_offset :][:item] == first.expected
+    assert f"in '{stored.name}'" in str(first)
+
+
+def test_padding_constants_and_zeros_say_what_they_are(tmp_path: Path) -> None:
+    folder = shutil.copytree(written("gpt_oss"), tmp_path / "out")
+    shards = ProgramShards(folder, original("gpt_oss"))
+    scale = next(each for each in shards.arrangement.stored if each.constant)
+    bias = next(shards.stored("w2_bias"))
+    for name in (scale.name, bias.name):
+        with_one = shutil.copytree(folder, tmp_path / name)
+        one = ProgramShards(with_one, original("gpt_oss"))
+        one.write(name, 1, one.local(name, 1) + np.array(1, one.local(name, 1).dtype))
+        first = exact(with_one, "gpt_oss").first
+        assert first is not None and first.stored == name and first.rank == 1 and first.original_file is None
+        assert ("constant" if name == scale.name else "an earlier rank has it") in str(first)
+    table = next(each for each in shards.arrangement.stored if "lm_head" in each.name)
+    local = shards.local(table.name, 1).copy()
+    local[-1, 2] = 1
+    shards.write(table.name, 1, local)
+    first = exact(folder, "gpt_oss").first
+    assert first is not None and first.index[0] == len(local) * 2 - 1 and "(padding)" in str(first)
+
+
+def test_a_function_may_be_one_unit_in_the_last_place_off_and_no_more(tmp_path: Path) -> None:
+    folder = shutil.copytree(written("mamba2"), tmp_path / "out")
+    (folder / "reshard.json").unlink()
+    shards = ProgramShards(folder, original("mamba2"))
+    stored = next(each for each in shards.arrangement.stored if each.name.endswith(".A"))
+    before = shards.local(stored.name, 0)
+    for off, verdict in ((1, "same"), (-1, "same"), (2, "different"), (-2, "different")):
+        changed = before.copy().astype(np.int64)
+        changed.reshape(-1)[0] += off
+        shards.write(stored.name, 0, changed.astype(before.dtype))
+        near = exact(folder, "mamba2").verdict
+        assert near == verdict or abs(off) == 1, off
+        shards.write(stored.name, 0, before)
+    assert exact(folder, "mamba2").verdict == "same"
+
+
+# ----------------------------------------------------------------------------------------------------- all but bytes
+
+
+def rewritten(file: Path, change: Any) -> None:
+    """Write a weight file anew with other tensors."""
+    header = read_header(file)
+    tensors = {name: (info.dtype, info.shape, read(info).tobytes()) for name, info in header.tensors.items()}
+    change(tensors)
+    listed = [(name, dtype, shape) for name, (dtype, shape, _) in tensors.items()]
+    content = b"".join(data for _, _, data in tensors.values())
+    file.write_bytes(build_header(listed, dict(header.metadata)) + content)
+
+
+NAME = "model.layers.0.mlp.gate_up_proj.weight"
+
+
+@pytest.mark.parametrize("has_manifest", [True, False])
+@pytest.mark.parametrize(
+    ("change", "where", "text"),
+    [
+        (lambda t: t.pop(NAME), "missing", f"rank 1: {NAME}, of 'model.layers.0.mlp.gate_proj.weight'"),
+        (lambda t: t.update(more=("F32", (1,), bytes(4))), "extra", "rank 1: more"),
+        (lambda t: t.update({NAME: ("I32", *t[NAME][1:])}), "problems", "is I32 ["),
+        (lambda t: t.update({NAME: (t[NAME][0], t[NAME][1][::-1], t[NAME][2])}), "problems", "the original gives"),
+    ],
+)
+def test_tensors_that_are_missing_extra_or_of_another_kind(
+    llama: Path, has_manifest: bool, change: Any, where: str, text: str
+) -> None:
+    rewritten(llama / "model-rank-1-part-0.safetensors", change)
+    if has_manifest:
+        sign(llama)
+    else:
+        (llama / "reshard.json").unlink()
+    found = exact(llama, "llama")
+    assert found.verdict == "different"
+    assert any(text in line for line in getattr(found, where)), found
+
+
+def test_files(llama: Path) -> None:
+    (llama / "more.txt").write_text("")
+    assert exact(llama, "llama").extra == ("more.txt",)
+    (llama / "more.txt").unlink()
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1.0}))
+    assert "config.json: 'rms_norm_eps' is 1.0" in str(exact(llama, "llama").configs[0])
+    (llama / "config.json").unlink()
+    assert "config.json" in exact(llama, "llama").missing
+    (llama / "reshard.json").unlink()  # the program itself need not write one
+    assert exact(llama, "llama").verdict == "same"
+
+
+def test_a_missing_rank_is_a_difference(llama: Path) -> None:
+    (llama / "reshard.json").unlink()
+    (llama / "model-rank-0-part-0.safetensors").unlink()
+    done = command("verify", checkpoint("vllm", "llama"), llama, "--exact-only")
+    assert done.returncode == 1 and "the files of rank 0 of 2 are missing" in done.stdout
+
+
+def _paths(document: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    if isinstance(document, dict | list):
+        for key, value in document.items() if isinstance(document, dict) else enumerate(document):
+            yield from _paths(value, (*path, key))
+    else:
+        yield path
+
+
+def test_every_value_of_the_manifest_is_checked(tmp_path: Path) -> None:
+    folder = shutil.copytree(written("mamba2"), tmp_path / "out")
+    path = folder / "reshard.json"
+    text = path.read_text()
+    unknown = {("source", "location"), ("source", "commit"), ("version",), ("format",)}
+    passed = []
+    for place in _paths(json.loads(text)):
+        if place in unknown or place[0] == "inputs" or place[:2] == ("source", "files"):
+            continue
+        document = json.loads(text)
+        inner = document
+        for key in place[:-1]:
+            inner = inner[key]
+        value = inner[place[-1]]
+        inner[place[-1]] = value + 1 if isinstance(value, int) else f"{value}x"
+        path.write_text(json.dumps(document))
+        if exact(folder, "mamba2").verdict == "same":
+            passed.append(place)
+    assert not passed
+
+
+def test_a_checksum_of_the_manifest(llama: Path) -> None:
+    document = json.loads((llama / "reshard.json").read_text())
+    document["ranks"][1]["files"][0]["checksum"] = "0" * 16
+    (llama / "reshard.json").write_text(json.dumps(document))
+    assert "checksum" in exact(llama, "llama").problems[0]
+
+
+def test_what_is_kept(tmp_path: Path) -> None:
+    folder = shutil.copytree(written("mamba2"), tmp_path / "out")
+    rewritten(folder / KEPT, lambda tensors: tensors.pop(next(iter(tensors))))
+    sign(folder)
+    assert f"{KEPT}: " in exact(folder, "mamba2").missing[0]
+
+
+def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    """A table of 400 MB, which is mapped, compared and let go of."""
+    import subprocess
+    import sys
+
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 1024, "intermediate_size": 64,
+        "num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128,
+        "vocab_size": 100_000, "tie_word_embeddings": False,
+    }  # fmt: skip
+    from tests.support import llama_tensors
+
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    tensors = llama_tensors(config)
+    with (tmp_path / "model" / "model.safetensors").open("wb") as file:
+        file.write(build_header(tensors, {"format": "pt"}))
+        file.truncate(file.tell() + sum(tensor_bytes(*tensor) for tensor in tensors))
+    split(tmp_path / "model", tmp_path / "out", 2, form="vllm")
+    script = (
+        "import resource, sys; from pathlib import Path; from reshard.storage.source import open_source;"
+        "from verify.bytes.exact import verify_exact;"
+        "r = verify_exact(open_source(Path(sys.argv[1])), Path(sys.argv[2]));"
+        "print(r.verdict, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "model", tmp_path / "out"], capture_output=True, text=True, check=True
+    )
+    verdict, peak = done.stdout.split()
+    assert verdict == "same" and int(peak) < 350_000, peak
+
+
+# ----------------------------------------------------------------------------------------------------------- forward
+
+KV2 = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8, "hidden_size": 48, "intermediate_size": 72}
+
+
+def _llama_kv2(folder: Path) -> None:
+    """A Llama with two KV heads, which four ranks share."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**KV2, num_hidden_layers=3, vocab_size=101, max_position_embeddings=128, bos_token_id=0)
+    model = LlamaForCausalLM(config)
+    zoo.randomize(model, 1)
+    model.save_pretrained(folder)
+
+
+def pair(name: str, form: str = "vllm", **mesh: Any) -> tuple[Source, Source]:
+    """A model that can be run, and its shards in a format."""
+    experts = 8 if "ep" in mesh else None
+    source = store.made(name, _llama_kv2) if name == "llama_kv2" else store.checkpoint(name, experts=experts)
+    key = "-".join(map(str, (source.name, form, *mesh.values())))
+    folder = store.made(f"{key}-runs", lambda path: split(source, path, form=form, **mesh))
+    opened = open_source(source)
+    shards = open_shards(folder, opened)
+    assert isinstance(shards, Source)
+    return opened, shards
+
+
+EXPERTS = {"tp": 2, "ep": 2, "same_ranks": True}
+CORRECT: list[tuple[str, str, dict[str, Any]]] = [
+    ("llama", "vllm", {"tp": 2}),
+    ("falcon-40b", "vllm", {"tp": 2}),
+    ("qwen3_moe", "vllm", EXPERTS),
+    ("gpt_oss", "vllm", {"tp": 2}),
+    ("mamba2", "vllm", {"tp": 2}),
+    ("llama4_text", "vllm", {"tp": 2}),
+    ("glm4_moe", "vllm", {"tp": 2}),
+    ("deepseek_v3", "deepseek", {"tp": 2}),
+    ("llama_kv2", "vllm", {"tp": 4}),
+]
+"""What is joined, stacked, transposed, widened, of a function, zero on all ranks but one, paired, replicated."""
+
+
+def test_correct_shards_compute_the_same() -> None:
+    reports = run_forwards([pair(model, form, **mesh) for model, form, mesh in CORRECT], ForwardOptions(draws=3))
+    for (model, form, _), report in zip(CORRECT, reports, strict=True):
+        assert report.is_same, (model, form, report.verdict)
+
+
+FAULTY: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "qkv_order": [("llama", {"tp": 2}), ("falcon-40b", {"tp": 2}), ("qwen3_moe", EXPERTS)],
+    "gate_and_up": [("llama", {"tp": 2}), ("qwen3_moe", EXPERTS)],
+    "neighbouring_experts": [("qwen3_moe", EXPERTS)],
+    "rotary_halves": [("llama", {"tp": 2}), ("falcon-40b", {"tp": 2})],
+    "kv_replica_of_wrong_head": [("llama_kv2", {"tp": 4})],
+    "padding_in_the_middle": [("llama", {"tp": 2}), ("falcon-40b", {"tp": 2})],
+}
+CASES = [(fault, model, mesh) for fault, found in FAULTY.items() for model, mesh in found]
+CLEAR = 50.0
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], ProgramShards]:
+    """Shards with each of the faults."""
+    found = {}
+    for fault, model, mesh in CASES:
+        opened, shards = pair(model, **mesh)
+        folder = tmp_path_factory.mktemp("faults") / f"{fault}-{model}"
+        shutil.copytree(shards.path, folder)
+        found[fault, model] = inject(fault, folder, opened)
+        assert found[fault, model].damaged, (fault, model)
+    return found
+
+
+def test_every_fault_has_a_model() -> None:
+    assert {*FAULTY} == {*FAULTS}
+
+
+@pytest.mark.parametrize(("fault", "model"), [case[:2] for case in CASES])
+def test_the_bytes_name_what_a_fault_damaged(
+    fault: str, model: str, damaged: dict[tuple[str, str], ProgramShards]
+) -> None:
+    shards = damaged[fault, model]
+    done = command("verify", shards.original.path, shards.folder, "--exact-only", "--json")
+    exact = json.loads(done.stdout)["exact"]
+    assert done.returncode == 1 and not (exact["problems"] or exact["missing"] or exact["extra"] or exact["configs"])
+    assert {(found["stored"], found["rank"]) for found in exact["damages"]} == shards.damaged
+    atoms = {each.name: {atom.tensor for atom in each.atoms} for each in shards.arrangement.stored}
+    for found in (exact["first"], *exact["damages"]):
+        assert found["tensor"] in atoms[found["stored"]]
+
+
+def test_the_forward_alone_sees_every_fault(damaged: dict[tuple[str, str], ProgramShards]) -> None:
+    pairs = [(damaged[fault, model].original, damaged[fault, model].source) for fault, model, _ in CASES]
+    reports = run_forwards(pairs, ForwardOptions(draws=3))
+    for (fault, model, _), report in zip(CASES, reports, strict=True):
+        ratio = max(row.ratio for row in report.layers)
+        place = "embedding" if fault == "padding_in_the_middle" else f".{damaged[fault, model].layer}."
+        assert not report.is_same and ratio > CLEAR > FACTOR, (fault, model, ratio)
+        assert report.first is not None and place in f"{report.first}.", (fault, model, report.first)
+
+
+def test_the_command(damaged: dict[tuple[str, str], ProgramShards]) -> None:
+    opened, shards = pair("llama", tp=2)
+    done = command("verify", opened.path, shards.path, "--json")
+    document = json.loads(done.stdout)
+    assert done.returncode == 0 and document["verdict"] == "same" and document["forward"]["is_same"]
+    assert document["exact"]["form"] == "vllm"
+    wrong = damaged["gate_and_up", "llama"]
+    done = command("verify", opened.path, wrong.folder)
+    assert done.returncode == 1 and "in the format vllm" in done.stdout
+    line = next(line for line in done.stdout.splitlines() if line.startswith("DIFFERENT"))
+    assert f"mlp.gate_proj.weight' at [0, 0] on rank 0, in 'model.layers.{wrong.layer}.mlp.gate_up_proj.weight'" in line
+    assert "<- different" in done.stdout

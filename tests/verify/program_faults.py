@@ -104,8 +104,8 @@ class ProgramShards:
     def rows(self, stored: Stored, rank: int) -> list[int]:
         """How many rows each of the joined tensors has."""
         geometry = stored.geometry
-        found = []
-        for portion, layout in zip(geometry.portions, geometry.layouts, strict=False):
+        found, start = [], next(i for i, layout in enumerate(geometry.layouts) if rank in layout.boxes)
+        for portion, layout in zip(geometry.portions, geometry.layouts[start:], strict=False):
             lengths = [sum(run.length for run in layout.boxes[rank].dims[place]) for place in portion.order]
             found.append(math.prod(lengths[: portion.counts[0]]))
         return found

@@ -13,13 +13,14 @@ from formats.files.safetensors import DTYPE_BITS, tensor_bytes
 from formats.files.sharded import MANIFEST
 from reshard.planning.arrangement import Arrangement, Stored
 from reshard.storage.program_source import program_files
-from reshard.storage.source import KEPT, Source
+from reshard.storage.source import KEPT, Source, open_source
 from reshard.writing.shard_files import partition
 from verify.bytes import folder
 from verify.bytes.exact_report import ConfigDifference, ExactReport
 from verify.bytes.stored import Comparison, Parts
 from verify.bytes.structure import config_differences
 from verify.bytes.tensors import Progress
+from verify.rules import own_rules
 
 
 def compare_program(original: Source, shards: Source, progress: Progress, workers: int | None) -> ExactReport:
@@ -120,6 +121,27 @@ class _Structure:
             return
         for rank in range(len(self.shards.ranks)):
             self.problems += self._boundary_problem(rank)
+        self.problems += self._rules_problem()
+
+    def _rules_problem(self) -> Iterator[str]:
+        """Why the rules in the manifest, by which a merge reads these shards, are not those of the original."""
+        manifest, rules = self.shards.manifest, self.original.rules
+        assert manifest is not None
+        if manifest.architecture == rules:
+            return
+        try:
+            theirs = open_source(self.shards.path).plan
+        except ReshardError as error:
+            yield error.message
+            return
+        for tensor in self.shards.plan.model.tensors:
+            own, laid = self.shards.plan.laid[tensor.kind].layout, theirs.entries.get(tensor.name)
+            if laid is None or (own.padded, own.boxes) != (laid.layout.padded, laid.layout.boxes):
+                yield f"{MANIFEST}: by its rules, ranks have other parts of '{tensor.name}'"
+                return
+        if own_rules(self.shards.plan, self.original.model.architecture) == ():
+            found = own_rules(theirs, theirs.model.architecture) or ()
+            yield from (f"{MANIFEST}: its rules differ: {line}" for line in found[:1])
 
     def _boundary_problem(self, rank: int) -> Iterator[str]:
         page, manifest = self.shards.page, self.shards.manifest

@@ -29,7 +29,7 @@ from formats.files.sharded import (
     read_manifest,
     read_shard,
 )
-from formats.mesh import Mesh
+from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture_files import built_in_file
 from formats.notation.rewrites import Page, page_of
 from reshard.storage.output import SUFFIX, staging_of, unfinished_command
@@ -375,12 +375,11 @@ def _from_names(report: Report, page: Page) -> dict[int, list[TensorInfo]]:
         problems: list[str] = []
         found.setdefault(file.rank, []).extend(_read(report, file.path, problems))
         report.problems += problems
-    count = max(file.ranks or file.rank + 1 for file in files)
-    report.mesh = Mesh((("tp", count),))
+    count, stages = max(file.ranks or file.rank + 1 for file in files), 1 + max(file.stage for file in files)
+    report.mesh = mesh_of(-(-count // stages), pp=stages)
     for rank in found if "{part}" in page.files else ():
         there = {file.path.name for file in files if file.rank == rank}
-        parts = sum(file.rank == rank for file in files)
-        names = (page.files.format(rank=rank, ranks=count, part=part) for part in range(parts))
+        names = (page.file_name(report.mesh, rank, part) for part in range(len(there)))
         report.problems += [f"{report.path / name} is missing" for name in names if name not in there]
     return found
 

@@ -400,12 +400,14 @@ def open_as(path: Path, model: Model) -> Source:
     found: list[tuple[int, Page, Plan, tuple[Mapping[str, TensorInfo], ...]]] = []
     problems: list[ReshardError] = []
     for page in candidates:
-        ranks = read_ranks(program_files(page, path), path)
-        for mesh in [manifest.identity.mesh] if manifest else meshes(len(ranks), page, bool(model.expert_axes)):
+        files = program_files(page, path)
+        ranks, stages = read_ranks(files, path), 1 + max(file.stage for file in files)
+        for mesh in [manifest.identity.mesh] if manifest else meshes(len(ranks), stages, page, bool(model.expert_axes)):
             try:
                 plan = make_plan(model, mesh, pad_to=page.pad_to)
+                arrangement = arrangement_of(plan, page)
                 held = [
-                    {each.name: (each.dtype, shape) for each, shape in arrangement_of(plan, page).held(rank)}
+                    {each.name_on(rank): (each.dtype, shape) for each, shape in arrangement.held(rank)}
                     for rank in range(mesh.size)
                 ]
             except ReshardError as error:

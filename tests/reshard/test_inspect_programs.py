@@ -64,6 +64,19 @@ def test_experts_on_ranks_of_their_own(tmp_path: Path) -> None:
     assert found["mesh"] == before["mesh"] and found["complete"]
 
 
+def test_stages(tmp_path: Path) -> None:
+    split(checkpoint("vllm", "llama"), tmp_path / "out", 2, pp=2, form="vllm")
+    _, before = said(tmp_path / "out")
+    assert before["complete"] and before["mesh"]["pp"] == 2
+    (tmp_path / "out" / "reshard.json").unlink()
+    code, found = said(tmp_path / "out")
+    assert code == 0 and found["mesh"] == before["mesh"]
+    for file in (tmp_path / "out").glob("model-pp-1-tp-0-*"):
+        file.unlink()
+    code, found = said(tmp_path / "out")
+    assert code == 1 and found["ranks_missing"] == [2]
+
+
 def test_deepseek(tmp_path: Path) -> None:
     split(checkpoint("deepseek", "deepseek_v3"), tmp_path / "out", 2, form="deepseek")
     code, found = said(tmp_path / "out")

@@ -169,6 +169,21 @@ def kv_replica_of_wrong_head(shards: ProgramShards) -> None:
             shards.write(stored.name, rank, np.concatenate([q, *others]))
 
 
+def layers_by_one(shards: ProgramShards) -> None:
+    """The layers of the last pipeline stage are numbered one too high: each has the tensors of the layer before."""
+    mesh = shards.source.plan.mesh
+    if mesh.pp == 1:
+        return
+    names = {rank: dict.fromkeys(tensors) for rank, tensors in enumerate(shards.source.ranks)}
+    before = {(name, rank): shards.local(name, rank) for rank, held in names.items() for name in held}
+    for rank in shards.ranks:
+        for name in names[rank] if mesh.stage(rank) == mesh.pp - 1 else ():
+            other = re.sub(r"\.(\d+)\.", lambda found: f".{int(found[1]) - 1}.", name, count=1)
+            holders = [holder for holder in (rank, rank - mesh.size // mesh.pp) if (other, holder) in before]
+            if other != name and holders:
+                shards.write(name, rank, before[other, holders[0]])
+
+
 def padding_in_the_middle(shards: ProgramShards) -> None:
     """The vocabulary is divided first and each part padded then, so that zeros stand between the ranks' rows."""
     vocab, degree = shards.size("vocab"), len(shards.ranks)
@@ -185,7 +200,8 @@ def padding_in_the_middle(shards: ProgramShards) -> None:
 FAULTS: dict[str, Fault] = {
     fault.__name__: fault
     for fault in (
-        qkv_order, gate_and_up, neighbouring_experts, rotary_halves, kv_replica_of_wrong_head, padding_in_the_middle,
+        qkv_order, gate_and_up, neighbouring_experts, rotary_halves, kv_replica_of_wrong_head, layers_by_one,
+        padding_in_the_middle,
     )
 }  # fmt: skip
 

@@ -71,6 +71,8 @@ def test_correct_shards_are_the_same_with_and_without_a_manifest(model: str, tmp
     [
         ("vllm", "llama_kv2", {"tp": 4}),
         ("vllm", "mamba2_g1", {"tp": 4}),
+        ("vllm", "llama", {"tp": 2, "pp": 2}),
+        ("vllm", "qwen3_moe", {"tp": 2, "pp": 2}),
         ("vllm", "deepseek_v3", {"tp": 2, "ep": 2, "same_ranks": True}),
         ("vllm", "gpt_oss", {"tp": 2, "ep": 2, "same_ranks": True}),
         ("deepseek", "deepseek_v3", {"tp": 4}),
@@ -88,6 +90,7 @@ def test_other_meshes_and_formats(form: str, model: str, more: dict[str, Any], t
     ("form", "model", "more"),
     [
         ("vllm", "llama_kv2", {"tp": 4}),
+        ("vllm", "llama", {"tp": 2, "pp": 2}),
         ("vllm", "falcon", {}),
         ("vllm", "llama4", {}),
         ("vllm", "gpt2", {}),
@@ -272,6 +275,18 @@ def test_a_checksum_of_the_manifest(llama: Path) -> None:
     assert "checksum" in exact(llama, "llama").problems[0]
 
 
+def test_what_a_program_does_not_store_is_kept(tmp_path: Path) -> None:
+    source = open_source(store.checkpoint("deepseek_v3-mtp"))
+    split(source.path, tmp_path / "out", 2, form="vllm")
+    assert verify_exact(source, tmp_path / "out").verdict == "same"
+    kept = read_header(tmp_path / "out" / KEPT).tensors
+    name = next(iter(kept))
+    change_tensor(tmp_path / "out" / KEPT, name, at=1)
+    sign(tmp_path / "out")
+    found = verify_exact(source, tmp_path / "out")
+    assert found.first is not None and found.first.tensor == name and found.first.file.endswith(KEPT)
+
+
 def test_what_is_kept(tmp_path: Path) -> None:
     folder = shutil.copytree(written("mamba2"), tmp_path / "out")
     rewritten(folder / KEPT, lambda tensors: tensors.pop(next(iter(tensors))))
@@ -348,9 +363,14 @@ CORRECT: list[tuple[str, str, dict[str, Any]]] = [
     ("llama4_text", "vllm", {"tp": 2}),
     ("glm4_moe", "vllm", {"tp": 2}),
     ("deepseek_v3", "deepseek", {"tp": 2}),
+    ("llama-tied", "vllm", {"tp": 1, "pp": 2}),
+    ("deepseek_v3-mtp", "vllm", {"tp": 2}),
     ("llama_kv2", "vllm", {"tp": 4}),
+    ("llama", "vllm", {"tp": 2, "pp": 2}),
 ]
-"""What is joined, stacked, transposed, widened, of a function, zero on all ranks but one, paired, replicated."""
+"""What is joined, stacked, transposed, widened, of a function, zero on all ranks but one, paired, replicated, under two
+names, not stored, or dealt in stages.
+"""
 
 
 def test_correct_shards_compute_the_same() -> None:
@@ -365,6 +385,7 @@ FAULTY: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "neighbouring_experts": [("qwen3_moe", EXPERTS)],
     "rotary_halves": [("llama", {"tp": 2}), ("falcon-40b", {"tp": 2})],
     "kv_replica_of_wrong_head": [("llama_kv2", {"tp": 4})],
+    "layers_by_one": [("llama", {"tp": 1, "pp": 2}), ("qwen3_moe", {"tp": 1, "pp": 2})],
     "padding_in_the_middle": [("llama", {"tp": 2}), ("falcon-40b", {"tp": 2})],
 }
 CASES = [(fault, model, mesh) for fault, found in FAULTY.items() for model, mesh in found]
@@ -407,7 +428,8 @@ def test_the_forward_alone_sees_every_fault(damaged: dict[tuple[str, str], Progr
     reports = run_forwards(pairs, ForwardOptions(draws=3))
     for (fault, model, _), report in zip(CASES, reports, strict=True):
         ratio = max(row.ratio for row in report.layers)
-        place = "embedding" if fault == "padding_in_the_middle" else f".{damaged[fault, model].layer}."
+        layer = 2 if fault == "layers_by_one" else damaged[fault, model].layer
+        place = "embedding" if fault == "padding_in_the_middle" else f".{layer}."
         assert not report.is_same and ratio > CLEAR > FACTOR, (fault, model, ratio)
         assert report.first is not None and place in f"{report.first}.", (fault, model, report.first)
 

@@ -39,8 +39,8 @@ def compare_program(original: Source, shards: Source, progress: Progress, worker
     sums = folder.begun_sums(original, shards)
     comparison = Comparison(original, shards, arrangement, found.comparable, progress, sums)
     report = comparison.run(workers or min(4, os.cpu_count() or 1))
-    held = {name: info.file for rank in shards.ranks for name, info in rank.items()}
-    damaged = {shards.ranks[d.rank][d.stored].file if d.stored in held else shards.path / KEPT for d in report.damages}
+    stored = ((shards.ranks[damage.rank], str(damage.stored)) for damage in report.damages)
+    damaged = {tensors[name].file if name in tensors else shards.path / KEPT for tensors, name in stored}
     found.problems += folder.wrong_checksums(original, shards, sums, damaged)
     return replace(
         report,
@@ -87,21 +87,23 @@ class _Structure:
     def _check_rank(self, rank: int) -> None:
         tensors, where, parts = dict(self.shards.ranks[rank]), f"rank {rank}", Parts(self.arrangement)
         for stored, _ in self.arrangement.held(rank):
-            shape, info = self._shape(stored, rank, parts), tensors.pop(stored.name, None)
+            shape, info = self._shape(stored, rank, parts), tensors.pop(stored.name_on(rank), None)
             if info is None:
                 made = "".join(f", of '{atom.tensor}'" for atom in stored.atoms[:1])
-                self.missing.append(f"{where}: {stored.name}{made}")
+                self.missing.append(f"{where}: {stored.name_on(rank)}{made}")
             elif info.dtype != stored.dtype or info.shape != shape:
                 has, planned = f"{info.dtype} {list(info.shape)}", f"{stored.dtype} {list(shape or ())}"
-                self.problems.append(f"{info.file}: tensor '{stored.name}' is {has}, the original gives {planned}")
+                self.problems.append(f"{info.file}: tensor '{info.name}' is {has}, the original gives {planned}")
             else:
                 self.comparable.setdefault(stored.name, []).append(rank)
         self.extra += [f"{where}: {name}" for name in tensors]
 
     def _check_kept(self) -> None:
         """The tensors whose own bits the format does not keep stand beside the shards, if reshard wrote them."""
-        taken = self.arrangement.taken
-        wanted = {t.name: t for t in self.arrangement.plan.model.tensors if any(p.function for p in taken[t.kind])}
+        taken, dropped = self.arrangement.taken, self.arrangement.dropped
+        changed = {kind for kind, portions in taken.items() if any(portion.function for portion in portions)}
+        tensors = self.arrangement.plan.model.tensors
+        wanted = {tensor.name: tensor for tensor in tensors if tensor.kind in changed or tensor.name in dropped}
         kept = self.shards.kept
         if self.shards.manifest is not None:
             self.missing += [f"{KEPT}: {name}" for name in wanted if name not in kept]
@@ -149,7 +151,7 @@ class _Structure:
         if "{part}" not in page.files:
             return
         held = sorted(self.arrangement.held(rank), key=lambda found: -DTYPE_BITS[found[0].dtype])
-        tensors = [(s.name, s.dtype, shape, tensor_bytes(s.name, s.dtype, shape)) for s, shape in held]
+        tensors = [(s.name_on(rank), s.dtype, shape, tensor_bytes(s.name, s.dtype, shape)) for s, shape in held]
         should = [[tensor[0] for tensor in shard.tensors] for shard in partition(tensors, manifest.max_shard_size)]
         names: dict[Path, list[str]] = {}
         for info in self.shards.ranks[rank].values():

@@ -139,8 +139,8 @@ class Comparison:
 
     def _total(self) -> int:
         kept = self._shards.kept.values()
-        ranks = self._shards.ranks
-        stored = sum(ranks[rank][name].nbytes for name, found in self._held.items() for rank in found)
+        held = ((each, rank) for each in self._arrangement.stored for rank in self._held.get(each.name, ()))
+        stored = sum(self._shards.ranks[rank][each.name_on(rank)].nbytes for each, rank in held)
         return stored + sum(info.nbytes for info in kept)
 
     def run(self, workers: int) -> ExactReport:
@@ -181,13 +181,14 @@ class Comparison:
         return self._numbers[stored.atoms[0].tensor] if stored.atoms else len(self._numbers)
 
     def _compare(self, stored: Stored, rank: int) -> None:
-        info = self._shards.ranks[rank][stored.name]
+        name = stored.name_on(rank)
+        info = self._shards.ranks[rank][name]
         self._sum(info)
         if stored.constant is not None:
             whole = _whole(math.prod(info.shape))
             place = len(self._numbers)
             pair = _Pair(
-                stored.name, rank, info, stored.dtype, stored.name, place, None, 0, None, None, stored.constant.value,
+                name, rank, info, stored.dtype, name, place, None, 0, None, None, stored.constant.value,
                 f"a constant of the format, {stored.constant.value}",
             )  # fmt: skip
             self._compare_block(pair, whole)
@@ -204,7 +205,7 @@ class Comparison:
             index = math.prod(kind.shape[1:]) * atom.at if atom.at is not None else 0
             zero = rank in self._arrangement.placed[atom].zeros
             pair = _Pair(
-                stored.name, rank, info, stored.dtype, atom.tensor, self._numbers[atom.tensor],
+                name, rank, info, stored.dtype, atom.tensor, self._numbers[atom.tensor],
                 None if zero else original, index, atom.at, portion.function, 0.0,
                 "zero, as an earlier rank has it" if zero else "padding",
             )  # fmt: skip
@@ -216,6 +217,7 @@ class Comparison:
         original = self._original.ranks[0].get(name)
         if original is not None and (original.dtype, original.shape) == (info.dtype, info.shape):
             self._sum(info)
+            self._sum(original)
             pair = _Pair(name, 0, info, info.dtype, name, self._numbers[name], original, 0, None, None)
             self._compare_block(pair, _whole(math.prod(info.shape), info.shape))
         else:

@@ -23,10 +23,9 @@ from formats.errors import CheckpointError
 from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header
 from formats.notation.rewrites import page_of
 from reshard.engine.loading import TORCH_DTYPES
-from reshard.planning.arrangement import Arrangement, Placed
+from reshard.planning.arrangement import Arrangement, Placed, arrangement_of
 from reshard.planning.plan import Box, Plan
 from reshard.planning.rank_config import rank_config
-from reshard.storage.source import arrangement_of
 from verify.bytes.atoms import Block
 from verify.bytes.stored import Parts
 from verify.rules import with_sound_config
@@ -48,9 +47,10 @@ def write_rank(foreign: Foreign, rank: int, folder: Path) -> Path:
 
     Raises CheckpointError where the rank lacks elements that it would have there.
     """
-    plan = foreign.plan
-    held, boxes = _Held(foreign, arrangement_of(plan, page_of(foreign.page))), plan.boxes(rank)
-    names = [(name, kind, boxes[kind]) for name, kind, _ in plan.model.tensors if kind in boxes]
+    plan, arrangement = foreign.plan, arrangement_of(foreign.plan, page_of(foreign.page))
+    held, boxes, dropped = _Held(foreign, arrangement), plan.boxes(rank), arrangement.dropped
+    stored = (tensor for tensor in plan.model.tensors if tensor.name not in dropped)
+    names = [(name, kind, boxes[kind]) for name, kind, _ in stored if kind in boxes]
     names.sort(key=lambda each: -DTYPE_BITS[each[1].dtype])
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(rank_config(with_sound_config(plan), rank)), encoding="utf-8")
@@ -106,7 +106,7 @@ class _Held:
         return _encoded(values, dtype)
 
     def _read(self, placed: Placed, rank: int, block: Block) -> NDArray[Any]:
-        info = self._ranks[rank][placed.stored.name]
+        info = self._ranks[rank][placed.stored.name_on(rank)]
         data = np.memmap(info.file, np.uint8, "r")
         item = info.nbytes // max(1, math.prod(info.shape))
         strides = tuple(stride * item for stride in block.shard_strides)

@@ -14,6 +14,7 @@ import pytest
 
 from formats.files.safetensors import build_header, read_header, tensor_bytes
 from reshard.api import split
+from reshard.planning.plan import Padding
 from reshard.storage.source import KEPT, Source, open_source
 from tests import store, zoo
 from tests.programs.oracles import ORACLES, checkpoint
@@ -262,7 +263,7 @@ def test_every_value_of_the_manifest_is_checked(tmp_path: Path) -> None:
         if exact(folder, "mamba2").verdict == "same":
             passed.append(place)
     free = {("source", "location"), ("source", "commit"), ("max_shard_size",)}  # one byte more makes no other files
-    words = {place for place in passed if place[0] == "plan" and place[1] in {"name", "model_types", "prefixes"}}
+    words = {place for place in passed if place[0] == "plan" and place[1] not in {"tensors", "sizes", "parallel"}}
     assert {place for place in passed if place[0] != "inputs"} - words == free
     path.write_text(json.dumps({**json.loads(text), "max_shard_size": 1000}))
     assert "'max_shard_size' 1000 gives" in exact(folder, "mamba2").problems[0]
@@ -377,6 +378,15 @@ def test_correct_shards_compute_the_same() -> None:
     reports = run_forwards([pair(model, form, **mesh) for model, form, mesh in CORRECT], ForwardOptions(draws=3))
     for (model, form, _), report in zip(CORRECT, reports, strict=True):
         assert report.is_same, (model, form, report.verdict)
+
+
+@pytest.mark.parametrize("model", ["llama", "bart"])
+def test_a_vocabulary_that_is_padded_but_not_divided(model: str) -> None:
+    """The logits have no padding, and neither has a bias that is added to them."""
+    opened = open_source(store.checkpoint(model))
+    folder = store.made(f"{model}-padded", lambda path: split(opened.path, path, 1, padding=Padding(to=64)))
+    assert open_source(folder).plan.padding
+    assert run_forwards([(opened, open_source(folder))], ForwardOptions(draws=3))[0].is_same
 
 
 FAULTY: dict[str, list[tuple[str, dict[str, Any]]]] = {

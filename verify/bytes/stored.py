@@ -237,7 +237,7 @@ class Comparison:
             found = sum_part(content, begin)
             with self._lock:
                 self._sums[info.file].add(begin, content.size, found)
-        self._maps.seen(info.nbytes)
+            self._maps.seen(content.size)
 
     def _compare_block(self, pair: _Pair, block: Block) -> None:
         bits = DTYPE_BITS[pair.dtype]
@@ -262,7 +262,7 @@ class Comparison:
                 differing = _differing(left, right, pair, source_bits)
             if differing is not None:
                 self._count(pair, block, cut, left, right, differing, pattern)
-            if done >= SEEN:
+            if done >= PIECE:
                 self._compared(done)
                 done = 0
         self._compared(done)

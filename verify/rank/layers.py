@@ -306,6 +306,23 @@ def gathered_vectors(module: Module, group: dist.ProcessGroup | None, true_sizes
     return _with_forward(module, forward)
 
 
+def without_padding(module: Module, true_size: int) -> Module:
+    """Let an output layer that has all rows of the vocabulary, and rows of padding, return the logits without those."""
+    local = module.forward
+    return _with_forward(module, lambda *args, **kwargs: local(*args, **kwargs)[..., :true_size])
+
+
+def unpadded_vectors(module: Module, true_sizes: Mapping[str, int]) -> Module:
+    """Let a module that adds whole vectors to what has no padding see them without it."""
+    local = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with _instead(module, {name: getattr(module, name)[..., :size] for name, size in true_sizes.items()}):
+            return local(*args, **kwargs)
+
+    return _with_forward(module, forward)
+
+
 def parallel_norm(module: Module, group: dist.ProcessGroup | None) -> Module:
     """Let a norm whose last dimension is split normalise by the statistics of the whole.
 

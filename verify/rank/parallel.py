@@ -20,7 +20,8 @@ alike on all ranks of `ep`; experts over both.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from itertools import accumulate, chain
@@ -41,8 +42,10 @@ from verify.rank.layers import (
     parallel_norm,
     row_parallel,
     sum_at_use,
+    unpadded_vectors,
     vocab_parallel,
     with_all_experts,
+    without_padding,
 )
 from verify.rank.loading import Loaded
 from verify.rank.roles import Kind, Rank, Role, expert_shares, roles
@@ -144,7 +147,19 @@ def _make_parallel(
         if added:
             group = groups.along(next(iter(added.values())).along)
             gathered_vectors(module, group, {name: role.entry.layout.full[-1] for name, role in added.items()})
+    elif kinds == {Kind.WHOLE} and not isinstance(module, nn.Embedding):
+        _strip_padding(module, [*own.items()])
     return []
+
+
+def _strip_padding(module: nn.Module, own: Sequence[tuple[str, Role]]) -> None:
+    """Let a module that every rank has whole, of a vocabulary that is padded nevertheless, compute without padding."""
+    padded = [(name, role.entry.layout) for name, role in own if role.entry.layout.padded != role.entry.layout.full]
+    outputs = [layout.full[layout.rule.output_dim or 0] for _, layout in padded if math.prod(layout.full[:-1]) > 1]
+    if outputs:
+        without_padding(module, outputs[0])
+    elif padded:
+        unpadded_vectors(module, {name: layout.full[-1] for name, layout in padded})
 
 
 def _order_of_parts(layout: Layout, dim: int, ranks: Iterable[int]) -> torch.Tensor | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -18,8 +20,9 @@ from reshard.planning.plan import Padding
 from reshard.storage.source import KEPT, Source, open_source
 from tests import store, zoo
 from tests.programs.oracles import ORACLES, checkpoint
-from tests.support import change_tensor, command
+from tests.support import LLAMA, change_tensor, command, llama_tensors
 from tests.verify.program_faults import FAULTS, ProgramShards, inject, read, sign
+from tests.verify.test_exact import MEASURE
 from verify.bytes.exact import open_shards, verify_exact
 from verify.bytes.exact_report import ExactReport
 from verify.forward.compare import ForwardOptions, run_forwards
@@ -263,8 +266,12 @@ def test_every_value_of_the_manifest_is_checked(tmp_path: Path) -> None:
         if exact(folder, "mamba2").verdict == "same":
             passed.append(place)
     free = {("source", "location"), ("source", "commit"), ("max_shard_size",)}  # one byte more makes no other files
-    words = {place for place in passed if place[0] == "plan" and place[1] not in {"tensors", "sizes", "parallel"}}
-    assert {place for place in passed if place[0] != "inputs"} - words == free
+    # rules may have other words, as those of another version have, but not give ranks other parts
+    assert {place for place in passed if place[0] not in {"inputs", "plan"}} == free
+    document = json.loads(text)
+    document["plan"]["parallel"]["tp"].pop(0)
+    path.write_text(json.dumps(document))
+    assert "reshard.json" in exact(folder, "mamba2").problems[0]
     path.write_text(json.dumps({**json.loads(text), "max_shard_size": 1000}))
     assert "'max_shard_size' 1000 gives" in exact(folder, "mamba2").problems[0]
 
@@ -295,18 +302,10 @@ def test_what_is_kept(tmp_path: Path) -> None:
     assert f"{KEPT}: " in exact(folder, "mamba2").missing[0]
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from /proc")
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    """A table of 400 MB, which is mapped, compared and let go of."""
-    import subprocess
-    import sys
-
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 1024, "intermediate_size": 64,
-        "num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128,
-        "vocab_size": 100_000, "tie_word_embeddings": False,
-    }  # fmt: skip
-    from tests.support import llama_tensors
-
+    """Two tables of 200 MB, as a sparse file, are mapped, compared and let go of."""
+    config = {**LLAMA, "hidden_size": 1024, "vocab_size": 100_000}
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     tensors = llama_tensors(config)
@@ -314,17 +313,10 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
         file.write(build_header(tensors, {"format": "pt"}))
         file.truncate(file.tell() + sum(tensor_bytes(*tensor) for tensor in tensors))
     split(tmp_path / "model", tmp_path / "out", 2, form="vllm")
-    script = (
-        "import resource, sys; from pathlib import Path; from reshard.storage.source import open_source;"
-        "from verify.bytes.exact import verify_exact;"
-        "r = verify_exact(open_source(Path(sys.argv[1])), Path(sys.argv[2]));"
-        "print(r.verdict, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script, tmp_path / "model", tmp_path / "out"], capture_output=True, text=True, check=True
-    )
-    verdict, peak = done.stdout.split()
-    assert verdict == "same" and int(peak) < 350_000, peak
+    measure = [sys.executable, "-c", MEASURE, tmp_path / "model", tmp_path / "out"]
+    done = subprocess.run(measure, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 200_000  # kB
 
 
 # ----------------------------------------------------------------------------------------------------------- forward

@@ -136,7 +136,7 @@ class _Structure:
         try:
             theirs = open_source(self.shards.path).plan
         except ReshardError as error:
-            yield error.message
+            yield f"{MANIFEST}: by its rules, {error.message}"
             return
         for tensor in self.shards.plan.model.tensors:
             own, laid = self.shards.plan.laid[tensor.kind].layout, theirs.entries.get(tensor.name)

@@ -147,6 +147,37 @@ def test_the_first_difference_says_where(llama: Path) -> None:
     assert f"in '{stored.name}'" in str(first)
 
 
+def test_the_index_of_an_expert_that_is_stacked(tmp_path: Path) -> None:
+    """Llama 4's experts are one tensor here and there, with gate and up joined in another order of dimensions."""
+    folder = shutil.copytree(written("llama4"), tmp_path / "out")
+    shards = ProgramShards(folder, original("llama4"))
+    stored = next(shards.stored("w13_weight"))
+    local = shards.local(stored.name, 1).copy()
+    local[-1, 1, 2] ^= 1  # gate of the last expert: output 1 of rank 1, input 2
+    shards.write(stored.name, 1, local)
+    first = exact(folder, "llama4").first
+    assert first is not None and first.original_offset is not None
+    assert first.index == (len(local) - 1, 2, local.shape[1] // 2 + 1)
+    assert Path(str(first.original_file)).read_bytes()[first.original_offset :][: local.itemsize] == first.expected
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("model", ["glm4_moe", "mamba2"])
+def test_what_is_stored_in_a_wider_dtype_is_exact(model: str, dtype: str, tmp_path: Path) -> None:
+    source = open_source(store.checkpoint(model, dtype))
+    split(source.path, tmp_path / "out", 2, form="vllm")
+    assert verify_exact(source, tmp_path / "out").verdict == "same"
+    if model == "mamba2":
+        return
+    shards = ProgramShards(tmp_path / "out", source)
+    stored = next(shards.stored("mlp.gate.weight"))
+    assert stored.dtype == "F32"
+    shards.write(stored.name, 1, shards.local(stored.name, 1) ^ 1)  # a bit that 16 bits do not have
+    found = verify_exact(source, tmp_path / "out")
+    assert {(damage.stored, damage.rank) for damage in found.damages} == {(stored.name, 1)}
+    assert found.first is not None and len(found.first.expected) == 4
+
+
 def test_padding_constants_and_zeros_say_what_they_are(tmp_path: Path) -> None:
     folder = shutil.copytree(written("gpt_oss"), tmp_path / "out")
     shards = ProgramShards(folder, original("gpt_oss"))

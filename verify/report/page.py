@@ -120,9 +120,10 @@ def _exact(document: Document) -> Html | None:
 def _first(first: Document | None) -> Html | None:
     if first is None:
         return None
-    where = "padding, which is zeros" if first.get("original_file") is None else None
+    where = str(first.get("because") or "padding") if first.get("original_file") is None else None
     pairs = [
         ("tensor", _code(first["tensor"])),
+        *([("stored in", _code(first["stored"]))] if first.get("stored") else []),
         ("index", _code(list(first["index"]))),
         ("rank", str(first["rank"])),
         ("found", joined(_code(_hex(first["found"])), " in ", _code(first["file"]), f" at byte {first['offset']:,}")),
@@ -137,7 +138,8 @@ def _hex(digits: str) -> str:
 
 
 def _damages(damages: Sequence[Document]) -> Html | None:
-    rows = [[d["tensor"], d["rank"], f"{d['elements']:,}", f"{d['nbytes']:,}"] for d in damages]
+    names = [f"{d['tensor']} in {d['stored']}" if d.get("stored") else d["tensor"] for d in damages]
+    rows = [[name, d["rank"], f"{d['elements']:,}", f"{d['nbytes']:,}"] for name, d in zip(names, damages, strict=True)]
     return _table("Where bytes differ", ["tensor", "rank", "elements", "bytes"], rows, wide=1) if rows else None
 
 

@@ -267,6 +267,22 @@ def test_files(llama: Path) -> None:
     assert exact(llama, "llama").verdict == "same"
 
 
+@pytest.mark.parametrize("has_manifest", [True, False])
+def test_what_the_headers_say(llama: Path, has_manifest: bool) -> None:
+    file = llama / "model-rank-1-part-0.safetensors"
+    header = read_header(file)
+    said = json.loads(header.metadata["reshard"])
+    said["source"] = "0" * len(said["source"])
+    tensors = [(info.name, info.dtype, info.shape) for info in header.tensors.values()]
+    content = file.read_bytes()[len(header.raw) :]
+    file.write_bytes(build_header(tensors, {**header.metadata, "reshard": json.dumps(said)}) + content)
+    if has_manifest:
+        sign(llama)
+    else:
+        (llama / "reshard.json").unlink()
+    assert file.name in [difference.file for difference in exact(llama, "llama").configs]
+
+
 def test_a_missing_rank_is_a_difference(llama: Path) -> None:
     (llama / "reshard.json").unlink()
     (llama / "model-rank-0-part-0.safetensors").unlink()

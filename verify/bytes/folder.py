@@ -16,7 +16,7 @@ from typing import Any
 from formats.documents import MAX_MANIFEST, sound, strict_json
 from formats.errors import CheckpointError, brief
 from formats.files.checksum import PartialSum, checksum, file_checksum, sum_part
-from formats.files.safetensors import tensor_bytes
+from formats.files.safetensors import read_header, tensor_bytes
 from formats.files.sharded import (
     MANIFEST,
     METADATA_KEY,
@@ -25,6 +25,7 @@ from formats.files.sharded import (
     Manifest,
     ShardedCheckpoint,
     manifest_text,
+    read_shard,
 )
 from formats.mesh import RANK_FOLDER
 from formats.regular_files import read_file
@@ -267,6 +268,20 @@ def header_changes(
         expected = _opened(should.metadata(rank, known))
         for change in changes(expected, _opened(file.metadata)):
             yield file.name, change
+
+
+def program_header_changes(original: Source, shards: Source, plan: Plan) -> Iterator[tuple[str, Change]]:
+    """The wrong values in what the headers of a program's files say of the split, if reshard wrote them.
+
+    Rules of another version may have other words.
+    """
+    true = original.identity(plan)
+    for file in program_files(shards.page, shards.path) if shards.page is not None else ():
+        header = read_header(file.path)
+        if METADATA_KEY in header.metadata:
+            should = dataclasses.replace(true, plan=read_shard(header, file.path).identity.plan)
+            for change in changes(_opened(should.metadata(file.rank)), _opened(header.metadata)):
+                yield file.path.name, change
 
 
 def _opened(metadata: Mapping[str, str]) -> dict[str, Any]:

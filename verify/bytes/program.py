@@ -69,12 +69,13 @@ class _Structure:
         for rank in range(len(self.shards.ranks)):
             self._check_rank(rank)
         self._check_kept()
+        plan = self.shards.plan
+        changes = [*folder.program_header_changes(self.original, self.shards, plan)]
         if self.shards.manifest is not None:
             self._check_files()
-            for key, should, found in folder.manifest_changes(self.original, self.shards, self.shards.plan):
-                self.configs.append(
-                    ConfigDifference(MANIFEST, key, folder.shown(should, found), folder.shown(found, should))
-                )
+            changes += [(MANIFEST, change) for change in folder.manifest_changes(self.original, self.shards, plan)]
+        for file, (key, should, found) in changes:
+            self.configs.append(ConfigDifference(file, key, folder.shown(should, found), folder.shown(found, should)))
         self._check_side_files()
 
     def _shape(self, stored: Stored, rank: int, parts: Parts) -> tuple[int, ...] | None:

@@ -401,10 +401,11 @@ def open_as(path: Path, model: Model) -> Source:
     problems: list[ReshardError] = []
     for page in candidates:
         files = program_files(page, path)
-        ranks, stages = read_ranks(files, path), 1 + max(file.stage for file in files)
+        check_belonging(files)
+        ranks, stages = read_ranks(page, files, path), 1 + max(file.stage for file in files)
         for mesh in [manifest.identity.mesh] if manifest else meshes(len(ranks), stages, page, bool(model.expert_axes)):
             try:
-                plan = make_plan(model, mesh, pad_to=page.pad_to)
+                plan = program_plan(model, page, mesh)
                 arrangement = arrangement_of(plan, page)
                 held = [
                     {each.name_on(rank): (each.dtype, shape) for each, shape in arrangement.held(rank)}
@@ -422,7 +423,7 @@ def open_as(path: Path, model: Model) -> Source:
     if not found:
         raise problems[0]
     _, page, plan, stored = min(found, key=lambda each: each[0])
-    return _program_source(path, os.path.realpath(path), stamps, manifest, page, plan, stored, lacking=True)
+    return _program_source(path, os.path.realpath(path), stamps, manifest, page, plan, stored, {}, lacking=True)
 
 
 def _program_source(

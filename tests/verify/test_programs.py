@@ -34,16 +34,19 @@ VLLM = [
     if "tp2" in json.loads(path.read_text()).get("meshes", {})
 ]
 
+ORACLE_OF = {"mistral": "meta", "sglang": "vllm", "vllm-0.23": "vllm"}
+"""Formats whose fixtures lie in another format's folder, and those that have none of their own."""
+
 
 @cache
-def original(model: str, oracle: str = "vllm") -> Source:
-    return open_source(checkpoint(oracle, model))
+def original(model: str, form: str = "vllm") -> Source:
+    return open_source(checkpoint(ORACLE_OF.get(form, form), model))
 
 
 def written(model: str, tp: int = 2, form: str = "vllm", **more: Any) -> Path:
     """A fixture in a format, split once for all tests."""
     key = "-".join([model, form, str(tp), *map(str, more.values())])
-    return store.made(f"programs-{key}", lambda path: split(checkpoint(form, model), path, tp, form=form, **more))
+    return store.made(f"programs-{key}", lambda path: split(original(model, form).path, path, tp, form=form, **more))
 
 
 def exact(folder: Path, model: str, form: str = "vllm") -> ExactReport:
@@ -81,6 +84,12 @@ def test_correct_shards_are_the_same_with_and_without_a_manifest(model: str, tmp
         ("vllm", "gpt_oss", {"tp": 2, "ep": 2, "same_ranks": True}),
         ("deepseek", "deepseek_v3", {"tp": 4}),
         ("deepseek", "deepseek_v3_fp8", {"tp": 2}),
+        ("meta", "llama2", {"tp": 1}),
+        ("meta", "llama3", {"tp": 4}),
+        ("mistral", "mixtral", {"tp": 1}),
+        ("mistral", "mixtral", {"tp": 1, "max_shard_size": 100_000}),
+        ("sglang", "qwen3_moe", {"tp": 2}),
+        ("vllm-0.23", "qwen3_moe", {"tp": 2}),
     ],
 )
 def test_other_meshes_and_formats(form: str, model: str, more: dict[str, Any], tmp_path: Path) -> None:
@@ -103,6 +112,8 @@ def test_other_meshes_and_formats(form: str, model: str, more: dict[str, Any], t
         ("vllm", "glm4_moe", {}),
         ("vllm", "mamba2", {}),
         ("deepseek", "deepseek_v3_fp8", {}),
+        ("meta", "llama2", {}),
+        ("mistral", "mistral", {"tp": 1}),
     ],
 )
 def test_one_bit_in_any_tensor_is_found_and_named(form: str, model: str, more: dict[str, Any], tmp_path: Path) -> None:
@@ -283,6 +294,18 @@ def test_what_the_headers_say(llama: Path, has_manifest: bool) -> None:
     assert file.name in [difference.file for difference in exact(llama, "llama").configs]
 
 
+def test_the_config_file_of_the_program(tmp_path: Path) -> None:
+    folder = shutil.copytree(written("llama3", form="meta"), tmp_path / "out")
+    path = folder / "params.json"
+    params = json.loads(path.read_text())
+    path.write_text(json.dumps({**params, "norm_eps": 1.0}))
+    assert [(found.file, found.key) for found in exact(folder, "llama3", "meta").configs] == [
+        ("params.json", "norm_eps")
+    ]
+    path.unlink()
+    assert exact(folder, "llama3", "meta").missing == ("params.json",)
+
+
 def test_a_missing_rank_is_a_difference(llama: Path) -> None:
     (llama / "reshard.json").unlink()
     (llama / "model-rank-0-part-0.safetensors").unlink()
@@ -369,14 +392,14 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
 
 # ----------------------------------------------------------------------------------------------------------- forward
 
-KV2 = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8, "hidden_size": 48, "intermediate_size": 72}
+KV2 = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 64, "intermediate_size": 256}
 
 
 def _llama_kv2(folder: Path) -> None:
     """A Llama with two KV heads, which four ranks share."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(**KV2, num_hidden_layers=3, vocab_size=101, max_position_embeddings=128, bos_token_id=0)
+    config = LlamaConfig(**KV2, num_hidden_layers=3, vocab_size=112, max_position_embeddings=128, bos_token_id=0)
     model = LlamaForCausalLM(config)
     zoo.randomize(model, 1)
     model.save_pretrained(folder)
@@ -407,10 +430,12 @@ CORRECT: list[tuple[str, str, dict[str, Any]]] = [
     ("llama-tied", "vllm", {"tp": 1, "pp": 2}),
     ("deepseek_v3-mtp", "vllm", {"tp": 2}),
     ("llama_kv2", "vllm", {"tp": 4}),
+    ("llama_kv2", "meta", {"tp": 2}),
+    ("llama", "sglang", {"tp": 2}),
     ("llama", "vllm", {"tp": 2, "pp": 2}),
 ]
 """What is joined, stacked, transposed, widened, of a function, zero on all ranks but one, paired, replicated, under two
-names, not stored, or dealt in stages.
+names, not stored, or dealt in stages; and Meta's embedding, of which each rank has columns.
 """
 
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from formats.documents import MAX_MANIFEST, sound, strict_json
 from formats.errors import CheckpointError, brief
+from formats.files.checkpoint import read_weights
 from formats.files.checksum import PartialSum, checksum, file_checksum, sum_part
-from formats.files.safetensors import read_header, tensor_bytes
+from formats.files.safetensors import TensorInfo, tensor_bytes
 from formats.files.sharded import (
     MANIFEST,
     METADATA_KEY,
@@ -31,6 +32,7 @@ from formats.mesh import RANK_FOLDER
 from formats.regular_files import read_file
 from reshard.planning.model import Kind, in_order
 from reshard.planning.plan import Plan
+from reshard.planning.program_config import program_config
 from reshard.storage.program_source import program_files
 from reshard.storage.source import KEPT, Source
 from reshard.writing.shard_files import partition
@@ -277,8 +279,8 @@ def program_header_changes(original: Source, shards: Source, plan: Plan) -> Iter
     """
     true = original.identity(plan)
     for file in program_files(shards.page, shards.path) if shards.page is not None else ():
-        header = read_header(file.path)
-        if METADATA_KEY in header.metadata:
+        _, _, header = read_weights(file.path)
+        if header is not None and METADATA_KEY in header.metadata:
             should = dataclasses.replace(true, plan=read_shard(header, file.path).identity.plan)
             for change in changes(_opened(should.metadata(file.rank)), _opened(header.metadata)):
                 yield file.path.name, change
@@ -291,14 +293,35 @@ def _opened(metadata: Mapping[str, str]) -> dict[str, Any]:
 def index_changes(shards: Source, plan: Plan, rank: int) -> Iterator[Change]:
     """The wrong values in the index of a rank's files."""
     path = shards.path / plan.mesh.folder(rank) / INDEX
-    files = list(_files(shards, rank))
-    if len(files) < 2 or not path.is_file():
-        return
-    infos = shards.ranks[rank]
-    weight_map = {name: file.path.name for file, names in files for name in names}
-    total = sum(info.nbytes for info in infos.values())
-    should = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    yield from changes(should, _read_json(path))
+    if len(_sharded(shards).ranks[rank].files) > 1 and path.is_file():
+        yield from changes(_index(shards.ranks[rank].values()), _read_json(path))
+
+
+def _index(infos: Collection[TensorInfo]) -> dict[str, Any]:
+    """The index of files with these tensors."""
+    weight_map = {info.name: info.file.name for info in infos}
+    total = sum(info.nbytes for info in infos)
+    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+
+
+def program_documents(original: Source, shards: Source) -> dict[str, Any]:
+    """What a program needs beside the weights and the original's side files, as JSON: its config file, an index."""
+    page, found = shards.page, dict[str, Any]()
+    assert page is not None
+    side = {file.relative_to(original.path).as_posix() for file in original.side_files}
+    if page.settings is not None and page.settings.file not in side:
+        found[page.settings.file] = program_config(page.settings, shards.plan.model)
+    infos = [info for rank in shards.ranks for info in rank.values()]
+    if page.index is not None and len({info.file for info in infos}) > 1:
+        found[page.index] = _index(infos)
+    return found
+
+
+def document_changes(shards: Source, documents: Mapping[str, Any]) -> Iterator[tuple[str, Change]]:
+    """The wrong values in such documents, as far as they are there, each with the file's name."""
+    for name, should in documents.items():
+        if (shards.path / name).is_file():
+            yield from ((name, change) for change in changes(should, _read_json(shards.path / name)))
 
 
 def _files(shards: Source, rank: int) -> Iterator[tuple[Any, Sequence[str]]]:

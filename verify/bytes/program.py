@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -72,7 +72,9 @@ class _Structure:
         plan = self.shards.plan
         changes = [*folder.program_header_changes(self.original, self.shards, plan)]
         if self.shards.manifest is not None:
-            self._check_files()
+            documents = folder.program_documents(self.original, self.shards)
+            self._check_files(documents)
+            changes += folder.document_changes(self.shards, documents)
             changes += [(MANIFEST, change) for change in folder.manifest_changes(self.original, self.shards, plan)]
         for file, (key, should, found) in changes:
             self.configs.append(ConfigDifference(file, key, folder.shown(should, found), folder.shown(found, should)))
@@ -112,11 +114,11 @@ class _Structure:
             if (kept[name].dtype, kept[name].shape) != (wanted[name].dtype, wanted[name].shape):
                 self.problems.append(f"{kept[name].file}: tensor '{name}' is not of the original's dtype and shape")
 
-    def _check_files(self) -> None:
+    def _check_files(self, documents: Iterable[str]) -> None:
         """The files, and in which of them the tensors of each rank stand."""
         root = self.shards.path
         side = [file.relative_to(self.original.path).as_posix() for file in self.original.side_files]
-        expected = {*side, MANIFEST, *(file.name for file in self.shards.files.values())}
+        expected = {*side, *documents, MANIFEST, *(file.name for file in self.shards.files.values())}
         self.missing += sorted(name for name in expected if not (root / name).is_file())
         self.extra += folder.extra_entries(root, expected)
         if self.missing or self.extra or self.problems:
@@ -148,7 +150,7 @@ class _Structure:
     def _boundary_problem(self, rank: int) -> Iterator[str]:
         page, manifest = self.shards.page, self.shards.manifest
         assert page is not None and manifest is not None
-        if "{part}" not in page.files:
+        if not page.parts and "{part}" not in page.files:
             return
         held = sorted(self.arrangement.held(rank), key=lambda found: -DTYPE_BITS[found[0].dtype])
         tensors = [(s.name_on(rank), s.dtype, shape, tensor_bytes(s.name, s.dtype, shape)) for s, shape in held]

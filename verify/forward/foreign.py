@@ -71,18 +71,23 @@ class _Held:
             self._placed[atom.tensor].append((atom.at, placed))
 
     def local(self, name: str, box: Box, rank: int) -> NDArray[Any]:
-        """A rank's part of a tensor, as unsigned integers. Raises CheckpointError where elements are lacking."""
+        """A rank's part of a tensor, as unsigned integers.
+
+        What the rank itself does not have of it, because the program deals the tensor along another axis, other ranks
+        have. Raises CheckpointError where elements are lacking.
+        """
         owned = [np.concatenate([_NONE, *(np.arange(run.offset, run.end) for run in dim)]) for dim in box.dims]
         found: NDArray[Any] | None = None
         there = np.zeros(box.shape, bool)
-        for at, placed in self._placed[name]:
-            dtype = self._parts.kind(placed.stored.atoms[placed.number]).dtype
-            part = self._parts.of(placed.stored, rank)
-            for block in (part.atoms[placed.number] if part else None) or ():
-                values = self._values(placed, rank, block, dtype)
-                if found is None:
-                    found = np.zeros(box.shape, values.dtype)
-                _put(found, there, owned, block, at, values)
+        for holder in (rank, *(other for other in range(len(self._ranks)) if other != rank)):
+            for at, placed in self._placed[name] if not there.all() else ():
+                dtype = self._parts.kind(placed.stored.atoms[placed.number]).dtype
+                part = self._parts.of(placed.stored, holder)
+                for block in (part.atoms[placed.number] if part else None) or ():
+                    values = self._values(placed, holder, block, dtype)
+                    if found is None:
+                        found = np.zeros(box.shape, values.dtype)
+                    _put(found, there, owned, block, at, values)
         if found is None or not there.all():
             raise CheckpointError(f"rank {rank} does not hold all of its part of '{name}'")
         return found
@@ -131,7 +136,8 @@ def _put(
         for own, place, each in zip(owned, places, indices, strict=True)
     ]
     target = np.ix_(*(place[inside] for place, inside in zip(places, known, strict=True)))
-    found[target] = moved[np.ix_(*known)]
+    is_new = ~there[target]
+    found[target] = np.where(is_new, moved[np.ix_(*known)], found[target])
     there[target] = True
 
 

@@ -126,7 +126,10 @@ def test_one_bit_in_any_tensor_is_found_and_named(form: str, model: str, more: d
     for _, info in held:  # the lowest byte but one of an element: more than a unit in the last place of F32
         item = info.nbytes // max(1, int(np.prod(info.shape)))
         at = int(random.integers(0, info.nbytes // item)) * item + min(1, item - 1)
-        change_tensor(info.file, info.name, at=at, flip=4)
+        with info.file.open("r+b") as file:
+            content = info.file.read_bytes()[info.offset + at]
+            file.seek(info.offset + at)
+            file.write(bytes([content ^ 4]))
     sign(folder)
     found = exact(folder, model, form)
     assert {(damage.stored, damage.rank) for damage in found.damages} == {(info.name, rank) for rank, info in held}
@@ -280,18 +283,19 @@ def test_files(llama: Path) -> None:
 
 @pytest.mark.parametrize("has_manifest", [True, False])
 def test_what_the_headers_say(llama: Path, has_manifest: bool) -> None:
-    file = llama / "model-rank-1-part-0.safetensors"
-    header = read_header(file)
-    said = json.loads(header.metadata["reshard"])
-    said["source"] = "0" * len(said["source"])
-    tensors = [(info.name, info.dtype, info.shape) for info in header.tensors.values()]
-    content = file.read_bytes()[len(header.raw) :]
-    file.write_bytes(build_header(tensors, {**header.metadata, "reshard": json.dumps(said)}) + content)
+    files = sorted(llama.glob("*.safetensors"))
+    for file in files:
+        header = read_header(file)
+        said = json.loads(header.metadata["reshard"])
+        said["source"] = "0" * len(said["source"])
+        tensors = [(info.name, info.dtype, info.shape) for info in header.tensors.values()]
+        content = file.read_bytes()[len(header.raw) :]
+        file.write_bytes(build_header(tensors, {**header.metadata, "reshard": json.dumps(said)}) + content)
     if has_manifest:
         sign(llama)
     else:
         (llama / "reshard.json").unlink()
-    assert file.name in [difference.file for difference in exact(llama, "llama").configs]
+    assert {file.name for file in files} <= {difference.file for difference in exact(llama, "llama").configs}
 
 
 def test_the_config_file_of_the_program(tmp_path: Path) -> None:

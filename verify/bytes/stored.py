@@ -49,11 +49,13 @@ class Parts:
 
     def of(self, stored: Stored, rank: int) -> Part | None:
         """What a rank has of a stored tensor, or None."""
-        key = stored.geometry, rank
+        geometry = stored.geometry
+        assert isinstance(geometry, Geometry)
+        key = geometry, rank
         with self._lock:
             if key not in self._found:
-                kinds = [self._kinds[atom.tensor] for atom in stored.atoms[: len(stored.geometry.portions)]]
-                self._found[key] = part_of(stored.geometry, kinds, self._arrangement.plan.model, rank)
+                kinds = [self._kinds[atom.tensor] for atom in stored.atoms[: len(geometry.portions)]]
+                self._found[key] = part_of(geometry, kinds, self._arrangement.plan.model, rank)
             return self._found[key]
 
     def kind(self, atom: Atom) -> Kind:

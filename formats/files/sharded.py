@@ -173,9 +173,8 @@ class ShardedCheckpoint:
 
 
 def plan_digest(architecture: Mapping[str, Any]) -> str:
-    """A short id of a plan's rules; without ``[stages]``, which say nothing of what is split in tensors."""
-    rules = {key: value for key, value in architecture.items() if key != "stages"}
-    return hashlib.sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest()[:16]
+    """A short id of a plan's rules."""
+    return hashlib.sha256(json.dumps(architecture, sort_keys=True).encode()).hexdigest()[:16]
 
 
 # ------------------------------------------------------------------------------------------------------- manifest

@@ -401,14 +401,6 @@ def open_as(path: Path, model: Model) -> Source:
     problems: list[ReshardError] = []
     for page in candidates:
         files = program_files(page, path)
-        if page.boxes:
-            problems.append(
-                CheckpointError(
-                    f"{path} is in the format '{page.name}', whose boxes are not compared here",
-                    "merge it with 'reshard merge', and compare the result with the original",
-                )
-            )
-            continue
         check_belonging(files)
         ranks, stages = read_ranks(page, files, path), 1 + max(file.stage for file in files)
         for mesh in [manifest.identity.mesh] if manifest else meshes(len(ranks), stages, page, bool(model.expert_axes)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -519,13 +520,16 @@ def test_memory_is_bounded_and_torch_is_not_imported(tmp_path: Path) -> None:
     config = {"model_type": "llama", "hidden_size": hidden, "num_attention_heads": 32, "vocab_size": rows,
               "intermediate_size": 64, "num_hidden_layers": 1}  # fmt: skip
     (original / "config.json").write_text(json.dumps(config))
-    attention = {f"model.layers.0.self_attn.{name}_proj.weight": (hidden, hidden) for name in "qo"}
-    names = {"model.embed_tokens.weight": (rows, hidden), **attention}
+    shapes = {f"self_attn.{name}_proj": (hidden, hidden) for name in "qkvo"}
+    shapes |= {"mlp.gate_proj": (64, hidden), "mlp.up_proj": (64, hidden), "mlp.down_proj": (hidden, 64)}
+    shapes |= dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (hidden,))
+    names = {"model.embed_tokens.weight": (rows, hidden), "model.norm.weight": (hidden,)}
+    names |= {f"model.layers.0.{name}.weight": shape for name, shape in shapes.items()}
     tensors = [(name, "BF16", shape) for name, shape in names.items()]
     with (original / "model.safetensors").open("wb") as file:
         header = build_header(tensors, {"format": "pt"})
         file.write(header)
-        file.truncate(len(header) + (rows + 2 * hidden) * hidden * 2)
+        file.truncate(len(header) + 2 * sum(math.prod(shape) for shape in names.values()))
     split(original, tmp_path / "out", 4)
     command = [sys.executable, "-c", MEASURE, str(original), str(tmp_path / "out")]
     root = Path(__file__).parents[2]

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -183,11 +184,14 @@ def _call(command: Sequence[str], options: EngineOptions, out: Path) -> None:
 
 
 def _reason(said: str) -> str:
-    """The line of an engine's output that says what went wrong."""
+    """What an engine's output says went wrong: its first exception that is not of the engine's own processes."""
+    errors = _EXCEPTION.findall(said)
+    root = next((error for error in errors if "engine" not in error.lower()), None)
     lines = [line.strip() for line in said.splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line and "Traceback" not in line]
-    root = next((line for line in errors if "engine" not in line.lower()), None)
-    return root or (errors[-1] if errors else (lines[-1] if lines else "it said nothing"))
+    return root or (errors or lines or ["it said nothing"])[-1]
+
+
+_EXCEPTION = re.compile(r"(?<![\w.])([\w.]*(?:Error|Exception): .+)")
 
 
 def _hint(said: str, command: Sequence[str]) -> str | None:

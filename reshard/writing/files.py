@@ -12,6 +12,7 @@ from typing import Any
 from formats.errors import MismatchError, PlanError
 from formats.files.checksum import PartialSum, file_checksum
 from formats.files.safetensors import DTYPE_BITS, tensor_bytes
+from formats.files.sharded import SourceRecord
 from formats.files.torch_zip import Crc
 from formats.mesh import Mesh
 from reshard import __version__
@@ -397,6 +398,15 @@ def task_of(source: Source, options: Options) -> dict[str, Any]:
     """The part of a task that is common to split and merge: a change of the source or of the version starts anew."""
     inputs = [stamp.anywhere for stamp in source.inputs]
     return {"inputs": inputs, "checksum": options.checksum, "version": __version__}
+
+
+def record_with_sums(source: Source, sums: Sums | None) -> SourceRecord:
+    """The record of the original, with the checksums of the files of a full checkpoint that were read in full."""
+    record = source.record
+    if source.checkpoint is None or sums is None:
+        return record
+    found = {file.name: sums.checksum(file) for file in sums.of}
+    return replace(record, files=tuple(replace(file, checksum=found[file.name]) for file in record.files))
 
 
 def check_unchanged(source: Source, staging: Staging) -> None:

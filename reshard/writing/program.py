@@ -21,7 +21,7 @@ from reshard.planning.arrangement import Arrangement, Placed, Stored
 from reshard.planning.program_config import made_config, program_config
 from reshard.storage.output import Staging
 from reshard.storage.source import KEPT, Source
-from reshard.writing.files import KEPT_RANK, NewFile, new_file
+from reshard.writing.files import KEPT_RANK, NewFile, new_file, record_with_sums
 from reshard.writing.shard_files import ShardFile, index_text, partition
 
 
@@ -143,11 +143,7 @@ class ProgramFiles:
     ) -> Manifest:
         """The manifest that lists ``ranks``, with the checksums of the source files that were read in full."""
         side = tuple(FileRecord(name, len(data), checksum(data)) for name, data in side_files.items())
-        record = self.source.record
-        if self.source.checkpoint is not None and sums is not None:
-            found = {file.name: sums.checksum(file) for file in sums.of}
-            files = tuple(dataclasses.replace(file, checksum=found[file.name]) for file in record.files)
-            record = dataclasses.replace(record, files=files)
+        record = record_with_sums(self.source, sums)
         return Manifest(
             self.identity, record, self.source.rules, self.max_shard_size, side, ranks, self.source.inputs,
             self.page.name,

@@ -35,6 +35,7 @@ from reshard.writing.files import (
     check_unchanged,
     new_file,
     no_progress,
+    record_with_sums,
     task_of,
     write_files,
 )
@@ -254,11 +255,7 @@ class _Ranks:
     ) -> Manifest:
         """The manifest that lists ``ranks``, with the checksums of the source files that were read in full."""
         side = tuple(FileRecord(name, len(data), checksum(data)) for name, data in side_files.items())
-        record = self.source.record
-        if self.source.checkpoint is not None and sums is not None:
-            found = {file.name: sums.checksum(file) for file in sums.of}
-            files = tuple(dataclasses.replace(file, checksum=found[file.name]) for file in record.files)
-            record = dataclasses.replace(record, files=files)
+        record = record_with_sums(self.source, sums)
         return Manifest(self.identity, record, self.source.rules, self.max_shard_size, side, ranks, self.source.inputs)
 
 

@@ -10,6 +10,7 @@ from formats.mesh import mesh_of
 from reshard.engine.move import Options
 from reshard.planning.plan import Padding, Plan, plan_of
 from reshard.storage.access import Access, open_any
+from reshard.storage.fetched import Weights
 from reshard.writing.files import Summary
 from reshard.writing.merge import merge
 from reshard.writing.split import split, wanted_ranks
@@ -37,7 +38,7 @@ def plan(
     Reads headers only. ``pp_layers`` and ``uneven`` as for ``split``. Raises CheckpointError if the source is not a
     checkpoint, PlanError if a degree is not possible.
     """
-    opened = open_any(source, access, headers_only=True)
+    opened = open_any(source, access, Weights.HEADERS)
     return plan_of(opened.model, mesh_of(tp, ep, same_ranks, pp, pp_layers), uneven=uneven, padding=padding)
 
 

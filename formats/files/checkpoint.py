@@ -26,6 +26,7 @@ WEIGHT_SUFFIXES = (
 _SAFE, _SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 _BIN, _BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _MODELOPT = "hf_quant_config.json"
+_SAMPLES = 1024
 _SAMPLE = 64
 
 
@@ -106,37 +107,54 @@ def has_usual_weights(folder: Path) -> bool:
 def fingerprint(checkpoint: Checkpoint) -> str:
     """An id of the weights, in hex, that does not depend on where or in which files they lie.
 
-    SHA-256 over name, dtype and shape of all tensors, sorted by name, and up to 64 bytes from the middle of the data
-    of each: two fine-tunes of one model differ. Raises ``CheckpointError`` if a file can no longer be read.
+    SHA-256 over name, dtype and shape of all tensors, sorted by name, and the samples: two fine-tunes of one model
+    differ. Raises ``CheckpointError`` if a file can no longer be read.
     """
-    samples: dict[str, bytes] = {}
-    by_file: dict[Path, list[TensorInfo]] = {}
-    for info in checkpoint.tensors.values():
-        by_file.setdefault(info.file, []).append(info)
-    for file, infos in by_file.items():
-        samples.update(_sample(file, infos))
+    found: dict[tuple[Path, int], bytes] = {}
+    by_file: dict[Path, list[tuple[int, int]]] = {}
+    for file, begin, end in samples(checkpoint):
+        by_file.setdefault(file, []).append((begin, end))
+    for file, ranges in by_file.items():
+        found |= {(file, begin): content for begin, content in _read_samples(file, ranges)}
     digest = hashlib.sha256()
     kinds = {kind: json.dumps(kind)[1:] for kind in {(t.dtype, t.shape) for t in checkpoint.tensors.values()}}
     for name in sorted(checkpoint.tensors):
         info = checkpoint.tensors[name]
         digest.update(f"[{json.dumps(name)}, {kinds[info.dtype, info.shape]}".encode())  # [name, dtype, shape]
-        digest.update(samples[name])
+        digest.update(found.get((info.file, _middle(info)[0]), b""))
     return digest.hexdigest()
 
 
-def _sample(file: Path, infos: Sequence[TensorInfo]) -> Iterator[tuple[str, bytes]]:
-    """Up to 64 bytes from the middle of each tensor's data; all of them lie in ``file``."""
+def samples(checkpoint: Checkpoint) -> list[tuple[Path, int, int]]:
+    """The bytes that the fingerprint takes of the weights: a file, the first byte, and the one behind the last.
+
+    These are up to 64 bytes from the middle of a tensor; of more than 1024 tensors, 1024 at equal distances in the
+    order of their names.
+    """
+    names = sorted(checkpoint.tensors)
+    count = min(len(names), _SAMPLES)
+    chosen = (checkpoint.tensors[names[i * len(names) // count]] for i in range(count))
+    return [(info.file, *_middle(info)) for info in chosen]
+
+
+def _middle(info: TensorInfo) -> tuple[int, int]:
+    length = min(_SAMPLE, info.nbytes)
+    begin = info.offset + (info.nbytes - length) // 2
+    return begin, begin + length
+
+
+def _read_samples(file: Path, ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, bytes]]:
+    """The bytes of ranges of a file, with the first byte of each."""
     try:
         with open_file(file) as opened:
-            for info in infos:
-                length = min(_SAMPLE, info.nbytes)
-                found = os.pread(opened.fileno(), length, info.offset + (info.nbytes - length) // 2)
-                if len(found) != length:
+            for begin, end in ranges:
+                found = os.pread(opened.fileno(), end - begin, begin)
+                if len(found) != end - begin:
                     raise CheckpointError(
-                        f"{file}: tensor {info.name!r} ends before its {info.nbytes} bytes: the file became shorter",
+                        f"{file}: the file became shorter: it ends before byte {end}",
                         "do not change the files while they are read",
                     )
-                yield info.name, found
+                yield begin, found
     except OSError as error:
         raise unreadable(file, error) from error
 

@@ -59,7 +59,7 @@ class Stamp:
         """What stays equal on one machine as long as nobody touches the file. An inode that is free again is given to
         the next file, and times of content can be set: so the inode's own time counts, too.
         """
-        return self.name, self.size, self.mtime_ns, self.ctime_ns, self.inode
+        return self.name, self.size, self.mtime_ns, self.ctime_ns, self.inode, self.content
 
     @property
     def anywhere(self) -> list[Any]:

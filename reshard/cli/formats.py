@@ -39,9 +39,10 @@ def formats_command(
         _print_pages(chosen, as_json)
         return
     from reshard.storage.access import open_any
+    from reshard.storage.fetched import Weights
 
     access = access_of(revision, token, cache_dir, plan_file, config_folder, quiet=as_json)
-    model = open_any(source, access, headers_only=True).model
+    model = open_any(source, access, Weights.HEADERS).model
     found = {page.name: _obstacle(model, page) for page in chosen}
     if as_json:
         print_json({"command": "formats", "source": source, "formats": {n: _answer(e) for n, e in found.items()}})

@@ -33,9 +33,12 @@ def inspect_command(path: str, revision: str | None, token: str | None, cache_di
 
     place = Path(path).expanduser()
     if not place.exists() and not staging_of(place).exists():
+        from reshard.storage.fetched import Weights
         from reshard.storage.hub import fetch
 
-        place = fetch(path, revision=revision, token=token, cache_dir=cache_dir, headers_only=True, quiet=as_json).path
+        place = fetch(
+            path, revision=revision, token=token, cache_dir=cache_dir, weights=Weights.HEADERS, quiet=as_json
+        ).path
     report = inspect(place)
     if as_json:
         print_json(_document(report, path))

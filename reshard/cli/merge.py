@@ -12,6 +12,7 @@ from reshard.cli.options import (
     Size,
     access_of,
     config_option,
+    download_option,
     hub_options,
     output_options,
     plan_option,
@@ -27,12 +28,14 @@ from reshard.cli.summary import import_numpy, interruptible, print_summary
 @plan_option
 @config_option
 @hub_options
+@download_option
 @write_options
 @output_options
 def merge_command(
     shards: str, out: Path, max_shard_size: int | None, plan_file: Path | None,
     config_folder: Path | None, revision: str | None,
-    token: str | None, cache_dir: Path | None, overwrite: bool, fsync: bool, no_checksum: bool, workers: int | None,
+    token: str | None, cache_dir: Path | None, download: bool, overwrite: bool, fsync: bool,
+    no_checksum: bool, workers: int | None,
     dry_run: bool, as_json: bool, quiet: bool,
 ) -> None:  # fmt: skip
     """Merge the ranks in SHARDS into one full Hugging Face checkpoint, OUT.
@@ -45,7 +48,7 @@ def merge_command(
     from reshard.cli.progress import Progress
     from reshard.engine.move import Options
 
-    access = access_of(revision, token, cache_dir, plan_file, config_folder, quiet=quiet or as_json)
+    access = access_of(revision, token, cache_dir, plan_file, config_folder, quiet=quiet or as_json, download=download)
     started = time.monotonic()
     with interruptible(dry_run), Progress("merge", quiet=quiet or as_json) as progress:
         summary = merge(

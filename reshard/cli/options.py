@@ -82,6 +82,11 @@ hub_options = together(
     click.option("--token", metavar="TOKEN", help="Token for the Hub; default: HF_TOKEN, or that of 'hf auth login'."),
     click.option("--cache-dir", type=PATH, metavar="DIR", help="The Hub's cache; default: HF_HUB_CACHE."),
 )
+download_option = click.option(
+    "--download",
+    is_flag=True,
+    help="Download a Hub repository into the cache, instead of reading what is needed of it.",
+)
 plan_option = click.option("--plan", "plan_file", type=PATH, metavar="FILE", help="Your own architecture file.")
 config_option = click.option(
     "--config", "config_folder", type=PATH, metavar="DIR",
@@ -130,11 +135,15 @@ def access_of(
     config: Path | None = None,
     *,
     quiet: bool,
+    download: bool = False,
 ) -> Access:
     """How to reach a source, by the options of ``hub_options``, ``plan_option`` and ``config_option``."""
     from reshard.storage.access import Access
 
-    return Access(revision=revision, token=token, cache_dir=cache_dir, plan_file=plan_file, quiet=quiet, config=config)
+    return Access(
+        revision=revision, token=token, cache_dir=cache_dir, plan_file=plan_file, quiet=quiet, config=config,
+        download=download,
+    )  # fmt: skip
 
 
 def padding_of(pad_vocab_to: int | None, no_pad_vocab: bool) -> Padding:

@@ -68,6 +68,7 @@ def plan_command(
     from reshard.planning.arrangement import program_mesh
     from reshard.planning.plan import plan_of
     from reshard.storage.access import lines_of_any, open_any
+    from reshard.storage.fetched import Weights
 
     padding = padding_of(pad_vocab_to, no_pad_vocab)
     degrees = degrees_of(tp, ep, pp, pp_layers, same_ranks)
@@ -80,7 +81,7 @@ def plan_command(
         raise click.UsageError("--tp-plan goes with --tp alone")
     access = access_of(revision, token, cache_dir, plan_file, config_folder, quiet=as_json)
     try:
-        opened = open_any(source, access, headers_only=True)
+        opened = open_any(source, access, Weights.HEADERS)
     except PlanError as error:
         if save_file is None:
             raise
@@ -133,9 +134,10 @@ def _write_new(file: Path, text: str, option: str) -> None:
 def _write_draft(source: str, file: Path, revision: str | None, token: str | None, cache_dir: Path | None) -> None:
     from reshard.planning.degrees import valid_degrees
     from reshard.planning.draft import draft_of
+    from reshard.storage.fetched import Weights
     from reshard.storage.hub import fetch
 
-    fetched = fetch(source, revision=revision, token=token, cache_dir=cache_dir, quiet=True, headers_only=True)
+    fetched = fetch(source, revision=revision, token=token, cache_dir=cache_dir, quiet=True, weights=Weights.HEADERS)
     draft = draft_of(fetched.path)
     _write_new(file, draft.text, "--draft")
     count, degrees = plural(len(draft.model.architecture.tensors), "rule"), valid_degrees(draft.model)

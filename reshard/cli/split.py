@@ -13,6 +13,7 @@ from reshard.cli.options import (
     access_of,
     config_option,
     degrees_of,
+    download_option,
     hub_options,
     mesh_options,
     output_options,
@@ -36,13 +37,14 @@ from reshard.cli.summary import import_numpy, interruptible, print_summary
 @plan_option
 @config_option
 @hub_options
+@download_option
 @write_options
 @output_options
 def split_command(
     source: str, out: Path, tp: int | None, ep: int | None, pp: int | None, pp_layers: tuple[int, ...] | None,
     same_ranks: bool, uneven: bool, ranks: tuple[int, ...], form: str | None, max_shard_size: int, refine_blocks: bool,
     pad_vocab_to: int | None, no_pad_vocab: bool, plan_file: Path | None, config_folder: Path | None,
-    revision: str | None, token: str | None, cache_dir: Path | None, overwrite: bool, fsync: bool, no_checksum: bool,
+    revision: str | None, token: str | None, cache_dir: Path | None, download: bool, overwrite: bool, fsync: bool, no_checksum: bool,
     workers: int | None, dry_run: bool, as_json: bool, quiet: bool,
 ) -> None:  # fmt: skip
     """Split SOURCE into N ranks, one folder each, under OUT.
@@ -64,7 +66,7 @@ def split_command(
     from reshard.cli.progress import Progress
     from reshard.engine.move import Options
 
-    access = access_of(revision, token, cache_dir, plan_file, config_folder, quiet=quiet or as_json)
+    access = access_of(revision, token, cache_dir, plan_file, config_folder, quiet=quiet or as_json, download=download)
     padding = padding_of(pad_vocab_to, no_pad_vocab)
     started = time.monotonic()
     with interruptible(dry_run), Progress("split", quiet=quiet or as_json) as progress:

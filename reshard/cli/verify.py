@@ -134,11 +134,12 @@ def _verify_as_rank(answer: Answer, access: Access, finish: Callable[[], int]) -
 def _attempt(answer: Answer, access: Access, crew: Crew | None = None) -> None:
     """Open both checkpoints and prove; what cannot be checked becomes the answer's error."""
     from reshard.storage.access import open_any
+    from reshard.storage.fetched import Weights
     from verify.bytes.exact import open_shards
     from verify.prove import prove
 
     try:
-        original = open_any(answer.original, access)
+        original = open_any(answer.original, access, Weights.FILES)
         shards = open_shards(Path(answer.shards), original, plan_file=access.plan_file)
         is_silent = access.quiet or (crew is not None and not crew.is_first)
         prove(answer, original, shards, access.plan_file, _Display(is_silent), crew)

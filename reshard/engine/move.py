@@ -46,6 +46,9 @@ WRITE = 1 << 16
 pages of memory, which a virtual machine may first have to get from its host: up to four times slower as measured.
 """
 
+STEPS_AHEAD = 1
+"""The ranges of so many further steps are requested from remote files while a step is carried out."""
+
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
 
 T = TypeVar("T")
@@ -185,6 +188,9 @@ def _processes(jobs: Sequence[Job], options: Options) -> int:
     return max(1, min(options.processes, sum(job.work for job in jobs) // STEP))
 
 
+_Steps = Sequence[tuple[Job, Slab]]
+
+
 @dataclass
 class _Account:
     """What a process has moved since its last report."""
@@ -269,7 +275,7 @@ class _Mover:
     def _work(self, stretches: Sequence[_Stretch], report: Report) -> None:
         try:
             for stretch in stretches:
-                for steps in stretch.draw():
+                for steps in self._requested(stretch.draw()):
                     if len(steps) != 1 or steps[0][0].is_small:
                         self._carry_out_together(steps)
                     else:
@@ -278,6 +284,29 @@ class _Mover:
                         self._report(report)
         finally:
             self._report(report)
+
+    def _requested(self, drawn: Iterable[_Steps]) -> Iterator[_Steps]:
+        """The drawn steps, each when what it reads of remote files, and what the next one does, was requested."""
+        if not any(file.remote for file in self._sources):
+            yield from drawn
+            return
+        ahead, waiting = self._reader.ahead, deque[_Steps]()
+        for steps in drawn:
+            self._reader.request(self._reads_of(steps))
+            waiting.append(steps)
+            if len(waiting) > STEPS_AHEAD:
+                yield waiting.popleft()
+                ahead.done()
+        for steps in waiting:
+            yield steps
+            ahead.done()
+
+    @staticmethod
+    def _reads_of(steps: _Steps) -> Iterator[tuple[SourcePlace, Region]]:
+        """What some steps read for targets that are not complete."""
+        for job, slab in steps:
+            if not slab.writes or not all(job.target(region.rank).file.done for region in slab.writes):
+                yield from ((job.source(region.rank), region) for region in slab.reads)
 
     def _report(self, report: Report) -> None:
         account, self._account = self._account, _Account()

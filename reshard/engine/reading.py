@@ -17,6 +17,7 @@ from reshard.storage.source import SourceFile, SourcePlace
 from reshard.system import refused
 
 if TYPE_CHECKING:
+    from reshard.engine.ahead import Ahead
     from reshard.engine.move import TargetPlace
 
 Bytes = NDArray[np.uint8]
@@ -61,7 +62,7 @@ class Sums:
 
 
 class Reader:
-    """Reads regions of source files, each file opened once.
+    """Reads regions of source files, each file opened once. What was requested of a remote file comes from ``ahead``.
 
     ``summed`` is called with file, offset, length and sum of what is read; parts of rows (``Region.wanted``) are not
     summed.
@@ -70,6 +71,16 @@ class Reader:
     def __init__(self, summed: Callable[[SourceFile, int, int, Part], None] | None = None) -> None:
         self._summed = summed
         self._descriptors: dict[Path, int] = {}
+        self._ahead: Ahead | None = None
+
+    @property
+    def ahead(self) -> Ahead:
+        """The ranges of remote files that are under way."""
+        if self._ahead is None:
+            from reshard.engine.ahead import Ahead  # it starts threads: not before the engine has forked
+
+            self._ahead = Ahead()
+        return self._ahead
 
     def read(self, place: SourcePlace, region: Region, room: Room) -> Bytes:
         """Read a region of a tensor into a buffer of ``room``; returns it in the region's shape, bytes last.
@@ -85,8 +96,21 @@ class Reader:
                 for run in region.wanted:
                     first = row + run.offset
                     for offset, at, length in ranges(place, region.offset + first, run.length):
-                        self._fill(place.file.path, offset, data.data[first + at : first + at + length])
+                        self._fill(place.file, offset, data.data[first + at : first + at + length])
         return data.reshape(region.shape)
+
+    def request(self, wanted: Iterable[tuple[SourcePlace, Region]]) -> None:
+        """Request of remote files what ``read`` of these regions reads, as one step; ``ahead.done`` ends it."""
+        self.ahead.request((place.file, self._needed(place, region)) for place, region in wanted if place.file.remote)
+
+    def _needed(self, place: SourcePlace, region: Region) -> list[tuple[int, int]]:
+        """The ranges of a file (the first byte, and the one behind the last) that ``read`` of a region reads."""
+        if region.wanted is None:
+            parts: Iterable[tuple[int, int]] = ((region.offset, region.nbytes),)
+        else:
+            rows = range(region.offset, region.offset + region.nbytes, region.shape[-1])
+            parts = ((row + run.offset, run.length) for row in rows for run in region.wanted)
+        return [(o, o + length) for begin, size in parts for o, _, length in ranges(place, begin, size)]
 
     def fill_from(self, place: SourcePlace, begin: int, data: Bytes) -> Part | None:
         """Fill ``data`` from byte ``begin`` of a tensor; returns its sum if it lies in one piece and is summed."""
@@ -98,7 +122,7 @@ class Reader:
 
     def fill(self, data: Bytes, file: SourceFile, offset: int) -> Part | None:
         """Fill ``data`` from ``offset`` of a file; returns its sum, or None without ``summed``."""
-        self._fill(file.path, offset, data.data)
+        self._fill(file, offset, data.data)
         if self._summed is None:
             return None
         part = sum_part(data, offset)
@@ -110,9 +134,14 @@ class Reader:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
+        if self._ahead is not None:
+            self._ahead.close()
 
-    def _fill(self, path: Path, offset: int, view: memoryview) -> None:
-        position, size = 0, len(view)
+    def _fill(self, file: SourceFile, offset: int, view: memoryview) -> None:
+        if file.remote is not None:
+            self.ahead.fill(file, offset, view)
+            return
+        path, position, size = file.path, 0, len(view)
         try:
             descriptor = self._descriptor(path)
             while position < size:

@@ -8,15 +8,17 @@ from pathlib import Path
 from formats.errors import CheckpointError
 from formats.files.sharded import METADATA_KEY
 from formats.notation.architecture import Architecture
+from reshard.storage.fetched import Weights
 from reshard.storage.hub import fetch
-from reshard.storage.source import Source, lines_of, open_source
+from reshard.storage.source import Source, lines_of, open_source, read_elsewhere
 
 
 @dataclass(frozen=True)
 class Access:
     """How to open a source: Hub revision, token and cache, and the user's own plan file.
 
-    ``config`` is a folder with the config.json of a model in another program's format.
+    ``config`` is a folder with the config.json of a model in another program's format. With ``download`` the weights of
+    a Hub id are downloaded into the cache, not read where they are.
     """
 
     revision: str | None = None
@@ -25,26 +27,27 @@ class Access:
     plan_file: Path | None = None
     quiet: bool = False
     config: Path | None = None
+    download: bool = False
 
 
-def open_any(source: str | Path, access: Access, *, headers_only: bool = False) -> Source:
-    """Open a folder, or download a Hub id and open it. With ``headers_only`` no weights. Raises ReshardError."""
+def open_any(source: str | Path, access: Access, weights: Weights = Weights.RANGES) -> Source:
+    """Open a folder, or a Hub id of which so much of the weights is needed. Raises ReshardError."""
     fetched = fetch(
         str(source), revision=access.revision, token=access.token, cache_dir=access.cache_dir, quiet=access.quiet,
-        headers_only=headers_only,
+        weights=Weights.FILES if access.download and weights is Weights.RANGES else weights,
     )  # fmt: skip
     opened = open_source(
         fetched.path, location=fetched.repo, commit=fetched.commit, plan_file=access.plan_file, config=access.config
     )
     _refuse_one_rank(opened)
-    return opened
+    return read_elsewhere(opened, fetched.remote) if fetched.remote else opened
 
 
 def lines_of_any(source: str | Path, access: Access) -> Architecture:
     """The lines that cover the tensors of a folder or a Hub id, even if shapes do not fit. Raises ReshardError."""
     fetched = fetch(
         str(source), revision=access.revision, token=access.token, cache_dir=access.cache_dir, quiet=access.quiet,
-        headers_only=True,
+        weights=Weights.HEADERS,
     )  # fmt: skip
     return lines_of(fetched.path, access.plan_file)
 

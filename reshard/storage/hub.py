@@ -9,50 +9,32 @@ from __future__ import annotations
 import errno
 import gc
 import glob
+import hashlib
 import logging
 import re
 import shutil
 import sys
-import tempfile
 import time
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from formats.documents import MAX_INDEX, json_object, read_document
 from formats.errors import CheckpointError
 from formats.files.foreign import is_usable, refuse_foreign
-from formats.mesh import RANK_FOLDER
+from reshard.storage.bucket import fetch_stored, is_url
+from reshard.storage.fetched import Fetched, Weights
+from reshard.storage.names import is_needed_to_plan, side_files, weight_files
+from reshard.storage.remote import HubFile
+from reshard.storage.stand_in import Elsewhere, stand_in
 
-# Weights of other frameworks or in other formats, archives and pictures. All other files are small and may be needed
-# (tokenizers, chat templates, licences, custom code), and their names cannot be listed in advance.
-# fmt: off
-_NOT_SIDE_FILES = (
-    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".ggml",
-    ".tflite", ".ot", ".mlmodel", ".nemo", ".engine", ".pkl", ".pickle", ".npy", ".npz", ".parquet", ".arrow",
-    ".zip", ".tar", ".gz", ".tgz", ".zst", ".7z", ".png", ".jpg", ".jpeg", ".gif", ".webp", ".svg", ".bmp", ".mp4",
-    ".mov", ".webm", ".wav", ".mp3", ".flac", ".pdf",
-)
-# fmt: on
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import RepoSibling
+
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _HTTP_LIBRARIES = ("httpx2", "httpx", "requests", "urllib3")  # huggingface_hub uses one of these
-_FIRST_READ = 100_000  # bytes; most safetensors headers are shorter
-_MAX_HEADER = 100_000_000  # bytes; the safetensors library's own limit
 _ATTEMPTS = 3
-_TIMEOUT = 30.0  # seconds for a header to arrive
-
-
-@dataclass(frozen=True)
-class Fetched:
-    """The folder of a source on this machine, and its Hub id and commit if it came from the Hub."""
-
-    path: Path
-    repo: str | None = None
-    commit: str | None = None
-    headers_only: bool = False
-    """The safetensors files are sparse, with true headers and sizes but no data: enough for planning only."""
 
 
 @dataclass(frozen=True)
@@ -87,15 +69,15 @@ def fetch(
     revision: str | None = None,
     token: str | None = None,
     cache_dir: Path | None = None,
-    headers_only: bool = False,
+    weights: Weights = Weights.FILES,
     quiet: bool = False,
 ) -> Fetched:
     """The folder of ``source``: an existing path as it is, or a Hub repository after its download.
 
     Only the needed files are downloaded, into ``huggingface_hub``'s cache; ``path`` is then a snapshot folder there. If
     a repository has safetensors, no other weights are downloaded. If the Hub cannot be reached, a complete copy in the
-    cache is used. With ``headers_only`` the safetensors files are sparse, with true headers and sizes, unless the cache
-    has the full ones; a repository without safetensors is downloaded in full even then.
+    cache is used. Unless the cache has all weights, or ``weights`` are to be files, the safetensors files are sparse,
+    with true headers and sizes; a repository without safetensors is downloaded in full even then.
 
     Raises CheckpointError if the path or repository does not exist or may not be read, the download fails, or the disk
     is too small.
@@ -105,92 +87,26 @@ def fetch(
         return Fetched(path)
     if path.is_symlink():
         raise CheckpointError(f"{source} is a link to {path.readlink()}, which is not there")
+    if is_url(source) and not re.match(r"https?://(www\.)?(huggingface\.co|hf\.co)/", source):
+        from huggingface_hub import constants
+
+        return fetch_stored(source, weights, cache_dir / "assets" if cache_dir else Path(constants.HF_ASSETS_CACHE))
     if not _may_be_repo(source):
         raise CheckpointError(f"no such folder: {source or '(empty)'}", _hint_for_path(source))
     request = _Request(source, revision, token, cache_dir, quiet)
     with _as_told(quiet):
         try:
-            return _download(request, headers_only)
+            return _download(request, weights)
         except CheckpointError:
             raise
         except Exception as error:
             raise _explain(error, request) from error
 
 
-# --- which files ---------------------------------------------------------------------------------------------------
-
-
-def side_files(listing: Iterable[str]) -> list[str]:
-    """The files of a checkpoint's repository that are not weights: config, tokenizer, index, licence."""
-    listing = list(listing)
-    return sorted(
-        name
-        for name in listing
-        if _belongs(name, listing)
-        and not name.lower().endswith(_NOT_SIDE_FILES)
-        and (not name.endswith(".index.json") or name in _indices(listing))
-    )
-
-
-def weight_files(listing: Iterable[str], folder: Path) -> list[str]:
-    """The weight files of a repository: safetensors if there are any, else ``.bin``, else Meta's ``.pth``.
-
-    If there is an index, only the files that it names. ``folder`` has the side files. Copies of the weights under other
-    names (``consolidated.safetensors``, a variant of another dtype) are left out. An unreadable index is ignored here:
-    opening the checkpoint reports it.
-    """
-    listing = [name for name in listing if _belongs(name, listing)]
-    indices = _indices(listing)
-    tensors = [name for name in listing if name.endswith(".safetensors")]
-    if _is_split(listing):
-        return sorted(tensors)
-    named = {file for index in indices for file in _named_by_index(folder / index)}
-    whole = {"model.safetensors", "pytorch_model.bin"} & set(tensors or listing)
-    if named or whole:
-        return sorted(named | whole)
-    bins = [name for name in listing if re.fullmatch(r"pytorch_model.*\.bin", name)]
-    return sorted(tensors or bins or [name for name in listing if re.fullmatch(r"consolidated\.\d+\.pth", name)])
-
-
-def _belongs(name: str, listing: Iterable[str]) -> bool:
-    """Whether a file is part of the checkpoint, not a copy for another program (``original/``, ``onnx/``)."""
-    if name.startswith("."):
-        return False
-    return "/" not in name or name.startswith("additional_chat_templates/") or _is_split(listing)
-
-
-def _is_split(listing: Iterable[str]) -> bool:
-    """Whether a repository has shards that ``reshard split`` wrote."""
-    return any(name == "reshard.json" or RANK_FOLDER.fullmatch(name.partition("/")[0]) for name in listing)
-
-
-def _indices(listing: Iterable[str]) -> list[str]:
-    """The index files of the weights that are used."""
-    listing = list(listing)
-    if _is_split(listing):
-        return [name for name in listing if name.endswith(".safetensors.index.json")]
-    has_safetensors = any(name.endswith(".safetensors") and "/" not in name for name in listing)
-    index = "model.safetensors.index.json" if has_safetensors else "pytorch_model.bin.index.json"
-    return [index] if index in listing else []
-
-
-def _named_by_index(index: Path) -> set[str]:
-    try:
-        _, content = read_document(index, MAX_INDEX, json_object)
-    except CheckpointError:
-        return set()
-    found = content.get("weight_map")
-    return {name for name in found.values() if isinstance(name, str)} if isinstance(found, dict) else set()
-
-
-def _is_needed_to_plan(name: str) -> bool:
-    return name.endswith(("config.json", ".index.json", "reshard.json"))
-
-
 # --- the download --------------------------------------------------------------------------------------------------
 
 
-def _download(request: _Request, headers_only: bool) -> Fetched:
+def _download(request: _Request, wanted: Weights) -> Fetched:
     """List the repository, then download the side files, then the weights that these name."""
     from huggingface_hub import HfApi
 
@@ -200,11 +116,12 @@ def _download(request: _Request, headers_only: bool) -> Fetched:
     except Exception as error:
         if not _is_outage(error):
             raise
-        return _from_cache(request, headers_only, error)
-    sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
+        return _from_cache(request, wanted, error)
+    found = {file.rfilename: file for file in info.siblings or []}
+    sizes = {name: file.size or 0 for name, file in found.items()}
     side = side_files(sizes)
-    if headers_only:
-        side = [name for name in side if _is_needed_to_plan(name)]
+    if wanted is Weights.HEADERS:
+        side = [name for name in side if is_needed_to_plan(name)]
     with _bars_off():
         folder = request.snapshot(side)  # by the revision's name, so that the cache knows this name offline
     weights = weight_files(sizes, folder)
@@ -216,14 +133,44 @@ def _download(request: _Request, headers_only: bool) -> Fetched:
             "give a repository of a model that transformers can load",
         )
     missing = [name for name in weights if not (folder / name).exists()]
-    if missing and headers_only and all(name.endswith(".safetensors") for name in weights):
-        return Fetched(_fetch_headers(request, side, weights, folder), request.repo, folder.name, headers_only=True)
+    if missing and wanted is not Weights.FILES and all(name.endswith(".safetensors") for name in weights):
+        there = {name: Elsewhere(_remote(request, folder.name, found[name]), sizes[name]) for name in missing}
+        return _elsewhere(request, wanted, folder, side, weights, there)
     if missing:
         _check_space(request, folder, sum(sizes.get(name, 0) for name in missing))
         _say(request, f"downloading {_count(missing)} of {request.repo}, {_gigabytes(sizes, missing)}")
         _persist(request, weights, folder.name)
         gc.collect()  # huggingface_hub leaves progress bars open; deleted, they end their lines
     return Fetched(folder, request.repo, folder.name)
+
+
+def _remote(request: _Request, commit: str, file: RepoSibling) -> HubFile:
+    """Where a weight file is; its etag as the Hub's cache has it."""
+    etag = file.lfs.sha256 if file.lfs else file.blob_id
+    return HubFile(request.repo, file.rfilename, commit, etag or f"{commit}:{file.rfilename}", request.token)
+
+
+def _elsewhere(
+    request: _Request, wanted: Weights, snapshot: Path, side: list[str], weights: list[str],
+    there: Mapping[str, Elsewhere],
+) -> Fetched:  # fmt: skip
+    """The folder that stands in for a repository; the weight files that the cache has are linked there."""
+
+    def fill(folder: Path) -> None:
+        for name in side:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(snapshot / name, folder / name)
+        for name in weights:
+            if name not in there:
+                (folder / name).symlink_to(snapshot / name)
+
+    final = _stand_in_folder(request, wanted, snapshot.name)
+    if len(there) < len(weights):
+        missing = hashlib.sha256("\n".join(sorted(there)).encode()).hexdigest()
+        final = final.with_name(f"{final.name}-{missing[:12]}")
+    stand_in(final, there, fill, sampled=wanted is Weights.RANGES)
+    remote = {name: file.remote for name, file in there.items()}
+    return Fetched(final, request.repo, snapshot.name, headers_only=True, remote=remote)
 
 
 def _persist(request: _Request, files: list[str], commit: str) -> None:
@@ -252,7 +199,7 @@ def _answers(request: _Request) -> bool:
     return True
 
 
-def _from_cache(request: _Request, headers_only: bool, error: Exception) -> Fetched:
+def _from_cache(request: _Request, wanted: Weights, error: Exception) -> Fetched:
     """The copy in the cache, if it is complete; else raises ``error``, the reason why the Hub cannot be used."""
     from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
@@ -263,12 +210,12 @@ def _from_cache(request: _Request, headers_only: bool, error: Exception) -> Fetc
     listing = _cached_listing(request, folder)
     weights = weight_files(listing, folder)
     whole = bool(weights) and all((folder / name).exists() for name in [*weights, *side_files(listing)])
-    stand_in = _headers_folder(request, folder.name)
-    if not whole and not (headers_only and stand_in.exists()):
+    headers = _stand_in_folder(request, Weights.HEADERS, folder.name)
+    if not whole and not (wanted is Weights.HEADERS and headers.exists()):
         raise error
     if not isinstance(error, OfflineModeIsEnabled):
         _say(request, f"the Hub cannot be reached; using {request.repo} at {folder.name[:12]} from the cache")
-    return Fetched(folder if whole else stand_in, request.repo, folder.name, headers_only=not whole)
+    return Fetched(folder if whole else headers, request.repo, folder.name, headers_only=not whole)
 
 
 def _cached_listing(request: _Request, folder: Path) -> list[str]:
@@ -294,75 +241,11 @@ def _check_space(request: _Request, folder: Path, needed: int) -> None:
         )
 
 
-# --- headers -------------------------------------------------------------------------------------------------------
-
-
-def _fetch_headers(request: _Request, side: list[str], weights: list[str], snapshot: Path) -> Path:
-    """A copy of ``snapshot`` with sparse weight files that have true headers; made once per commit."""
-    final = _headers_folder(request, snapshot.name)
-    if final.exists():
-        return final
-    final.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=final.parent, prefix=f"{final.name}.") as scratch:
-        building = Path(scratch) / "files"
-        for name in [*side, *weights]:
-            (building / name).parent.mkdir(parents=True, exist_ok=True)
-        for name in side:
-            shutil.copyfile(snapshot / name, building / name)
-        with ThreadPoolExecutor(8) as pool:
-            for _ in pool.map(lambda name: _fetch_header(request, snapshot.name, name, building / name), weights):
-                pass
-        try:
-            building.rename(final)
-        except OSError:  # another process has just made the same folder
-            if not final.exists():
-                raise
-    return final
-
-
-def _fetch_header(request: _Request, commit: str, name: str, target: Path) -> None:
-    """Write the header of a safetensors file of the Hub to ``target``, and give it the file's full size."""
-    data, size = _read_range(request, commit, name, 0, _FIRST_READ)
-    end = 8 + int.from_bytes(data[:8], "little")
-    if not 8 < end <= min(size, _MAX_HEADER):
-        raise CheckpointError(
-            f"{request.repo}: {name} is not a safetensors file, or is cut off: the header does not fit",
-            "ask the repository's owner to upload it again",
-        )
-    if end > len(data):
-        data += _read_range(request, commit, name, len(data), end)[0]
-    with target.open("wb") as file:
-        file.write(data[:end])
-        file.truncate(size)
-
-
-def _read_range(request: _Request, commit: str, name: str, start: int, stop: int) -> tuple[bytes, int]:
-    """Bytes ``start`` to ``stop`` of a file of the Hub, fewer if it ends before, and the file's size in bytes."""
-    from huggingface_hub import hf_hub_url
-    from huggingface_hub.utils import (  # type: ignore[attr-defined]
-        build_hf_headers,
-        get_session,
-        hf_raise_for_status,
-    )
-
-    headers = build_hf_headers(token=request.token, library_name="reshard")
-    headers |= {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
-    response = get_session().get(hf_hub_url(request.repo, name, revision=commit), headers=headers, timeout=_TIMEOUT)
-    hf_raise_for_status(response)
-    total = response.headers.get("Content-Range", "").rpartition("/")[2]
-    if response.status_code != 206 or not total.isdigit():
-        raise CheckpointError(
-            f"{request.repo}: the server does not send parts of {name}, so its header cannot be read alone",
-            "download the repository first (hf download), then run the same command again",
-        )
-    return bytes(response.content), int(total)
-
-
-def _headers_folder(request: _Request, commit: str) -> Path:
+def _stand_in_folder(request: _Request, wanted: Weights, commit: str) -> Path:
     from huggingface_hub import constants
 
     assets = request.cache_dir / "assets" if request.cache_dir else Path(constants.HF_ASSETS_CACHE)
-    return assets / "reshard" / "headers" / request.repo.replace("/", "--") / commit
+    return assets / "reshard" / wanted.value / request.repo.replace("/", "--") / commit
 
 
 # --- local path or repository --------------------------------------------------------------------------------------

@@ -64,6 +64,7 @@ from reshard.storage.program_source import (
     read_ranks,
     whole_tensors,
 )
+from reshard.storage.remote import Remote
 
 UNSPLIT = Mesh((("tp", 1),))
 KEPT = "reshard-kept.safetensors"
@@ -85,6 +86,8 @@ class SourceFile:
     expected: str | None = None
     rest: tuple[tuple[int, bytes], ...] = ()
     """Other bytes that belong to no tensor, with their offsets."""
+    remote: Remote | None = None
+    """Where its bytes are read, if not at ``path``, which then has the header alone."""
 
 
 class SourcePlace(NamedTuple):
@@ -215,6 +218,20 @@ class Source:
             return [*self.files.values()]
         held = (tensors[name].file for tensors in self.ranks for name in names if name in tensors)
         return [self.files[path] for path in dict.fromkeys(held)]
+
+
+def read_elsewhere(source: Source, remote: Mapping[str, Remote]) -> Source:
+    """The source with weight files that are not on this machine, by their names relative to its folder.
+
+    Their content is known by the etag.
+    """
+    found = {path: remote.get(path.relative_to(source.path).as_posix()) for path in source.files}
+    files = {path: dataclasses.replace(file, remote=found[path]) for path, file in source.files.items()}
+    stamps = {
+        path: dataclasses.replace(stamp, content=f"etag:{there.identity}") if (there := found.get(path)) else stamp
+        for path, stamp in source.stamps.items()
+    }
+    return dataclasses.replace(source, files=files, stamps=stamps)
 
 
 def arrangements(source: Source, target: Plan | Arrangement) -> tuple[Arrangement, Arrangement]:

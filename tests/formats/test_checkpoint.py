@@ -358,7 +358,7 @@ def test_a_file_that_becomes_shorter_or_goes_away(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(single(tmp_path, w=A))
     path = tmp_path / "model.safetensors"
     os.truncate(path, path.stat().st_size - 100)
-    with pytest.raises(CheckpointError, match="tensor 'w' ends before its 160 bytes"):
+    with pytest.raises(CheckpointError, match="the file became shorter"):
         fingerprint(checkpoint)
     path.unlink()
     with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read"):

@@ -162,9 +162,16 @@ class _Handler(BaseHTTPRequestHandler):
             )
         else:
             blobs = "blobs" in query
-            siblings = [{"rfilename": name} | ({"size": size} if blobs else {}) for name, size in names]
+            siblings = [{"rfilename": name} | (self.blob(folder / name, size) if blobs else {}) for name, size in names]
             commit = self.hub.revision_of(repo, revision)
             self.send_json({"_id": "0", "id": repo, "sha": commit, "private": False, "tags": [], "siblings": siblings})
+
+    def blob(self, path: Path, size: int) -> dict[str, object]:
+        """What the API says of a file with ``?blobs=true``."""
+        found: dict[str, object] = {"size": size, "blobId": "0" * 40}
+        if path.name.endswith(LARGE):
+            found["lfs"] = {"sha256": self.etag(path).strip('"'), "size": size, "pointerSize": 134}
+        return found
 
     def resolve(self, repo: str, revision: str, file: str, token: str | None) -> None:
         folder = self.repository(repo, revision, token)

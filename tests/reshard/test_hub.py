@@ -20,7 +20,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from formats.errors import CheckpointError
-from reshard.storage.hub import fetch, side_files, weight_files
+from reshard.storage.fetched import Weights
+from reshard.storage.hub import fetch
+from reshard.storage.names import side_files, weight_files
 from tests.forked import forked
 from tests.reshard.hub_server import HubServer
 
@@ -244,7 +246,7 @@ def test_headers_only(hub: HubServer, client: Client) -> None:
     for shard in SHARDS:  # one header within the first request, one beyond it
         file, pad = repository / shard, 200_000 if shard == SHARDS[0] else 0
         save_file(tensors(1, 40), file, metadata={"pad": "x" * pad})
-    first = client(headers_only=True)
+    first = client(weights=Weights.HEADERS)
     assert first.got["stand_in"] and not any(r.range is None for r in hub.requests if r.host == "cdn")
     assert names(first.path) == {*SHARDS, "config.json", "hf_quant_config.json", "model.safetensors.index.json"}
     for shard in SHARDS:
@@ -253,23 +255,23 @@ def test_headers_only(hub: HubServer, client: Client) -> None:
         assert len(stand_in) == len(full) and stand_in[:header] == full[:header] and not any(stand_in[header:])
 
     hub.requests.clear()
-    assert client(headers_only=True).got == first.got and not [r for r in hub.requests if r.host == "cdn"]
-    assert client(headers_only=True, env={"HF_HUB_OFFLINE": "1"}).got == first.got
+    assert client(weights=Weights.HEADERS).got == first.got and not [r for r in hub.requests if r.host == "cdn"]
+    assert client(weights=Weights.HEADERS, env={"HF_HUB_OFFLINE": "1"}).got == first.got
     assert "HF_HUB_OFFLINE" in client(env={"HF_HUB_OFFLINE": "1"}).error  # planning is possible, moving bytes is not
 
     whole = client()
     assert not whole.got["stand_in"] and names(whole.path) == WANTED
-    assert client(headers_only=True).got == whole.got
+    assert client(weights=Weights.HEADERS).got == whole.got
 
 
 def test_headers_only_of_a_file_that_is_no_safetensors(hub: HubServer, client: Client) -> None:
     (hub.root / REPO / SHARDS[0]).write_bytes(b"<html>this is not the file you are looking for</html>")
-    assert f"{SHARDS[0]} is not a safetensors file" in client(headers_only=True).error
+    assert f"{SHARDS[0]} is not a safetensors file" in client(weights=Weights.HEADERS).error
 
 
 def test_headers_only_from_a_server_without_ranges(hub: HubServer, client: Client) -> None:
     hub.ignore_range = True
-    assert "does not send parts" in client(headers_only=True).error
+    assert "does not send parts" in client(weights=Weights.HEADERS).error
 
 
 # --- lost connections ----------------------------------------------------------------------------------------------
@@ -326,7 +328,7 @@ def test_token_from_the_environment(hub: HubServer, client: Client) -> None:
 @pytest.mark.parametrize("headers_only", [False, True])
 def test_gated_repository(hub: HubServer, client: Client, headers_only: bool) -> None:
     hub.gated = True
-    error = client(headers_only=headers_only).error
+    error = client(weights=Weights.HEADERS if headers_only else Weights.FILES).error
     assert "gated" in error and f"{hub.url}/{REPO}" in error and "hf auth login" in error
 
 

@@ -1,0 +1,180 @@
+"""Opens a checkpoint in a bucket or behind a URL: lists it, and makes the folder that stands in for it here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from formats.errors import CheckpointError
+from formats.files.foreign import is_usable, refuse_foreign
+from reshard.storage.fetched import Fetched, Weights
+from reshard.storage.names import is_needed_to_plan, side_files, weight_files
+from reshard.storage.remote import StoredFile, explain, open_store, without_query
+from reshard.storage.stand_in import Elsewhere, stand_in
+from reshard.system import disk_errors
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+_URL = re.compile(r"(s3|gs|gcs|az|azure|abfss?|adl|https?)://.+")
+_LISTED_BY_NAME = (
+    "config.json", "generation_config.json", "model.safetensors.index.json", "model.safetensors", "reshard.json",
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "preprocessor_config.json", "processor_config.json",
+    "LICENSE", "README.md",
+)  # fmt: skip
+"""What is looked for behind a URL that cannot be listed."""
+_NAME = re.compile(r"(?!\.)(?:[^/\0]+/)?(?!\.)[^/\0]+")
+"""Weights and side files lie at most one folder deep; no name leads out of the folder."""
+_FILES = (".safetensors", ".json", ".model", ".txt", ".jinja")
+
+
+def is_url(source: str) -> bool:
+    """Whether a source is the URL of a bucket's folder, or of a folder on a web server."""
+    return _URL.fullmatch(source) is not None
+
+
+@dataclass(frozen=True)
+class _Entry:
+    size: int
+    etag: str | None
+    modified: str
+
+
+def fetch_stored(url: str, wanted: Weights, cache: Path) -> Fetched:
+    """The folder that stands in for the checkpoint at a URL; with ``Weights.FILES`` a copy of it.
+
+    Folders are kept in ``cache``, one for each state of the checkpoint. Raises CheckpointError.
+    """
+    store, name = open_store(url), without_query(url).rstrip("/")
+    entries = _entries(store, name)
+    sizes = {file: entry.size for file, entry in entries.items()}
+    side = side_files(sizes)
+    if wanted is Weights.HEADERS:
+        side = [file for file in side if is_needed_to_plan(file)]
+    states = json.dumps([url, *sorted((file, e.size, e.etag, e.modified) for file, e in entries.items())])
+    folder = cache / "reshard" / wanted.value / hashlib.sha256(states.encode()).hexdigest()[:32]
+    with disk_errors(folder):
+        aside = folder.with_name(f"{folder.name}-side")
+        sides = stand_in(aside, {}, lambda at: _copy(store, side, at, name), sampled=False)
+        weights = weight_files(sizes, sides)
+        if not any(is_usable(file, sizes) for file in weights):
+            refuse_foreign(name, sizes)
+        if not weights:
+            raise CheckpointError(
+                f"{name} holds no checkpoint: no .safetensors, pytorch_model*.bin or consolidated.*.pth at its top",
+                "give the URL of a folder with a checkpoint",
+            )
+        in_ranges = wanted is not Weights.FILES and all(file.endswith(".safetensors") for file in weights)
+        whole = [] if in_ranges else weights
+        there = {
+            file: Elsewhere(StoredFile(url, file, entry.etag, entry.modified), entry.size)
+            for file in weights
+            if file not in whole
+            if (entry := entries[file])
+        }
+        _check_space(cache, sum(sizes[file] for file in whole), name)
+
+        def fill(at: Path) -> None:
+            shutil.copytree(sides, at, dirs_exist_ok=True)
+            _copy(store, whole, at, name)
+
+        stand_in(folder, there, fill, sampled=wanted is Weights.RANGES)
+    remote = {file: elsewhere.remote for file, elsewhere in there.items()}
+    return Fetched(folder, name, None, headers_only=bool(there), remote=remote)
+
+
+def _entries(store: ObjectStore, name: str) -> Mapping[str, _Entry]:
+    """The files of a folder of a store. Raises CheckpointError."""
+    from obstore import list as listing
+    from obstore.exceptions import BaseError
+    from obstore.store import HTTPStore
+
+    if isinstance(store, HTTPStore):
+        return _by_name(store, name)
+    try:
+        found = [meta for metas in listing(store) for meta in metas]
+    except (BaseError, OSError) as error:
+        raise explain(error, name) from None
+    return {meta["path"]: _entry(meta) for meta in found if _NAME.fullmatch(meta["path"])}
+
+
+def _by_name(store: ObjectStore, name: str) -> Mapping[str, _Entry]:
+    """The files of a folder that cannot be listed: those that usually are there, and those that an index names."""
+    from obstore import get
+
+    found = _heads(store, _LISTED_BY_NAME, name)
+    for index in {"model.safetensors.index.json", "reshard.json"} & found.keys():
+        try:
+            document = json.loads(bytes(get(store, index).bytes()))
+        except Exception as error:
+            raise explain(error, f"{name}/{index}") from None
+        found = {**found, **_heads(store, _named(document), name)}
+    return found
+
+
+def _named(document: object) -> set[str]:
+    """The files that an index, or a manifest of shards, names."""
+    names: set[str] = set()
+    stack = [document]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, dict):
+            stack.extend(value.values())
+        elif isinstance(value, list):
+            stack.extend(value)
+        elif isinstance(value, str) and value.endswith(_FILES) and _NAME.fullmatch(value):
+            names.add(value)
+    return names
+
+
+def _heads(store: ObjectStore, names: Iterable[str], name: str) -> dict[str, _Entry]:
+    from obstore import head
+    from obstore.exceptions import BaseError
+
+    found = {}
+    for file in names:
+        try:
+            found[file] = _entry(head(store, file))
+        except FileNotFoundError:
+            continue
+        except (BaseError, OSError) as error:
+            raise explain(error, f"{name}/{file}") from None
+    return found
+
+
+def _entry(meta: Mapping[str, object]) -> _Entry:
+    etag = meta.get("e_tag")
+    return _Entry(int(str(meta["size"])), str(etag) if etag else None, str(meta["last_modified"]))
+
+
+def _copy(store: ObjectStore, names: Iterable[str], folder: Path, name: str) -> None:
+    """Download files into a folder."""
+    from obstore import get
+    from obstore.exceptions import BaseError
+
+    for file in names:
+        path = folder / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with path.open("wb") as opened:
+                for chunk in get(store, file).stream():
+                    opened.write(chunk)
+        except (BaseError, FileNotFoundError, PermissionError) as error:
+            raise explain(error, f"{name}/{file}") from None
+
+
+def _check_space(cache: Path, needed: int, name: str) -> None:
+    there = next(path for path in [cache, *cache.parents] if path.exists())
+    free = shutil.disk_usage(there).free
+    if needed > free:
+        raise CheckpointError(
+            f"not enough space for {name} in {cache}: {needed / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free",
+            "free some space, or give another place with --cache-dir",
+        )

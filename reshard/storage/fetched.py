@@ -1,0 +1,33 @@
+"""What a source that a user names turned out to be on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from reshard.storage.remote import Remote
+
+
+class Weights(Enum):
+    """What is needed of the weights of a source that is not on this machine."""
+
+    FILES = "files"
+    RANGES = "ranges"
+    """They are read where they are; files that a cache has are taken from it."""
+    HEADERS = "headers"
+    """Enough to plan; only the side files that are needed for this."""
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """The folder of a source on this machine, and its Hub id (or URL) and commit if it lies elsewhere."""
+
+    path: Path
+    repo: str | None = None
+    commit: str | None = None
+    headers_only: bool = False
+    """The safetensors files are sparse, with true headers and sizes but no data."""
+    remote: Mapping[str, Remote] = field(default_factory=dict)
+    """Where the data of such files is, by their names."""

@@ -1,0 +1,90 @@
+"""Decides by their names which files of a repository or a bucket belong to a checkpoint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from formats.documents import MAX_INDEX, json_object, read_document
+from formats.errors import CheckpointError
+from formats.mesh import RANK_FOLDER
+
+# Weights of other frameworks or in other formats, archives and pictures. All other files are small and may be needed
+# (tokenizers, chat templates, licences, custom code), and their names cannot be listed in advance.
+# fmt: off
+_NOT_SIDE_FILES = (
+    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".ggml",
+    ".tflite", ".ot", ".mlmodel", ".nemo", ".engine", ".pkl", ".pickle", ".npy", ".npz", ".parquet", ".arrow",
+    ".zip", ".tar", ".gz", ".tgz", ".zst", ".7z", ".png", ".jpg", ".jpeg", ".gif", ".webp", ".svg", ".bmp", ".mp4",
+    ".mov", ".webm", ".wav", ".mp3", ".flac", ".pdf",
+)
+# fmt: on
+
+
+def side_files(listing: Iterable[str]) -> list[str]:
+    """The files of a checkpoint's repository that are not weights: config, tokenizer, index, licence."""
+    listing = list(listing)
+    return sorted(
+        name
+        for name in listing
+        if _belongs(name, listing)
+        and not name.lower().endswith(_NOT_SIDE_FILES)
+        and (not name.endswith(".index.json") or name in _indices(listing))
+    )
+
+
+def weight_files(listing: Iterable[str], folder: Path) -> list[str]:
+    """The weight files of a repository: safetensors if there are any, else ``.bin``, else Meta's ``.pth``.
+
+    If there is an index, only the files that it names. ``folder`` has the side files. Copies of the weights under other
+    names (``consolidated.safetensors``, a variant of another dtype) are left out. An unreadable index is ignored here:
+    opening the checkpoint reports it.
+    """
+    listing = [name for name in listing if _belongs(name, listing)]
+    indices = _indices(listing)
+    tensors = [name for name in listing if name.endswith(".safetensors")]
+    if _is_split(listing):
+        return sorted(tensors)
+    named = {file for index in indices for file in _named_by_index(folder / index)}
+    whole = {"model.safetensors", "pytorch_model.bin"} & set(tensors or listing)
+    if named or whole:
+        return sorted(named | whole)
+    bins = [name for name in listing if re.fullmatch(r"pytorch_model.*\.bin", name)]
+    return sorted(tensors or bins or [name for name in listing if re.fullmatch(r"consolidated\.\d+\.pth", name)])
+
+
+def _belongs(name: str, listing: Iterable[str]) -> bool:
+    """Whether a file is part of the checkpoint, not a copy for another program (``original/``, ``onnx/``)."""
+    if name.startswith("."):
+        return False
+    return "/" not in name or name.startswith("additional_chat_templates/") or _is_split(listing)
+
+
+def _is_split(listing: Iterable[str]) -> bool:
+    """Whether a repository has shards that ``reshard split`` wrote."""
+    return any(name == "reshard.json" or RANK_FOLDER.fullmatch(name.partition("/")[0]) for name in listing)
+
+
+def _indices(listing: Iterable[str]) -> list[str]:
+    """The index files of the weights that are used."""
+    listing = list(listing)
+    if _is_split(listing):
+        return [name for name in listing if name.endswith(".safetensors.index.json")]
+    has_safetensors = any(name.endswith(".safetensors") and "/" not in name for name in listing)
+    index = "model.safetensors.index.json" if has_safetensors else "pytorch_model.bin.index.json"
+    return [index] if index in listing else []
+
+
+def _named_by_index(index: Path) -> set[str]:
+    try:
+        _, content = read_document(index, MAX_INDEX, json_object)
+    except CheckpointError:
+        return set()
+    found = content.get("weight_map")
+    return {name for name in found.values() if isinstance(name, str)} if isinstance(found, dict) else set()
+
+
+def is_needed_to_plan(name: str) -> bool:
+    """Whether a side file is needed to plan."""
+    return name.endswith(("config.json", ".index.json", "reshard.json"))

@@ -1,0 +1,207 @@
+"""Weight files that are not on this machine, read by byte ranges: on the Hub, in a bucket, behind a URL.
+
+The requests are made by ``obstore``, which tries again after a lost connection, a 429 or a 5xx, and takes up a broken
+body where it ended. It is imported only for such a file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from formats.errors import CheckpointError, MismatchError, ReshardError
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+PATIENCE = float(os.environ.get("RESHARD_RETRY_SECONDS", "180"))
+"""Seconds after which a request that failed is not tried again."""
+
+_RETRIES = {
+    "max_retries": 12,
+    "backoff": {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=20), "base": 2},
+    "retry_timeout": timedelta(seconds=PATIENCE),
+}
+_CLIENT = {"timeout": timedelta(seconds=60), "connect_timeout": timedelta(seconds=10), "allow_http": True}
+
+Read = Callable[[int, int], memoryview]
+"""Returns bytes ``start`` to ``stop`` of a file. Raises CheckpointError, or MismatchError for another content."""
+
+
+class Remote(ABC):
+    """A file that is read by byte ranges.
+
+    It can be pickled and sent to another process.
+    """
+
+    @property
+    @abstractmethod
+    def identity(self) -> str:
+        """What names its content."""
+
+    @property
+    @abstractmethod
+    def address(self) -> str:
+        """What messages call the file; it holds no secret."""
+
+    @abstractmethod
+    def open(self) -> Read:
+        """Connect to it. Raises CheckpointError."""
+
+
+@dataclass(frozen=True)
+class StoredFile(Remote):
+    """An object ``key`` of a store: ``s3://bucket/prefix``, ``gs://``, ``az://``, ``https://host/folder``."""
+
+    store: str = field(repr=False)
+    key: str
+    etag: str | None
+    modified: str
+
+    @property
+    def identity(self) -> str:
+        """The etag, or else when it was written."""
+        return self.etag or f"modified:{self.modified}"
+
+    @property
+    def address(self) -> str:
+        """The URL, without a query, which may hold a signature."""
+        return f"{without_query(self.store).rstrip('/')}/{self.key}"
+
+    def open(self) -> Read:
+        """Connect to the store."""
+        store = open_store(self.store)
+        return lambda start, stop: _read(store, self.key, start, stop, self.etag, self.address)
+
+
+@dataclass(frozen=True)
+class HubFile(Remote):
+    """A file of a Hub repository at a commit.
+
+    The Hub redirects to a signed address that expires. It is asked for once, and again when it is refused.
+    """
+
+    repo: str
+    name: str
+    commit: str
+    etag: str
+    token: str | None = field(default=None, repr=False)
+
+    @property
+    def identity(self) -> str:
+        """The etag, as the Hub's cache has it."""
+        return self.etag
+
+    @property
+    def address(self) -> str:
+        """Repository and name."""
+        return f"{self.repo}/{self.name}"
+
+    def open(self) -> Read:
+        """Ask the Hub where the file lies."""
+        found: list[ObjectStore] = []
+
+        def read(start: int, stop: int) -> memoryview:
+            if found:
+                try:
+                    return _read(found[0], "", start, stop, None, self.address)
+                except RefusedError:  # the address has expired
+                    found.clear()
+            found.append(self._located())
+            return _read(found[0], "", start, stop, None, self.address)
+
+        return read
+
+    def _located(self) -> ObjectStore:
+        from huggingface_hub import get_hf_file_metadata, hf_hub_url
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+        url = hf_hub_url(self.repo, self.name, revision=self.commit)
+        location = get_hf_file_metadata(url, token=self.token, library_name="reshard").location
+        ours = location.partition("?")[0] == url.partition("?")[0]
+        return open_store(location, build_hf_headers(token=self.token, library_name="reshard") if ours else {})
+
+
+class RefusedError(CheckpointError):
+    """The store does not give access to a file."""
+
+
+def open_store(url: str, headers: dict[str, str] | None = None) -> ObjectStore:
+    """The store behind a URL. Credentials are taken from where the store's own tools look for them.
+
+    Raises CheckpointError for a URL that is none.
+    """
+    from obstore.exceptions import BaseError
+    from obstore.store import from_url
+
+    client: dict[str, Any] = dict(_CLIENT)
+    if headers:
+        client["default_headers"] = headers
+    make: Callable[..., ObjectStore] = from_url
+    try:
+        return make(url, client_options=client, retry_config=_RETRIES)
+    except (BaseError, ValueError) as error:
+        raise CheckpointError(f"{without_query(url)} cannot be opened: {first_line(error)}") from None
+
+
+def _read(store: ObjectStore, key: str, start: int, stop: int, etag: str | None, address: str) -> memoryview:
+    from obstore import get
+
+    # a weak etag cannot be asked for
+    options: Any = {"range": (start, stop)} | ({"if_match": etag} if etag and not etag.startswith("W/") else {})
+    try:
+        answer = get(store, key, options=options)
+        found, there = answer.bytes(), answer.meta.get("e_tag")
+    except Exception as error:
+        raise explain(error, address) from None
+    if etag and there and there != etag:
+        raise _replaced(address)
+    if len(found) != stop - start:
+        raise CheckpointError(f"{address}: {len(found)} bytes came where {stop - start} were asked for")
+    return memoryview(found)
+
+
+def _replaced(address: str) -> MismatchError:
+    return MismatchError(f"{address} was replaced while it was read", "run the command again when nobody writes there")
+
+
+def explain(error: Exception, address: str) -> ReshardError:
+    """The error to show for a request that failed; it holds no query and no credentials."""
+    from obstore.exceptions import NotSupportedError, PermissionDeniedError, PreconditionError, UnauthenticatedError
+
+    if isinstance(error, PreconditionError):
+        return _replaced(address)
+    if isinstance(error, FileNotFoundError):
+        return CheckpointError(f"{address} is not there (404)", "check the name; a private one may need credentials")
+    if isinstance(error, PermissionDeniedError | UnauthenticatedError):
+        return RefusedError(f"access to {address} is refused ({_status(error)})", "check the credentials")
+    if isinstance(error, NotSupportedError):
+        return CheckpointError(
+            f"{address}: the server, or a proxy before it, does not send parts of files",
+            "download the files first, and give their folder",
+        )
+    return CheckpointError(
+        f"reading {address} failed, and trying again did not help: {first_line(error)}",
+        "run the same command again: files that are complete are kept",
+    )
+
+
+def _status(error: Exception) -> str:
+    found = re.search(r"status code: (\d+)", str(error))
+    return found[1] if found else "no status"
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error, with no query of a URL in it: that may be a signature."""
+    line = str(error).partition("\n")[0]
+    return re.sub(r"(\w+://[^\s?]*)\?\S*", r"\1", line)
+
+
+def without_query(url: str) -> str:
+    """A URL without query and user, which may hold secrets."""
+    return re.sub(r"//[^/@]*@", "//", url.partition("?")[0])

@@ -44,8 +44,8 @@ def split_command(
     source: str, out: Path, tp: int | None, ep: int | None, pp: int | None, pp_layers: tuple[int, ...] | None,
     same_ranks: bool, uneven: bool, ranks: tuple[int, ...], form: str | None, max_shard_size: int, refine_blocks: bool,
     pad_vocab_to: int | None, no_pad_vocab: bool, plan_file: Path | None, config_folder: Path | None,
-    revision: str | None, token: str | None, cache_dir: Path | None, download: bool, overwrite: bool, fsync: bool, no_checksum: bool,
-    workers: int | None, dry_run: bool, as_json: bool, quiet: bool,
+    revision: str | None, token: str | None, cache_dir: Path | None, download: bool, overwrite: bool, fsync: bool,
+    no_checksum: bool, workers: int | None, dry_run: bool, as_json: bool, quiet: bool,
 ) -> None:  # fmt: skip
     """Split SOURCE into N ranks, one folder each, under OUT.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,15 +20,21 @@ from formats.errors import CheckpointError, MismatchError, ReshardError
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-PATIENCE = float(os.environ.get("RESHARD_RETRY_SECONDS", "180"))
-"""Seconds after which a request that failed is not tried again."""
+_ADDRESSES = 8
+"""So many addresses of a file are asked for before it is given up."""
 
-_RETRIES = {
-    "max_retries": 12,
-    "backoff": {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=20), "base": 2},
-    "retry_timeout": timedelta(seconds=PATIENCE),
-}
+PATIENCE = "RESHARD_RETRY_SECONDS"
+"""The environment's variable with the seconds after which a request that failed is not tried again."""
+
+_PATIENCE = "180"
+_BACKOFF = {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=20), "base": 2}
 _CLIENT = {"timeout": timedelta(seconds=60), "connect_timeout": timedelta(seconds=10), "allow_http": True}
+
+_CREDENTIALS = (
+    "give credentials as for the store's own tools: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+    "GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY; AWS_SKIP_SIGNATURE=true for a "
+    "public bucket, AWS_REQUEST_PAYER=true for one where the requester pays"
+)
 
 Read = Callable[[int, int], memoryview]
 """Returns bytes ``start`` to ``stop`` of a file. Raises CheckpointError, or MismatchError for another content."""
@@ -103,17 +110,27 @@ class HubFile(Remote):
         return f"{self.repo}/{self.name}"
 
     def open(self) -> Read:
-        """Ask the Hub where the file lies."""
+        """Connect; the first read asks the Hub where the file lies."""
+        lock = threading.Lock()
         found: list[ObjectStore] = []
 
+        def located(refused: ObjectStore | None) -> ObjectStore:
+            with lock:
+                if not found or found[-1] is refused:
+                    found.append(self._located())
+                return found[-1]
+
         def read(start: int, stop: int) -> memoryview:
-            if found:
+            store = located(None)
+            for _ in range(_ADDRESSES):
                 try:
-                    return _read(found[0], "", start, stop, None, self.address)
+                    return _read(store, "", start, stop, None, self.address)
                 except RefusedError:  # the address has expired
-                    found.clear()
-            found.append(self._located())
-            return _read(found[0], "", start, stop, None, self.address)
+                    store = located(store)
+            raise RefusedError(
+                f"the Hub refuses {self.address} again and again, under new addresses too",
+                "give a token with --token (or HF_TOKEN), or download the repository with --download",
+            )
 
         return read
 
@@ -142,9 +159,11 @@ def open_store(url: str, headers: dict[str, str] | None = None) -> ObjectStore:
     client: dict[str, Any] = dict(_CLIENT)
     if headers:
         client["default_headers"] = headers
+    patience = timedelta(seconds=float(os.environ.get(PATIENCE, _PATIENCE)))
+    retries = {"max_retries": 100, "backoff": _BACKOFF, "retry_timeout": patience}
     make: Callable[..., ObjectStore] = from_url
     try:
-        return make(url, client_options=client, retry_config=_RETRIES)
+        return make(url, client_options=client, retry_config=retries)
     except (BaseError, ValueError) as error:
         raise CheckpointError(f"{without_query(url)} cannot be opened: {first_line(error)}") from None
 
@@ -176,11 +195,12 @@ def explain(error: Exception, address: str) -> ReshardError:
 
     if isinstance(error, PreconditionError):
         return _replaced(address)
-    if isinstance(error, FileNotFoundError):
+    status = _status(error)
+    if isinstance(error, FileNotFoundError) or status == "404":
         return CheckpointError(f"{address} is not there (404)", "check the name; a private one may need credentials")
-    if isinstance(error, PermissionDeniedError | UnauthenticatedError):
-        return RefusedError(f"access to {address} is refused ({_status(error)})", "check the credentials")
-    if isinstance(error, NotSupportedError):
+    if isinstance(error, PermissionDeniedError | UnauthenticatedError) or status in {"401", "403"}:
+        return RefusedError(f"access to {address} is refused ({status or 'no credentials'})", _CREDENTIALS)
+    if isinstance(error, NotSupportedError) or "non-partial response" in str(error):
         return CheckpointError(
             f"{address}: the server, or a proxy before it, does not send parts of files",
             "download the files first, and give their folder",
@@ -191,9 +211,10 @@ def explain(error: Exception, address: str) -> ReshardError:
     )
 
 
-def _status(error: Exception) -> str:
+def _status(error: Exception) -> str | None:
+    """The HTTP status of the answer to the last try."""
     found = re.search(r"status code: (\d+)", str(error))
-    return found[1] if found else "no status"
+    return found[1] if found else None
 
 
 def first_line(error: Exception) -> str:

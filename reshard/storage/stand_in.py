@@ -41,7 +41,8 @@ def stand_in(final: Path, weights: Mapping[str, Elsewhere], fill: Callable[[Path
     final.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=final.parent, prefix=f"{final.name}.") as scratch:
         building = Path(scratch) / "files"
-        for name in [*weights, "."]:
+        building.mkdir()
+        for name in weights:
             (building / name).parent.mkdir(parents=True, exist_ok=True)
         fill(building)
         with ThreadPoolExecutor(_REQUESTS) as pool:

@@ -49,8 +49,11 @@ class HubServer:
         self.drop_by_reset = False  # … with a TCP reset instead of an orderly close …
         self.down_after_drop = False  # … and answer nothing any more from then on
         self.down = False
+        self.expires_after: int | None = None  # an address of the other host is good for so many requests
+        self.expired = 0  # requests that came too late
         self.ignore_range = False
         self.failure: int | None = None  # a status to answer everything with, such as 503
+        self._uses: list[int] = []  # of each signature
         self._hub, self._cdn = self._listen("hub"), self._listen("cdn")
 
     def _listen(self, host: str) -> ThreadingHTTPServer:
@@ -107,6 +110,19 @@ class HubServer:
     def commit(self, repo: str, revision: str) -> str:
         return hashlib.sha1(f"{repo} {revision}".encode()).hexdigest()
 
+    def sign(self) -> int:
+        """A new signature."""
+        self._uses.append(0)
+        return len(self._uses) - 1
+
+    def use(self, query: str) -> bool:
+        """Use a signature; False if it has expired."""
+        number = int(query.removeprefix("signature="))
+        self._uses[number] += 1
+        late = self._uses[number] > (self.expires_after or 0)
+        self.expired += late
+        return not late
+
     def revision_of(self, repo: str, revision: str) -> str:
         """The commit that a branch or commit stands for."""
         known = ["main", *self.revisions]
@@ -133,6 +149,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         elif hub.failure is not None:
             self.refuse(hub.failure, None, "Failed")
+        elif self.host == "cdn" and hub.expires_after is not None and not hub.use(url.query):
+            self.refuse(403, None, "Request has expired")
         elif self.host == "cdn":
             _, _, org, name, _, commit, file = path.split("/", 6)
             self.send_file(hub.folder(f"{org}/{name}", commit), file, {})
@@ -185,6 +203,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif file.endswith(LARGE):
             size = (folder / file).stat().st_size
             location = self.hub.cdn_url + quote(f"/cdn/{repo}/resolve/{commit['X-Repo-Commit']}/{file}")
+            if self.hub.expires_after is not None:
+                location += f"?signature={self.hub.sign()}"
             linked = {"X-Linked-Size": str(size), "X-Linked-ETag": self.etag(folder / file), "Location": location}
             self.reply(302, commit | linked, b"")
         else:

@@ -1,0 +1,248 @@
+"""A bucket of one's own on 127.0.0.1: as much of S3's HTTP API as clients need, over a folder; and a plain web server.
+
+    with StoreServer(folder) as store:
+        command("split", "s3://bucket/llama", "out", "--tp", "2", **store.environment)
+
+``folder/key`` is the object ``s3://bucket/key``; ``{url}/bucket/key`` is the same object for HTTP. Signatures are not
+checked. ``faults`` are answers to the next requests for objects with weights, in place of the right ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+from xml.sax.saxutils import escape
+
+WEIGHTS = (".safetensors", ".bin")
+
+
+@dataclass(frozen=True)
+class Request:
+    method: str
+    path: str
+    range: str | None
+
+
+class StoreServer:
+    """The server; knobs may be turned while it runs."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.requests: list[Request] = []
+        self.faults: deque[Callable[[Any], bool]] = deque()
+        """What is done with the next requests for weights; True: the answer is complete."""
+        self.always: Callable[[Any], bool] | None = None
+        self.denied = False
+        self.requester_pays = False
+        self.parts: dict[str, dict[int, bytes]] = {}
+        handler = type("Handler", (_Handler,), {"store": self})
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._server.daemon_threads = True
+        self._server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a client may hang up
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_port}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {
+            "AWS_ENDPOINT_URL": self.url,
+            "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+            "AWS_REGION": "us-east-1",
+            "NO_PROXY": "127.0.0.1",
+        }
+
+    def __enter__(self) -> StoreServer:
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def fetched(self, ending: str = ".safetensors") -> int:
+        """The bytes of weights that were asked for since the last call."""
+        ranges = [r.range for r in self.requests if r.method == "GET" and r.path.endswith(ending)]
+        self.requests.clear()
+        found = (re.fullmatch(r"bytes=(\d+)-(\d+)", text or "") for text in ranges)
+        return sum(int(each[2]) + 1 - int(each[1]) for each in found if each)
+
+
+def status(code: int, **headers: str) -> Callable[[Any], bool]:
+    """Refuse with a status."""
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return lambda handler: handler.reply(code, named, b"<Error/>") or True
+
+
+def dropped(handler: Any) -> bool:
+    """Hang up without an answer, by a reset."""
+    handler.hang_up()
+    return True
+
+
+def truncated(handler: Any) -> bool:
+    """Send half of the body and hang up."""
+    handler.share = 0.5
+    return False
+
+
+def slow(handler: Any) -> bool:
+    """Send the body in crumbs."""
+    handler.crumbs = 20
+    return False
+
+
+def whole(handler: Any) -> bool:
+    """Ignore the range."""
+    handler.ignores_range = True
+    return False
+
+
+def shifted(handler: Any) -> bool:
+    """Say that another range was sent."""
+    handler.shift = 8
+    return False
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    store: StoreServer
+    share, crumbs, ignores_range, shift = 1.0, 1, False, 0
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        self.share, self.crumbs, self.ignores_range, self.shift = 1.0, 1, False, 0
+        store, url = self.store, urlsplit(self.path)
+        path, query = unquote(url.path), parse_qs(url.query, keep_blank_values=True)
+        store.requests.append(Request(self.command, path, self.headers.get("Range")))
+        bucket, _, key = path.lstrip("/").partition("/")
+        paid = self.headers.get("x-amz-request-payer") == "requester"
+        if store.denied or (store.requester_pays and not paid):
+            return self.reply(403, {}, b"<Error><Code>AccessDenied</Code></Error>")
+        if bucket != "bucket":
+            return self.reply(404, {}, b"<Error><Code>NoSuchBucket</Code></Error>")
+        if "list-type" in query:
+            return self.list(query["prefix"][0])
+        if key.endswith(WEIGHTS):
+            fault = store.faults.popleft() if store.faults else store.always
+            if fault is not None and fault(self):
+                return None
+        return self.send_object(store.root / key)
+
+    def list(self, prefix: str) -> None:
+        root = self.store.root
+        files = sorted(p for p in root.rglob("*") if p.is_file() and p.relative_to(root).as_posix().startswith(prefix))
+        found = "".join(
+            f"<Contents><Key>{escape(p.relative_to(root).as_posix())}</Key><Size>{p.stat().st_size}</Size>"
+            f"<LastModified>2026-01-01T00:00:00.000Z</LastModified><ETag>{escape(etag(p))}</ETag></Contents>"
+            for p in files
+        )
+        self.reply(200, {}, f"<ListBucketResult><IsTruncated>false</IsTruncated>{found}</ListBucketResult>".encode())
+
+    def send_object(self, path: Path) -> None:
+        if not path.is_file():
+            return self.reply(404, {}, b"<Error><Code>NoSuchKey</Code></Error>")
+        data, code, headers = path.read_bytes(), 200, {"ETag": etag(path), "Last-Modified": formatdate(0, usegmt=True)}
+        if self.headers.get("If-Match") not in (None, headers["ETag"]):
+            return self.reply(412, {}, b"<Error><Code>PreconditionFailed</Code></Error>")
+        found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or "")
+        if found and not self.ignores_range:
+            start, stop = int(found[1]), min(int(found[2]) + 1, len(data))
+            headers["Content-Range"] = f"bytes {start + self.shift}-{stop - 1 + self.shift}/{len(data)}"
+            data, code = data[start:stop], 206
+        return self.reply(code, headers, data)
+
+    def do_PUT(self) -> None:
+        url = urlsplit(self.path)
+        key, query = unquote(url.path).lstrip("/").partition("/")[2], parse_qs(url.query)
+        self.store.requests.append(Request("PUT", unquote(url.path), None))
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.store.faults and key.endswith(WEIGHTS) and self.store.faults.popleft()(self):
+            return
+        if "uploadId" in query:
+            self.store.parts[query["uploadId"][0]][int(query["partNumber"][0])] = content
+        else:
+            self.put(key, content)
+        self.reply(200, {"ETag": f'"{hashlib.md5(content).hexdigest()}"'}, b"")
+
+    def do_POST(self) -> None:
+        url = urlsplit(self.path)
+        key, query = unquote(url.path).lstrip("/").partition("/")[2], parse_qs(url.query, keep_blank_values=True)
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if "uploads" in query:
+            name = f"upload-{len(self.store.parts)}"
+            self.store.parts[name] = {}
+            body = f"<InitiateMultipartUploadResult><UploadId>{name}</UploadId></InitiateMultipartUploadResult>"
+        else:
+            parts = self.store.parts.pop(query["uploadId"][0])
+            self.put(key, b"".join(parts[number] for number in sorted(parts)))
+            body = f'<CompleteMultipartUploadResult><ETag>"{key}"</ETag></CompleteMultipartUploadResult>'
+        self.reply(200, {}, body.encode())
+
+    def do_DELETE(self) -> None:
+        url = urlsplit(self.path)
+        query = parse_qs(url.query)
+        if "uploadId" in query:
+            self.store.parts.pop(query["uploadId"][0], None)
+        else:
+            (self.store.root / unquote(url.path).lstrip("/").partition("/")[2]).unlink(missing_ok=True)
+        self.reply(204, {}, b"")
+
+    def put(self, key: str, content: bytes) -> None:
+        path = self.store.root / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.with_name(path.name + ".new").write_bytes(content)
+        path.with_name(path.name + ".new").rename(path)
+
+    def reply(self, code: int, headers: dict[str, str], body: bytes) -> None:
+        self.send_response(code)
+        for name, value in (headers | {"Content-Length": str(len(body))}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        body = body[: int(len(body) * self.share)]
+        step = -(-len(body) // self.crumbs) or 1
+        for begin in range(0, len(body), step):
+            self.wfile.write(body[begin : begin + step])
+            if self.crumbs > 1:
+                self.wfile.flush()
+                time.sleep(0.01)
+        if self.share < 1:
+            self.hang_up()
+
+    def hang_up(self) -> None:
+        self.wfile.flush()
+        self.close_connection = True
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.connection.shutdown(socket.SHUT_RDWR)
+
+
+def etag(path: Path) -> str:
+    return f'"{hashlib.md5(path.read_bytes()).hexdigest()}"'
+
+
+def upload(folder: Path, server: StoreServer, name: str) -> str:
+    """Put a folder into the bucket; returns its URL."""
+    shutil.copytree(folder, server.root / name)
+    return f"s3://bucket/{name}"

@@ -1,0 +1,272 @@
+"""Checkpoints that are read where they are: on a Hub, in a bucket, on a web server, with what goes wrong on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reshard.engine.ahead import joined
+from reshard.storage.remote import HubFile, StoredFile, without_query
+from tests.reshard.hub_server import HubServer
+from tests.reshard.store_server import StoreServer, dropped, shifted, slow, status, truncated, upload, whole
+from tests.support import LLAMA, command, contents, write_checkpoint
+
+Run = Callable[..., CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = LLAMA | {"hidden_size": 256, "intermediate_size": 2048, "num_hidden_layers": 2, "vocab_size": 1024}
+    return write_checkpoint(tmp_path_factory.mktemp("ranges") / "llama", files=2, config=config)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[StoreServer]:
+    (tmp_path / "bucket").mkdir()
+    with StoreServer(tmp_path / "bucket") as server:
+        yield server
+
+
+@pytest.fixture
+def run(store: StoreServer, tmp_path: Path) -> Run:
+    """``reshard`` with an empty cache and the bucket's credentials."""
+
+    def call(*arguments: str | Path, **more: str) -> CompletedProcess[str]:
+        environment = store.environment | {"RESHARD_RETRY_SECONDS": "20"} | more
+        return command(*arguments, "--cache-dir", tmp_path / "cache", **environment)
+
+    return call
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    return {name: data for name, data in contents(folder).items() if name.endswith(".safetensors")}
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    assert weights(one) == weights(other) != {}
+
+
+def assert_refused(done: CompletedProcess[str], *parts: str, out: Path) -> None:
+    lines = done.stderr.splitlines()
+    assert done.returncode in {1, 2} and [line.partition(":")[0] for line in lines] == ["Error", "Hint"], done.stderr
+    assert all(part in lines[0] for part in parts), lines[0]
+    assert not out.exists() and "secret" not in done.stderr
+
+
+# --- what is read ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["s3", "http"])
+def test_from_a_bucket_as_from_disk(kind: str, store: StoreServer, run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    url = upload(checkpoint, store, "models/llama")
+    url = url if kind == "s3" else f"{store.url}/bucket/models/llama"
+    assert run("split", url, tmp_path / "out", "--tp", "4").returncode == 0
+    held = sum(len(data) for data in weights(checkpoint).values())
+    assert 0.99 * held < store.fetched() < 1.01 * held + 200_000  # each byte once, and the headers
+    assert command("split", checkpoint, tmp_path / "local", "--tp", "4").returncode == 0
+    assert_same_weights(tmp_path / "out", tmp_path / "local")
+    assert command("merge", tmp_path / "out", tmp_path / "merged").returncode == 0
+    assert contents(tmp_path / "merged") == contents(checkpoint)
+
+
+def test_shards_in_a_bucket_are_merged(store: StoreServer, run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    assert command("split", checkpoint, tmp_path / "shards", "--tp", "2").returncode == 0
+    done = run("merge", upload(tmp_path / "shards", store, "shards"), tmp_path / "merged")
+    assert done.returncode == 0, done.stderr
+    assert contents(tmp_path / "merged") == contents(checkpoint)
+
+
+def test_a_flipped_byte_in_a_bucket_is_found(store: StoreServer, run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    assert command("split", checkpoint, tmp_path / "shards", "--tp", "2").returncode == 0
+    shard = tmp_path / "shards" / "rank-00-of-02" / "model.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-40_000] ^= 1
+    shard.write_bytes(content)
+    done = run("merge", upload(tmp_path / "shards", store, "shards"), tmp_path / "merged")
+    assert_refused(done, "rank-00-of-02/model.safetensors", out=tmp_path / "merged")
+
+
+def test_one_rank_reads_little_more_than_it_holds(
+    store: StoreServer, run: Run, checkpoint: Path, tmp_path: Path
+) -> None:
+    url = upload(checkpoint, store, "llama")
+    assert run("split", url, tmp_path / "out", "--ep", "1", "--pp", "2", "--rank", "1").returncode == 0
+    held = sum(map(len, weights(tmp_path / "out").values()))
+    headers = 2 * 100_000
+    assert store.fetched() <= 1.02 * held + headers  # whole layers: nothing is cut
+    assert run("split", url, tmp_path / "cut", "--tp", "4", "--rank", "3").returncode == 0
+    rows = 2 * 2 * 256 * (256 + 2048)  # o_proj and down_proj of two layers: each whole, as rows lie close together
+    held = sum(map(len, weights(tmp_path / "cut").values()))
+    assert store.fetched() <= 1.02 * (held + rows * 3 // 4) + headers
+
+
+def test_planning_reads_headers_alone(store: StoreServer, run: Run, checkpoint: Path) -> None:
+    assert "Valid degrees" in run("plan", upload(checkpoint, store, "llama")).stdout
+    assert store.fetched() <= 2 * 100_000
+
+
+def test_from_the_hub_without_a_copy(checkpoint: Path, tmp_path: Path) -> None:
+    with HubServer(tmp_path / "hub") as hub:
+        hub.root.joinpath("org").mkdir(parents=True)
+        (hub.root / "org" / "llama").symlink_to(checkpoint)
+        environment = hub.environment(tmp_path / "home")
+        done = in_process("split", "org/llama", tmp_path / "out", "--tp", "2", environment=environment)
+        assert done.returncode == 0, done.stderr
+        cached = [p for p in (tmp_path / "home").rglob("*.safetensors") if not p.is_symlink()]
+        assert sum(p.stat().st_blocks * 512 for p in cached) < 500_000  # headers
+    assert command("split", checkpoint, tmp_path / "local", "--tp", "2").returncode == 0
+    assert_same_weights(tmp_path / "out", tmp_path / "local")
+
+
+def in_process(*arguments: str | Path, environment: dict[str, str]) -> CompletedProcess[str]:
+    """A process of its own: the Hub's client reads its environment when it is imported."""
+    import subprocess
+    import sys
+
+    done = [sys.executable, "-m", "reshard", *map(str, arguments)]
+    return subprocess.run(done, env=environment, capture_output=True, text=True, timeout=100, check=False)
+
+
+# --- what goes wrong -------------------------------------------------------------------------------------------------
+
+PASSING = {
+    "dropped": [dropped],
+    "429": [status(429, Retry_After="1"), status(429, Retry_After="1")],
+    "503": [status(503), status(503)],
+    "truncated": [truncated],
+    "slow": [slow],
+}
+
+
+@pytest.mark.parametrize("fault", PASSING)
+def test_a_fault_that_passes(fault: str, store: StoreServer, run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    url = upload(checkpoint, store, "llama")
+    assert run("plan", url).returncode == 0
+    store.faults.extend(PASSING[fault])
+    done = run("split", url, tmp_path / "out", "--tp", "2")
+    assert done.returncode == 0, done.stderr
+    assert not store.faults
+    assert command("merge", tmp_path / "out", tmp_path / "merged").returncode == 0
+    assert contents(tmp_path / "merged") == contents(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (status(503), "trying again did not help"),
+        (status(403), "refused (403)"),
+        (status(401), "refused (401)"),
+        (status(404), "is not there (404)"),
+        (whole, "does not send parts of files"),
+        (shifted, "llama/model-0000"),
+    ],
+)
+def test_a_fault_that_stays(
+    fault: Callable[[Any], bool], says: str, store: StoreServer, run: Run, checkpoint: Path, tmp_path: Path
+) -> None:
+    store.always = fault
+    done = run("split", upload(checkpoint, store, "llama"), tmp_path / "out", "--tp", "2", RESHARD_RETRY_SECONDS="1")
+    assert_refused(done, says, "s3://bucket/llama", out=tmp_path / "out")
+
+
+def test_a_fault_on_the_way_leaves_what_is_complete(
+    store: StoreServer, run: Run, checkpoint: Path, tmp_path: Path
+) -> None:
+    url, out = upload(checkpoint, store, "llama"), tmp_path / "out"
+    first = run("split", url, out, "--tp", "2", "--rank", "0")
+    store.always = status(500)
+    failed = run("split", url, out, "--tp", "2", "--rank", "1", RESHARD_RETRY_SECONDS="1")
+    assert first.returncode == 0 and failed.returncode == 2 and "trying again did not help" in failed.stderr
+    store.always = None
+    assert run("split", url, out, "--tp", "2", "--rank", "1").returncode == 0
+    assert command("merge", out, tmp_path / "merged").returncode == 0
+    assert contents(tmp_path / "merged") == contents(checkpoint)
+
+
+def test_an_object_that_is_replaced_midway_is_never_mixed(
+    store: StoreServer, run: Run, checkpoint: Path, tmp_path: Path
+) -> None:
+    url = upload(checkpoint, store, "llama")
+
+    def replace(_: Any) -> bool:
+        shard = store.root / "llama" / "model-00002-of-00002.safetensors"
+        content = bytearray(shard.read_bytes())
+        content[-1] ^= 1
+        shard.write_bytes(content)
+        return False
+
+    assert run("plan", url).returncode == 0
+    store.faults.extend([lambda _: False] * 4 + [replace])
+    done = run("split", url, tmp_path / "out", "--tp", "2")
+    assert_refused(done, "model-00002-of-00002.safetensors was replaced", out=tmp_path / "out")
+
+
+def test_ranks_of_two_states_of_an_object_are_not_mixed(
+    store: StoreServer, run: Run, checkpoint: Path, tmp_path: Path
+) -> None:
+    url = upload(checkpoint, store, "llama")
+    assert run("split", url, tmp_path / "out", "--tp", "2", "--rank", "0").returncode == 0
+    shard = store.root / "llama" / "model-00002-of-00002.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    done = run("split", url, tmp_path / "out", "--tp", "2", "--rank", "1")
+    assert done.returncode == 2 and "is not the file that the ranks in" in done.stderr
+
+
+def test_requester_pays(store: StoreServer, run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    url = upload(checkpoint, store, "llama")
+    store.requester_pays = True
+    done = run("split", url, tmp_path / "out", "--tp", "2")
+    assert_refused(done, "access to s3://bucket/llama is refused (403)", out=tmp_path / "out")
+    assert "AWS_REQUEST_PAYER" in done.stderr
+    assert run("split", url, tmp_path / "out", "--tp", "2", AWS_REQUEST_PAYER="true").returncode == 0
+
+
+def test_what_is_not_there(store: StoreServer, run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert_refused(run("split", "s3://bucket/nothing", out, "--tp", "2"), "holds no checkpoint", out=out)
+    assert_refused(run("split", "s3://other/nothing", out, "--tp", "2"), "is not there (404)", out=out)
+    assert_refused(run("split", f"{store.url}/bucket/nothing", out, "--tp", "2"), "holds no checkpoint", out=out)
+
+
+def test_an_expired_address_of_the_hub_is_asked_for_again(checkpoint: Path, tmp_path: Path) -> None:
+    with HubServer(tmp_path / "hub") as hub:
+        hub.root.joinpath("org").mkdir(parents=True)
+        (hub.root / "org" / "llama").symlink_to(checkpoint)
+        hub.expires_after = 5
+        environment = hub.environment(tmp_path / "home")
+        done = in_process("split", "org/llama", tmp_path / "out", "--tp", "2", environment=environment)
+        assert done.returncode == 0, done.stderr
+        assert hub.expired > 0
+    assert command("merge", tmp_path / "out", tmp_path / "merged").returncode == 0
+    assert contents(tmp_path / "merged") == contents(checkpoint)
+
+
+def test_no_secret_is_shown() -> None:
+    stored = StoredFile("https://user:word@host/folder?X-Signature=secret", "a.safetensors", None, "now")
+    on_hub = HubFile("org/name", "a.safetensors", "main", "etag", "secret")
+    assert stored.address == "https://host/folder/a.safetensors" == f"{without_query(stored.store)}/a.safetensors"
+    assert "secret" not in f"{stored!r} {stored.address} {on_hub!r} {on_hub.address}" and "word" not in repr(stored)
+
+
+# --- requests --------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.integers(0, 200), st.integers(1, 30)), min_size=1, max_size=20), st.integers(0, 20))
+def test_joined_ranges_cover_all_and_bridge_no_more_than_the_gap(parts: list[tuple[int, int]], gap: int) -> None:
+    ranges = [(begin, begin + length) for begin, length in parts]
+    wanted = {index for begin, end in ranges for index in range(begin, end)}
+    found = list(joined(ranges, gap))
+    held = [index for begin, end in found for index in range(begin, end)]
+    assert len(held) == len(set(held)) and wanted <= set(held)
+    assert all(after - end > gap for (_, end), (after, _) in pairwise(found))
+    extra = sorted(set(held) - wanted)
+    assert all(any(index - back in wanted for back in range(1, gap + 1)) for index in extra)

@@ -52,6 +52,20 @@ class Counts(click.ParamType):  # type: ignore[type-arg]  # it takes none before
         return tuple(map(int, str(value).split(",")))
 
 
+class Rank(click.ParamType):  # type: ignore[type-arg]  # it takes none before click 8.4
+    """The number of a rank, or ``auto``, which becomes None."""
+
+    name = "rank"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
+        """The number. Raises click.BadParameter for any other text."""
+        if value is None or value == "auto":
+            return None
+        if re.fullmatch(r"-?\d{1,9}", str(value)) is None:
+            self.fail(f"'{value}' is not a rank's number, nor 'auto'", param, ctx)
+        return int(value)
+
+
 class NewFolder(click.Path):
     """A folder to be made, which needs a name of its own: not ``.``, ``..`` or ``/``."""
 

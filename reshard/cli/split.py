@@ -9,6 +9,7 @@ import click
 
 from reshard.cli.options import (
     NewFolder,
+    Rank,
     Size,
     access_of,
     config_option,
@@ -29,7 +30,14 @@ from reshard.cli.summary import import_numpy, interruptible, print_summary
 @click.argument("source")
 @click.argument("out", type=NewFolder())
 @mesh_options
-@click.option("--rank", "ranks", type=int, multiple=True, metavar="R", help="Write only this rank (may be repeated).")
+@click.option(
+    "--rank",
+    "ranks",
+    type=Rank(),
+    multiple=True,
+    metavar="R",
+    help="Write only this rank (may be repeated); 'auto': the ranks of this process, by Slurm, torchrun, MPI ...",
+)
 @click.option("--max-shard-size", type=Size(), default="5GB", show_default=True, help="Largest file of a rank.")
 @click.option("--refine-blocks", is_flag=True, help="Lower the block size of scales where a rank would cut a block.")
 @click.option("--as", "form", metavar="FORMAT", help="Write another program's format: see 'reshard formats'.")
@@ -42,7 +50,8 @@ from reshard.cli.summary import import_numpy, interruptible, print_summary
 @output_options
 def split_command(
     source: str, out: Path, tp: int | None, ep: int | None, pp: int | None, pp_layers: tuple[int, ...] | None,
-    same_ranks: bool, uneven: bool, ranks: tuple[int, ...], form: str | None, max_shard_size: int, refine_blocks: bool,
+    same_ranks: bool, uneven: bool, ranks: tuple[int | None, ...], form: str | None, max_shard_size: int,
+    refine_blocks: bool,
     pad_vocab_to: int | None, no_pad_vocab: bool, plan_file: Path | None, config_folder: Path | None,
     revision: str | None, token: str | None, cache_dir: Path | None, download: bool, overwrite: bool, fsync: bool,
     no_checksum: bool, workers: int | None, dry_run: bool, as_json: bool, quiet: bool,
@@ -51,7 +60,8 @@ def split_command(
 
     SOURCE may be split already: then it is re-split directly, without a full checkpoint in between. With --rank, runs
     for different ranks into one OUT add up to the whole. They may run at the same time, and on different machines that
-    share the disk. To go on with an interrupted run, give the same command again.
+    share the disk; --rank auto gives each process that a launcher started its share. To go on with an interrupted run,
+    give the same command again.
 
     --tp N splits every large weight over N ranks. --ep N gives each of N ranks whole experts and a copy of all else.
     --pp N gives each of N stages consecutive layers, the first stage the embedding and the last the norm and the head.
@@ -61,17 +71,21 @@ def split_command(
     degrees = degrees_of(tp, ep, pp, pp_layers, same_ranks)
     if not degrees.are_given:
         raise click.UsageError("Missing option '--tp' (or '--ep', '--pp').")
+    if None in ranks and len(ranks) > 1:
+        raise click.UsageError("--rank auto goes without other ranks")
     import_numpy()
     from reshard.api import split
     from reshard.cli.progress import Progress
     from reshard.engine.move import Options
+    from reshard.launcher import share_of_launcher
 
+    wanted = share_of_launcher() if None in ranks else [rank for rank in ranks if rank is not None] or None
     access = access_of(revision, token, cache_dir, plan_file, config_folder, quiet=quiet or as_json, download=download)
     padding = padding_of(pad_vocab_to, no_pad_vocab)
     started = time.monotonic()
     with interruptible(dry_run), Progress("split", quiet=quiet or as_json) as progress:
         summary = split(
-            source, out, **degrees.arguments, uneven=uneven, ranks=ranks or None, access=access, padding=padding,
+            source, out, **degrees.arguments, uneven=uneven, ranks=wanted, access=access, padding=padding,
             options=Options(workers=workers, checksum=not no_checksum, fsync=fsync),
             max_shard_size=max_shard_size, refine_blocks=refine_blocks, overwrite=overwrite, dry_run=dry_run, form=form,
             progress=progress,

@@ -62,6 +62,8 @@ def _document(summary: Summary, seconds: float) -> dict[str, Any]:
 
 def _text(summary: Summary, source: str, seconds: float) -> str:
     """One paragraph: what, how many tensors and files, bytes, seconds, padding, where."""
+    if not summary.ranks:
+        return f"Of {plural(summary.mesh.size, 'rank')} none is left to write for this process: {_where(summary)}."
     size, files = human_bytes(summary.nbytes), plural(summary.files, "file")
     parts = [f"{_did(summary, source)}: {plural(summary.tensors, 'tensor')} in {files}, {size}"]
     if not summary.dry_run:

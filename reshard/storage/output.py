@@ -333,7 +333,7 @@ class Staging:
         both are in the staging folder, and the next run with the same output renames the old one back.
         """
         with disk_errors(self.out):
-            self._sync_folders()
+            self._sync_folders(self.work)
             if self.out.exists() and any(self.out.iterdir()):
                 if not overwrite:
                     raise _appeared(self.out)
@@ -360,8 +360,8 @@ class Staging:
 
     def move_in(self, part: str) -> None:
         """Rename a finished rank's folder into the output; an older one of that name is replaced."""
-        self._sync_folders()
         target, built = self.out / part, self.work / part
+        self._sync_folders(built)
         if target.exists():
             target.rename(_free_name(self.work / _REPLACED_RANK))
         built.rename(target)
@@ -394,9 +394,9 @@ class Staging:
         finally:
             os.close(descriptor)
 
-    def _sync_folders(self) -> None:
+    def _sync_folders(self, root: Path) -> None:
         if self._fsync:
-            for folder, _, _ in os.walk(self.work):
+            for folder, _, _ in os.walk(root):
                 self._sync(Path(folder))
 
 

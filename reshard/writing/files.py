@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -418,7 +420,14 @@ def check_unchanged(source: Source, staging: Staging) -> None:
         raise
 
 
-def already_staged(out: Path) -> int:
-    """The bytes on the disk that an earlier run has built of an output."""
-    work = staging_of(out)
-    return sum(p.stat().st_blocks * 512 for p in work.rglob("*") if p.is_file()) if work.is_dir() else 0
+def already_staged(out: Path, parts: Iterable[str] = ("",)) -> int:
+    """The bytes on the disk that an earlier run has built of these folders of an output.
+
+    Other runs may move or remove files meanwhile.
+    """
+    paths = (Path(root, name) for part in parts for root, _, names in os.walk(staging_of(out) / part) for name in names)
+    total = 0
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            total += path.lstat().st_blocks * 512
+    return total

@@ -16,6 +16,7 @@ from formats.mesh import Mesh, mesh_of
 from formats.notation.rewrites import page_of
 from reshard.engine.move import Options
 from reshard.engine.reading import Sums
+from reshard.launcher import Share
 from reshard.planning.arrangement import arrangement_of, program_mesh
 from reshard.planning.degrees import unevenly
 from reshard.planning.finer_blocks import finer_blocks, with_blocks
@@ -53,7 +54,7 @@ def split(
     pp_layers: Sequence[int] = (),
     same_ranks: bool = False,
     uneven: bool = False,
-    ranks: Sequence[int] | None = None,
+    ranks: Sequence[int] | Share | None = None,
     access: Access = Access(),
     padding: Padding = Padding(),
     options: Options | None = None,
@@ -70,8 +71,9 @@ def split(
     ``pp_layers`` is the number of layers of each pipeline stage, by default as equal as possible.
     With ``uneven`` the last ranks may hold less of an axis that does not divide, or not without cutting a scale block.
     ``refine_blocks`` makes scale blocks smaller if a rank's boundary would cut one. With ``ranks`` only these are
-    written; runs for other ranks into the same ``out`` complete it. ``max_shard_size`` is in bytes. ``form`` is the
-    name of another program's format (``"vllm"``). Raises ReshardError; ``out`` has only complete ranks.
+    written; runs for other ranks into the same ``out`` complete it. With a ``Share`` these are the process's share of
+    the ranks, but for those that are in ``out`` already. ``max_shard_size`` is in bytes. ``form`` is the name of
+    another program's format (``"vllm"``). Raises ReshardError; ``out`` has only complete ranks.
     """
     out, options = Path(out), options or Options()
     opened = open_any(source, access)
@@ -81,7 +83,10 @@ def split(
         if page
         else mesh_of(tp, ep, same_ranks, pp, pp_layers)
     )
-    wanted = wanted_ranks(ranks, mesh)
+    wanted = wanted_ranks(ranks.of(mesh.size) if isinstance(ranks, Share) else ranks, mesh)
+    if isinstance(ranks, Share) and not overwrite and (out / MANIFEST).is_file():
+        there = read_manifest(out / MANIFEST).ranks
+        wanted = tuple(rank for rank in wanted if rank not in there)
     mesh = unevenly(opened.model, mesh) if uneven else mesh
     finer = finer_blocks(opened.model, mesh) if refine_blocks else None
     model = with_blocks(opened.model, finer) if finer else opened.model
@@ -113,6 +118,9 @@ def split(
     check()
     if dry_run:
         return summary
+    if ranks is not None and not wanted:
+        there = read_manifest(out / MANIFEST).ranks if (out / MANIFEST).is_file() else {}
+        return dataclasses.replace(summary, complete=len(there) == mesh.size)
     parts = [mesh.folder(rank) for rank in wanted] if page is None else [""]
     task = new.task | task_of(opened, options)
     with Staging(out, task, parts, opened.states, fsync=options.fsync, check=check) as staging:
@@ -159,7 +167,8 @@ def _check_target(new: _Ranks | ProgramFiles, source: Source, out: Path, by_rank
     else:
         begun = by_rank and _is_only_rank_folders(out)
         check_output(out, [source.path], overwrite=overwrite, begun=begun)
-    check_space(out.parent, new.nbytes - already_staged(out))
+    parts = [new.plan.mesh.folder(rank) for rank in new.ranks] if by_rank else [""]
+    check_space(out.parent, new.nbytes - already_staged(out, parts))
 
 
 def _check_same_run(existing: Manifest, mine: Manifest, out: Path) -> None:

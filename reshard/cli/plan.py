@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from reshard.planning.plan import Padding, Plan
     from reshard.planning.sweep import Attempt, Sweep
     from reshard.planning.totals import Row
+    from reshard.storage.source import Source
 
 
 @click.command("plan")
@@ -96,7 +97,7 @@ def plan_command(
         _print_program(opened.model, page_of(form), mesh, source, uneven, as_json)
     elif degrees.are_given:
         mesh = mesh_of(**degrees.arguments)
-        _print_plan(plan_of(opened.model, mesh, uneven=uneven, padding=padding), source, as_json)
+        _print_plan(plan_of(opened.model, mesh, uneven=uneven, padding=padding), opened, source, as_json)
     elif save_file is None or as_json:
         _print_degrees(opened.model, source, padding, uneven, as_json)
 
@@ -151,15 +152,18 @@ def _write_draft(source: str, file: Path, revision: str | None, token: str | Non
 # --------------------------------------------------------------------------------------------------------- one mesh
 
 
-def _print_plan(plan: Plan, source: str, as_json: bool) -> None:
+def _print_plan(plan: Plan, opened: Source, source: str, as_json: bool) -> None:
     from reshard.cli.plan_table import format_table, totals_lines
+    from reshard.engine.downloads import download_of
     from reshard.planning.totals import rows_of, totals_of
 
     rows = rows_of(plan)
     totals = totals_of(plan, rows)
+    ends = (0, plan.mesh.size - 1)
+    download = max(download_of(opened, plan, rank) for rank in ends) if opened.is_elsewhere else None
     if not as_json:
         table = format_table(rows, terminal_width())
-        print_lines(_title(plan.model, source), "", *table, "", *totals_lines(plan, totals))
+        print_lines(_title(plan.model, source), "", *table, "", *totals_lines(plan, totals, download))
         return
     passes = {"forward": totals.forward, "backward": totals.backward}
     print_json(
@@ -177,6 +181,7 @@ def _print_plan(plan: Plan, source: str, as_json: bool) -> None:
             "bytes_per_rank": totals.bytes_per_rank,
             "bytes_per_rank_least": totals.bytes_least,
             "bytes_replicated_per_rank": totals.replicated,
+            "download_per_rank": download,
             "all_reduce_per_token": {name: {"count": p.count, "bytes": p.nbytes} for name, p in passes.items()},
         }
     )

@@ -62,8 +62,8 @@ def uneven_lines(plan: Plan) -> list[str]:
     return lines
 
 
-def totals_lines(plan: Plan, totals: Totals) -> list[str]:
-    """The totals, one a line."""
+def totals_lines(plan: Plan, totals: Totals, download: int | None = None) -> list[str]:
+    """The totals, one a line; ``download`` is what is fetched for one rank (bytes), if the source lies elsewhere."""
     ranks, width = plan.mesh.size, activation_bytes(plan)
     share = totals.bytes_per_rank / totals.bytes_full if totals.bytes_full else 0.0
     exact = f"{human_bytes(totals.bytes_per_rank)} ({totals.bytes_per_rank:,} bytes)"
@@ -75,6 +75,9 @@ def totals_lines(plan: Plan, totals: Totals) -> list[str]:
         ("bytes per rank", f"{exact} {where}, {share:.1%} of {human_bytes(totals.bytes_full)}{least}"),
         ("replicated", f"{human_bytes(totals.replicated)} of that on other ranks too ({totals.share_replicated:.1%})"),
     ]
+    if download is not None:
+        share = download / totals.bytes_full if totals.bytes_full else 0.0
+        pairs.append(("download", f"{human_bytes(download)} for one rank, with --rank ({share:.1%} of the weights)"))
     full = plan.model.sizes.of({})
     for axis, size in plan.padding.items():
         pairs.append(("padding", f"{axis} {full[axis]:,} -> {size:,} with zeros; merge strips them"))

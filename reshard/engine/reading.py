@@ -101,16 +101,7 @@ class Reader:
 
     def request(self, wanted: Iterable[tuple[SourcePlace, Region]]) -> None:
         """Request of remote files what ``read`` of these regions reads, as one step; ``ahead.done`` ends it."""
-        self.ahead.request((place.file, self._needed(place, region)) for place, region in wanted if place.file.remote)
-
-    def _needed(self, place: SourcePlace, region: Region) -> list[tuple[int, int]]:
-        """The ranges of a file (the first byte, and the one behind the last) that ``read`` of a region reads."""
-        if region.wanted is None:
-            parts: Iterable[tuple[int, int]] = ((region.offset, region.nbytes),)
-        else:
-            rows = range(region.offset, region.offset + region.nbytes, region.shape[-1])
-            parts = ((row + run.offset, run.length) for row in rows for run in region.wanted)
-        return [(o, o + length) for begin, size in parts for o, _, length in ranges(place, begin, size)]
+        self.ahead.request((place.file, needed(place, region)) for place, region in wanted if place.file.remote)
 
     def fill_from(self, place: SourcePlace, begin: int, data: Bytes) -> Part | None:
         """Fill ``data`` from byte ``begin`` of a tensor; returns its sum if it lies in one piece and is summed."""
@@ -163,6 +154,16 @@ def ranges(place: SourcePlace | TargetPlace, begin: int, length: int) -> Iterabl
     if place.rows is None:
         return ((place.offset + begin, 0, length),)
     return place.rows.ranges(place.offset, begin, length)
+
+
+def needed(place: SourcePlace, region: Region) -> list[tuple[int, int]]:
+    """The ranges of a file (the first byte, and the one behind the last) that ``Reader.read`` of a region reads."""
+    if region.wanted is None:
+        parts: Iterable[tuple[int, int]] = ((region.offset, region.nbytes),)
+    else:
+        rows = range(region.offset, region.offset + region.nbytes, region.shape[-1])
+        parts = ((row + run.offset, run.length) for row in rows for run in region.wanted)
+    return [(o, o + length) for begin, size in parts for o, _, length in ranges(place, begin, size)]
 
 
 def pieces(data: Bytes) -> Iterator[tuple[int, Bytes]]:

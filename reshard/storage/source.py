@@ -179,6 +179,11 @@ class Source:
         return self.unsplit
 
     @property
+    def is_elsewhere(self) -> bool:
+        """Whether weights are read from another machine."""
+        return any(file.remote is not None for file in self.files.values())
+
+    @property
     def is_split(self) -> bool:
         """Whether this is split over ranks already, in whatever format."""
         return self.checkpoint is None

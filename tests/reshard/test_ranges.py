@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -105,6 +106,22 @@ def test_one_rank_reads_little_more_than_it_holds(
     rows = 2 * 2 * 256 * (256 + 2048)  # o_proj and down_proj of two layers: each whole, as rows lie close together
     held = sum(map(len, weights(tmp_path / "cut").values()))
     assert store.fetched() <= 1.02 * (held + rows * 3 // 4) + headers
+
+
+@pytest.mark.parametrize("mesh", [("--tp", "4"), ("--tp", "2", "--pp", "2")])
+def test_plan_says_what_a_rank_downloads(
+    mesh: tuple[str, ...], store: StoreServer, run: Run, checkpoint: Path, tmp_path: Path
+) -> None:
+    url = upload(checkpoint, store, "llama")
+    found = json.loads(run("plan", url, *mesh, "--json").stdout)["download_per_rank"]
+    store.fetched()
+    assert run("split", url, tmp_path / "out", *mesh, "--rank", "0").returncode == 0
+    first = store.fetched() - 2 * 100_000 - 64 * 21
+    assert run("split", url, tmp_path / "out", *mesh, "--rank", "3").returncode == 0
+    last = store.fetched()
+    assert abs(max(first, last) - found) < 2 * 16_000 + 2_000  # neighbours that are joined, and samples
+    assert "download" in run("plan", url, *mesh).stdout
+    assert "download" not in command("plan", checkpoint, *mesh).stdout
 
 
 def test_planning_reads_headers_alone(store: StoreServer, run: Run, checkpoint: Path) -> None:

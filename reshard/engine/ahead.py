@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from reshard.storage.remote import Read
 from reshard.storage.source import SourceFile
 
-REQUESTS = 8
+REQUESTS = 16
 """Requests that a process has under way at a time."""
 
-PART = 8 << 20
+PART = 4 << 20
 """Bytes of the longest request."""
 
 GAP = 1 << 20
@@ -65,6 +65,11 @@ class Ahead:
                 found.setdefault(file, []).extend(joined(ranges, GAP))
         step = Step({file: [self._part(file, *part) for part in _cut(ranges)] for file, ranges in found.items()})
         self._steps.append(step)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all steps that are not done."""
+        return sum(part.end - part.begin for step in self._steps for parts in step.parts.values() for part in parts)
 
     def done(self) -> None:
         """Forget the first step."""

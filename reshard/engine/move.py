@@ -46,8 +46,8 @@ WRITE = 1 << 16
 pages of memory, which a virtual machine may first have to get from its host: up to four times slower as measured.
 """
 
-STEPS_AHEAD = 1
-"""The ranges of so many further steps are requested from remote files while a step is carried out."""
+AHEAD = 64 << 20
+"""About so many bytes of remote files are requested before the steps that read them are carried out."""
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
 
@@ -286,7 +286,7 @@ class _Mover:
             self._report(report)
 
     def _requested(self, drawn: Iterable[_Steps]) -> Iterator[_Steps]:
-        """The drawn steps, each when what it reads of remote files, and what the next one does, was requested."""
+        """The drawn steps, each when what it and the next ones read of remote files was requested."""
         if not any(file.remote for file in self._sources):
             yield from drawn
             return
@@ -294,7 +294,7 @@ class _Mover:
         for steps in drawn:
             self._reader.request(self._reads_of(steps))
             waiting.append(steps)
-            if len(waiting) > STEPS_AHEAD:
+            while ahead.nbytes > AHEAD:
                 yield waiting.popleft()
                 ahead.done()
         for steps in waiting:

@@ -32,7 +32,7 @@ from reshard.cli.summary import import_numpy, interruptible, print_summary
 @write_options
 @output_options
 def merge_command(
-    shards: str, out: Path, max_shard_size: int | None, plan_file: Path | None,
+    shards: str, out: Path | str, max_shard_size: int | None, plan_file: Path | None,
     config_folder: Path | None, revision: str | None,
     token: str | None, cache_dir: Path | None, download: bool, overwrite: bool, fsync: bool,
     no_checksum: bool, workers: int | None,

@@ -67,10 +67,12 @@ class Rank(click.ParamType):  # type: ignore[type-arg]  # it takes none before c
 
 
 class NewFolder(click.Path):
-    """A folder to be made, which needs a name of its own: not ``.``, ``..`` or ``/``."""
+    """A folder to be made, which needs a name of its own: not ``.``, ``..`` or ``/``; or the URL of one in a bucket."""
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        """The path. Raises click.BadParameter where it has no name."""
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path | str:
+        """The path, or the URL. Raises click.BadParameter where it has no name."""
+        if "://" in str(value):
+            return str(value)
         out = Path(value)
         if out.name in {"", ".."}:
             self.fail(f"'{value}' is no name for a new folder", param, ctx)

@@ -26,7 +26,7 @@ def print_pairs(pairs: Iterable[tuple[str, str]], width: int) -> None:
         print_lines(f"  {label:<{width}} {text}")
 
 
-def print_path(path: os.PathLike[str]) -> None:
+def print_path(path: os.PathLike[str] | str) -> None:
     """Print a path byte for byte, whatever its encoding."""
     click.echo(os.fsencode(path))
 

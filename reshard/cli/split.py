@@ -49,7 +49,7 @@ from reshard.cli.summary import import_numpy, interruptible, print_summary
 @write_options
 @output_options
 def split_command(
-    source: str, out: Path, tp: int | None, ep: int | None, pp: int | None, pp_layers: tuple[int, ...] | None,
+    source: str, out: Path | str, tp: int | None, ep: int | None, pp: int | None, pp_layers: tuple[int, ...] | None,
     same_ranks: bool, uneven: bool, ranks: tuple[int | None, ...], form: str | None, max_shard_size: int,
     refine_blocks: bool,
     pad_vocab_to: int | None, no_pad_vocab: bool, plan_file: Path | None, config_folder: Path | None,

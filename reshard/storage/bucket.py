@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from formats.errors import CheckpointError
 from formats.files.foreign import is_usable, refuse_foreign
 from reshard.storage.fetched import Fetched, Weights
-from reshard.storage.names import is_needed_to_plan, side_files, weight_files
+from reshard.storage.names import needed_to_plan, side_files, weight_files
+from reshard.storage.output import STATE
 from reshard.storage.remote import StoredFile, explain, open_store, without_query
 from reshard.storage.stand_in import Elsewhere, stand_in
 from reshard.system import disk_errors
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 _URL = re.compile(r"(s3|gs|gcs|az|azure|abfss?|adl|https?)://.+")
+UNFINISHED = f"{STATE}unfinished"
+"""The object that says that an output is still being uploaded."""
 _LISTED_BY_NAME = (
     "config.json", "generation_config.json", "model.safetensors.index.json", "model.safetensors", "reshard.json",
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
@@ -54,10 +57,12 @@ def fetch_stored(url: str, wanted: Weights, cache: Path) -> Fetched:
     """
     store, name = open_store(url), without_query(url).rstrip("/")
     entries = _entries(store, name)
+    if UNFINISHED in entries:
+        raise CheckpointError(f"{name} is unfinished output", "run the command that wrote it again: it goes on")
     sizes = {file: entry.size for file, entry in entries.items()}
     side = side_files(sizes)
     if wanted is Weights.HEADERS:
-        side = [file for file in side if is_needed_to_plan(file)]
+        side = needed_to_plan(side, sizes)
     states = json.dumps([url, *sorted((file, e.size, e.etag, e.modified) for file, e in entries.items())])
     folder = cache / "reshard" / wanted.value / hashlib.sha256(states.encode()).hexdigest()[:32]
     with disk_errors(folder):
@@ -102,7 +107,7 @@ def _entries(store: ObjectStore, name: str) -> Mapping[str, _Entry]:
         found = [meta for metas in listing(store) for meta in metas]
     except (BaseError, OSError) as error:
         raise explain(error, name) from None
-    return {meta["path"]: _entry(meta) for meta in found if _NAME.fullmatch(meta["path"])}
+    return {meta["path"]: _entry(meta) for meta in found if meta["path"] == UNFINISHED or _NAME.fullmatch(meta["path"])}
 
 
 def _by_name(store: ObjectStore, name: str) -> Mapping[str, _Entry]:

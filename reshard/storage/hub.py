@@ -25,7 +25,7 @@ from formats.errors import CheckpointError
 from formats.files.foreign import is_usable, refuse_foreign
 from reshard.storage.bucket import fetch_stored, is_url
 from reshard.storage.fetched import Fetched, Weights
-from reshard.storage.names import is_needed_to_plan, side_files, weight_files
+from reshard.storage.names import needed_to_plan, side_files, weight_files
 from reshard.storage.remote import HubFile
 from reshard.storage.stand_in import Elsewhere, stand_in
 
@@ -121,7 +121,7 @@ def _download(request: _Request, wanted: Weights) -> Fetched:
     sizes = {name: file.size or 0 for name, file in found.items()}
     side = side_files(sizes)
     if wanted is Weights.HEADERS:
-        side = [name for name in side if is_needed_to_plan(name)]
+        side = needed_to_plan(side, sizes)
     with _bars_off():
         folder = request.snapshot(side)  # by the revision's name, so that the cache knows this name offline
     weights = weight_files(sizes, folder)

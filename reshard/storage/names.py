@@ -85,6 +85,7 @@ def _named_by_index(index: Path) -> set[str]:
     return {name for name in found.values() if isinstance(name, str)} if isinstance(found, dict) else set()
 
 
-def is_needed_to_plan(name: str) -> bool:
-    """Whether a side file is needed to plan."""
-    return name.endswith(("config.json", ".index.json", "reshard.json"))
+def needed_to_plan(side: Iterable[str], listing: Iterable[str]) -> list[str]:
+    """Those of the side files that are needed to plan: all, for shards, whose manifest is compared with them."""
+    ends = ("config.json", ".index.json", "reshard.json")
+    return [name for name in side if _is_split(listing) or name.endswith(ends)]

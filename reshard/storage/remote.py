@@ -189,7 +189,7 @@ def _replaced(address: str) -> MismatchError:
     return MismatchError(f"{address} was replaced while it was read", "run the command again when nobody writes there")
 
 
-def explain(error: Exception, address: str) -> ReshardError:
+def explain(error: Exception, address: str, doing: str = "reading") -> ReshardError:
     """The error to show for a request that failed; it holds no query and no credentials."""
     from obstore.exceptions import NotSupportedError, PermissionDeniedError, PreconditionError, UnauthenticatedError
 
@@ -206,7 +206,7 @@ def explain(error: Exception, address: str) -> ReshardError:
             "download the files first, and give their folder",
         )
     return CheckpointError(
-        f"reading {address} failed, and trying again did not help: {first_line(error)}",
+        f"{doing} {address} failed, and trying again did not help: {first_line(error)}",
         "run the same command again: files that are complete are kept",
     )
 

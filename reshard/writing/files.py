@@ -51,7 +51,7 @@ class Summary:
 
     command: str
     source: str
-    out: Path
+    out: Path | str
     source_mesh: Mesh
     mesh: Mesh
     tensors: int

@@ -14,6 +14,7 @@ from reshard.planning.plan import Plan, make_plan
 from reshard.storage.access import Access, open_any
 from reshard.storage.output import Staging, check_output, check_space, tidy
 from reshard.storage.source import UNSPLIT, Source
+from reshard.storage.upload import place_of, publish
 from reshard.writing.files import (
     DEFAULT_SHARD_SIZE,
     NewFile,
@@ -44,9 +45,9 @@ def merge(
 
     The original files are restored byte for byte, as the manifest describes them. With ``max_shard_size`` (bytes), or
     without a manifest, or if the original was not safetensors, new files of at most this size are written. Raises
-    ReshardError; ``out`` exists only if it is complete.
+    ReshardError; ``out`` exists only if it is complete. It may be the URL of a place in a bucket.
     """
-    out, options = Path(out), options or Options()
+    (folder, bucket), options = place_of(out, access.cache_dir), options or Options()
     opened = open_any(shards, access)
     if not opened.is_split:
         raise CheckpointError(
@@ -57,14 +58,17 @@ def merge(
     total = sum(file.size for file in files)
 
     def check() -> None:
-        check_output(out, [opened.path], overwrite=overwrite)
-        check_space(out.parent, total - already_staged(out))
+        if bucket is not None:
+            bucket.check(overwrite=overwrite)
+        check_output(folder, [opened.path], overwrite=overwrite)
+        check_space(folder.parent, total - already_staged(folder))
 
     if not dry_run:
-        tidy(out)
+        tidy(folder)
     check()
     summary = Summary(
-        command="merge", source=opened.location, out=out, source_mesh=opened.plan.mesh, mesh=UNSPLIT,
+        command="merge", source=opened.location, out=bucket.name if bucket else folder,
+        source_mesh=opened.plan.mesh, mesh=UNSPLIT,
         tensors=len(target.model.tensors), files=len(files), nbytes=total, written=0, padding={}, ranks=(0,),
         complete=False, dry_run=dry_run,
     )  # fmt: skip
@@ -72,12 +76,12 @@ def merge(
         return summary
     task = {"command": "merge", "source": opened.record.id, "files": [[file.name, file.size] for file in files]}
     task |= task_of(opened, options)
-    with Staging(out, task, [""], opened.states, fsync=options.fsync, check=check) as staging:
+    with Staging(folder, task, [""], opened.states, fsync=options.fsync, check=check) as staging:
         written = write_files(opened, target, files, staging, options, progress)
         for name, content in (documents | opened.read_side_files()).items():
             staging.write(name, content)
         check_unchanged(opened, staging)
-        staging.publish_all(overwrite=overwrite)
+        publish(staging, bucket, overwrite=overwrite)
     return dataclasses.replace(summary, written=written.nbytes, complete=True)
 
 

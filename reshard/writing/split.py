@@ -27,6 +27,7 @@ from reshard.planning.rank_config import rank_config
 from reshard.storage.access import Access, open_any
 from reshard.storage.output import Staging, check_output, check_space, staging_of, tidy, unfinished_command
 from reshard.storage.source import Source
+from reshard.storage.upload import place_of, publish
 from reshard.writing.files import (
     DEFAULT_SHARD_SIZE,
     NewFile,
@@ -73,9 +74,15 @@ def split(
     ``refine_blocks`` makes scale blocks smaller if a rank's boundary would cut one. With ``ranks`` only these are
     written; runs for other ranks into the same ``out`` complete it. With a ``Share`` these are the process's share of
     the ranks, but for those that are in ``out`` already. ``max_shard_size`` is in bytes. ``form`` is the name of
-    another program's format (``"vllm"``). Raises ReshardError; ``out`` has only complete ranks.
+    another program's format (``"vllm"``). Raises ReshardError; ``out`` has only complete ranks. It may be the URL of a
+    place in a bucket.
     """
-    out, options = Path(out), options or Options()
+    (folder, bucket), options = place_of(out, access.cache_dir), options or Options()
+    if bucket is not None and ranks is not None:
+        raise PlanError(
+            f"--rank is not possible for {bucket.name}: the ranks of a bucket are published together",
+            "split into a folder that the processes share, and copy it, or split all ranks at once",
+        )
     opened = open_any(source, access)
     page = page_of(form) if form else None
     mesh = (
@@ -84,8 +91,8 @@ def split(
         else mesh_of(tp, ep, same_ranks, pp, pp_layers)
     )
     wanted = wanted_ranks(ranks.of(mesh.size) if isinstance(ranks, Share) else ranks, mesh)
-    if isinstance(ranks, Share) and not overwrite and (out / MANIFEST).is_file():
-        there = read_manifest(out / MANIFEST).ranks
+    if isinstance(ranks, Share) and not overwrite and (folder / MANIFEST).is_file():
+        there = read_manifest(folder / MANIFEST).ranks
         wanted = tuple(rank for rank in wanted if rank not in there)
     mesh = unevenly(opened.model, mesh) if uneven else mesh
     finer = finer_blocks(opened.model, mesh) if refine_blocks else None
@@ -104,26 +111,29 @@ def split(
         new = ProgramFiles(opened, arrangement_of(target, page), page, wanted, max_shard_size)
     full = opened.model.sizes.of({})
     summary = Summary(
-        command="re-split" if opened.is_split else "split", source=opened.location, out=out,
+        command="re-split" if opened.is_split else "split", source=opened.location,
+        out=bucket.name if bucket else folder,
         source_mesh=opened.plan.mesh, mesh=mesh, tensors=len(model.tensors), files=len(new.files), nbytes=new.nbytes,
         written=0, padding={axis: (full[axis], padded) for axis, padded in target.padding.items()}, ranks=wanted,
         complete=False, dry_run=dry_run,
     )  # fmt: skip
 
     def check() -> None:
-        _check_target(new, opened, out, ranks is not None, overwrite)
+        if bucket is not None:
+            bucket.check(overwrite=overwrite)
+        _check_target(new, opened, folder, ranks is not None, overwrite)
 
     if not dry_run:
-        tidy(out)
+        tidy(folder)
     check()
     if dry_run:
         return summary
     if ranks is not None and not wanted:
-        there = read_manifest(out / MANIFEST).ranks if (out / MANIFEST).is_file() else {}
+        there = read_manifest(folder / MANIFEST).ranks if (folder / MANIFEST).is_file() else {}
         return dataclasses.replace(summary, complete=len(there) == mesh.size)
     parts = [mesh.folder(rank) for rank in wanted] if page is None else [""]
     task = new.task | task_of(opened, options)
-    with Staging(out, task, parts, opened.states, fsync=options.fsync, check=check) as staging:
+    with Staging(folder, task, parts, opened.states, fsync=options.fsync, check=check) as staging:
         to = new.arrangement if isinstance(new, ProgramFiles) else target
         written = write_files(opened, to, new.files, staging, options, progress)
         records = {rank: new.finish(staging, rank) for rank in wanted}
@@ -136,7 +146,7 @@ def split(
                 staging.write(name, content)
             staging.write(MANIFEST, manifest_text(manifest).encode())
             check_unchanged(opened, staging)
-            staging.publish_all(overwrite=overwrite)
+            publish(staging, bucket, overwrite=overwrite)
             complete = True
         else:
             check_unchanged(opened, staging)

@@ -24,7 +24,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
-from xml.sax.saxutils import escape
+from xml.sax.saxutils import escape, unescape
 
 WEIGHTS = (".safetensors", ".bin")
 
@@ -188,8 +188,14 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         url = urlsplit(self.path)
         key, query = unquote(url.path).lstrip("/").partition("/")[2], parse_qs(url.query, keep_blank_values=True)
-        self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        if "uploads" in query:
+        content = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
+        if "delete" in query:
+            names = re.findall("<Key>(.*?)</Key>", content)
+            for name in names:
+                (self.store.root / unescape(name)).unlink(missing_ok=True)
+            deleted = "".join(f"<Deleted><Key>{name}</Key></Deleted>" for name in names)
+            body = f"<DeleteResult>{deleted}</DeleteResult>"
+        elif "uploads" in query:
             name = f"upload-{len(self.store.parts)}"
             self.store.parts[name] = {}
             body = f"<InitiateMultipartUploadResult><UploadId>{name}</UploadId></InitiateMultipartUploadResult>"

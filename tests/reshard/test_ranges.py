@@ -151,6 +151,68 @@ def in_process(*arguments: str | Path, environment: dict[str, str]) -> Completed
     return subprocess.run(done, env=environment, capture_output=True, text=True, timeout=100, check=False)
 
 
+# --- what is written -------------------------------------------------------------------------------------------------
+
+
+def test_into_a_bucket_and_back(store: StoreServer, run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    done = run("split", checkpoint, "s3://bucket/shards/llama", "--tp", "2")
+    assert done.returncode == 0 and "The result is s3://bucket/shards/llama" in done.stdout, done.stderr
+    assert command("split", checkpoint, tmp_path / "local", "--tp", "2").returncode == 0
+    assert contents(store.root / "shards" / "llama").keys() == contents(tmp_path / "local").keys()
+    assert_same_weights(store.root / "shards" / "llama", tmp_path / "local")
+    puts = [r.path.rpartition("/")[2] for r in store.requests if r.method == "PUT"]
+    assert puts[0] == ".reshard-unfinished" and puts[-1] == "reshard.json"
+    assert run("merge", "s3://bucket/shards/llama", "s3://bucket/merged").returncode == 0
+    assert contents(store.root / "merged") == contents(checkpoint)
+    assert not any(path.is_file() for path in (tmp_path / "cache").rglob("uploads/*"))
+    assert run("inspect", "s3://bucket/shards/llama").returncode == 0
+
+
+def test_what_is_in_a_bucket_is_not_overwritten(store: StoreServer, run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    (store.root / "mine").mkdir()
+    (store.root / "mine" / "thesis.txt").write_text("precious")
+    done = run("split", checkpoint, "s3://bucket/mine", "--tp", "2")
+    assert done.returncode == 2 and "holds 'thesis.txt' and is not a checkpoint" in done.stderr
+    assert run("split", checkpoint, "s3://bucket/shards", "--tp", "2").returncode == 0
+    before = contents(store.root / "shards")
+    done = run("split", checkpoint, "s3://bucket/shards", "--tp", "4")
+    assert done.returncode == 2 and "s3://bucket/shards exists" in done.stderr
+    assert contents(store.root / "shards") == before
+    assert run("split", checkpoint, "s3://bucket/shards", "--tp", "4", "--overwrite").returncode == 0
+    assert {path.name for path in (store.root / "shards").iterdir() if path.is_dir() and any(path.iterdir())} == {
+        f"rank-0{rank}-of-04" for rank in range(4)
+    }
+    assert run("merge", "s3://bucket/shards", tmp_path / "merged").returncode == 0
+    assert contents(tmp_path / "merged") == contents(checkpoint)
+
+
+def test_a_stopped_upload_goes_on(store: StoreServer, run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    url = "s3://bucket/shards"
+    store.faults.extend([status(403)])
+    failed = run("split", checkpoint, url, "--tp", "4")
+    assert failed.returncode == 2 and "is refused (403)" in failed.stderr
+    assert not (store.root / "shards" / "reshard.json").exists()
+    done = run("inspect", url)
+    assert done.returncode != 0 and "unfinished" in done.stderr + done.stdout
+    there = {path.name for path in (store.root / "shards").rglob("*.safetensors")}
+    store.requests.clear()
+    again = run("split", checkpoint, url, "--tp", "4")
+    assert again.returncode == 0, again.stderr
+    puts = [r.path for r in store.requests if r.method == "PUT" and r.path.endswith(".safetensors")]
+    assert len(puts) <= 4 and there is not None
+    assert run("merge", url, tmp_path / "merged").returncode == 0
+    assert contents(tmp_path / "merged") == contents(checkpoint)
+
+
+def test_places_that_take_no_files(store: StoreServer, run: Run, checkpoint: Path) -> None:
+    done = run("split", checkpoint, f"{store.url}/bucket/x", "--tp", "2")
+    assert done.returncode == 2 and "which takes no files" in done.stderr
+    done = run("split", checkpoint, "ftp://host/x", "--tp", "2")
+    assert done.returncode == 2 and "no such kind of store" in done.stderr
+    done = run("split", checkpoint, "s3://bucket/x", "--tp", "2", "--rank", "0")
+    assert done.returncode == 2 and "--rank is not possible" in done.stderr
+
+
 # --- what goes wrong -------------------------------------------------------------------------------------------------
 
 PASSING = {

@@ -619,10 +619,10 @@ def check_slab(job: Job, slab: Slab, read: Mapping[int, Bytes]) -> None:
         place = job.source(check.source)
         if check.other is None:
             if block.any():
-                raise MismatchError(f"{place.file.path}: the padding of tensor '{job.name}' is not zero")
+                raise MismatchError(f"{place.file.shown}: the padding of tensor '{job.name}' is not zero")
         elif not np.array_equal(block, read[check.other][check.other_slices]):
             other = job.source(check.other)
             raise MismatchError(
-                f"tensor '{job.name}' should be the same in {other.file.path} and {place.file.path}, but differs",
+                f"tensor '{job.name}' should be the same in {other.file.shown} and {place.file.shown}, but differs",
                 "the shards are damaged, or come from different runs",
             )

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from formats.errors import CheckpointError
-from formats.files.checksum import PIECE, Part, PartialSum, sum_part
+from formats.files.checksum import PIECE, Part, PartialSum, file_checksum, sum_part
 from reshard.engine.transfer import Region
 from reshard.storage.source import SourceFile, SourcePlace
 from reshard.system import refused
@@ -24,6 +24,9 @@ Bytes = NDArray[np.uint8]
 Room = Callable[[int], Bytes]
 """Returns a buffer of so many bytes."""
 
+
+_AT_ONCE = 64 << 20
+"""Bytes of a remote file that are requested together for its checksum."""
 
 Wanted = frozenset[int]
 """The numbers of the target files for which bytes of a source are read."""
@@ -147,6 +150,24 @@ class Reader:
         if path not in self._descriptors:
             self._descriptors[path] = os.open(path, os.O_RDONLY)
         return self._descriptors[path]
+
+
+def checksum_of(file: SourceFile) -> str:
+    """The checksum of a whole file, which is read for it. Raises CheckpointError."""
+    if file.remote is None:
+        return file_checksum(file.path)
+    total = PartialSum(file.size)
+    reader = Reader(lambda _, offset, length, part: total.add(offset, length, part))
+    buffer = np.empty(_AT_ONCE, dtype=np.uint8)
+    try:
+        for begin in range(0, file.size, _AT_ONCE):
+            end = min(begin + _AT_ONCE, file.size)
+            reader.ahead.request([(file, [(begin, end)])])
+            reader.fill(buffer[: end - begin], file, begin)
+            reader.ahead.done()
+    finally:
+        reader.close()
+    return total.value()
 
 
 def ranges(place: SourcePlace | TargetPlace, begin: int, length: int) -> Iterable[tuple[int, int, int]]:

@@ -56,7 +56,7 @@ class Restate:
         before = self.before.boxes[source].shape
         place = self.places(source)
         assert place is not None
-        path = place.file.path
+        path = place.file.shown
 
         def edit(block: NDArray[np.uint8]) -> NDArray[np.uint8]:
             try:

@@ -89,6 +89,11 @@ class SourceFile:
     remote: Remote | None = None
     """Where its bytes are read, if not at ``path``, which then has the header alone."""
 
+    @property
+    def shown(self) -> str:
+        """What messages call it."""
+        return str(self.path) if self.remote is None else self.remote.address
+
 
 class SourcePlace(NamedTuple):
     """A tensor's file and the offset of its first byte in it; ``rows`` if it does not lie in one piece."""

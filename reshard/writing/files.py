@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import MismatchError, PlanError
-from formats.files.checksum import PartialSum, file_checksum
+from formats.files.checksum import PartialSum
 from formats.files.safetensors import DTYPE_BITS, tensor_bytes
 from formats.files.sharded import SourceRecord
 from formats.files.torch_zip import Crc
 from formats.mesh import Mesh
 from reshard import __version__
 from reshard.engine.move import Job, Options, TargetFile, TargetPlace, move, place_in
-from reshard.engine.reading import Sums
+from reshard.engine.reading import Sums, checksum_of
 from reshard.engine.transfer import Change, Transfer, Way
 from reshard.engine.ways import way_between
 from reshard.planning.arrangement import Arrangement, Atom, Geometry, Placed, Portion, permuted, stored_like, unchanged
@@ -364,7 +364,7 @@ def _add_earlier(reads: Iterable[Read], sums: Sums, files: Sequence[NewFile]) ->
         if wanted not in sums.of[file]:
             sums.add(file, wanted, total)
         elif not sums.of[file][wanted].equals(total):
-            raise MismatchError(f"{file.path} has changed since an earlier run read a part of it")
+            raise MismatchError(f"{file.shown} has changed since an earlier run read a part of it")
 
 
 def _check_sources(files: Iterable[SourceFile], sums: Sums) -> None:
@@ -375,10 +375,10 @@ def _check_sources(files: Iterable[SourceFile], sums: Sums) -> None:
     for file in files:
         if file.expected is None:
             continue
-        found = sums.checksum(file) or file_checksum(file.path)
+        found = sums.checksum(file) or checksum_of(file)
         if found != file.expected:
             raise MismatchError(
-                f"{file.path} has the checksum {found}, its manifest says {file.expected}",
+                f"{file.shown} has the checksum {found}, its manifest says {file.expected}",
                 "the file is damaged: fetch or split it again",
             )
 

@@ -77,21 +77,27 @@ def test_from_a_bucket_as_from_disk(kind: str, store: StoreServer, run: Run, che
     assert contents(tmp_path / "merged") == contents(checkpoint)
 
 
-def test_shards_in_a_bucket_are_merged(store: StoreServer, run: Run, checkpoint: Path, tmp_path: Path) -> None:
-    assert command("split", checkpoint, tmp_path / "shards", "--tp", "2").returncode == 0
+@pytest.mark.parametrize("form", [(), ("--as", "vllm"), ("--as", "transformers")])
+def test_shards_in_a_bucket_are_merged(
+    form: tuple[str, ...], store: StoreServer, run: Run, checkpoint: Path, tmp_path: Path
+) -> None:
+    assert command("split", checkpoint, tmp_path / "shards", "--tp", "2", *form).returncode == 0
     done = run("merge", upload(tmp_path / "shards", store, "shards"), tmp_path / "merged")
     assert done.returncode == 0, done.stderr
     assert contents(tmp_path / "merged") == contents(checkpoint)
 
 
-def test_a_flipped_byte_in_a_bucket_is_found(store: StoreServer, run: Run, checkpoint: Path, tmp_path: Path) -> None:
-    assert command("split", checkpoint, tmp_path / "shards", "--tp", "2").returncode == 0
-    shard = tmp_path / "shards" / "rank-00-of-02" / "model.safetensors"
+@pytest.mark.parametrize("form", [(), ("--as", "vllm")])
+def test_a_flipped_byte_in_a_bucket_is_found(
+    form: tuple[str, ...], store: StoreServer, run: Run, checkpoint: Path, tmp_path: Path
+) -> None:
+    assert command("split", checkpoint, tmp_path / "shards", "--tp", "2", *form).returncode == 0
+    shard = min((tmp_path / "shards").rglob("*.safetensors"))
     content = bytearray(shard.read_bytes())
     content[-40_000] ^= 1
     shard.write_bytes(content)
     done = run("merge", upload(tmp_path / "shards", store, "shards"), tmp_path / "merged")
-    assert_refused(done, "rank-00-of-02/model.safetensors", out=tmp_path / "merged")
+    assert_refused(done, f"s3://bucket/shards/{shard.relative_to(tmp_path / 'shards')}", out=tmp_path / "merged")
 
 
 def test_one_rank_reads_little_more_than_it_holds(

@@ -8,11 +8,12 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from reshard.storage.remote import Read
 from reshard.storage.source import SourceFile
+from reshard.storage.threads import Threads
 
 REQUESTS = 16
 """Requests that a process has under way at a time."""
@@ -51,7 +52,7 @@ class Ahead:
     """The ranges of remote files that are under way. The first step requested is the first to be read."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(REQUESTS)
+        self._threads = Threads(REQUESTS)
         self._open: dict[SourceFile, Read] = {}
         self._steps: list[Step] = []
         self.fetched = 0
@@ -89,7 +90,9 @@ class Ahead:
 
     def close(self) -> None:
         """Drop what has not begun."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for part in (part for step in self._steps for parts in step.parts.values() for part in parts):
+            part.content.cancel()
+        self._threads.close()
 
     def _find(self, file: SourceFile, offset: int) -> Part | None:
         for step in self._steps:
@@ -104,7 +107,7 @@ class Ahead:
         if file not in self._open:
             self._open[file] = file.remote.open()
         self.fetched += end - begin
-        return Part(begin, end, self._pool.submit(self._open[file], begin, end))
+        return Part(begin, end, self._threads.submit(self._open[file], begin, end))
 
 
 def joined(ranges: Iterable[Range], gap: int) -> Iterator[Range]:

@@ -159,6 +159,8 @@ def serve(parent: int, requests: int, reports: int) -> None:
         try:
             move(jobs, sums, targets, options, finished=finished, progress=lambda nbytes: send(_Progress(nbytes)))
             send(_Done([(numbers[f], wanted, total) for f, of in sums.of.items() for wanted, total in of.items()]))
+        except SystemExit as stop:  # the parent has stopped this one, and listens no more
+            os._exit(int(stop.code or 0))
         except BaseException as error:
             send(error)
 

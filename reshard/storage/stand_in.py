@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from formats.errors import CheckpointError
 from formats.files.checkpoint import has_usual_weights, open_checkpoint, samples
 from formats.files.sharded import is_sharded
 from reshard.storage.remote import Read, Remote
+from reshard.storage.threads import Threads
 
 _FIRST_READ = 100_000  # bytes; most safetensors headers are shorter
 _MAX_HEADER = 100_000_000  # bytes; the safetensors library's own limit
@@ -45,11 +45,11 @@ def stand_in(final: Path, weights: Mapping[str, Elsewhere], fill: Callable[[Path
         for name in weights:
             (building / name).parent.mkdir(parents=True, exist_ok=True)
         fill(building)
-        with ThreadPoolExecutor(_REQUESTS) as pool:
-            opened = dict(zip(weights, pool.map(lambda file: file.remote.open(), weights.values()), strict=True))
-            list(pool.map(lambda name: _put_header(weights[name], opened[name], building / name), weights))
+        with Threads(_REQUESTS) as threads:
+            opened = dict(zip(weights, threads.map(lambda file: file.remote.open(), weights.values()), strict=True))
+            threads.map(lambda name: _put_header(weights[name], opened[name], building / name), weights)
             if sampled and not is_sharded(building) and has_usual_weights(building):
-                list(pool.map(lambda part: _put(opened[part[0]], building / part[0], *part[1:]), _samples(building)))
+                threads.map(lambda part: _put(opened[part[0]], building / part[0], *part[1:]), _samples(building))
         try:
             building.rename(final)
         except OSError:  # another process has just made the same folder

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +21,7 @@ from formats.files.sharded import MANIFEST
 from reshard.storage.bucket import UNFINISHED, is_url
 from reshard.storage.output import STATE, Staging
 from reshard.storage.remote import explain, open_store, without_query
+from reshard.storage.threads import Threads
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -72,7 +72,7 @@ class Bucket:
             self._delete(name)
         journal = staging.work / f"{STATE}uploaded"
         done = _read_journal(journal)
-        with journal.open("a") as notes, ThreadPoolExecutor(_FILES) as pool:
+        with journal.open("a") as notes, Threads(_FILES) as threads:
 
             def upload(name: str) -> None:
                 path = files[name]
@@ -82,7 +82,7 @@ class Bucket:
                     notes.write(json.dumps([name, state, etag]) + "\n")
                     notes.flush()
 
-            list(pool.map(upload, sorted(files.keys() - set(_LAST))))
+            threads.map(upload, sorted(files.keys() - set(_LAST)))
             for name in (each for each in _LAST if each in files):
                 upload(name)
         for name in before.keys() - files.keys() - {UNFINISHED}:

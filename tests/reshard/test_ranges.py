@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -150,11 +156,8 @@ def test_from_the_hub_without_a_copy(checkpoint: Path, tmp_path: Path) -> None:
 
 def in_process(*arguments: str | Path, environment: dict[str, str]) -> CompletedProcess[str]:
     """A process of its own: the Hub's client reads its environment when it is imported."""
-    import subprocess
-    import sys
-
-    done = [sys.executable, "-m", "reshard", *map(str, arguments)]
-    return subprocess.run(done, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    line = [sys.executable, "-m", "reshard", *map(str, arguments)]
+    return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=100, check=False)
 
 
 # --- what is written -------------------------------------------------------------------------------------------------
@@ -273,6 +276,29 @@ def test_a_fault_on_the_way_leaves_what_is_complete(
     assert run("split", url, out, "--tp", "2", "--rank", "1").returncode == 0
     assert command("merge", out, tmp_path / "merged").returncode == 0
     assert contents(tmp_path / "merged") == contents(checkpoint)
+
+
+def test_ctrl_c_ends_at_once(store: StoreServer, run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    url, out = upload(checkpoint, store, "llama"), tmp_path / "out"
+    assert run("split", url, tmp_path / "other", "--tp", "2").returncode == 0
+    asked = threading.Event()
+
+    def stuck(_: Any) -> bool:
+        asked.set()
+        time.sleep(60)
+        return True
+
+    store.always = stuck
+    line = [sys.executable, "-m", "reshard", "split", url, out, "--tp", "2", "--cache-dir", tmp_path / "cache"]
+    process = subprocess.Popen(line, env=os.environ | store.environment, stderr=subprocess.PIPE, text=True)
+    assert asked.wait(60)
+    begun = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 130 and time.monotonic() - begun < 5, said
+    assert said == "reshard: interrupted: the same command goes on where it stopped\n" and not out.exists()
+    store.always = None
+    assert run("split", url, out, "--tp", "2").returncode == 0
 
 
 def test_an_object_that_is_replaced_midway_is_never_mixed(

@@ -16,6 +16,13 @@ def human_bytes(count: float) -> str:
     return f"{count:.2f} {unit}"
 
 
+def human_seconds(seconds: float) -> str:
+    """``45 s``, ``12 min``, ``3.5 h``."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
 def plural(count: int, word: str) -> str:
     """``1 file``, ``2 files``."""
     return f"{count:,} {word}{'' if count == 1 else 's'}"

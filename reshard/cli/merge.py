@@ -16,6 +16,7 @@ from reshard.cli.options import (
     hub_options,
     output_options,
     plan_option,
+    progress_option,
     write_options,
 )
 from reshard.cli.summary import import_numpy, interruptible, print_summary
@@ -30,13 +31,14 @@ from reshard.cli.summary import import_numpy, interruptible, print_summary
 @hub_options
 @download_option
 @write_options
+@progress_option
 @output_options
 def merge_command(
     shards: str, out: Path | str, max_shard_size: int | None, plan_file: Path | None,
     config_folder: Path | None, revision: str | None,
     token: str | None, cache_dir: Path | None, download: bool, overwrite: bool, fsync: bool,
     no_checksum: bool, workers: int | None,
-    dry_run: bool, as_json: bool, quiet: bool,
+    dry_run: bool, progress: str, as_json: bool, quiet: bool,
 ) -> None:  # fmt: skip
     """Merge the ranks in SHARDS into one full Hugging Face checkpoint, OUT.
 
@@ -50,9 +52,9 @@ def merge_command(
 
     access = access_of(revision, token, cache_dir, plan_file, config_folder, quiet=quiet or as_json, download=download)
     started = time.monotonic()
-    with interruptible(dry_run), Progress("merge", quiet=quiet or as_json) as progress:
+    with interruptible(dry_run), Progress("merge", how="none" if quiet or as_json else progress) as shown:
         summary = merge(
             shards, out, access=access, options=Options(workers=workers, checksum=not no_checksum, fsync=fsync),
-            max_shard_size=max_shard_size, overwrite=overwrite, dry_run=dry_run, progress=progress,
+            max_shard_size=max_shard_size, overwrite=overwrite, dry_run=dry_run, progress=shown,
         )  # fmt: skip
     print_summary(summary, shards, time.monotonic() - started, as_json=as_json, quiet=quiet)

@@ -132,6 +132,10 @@ write_options = together(
     click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Processes; default: one a core, 2 to 8."),
     click.option("--dry-run", is_flag=True, help="Check everything and write nothing."),
 )
+progress_option = click.option(
+    "--progress", type=click.Choice(["auto", "bar", "log", "none"]), default="auto", show_default=True,
+    help="How far it is, on stderr: a bar, a line a minute, or nothing; auto: a bar on a terminal, else lines."
+)  # fmt: skip
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 debug_option = click.option(
     "--debug", is_flag=True, expose_value=False, callback=show_tracebacks, help="Show the traceback of an error."

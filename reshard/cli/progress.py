@@ -1,4 +1,4 @@
-"""Shows on stderr how far a long command is: a bar on a terminal, elsewhere a plain line every ten seconds."""
+"""Shows on stderr how far a long command is: a bar on a terminal, elsewhere a plain line every minute."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import time
 from types import TracebackType
 from typing import Any
 
-from reshard.text import human_bytes
+from reshard.text import human_bytes, human_seconds
 
-INTERVAL = 10.0
+INTERVAL = 60.0
 """Seconds between two plain lines."""
 
 
@@ -23,10 +23,14 @@ def bars_are_wanted() -> bool:
 
 
 class Progress:
-    """A context manager that any thread calls with the bytes that are done and the bytes in all."""
+    """A context manager that any thread calls with the bytes that are done and the bytes in all.
 
-    def __init__(self, title: str, *, quiet: bool) -> None:
-        self._title, self._quiet = title, quiet
+    ``how`` is ``bar``, ``log`` (plain lines), ``none``, or ``auto``: a bar where stderr is a terminal, else lines.
+    """
+
+    def __init__(self, title: str, *, how: str) -> None:
+        self._title, self._quiet = title, how == "none"
+        self._has_bar = how == "bar" or (how == "auto" and bars_are_wanted())
         self._lock = threading.Lock()
         self._bar: Any = None
         self._began: tuple[float, int] | None = None
@@ -57,7 +61,7 @@ class Progress:
     def _begin(self, done: int, total: int) -> None:
         self._began = (time.monotonic(), done)
         self._last = time.monotonic()
-        if bars_are_wanted():
+        if self._has_bar:
             from tqdm import tqdm
 
             tqdm.monitor_interval = 0  # it would start a thread, in a process that forks
@@ -80,4 +84,6 @@ class Progress:
         rate = (done - first) / (now - started)
         share = done / total if total else 1.0
         text = f"{self._title}: {human_bytes(done)} of {human_bytes(total)} ({share:.0%}), {human_bytes(rate)}/s"
+        if rate > 0:
+            text += f", {human_seconds((total - done) / rate)} left"
         print(text, file=sys.stderr, flush=True)

@@ -21,6 +21,7 @@ from reshard.cli.options import (
     padding_of,
     padding_options,
     plan_option,
+    progress_option,
     write_options,
 )
 from reshard.cli.summary import import_numpy, interruptible, print_summary
@@ -47,6 +48,7 @@ from reshard.cli.summary import import_numpy, interruptible, print_summary
 @hub_options
 @download_option
 @write_options
+@progress_option
 @output_options
 def split_command(
     source: str, out: Path | str, tp: int | None, ep: int | None, pp: int | None, pp_layers: tuple[int, ...] | None,
@@ -54,7 +56,7 @@ def split_command(
     refine_blocks: bool,
     pad_vocab_to: int | None, no_pad_vocab: bool, plan_file: Path | None, config_folder: Path | None,
     revision: str | None, token: str | None, cache_dir: Path | None, download: bool, overwrite: bool, fsync: bool,
-    no_checksum: bool, workers: int | None, dry_run: bool, as_json: bool, quiet: bool,
+    no_checksum: bool, workers: int | None, dry_run: bool, progress: str, as_json: bool, quiet: bool,
 ) -> None:  # fmt: skip
     """Split SOURCE into N ranks, one folder each, under OUT.
 
@@ -83,11 +85,11 @@ def split_command(
     access = access_of(revision, token, cache_dir, plan_file, config_folder, quiet=quiet or as_json, download=download)
     padding = padding_of(pad_vocab_to, no_pad_vocab)
     started = time.monotonic()
-    with interruptible(dry_run), Progress("split", quiet=quiet or as_json) as progress:
+    with interruptible(dry_run), Progress("split", how="none" if quiet or as_json else progress) as shown:
         summary = split(
             source, out, **degrees.arguments, uneven=uneven, ranks=wanted, access=access, padding=padding,
             options=Options(workers=workers, checksum=not no_checksum, fsync=fsync),
             max_shard_size=max_shard_size, refine_blocks=refine_blocks, overwrite=overwrite, dry_run=dry_run, form=form,
-            progress=progress,
+            progress=shown,
         )  # fmt: skip
     print_summary(summary, source, time.monotonic() - started, as_json=as_json, quiet=quiet)

@@ -55,6 +55,7 @@ def _document(summary: Summary, seconds: float) -> dict[str, Any]:
         "files": summary.files,
         "bytes": summary.nbytes,
         "bytes_written": summary.written,
+        "bytes_fetched": summary.fetched,
         "seconds": round(seconds, 3),
         "padding": {axis: {"size": size, "padded": padded} for axis, (size, padded) in summary.padding.items()},
     }
@@ -73,6 +74,8 @@ def _text(summary: Summary, source: str, seconds: float) -> str:
             parts[0] += f" ({summary.written / max(seconds, 1e-9) / 1e9:.2f} GB/s)"
         if summary.written < summary.nbytes:
             parts.append(f"{human_bytes(summary.nbytes - summary.written)} of that had been written before")
+    if summary.fetched:
+        parts.append(f"{human_bytes(summary.fetched)} of the weights were fetched")
     for axis, (full, padded) in summary.padding.items():
         parts.append(f"{axis} padded from {full:,} to {padded:,} with zeros, which merge strips")
     for axis, unit in summary.mesh.uneven:

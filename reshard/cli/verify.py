@@ -188,7 +188,7 @@ class _Display:
     def bytes(self) -> Progress:
         if not self._is_silent:
             _say("comparing bytes")
-        return Progress("comparing bytes", quiet=self._is_silent)
+        return Progress("comparing bytes", how="none" if self._is_silent else "auto")
 
     @contextmanager
     def phases(self) -> Iterator[Callable[[str], None]]:

@@ -59,9 +59,10 @@ class _Progress:
 
 @dataclass(frozen=True)
 class _Done:
-    """The last report: the sums of all that was read."""
+    """The last report: the sums of all that was read, and the bytes that were fetched."""
 
     read: Read
+    fetched: int
 
 
 def move_apart(
@@ -92,6 +93,7 @@ def move_apart(
                 take(report.read)
                 finished(targets[report.number], report.checksum)
         take(report.read)
+        sums.fetched += report.fetched
 
 
 class _Process:
@@ -158,7 +160,12 @@ def serve(parent: int, requests: int, reports: int) -> None:
 
         try:
             move(jobs, sums, targets, options, finished=finished, progress=lambda nbytes: send(_Progress(nbytes)))
-            send(_Done([(numbers[f], wanted, total) for f, of in sums.of.items() for wanted, total in of.items()]))
+            send(
+                _Done(
+                    [(numbers[f], wanted, total) for f, of in sums.of.items() for wanted, total in of.items()],
+                    sums.fetched,
+                )
+            )
         except SystemExit as stop:  # the parent has stopped this one, and listens no more
             os._exit(int(stop.code or 0))
         except BaseException as error:

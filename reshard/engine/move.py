@@ -201,6 +201,8 @@ class _Account:
     """Sums of bytes written, by the target's number."""
     nbytes: int = 0
     """Bytes written."""
+    fetched: int = 0
+    """Bytes requested of files that lie elsewhere."""
 
 
 class _Mover:
@@ -222,6 +224,7 @@ class _Mover:
         self._busy = mmap.mmap(-1, max(1, len(targets)))
         self._reader = Reader(self._read if options.checksum else None)
         self._account = _Account()
+        self._fetched = 0
         self._arena = _Arena()
 
     # -- files
@@ -310,10 +313,12 @@ class _Mover:
 
     def _report(self, report: Report) -> None:
         account, self._account = self._account, _Account()
+        account.fetched, self._fetched = self._reader.fetched - self._fetched, self._reader.fetched
         report(account)
 
     def _take(self, account: _Account) -> None:
         """Add a report to the sums, and finish the files that are complete."""
+        self._sums.fetched += account.fetched
         for (number, wanted), part in account.read.items():
             self._sums.add(self._sources[number], wanted, part)
         for number, part in account.written.items():

@@ -41,6 +41,8 @@ class Sums:
 
     def __init__(self, files: Iterable[SourceFile]) -> None:
         self.of: dict[SourceFile, dict[Wanted, PartialSum]] = {file: {} for file in files}
+        self.fetched = 0
+        """Bytes that were requested of files that lie elsewhere."""
         for file in self.of:
             for offset, content in [*([(0, file.header)] if file.header is not None else []), *file.rest]:
                 part = PartialSum(file.size)
@@ -122,6 +124,11 @@ class Reader:
         part = sum_part(data, offset)
         self._summed(file, offset, data.size, part)
         return part
+
+    @property
+    def fetched(self) -> int:
+        """Bytes that were requested of files that lie elsewhere."""
+        return self._ahead.fetched if self._ahead is not None else 0
 
     def close(self) -> None:
         """Close the files."""

@@ -62,6 +62,8 @@ class Summary:
     ranks: tuple[int, ...]
     complete: bool
     dry_run: bool
+    fetched: int = 0
+    """Bytes of weights that were fetched from elsewhere."""
 
 
 @dataclass(frozen=True, eq=False)

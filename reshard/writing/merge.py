@@ -82,7 +82,7 @@ def merge(
             staging.write(name, content)
         check_unchanged(opened, staging)
         publish(staging, bucket, overwrite=overwrite)
-    return dataclasses.replace(summary, written=written.nbytes, complete=True)
+    return dataclasses.replace(summary, written=written.nbytes, complete=True, fetched=written.sums.fetched)
 
 
 def _full_checkpoint(source: Source, plan: Plan, max_shard_size: int | None) -> tuple[list[NewFile], dict[str, bytes]]:

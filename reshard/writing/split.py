@@ -151,7 +151,7 @@ def split(
         else:
             check_unchanged(opened, staging)
             complete = _publish_ranks(staging, manifest, side_files)
-    return dataclasses.replace(summary, written=written.nbytes, complete=complete)
+    return dataclasses.replace(summary, written=written.nbytes, complete=complete, fetched=written.sums.fetched)
 
 
 def wanted_ranks(ranks: Sequence[int] | None, mesh: Mesh) -> tuple[int, ...]:

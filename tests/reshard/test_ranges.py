@@ -195,6 +195,21 @@ def test_what_is_in_a_bucket_is_not_overwritten(store: StoreServer, run: Run, ch
     assert contents(tmp_path / "merged") == contents(checkpoint)
 
 
+@pytest.mark.parametrize("form", [(), ("--as", "vllm")])
+def test_shards_in_a_bucket_are_verified(
+    form: tuple[str, ...], store: StoreServer, run: Run, checkpoint: Path, tmp_path: Path
+) -> None:
+    assert run("split", checkpoint, "s3://bucket/shards", "--tp", "2", *form).returncode == 0
+    original = upload(checkpoint, store, "llama")
+    done = run("verify", original, "s3://bucket/shards", "--exact-only", "-q")
+    assert (done.returncode, done.stdout) == (0, "same\n"), done.stderr
+    shard = min((store.root / "shards").rglob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    assert run("verify", original, "s3://bucket/shards", "--exact-only", "-q").returncode == 1
+
+
 def test_a_stopped_upload_goes_on(store: StoreServer, run: Run, checkpoint: Path, tmp_path: Path) -> None:
     url = "s3://bucket/shards"
     store.faults.extend([status(403)])

@@ -58,9 +58,9 @@ def verify_command(
     """Prove that SHARDS are the model ORIGINAL: compare the bytes, then run the model and compare its outputs.
 
     ORIGINAL is the full checkpoint: a folder, a Hub id or a URL. SHARDS is the folder that 'reshard split' wrote, or
-    one that another program wrote in a format that 'reshard formats' lists, or its URL. What lies elsewhere is downloaded
-    into the cache first. Comparing bytes needs no GPU and no torch. The forward pass starts as many processes as there
-    are ranks. Exit code 0: the same, 1: different, 2: could not be checked.
+    one that another program wrote in a format that 'reshard formats' lists, or its URL. What lies elsewhere is
+    downloaded into the cache first. Comparing bytes needs no GPU and no torch. The forward pass starts as many
+    processes as there are ranks. Exit code 0: the same, 1: different, 2: could not be checked.
 
     Under a launcher of your own: torchrun --nproc-per-node N -m verify ORIGINAL SHARDS. Only the first rank prints.
     (torchrun itself exits with 1 for every code but 0.)

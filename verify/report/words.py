@@ -92,7 +92,8 @@ def exact_summary(report: Any) -> str:
     """What the byte comparison found, in words."""
     if report.verdict == "same":
         return f"bytes: all equal, {_amount(report)}; nothing missing, nothing extra"
-    lines = [f"bytes: different ({_amount(report)} compared)"]
+    amount = f"{_amount(report)} compared" if report.tensors else "none was compared"
+    lines = [f"bytes: different ({amount})"]
     lines += _some("", report.problems)
     lines += _some("missing: ", report.missing)
     lines += _some("extra: ", report.extra)

@@ -55,7 +55,7 @@ def fetch_stored(url: str, wanted: Weights, cache: Path) -> Fetched:
 
     Folders are kept in ``cache``, one for each state of the checkpoint. Raises CheckpointError.
     """
-    store, name = open_store(url), without_query(url).rstrip("/")
+    store, name = open_store(url, is_first=True), without_query(url).rstrip("/")
     entries = _entries(store, name)
     if UNFINISHED in entries:
         raise CheckpointError(f"{name} is unfinished output", "run the command that wrote it again: it goes on")
@@ -64,6 +64,7 @@ def fetch_stored(url: str, wanted: Weights, cache: Path) -> Fetched:
     if wanted is Weights.HEADERS:
         side = needed_to_plan(side, sizes)
     states = json.dumps([url, *sorted((file, e.size, e.etag, e.modified) for file, e in entries.items())])
+    store = open_store(url)
     folder = cache / "reshard" / wanted.value / hashlib.sha256(states.encode()).hexdigest()[:32]
     with disk_errors(folder):
         aside = folder.with_name(f"{folder.name}-side")

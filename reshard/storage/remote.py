@@ -27,6 +27,7 @@ PATIENCE = "RESHARD_RETRY_SECONDS"
 """The environment's variable with the seconds after which a request that failed is not tried again."""
 
 _PATIENCE = "180"
+_FIRST_PATIENCE = 10.0
 _BACKOFF = {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=20), "base": 2}
 _CLIENT = {"timeout": timedelta(seconds=60), "connect_timeout": timedelta(seconds=10), "allow_http": True}
 
@@ -148,10 +149,10 @@ class RefusedError(CheckpointError):
     """The store does not give access to a file."""
 
 
-def open_store(url: str, headers: dict[str, str] | None = None) -> ObjectStore:
+def open_store(url: str, headers: dict[str, str] | None = None, *, is_first: bool = False) -> ObjectStore:
     """The store behind a URL. Credentials are taken from where the store's own tools look for them.
 
-    Raises CheckpointError for a URL that is none.
+    Where this ``is_first`` contact, a server that does not answer is given up soon: the name may be wrong. Raises CheckpointError for a URL that is none.
     """
     from obstore.exceptions import BaseError
     from obstore.store import from_url
@@ -159,8 +160,9 @@ def open_store(url: str, headers: dict[str, str] | None = None) -> ObjectStore:
     client: dict[str, Any] = dict(_CLIENT)
     if headers:
         client["default_headers"] = headers
-    patience = timedelta(seconds=float(os.environ.get(PATIENCE, _PATIENCE)))
-    retries = {"max_retries": 100, "backoff": _BACKOFF, "retry_timeout": patience}
+    seconds = float(os.environ.get(PATIENCE, _PATIENCE))
+    patience = timedelta(seconds=min(seconds, _FIRST_PATIENCE) if is_first else seconds)
+    retries = {"max_retries": 1000, "backoff": _BACKOFF, "retry_timeout": patience}
     make: Callable[..., ObjectStore] = from_url
     try:
         return make(url, client_options=client, retry_config=retries)

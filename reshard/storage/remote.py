@@ -152,7 +152,8 @@ class RefusedError(CheckpointError):
 def open_store(url: str, headers: dict[str, str] | None = None, *, is_first: bool = False) -> ObjectStore:
     """The store behind a URL. Credentials are taken from where the store's own tools look for them.
 
-    Where this ``is_first`` contact, a server that does not answer is given up soon: the name may be wrong. Raises CheckpointError for a URL that is none.
+    Where this ``is_first`` contact, a server that does not answer is given up soon: the name may be wrong. Raises
+    CheckpointError for a URL that is none.
     """
     from obstore.exceptions import BaseError
     from obstore.store import from_url

@@ -11,18 +11,30 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from formats.errors import MismatchError, PlanError
-from formats.files.checksum import PartialSum
+from formats.files.checksum import Part, PartialSum
 from formats.files.safetensors import DTYPE_BITS, tensor_bytes
 from formats.files.sharded import SourceRecord
 from formats.files.torch_zip import Crc
 from formats.mesh import Mesh
 from reshard import __version__
 from reshard.engine.move import Job, Options, TargetFile, TargetPlace, move, place_in
-from reshard.engine.reading import Sums, checksum_of
+from reshard.engine.reading import Reader, Sums, checksum_of
 from reshard.engine.transfer import Change, Transfer, Way
 from reshard.engine.ways import way_between
-from reshard.planning.arrangement import Arrangement, Atom, Geometry, Placed, Portion, permuted, stored_like, unchanged
+from reshard.planning.arrangement import (
+    Arrangement,
+    Atom,
+    Geometry,
+    Placed,
+    Portion,
+    Stored,
+    permuted,
+    stored_like,
+    unchanged,
+)
 from reshard.planning.boxes import InBoxes, in_common
 from reshard.planning.plan import Layout, Plan, make_plan
 from reshard.storage.output import Finished, Read, Staging, staging_of
@@ -152,6 +164,7 @@ def write_files(
         move(jobs, sums, targets, options, finished=finished, progress=count)
         if options.checksum:
             _add_earlier(earlier, sums, files)
+            _sum_what_no_target_needs(source, sums)
             read = [job.name for job in jobs] if source.arrangement is None else None
             _check_sources(source.files_of(read), sums)
         _check_written(files, staging)
@@ -367,6 +380,33 @@ def _add_earlier(reads: Iterable[Read], sums: Sums, files: Sequence[NewFile]) ->
             sums.add(file, wanted, total)
         elif not sums.of[file][wanted].equals(total):
             raise MismatchError(f"{file.shown} has changed since an earlier run read a part of it")
+
+
+def _sum_what_no_target_needs(source: Source, sums: Sums) -> None:
+    """Add to the sums what a program stores beside the model's own bytes, so that no file is read again for them."""
+    if source.arrangement is None or not any(file.expected for file in source.files.values()):
+        return
+
+    def add(file: SourceFile, offset: int, length: int, part: Part) -> None:
+        total = PartialSum(file.size)
+        total.add(offset, length, part)
+        sums.add(file, frozenset(), total)
+
+    reader = Reader(add)
+    try:
+        for rank, tensors in enumerate(source.ranks):
+            for stored, _ in source.arrangement.held(rank):
+                info = tensors.get(stored.name_on(rank))
+                if info is not None and _is_left(stored, rank):
+                    reader.fill(np.empty(info.nbytes, dtype=np.uint8), source.files[info.file], info.offset)
+    finally:
+        reader.close()
+
+
+def _is_left(stored: Stored, rank: int) -> bool:
+    """Whether no target needs what a rank stores: constants, zeros, what was computed from a tensor that is kept."""
+    is_zero = bool(stored.atoms) and Placed(stored, 0).is_zero(rank)
+    return stored.constant is not None or is_zero or any(part.function for part in stored.geometry.portions)
 
 
 def _check_sources(files: Iterable[SourceFile], sums: Sums) -> None:

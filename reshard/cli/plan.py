@@ -11,6 +11,7 @@ import click
 
 from formats.errors import CheckpointError, PlanError
 from reshard.cli.options import (
+    FILE,
     PATH,
     access_of,
     config_option,
@@ -44,6 +45,9 @@ if TYPE_CHECKING:
 @click.option("--draft", "draft_file", type=PATH, metavar="FILE", help="Draft one, for a model that has no rules.")
 @click.option("--as", "form", metavar="FORMAT", help="Show what 'split --as FORMAT' would write.")
 @click.option("--tp-plan", is_flag=True, help="Print the tp_plan for transformers' own tensor parallelism.")
+@click.option(
+    "--report", type=FILE, metavar="FILE", help="Draw the plan of a mesh: an HTML page, which needs no network."
+)
 @padding_options
 @plan_option
 @config_option
@@ -52,7 +56,7 @@ if TYPE_CHECKING:
 @debug_option
 def plan_command(
     source: str, tp: int | None, ep: int | None, pp: int | None, pp_layers: tuple[int, ...] | None, same_ranks: bool,
-    uneven: bool, save_file: Path | None, draft_file: Path | None, form: str | None, tp_plan: bool,
+    uneven: bool, save_file: Path | None, draft_file: Path | None, form: str | None, tp_plan: bool, report: Path | None,
     pad_vocab_to: int | None, no_pad_vocab: bool, plan_file: Path | None, config_folder: Path | None,
     revision: str | None, token: str | None, cache_dir: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
@@ -63,6 +67,7 @@ def plan_command(
     If an architecture has no rules yet, or a tensor has none, write a draft with --draft, or save the file of a similar
     model with --save. Check and edit it (docs/design.md describes its form), and pass it to any command with --plan.
     --as FORMAT shows another program's tensors, and what each is made of ('reshard formats' lists the formats).
+    --report draws what each rank holds of one block of each kind.
     """
     from formats.mesh import mesh_of
     from formats.notation.rewrites import page_of
@@ -80,6 +85,10 @@ def plan_command(
         return
     if tp_plan and (ep, pp, form) != (None,) * 3:
         raise click.UsageError("--tp-plan goes with --tp alone")
+    if report is not None and (not degrees.are_given or form is not None or tp_plan):
+        raise click.UsageError("--report goes with --tp, --ep or --pp, without --as and --tp-plan")
+    if report is not None and not report.absolute().parent.is_dir():
+        raise click.UsageError(f"--report: there is no folder {report.absolute().parent}")
     access = access_of(revision, token, cache_dir, plan_file, config_folder, quiet=as_json)
     try:
         opened = open_any(source, access, Weights.HEADERS)
@@ -96,8 +105,10 @@ def plan_command(
         mesh = program_mesh(opened.model, page_of(form), **degrees.arguments)
         _print_program(opened.model, page_of(form), mesh, source, uneven, as_json)
     elif degrees.are_given:
-        mesh = mesh_of(**degrees.arguments)
-        _print_plan(plan_of(opened.model, mesh, uneven=uneven, padding=padding), opened, source, as_json)
+        plan = plan_of(opened.model, mesh_of(**degrees.arguments), uneven=uneven, padding=padding)
+        if report is not None:
+            _draw(plan, source, padding, uneven, report)
+        _print_plan(plan, opened, source, as_json)
     elif save_file is None or as_json:
         _print_degrees(opened.model, source, padding, uneven, as_json)
 
@@ -185,6 +196,24 @@ def _print_plan(plan: Plan, opened: Source, source: str, as_json: bool) -> None:
             "all_reduce_per_token": {name: {"count": p.count, "bytes": p.nbytes} for name, p in passes.items()},
         }
     )
+
+
+def _draw(plan: Plan, source: str, padding: Padding, uneven: bool, file: Path) -> None:
+    """Write the page with the picture of a plan. Raises CheckpointError."""
+    from reshard.pages.document import write_page
+    from reshard.pages.plan_page import Degree, plan_page
+    from reshard.planning.sweep import sweep
+
+    found = []
+    for attempt in sweep(plan.model, pad=padding.allowed, uneven=uneven).attempts:
+        is_possible = attempt.refusal is None
+        remark = _remark(plan.model, attempt.degree, padding, uneven) if is_possible else _why_not(attempt)
+        found.append(Degree(attempt.degree, is_possible, remark))
+    try:
+        write_page(file, plan_page(plan, source, found))
+    except OSError as error:
+        raise CheckpointError(f"cannot write {file}: {error.strerror or error}") from None
+    print_note(f"Drew the plan: {file}")
 
 
 def _print_program(model: Model, page: Page, mesh: Mesh, source: str, uneven: bool, as_json: bool) -> None:

@@ -174,10 +174,10 @@ def _finish(answer: Answer, report: Path | None, *, as_json: bool, quiet: bool) 
 
 
 def _write_report(answer: Answer, file: Path) -> bool:
-    from verify.report.page import write_page
+    from verify.report.page import write_report
 
     try:
-        write_page(file, answer.to_document())
+        write_report(file, answer.to_document())
     except OSError as error:
         print_error(f"--report {file}: {error.strerror or error}")
         return False

@@ -102,7 +102,8 @@ def _plain_kind(entry: Entry, architecture: Architecture) -> str:
     return "row" if layout.rule.input_dims & layout.parallel_dims else "column"
 
 
-def _output_size(entry: Entry) -> int:
+def output_size(entry: Entry) -> int:
+    """The elements that a weight puts out for one token."""
     layout, rule = entry.layout, entry.layout.rule
     sizes = [length * dim.step // dim.per for length, dim in zip(layout.full, rule.dims, strict=True)]
     return math.prod(sizes[rule.arrow :]) if rule.arrow is not None else sizes[min(rule.input_dims) - 1]
@@ -237,7 +238,7 @@ def all_reduces(plan: Plan) -> tuple[AllReduce, AllReduce]:
             continue
         kind = _plain_kind(entry, architecture)
         if kind == "row":
-            blocks[entry.template, found.layers] = _output_size(entry)
+            blocks[entry.template, found.layers] = output_size(entry)
         elif kind == "vocabulary":
             vocabulary[entry.template] = max(n for i, n in enumerate(layout.full) if i not in layout.parallel_dims)
     sums = {(line, layer): size for (line, layers), size in blocks.items() for layer in layers or {None}}

@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from reshard.api import split
+from reshard.pages.markup import number, printable, ratio
 from tests import zoo
 from tests.support import command
 from tests.verify import browser
 from tests.verify.browser import Browser
-from verify.report.markup import number, printable, ratio
-from verify.report.page import page, write_page
+from verify.report.page import page, write_report
 from verify.report.plots import COLUMNS
 
 ROOT = Path(__file__).parents[2]
@@ -279,12 +279,12 @@ def test_ratios() -> None:
 def test_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "report.html"
     file.write_text("old")
-    write_page(file, same())
+    write_report(file, same())
     assert file.read_text(encoding="utf-8") == page(same())
     assert stat.S_IMODE(file.stat().st_mode) == 0o666 & ~_umask()
     monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk")))
     with pytest.raises(OSError, match="disk"):
-        write_page(file, different())
+        write_report(file, different())
     assert file.read_text(encoding="utf-8") == page(same())
     assert [file.name for file in tmp_path.iterdir()] == ["report.html"]
 
@@ -336,7 +336,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 def files(tmp_path_factory: pytest.TempPathFactory, real: tuple[Path, dict[str, Any]]) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("pages")
     for name, document in DOCUMENTS.items():
-        write_page(root / f"{name}.html", document())
+        write_report(root / f"{name}.html", document())
     return {"real": real[0], **{name: root / f"{name}.html" for name in DOCUMENTS}}
 
 

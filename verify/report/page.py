@@ -5,15 +5,13 @@ It is made from the document that ``--json`` prints, and has nothing that the do
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from formats.mesh import read_mesh
-from verify.report.markup import Html, element, joined, number, percent, ratio, to_number, void
+from reshard.pages.document import html_page, write_page
+from reshard.pages.markup import Html, element, joined, number, percent, ratio, to_number
 from verify.report.plots import histogram_plot, place_plot
 
 ROWS = 2000
@@ -24,36 +22,20 @@ HEADLINES = {"same": "The same model", "different": "Different", "unchecked": "C
 Document = Mapping[str, Any]
 
 
-def write_page(path: Path, document: Document) -> None:
+def write_report(path: Path, document: Document) -> None:
     """Write the page, whole or not at all; a file that exists is replaced. Raises OSError."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(page(document), encoding="utf-8")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    write_page(path, page(document))
 
 
 def page(document: Document) -> str:
     """The text of the page for a document of ``--json``."""
     style = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     headline = HEADLINES.get(str(document.get("verdict")), HEADLINES["unchecked"])
-    policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
-    head = element(
-        "head",
-        void("meta", charset="utf-8"),
-        void("meta", http_equiv="Content-Security-Policy", content=policy),
-        void("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        void("meta", name="color-scheme", content="light dark"),
-        element("title", f"{headline}: {Path(str(document.get('shards'))).name} · reshard verify"),
-        element("style", Html(style)),
-    )
     parts = (_header(document, headline), _plan(document), _exact(document), _forward(document), _gradients(document))
     foot = element("footer", element("p", "Written by ", element("code", "reshard verify"), ". ",
                    "The same in numbers: ", element("code", "--json"), "."), class_="muted")  # fmt: skip
     body = element("body", element("main", *parts, _setting(document)), foot)
-    return f"<!DOCTYPE html>\n{element('html', head, body, lang='en')}\n"
+    return html_page(f"{headline}: {Path(str(document.get('shards'))).name} · reshard verify", style, body)
 
 
 # ----------------------------------------------------------------------------------------------------------- sections

@@ -8,8 +8,8 @@ from typing import Any
 
 from formats.errors import ReshardError
 from formats.mesh import read_mesh
+from reshard.pages.markup import number, percent, ratio
 from reshard.text import align, human_bytes, plural
-from verify.report.markup import number, percent, ratio
 
 SHOWN = 10
 """Lines of each kind that the summary shows; ``--json`` has all of them."""

@@ -1,0 +1,1 @@
+"""Pages: HTML and SVG that need no network, no script, no font."""

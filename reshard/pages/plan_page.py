@@ -1,0 +1,363 @@
+"""The picture of a plan: one block of each kind, every weight as a rectangle to scale, with what each rank holds of it.
+
+The page needs nothing else: no network, no script, no font.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from formats.notation.axes import Dim, Run
+from reshard.pages.document import html_page
+from reshard.pages.markup import Html, element, joined
+from reshard.planning.model import Kind
+from reshard.planning.plan import Entry, Layout, Plan
+from reshard.planning.stages import layers_at
+from reshard.planning.totals import activation_bytes, kind_of, output_size, rows_of, totals_of
+from reshard.text import human_bytes, plural
+
+LONGEST = 220
+"""Units of the drawing for the longest side of the weights of one picture."""
+THINNEST = 6
+LINE = 11
+"""Units that a line of text takes."""
+MOST_PARTS = 200
+"""A side that is cut into more parts is drawn without cuts."""
+
+Ranks = frozenset[int]
+
+
+@dataclass(frozen=True)
+class Degree:
+    """A degree, whether it is possible, and what there is to say: bytes per rank, or why not."""
+
+    degree: int
+    is_possible: bool
+    remark: str
+
+
+def plan_page(plan: Plan, source: str, degrees: Sequence[Degree]) -> str:
+    """The text of the page."""
+    title = f"{source} on {plural(plan.mesh.size, 'rank')}, {plan.mesh}"
+    picture = _Picture(plan)
+    blocks = _blocks(plan)
+    parts = [
+        element("header", element("h1", title)),
+        _totals(plan),
+        element("h2", "What is cut where"),
+        _introduction(plan),
+        *(picture.block(name, kinds) for name, kinds in blocks),
+        _stages(plan),
+        _degrees(degrees),
+    ]
+    legend = element("div", *picture.legend(), class_="legend")
+    defs = element("svg", element("defs", *picture.patterns()), width="0", height="0", aria_hidden="true")
+    body = element("body", defs, element("main", *parts[:4], legend, *parts[4:]), class_="plan")
+    style = (Path(__file__).parent / "plan_page.css").read_text(encoding="utf-8")
+    return html_page(f"{title} · reshard plan", style, body)
+
+
+def _totals(plan: Plan) -> Html:
+    totals = totals_of(plan, rows_of(plan))
+    pairs = [
+        ("rules", plan.model.architecture.name),
+        ("all weights", human_bytes(totals.bytes_full)),
+        ("a rank holds", human_bytes(totals.bytes_per_rank)),
+        ("of that on other ranks too", f"{human_bytes(totals.replicated)} ({totals.share_replicated:.1%})"),
+    ]
+    if plan.mesh.size > 1:
+        for name, one in (("forward", totals.forward), ("backward", totals.backward)):
+            pairs.append((name, f"{human_bytes(one.nbytes)} a token in {plural(one.count, 'all-reduce')}"))
+    return element("dl", *(joined(element("dt", name), element("dd", text)) for name, text in pairs))
+
+
+def _introduction(plan: Plan) -> Html:
+    return joined(
+        element(
+            "p",
+            "Each rectangle is a weight: outputs from top to bottom, inputs from left to right, those of one picture "
+            "to one scale. A colour is what one rank holds. A weight that is cut from top to bottom (column-parallel) "
+            "takes the whole input and gives a rank a part of the outputs; the next one is cut from left to right "
+            "(row-parallel): it takes just that part, and the ranks add up what comes out, in one all-reduce.",
+        ),
+        element("p", "Point at a part to see which rows and columns it is, and of which rank.", class_="muted"),
+    )
+
+
+def _blocks(plan: Plan) -> list[tuple[str, list[Kind]]]:
+    """What is drawn: what stands outside of the layers, and one layer of each kind, named by all that are like it."""
+    order = {template: number for number, template in enumerate(plan.model.architecture.tensors)}
+    laid = sorted(plan.laid, key=lambda kind: order.get(kind.template, len(order)))
+    outside = [kind for kind in laid if not kind.layers]
+    layers = sorted({layer for kind in laid for layer in kind.layers})
+    alike: dict[tuple[Kind, ...], list[int]] = {}
+    for layer in layers:
+        alike.setdefault(tuple(kind for kind in laid if layer in kind.layers), []).append(layer)
+    shapes: dict[tuple[object, ...], tuple[tuple[Kind, ...], list[int]]] = {}
+    for kinds, found in alike.items():
+        key = tuple((kind.template, plan.laid[kind].layout.rule, kind.shape, kind.dtype) for kind in kinds)
+        shapes.setdefault(key, (kinds, []))[1].extend(found)
+    drawn = [(_layers(found), _one_of_each(plan, kinds)) for kinds, found in shapes.values()]
+    begin = min((order.get(kind.template, 0) for kind in laid if kind.layers), default=len(order))
+    first = [kind for kind in outside if order.get(kind.template, len(order)) < begin]
+    last = [kind for kind in outside if kind not in first]
+    named = [("Before the layers", _one_of_each(plan, first)), *drawn, ("After the layers", _one_of_each(plan, last))]
+    return [(name, kinds) for name, kinds in named if kinds]
+
+
+def _one_of_each(plan: Plan, kinds: Sequence[Kind]) -> list[Kind]:
+    """One kind for each rule, shape and cut."""
+    found: dict[tuple[object, ...], Kind] = {}
+    for kind in kinds:
+        layout = plan.laid[kind].layout
+        found.setdefault((kind.template, layout.full, kind.dtype, layout.dealt_by_name), kind)
+    return [*found.values()]
+
+
+def _layers(numbers: Sequence[int]) -> str:
+    """``Layer 3``, ``Layers 0 to 2, 5``."""
+    ordered = sorted(numbers)
+    runs: list[list[int]] = []
+    for number in ordered:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    shown = [str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
+    more = ", …" if len(shown) > 8 else ""
+    return f"{'Layer' if len(ordered) == 1 else 'Layers'} {', '.join(shown[:8])}{more}"
+
+
+class _Picture:
+    """Draws weights, and remembers which sets of ranks need a pattern."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._shared: dict[Ranks, str] = {}
+        self._scale = 1.0
+
+    # -- colours
+
+    def colour(self, rank: int) -> str:
+        """A colour that is told from those of other ranks, and seen on light and dark."""
+        count = self._plan.mesh.size
+        hue = rank * 360 / count if count <= 8 else rank * 137.5  # neighbours are never alike
+        return f"hsl({hue % 360:.0f} 62% {52 if rank % 2 else 60}%)"
+
+    def fill(self, ranks: Ranks) -> str:
+        """The fill of what these ranks hold."""
+        if len(ranks) == 1:
+            return self.colour(next(iter(ranks)))
+        return f"url(#{self._shared.setdefault(ranks, f'shared-{len(self._shared)}')})"
+
+    def patterns(self) -> Iterator[Html]:
+        """Stripes for what several ranks hold: of their colours, or grey where all do."""
+        everyone = frozenset(range(self._plan.mesh.size))
+        for ranks, name in self._shared.items():
+            is_all = ranks == everyone or len(ranks) > 8
+            colours = [] if is_all else [self.colour(rank) for rank in sorted(ranks)]
+            width = 6 if is_all else 5 * len(colours)
+            ground = element("rect", width=width, height=width, class_="ground")
+            stripes = [element("rect", x=5 * i, width=5, height=width, fill=each) for i, each in enumerate(colours)]
+            line = element("rect", width=2, height=width, class_="stripe") if is_all else None
+            yield element(
+                "pattern", ground, *stripes, line, id=name, width=width, height=width,
+                patternUnits="userSpaceOnUse", patternTransform="rotate(45)",
+            )  # fmt: skip
+
+    def legend(self) -> Iterator[Html]:
+        """What the colours mean."""
+        everyone = frozenset(range(self._plan.mesh.size))
+        for rank in range(min(self._plan.mesh.size, 16)):
+            yield self._key(self.colour(rank), f"rank {rank}")
+        if self._plan.mesh.size > 16:
+            yield element("span", f"… to rank {self._plan.mesh.size - 1}")
+        for ranks, name in self._shared.items():
+            if ranks == everyone:
+                yield self._key(f"url(#{name})", "on every rank")
+            elif len(self._shared) <= 12:
+                yield self._key(f"url(#{name})", f"on ranks {', '.join(map(str, sorted(ranks)))}")
+        if self._plan.padding:
+            yield element("span", _small(element("rect", width=14, height=14, class_="padding")), "padding: zeros")
+
+    @staticmethod
+    def _key(fill: str, text: str) -> Html:
+        return element("span", _small(element("rect", width=16, height=16, fill=fill)), text)
+
+    # -- blocks
+
+    def block(self, name: str, kinds: Sequence[Kind]) -> Html:
+        """A figure: the weights in their order, arrows to the row-parallel ones, a mark at each all-reduce."""
+        plan, pieces = self._plan, list[Html]()
+        self._scale = LONGEST / max(side for kind in kinds for side in _sides(plan.laid[kind].layout).lengths)
+        for kind in kinds:
+            entry = plan.laid[kind]
+            what = kind_of(entry, plan.model.architecture)
+            is_row = what.endswith("row") and len(entry.layout.full) > 1
+            if is_row:
+                pieces.append(element("span", "→", class_="arrow", title="each rank keeps its part"))
+            pieces.append(self._weight(kind, entry, what))
+            if is_row and plan.mesh.size > 1:
+                nbytes = human_bytes(output_size(entry) * activation_bytes(plan))
+                pieces.append(element("span", f"⊕ all-reduce, {nbytes} a token", class_="reduce"))
+            elif what == "vocabulary" and "embed" in kind.name and plan.mesh.size > 1:
+                pieces.append(element("span", "⊕ all-reduce", class_="reduce"))
+        return element("figure", element("h3", name), element("div", *pieces, class_="flow"))
+
+    def _weight(self, kind: Kind, entry: Entry, what: str) -> Html:
+        layout, sides = entry.layout, _sides(entry.layout)
+        height, width = (max(THINNEST, length * self._scale) for length in sides.lengths)
+        shape = "x".join(map(str, layout.stored)) or "one number"
+        local = "x".join(map(str, layout.boxes[min(layout.boxes)].shape))
+        name = kind.template.removesuffix(".weight").rpartition("{layer}.")[2]
+        hover = f"{kind.name}\n{layout.rule}\n{shape}; {local} on a rank"
+        cells = [self._cell(part, ranks, sides, hover) for part, ranks in _cells(sides) if ranks]
+        drawing = element(
+            "svg", element("title", hover), *cells, *self._labels(layout, sides, width),
+            viewBox=f"0 0 {width:.1f} {height:.1f}", width=f"{width:.1f}", height=f"{height:.1f}", role="img",
+        )  # fmt: skip
+        times = f", {kind.count} of them" if kind.count > max(1, len(kind.layers)) else ""
+        caption = element(
+            "figcaption", element("span", name, class_="name"), f"{what} · {shape}{sides.note}{times} ",
+            element("code", layout.rule),
+        )  # fmt: skip
+        return element("figure", drawing, caption, class_="weight")
+
+    def _cell(self, part: tuple[Run, Run], ranks: Ranks, sides: _Sides, hover: str) -> Html:
+        down, right = part
+        heights, widths = sides.lengths
+        box = {
+            "x": f"{right.offset * self._scale if widths * self._scale > THINNEST else 0:.2f}",
+            "y": f"{down.offset * self._scale if heights * self._scale > THINNEST else 0:.2f}",
+            "width": f"{max(THINNEST if widths * self._scale <= THINNEST else 0.5, right.length * self._scale):.2f}",
+            "height": f"{max(THINNEST if heights * self._scale <= THINNEST else 0.5, down.length * self._scale):.2f}",
+        }
+        holders = f"rank {min(ranks)}" if len(ranks) == 1 else f"ranks {', '.join(map(str, sorted(ranks)))}"
+        place = f"{holders}: {_extent('rows', down)}, {_extent('columns', right)}"
+        if down.offset >= sides.full[0] or right.offset >= sides.full[1]:
+            return element("rect", element("title", f"padding with zeros, {place}"), **box, class_="padding")
+        return element("rect", element("title", f"{place}\n{hover}"), **box, fill=self.fill(ranks), class_="cell")
+
+    def _labels(self, layout: Layout, sides: _Sides, width: float) -> Iterator[Html]:
+        """The names of what is packed, and lines between."""
+        sizes = self._plan.model.sizes.of({})
+        dim = layout.rule.dims[sides.dims[0]] if layout.rule.dims and sides.dims[0] is not None else None
+        if dim is None or len(dim.summands) < 2 or dim.counted != (1, 1):
+            return
+        offset = 0.0
+        try:
+            lengths = [Dim((summand,)).size(sizes) for summand in dim.summands]
+        except Exception:  # sizes that depend on the layer
+            return
+        for summand, length in zip(dim.summands, lengths, strict=True):
+            if offset:
+                y = f"{offset * self._scale:.2f}"
+                yield element("line", x1=0, x2=f"{width:.1f}", y1=y, y2=y, class_="block")
+            text = summand.label or str(summand)
+            if length * self._scale >= LINE:
+                yield element("text", text, x=3, y=f"{(offset + length / 2) * self._scale + 3:.2f}", class_="part")
+            offset += length
+
+
+@dataclass(frozen=True)
+class _Sides:
+    """A tensor as a rectangle: its two sides with padding and without, and what each rank holds of them.
+
+    ``dims`` are the dimensions that the sides are, ``note`` says what is not drawn.
+    """
+
+    lengths: tuple[int, int]
+    full: tuple[int, int]
+    runs: tuple[Sequence[tuple[Run, ...]], Sequence[tuple[Run, ...]]]
+    dims: tuple[int | None, int | None]
+    note: str
+    holders: Ranks
+
+
+def _sides(layout: Layout) -> _Sides:
+    """The last two dimensions of a tensor; a leading one instead of the first of these, if that is what is cut."""
+    count = len(layout.full)
+    dims = [*range(count)][-2:]
+    cut = [dim for dim in layout.parallel_dims if dim not in dims]
+    if cut and len(dims) == 2:
+        dims[0] = cut[0]
+    rest = [layout.full[dim] for dim in range(count) if dim not in dims]
+    note = f", drawn once for {'x'.join(map(str, rest))}" if rest else ""
+    everyone = [((Run(0, 1),) if rank in layout.boxes else ()) for rank in range(layout.ranks)]
+    runs, lengths, full = list[Sequence[tuple[Run, ...]]](), list[int](), list[int]()
+    for dim in dims:
+        runs.append(layout.runs(dim))
+        lengths.append(layout.padded[dim])
+        full.append(layout.full[dim])
+    found: list[int | None] = [*dims]
+    while len(runs) < 2:  # a vector is drawn as a bar
+        runs.insert(0, everyone)
+        lengths.insert(0, 1)
+        full.insert(0, 1)
+        found.insert(0, None)
+    if layout.rule.arrow is not None and found[0] is not None and found[0] < layout.rule.arrow:
+        for each in (runs, lengths, full, found):  # the input is stored first, but drawn from left to right as always
+            each.reverse()
+    holders = frozenset(layout.boxes)
+    return _Sides((lengths[0], lengths[1]), (full[0], full[1]), (runs[0], runs[1]), (found[0], found[1]), note, holders)
+
+
+def _cells(sides: _Sides) -> Iterator[tuple[tuple[Run, Run], Ranks]]:
+    """The parts of a rectangle that the same ranks hold."""
+    down, right = (
+        _segments(runs, length, full) for runs, length, full in zip(sides.runs, sides.lengths, sides.full, strict=True)
+    )
+    for (one, some), (other, others) in itertools.product(down, right):
+        yield (one, other), some & others
+
+
+def _segments(holders: Sequence[Sequence[Run]], length: int, full: int) -> list[tuple[Run, Ranks]]:
+    """One side, cut wherever another set of ranks holds it, and where the padding begins."""
+    edges = {edge for runs in holders for run in runs for edge in (run.offset, run.end)} | {0, length}
+    if full < length:
+        edges.add(full)
+    if len(edges) > MOST_PARTS:
+        return [(Run(0, length), frozenset(rank for rank, runs in enumerate(holders) if runs))]
+    found = []
+    for begin, end in itertools.pairwise(sorted(edges)):
+        ranks = (rank for rank, runs in enumerate(holders) if any(run.offset <= begin < run.end for run in runs))
+        found.append((Run(begin, end - begin), frozenset(ranks)))
+    return found
+
+
+def _extent(what: str, run: Run) -> str:
+    return f"{what} {run.offset:,} to {run.end - 1:,}"
+
+
+def _small(content: Html) -> Html:
+    return element("svg", content, viewBox="0 0 16 16", aria_hidden="true")
+
+
+def _stages(plan: Plan) -> Html | None:
+    if plan.mesh.pp == 1:
+        return None
+    ranks = plan.mesh.size // plan.mesh.pp
+    rows = []
+    for stage in range(plan.mesh.pp):
+        first = stage * ranks
+        where = f"ranks {first} to {first + ranks - 1}" if ranks > 1 else f"rank {first}"
+        cells = (f"stage {stage}", where, _layers(layers_at(plan.mesh, stage)))
+        rows.append(element("tr", *(element("td", cell) for cell in cells)))
+    return joined(element("h2", "Pipeline stages"), element("table", element("tbody", *rows)))
+
+
+def _degrees(degrees: Sequence[Degree]) -> Html:
+    rows = [
+        element(
+            "tr", element("td", each.degree, class_="number"), element("td", "yes" if each.is_possible else "no"),
+            element("td", each.remark), class_="yes" if each.is_possible else "no",
+        )
+        for each in degrees
+    ]  # fmt: skip
+    head = element("thead", element("tr", *(element("th", text) for text in ("--tp", "possible", ""))))
+    return joined(
+        element("h2", "Other degrees"), element("div", element("table", head, element("tbody", *rows)), class_="scroll")
+    )

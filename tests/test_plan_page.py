@@ -1,0 +1,115 @@
+"""The picture of a plan: what it draws is what the ranks hold, and how it looks in a real browser."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from formats.mesh import mesh_of
+from reshard.pages.plan_page import Degree, plan_page
+from reshard.planning.plan import Plan, plan_of
+from reshard.storage.access import Access, open_any
+from tests import store
+from tests.support import command
+from tests.verify import browser
+from tests.verify.browser import Browser
+
+CASES = {
+    "phi3": ("phi3", {"tp": 4}),
+    "mqa": ("llama", {"tp": 8}),
+    "stages": ("deepseek_v3", {"tp": 2, "pp": 2}),
+    "experts": ("mixtral", {"tp": 1, "ep": 2}),
+    "whole": ("gpt2", {"tp": 1}),
+}
+
+
+def plan_named(name: str) -> Plan:
+    model, degrees = CASES[name]
+    source = open_any(store.checkpoint(model), Access())
+    return plan_of(source.model, mesh_of(degrees["tp"], degrees.get("ep", 1), False, degrees.get("pp", 1), ()))
+
+
+def page_named(name: str) -> str:
+    return plan_page(plan_named(name), f"a <b>{name}</b>", [Degree(2, True, "1 MB"), Degree(3, False, "no <3> heads")])
+
+
+PART = re.compile(
+    r"<title>(?:padding with zeros, )?ranks? ([\d, ]+): "
+    r"rows ([\d,]+) to ([\d,]+), columns ([\d,]+) to ([\d,]+)\n?([^\n<]*)"
+)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_drawn_is_what_the_ranks_hold(name: str) -> None:
+    plan, drawn = plan_named(name), Counter[tuple[str, int]]()
+    for ranks, top, bottom, left, right, tensor in PART.findall(page_named(name)):
+        first, last, begin, end = (int(text.replace(",", "")) for text in (top, bottom, left, right))
+        for rank in ranks.split(", "):
+            drawn[tensor, int(rank)] += (last + 1 - first) * (end + 1 - begin)
+    names = {tensor for tensor, _ in drawn} - {""}
+    assert len(names) > 5
+    for entry in (entry for entry in plan.laid.values() if entry.name in names and len(entry.layout.full) <= 2):
+        layout, times = entry.layout, set[float]()
+        for rank, box in layout.boxes.items():
+            held = 1
+            for dim, runs in enumerate(box.dims):  # padding is drawn apart
+                held *= sum(max(0, min(run.end, layout.full[dim]) - run.offset) for run in runs)
+            times.add(drawn[entry.name, rank] / held)
+        assert len(times) == 1 and times <= {1.0, 2.0}, entry.name  # like tensors may stand in layers of two kinds
+
+
+def test_what_it_says() -> None:
+    text = page_named("phi3")
+    assert "a &lt;b&gt;phi3&lt;/b&gt; on 4 ranks, tp 4" in text and "<b>" not in text and "no &lt;3&gt; heads" in text
+    assert re.findall(r'class="part">(\w+)<', text) == ["q", "k", "v", "gate", "up"]
+    assert text.count("⊕ all-reduce, ") == 2 and "padding with zeros" in text and "on every rank" in text
+    assert "Layers 0 to 2" in text
+    stages = page_named("stages")
+    assert "Pipeline stages" in stages and "stage 1" in stages and "Layers 1 to 2" in stages
+    assert "all-reduce, " not in page_named("whole")
+    shared = page_named("mqa")
+    assert "on ranks 0, 1" in shared
+
+
+def test_command(tmp_path: Path) -> None:
+    source, file = store.checkpoint("llama"), tmp_path / "plan.html"
+    done = command("plan", source, "--tp", "2", "--report", file)
+    assert done.returncode == 0 and done.stderr == f"Drew the plan: {file}\n" and "bytes per rank" in done.stdout
+    assert "attention heads do not divide by 3" in file.read_text()
+    for arguments in (("--report", file), ("--tp", "2", "--as", "vllm", "--report", file)):
+        assert "--report goes with" in command("plan", source, *arguments).stderr
+    missing = tmp_path / "none" / "plan.html"
+    assert "there is no folder" in command("plan", source, "--tp", "2", "--report", missing).stderr
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    program = browser.find()
+    if program is None:
+        pytest.skip("no Chromium on this machine (apt-get install chromium)")
+    with Browser(program, tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("width", "scheme"), [(400, "dark"), (1600, "light")])
+def test_in_a_browser(name: str, width: int, scheme: str, chromium: Browser, tmp_path: Path) -> None:
+    file = tmp_path / "plan.html"
+    file.write_text(page_named(name), encoding="utf-8")
+    chromium.open(file, width=width, scheme=scheme)
+    assert max(chromium.evaluate("[document.documentElement.scrollWidth, document.body.scrollWidth]")) <= width
+    asked = [e["params"]["request"]["url"] for e in chromium.events if e["method"] == "Network.requestWillBeSent"]
+    assert asked == [file.as_uri()]
+    assert not [e for e in chromium.events if e["method"] in {"Runtime.exceptionThrown", "Log.entryAdded"}]
+    boxes = "[...document.querySelectorAll('.weight svg')].map(s => s.getBoundingClientRect())"
+    sizes = chromium.evaluate(f"{boxes}.map(r => [r.width, r.height])")
+    assert len(sizes) > 5 and all(min(size) >= 5 and size[0] <= width for size in sizes)
+    fills = "[...document.querySelectorAll('rect.cell')].map(r => getComputedStyle(r).fill)"
+    assert all(fill.startswith(("rgb", "hsl", "url")) for fill in chromium.evaluate(fills))
+    known = "[...document.querySelectorAll('pattern')].map(p => p.id)"
+    used = {found[1] for fill in chromium.evaluate(fills) if (found := re.search(r"#([\w-]+)", fill))}
+    assert used <= set(chromium.evaluate(known))

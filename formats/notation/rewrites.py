@@ -94,8 +94,11 @@ class Line:
     another dtype, without loss. ``function`` is the one arithmetic that some program does. ``first_rank`` says that of
     equal parts all but the first rank's are zeros, ``whole`` that every rank has all of it, ``every_stage`` that every
     pipeline stage has it. ``deal`` is the axis that is dealt over ``tp`` in place of those that the model's rules deal.
-    ``first_stage`` is another name on the first of several stages. Where a tensor that ``without`` matches is there,
-    the line does not hold. With ``also``, the tensor is stored once more under the line's name, if no tensor has it
+    ``by`` is the axis behind which the sources are joined: each of its indices has a part of all of them. What is
+    joined ``evenly`` is divided over ``tp`` in equal ranges, wherever these end.
+    ``first_stage`` and ``last_stage`` are other names on the first and the last of several stages. Where a tensor that
+    ``without`` matches is there, the line does not hold; with ``beside`` it holds only where that tensor is there, with
+    the same indices. With ``also``, the tensor is stored once more under the line's name, if no tensor has it
     (two names of one tensor). ``types`` are the classes and model types for which the line holds, as ``config.json``
     has them at its top; None: all.
     """
@@ -113,8 +116,12 @@ class Line:
     whole: bool = False
     every_stage: bool = False
     first_stage: str | None = None
+    last_stage: str | None = None
     deal: str | None = None
+    by: str | None = None
+    evenly: bool = False
     without: Pattern | None = None
+    beside: Pattern | None = None
     also: bool = False
     types: frozenset[str] | None = None
 
@@ -189,10 +196,12 @@ class Use:
 class Page:
     """A program's format.
 
-    ``files`` is the name of a rank's weight file, ``files_pp`` that of a rank of several pipeline stages. Where
-    ``files`` cannot name several, a larger rank has files named as ``parts`` says, with an ``index``. With ``keep``,
+    ``files`` is the name of a rank's weight file, ``files_pp`` that of a rank of several pipeline stages, ``files_ep``
+    of several ranks of experts, ``files_pp_ep`` of both. They lie in ``folder``, which the file ``tracker`` names.
+    ``inside`` is the entry of a file that has the tensors, ``entries`` are what else stands there. Where ``files`` cannot name several, a larger rank has files named as ``parts`` says, with an ``index``. With ``keep``,
     what no line covers keeps its name. The vocabulary is padded to a multiple of ``pad_to`` (0: it is not padded at
-    all) and of the degree or, with ``pad_times_degree``, of their product where ``pad_to`` alone does not do. With
+    all) and of the degree or, with ``pad_times_degree``, of their product where ``pad_to`` alone does not do, with
+    ``pad_product`` of their product in any case. ``numbered`` has the indices that each rank counts from 0. With
     ``same_ranks``, experts are dealt whole over the ranks of ``tp``. ``engine`` is the engine that ``reshard verify
     --engine`` runs, and ``load_format`` what it calls the format. ``model_types`` are those for which the page is known
     to be right; empty: the names of its lines decide. With ``boxes``, each file says where its pieces begin (see
@@ -213,11 +222,19 @@ class Page:
     same_ranks: bool
     model_types: tuple[str, ...] = ()
     files_pp: str | None = None
+    files_ep: str | None = None
+    files_pp_ep: str | None = None
+    folder: str | None = None
+    tracker: str | None = None
+    inside: str | None = None
+    entries: Mapping[str, int | float] = field(default_factory=dict)
     engine: str | None = None
     load_format: str | None = None
     parts: str | None = None
     index: str | None = None
     pad_times_degree: bool = False
+    pad_product: bool = False
+    numbered: tuple[str, ...] = ()
     demands: tuple[Demand, ...] = ()
     settings: Settings | None = None
     ignored: tuple[Pattern, ...] = ()
@@ -233,8 +250,16 @@ class Page:
         of_a_stage = mesh.size // mesh.pp
         words = {"rank": rank, "ranks": mesh.size, "part": part, "pp": mesh.stage(rank % mesh.size)}
         words |= {"tp": rank % of_a_stage, "shard": rank + 1, "number": part + 1, "parts": parts}
-        name = self.files if mesh.pp == 1 or self.files_pp is None else self.files_pp
-        return (self.parts if parts > 1 and self.parts is not None else name).format_map(words)
+        words |= {f"{name}_rank": place for name, place in mesh.coordinates(rank % mesh.size).items()}
+        words |= {name: 0 for name in ("tp_rank", "pp_rank", "ep_rank") if name not in words}
+        name = self.files_of(mesh.pp > 1, dict(mesh.degrees).get("ep", 1) > 1)
+        name = (self.parts if parts > 1 and self.parts is not None else name).format_map(words)
+        return f"{self.folder}/{name}" if self.folder else name
+
+    def files_of(self, pp: bool, ep: bool) -> str:
+        """How weight files are named where there are several stages, and several ranks of experts."""
+        both = self.files_pp_ep if pp and ep else None
+        return both or (self.files_pp if pp else None) or (self.files_ep if ep else None) or self.files
 
     def of(self, config: Mapping[str, Any]) -> Page:
         """The page with the lines for a model of this config alone."""
@@ -292,8 +317,12 @@ _LINE_KEYS = {
     "whole",
     "every_stage",
     "first_stage",
+    "last_stage",
     "deal",
+    "by",
+    "evenly",
     "without",
+    "beside",
     "also",
 }
 
@@ -320,11 +349,19 @@ def read_page(path: Path) -> Page:
             same_ranks=document.get("same_ranks", False),
             model_types=tuple(document.get("model_types", ())),
             files_pp=document.get("files_pp"),
+            files_ep=document.get("files_ep"),
+            files_pp_ep=document.get("files_pp_ep"),
+            folder=document.get("folder"),
+            tracker=document.get("tracker"),
+            inside=document.get("inside"),
+            entries=document.get("entries", {}),
             engine=document.get("engine"),
             load_format=document.get("load_format"),
             parts=document.get("parts"),
             index=document.get("index"),
             pad_times_degree=document.get("pad_times_degree", False),
+            pad_product=document.get("pad_product", False),
+            numbered=tuple(document.get("numbered", ())),
             demands=tuple(Demand(read_expression(holds), why) for holds, why in document["demands"].items()),
             settings=_settings(document["config"]) if "config" in document else None,
             ignored=tuple(map(Pattern, document.get("ignored", ()))),
@@ -386,8 +423,12 @@ def _lines(target: str, value: Any) -> Iterator[Line]:
             whole=table.get("whole", False),
             every_stage=table.get("every_stage", False),
             first_stage=table.get("first_stage"),
+            last_stage=table.get("last_stage"),
             deal=table.get("deal"),
+            by=table.get("by"),
+            evenly=table.get("evenly", False),
             without=Pattern(table["without"]) if "without" in table else None,
+            beside=Pattern(table["beside"]) if "beside" in table else None,
             also=table.get("also", False),
         )
         for source in line.sources:

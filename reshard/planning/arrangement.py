@@ -15,19 +15,21 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from formats.errors import MismatchError, PlanError
+from formats.errors import MismatchError, NotationError, PlanError
 from formats.files.boxes import At
 from formats.files.safetensors import DTYPE_BITS
 from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture import Architecture, is_index
-from formats.notation.axes import Dim, Shape, Summand
+from formats.notation.axes import Dim, Run, Shape, Summand
 from formats.notation.components import Component, components, whole, without_first
 from formats.notation.rewrites import Constant, Line, Page, Use
 from formats.notation.unfused_experts import by_name
 from reshard.planning.boxes import InBoxes, Lies, boxes_on
 from reshard.planning.model import BoundTensor, Kind, Model
-from reshard.planning.plan import Layout, Plan, layout_of, make_plan, owners_of
+from reshard.planning.plan import Box, Layout, Plan, layout_of, make_plan, owners_of
 from reshard.planning.rows import Rows
+from reshard.planning.shares import shares_of
+from reshard.planning.stages import divided, layers_at
 
 
 class Atom(NamedTuple):
@@ -80,10 +82,28 @@ Boxes = Mapping[str, Mapping[int, At]]
 """The boxes of stored tensors, by the tensor's name and the number of a file."""
 
 
+@dataclass(frozen=True, eq=False)
+class Naming:
+    """The name of a stored tensor where it is not the same on all ranks.
+
+    ``targets`` has the program's name on each rank, with indices as in ``{layer}``; ``at`` the numbers of these, and
+    ``firsts`` for each rank the number from which it counts them.
+    """
+
+    targets: Sequence[str]
+    at: Mapping[str, int]
+    firsts: Sequence[Mapping[str, int]]
+
+    def on(self, rank: int) -> str:
+        """The name on a rank."""
+        name, firsts = self.targets[rank], self.firsts[rank]
+        return _filled(name, {axis: number - firsts.get(axis, 0) for axis, number in self.at.items()})
+
+
 class Stored(NamedTuple):
     """A tensor of a program's. ``atoms`` are in the order of the stack, then of the slots.
 
-    ``names`` has its name on each rank, if it is not the same on all.
+    ``naming`` has its name on each rank, if it is not the same on all.
     """
 
     name: str
@@ -91,11 +111,11 @@ class Stored(NamedTuple):
     geometry: Geometry | InBoxes
     atoms: tuple[Atom, ...]
     constant: Constant | None = None
-    names: tuple[str, ...] = ()
+    naming: Naming | None = None
 
     def name_on(self, rank: int) -> str:
         """Its name on a rank."""
-        return self.names[rank] if self.names else self.name
+        return self.naming.on(rank) if self.naming else self.name
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +164,8 @@ class Geometry:
                 shape, found, size = self._one(rank, start)
             first = count * size
             for slot, (base, rows) in enumerate(found):
-                lies[start + slot] = Lies(first + base, rows)
+                if rank not in self.layouts[start + slot].empty:
+                    lies[start + slot] = Lies(first + base, rows)
             count += 1
         if shape is None:
             return None, lies
@@ -271,6 +292,8 @@ class _Reading:
         self.model, self.page = model, page.of(model.config)
         self.names = {kind: template_of(model.architecture, kind) for kind in model.kinds}
         self._there = frozenset(self.names.values())
+        self._beside = _Beside(model, self.page)
+        self._first = {tensor.kind: tensor for tensor in reversed(model.tensors)} if self._beside.lines else {}
 
     def all(self) -> dict[Kind, Taken]:
         """What the program makes of each kind."""
@@ -315,9 +338,11 @@ class _Reading:
     def _uses(self, name: str, kind: Kind) -> Iterator[Use]:
         for use in self.page.uses(name):
             line = use.line
-            if line.also:
+            if line.also or (line.by is not None and line.by not in kind.rule.axes):
                 continue
             if line.without is not None and any(line.without.match(other) is not None for other in self._there):
+                continue
+            if line.beside is not None and not self._beside.holds(use, self._first[kind]):
                 continue
             if line.when is None or self.model.sizes.evaluate(line.when, dict(kind.indices)):
                 yield use
@@ -358,9 +383,16 @@ class _Reading:
             order[at], order[at + 1] = order[at + 1], order[at]
         counts = tuple(component.counts[dim] for dim in dims)
         joined = len(dims) - 1 if has_arrow and len(dims) > 1 else 0
+        lead = 0
+        if line.by is not None:
+            begin = sum(counts[:joined])
+            inside = [component.factors[place].axis for place in order[begin : begin + counts[joined]]]
+            if line.by not in inside:
+                raise PlanError(f"tensor '{kind.name}': '{line.by}' is no factor of '{component.shape}'")
+            lead = inside.index(line.by) + 1
         return Portion(
             component, by_index, use.target, use.stacked[1:-1] if use.stacked else None, use.source,
-            len(line.sources), line, tuple(order), counts, joined, 0,
+            len(line.sources), line, tuple(order), counts, joined, lead,
         )  # fmt: skip
 
     def _apart(self, kind: Kind, use: Use) -> Iterator[Portion]:
@@ -379,6 +411,48 @@ class _Reading:
             if found is not None and (renaming.when is None or self.model.sizes.evaluate(renaming.when, {})):
                 return replace(portion, target=renaming.new.fill(found))
         return portion
+
+
+class _Beside:
+    """Which of a model's tensors have another beside them, for the lines of a page that ask for one."""
+
+    def __init__(self, model: Model, page: Page) -> None:
+        self._architecture, self._page = model.architecture, page
+        self.lines = [line for line in page.lines if line.beside is not None]
+        self._names = {kind: template_of(model.architecture, kind) for kind in model.kinds} if self.lines else {}
+        wanted = {other for name in self._names.values() for other in self._others(name)}
+        self._axes = {kind: tuple(model.architecture.index_places(kind.name)) for kind in self._names}
+        self._there: dict[str, set[tuple[int, ...]]] = {name: set() for name in wanted}
+        for tensor in model.tensors if wanted else ():
+            if self._names[tensor.kind] in wanted:
+                self._there[self._names[tensor.kind]].add(tensor.at)
+
+    def holds(self, use: Use, tensor: BoundTensor) -> bool:
+        """Whether a tensor has beside it what a line that covers it asks for."""
+        return self._has(self._other(use, self._names[tensor.kind]), tensor)
+
+    def key(self, tensor: BoundTensor) -> tuple[bool, ...]:
+        """What a tensor has beside it, of all that lines that cover it ask for."""
+        return tuple(self._has(other, tensor) for other in self._others(self._names[tensor.kind]))
+
+    def _has(self, other: str, tensor: BoundTensor) -> bool:
+        numbers = dict(zip(self._axes[tensor.kind], tensor.at, strict=True))
+        axes = [segment[1:-1] for segment in other.split(".") if segment.startswith("{")]
+        return tuple(numbers.get(axis, -1) for axis in axes) in self._there[other]
+
+    def _others(self, name: str) -> list[str]:
+        return [self._other(use, name) for use in self._page.uses(name) if use.line.beside is not None]
+
+    @staticmethod
+    def _other(use: Use, name: str) -> str:
+        assert use.line.beside is not None
+        return use.line.beside.fill(use.line.sources[use.source].match(name) or {})
+
+
+def apart_by_lines(model: Model, page: Page) -> Model:
+    """The same model, in which all tensors of a kind are covered by the same lines of a page."""
+    beside = _Beside(model, page.of(model.config))
+    return divided(model, beside.key) if beside.lines else model
 
 
 def template_of(architecture: Architecture, kind: Kind) -> str:
@@ -461,6 +535,7 @@ class _Part(NamedTuple):
     portion: Portion
     layout: Layout
     dtype: str
+    at: Mapping[str, int]
 
 
 class Arrangement:
@@ -481,6 +556,7 @@ class Arrangement:
         self._owners: dict[tuple[object, ...], frozenset[int] | None] = {}
         self._geometries: dict[tuple[object, ...], Geometry] = {}
         self._boxed: dict[tuple[object, ...], InBoxes] = {}
+        self._even: dict[tuple[object, ...], tuple[Layout, ...]] = {}
         self._index_axes: dict[Kind, tuple[str, ...]] = {}
         self.stored = tuple(self._stored())
         self.stored += tuple(self._constants(page.constants if page else ()))
@@ -502,11 +578,11 @@ class Arrangement:
             for portion in self.taken[tensor.kind] if tensor.name not in self.dropped else ():
                 dtype = (portion.line.dtype if portion.line else None) or tensor.dtype
                 for index in range(tensor.shape[0]) if portion.by_index else (None,):
-                    name, place = self._name(tensor, portion, index)
+                    name, place, at = self._name(tensor, portion, index)
                     key = (tensor.kind, portion, index)
                     if key not in layouts:
                         layouts[key] = self._layout(tensor.kind, portion, index)
-                    part = _Part(Atom(tensor.name, portion.component.label, index), portion, layouts[key], dtype)
+                    part = _Part(Atom(tensor.name, portion.component.label, index), portion, layouts[key], dtype, at)
                     other = found.setdefault(name, {}).setdefault((place, portion.slot), part)
                     if other is not part:
                         raise PlanError(f"tensors '{other.atom.tensor}' and '{tensor.name}' have one place in '{name}'")
@@ -525,14 +601,27 @@ class Arrangement:
             shown = " and ".join(sorted(dtypes))
             raise PlanError(f"'{name}' would be joined from tensors of different dtypes, {shown}")
         portions = tuple(part.portion for part in ordered[:slots])
-        layouts = tuple(part.layout for part in ordered)
+        layouts = self._evenly(name, portions, tuple(part.layout for part in ordered))
         key = (portions, layouts, first.dtype)
         if key not in self._geometries:
             self._geometries[key] = Geometry(portions, layouts, is_stack, DTYPE_BITS[first.dtype])
         whole_one = self._geometries[key]
         geometry = whole_one if self.boxes is None else self._in_boxes(name, whole_one, self.boxes)
-        atoms, names = tuple(part.atom for part in ordered), self._names(name, first.portion.line)
-        return Stored(name, first.dtype, geometry, atoms, names=names)
+        atoms = tuple(part.atom for part in ordered)
+        return Stored(name, first.dtype, geometry, atoms, naming=self._naming(first.portion, first.at))
+
+    def _evenly(self, name: str, portions: tuple[Portion, ...], layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
+        """The layouts of what is joined, where its ranks have equal ranges of it."""
+        line, mesh = portions[0].line, self._laid.mesh
+        if line is None or not line.evenly or dict(mesh.degrees).get("tp", 1) == 1:
+            return layouts
+        key = (portions, layouts)
+        if key not in self._even:
+            try:
+                self._even[key] = evenly(portions, layouts, mesh)
+            except NotationError as error:
+                raise PlanError(f"'{name}' cannot be split over {mesh}: {error.message}", error.hint) from None
+        return self._even[key]
 
     def _in_boxes(self, name: str, geometry: Geometry, boxes: Boxes) -> InBoxes:
         if name not in boxes:
@@ -549,34 +638,54 @@ class Arrangement:
         for tensor in self.plan.model.tensors if found else ():
             for target in found.get(tensor.kind, ()):
                 portion = _kept(whole(tensor.kind.rule), target)
-                name, _ = self._name(tensor, portion, None)
+                name, _, at = self._name(tensor, portion, None)
                 if name not in there:
                     layout = self._layout(tensor.kind, portion, None)
-                    yield self._join(name, {(0, 0): _Part(Atom(tensor.name), portion, layout, tensor.dtype)})
+                    yield self._join(name, {(0, 0): _Part(Atom(tensor.name), portion, layout, tensor.dtype, at)})
 
-    def _names(self, name: str, line: Line | None) -> tuple[str, ...]:
-        """The name of a stored tensor on each rank, if it is another one on the first pipeline stage."""
-        mesh = self.plan.mesh
-        if line is None or line.first_stage is None or mesh.pp == 1:
-            return ()
-        return tuple(line.first_stage if mesh.stage(rank) == 0 else name for rank in range(mesh.size))
+    def _naming(self, portion: Portion, at: Mapping[str, int]) -> Naming | None:
+        """The name of a stored tensor on each rank, if it is not the same on all."""
+        mesh, target = self.plan.mesh, str(portion.target)
+        own = {"first": portion.line.first_stage, "last": portion.line.last_stage} if portion.line else {}
+        is_staged = mesh.pp > 1 and any(own.values())
+        if self.boxes is not None or not (is_staged or self._firsts and any(f"{{{axis}}}" in target for axis in at)):
+            return None
+        stages = {0: own.get("first"), mesh.pp - 1: own.get("last")} if is_staged else {}
+        key = (target, *stages.items())
+        if key not in self._targets:
+            self._targets[key] = tuple(stages.get(mesh.stage(rank)) or target for rank in range(mesh.size))
+        return Naming(self._targets[key], at, self._firsts or ({},) * mesh.size)
 
-    def _name(self, tensor: BoundTensor, portion: Portion, index: int | None) -> tuple[str, int]:
-        """The program's name, and the place in the stack."""
+    @cached_property
+    def _targets(self) -> dict[tuple[object, ...], tuple[str, ...]]:
+        return {}
+
+    @cached_property
+    def _firsts(self) -> Sequence[Mapping[str, int]]:
+        """For each rank, the numbers from which it counts the indices in names; none if names have the model's own."""
+        numbered, mesh, model = self.page.numbered if self.page else (), self.plan.mesh, self.plan.model
+        sizes = {axis: size for axis, size in model.sizes.counts.items() if axis in numbered}
+        found = []
+        for rank in range(mesh.size if numbered else 0):
+            shares = shares_of(model, mesh, rank, sizes, frozenset(sizes))
+            firsts = {axis: shares[axis].run(size).offset for axis, size in sizes.items() if axis in shares}
+            if mesh.pp > 1:
+                firsts[model.architecture.layers.text] = layers_at(mesh, mesh.stage(rank)).start
+            found.append(firsts)
+        return found
+
+    def _name(self, tensor: BoundTensor, portion: Portion, index: int | None) -> tuple[str, int, Mapping[str, int]]:
+        """The program's name, the place in the stack, and the indices in the name."""
         at = dict(zip(self._axes(tensor.kind), tensor.at, strict=True))
         if index is not None:
             at[str(tensor.kind.rule.dims[0].axis)] = index
         place = at[portion.stacked] if portion.stacked is not None else 0
         if portion.target is None:
-            return tensor.name, place
-        name = portion.target
-        if "{number" in name:
+            return tensor.name, place, at
+        if "{number" in portion.target:
             numbers = (segment for segment in tensor.name.split(".") if is_index(segment))
             at |= {f"number{i}": int(number) for i, number in enumerate(numbers)}
-        if "{" in name:
-            for axis, number in at.items():
-                name = name.replace(f"{{{axis}}}", str(number))
-        return name, place
+        return _filled(portion.target, at), place, at
 
     def _axes(self, kind: Kind) -> tuple[str, ...]:
         if kind not in self._index_axes:
@@ -613,6 +722,59 @@ class Arrangement:
                 found = constant.beside.match(each.name)
                 for name in constant.names if found is not None else ():
                     yield Stored(name.fill(found or {}), constant.dtype, each.geometry, (), constant)
+
+
+def _filled(name: str, at: Mapping[str, int]) -> str:
+    """A name with numbers in place of ``{layer}`` and its like."""
+    if "{" in name:
+        for axis, number in at.items():
+            name = name.replace(f"{{{axis}}}", str(number))
+    return name
+
+
+def evenly(portions: Sequence[Portion], layouts: Sequence[Layout], mesh: Mesh) -> tuple[Layout, ...]:
+    """The layouts of joined atoms of which each rank of ``tp`` has an equal range, wherever it ends.
+
+    Raises NotationError for a range that is no product of runs of the atoms' factors.
+    """
+    first, degree = portions[0], dict(mesh.degrees)["tp"]
+    places = [portion.order[sum(portion.counts[: portion.dim]) :][: portion.counts[portion.dim]] for portion in portions]
+    count = math.prod(layouts[0].full[place] for place in places[0][: first.lead])
+    if count % degree == 0:
+        return tuple(layouts)
+    sizes = [[layout.full[p] for p in of[first.lead :]] for layout, of in zip(layouts, places, strict=True)]
+    total = sum(map(math.prod, sizes))
+    length, rest = divmod(count * total, degree)
+    if rest or first.lead != 1 or total % length:
+        raise NotationError(f"{count * total} rows do not divide into {degree} equal parts of one head's group")
+    boxes: list[dict[int, Box]] = [{} for _ in layouts]
+    for rank in layouts[0].boxes:
+        lead, begin = divmod(mesh.coordinates(rank)["tp"] * length, total)
+        for slot, (layout, of) in enumerate(zip(layouts, places, strict=True)):
+            size = math.prod(sizes[slot])
+            inside = Run(min(max(begin, 0), size), max(min(begin + length, size) - max(begin, 0), 0))
+            begin -= size
+            dims = list(layout.boxes[rank].dims)
+            for place, runs in zip(of, ((Run(lead, 1),), *_as_product(inside, sizes[slot])), strict=True):
+                dims[place] = runs
+            boxes[slot][rank] = Box(tuple(dims), tuple(sum(run.length for run in dim) for dim in dims))
+    return tuple(
+        replace(layout, boxes=of, parallel_dims=layout.parallel_dims | {*places[slot]})
+        for slot, (layout, of) in enumerate(zip(layouts, boxes, strict=True))
+    )
+
+
+def _as_product(run: Run, sizes: Sequence[int]) -> Iterator[tuple[Run, ...]]:
+    """The runs of each factor, slowest first, whose product a run is; raises NotationError if there are none."""
+    for number, size in enumerate(sizes):
+        inner = math.prod(sizes[number + 1 :])
+        if run.offset % inner == 0 and run.length % inner == 0:
+            outer, run = Run(run.offset // inner, run.length // inner), Run(0, inner)
+        elif run.offset // inner == (run.end - 1) // inner:
+            outer, run = Run(run.offset // inner, 1), Run(run.offset % inner, run.length)
+        else:
+            raise NotationError(f"a rank would have {run.length} rows from row {run.offset} on, in heads of {inner}")
+        yield (outer,) if outer.length else ()
 
 
 def _dealt_along(model: Model, axis: str) -> Model:

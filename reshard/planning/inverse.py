@@ -83,6 +83,9 @@ class Origins:
             if sources is not None:
                 is_spelled = line.types is not None and len(sources) == 1 and self._is_same_line(sources[0], name)
                 return [name] if is_spelled else sources  # as transformers itself saves it
+        for line in self._page.lines:
+            if name in {line.first_stage, line.last_stage} and (sources := self._known(line, {})) is not None:
+                return sources
         return [name] if self._page.keep and self._is_known(name) else None
 
     def _holds(self, line: Line) -> bool:

@@ -53,6 +53,11 @@ class Layout:
         """Whether every rank holds the whole tensor."""
         return not self.parallel_dims and not self.dealt_by_name
 
+    @cached_property
+    def empty(self) -> frozenset[int]:
+        """The ranks that have a part without elements."""
+        return frozenset(rank for rank, box in self.boxes.items() if 0 in box.shape and 0 not in self.full)
+
     def runs(self, dim: int) -> list[tuple[Run, ...]]:
         """The runs of a dimension that each rank owns."""
         return [self.boxes[rank].dims[dim] if rank in self.boxes else () for rank in range(self.ranks)]

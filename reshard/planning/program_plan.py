@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from formats.errors import PlanError
 from formats.mesh import Mesh
 from formats.notation.rewrites import Page
-from reshard.planning.arrangement import check_model_type
+from reshard.planning.arrangement import apart_by_lines, check_model_type
 from reshard.planning.model import Model
 from reshard.planning.plan import Plan, make_plan
 from reshard.planning.shares import padding_for
@@ -41,13 +42,19 @@ def check_demands(model: Model, page: Page, mesh: Mesh) -> None:
             )
 
 
-def program_plan(model: Model, page: Page, mesh: Mesh, *, pad: bool = True) -> Plan:
+def program_plan(
+    model: Model, page: Page, mesh: Mesh, *, pad: bool = True, padding: Mapping[str, int] | None = None
+) -> Plan:
     """The plan of a model on a mesh, padded as a program's page says.
 
-    With ``pad=False`` a vocabulary that does not divide is refused. Where files have boxes, nothing is padded: what
-    does not divide is dealt unevenly. Raises PlanError if the degree is not possible.
+    With ``pad=False`` a vocabulary that does not divide is refused. ``padding`` has the padded sizes of what is stored.
+    Where files have boxes and nothing is padded, what does not divide is dealt unevenly. Raises PlanError if the degree
+    is not possible.
     """
-    if page.boxes:
+    model = apart_by_lines(model, page)
+    if padding is not None:
+        return make_plan(model, mesh, padding=padding)
+    if page.boxes and page.pad_to == 1:
         units = dict.fromkeys(sorted(padding_for(model, mesh, 1)), 1) | dict(mesh.uneven)
         return make_plan(model, replace(mesh, uneven=tuple(units.items())), pad=False)
     return make_plan(model, mesh, pad=pad and page.pad_to > 0, pad_to=_multiple(model, page, mesh))
@@ -56,6 +63,8 @@ def program_plan(model: Model, page: Page, mesh: Mesh, *, pad: bool = True) -> P
 def _multiple(model: Model, page: Page, mesh: Mesh) -> int:
     """What the vocabulary is padded to a multiple of."""
     multiple, degree = max(page.pad_to, 1), dict(mesh.degrees).get("tp", 1)
+    if page.pad_product:
+        return multiple * degree
     if page.pad_times_degree:
         sizes = [sizes[axis] for sizes in model.axis_sets() for axis in model.architecture.pad if axis in sizes]
         if any(-(-size // multiple) * multiple % degree for size in sizes):

@@ -108,9 +108,20 @@ def staged(model: Model, mesh: Mesh) -> Model:
     return replace(model, tensors=tuple(tensors), kinds=tuple(kinds.values()))
 
 
-def _kind_at(kind: Kind, tensors: Sequence[BoundTensor], stages: frozenset[int]) -> Kind:
+def _kind_at(kind: Kind, tensors: Sequence[BoundTensor], stages: frozenset[int] | None) -> Kind:
     layers = kind.layers & {tensor.at[0] for tensor in tensors if tensor.at}
     return replace(kind, name=tensors[0].name, count=len(tensors), layers=layers, stages=stages)
+
+
+def divided(model: Model, key: Callable[[BoundTensor], object]) -> Model:
+    """The same model, in which tensors of one kind have the same key."""
+    of_kind: dict[tuple[Kind, object], list[BoundTensor]] = {}
+    found = [(tensor.kind, key(tensor)) for tensor in model.tensors]
+    for tensor, own in zip(model.tensors, found, strict=True):
+        of_kind.setdefault(own, []).append(tensor)
+    kinds = {own: _kind_at(own[0], tensors, own[0].stages) for own, tensors in of_kind.items()}
+    tensors = (tensor._replace(kind=kinds[own]) for tensor, own in zip(model.tensors, found, strict=True))
+    return replace(model, tensors=tuple(tensors), kinds=tuple(kinds.values()))
 
 
 def is_layered(model: Model, kind: Kind) -> bool:

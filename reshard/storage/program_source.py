@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from formats.documents import json_bytes, read_config
-from formats.errors import CheckpointError, MismatchError
+from formats.errors import CheckpointError, MismatchError, brief
 from formats.files.boxes import At, check_tiling, read_boxes, whole_shape
 from formats.files.checkpoint import find_side_files, read_weights, with_modelopt
-from formats.files.safetensors import TensorInfo, read_header
+from formats.files.safetensors import Header, TensorInfo, read_header
 from formats.files.sharded import MANIFEST, METADATA_KEY, Manifest, Shard, read_shard
 from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture import Architecture
-from formats.notation.rewrites import Page, pages
+from formats.notation.rewrites import Page, Pattern, pages
 from formats.regular_files import read_file
 from reshard.planning.arrangement import Arrangement
 from reshard.planning.boxes import InBoxes
@@ -25,23 +27,68 @@ from reshard.planning.model import FullTensor
 from reshard.planning.program_config import made_config
 from reshard.planning.sizes import AxisSizes
 
+if TYPE_CHECKING:
+    from formats.files.torch_bin import Saved
+
 CONFIG = "config.json"
+LAYER = "layer"
+"""The index of layers in a page's names."""
 _PLACE = r"\\\{(\w+)(?::\w+)?\\\}"
 """A place in a file's name, as ``re.escape`` writes it: ``{rank}`` or ``{rank:02d}``."""
 
 
 class ProgramFile(NamedTuple):
-    """A weight file of a program's: its rank and pipeline stage, and the number of all ranks if its name says that."""
+    """A weight file of a program's: its rank and pipeline stage, and the number of all ranks if its name says that.
+
+    ``inside`` is the entry of the file that has the rank's tensors, ``mesh`` what the names of all files say it is.
+    """
 
     path: Path
     rank: int
     stage: int
     ranks: int | None
+    inside: str | None = None
+    mesh: Mesh | None = None
 
 
-def program_files(page: Page, folder: Path) -> list[ProgramFile]:
-    """The weight files of a folder that are named as a page says, in the order of their ranks and parts."""
-    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+def weights_folder(page: Page, folder: Path) -> Path:
+    """The folder in which a program's weight files lie: that which a file of the program's names, or this one.
+
+    Raises CheckpointError if the file names a folder that is not there.
+    """
+    if page.tracker is None or not (folder / page.tracker).is_file():
+        return folder
+    text = read_file(folder / page.tracker).decode("utf-8", "replace").strip()
+    name = f"iter_{int(text):07d}" if text.isdecimal() and len(text) < 10 else text
+    if not re.fullmatch(r"release|iter_[0-9]{7,}", name):
+        raise CheckpointError(f"{folder / page.tracker}: {brief(text)} is neither a number nor 'release'")
+    if not (folder / name).is_dir():
+        raise CheckpointError(f"{folder / page.tracker} says {text}, and there is no folder {name}")
+    return folder / name
+
+
+def program_files(page: Page, folder: Path, mesh: Mesh | None = None) -> list[ProgramFile]:
+    """The weight files of a folder that are named as a page says, in the order of their ranks and parts.
+
+    Where names may be those of several meshes, they are read as those of ``mesh``, or as the first that is possible.
+    """
+    return next(iter(readings(page, folder, mesh)), [])
+
+
+def readings(page: Page, folder: Path, mesh: Mesh | None = None) -> list[list[ProgramFile]]:
+    """The weight files of a folder, once for each way in which their names can be read."""
+    folder = weights_folder(page, folder)
+    pattern = "/".join("*" for _ in page.files.split("/"))
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.glob(pattern)) if folder.is_dir() else []
+    if "{tp_rank" in page.files:
+        ways = [(mesh.pp > 1, dict(mesh.degrees).get("ep", 1) > 1)] if mesh else itertools.product((0, 1), repeat=2)
+        found = [_of_coordinates(page, folder, names, bool(pp), bool(ep)) for pp, ep in ways]
+        return [files for files in found if files]
+    files = _of_ranks(page, folder, names)
+    return [files] if files else []
+
+
+def _of_ranks(page: Page, folder: Path, names: Sequence[str]) -> list[ProgramFile]:
     staged = _matches(page.files_pp, names) if page.files_pp else []
     width = max([words["tp"] for _, words in staged], default=0) + 1  # ranks of a stage
     found: list[tuple[int, int, int, int | None, str]]
@@ -53,6 +100,75 @@ def program_files(page: Page, folder: Path) -> list[ProgramFile]:
     ]
     ordered = sorted(found, key=lambda file: file[:2])
     return [ProgramFile(folder / name, rank, stage, ranks) for rank, _, stage, ranks, name in ordered]
+
+
+def _of_coordinates(page: Page, folder: Path, names: Sequence[str], pp: bool, ep: bool) -> list[ProgramFile]:
+    """Files whose names say the place of their rank along each dimension of the mesh."""
+    pattern = page.files_of(pp, ep)
+    if (pp and "{pp_rank" not in pattern) or (ep and "{ep_rank" not in pattern):
+        return []
+    places = {
+        tuple(words.get(f"{name}_rank", 0) for name in ("pp", "ep", "tp")): folder / name
+        for name, words in _matches(pattern, names)
+    }
+    if not places:
+        return []
+    stages, experts, tensors = (max(of) + 1 for of in zip(*places, strict=True))
+    if (pp and stages == 1) or (ep and experts == 1):
+        return []
+    same = experts > 1 and all(place[1] == place[2] for place in places)
+    chunks = _chunks(page, next(iter(places.values())))
+    mesh = mesh_of(tensors, experts, same, stages * len(chunks))
+    found = []
+    for chunk, inside in enumerate(chunks):
+        for (stage, expert, tensor), path in sorted(places.items()):
+            number = chunk * stages + stage
+            rank = number * tensors + tensor if same else (number * experts + expert) * tensors + tensor
+            found.append(ProgramFile(path, rank, number, mesh.size, inside, mesh))
+    return found
+
+
+def _chunks(page: Page, path: Path) -> list[str | None]:
+    """The entries of a file that have tensors: several where a rank has several (virtual) pipeline stages."""
+    if page.inside is None:
+        return [None]
+    inside, entries = page.inside, _saved(path, page.inside).tensors
+    if not entries:
+        raise CheckpointError(f"{path}: has no entry '{inside}' with tensors")
+    return [*sorted(entries, key=lambda name: int(name.removeprefix(inside) or 0))]
+
+
+def _saved(path: Path, inside: str) -> Saved:
+    from formats.files.torch_bin import read_saved  # rarely needed
+
+    pattern = re.compile(re.escape(inside.rstrip("0123456789")) + "[0-9]*")
+    return read_saved(path, lambda name: pattern.fullmatch(name) is not None)
+
+
+def read_program_file(file: ProgramFile) -> tuple[dict[str, TensorInfo], dict[str, str], Header | None]:
+    """The tensors of a rank in a file, its tied names, and its header if it is safetensors. Raises CheckpointError."""
+    if file.inside is None:
+        return read_weights(file.path)
+    saved = _saved(file.path, file.inside)
+    if file.inside not in saved.tensors:
+        raise CheckpointError(f"{file.path}: has no entry '{file.inside}' with tensors")
+    return saved.tensors[file.inside], saved.aliases[file.inside], None
+
+
+def left_behind(files: Sequence[ProgramFile]) -> list[str]:
+    """What files have beside the tensors of the model, which is not read. Raises MismatchError for different steps."""
+    found: dict[str, None] = {}
+    first: tuple[Path, object] | None = None
+    for file in files:
+        if file.inside is None:
+            continue
+        others = _saved(file.path, file.inside).others
+        step = others.get("iteration")
+        first = first or (file.path, step)
+        if step != first[1]:
+            raise MismatchError(f"{file.path} is of iteration {step}, {first[0]} of iteration {first[1]}")
+        found |= dict.fromkeys(name for name, value in others.items() if isinstance(value, str))
+    return [*found]
 
 
 def _matches(files: str, names: Sequence[str]) -> list[tuple[str, dict[str, int]]]:
@@ -117,7 +233,7 @@ def read_ranks(page: Page, files: Sequence[ProgramFile], where: Path) -> tuple[d
 
     ranks: list[dict[str, TensorInfo]] = [{} for _ in range(max([count, *said]))]
     for file in files:
-        found, aliases, _ = read_weights(file.path)
+        found, aliases, _ = read_program_file(file)
         found |= {name: found[kept]._replace(name=name) for name, kept in aliases.items()}
         tensors = {name: info for name, info in found.items() if not is_ignored(name)}
         twice = tensors.keys() & ranks[file.rank].keys()
@@ -126,8 +242,59 @@ def read_ranks(page: Page, files: Sequence[ProgramFile], where: Path) -> tuple[d
         ranks[file.rank].update(tensors)
     for rank, found in enumerate(ranks):
         if not found:
-            raise CheckpointError(f"{where}: the files of rank {rank} of {len(ranks)} are missing")
+            mesh = files[0].mesh
+            name = f" ({page.file_name(mesh, rank, 0)})" if mesh else ""
+            raise CheckpointError(f"{where}: the files of rank {rank} of {len(ranks)} are missing{name}")
     return tuple(ranks)
+
+
+def numbered_globally(
+    page: Page, mesh: Mesh, ranks: Sequence[Mapping[str, TensorInfo]]
+) -> tuple[Mesh, list[dict[str, TensorInfo]]]:
+    """The tensors of each rank under names with the model's own numbers, where a rank counts them from 0.
+
+    The mesh is that of the ranks with the number of layers of each stage, as names say it. Raises MismatchError if the
+    ranks of a stage have different numbers of layers.
+    """
+    lines = [line.target for line in page.lines if line.target.indices & {*page.numbered}]
+    found = [{name: _first_match(lines, name) for name in rank} for rank in ranks]
+    counts = [_counts(matches.values()) for matches in found]
+    layers: list[int] = []
+    for stage in range(mesh.pp):
+        of = {count.get(LAYER, 0) for rank, count in enumerate(counts) if mesh.stage(rank) == stage}
+        if len(of) > 1:
+            raise MismatchError(f"the ranks of stage {stage} have {' and '.join(map(str, sorted(of)))} layers")
+        layers += of
+    named = []
+    for number, (rank, matches) in enumerate(zip(ranks, found, strict=True)):
+        first = {axis: mesh.coordinates(number).get("ep", 0) * count for axis, count in counts[number].items()}
+        first[LAYER] = sum(layers[: mesh.stage(number)])
+        named.append({_shifted(name, matches[name], first): info for name, info in rank.items()})
+    return dataclasses.replace(mesh, stages=tuple(layers)) if mesh.pp > 1 else mesh, named
+
+
+_Match = tuple[Pattern, Mapping[str, str]]
+
+
+def _first_match(lines: Iterable[Pattern], name: str) -> _Match | None:
+    matches = ((line, line.match(name)) for line in lines)
+    return next(((line, found) for line, found in matches if found is not None), None)
+
+
+def _counts(matches: Iterable[_Match | None]) -> dict[str, int]:
+    """One more than the largest number of each index in names."""
+    found: dict[str, int] = {}
+    for line, words in filter(None, matches):
+        for axis in line.indices:
+            found[axis] = max(found.get(axis, 0), 1 + int(words[axis]))
+    return found
+
+
+def _shifted(name: str, match: _Match | None, first: Mapping[str, int]) -> str:
+    if match is None:
+        return name
+    line, words = match
+    return line.fill({**words, **{axis: str(int(words[axis]) + first[axis]) for axis in line.indices}})
 
 
 def check_belonging(files: Sequence[ProgramFile]) -> None:
@@ -137,7 +304,7 @@ def check_belonging(files: Sequence[ProgramFile]) -> None:
     """
     first: tuple[Shard, Path] | None = None
     for file in files:
-        _, _, header = read_weights(file.path)
+        header = read_header(file.path) if file.path.suffix == ".safetensors" else None
         if header is None or METADATA_KEY not in header.metadata:
             continue
         shard = read_shard(header, file.path)
@@ -171,6 +338,14 @@ def config_of(
     return config, {CONFIG: json_bytes(config) + b"\n"}
 
 
+def side_files_of(page: Page, path: Path) -> Iterator[Path]:
+    """Files beside a program's weights that belong to the model, and are none of the program's own."""
+    for file in find_side_files(path):
+        name = file.relative_to(path).as_posix()
+        if page.tracker is None or (name != page.tracker and not re.match(r"(release|iter_[0-9]+)/", name)):
+            yield file
+
+
 def full_tensors(manifest: Manifest | None) -> list[FullTensor] | None:
     """The tensors of the original, as a manifest has them; None if it has not."""
     if manifest is None or not manifest.source.files:
@@ -201,6 +376,31 @@ def inferred_sizes(
         for dim, length in zip(rule.shapes[0].dims if rule else (), info.shape, strict=False):
             if dim.axis is not None and dim.axis not in known:
                 found.setdefault(dim.axis, length * (len(ranks) if dim.axis in dealt else 1))
+    return found
+
+
+def padding_of(arrangement: Arrangement, ranks: Sequence[Mapping[str, TensorInfo]]) -> dict[str, int]:
+    """The padded size of each axis that may be padded, by the shapes of what is stored.
+
+    Each is as long as all ranks' parts of a stored tensor that has the axis alone in a dimension.
+    """
+    model, found = arrangement.plan.model, dict[str, int]()
+    for axis in model.architecture.pad:
+        for atom, placed in arrangement.placed.items():
+            dims, order = placed.portion.component.factors, placed.portion.order
+            place = next((i for i, factor in enumerate(order) if dims[factor].axis == axis), None)
+            if place is None or placed.portion.component.label is not None:
+                continue
+            layout, stored = placed.layout, placed.stored
+            lengths = {
+                layout.boxes[rank].dims[order[place]]: ranks[rank][stored.name_on(rank)].shape[place]
+                for rank in layout.boxes
+                if stored.name_on(rank) in ranks[rank] and len(ranks[rank][stored.name_on(rank)].shape) > place
+            }
+            size = sum(lengths.values())
+            if size > layout.full[order[place]]:
+                found[axis] = size
+            break
     return found
 
 

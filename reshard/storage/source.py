@@ -51,6 +51,7 @@ from reshard.planning.rows import Rows
 from reshard.planning.sizes import AxisSizes
 from reshard.storage.output import unfinished_command
 from reshard.storage.program_source import (
+    ProgramFile,
     check_belonging,
     check_stored,
     config_of,
@@ -58,10 +59,15 @@ from reshard.storage.program_source import (
     inferred_sizes,
     inferred_tensors,
     meshes,
+    left_behind,
+    numbered_globally,
+    padding_of,
     pages_for,
-    program_files,
     read_boxed,
+    read_program_file,
     read_ranks,
+    readings,
+    side_files_of,
     whole_tensors,
 )
 from reshard.storage.remote import Remote
@@ -148,6 +154,8 @@ class Source:
     """Side files that do not lie in its folder."""
     boxes: Boxes | None = None
     """The boxes of stored tensors, by the numbers of their files, which stand for ranks."""
+    left_behind: tuple[str, ...] = ()
+    """What its files have beside the model, and is not read."""
 
     @cached_property
     def arrangement(self) -> Arrangement | None:
@@ -379,32 +387,36 @@ def _open_program(
 ) -> Source:
     """Open what is stored in a program's format: in the first of ``candidates``, and on the first mesh, that fits."""
     problems: list[tuple[bool, ReshardError]] = []  # with whether the names are those of the format
-    for page in candidates:
-        found = program_files(page, path)
+    mesh = manifest.identity.mesh if manifest else None
+    for page, found in [(page, found) for page in candidates for found in readings(page, path, mesh)]:
         check_belonging(found)
         ranks, boxes = read_boxed(found) if page.boxes else (read_ranks(page, found, path), None)
-        held = [whole_tensors(ranks, boxes)] if boxes is not None else ranks
-        stages = 1 + max(file.stage for file in found)
         config, made = config_of(page, path, config_folder, ranks)
         architecture = load_architecture(plan_file) if plan_file else find_architecture(config, path)
         if manifest is not None and plan_file is None:
             architecture = architecture_from_document(manifest.architecture, "manifest", str(path))
+        held: Sequence[Mapping[str, TensorInfo]] = [whole_tensors(ranks, boxes)] if boxes is not None else ranks
+        stages, named = 1 + max(file.stage for file in found), mesh or found[0].mesh
         try:
+            if named is not None and page.numbered:
+                named, held = numbered_globally(page, named, ranks)
             full = full_tensors(manifest) or inferred_tensors(page, architecture, config, held)
             sizes = manifest.identity.sizes if manifest else inferred_sizes(architecture, config, held)
             model = bind(architecture, config, full, known=sizes)
         except ReshardError as error:
             problems.append((False, error))
             continue
-        for mesh in [manifest.identity.mesh] if manifest else meshes(len(held), stages, page, bool(model.expert_axes)):
+        for each in [named] if named else meshes(len(held), stages, page, bool(model.expert_axes)):
             try:
-                plan = program_plan(model, page, mesh)
+                plan = program_plan(model, page, each)
+                if manifest is None and page.pad_product:
+                    plan = program_plan(model, page, each, padding=padding_of(arrangement_of(plan, page), ranks))
                 check_stored(arrangement_of(plan, page, boxes), ranks, path)
             except ReshardError as error:
                 problems.append((True, error))
                 continue
             check_complete(model, path)
-            return _program_source(path, location, stamps, manifest, page, plan, ranks, made, boxes)
+            return _program_source(path, location, stamps, manifest, page, plan, ranks, made, boxes, files=found)
     raise max(problems, key=lambda problem: problem[0])[1]
 
 
@@ -424,15 +436,20 @@ def open_as(path: Path, model: Model) -> Source:
     stamps = _stamps(path)
     manifest = read_manifest(path / MANIFEST) if (path / MANIFEST).is_file() else None
     candidates = [page_of(manifest.form)] if manifest and manifest.form else pages_for(path)
-    found: list[tuple[int, Page, Plan, tuple[Mapping[str, TensorInfo], ...]]] = []
+    found: list[tuple[int, Page, Plan, tuple[Mapping[str, TensorInfo], ...], list[ProgramFile]]] = []
     problems: list[ReshardError] = []
-    for page in candidates:
-        files = program_files(page, path)
+    known = manifest.identity.mesh if manifest else None
+    for page, files in [(page, files) for page in candidates for files in readings(page, path, known)]:
         check_belonging(files)
         ranks, stages = read_ranks(page, files, path), 1 + max(file.stage for file in files)
-        for mesh in [manifest.identity.mesh] if manifest else meshes(len(ranks), stages, page, bool(model.expert_axes)):
+        named = known or files[0].mesh
+        if named is not None and page.numbered:
+            named, _ = numbered_globally(page, named, ranks)
+        for mesh in [named] if named else meshes(len(ranks), stages, page, bool(model.expert_axes)):
             try:
                 plan = program_plan(model, page, mesh)
+                if manifest is None and page.pad_product:
+                    plan = program_plan(model, page, mesh, padding=padding_of(arrangement_of(plan, page), ranks))
                 arrangement = arrangement_of(plan, page)
                 held = [
                     {each.name_on(rank): (each.dtype, shape) for each, shape in arrangement.held(rank)}
@@ -446,11 +463,13 @@ def open_as(path: Path, model: Model) -> Source:
                 for rank, tensors in enumerate(ranks)
                 for name, info in tensors.items()
             )
-            found.append((unlike, page, plan, ranks))
+            found.append((unlike, page, plan, ranks, files))
     if not found:
         raise problems[0]
-    _, page, plan, stored = min(found, key=lambda each: each[0])
-    return _program_source(path, os.path.realpath(path), stamps, manifest, page, plan, stored, {}, None, lacking=True)
+    _, page, plan, stored, files = min(found, key=lambda each: each[0])
+    return _program_source(
+        path, os.path.realpath(path), stamps, manifest, page, plan, stored, {}, None, files=files, lacking=True
+    )
 
 
 def _program_source(
@@ -464,38 +483,43 @@ def _program_source(
     made: Mapping[str, bytes],
     boxes: Boxes | None,
     *,
+    files: Sequence[ProgramFile],
     lacking: bool = False,
 ) -> Source:
     """What is stored in a program's format, as a source; with ``lacking``, side files may be missing."""
     expected = {path / f.name: f.checksum for files in manifest.ranks.values() for f in files} if manifest else {}
-    found = [file.path for file in program_files(page, path)]
-    kept = [path / KEPT] if (path / KEPT).is_file() else []
-    read = {file: read_weights(file) for file in [*found, *kept]}
-    files = {
-        file: _program_file(file, tensors, header, expected.get(file)) for file, (tensors, _, header) in read.items()
+    kept = {path / KEPT: read_weights(path / KEPT)} if (path / KEPT).is_file() else {}
+    read: dict[Path, tuple[list[TensorInfo], Header | None]] = {}
+    for each in files:  # a file may have several ranks, in entries of their own
+        tensors, _, header = read_program_file(each)
+        read[each.path] = [*read.get(each.path, ([], None))[0], *tensors.values()], header
+    read |= {file: ([*tensors.values()], header) for file, (tensors, _, header) in kept.items()}
+    weights = {
+        file: _program_file(path, file, tensors, header, expected.get(file)) for file, (tensors, header) in read.items()
     }
     side_files = (
         tuple(path / record.name for record in manifest.side_files)
         if manifest
-        else tuple(file for file in find_side_files(path) if file.name not in {MANIFEST, KEPT} and file.is_file())
+        else tuple(file for file in side_files_of(page, path) if file.name not in {MANIFEST, KEPT} and file.is_file())
     )
     side_files = tuple(file for file in side_files if file.is_file()) if lacking else side_files
-    used = [*files, *side_files, *([path / MANIFEST] if manifest else [])]
+    used = [*weights, *side_files, *([path / MANIFEST] if manifest else [])]
     return Source(
-        path, location, None, plan, plan.model, tuple(tensor.name for tensor in plan.model.tensors), ranks, files,
+        path, location, None, plan, plan.model, tuple(tensor.name for tensor in plan.model.tensors), ranks, weights,
         side_files, None, None, _of_used(stamps, used, path), page,
-        {name: info for file in kept for name, info in read[file][0].items()}, manifest, made, boxes,
+        {info.name: info for file in kept for info in read[file][0]}, manifest, made, boxes,
+        tuple(left_behind(files)),
     )  # fmt: skip
 
 
 def _program_file(
-    path: Path, tensors: Mapping[str, TensorInfo], header: Header | None, expected: str | None
+    folder: Path, path: Path, tensors: Sequence[TensorInfo], header: Header | None, expected: str | None
 ) -> SourceFile:
-    size = path.stat().st_size
+    size, name = path.stat().st_size, path.relative_to(folder).as_posix()
     if header is not None:
-        return SourceFile(path, path.name, size, header.raw, expected)
-    rest = _between(path, tensors.values(), size) if expected is not None else ()
-    return SourceFile(path, path.name, size, None, expected, tuple(rest))
+        return SourceFile(path, name, size, header.raw, expected)
+    rest = _between(path, sorted(tensors, key=lambda info: info.offset), size) if expected is not None else ()
+    return SourceFile(path, name, size, None, expected, tuple(rest))
 
 
 def _between(path: Path, tensors: Iterable[TensorInfo], size: int) -> Iterator[tuple[int, bytes]]:

@@ -281,8 +281,8 @@ class _Ways:
         return self._common[key]
 
     def _layout(self, placed: Placed, order: tuple[int, ...]) -> Layout:
-        """The layout of an atom in the source's order, without the ranks that have zeros in its place."""
-        layout, zeros = placed.layout, placed.zeros
+        """The layout of an atom in the source's order, without the ranks that have zeros in its place, or nothing."""
+        layout, zeros = placed.layout, placed.zeros | placed.layout.empty
         if not order and not zeros:
             return layout
         key = (layout, order, zeros)

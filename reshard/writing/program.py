@@ -67,16 +67,19 @@ class ProgramFiles:
         """A file of these tensors, in the container that its name tells."""
         named = dataclasses.replace(shard, name=name)
         self._shards.append(named)
-        if not name.endswith(".pth"):
+        if not name.endswith((".pth", ".pt")):
             header = build_header(shard.tensors, self._metadata(rank, shard))
             return new_file(named, "", rank, header)
-        archive = build_archive([(*tensor, size) for tensor, size in zip(shard.tensors, shard.sizes, strict=True)])
+        tensors = [(*tensor, size) for tensor, size in zip(shard.tensors, shard.sizes, strict=True)]
+        archive = build_archive(tensors, self.page.inside, self.page.entries)
         return NewFile(
             name, "", rank, b"", archive.size, lambda: archive.places, fixed=archive.fixed, crcs=archive.crcs
         )
 
     def _documents(self, side_files: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
         settings, index = self.page.settings, self.page.index
+        if self.page.tracker is not None:
+            yield self.page.tracker, str(self.page.folder).encode()
         if settings is not None and settings.file in side_files:
             self._check_own(settings, side_files[settings.file])
         elif settings is not None:

@@ -1,0 +1,58 @@
+"""Megatron-Core's checkpoints: what is written is what it holds itself, what it wrote is read, and the rest refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from reshard.api import Access, merge, split
+from tests.programs.oracles import ORACLES, checkpoint, module, problem
+from tests.programs.test_oracles import tensors_of
+from tests.support import contents
+
+CASES = sorted(path.stem for path in (ORACLES / "megatron").glob("*.npz"))
+FORMS = {"te": "megatron-legacy", "teseq": "megatron-legacy-sequential", "local": "megatron-legacy-local"}
+
+
+def _mesh(case: str) -> dict[str, Any]:
+    """The arguments of ``split`` for a case's mesh."""
+    found = {name: int(degree) for name, degree in re.findall(r"-(tp|pp|ep|etp)(\d+)", case.partition("-")[2].replace("-", "--"))}
+    same = found.pop("etp", 0) == 1
+    return {"tp": 1, **found, "same_ranks": same}
+
+
+def _weights(folder: Path) -> dict[str, bytes]:
+    return tensors_of(folder.glob("*.safetensors"))
+
+
+def golden(case: str, path: Path, *options: str) -> Path:
+    """What Megatron-Core wrote for a case, from its golden layout; without a config.json."""
+    model = checkpoint("megatron", case.split("-")[0])
+    with mock.patch("sys.argv", ["write_minimal.py", case, str(model), str(path), *options]):
+        module("megatron", "write_minimal").main()
+    return path
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_legacy_is_what_megatron_holds_and_comes_back(case: str, tmp_path: Path) -> None:
+    model, spec, _ = case.split("-", 2)
+    original = checkpoint("megatron", model)
+    split(original, tmp_path / "out", **_mesh(case), form=FORMS[spec])
+    assert problem("megatron", case, tmp_path / "out") is None
+    merge(tmp_path / "out", tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(original)
+    (tmp_path / "out" / "reshard.json").unlink()
+    merge(tmp_path / "out", tmp_path / "without")
+    assert _weights(tmp_path / "without") == _weights(original)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_legacy_that_megatron_wrote_is_read(case: str, tmp_path: Path) -> None:
+    original = checkpoint("megatron", case.split("-")[0])
+    golden(case, tmp_path / "golden", "--legacy")
+    merge(tmp_path / "golden", tmp_path / "merged", access=Access(config=original))
+    assert _weights(tmp_path / "merged") == _weights(original)

@@ -198,8 +198,9 @@ class Page:
 
     ``files`` is the name of a rank's weight file, ``files_pp`` that of a rank of several pipeline stages, ``files_ep``
     of several ranks of experts, ``files_pp_ep`` of both. They lie in ``folder``, which the file ``tracker`` names.
-    ``inside`` is the entry of a file that has the tensors, ``entries`` are what else stands there. Where ``files`` cannot name several, a larger rank has files named as ``parts`` says, with an ``index``. With ``keep``,
-    what no line covers keeps its name. The vocabulary is padded to a multiple of ``pad_to`` (0: it is not padded at
+    ``inside`` is the entry of a file that has the tensors, ``entries`` are what else stands there. Where ``files``
+    cannot name several, a larger rank has files named as ``parts`` says, with an ``index``. With ``keep``, what no line
+    covers keeps its name. The vocabulary is padded to a multiple of ``pad_to`` (0: it is not padded at
     all) and of the degree or, with ``pad_times_degree``, of their product where ``pad_to`` alone does not do, with
     ``pad_product`` of their product in any case. ``numbered`` has the indices that each rank counts from 0. With
     ``same_ranks``, experts are dealt whole over the ranks of ``tp``. ``engine`` is the engine that ``reshard verify

@@ -648,7 +648,7 @@ class Arrangement:
         mesh, target = self.plan.mesh, str(portion.target)
         own = {"first": portion.line.first_stage, "last": portion.line.last_stage} if portion.line else {}
         is_staged = mesh.pp > 1 and any(own.values())
-        if self.boxes is not None or not (is_staged or self._firsts and any(f"{{{axis}}}" in target for axis in at)):
+        if self.boxes is not None or not (is_staged or (self._firsts and any(f"{{{axis}}}" in target for axis in at))):
             return None
         stages = {0: own.get("first"), mesh.pp - 1: own.get("last")} if is_staged else {}
         key = (target, *stages.items())
@@ -738,7 +738,7 @@ def evenly(portions: Sequence[Portion], layouts: Sequence[Layout], mesh: Mesh) -
     Raises NotationError for a range that is no product of runs of the atoms' factors.
     """
     first, degree = portions[0], dict(mesh.degrees)["tp"]
-    places = [portion.order[sum(portion.counts[: portion.dim]) :][: portion.counts[portion.dim]] for portion in portions]
+    places = [of.order[sum(of.counts[: of.dim]) :][: of.counts[of.dim]] for of in portions]
     count = math.prod(layouts[0].full[place] for place in places[0][: first.lead])
     if count % degree == 0:
         return tuple(layouts)
@@ -766,7 +766,7 @@ def evenly(portions: Sequence[Portion], layouts: Sequence[Layout], mesh: Mesh) -
 
 def _as_product(run: Run, sizes: Sequence[int]) -> Iterator[tuple[Run, ...]]:
     """The runs of each factor, slowest first, whose product a run is; raises NotationError if there are none."""
-    for number, size in enumerate(sizes):
+    for number in range(len(sizes)):
         inner = math.prod(sizes[number + 1 :])
         if run.offset % inner == 0 and run.length % inner == 0:
             outer, run = Run(run.offset // inner, run.length // inner), Run(0, inner)

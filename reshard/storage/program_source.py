@@ -386,7 +386,7 @@ def padding_of(arrangement: Arrangement, ranks: Sequence[Mapping[str, TensorInfo
     """
     model, found = arrangement.plan.model, dict[str, int]()
     for axis in model.architecture.pad:
-        for atom, placed in arrangement.placed.items():
+        for placed in arrangement.placed.values():
             dims, order = placed.portion.component.factors, placed.portion.order
             place = next((i for i, factor in enumerate(order) if dims[factor].axis == axis), None)
             if place is None or placed.portion.component.label is not None:

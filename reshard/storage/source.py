@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from formats.errors import CheckpointError, MismatchError, ReshardError
 from formats.files.checkpoint import (
     Checkpoint,
-    find_side_files,
     fingerprint,
     has_usual_weights,
     open_checkpoint,
@@ -58,8 +57,8 @@ from reshard.storage.program_source import (
     full_tensors,
     inferred_sizes,
     inferred_tensors,
-    meshes,
     left_behind,
+    meshes,
     numbered_globally,
     padding_of,
     pages_for,
@@ -388,9 +387,13 @@ def _open_program(
     """Open what is stored in a program's format: in the first of ``candidates``, and on the first mesh, that fits."""
     problems: list[tuple[bool, ReshardError]] = []  # with whether the names are those of the format
     mesh = manifest.identity.mesh if manifest else None
-    for page, found in [(page, found) for page in candidates for found in readings(page, path, mesh)]:
+    for page, found in [(of, files) for of in candidates for files in readings(of, path, mesh)]:
         check_belonging(found)
-        ranks, boxes = read_boxed(found) if page.boxes else (read_ranks(page, found, path), None)
+        try:
+            ranks, boxes = read_boxed(found) if page.boxes else (read_ranks(page, found, path), None)
+        except ReshardError as error:
+            problems.append((False, error))
+            continue
         config, made = config_of(page, path, config_folder, ranks)
         architecture = load_architecture(plan_file) if plan_file else find_architecture(config, path)
         if manifest is not None and plan_file is None:
@@ -439,12 +442,16 @@ def open_as(path: Path, model: Model) -> Source:
     found: list[tuple[int, Page, Plan, tuple[Mapping[str, TensorInfo], ...], list[ProgramFile]]] = []
     problems: list[ReshardError] = []
     known = manifest.identity.mesh if manifest else None
-    for page, files in [(page, files) for page in candidates for files in readings(page, path, known)]:
+    for page, files in [(of, found) for of in candidates for found in readings(of, path, known)]:
         check_belonging(files)
-        ranks, stages = read_ranks(page, files, path), 1 + max(file.stage for file in files)
-        named = known or files[0].mesh
-        if named is not None and page.numbered:
-            named, _ = numbered_globally(page, named, ranks)
+        try:
+            ranks, stages = read_ranks(page, files, path), 1 + max(file.stage for file in files)
+            named = known or files[0].mesh
+            if named is not None and page.numbered:
+                named, _ = numbered_globally(page, named, ranks)
+        except ReshardError as error:
+            problems.append(error)
+            continue
         for mesh in [named] if named else meshes(len(ranks), stages, page, bool(model.expert_axes)):
             try:
                 plan = program_plan(model, page, mesh)

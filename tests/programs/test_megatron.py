@@ -18,9 +18,12 @@ CASES = sorted(path.stem for path in (ORACLES / "megatron").glob("*.npz"))
 FORMS = {"te": "megatron-legacy", "teseq": "megatron-legacy-sequential", "local": "megatron-legacy-local"}
 
 
-def _mesh(case: str) -> dict[str, Any]:
+def mesh_of_case(case: str) -> dict[str, Any]:
     """The arguments of ``split`` for a case's mesh."""
-    found = {name: int(degree) for name, degree in re.findall(r"-(tp|pp|ep|etp)(\d+)", case.partition("-")[2].replace("-", "--"))}
+    found = {
+        name: int(degree)
+        for name, degree in re.findall(r"-(tp|pp|ep|etp)(\d+)", case.partition("-")[2].replace("-", "--"))
+    }
     same = found.pop("etp", 0) == 1
     return {"tp": 1, **found, "same_ranks": same}
 
@@ -41,7 +44,7 @@ def golden(case: str, path: Path, *options: str) -> Path:
 def test_legacy_is_what_megatron_holds_and_comes_back(case: str, tmp_path: Path) -> None:
     model, spec, _ = case.split("-", 2)
     original = checkpoint("megatron", model)
-    split(original, tmp_path / "out", **_mesh(case), form=FORMS[spec])
+    split(original, tmp_path / "out", **mesh_of_case(case), form=FORMS[spec])
     assert problem("megatron", case, tmp_path / "out") is None
     merge(tmp_path / "out", tmp_path / "merged")
     assert contents(tmp_path / "merged") == contents(original)

@@ -15,7 +15,6 @@ from typing import Any
 
 from formats.documents import MAX_MANIFEST, sound, strict_json
 from formats.errors import CheckpointError, brief
-from formats.files.checkpoint import read_weights
 from formats.files.checksum import PartialSum, checksum, file_checksum, sum_part
 from formats.files.safetensors import TensorInfo, tensor_bytes
 from formats.files.sharded import (
@@ -33,7 +32,7 @@ from formats.regular_files import read_file
 from reshard.planning.model import Kind, in_order
 from reshard.planning.plan import Plan
 from reshard.planning.program_config import program_config
-from reshard.storage.program_source import program_files
+from reshard.storage.program_source import program_files, read_program_file
 from reshard.storage.source import KEPT, Source
 from reshard.writing.shard_files import partition
 
@@ -162,7 +161,9 @@ def _rank_files(shards: Source, plan: Plan, rank: int) -> list[str]:
     """The names of a rank's files, in the order of a manifest."""
     if shards.page is not None:
         kept = [KEPT] if rank == 0 and shards.kept else []
-        return [*(file.path.name for file in program_files(shards.page, shards.path) if file.rank == rank), *kept]
+        files = program_files(shards.page, shards.path, plan.mesh)
+        own = [file.path.relative_to(shards.path).as_posix() for file in files if file.rank == rank]
+        return [*own, *kept]
     folder, files = plan.mesh.folder(rank), _sharded(shards).ranks[rank].files
     index = [f"{folder}/{INDEX}"] if len(files) > 1 else []
     return [f"{folder}/config.json", *(file.name for file in files), *index]
@@ -278,8 +279,8 @@ def program_header_changes(original: Source, shards: Source, plan: Plan) -> Iter
     Rules of another version may have other words.
     """
     true = original.identity(plan)
-    for file in program_files(shards.page, shards.path) if shards.page is not None else ():
-        _, _, header = read_weights(file.path)
+    for file in program_files(shards.page, shards.path, plan.mesh) if shards.page is not None else ():
+        _, _, header = read_program_file(file)
         if header is not None and METADATA_KEY in header.metadata:
             should = dataclasses.replace(true, plan=read_shard(header, file.path).identity.plan)
             for change in changes(_opened(should.metadata(file.rank)), _opened(header.metadata)):
@@ -314,13 +315,18 @@ def program_documents(original: Source, shards: Source) -> dict[str, Any]:
     infos = [info for rank in shards.ranks for info in rank.values()]
     if page.index is not None and len({info.file for info in infos}) > 1:
         found[page.index] = _index(infos)
+    if page.tracker is not None:
+        found[page.tracker] = page.folder
     return found
 
 
 def document_changes(shards: Source, documents: Mapping[str, Any]) -> Iterator[tuple[str, Change]]:
     """The wrong values in such documents, as far as they are there, each with the file's name."""
     for name, should in documents.items():
-        if (shards.path / name).is_file():
+        if isinstance(should, str) and (shards.path / name).is_file():
+            found = (shards.path / name).read_text(encoding="utf-8", errors="replace")
+            yield from [(name, ("content", should, found))] if found != should else []
+        elif (shards.path / name).is_file():
             yield from ((name, change) for change in changes(should, _read_json(shards.path / name)))
 
 

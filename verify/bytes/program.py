@@ -158,7 +158,11 @@ class _Structure:
         names: dict[Path, list[str]] = {}
         for info in self.shards.ranks[rank].values():
             names.setdefault(info.file, []).append(info.name)
-        found = [names.get(file.path, []) for file in program_files(page, self.shards.path) if file.rank == rank]
+        found = [
+            names.get(file.path, [])
+            for file in program_files(page, self.shards.path, self.shards.plan.mesh)
+            if file.rank == rank
+        ]
         if should != found:
             what = f"{len(should)} files" if len(should) != len(found) else "tensors in another order"
             yield (

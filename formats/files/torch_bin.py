@@ -17,7 +17,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import IO, Any
 
 from formats.documents import LARGEST
 from formats.errors import CheckpointError
@@ -38,7 +38,6 @@ STORAGES = {
     "torch.storage.UntypedStorage": "U8",
 }  # fmt: skip
 
-_T = TypeVar("_T")
 _DAMAGED = "the file is damaged or still incomplete: fetch or copy it again"
 _RESAVE = "load it with torch where you trust it, and save the state dict again with safetensors or torch.save"
 
@@ -74,42 +73,6 @@ class _RefusedError(Exception):
     """What a pickle asks for and is not given."""
 
 
-@dataclass(frozen=True)
-class _Opaque:
-    """Stands for what is known to be no tensor, and is not looked into: what it is."""
-
-    path: str
-
-
-class Saved(NamedTuple):
-    """What a file holds: where the tensors of some of its entries lie, and what the others are.
-
-    ``aliases`` are as those of ``read_bin``, for each entry. ``others`` has numbers and strings, and for anything else
-    what it is.
-    """
-
-    tensors: dict[str, dict[str, TensorInfo]]
-    aliases: dict[str, dict[str, str]]
-    others: dict[str, int | float | str]
-
-
-def read_saved(path: Path, wanted: Callable[[str], bool]) -> Saved:
-    """Find where the tensors of the ``wanted`` entries of a saved dictionary lie in its file.
-
-    Raises ``CheckpointError`` as ``read_bin`` does.
-    """
-
-    def take(state: object, find: Callable[[str], tuple[int, int]]) -> Saved:
-        if not isinstance(state, dict):
-            raise CheckpointError(f"{path}: holds a {_kind(state)}, not a dictionary", _RESAVE)
-        entries = {str(name): value for name, value in state.items()}
-        located = {n: _locate(path, _state_dict(path, value), find) for n, value in entries.items() if wanted(n)}
-        others = {n: v if isinstance(v, (int, float, str)) else _kind(v) for n, v in entries.items() if not wanted(n)}
-        return Saved({n: of[0] for n, of in located.items()}, {n: of[1] for n, of in located.items()}, others)
-
-    return _read(path, take)
-
-
 def read_bin(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     """Find where each tensor of a saved state dict lies in its file.
 
@@ -120,17 +83,12 @@ def read_bin(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     Raises ``CheckpointError`` for a pickle that names anything but plain tensors, for files older than PyTorch 1.6, and
     for tensors whose bytes are not contiguous, not little-endian or not in the file.
     """
-    return _read(path, lambda state, find: _locate(path, _state_dict(path, state), find))
-
-
-def _read(path: Path, take: Callable[[object, Callable[[str], tuple[int, int]]], _T]) -> _T:
-    """What ``take`` makes of the pickled object, and of where the bytes of a storage lie."""
     try:
         with open_file(path) as file:
             if file.read(2) != b"PK":
                 _refuse_foreign(path, file)
             with zipfile.ZipFile(file) as archive:
-                return take(*_read_archive(path, file, archive))
+                return _read_archive(path, file, archive)
     except OSError as error:
         raise unreadable(path, error) from error
     except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, EOFError, OverflowError) as error:
@@ -146,7 +104,7 @@ def _refuse_foreign(path: Path, file: IO[bytes]) -> None:
 
 def _read_archive(
     path: Path, file: IO[bytes], archive: zipfile.ZipFile
-) -> tuple[object, Callable[[str], tuple[int, int]]]:
+) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     records = {info.filename: info for info in archive.infolist()}
     if len(records) != len(archive.infolist()):
         raise CheckpointError(f"{path}: a record of the zip archive appears twice", _DAMAGED)
@@ -160,7 +118,7 @@ def _read_archive(
     if order != b"little":
         raise CheckpointError(f"{path}: its bytes are in {order[:20]!r} order, not little-endian", _RESAVE)
     state = _interpret(path, _read_record(path, file, records[pickles[0]]))
-    return state, lambda key: _find(path, file, records.get(f"{root}data/{key}"), key)
+    return _locate(path, _state_dict(path, state), lambda key: _find(path, file, records.get(f"{root}data/{key}"), key))
 
 
 def _read_record(path: Path, file: IO[bytes], info: zipfile.ZipInfo | None) -> bytes:
@@ -205,8 +163,6 @@ def _state_dict(path: Path, state: object) -> dict[str, _Tensor]:
 
 
 def _kind(value: object) -> str:
-    if isinstance(value, _Opaque):
-        return value.path
     return type(value).__name__.strip("_").lower()
 
 
@@ -322,7 +278,7 @@ class _Machine:
         self.memo[len(self.memo) if index is None else index] = self.stack[-1]
 
     def name(self, path: str) -> None:
-        if path not in _CALLS and path not in _DTYPES and path not in STORAGES and path not in _CLASSES | _PLAIN:
+        if path not in _CALLS and path not in _DTYPES and path not in STORAGES and path not in _CLASSES:
             raise _RefusedError(repr(path) if len(path) < 100 else repr(path[:97] + "..."))
         self.stack.append(_Global(path))
 
@@ -348,16 +304,13 @@ class _Machine:
 
     def call(self) -> None:
         function, arguments = self.take(2)
-        if isinstance(function, _Global) and function.path in _PLAIN:
-            self.stack.append(_Opaque(function.path))
-            return
         if not isinstance(function, _Global) or function.path not in _CALLS:
             raise _RefusedError(f"a call of {getattr(function, 'path', _kind(function))}")
         self.stack.append(_CALLS[function.path](*arguments))
 
     def build(self) -> None:
         self.stack.pop()
-        if not isinstance(self.stack[-1], (dict, _Opaque)):
+        if not isinstance(self.stack[-1], dict):
             raise _RefusedError(f"setting the state of a {_kind(self.stack[-1])}")
 
 
@@ -424,21 +377,7 @@ _CALLS: dict[str, Callable[..., object]] = {
     "torch.Size": lambda sizes: sizes,
     "torch.device": lambda *names: names,
 }
-_CLASSES = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter"})
-_PLAIN = frozenset(
-    {
-        "argparse.Namespace", "types.SimpleNamespace", "_io.BytesIO", "_codecs.encode", "pathlib.PosixPath",
-        "signal.Signals", "numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct", "numpy.ndarray",
-        "numpy.dtype", "numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar",
-        "torch.nn.functional.silu", "torch.nn.functional.gelu", "torch._C._nn.gelu",
-        "megatron.core.enums.ModelType", "megatron.core.transformer.enums.AttnBackend",
-        "megatron.core.transformer.enums.AttnMaskType", "megatron.core.transformer.enums.LayerType",
-        "megatron.core.transformer.enums.CudaGraphScope", "megatron.core.rerun_state_machine.RerunMode",
-        "megatron.core.rerun_state_machine.RerunState", "megatron.core.rerun_state_machine.RerunDiagnostic",
-        "megatron.core.optimizer.optimizer_config.OptimizerConfig", "megatron.training.arguments.ModelType",
-    }
-)  # fmt: skip
-"""What training programs save beside tensors: settings, states of random generators. None of it is made or called."""
+_CLASSES = ("torch.Tensor", "torch.nn.parameter.Parameter")
 
 # What torch.save writes (protocol 2), and what the same state dict takes in protocols 3 to 5.
 _CONSTANTS: dict[str, Callable[[], object]] = {
@@ -468,6 +407,5 @@ _STEPS: dict[str, Callable[[_Machine, Any], None]] = {
     "STACK_GLOBAL": lambda machine, _: machine.name(".".join(machine.take(2))),
     "BINPERSID": lambda machine, _: machine.load(),
     "REDUCE": lambda machine, _: machine.call(),
-    "NEWOBJ": lambda machine, _: machine.call(),
     "BUILD": lambda machine, _: machine.build(),
 }

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -90,27 +90,19 @@ _LOCAL_CRC, _CENTRAL_CRC = 14, 16
 """Where the CRC-32 stands in either header."""
 
 
-def build_archive(
-    tensors: Sequence[tuple[str, str, tuple[int, ...], int]],
-    inside: str | None = None,
-    entries: Mapping[str, int | float] | None = None,
-) -> Archive:
-    """The layout of a file of tensors (name, dtype, shape, bytes), which are its entry ``inside``, beside others.
-
-    Raises PlanError for a dtype without a storage.
-    """
-    pickled = state_dict_pickle([tensor[:3] for tensor in tensors], inside, entries)
-    records = [("data.pkl", pickled), ("byteorder", b"little")]
-    laid: list[_Entry] = []
+def build_archive(tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> Archive:
+    """The layout of a file of tensors (name, dtype, shape, bytes). Raises PlanError for a dtype without a storage."""
+    records = [("data.pkl", state_dict_pickle([tensor[:3] for tensor in tensors])), ("byteorder", b"little")]
+    entries: list[_Entry] = []
     offset = 0
     for name, content, size in [
         *((name, content, len(content)) for name, content in records),
         *((f"data/{i}", None, tensor[3]) for i, tensor in enumerate(tensors)),
         ("version", b"3\n", 2),
     ]:
-        laid.append(_Entry(f"{_ROOT}/{name}".encode(), size, content, offset))
-        offset += len(laid[-1].local) + size
-    return _layout([name for name, *_ in tensors], laid, offset)
+        entries.append(_Entry(f"{_ROOT}/{name}".encode(), size, content, offset))
+        offset += len(entries[-1].local) + size
+    return _layout([name for name, *_ in tensors], entries, offset)
 
 
 def _layout(names: Sequence[str], entries: Sequence[_Entry], directory: int) -> Archive:
@@ -151,25 +143,10 @@ def _end(count: int, size: int, directory: int, here: int) -> bytes:
 # ------------------------------------------------------------------------------------------------------- the pickle
 
 
-def state_dict_pickle(
-    tensors: Sequence[tuple[str, str, tuple[int, ...]]],
-    inside: str | None = None,
-    entries: Mapping[str, int | float] | None = None,
-) -> bytes:
-    """The pickle (protocol 2) of a dict of tensors (name, dtype, shape), each with a storage of its own.
-
-    With ``inside`` it is an entry of that name, beside the numbers ``entries``.
-    """
+def state_dict_pickle(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> bytes:
+    """The pickle (protocol 2) of a dict of tensors (name, dtype, shape), each with a storage of its own."""
     items = (_text(name) + _tensor(i, name, dtype, shape) for i, (name, dtype, shape) in enumerate(tensors))
-    found = b"}(" + b"".join(items) + b"u"
-    if inside is not None:
-        numbers = (_text(name) + _value(value) for name, value in (entries or {}).items())
-        found = b"}(" + b"".join(numbers) + _text(inside) + found + b"u"
-    return b"\x80\x02" + found + b"."
-
-
-def _value(value: int | float) -> bytes:
-    return _number(value) if isinstance(value, int) else b"G" + struct.pack(">d", value)
+    return b"\x80\x02}(" + b"".join(items) + b"u."
 
 
 def _tensor(number: int, name: str, dtype: str, shape: tuple[int, ...]) -> bytes:

@@ -15,14 +15,18 @@ import struct
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from formats.errors import PlanError
-from formats.files.torch_bin import STORAGES
+from formats.files.pickles import Global, Inert, Persistent, write_pickle
+from formats.files.safetensors import DTYPE_BITS
+from formats.files.torch_pickles import DTYPES, STORAGES
 
 _ROOT = "archive"
 _ALIGNMENT = 64
-_NAMES = {dtype: path.rpartition(".") for path, dtype in STORAGES.items() if path != "torch.storage.UntypedStorage"}
+_STORAGES = {dtype: path for path, dtype in STORAGES.items() if path != "torch.storage.UntypedStorage"}
+_DTYPES = {dtype: path for path, dtype in DTYPES.items()}
 _MOST_32, _MOST_16 = 0xFFFFFFFF, 0xFFFF
 
 
@@ -91,18 +95,30 @@ _LOCAL_CRC, _CENTRAL_CRC = 14, 16
 
 
 def build_archive(tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> Archive:
-    """The layout of a file of tensors (name, dtype, shape, bytes). Raises PlanError for a dtype without a storage."""
-    records = [("data.pkl", state_dict_pickle([tensor[:3] for tensor in tensors])), ("byteorder", b"little")]
+    """The layout of a file of tensors (name, dtype, shape, bytes). Raises PlanError for a dtype that torch has not."""
+    state = {name: _tensor(i, name, dtype, shape) for i, (name, dtype, shape, _) in enumerate(tensors)}
+    return archive_of(state, [(name, nbytes) for name, _, _, nbytes in tensors])
+
+
+@lru_cache(maxsize=4096)
+def tensor_archive(dtype: str, shape: tuple[int, ...], nbytes: int) -> Archive:
+    """The layout of what torch.save writes of a tensor that is not in a dictionary; its name there is ``""``."""
+    return archive_of(_tensor(0, "", dtype, shape), [("", nbytes)])
+
+
+def archive_of(saved: object, storages: Sequence[tuple[str, int]] = ()) -> Archive:
+    """The layout of what torch.save writes: a pickle of ``saved``, and storages (name, bytes) with keys from 0 on."""
+    records = [("data.pkl", write_pickle(saved)), ("byteorder", b"little")]
     entries: list[_Entry] = []
     offset = 0
     for name, content, size in [
         *((name, content, len(content)) for name, content in records),
-        *((f"data/{i}", None, tensor[3]) for i, tensor in enumerate(tensors)),
+        *((f"data/{i}", None, nbytes) for i, (_, nbytes) in enumerate(storages)),
         ("version", b"3\n", 2),
     ]:
         entries.append(_Entry(f"{_ROOT}/{name}".encode(), size, content, offset))
         offset += len(entries[-1].local) + size
-    return _layout([name for name, *_ in tensors], entries, offset)
+    return _layout([name for name, _ in storages], entries, offset)
 
 
 def _layout(names: Sequence[str], entries: Sequence[_Entry], directory: int) -> Archive:
@@ -121,7 +137,22 @@ def _layout(names: Sequence[str], entries: Sequence[_Entry], directory: int) -> 
             fixed += [(entry.at, local + entry.content), (offset, central)]
         offset += len(central)
     end = _end(len(entries), offset - directory, directory, offset)
-    return Archive(offset + len(end), tuple(places), (*sorted(fixed), (offset, end)), tuple(crcs))
+    return Archive(offset + len(end), tuple(places), tuple(_joined([*sorted(fixed), (offset, end)])), tuple(crcs))
+
+
+def _joined(fixed: Sequence[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
+    """The same bytes, with those that lie end to end in one piece."""
+    parts: list[bytes] = []
+    begin = end = 0
+    for offset, content in fixed:
+        if parts and offset != end:
+            yield begin, b"".join(parts)
+            parts = []
+        begin = begin if parts else offset
+        parts.append(content)
+        end = offset + len(content)
+    if parts:
+        yield begin, b"".join(parts)
 
 
 def _around(offset: int, header: bytes, hole: int) -> Iterator[tuple[int, bytes]]:
@@ -143,39 +174,20 @@ def _end(count: int, size: int, directory: int, here: int) -> bytes:
 # ------------------------------------------------------------------------------------------------------- the pickle
 
 
-def state_dict_pickle(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> bytes:
-    """The pickle (protocol 2) of a dict of tensors (name, dtype, shape), each with a storage of its own."""
-    items = (_text(name) + _tensor(i, name, dtype, shape) for i, (name, dtype, shape) in enumerate(tensors))
-    return b"\x80\x02}(" + b"".join(items) + b"u."
-
-
-def _tensor(number: int, name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
-    if dtype not in _NAMES:
-        raise PlanError(f"tensor '{name}' is {dtype}, which is not written to a .pth file")
-    module, _, storage = _NAMES[dtype]
+def _tensor(key: int, name: str, dtype: str, shape: tuple[int, ...]) -> Inert:
+    """A tensor in a storage of its own, as torch pickles it: what no kind of storage is for has one of bytes."""
     strides: list[int] = []
     count = 1
     for size in reversed(shape):
         strides.insert(0, count)
         count *= size
-    kept = _tuple(_text("storage"), _global(module, storage), _text(str(number)), _text("cpu"), _number(count)) + b"Q"
-    hooks = _global("collections", "OrderedDict") + b")R"
-    arguments = _tuple(kept, _number(0), _tuple(*map(_number, shape)), _tuple(*map(_number, strides)), b"\x89", hooks)
-    return _global("torch._utils", "_rebuild_tensor_v2") + arguments + b"R"
-
-
-def _tuple(*items: bytes) -> bytes:
-    return b"(" + b"".join(items) + b"t"
-
-
-def _text(text: str) -> bytes:
-    content = text.encode()
-    return b"X" + struct.pack("<I", len(content)) + content
-
-
-def _global(module: str, name: str) -> bytes:
-    return f"c{module}\n{name}\n".encode()
-
-
-def _number(value: int) -> bytes:
-    return b"J" + struct.pack("<i", value) if value < 1 << 31 else b"\x8a\x08" + struct.pack("<q", value)
+    bare = dtype not in _STORAGES
+    if bare and dtype not in _DTYPES:
+        raise PlanError(f"tensor '{name}' is {dtype}, which torch.save does not write")
+    storage = "torch.storage.UntypedStorage" if bare else _STORAGES[dtype]
+    numel = count * DTYPE_BITS[dtype] // 8 if bare else count
+    kept = Persistent(("storage", Global(storage), str(key), "cpu", numel))
+    arguments = (kept, 0, shape, tuple(strides), False, Inert("collections.OrderedDict", ()))
+    if bare:
+        return Inert("torch._utils._rebuild_tensor_v3", (*arguments, Global(_DTYPES[dtype])))
+    return Inert("torch._utils._rebuild_tensor_v2", arguments)

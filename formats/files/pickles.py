@@ -1,0 +1,407 @@
+"""Pickles as data: a machine that follows one on stand-ins, from a closed list of names, and a writer of the same.
+
+A pickle is a program. Here it is never run: nothing that it names is imported or called. A name becomes a ``Global``,
+an object of a listed class an ``Inert`` with its arguments and its state, and what a call of a name makes is looked up
+in a table of functions of the reader's. Any other name, and any instruction that such data does not need, is refused.
+The machine keeps a flat stack, hashes no nested key, and makes at most one thing for each instruction.
+
+Source: ``Lib/pickle.py`` and ``Lib/pickletools.py`` of Python 3.13 (protocols 2 to 5).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from formats.errors import CheckpointError
+
+LARGEST_PICKLE = 256 << 20
+"""Bytes of a pickle that is followed. What it makes takes at most some 60 times as many."""
+
+_DAMAGED = "the file is damaged or still incomplete: fetch or copy it again"
+
+
+@dataclass(frozen=True, slots=True)
+class Global:
+    """Stands for what a pickle refers to by name: ``module.name``."""
+
+    path: str
+
+
+@dataclass(eq=False, slots=True)
+class Inert:
+    """Stands for an object: the path of its class, the arguments that it is made with, and its state."""
+
+    path: str
+    arguments: tuple[Any, ...]
+    state: Any = None
+
+    def get(self, name: str) -> Any:
+        """An attribute, as far as the state says; None if it does not."""
+        return self.state.get(name) if isinstance(self.state, dict) else None
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a pickle may name.
+
+    ``calls`` has what a call of a name makes, ``classes`` the names whose objects are ``Inert``, ``others`` those that
+    are only referred to. ``load`` makes something of a persistent id; None: there may be none.
+    """
+
+    calls: Mapping[str, Callable[..., object]] = field(default_factory=dict)
+    classes: frozenset[str] = frozenset()
+    others: frozenset[str] = frozenset()
+    load: Callable[[object], object] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Persistent:
+    """Stands for what is stored elsewhere, by its id; for writing only."""
+
+    id: object
+
+
+class RefusedError(Exception):
+    """What a pickle asks for and is not given."""
+
+
+def read_pickle(pickled: bytes, names: Names, where: object, may: str) -> object:
+    """Follow a pickle; ``may`` says what is read, in a sentence that goes on with "only".
+
+    Raises ``CheckpointError``, which begins with ``where``, for a pickle that is damaged or asks for more than data.
+    """
+    try:
+        return follow(pickled, names)
+    except RefusedError as error:
+        raise CheckpointError(
+            f"{where}: the pickle asks for {error}; only {may}, and no code is run",
+            "if you trust its author, save the weights again with safetensors",
+        ) from error
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError, struct.error) as error:
+        raise CheckpointError(f"{where}: the pickle is damaged: {error!s:.200}", _DAMAGED) from error
+
+
+def follow(pickled: bytes, names: Names) -> object:
+    """Follow all instructions up to STOP and return what is then on the stack.
+
+    Raises RefusedError, and ValueError, TypeError, LookupError, OverflowError or struct.error if it is damaged.
+    """
+    if len(pickled) > LARGEST_PICKLE:
+        raise ValueError(f"it has {len(pickled):,} bytes, of which at most {LARGEST_PICKLE:,} are read")
+    machine = _Machine(pickled, names)
+    steps, stack = _STEPS, machine.stack
+    while True:
+        code = pickled[machine.at]
+        machine.at += 1
+        if code == 0x2E:  # STOP
+            return stack.pop()
+        step = steps[code]
+        if step is None:
+            raise RefusedError(f"the instruction {_instruction(code)}")
+        step(machine)
+
+
+def kind_of(value: object) -> str:
+    """What a value is, in a word for messages; its content is never shown, as it may be of any size."""
+    return value.path if isinstance(value, (Global, Inert)) else type(value).__name__.strip("_").lower()
+
+
+class _Machine:
+    """The state of the machine: the pickle, the place in it, the stack, its marks, and the memo."""
+
+    __slots__ = ("at", "data", "marks", "memo", "names", "stack")
+
+    def __init__(self, data: bytes, names: Names) -> None:
+        self.data, self.names, self.at = data, names, 0
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: dict[int, Any] = {}
+
+    def content(self, width: int) -> bytes:
+        """The bytes behind a length of ``width`` bytes."""
+        begin = self.at + width
+        end = begin + int.from_bytes(self.data[self.at : begin], "little")
+        if end > len(self.data):
+            raise ValueError("it ends within a text")
+        self.at = end
+        return self.data[begin:end]
+
+    def number(self, width: int) -> int:
+        """A number of so many bytes."""
+        begin, self.at = self.at, self.at + width
+        if self.at > len(self.data):
+            raise ValueError("it ends within a number")
+        return int.from_bytes(self.data[begin : self.at], "little")
+
+    def line(self) -> str:
+        """The text up to the end of the line."""
+        end = self.data.index(b"\n", self.at)
+        text, self.at = self.data[self.at : end].decode(), end + 1
+        return text
+
+    def take(self, count: int | None = None) -> list[Any]:
+        """Pop ``count`` items, or those above the last mark."""
+        start = self.marks.pop() if count is None else len(self.stack) - count
+        if start < (self.marks[-1] if self.marks else 0):
+            raise ValueError("the stack is empty")
+        items = self.stack[start:]
+        del self.stack[start:]
+        return items
+
+    def name(self, path: str) -> None:
+        """Push what a name stands for."""
+        names = self.names
+        if path not in names.classes and path not in names.calls and path not in names.others:
+            raise RefusedError(repr(path) if len(path) < 100 else repr(path[:97] + "..."))
+        self.stack.append(Global(path))
+
+    def extend(self, items: list[Any]) -> None:
+        """Append to the list on the stack."""
+        if type(self.stack[-1]) is not list:
+            raise RefusedError("appending to something that is no list")
+        self.stack[-1].extend(items)
+
+    def assign(self, items: list[Any]) -> None:
+        """Set items of the dictionary on the stack."""
+        target = self.stack[-1]
+        if type(target) is not dict or not all(map(_is_key, items[::2])):
+            raise RefusedError("setting an item of something that is no dictionary, or under an unusual key")
+        target.update(zip(items[::2], items[1::2], strict=True))
+
+    def add(self, items: list[Any]) -> None:
+        """Add to the set on the stack."""
+        if type(self.stack[-1]) is not set or not all(map(_is_key, items)):
+            raise RefusedError("adding to something that is no set, or something unusual to one")
+        self.stack[-1].update(items)
+
+    def load(self) -> None:
+        """Push what a persistent id stands for."""
+        if self.names.load is None:
+            raise RefusedError("something that is stored elsewhere")
+        self.stack.append(self.names.load(self.stack.pop()))
+
+    def call(self) -> None:
+        """Push what a call, or the making of an object, stands for."""
+        function, arguments = self.take(2)
+        if type(function) is not Global or type(arguments) is not tuple:
+            raise RefusedError(f"a call of {kind_of(function)}")
+        made = self.names.calls.get(function.path)
+        if made is not None:
+            self.stack.append(made(*arguments))
+        elif function.path in self.names.classes:
+            self.stack.append(Inert(function.path, arguments))
+        else:
+            raise RefusedError(f"a call of {function.path}")
+
+    def build(self) -> None:
+        """Set the state of the object on the stack; a dictionary's attributes are dropped."""
+        (state,) = self.take(1)
+        target = self.stack[-1]
+        if type(target) is Inert:
+            target.state = state
+        elif type(target) is not dict:
+            raise RefusedError(f"setting the state of a {kind_of(target)}")
+
+
+_PLAIN = {str, int, bool, float, bytes, type(None)}
+
+
+def _is_key(key: object) -> bool:
+    """Whether something may be a key.
+
+    A key is hashed, and a crafted one (tuples, a million deep) would overflow the interpreter's own stack.
+    """
+    kind = type(key)
+    return (
+        kind in _PLAIN or kind in (Inert, Global) or (type(key) is tuple and all(type(item) in _PLAIN for item in key))
+    )
+
+
+def _instruction(code: int) -> str:
+    import pickletools  # only for the name in a message
+
+    return next((op.name for op in pickletools.opcodes if op.code == chr(code)), f"0x{code:02x}")
+
+
+def _signed(machine: _Machine, width: int) -> int:
+    return int.from_bytes(machine.content(width), "little", signed=True)
+
+
+def _skip(width: int) -> Callable[[_Machine], None]:
+    def step(machine: _Machine) -> None:
+        machine.number(width)
+
+    return step
+
+
+def _push(make: Callable[[_Machine], object]) -> Callable[[_Machine], None]:
+    def step(machine: _Machine) -> None:
+        machine.stack.append(make(machine))
+
+    return step
+
+
+def _put(index: Callable[[_Machine], int]) -> Callable[[_Machine], None]:
+    def step(machine: _Machine) -> None:
+        machine.memo[index(machine)] = machine.stack[-1]
+
+    return step
+
+
+def _text(width: int) -> Callable[[_Machine], None]:
+    return _push(lambda machine: machine.content(width).decode("utf-8", "surrogatepass"))
+
+
+def _mark(machine: _Machine) -> None:
+    machine.marks.append(len(machine.stack))
+
+
+def _global(machine: _Machine) -> None:
+    machine.name(f"{machine.line()}.{machine.line()}")
+
+
+def _stack_global(machine: _Machine) -> None:
+    module, name = machine.take(2)
+    if type(module) is not str or type(name) is not str:
+        raise ValueError("a name should be a text")
+    machine.name(f"{module}.{name}")
+
+
+def _new_with_keywords(machine: _Machine) -> None:
+    if machine.stack.pop() != {}:
+        raise RefusedError("an object made with keywords")
+    machine.call()
+
+
+# What torch.save writes (protocol 2), and what the same data takes in protocols 3 to 5.
+_BY_CODE: dict[int, Callable[[_Machine], None]] = {
+    0x80: _skip(1),  # PROTO
+    0x95: _skip(8),  # FRAME
+    ord("N"): _push(lambda machine: None),
+    0x88: _push(lambda machine: True),
+    0x89: _push(lambda machine: False),
+    ord(")"): _push(lambda machine: ()),
+    ord("]"): _push(lambda machine: []),
+    ord("}"): _push(lambda machine: {}),
+    0x8F: _push(lambda machine: set()),
+    ord("J"): _push(lambda machine: (machine.number(4) ^ 0x80000000) - 0x80000000),
+    ord("K"): _push(lambda machine: machine.number(1)),
+    ord("M"): _push(lambda machine: machine.number(2)),
+    0x8A: _push(lambda machine: _signed(machine, 1)),
+    0x8B: _push(lambda machine: _signed(machine, 4)),
+    ord("G"): _push(lambda machine: struct.unpack("<d", machine.number(8).to_bytes(8, "big"))[0]),
+    ord("X"): _text(4),
+    0x8C: _text(1),
+    0x8D: _text(8),
+    ord("U"): _push(lambda machine: machine.content(1).decode("latin-1")),
+    ord("T"): _push(lambda machine: machine.content(4).decode("latin-1")),
+    ord("B"): _push(lambda machine: machine.content(4)),
+    ord("C"): _push(lambda machine: machine.content(1)),
+    0x8E: _push(lambda machine: machine.content(8)),
+    0x96: _push(lambda machine: machine.content(8)),
+    ord("("): _mark,
+    ord("t"): _push(lambda machine: tuple(machine.take())),
+    0x85: _push(lambda machine: tuple(machine.take(1))),
+    0x86: _push(lambda machine: tuple(machine.take(2))),
+    0x87: _push(lambda machine: tuple(machine.take(3))),
+    ord("a"): lambda machine: machine.extend(machine.take(1)),
+    ord("e"): lambda machine: machine.extend(machine.take()),
+    ord("s"): lambda machine: machine.assign(machine.take(2)),
+    ord("u"): lambda machine: machine.assign(machine.take()),
+    0x90: lambda machine: machine.add(machine.take()),
+    ord("q"): _put(lambda machine: machine.number(1)),
+    ord("r"): _put(lambda machine: machine.number(4)),
+    0x94: _put(lambda machine: len(machine.memo)),
+    ord("h"): _push(lambda machine: machine.memo[machine.number(1)]),
+    ord("j"): _push(lambda machine: machine.memo[machine.number(4)]),
+    ord("c"): _global,
+    0x93: _stack_global,
+    ord("Q"): lambda machine: machine.load(),
+    ord("R"): lambda machine: machine.call(),
+    0x81: lambda machine: machine.call(),
+    0x92: _new_with_keywords,
+    ord("b"): lambda machine: machine.build(),
+}
+_STEPS: list[Callable[[_Machine], None] | None] = [_BY_CODE.get(code) for code in range(256)]
+
+
+# ------------------------------------------------------------------------------------------------------------ writing
+
+
+def write_pickle(value: object) -> bytes:
+    """The pickle (protocol 2) of plain data and stand-ins.
+
+    An ``Inert`` with a state is made without its ``__init__`` and given the state; one without is a call. Raises
+    TypeError for anything else.
+    """
+    writer = _Writer()
+    writer.write(value)
+    return b"\x80\x02" + b"".join(writer.parts) + b"."
+
+
+class _Writer:
+    """Collects the parts of a pickle. Names and texts that come again are taken from the memo."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self._memo: dict[str | Global, int] = {}
+
+    def write(self, value: object) -> None:
+        """Append the instructions that make a value."""
+        put, kind = self.parts.append, type(value)
+        if kind is str or kind is Global:
+            self._once(value)  # type: ignore[arg-type]
+        elif isinstance(value, bool) or value is None:
+            put(b"N" if value is None else b"\x88" if value else b"\x89")
+        elif isinstance(value, int):
+            put(_written_number(value))
+        elif isinstance(value, float):
+            put(b"G" + struct.pack(">d", value))
+        elif isinstance(value, tuple):
+            self._items(b"(", value, b"t")
+        elif isinstance(value, list):
+            self._items(b"](", value, b"e")
+        elif isinstance(value, dict):
+            self._items(b"}(", [each for item in value.items() for each in item], b"u")
+        elif isinstance(value, Persistent):
+            self.write(value.id)
+            put(b"Q")
+        elif isinstance(value, Inert):
+            self._once(Global(value.path))
+            self.write(value.arguments)
+            put(b"R" if value.state is None else b"\x81")
+            if value.state is not None:
+                self.write(value.state)
+                put(b"b")
+        else:
+            raise TypeError(f"a {kind.__name__} is not written to a pickle")
+
+    def _items(self, begin: bytes, items: tuple[object, ...] | list[object], end: bytes) -> None:
+        self.parts.append(begin)
+        for item in items:
+            self.write(item)
+        self.parts.append(end)
+
+    def _once(self, value: str | Global) -> None:
+        place = self._memo.get(value)
+        if place is not None:
+            self.parts.append(b"h" + bytes([place]) if place < 256 else b"j" + struct.pack("<I", place))
+            return
+        place = self._memo[value] = len(self._memo)
+        if isinstance(value, Global):
+            module, _, name = value.path.rpartition(".")
+            self.parts.append(f"c{module}\n{name}\n".encode())
+        else:
+            content = value.encode("utf-8", "surrogatepass")
+            self.parts.append(b"X" + struct.pack("<I", len(content)) + content)
+        self.parts.append(b"q" + bytes([place]) if place < 256 else b"r" + struct.pack("<I", place))
+
+
+def _written_number(value: int) -> bytes:
+    if -(1 << 31) <= value < 1 << 31:
+        return b"J" + struct.pack("<i", value)
+    content = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return b"\x8a" + bytes([len(content)]) + content

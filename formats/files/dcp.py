@@ -113,10 +113,9 @@ def read_distributed(folder: Path) -> Distributed:
     chunks of a tensor overlap or leave something out.
     """
     path = folder / METADATA
-    metadata = _Metadata(
-        path, read_pickle(read_file(path, LARGEST_PICKLE), _NAMES, path, "metadata of tensors is read")
-    )
-    shapes = {name: found for name, found in metadata.tensors()}
+    pickled = read_file(path, LARGEST_PICKLE)
+    metadata = _Metadata(path, read_pickle(pickled, _NAMES, path, "metadata of tensors is read"))
+    shapes = dict(metadata.tensors())
     wanted: dict[str, list[_Request]] = defaultdict(list)
     for name, (dtype, shape, chunks) in shapes.items():
         check_tiling(name, dict(enumerate(chunks)), shape, path)

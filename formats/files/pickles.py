@@ -56,6 +56,10 @@ class Names:
     others: frozenset[str] = frozenset()
     load: Callable[[object], object] | None = None
 
+    def also(self, *classes: str) -> Names:
+        """The same with more classes whose objects are ``Inert``."""
+        return replace(self, classes=self.classes | {*classes})
+
 
 @dataclass(frozen=True, slots=True)
 class Persistent:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from formats.errors import CheckpointError
 from formats.files.pickles import LARGEST_PICKLE, Names, kind_of, read_pickle
@@ -46,6 +46,53 @@ def read_bin(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
             return _locate(path, _state_dict(path, state), archive.locate)
     except OSError as error:
         raise unreadable(path, error) from error
+
+
+class Saved(NamedTuple):
+    """What a training program saved in a file: where the tensors of some entries lie, and what the others are.
+
+    ``aliases`` are as those of ``read_bin``, for each entry. ``others`` has numbers and texts, and of anything else its
+    kind.
+    """
+
+    tensors: dict[str, dict[str, TensorInfo]]
+    aliases: dict[str, dict[str, str]]
+    others: dict[str, int | float | str]
+
+
+def read_saved(path: Path, wanted: Callable[[str], bool]) -> Saved:
+    """Find where the tensors of the ``wanted`` entries of a saved dictionary lie in its file.
+
+    What programs save beside tensors (settings, states of random generators) is not made. Raises ``CheckpointError``.
+    """
+    try:
+        with open_file(path) as file:
+            if file.read(2) != b"PK":
+                _refuse_foreign(path, file)
+            archive = open_archive(path, file, 0, file.seek(0, 2))
+            state = archive.read(TENSORS.also(*BESIDE), "tensors and plain settings are read")
+            if not isinstance(state, dict):
+                raise CheckpointError(f"{path}: holds a {kind_of(state)}, not a dictionary", _RESAVE)
+            entries = {str(name): value for name, value in state.items()}
+            found = {n: _locate(path, _state_dict(path, of), archive.locate) for n, of in entries.items() if wanted(n)}
+    except OSError as error:
+        raise unreadable(path, error) from error
+    others = {n: v if isinstance(v, (int, float, str)) else kind_of(v) for n, v in entries.items() if n not in found}
+    return Saved({n: of[0] for n, of in found.items()}, {n: of[1] for n, of in found.items()}, others)
+
+
+BESIDE = (
+    "argparse.Namespace", "types.SimpleNamespace", "_io.BytesIO", "_codecs.encode", "pathlib.PosixPath",
+    "signal.Signals", "numpy.ndarray", "numpy.dtype", "numpy.core.multiarray._reconstruct",
+    "numpy._core.multiarray._reconstruct", "numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar",
+    "torch.nn.functional.silu", "torch.nn.functional.gelu", "torch._C._nn.gelu",
+    "megatron.core.enums.ModelType", "megatron.core.transformer.enums.AttnBackend",
+    "megatron.core.transformer.enums.AttnMaskType", "megatron.core.transformer.enums.LayerType",
+    "megatron.core.transformer.enums.CudaGraphScope", "megatron.core.rerun_state_machine.RerunMode",
+    "megatron.core.rerun_state_machine.RerunState", "megatron.core.rerun_state_machine.RerunDiagnostic",
+    "megatron.core.optimizer.optimizer_config.OptimizerConfig",
+)  # fmt: skip
+"""What training programs save beside tensors (Megatron-Core, core/safe_globals.py, and what its fields are of)."""
 
 
 def _refuse_foreign(path: Path, file: IO[bytes]) -> None:

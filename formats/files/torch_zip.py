@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -94,10 +94,18 @@ _LOCAL_CRC, _CENTRAL_CRC = 14, 16
 """Where the CRC-32 stands in either header."""
 
 
-def build_archive(tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> Archive:
-    """The layout of a file of tensors (name, dtype, shape, bytes). Raises PlanError for a dtype that torch has not."""
+def build_archive(
+    tensors: Sequence[tuple[str, str, tuple[int, ...], int]],
+    inside: str | None = None,
+    entries: Mapping[str, int | float] = {},
+) -> Archive:
+    """The layout of a file of tensors (name, dtype, shape, bytes); with ``inside`` they are that entry, beside others.
+
+    Raises PlanError for a dtype that torch has not.
+    """
     state = {name: _tensor(i, name, dtype, shape) for i, (name, dtype, shape, _) in enumerate(tensors)}
-    return archive_of(state, [(name, nbytes) for name, _, _, nbytes in tensors])
+    saved = state if inside is None else {**entries, inside: state}
+    return archive_of(saved, [(name, nbytes) for name, _, _, nbytes in tensors])
 
 
 @lru_cache(maxsize=4096)

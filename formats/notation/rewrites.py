@@ -157,6 +157,24 @@ class Renaming:
 
 
 @dataclass(frozen=True)
+class Stack:
+    """Tensors that differ in an index (``of``) and are one in the program's files, under ``name``, along a dimension.
+
+    It holds where ``when`` holds. The dimensions of several stand in their order, before the tensors' own.
+    """
+
+    of: Pattern
+    name: Pattern
+    when: Expression | None = None
+
+    @property
+    def index(self) -> str:
+        """The index that is a dimension."""
+        (found,) = self.of.indices - self.name.indices
+        return found
+
+
+@dataclass(frozen=True)
 class Demand:
     """What a model and a mesh must be for a program: ``holds`` is true of them. ``why`` says what it is that is not."""
 
@@ -241,6 +259,15 @@ class Page:
     ignored: tuple[Pattern, ...] = ()
     """Tensors of no use that older files have."""
     boxes: bool = False
+    stacks: tuple[Stack, ...] = ()
+    saved: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Files that torch.save writes, with what is in each."""
+    documents: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """JSON files, with what is in each."""
+    aside: tuple[Pattern, ...] = ()
+    """Tensors and objects that belong to the training of the model."""
+    extra_state: tuple[Pattern, ...] = ()
+    """Weights whose modules may have a state of their own beside them."""
     classes: frozenset[str] = frozenset()
     refused: Mapping[str, str] = field(default_factory=dict)
     _uses: dict[str, tuple[Use, ...]] = field(default_factory=dict, repr=False)
@@ -367,6 +394,11 @@ def read_page(path: Path) -> Page:
             settings=_settings(document["config"]) if "config" in document else None,
             ignored=tuple(map(Pattern, document.get("ignored", ()))),
             boxes=document.get("boxes", False),
+            stacks=tuple(_stack(of, value) for of, value in document["stacks"].items()),
+            saved=document.get("saved", {}),
+            documents=document.get("documents", {}),
+            aside=tuple(map(Pattern, document.get("aside", ()))),
+            extra_state=tuple(map(Pattern, document.get("extra_state", ()))),
             classes=frozenset(of_types.get("classes", ())),
             refused=of_types.get("refused", {}),
         )
@@ -392,7 +424,7 @@ def _with_base(path: Path) -> dict[str, Any]:
     return {key: value for key, value in {**below, **document}.items() if value is not False}
 
 
-_TABLES = ("tensors", "names", "dropped", "demands")
+_TABLES = ("tensors", "names", "dropped", "demands", "stacks")
 
 
 def _without(inherited: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
@@ -467,6 +499,14 @@ def _constant(entry: Mapping[str, Any]) -> Constant:
     names = tuple(Pattern(name) for name in entry["names"])
     shape = tuple(entry.get("shape", ()))
     return Constant(Pattern(entry["beside"]), names, entry["dtype"], shape, float(entry["value"]), _condition(entry))
+
+
+def _stack(of: str, value: Any) -> Stack:
+    table = value if isinstance(value, dict) else {"name": value}
+    stack = Stack(Pattern(of), Pattern(table["name"]), _condition(table))
+    if stack.of.stars != stack.name.stars or len(stack.of.indices - stack.name.indices) != 1:
+        raise NotationError(f"'{of}' should have one index more than '{stack.name.text}'")
+    return stack
 
 
 def _dropped(name: str, value: Any) -> Dropped:

@@ -27,6 +27,13 @@ from reshard.cli.options import (
 from reshard.cli.summary import import_numpy, interruptible, print_summary
 
 
+def _is_for_any_mesh(form: str) -> bool:
+    """Whether a format's files are loaded on any mesh, so that none need be given."""
+    from formats.notation.rewrites import page_of
+
+    return page_of(form).boxes
+
+
 @click.command("split")
 @click.argument("source")
 @click.argument("out", type=NewFolder())
@@ -42,6 +49,9 @@ from reshard.cli.summary import import_numpy, interruptible, print_summary
 @click.option("--max-shard-size", type=Size(), default="5GB", show_default=True, help="Largest file of a rank.")
 @click.option("--refine-blocks", is_flag=True, help="Lower the block size of scales where a rank would cut a block.")
 @click.option("--as", "form", metavar="FORMAT", help="Write another program's format: see 'reshard formats'.")
+@click.option(
+    "--extra-state", is_flag=True, help="With --as megatron: also an empty _extra_state for each of its modules."
+)
 @padding_options
 @plan_option
 @config_option
@@ -56,7 +66,7 @@ def split_command(
     refine_blocks: bool,
     pad_vocab_to: int | None, no_pad_vocab: bool, plan_file: Path | None, config_folder: Path | None,
     revision: str | None, token: str | None, cache_dir: Path | None, download: bool, overwrite: bool, fsync: bool,
-    no_checksum: bool, workers: int | None, dry_run: bool, progress: str, as_json: bool, quiet: bool,
+    no_checksum: bool, workers: int | None, dry_run: bool, progress: str, as_json: bool, quiet: bool, extra_state: bool,
 ) -> None:  # fmt: skip
     """Split SOURCE into N ranks, one folder each, under OUT.
 
@@ -71,7 +81,7 @@ def split_command(
     vLLM's --enable-expert-parallel and DeepSeek's own inference code do.
     """
     degrees = degrees_of(tp, ep, pp, pp_layers, same_ranks)
-    if not degrees.are_given:
+    if not degrees.are_given and not (form and _is_for_any_mesh(form)):
         raise click.UsageError("Missing option '--tp' (or '--ep', '--pp').")
     if None in ranks and len(ranks) > 1:
         raise click.UsageError("--rank auto goes without other ranks")
@@ -90,6 +100,6 @@ def split_command(
             source, out, **degrees.arguments, uneven=uneven, ranks=wanted, access=access, padding=padding,
             options=Options(workers=workers, checksum=not no_checksum, fsync=fsync),
             max_shard_size=max_shard_size, refine_blocks=refine_blocks, overwrite=overwrite, dry_run=dry_run, form=form,
-            progress=shown,
+            extra_state=extra_state, progress=shown,
         )  # fmt: skip
     print_summary(summary, source, time.monotonic() - started, as_json=as_json, quiet=quiet)

@@ -549,7 +549,7 @@ class Arrangement:
         self, plan: Plan, taken: Mapping[Kind, Taken], page: Page | None = None, boxes: Boxes | None = None
     ) -> None:
         self.plan, self.taken, self.page, self.boxes = plan, taken, page, boxes
-        self._laid = plan if boxes is None else make_plan(plan.model, Mesh(), padding={})
+        self._laid = plan if boxes is None else make_plan(plan.model, Mesh(), padding=plan.padding)
         self.ranks = plan.mesh.size if boxes is None else 1 + max(max(found) for found in boxes.values())
         self.dropped = dropped_of(plan.model, page) if page else frozenset()
         self._layouts: dict[tuple[object, ...], Layout] = {}

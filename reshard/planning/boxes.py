@@ -99,12 +99,15 @@ class InBoxes:
         of, runs = self.whole.layouts[number], tuple((file, part.runs) for file, part in parts.items())
         key = (of, self.portions[number % len(self.portions)], runs)
         if key not in self._known:
-            full = tuple(math.prod(of.full[factor] for factor in group) for group in self.groups(number))
+            groups = self.groups(number)
+            full, padded = (
+                tuple(math.prod(sizes[f] for f in group) for group in groups) for sizes in (of.full, of.padded)
+            )
             boxes = {
                 file: Box(tuple((run,) for run in found), tuple(run.length for run in found)) for file, found in runs
             }
             parallel = frozenset(range(len(full)))
-            self._known[key] = Layout(of.rule, full, full, boxes, self.ranks, of.stored, parallel, True)
+            self._known[key] = Layout(of.rule, full, padded, boxes, self.ranks, of.stored, parallel, True)
         return self._known[key]
 
     def _part(self, at: At, number: int) -> _Part | None:
@@ -141,7 +144,7 @@ class InBoxes:
         ends = [0]
         for portion, layout in zip(self.portions, layouts, strict=False):
             own = _of_dim(portion, portion.dim)[portion.lead :]
-            ends.append(ends[-1] + math.prod(layout.full[factor] for factor in own))
+            ends.append(ends[-1] + math.prod(layout.padded[factor] for factor in own))
         return ends[slot], ends[slot + 1], ends[-1]
 
     def _bytes(self, elements: int) -> int:
@@ -207,12 +210,15 @@ def _dims_of(geometry: Geometry, rank: int) -> list[list[Run]] | None:
     first = geometry.portions[0]
     for dim in range(len(first.counts)):
         runs, base = [], 0
+        outer: list[tuple[tuple[Run, ...], int]] = []
         for slot in range(slots if dim == first.dim else 1):
             layout, factors = geometry.layouts[places[0] * slots + slot], _of_dim(geometry.portions[slot], dim)
-            own = joined_runs([(layout.boxes[rank].dims[factor], layout.full[factor]) for factor in factors])
-            runs += [Run(base + run.offset, run.length) for run in own]
-            base += math.prod(layout.full[factor] for factor in factors)
-        dims.append(list(merge_runs(runs)))
+            of = [(layout.boxes[rank].dims[factor], layout.padded[factor]) for factor in factors]
+            lead = first.lead if dim == first.dim else 0
+            outer = outer or of[:lead]
+            runs += [Run(base + run.offset, run.length) for run in joined_runs(of[lead:])]
+            base += math.prod(size for _, size in of[lead:])
+        dims.append(list(merge_runs(joined_runs([*outer, (tuple(merge_runs(runs)), base)]))))
     return dims
 
 
@@ -263,14 +269,16 @@ def _over(placed: Placed, blocks: Sequence[tuple[int, ...]]) -> Layout:
     """An atom's layout with a dimension for each block of factors."""
     layout, geometry = placed.layout, placed.stored.geometry
     if isinstance(geometry, InBoxes):
-        sizes = geometry.whole.layouts[placed.number].full
+        whole = geometry.whole.layouts[placed.number]
         places = [(place, group) for place, group in enumerate(geometry.groups(placed.number))]
         split = [
             (place, sorted((block for block in blocks if block[0] in group), key=lambda block: group.index(block[0])))
             for place, group in places
         ]
-        dims = {file: _split_runs(box.dims, split, sizes) for file, box in layout.boxes.items()}
-        full = padded = tuple(math.prod(sizes[factor] for factor in block) for block in blocks)
+        dims = {file: _split_runs(box.dims, split, whole.padded) for file, box in layout.boxes.items()}
+        full, padded = (
+            tuple(math.prod(of[factor] for factor in block) for block in blocks) for of in (whole.full, whole.padded)
+        )
         runs = {file: tuple(found[block] for block in blocks) for file, found in dims.items()}
     else:
         full, padded = (

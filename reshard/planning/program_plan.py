@@ -20,7 +20,7 @@ def plan_for(model: Model, page: Page, mesh: Mesh, *, pad: bool = True, uneven: 
 
     Raises PlanError if the program cannot take it, or the degree is not possible, or parts are to be ``uneven``.
     """
-    if uneven and not page.boxes:
+    if uneven and (not page.boxes or page.pad_to > 1):
         raise PlanError(f"--uneven is not possible with the format '{page.name}', whose ranks have equal parts")
     check_demands(model, page, mesh)
     return program_plan(model, page, mesh, pad=pad)

@@ -14,6 +14,7 @@ from formats.documents import json_bytes, read_config
 from formats.errors import CheckpointError, MismatchError, brief
 from formats.files.boxes import At, check_tiling, read_boxes, whole_shape
 from formats.files.checkpoint import find_side_files, read_weights, with_modelopt
+from formats.files.dcp import read_distributed
 from formats.files.safetensors import Header, TensorInfo, read_header
 from formats.files.sharded import MANIFEST, METADATA_KEY, Manifest, Shard, read_shard
 from formats.mesh import Mesh, mesh_of
@@ -26,11 +27,13 @@ from reshard.planning.inverse import Origins
 from reshard.planning.model import FullTensor
 from reshard.planning.program_config import made_config
 from reshard.planning.sizes import AxisSizes
+from reshard.planning.stacks import Piece, by_number, unstacked
 
 if TYPE_CHECKING:
     from formats.files.torch_bin import Saved
 
 CONFIG = "config.json"
+DISTCP = ".distcp"
 LAYER = "layer"
 """The index of layers in a page's names."""
 _PLACE = r"\\\{(\w+)(?::\w+)?\\\}"
@@ -155,10 +158,12 @@ def read_program_file(file: ProgramFile) -> tuple[dict[str, TensorInfo], dict[st
     return saved.tensors[file.inside], saved.aliases[file.inside], None
 
 
-def left_behind(files: Sequence[ProgramFile]) -> list[str]:
+def left_behind(page: Page, files: Sequence[ProgramFile]) -> list[str]:
     """What files have beside the tensors of the model, which is not read. Raises MismatchError for different steps."""
     found: dict[str, None] = {}
     first: tuple[Path, object] | None = None
+    if page.files.endswith(DISTCP):
+        found |= dict.fromkeys(_beside(page, files[0].path.parent))
     for file in files:
         if file.inside is None:
             continue
@@ -169,6 +174,14 @@ def left_behind(files: Sequence[ProgramFile]) -> list[str]:
             raise MismatchError(f"{file.path} is of iteration {step}, {first[0]} of iteration {first[1]}")
         found |= dict.fromkeys(name for name, value in others.items() if isinstance(value, str))
     return [*found]
+
+
+def _beside(page: Page, folder: Path) -> Iterator[str]:
+    """What a distributed checkpoint has beside the tensors of the model."""
+    found = read_distributed(folder)
+    for name in (*found.tensors, *found.objects):
+        if any(pattern.match(name) is not None for pattern in page.aside):
+            yield re.split(r"[./]", name)[0]
 
 
 def _matches(files: str, names: Sequence[str]) -> list[tuple[str, dict[str, int]]]:
@@ -184,9 +197,11 @@ def pages_for(folder: Path) -> list[Page]:
 
 
 def read_boxed(
-    files: Sequence[ProgramFile],
+    page: Page, files: Sequence[ProgramFile]
 ) -> tuple[tuple[dict[str, TensorInfo], ...], dict[str, dict[int, At]]]:
-    """The tensors of each file, and the boxes of each tensor. Raises CheckpointError."""
+    """The tensors of each file (or chunks of each number), and the boxes of each tensor. Raises CheckpointError."""
+    if page.files.endswith(DISTCP):
+        return by_number(_chunked(page, files))
     ranks, boxes = list[dict[str, TensorInfo]](), defaultdict[str, dict[int, At]](dict)
     for number, file in enumerate(files):
         header = read_header(file.path)
@@ -195,6 +210,15 @@ def read_boxed(
         for name, at in read_boxes(file.path, header.metadata, shapes).items():
             boxes[name][number] = at
     return tuple(ranks), dict(boxes)
+
+
+def _chunked(page: Page, files: Sequence[ProgramFile]) -> dict[str, list[Piece]]:
+    """The boxes of all stored tensors of a distributed checkpoint."""
+    found: dict[str, list[Piece]] = {}
+    for name, whole in read_distributed(files[0].path.parent).tensors.items():
+        if not any(pattern.match(name) is not None for pattern in (*page.aside, *page.ignored)):
+            found |= dict(unstacked(page.stacks, name, whole.chunks))
+    return found
 
 
 def whole_tensors(

@@ -18,7 +18,7 @@ from formats.files.checkpoint import (
     open_checkpoint,
     read_weights,
 )
-from formats.files.safetensors import Header, TensorInfo
+from formats.files.safetensors import TensorInfo, read_header
 from formats.files.sharded import (
     MANIFEST,
     Identity,
@@ -63,7 +63,6 @@ from reshard.storage.program_source import (
     padding_of,
     pages_for,
     read_boxed,
-    read_program_file,
     read_ranks,
     readings,
     side_files_of,
@@ -390,7 +389,7 @@ def _open_program(
     for page, found in [(of, files) for of in candidates for files in readings(of, path, mesh)]:
         check_belonging(found)
         try:
-            ranks, boxes = read_boxed(found) if page.boxes else (read_ranks(page, found, path), None)
+            ranks, boxes = read_boxed(page, found) if page.boxes else (read_ranks(page, found, path), None)
         except ReshardError as error:
             problems.append((False, error))
             continue
@@ -413,7 +412,10 @@ def _open_program(
             try:
                 plan = program_plan(model, page, each)
                 if manifest is None and page.pad_product:
-                    plan = program_plan(model, page, each, padding=padding_of(arrangement_of(plan, page), ranks))
+                    unboxed = Arrangement(plan, uses_of(plan.model, page), page)
+                    plan = program_plan(
+                        model, page, each, padding=padding_of(unboxed, ranks if boxes is None else held)
+                    )
                 check_stored(arrangement_of(plan, page, boxes), ranks, path)
             except ReshardError as error:
                 problems.append((True, error))
@@ -496,14 +498,10 @@ def _program_source(
     """What is stored in a program's format, as a source; with ``lacking``, side files may be missing."""
     expected = {path / f.name: f.checksum for files in manifest.ranks.values() for f in files} if manifest else {}
     kept = {path / KEPT: read_weights(path / KEPT)} if (path / KEPT).is_file() else {}
-    read: dict[Path, tuple[list[TensorInfo], Header | None]] = {}
-    for each in files:  # a file may have several ranks, in entries of their own
-        tensors, _, header = read_program_file(each)
-        read[each.path] = [*read.get(each.path, ([], None))[0], *tensors.values()], header
-    read |= {file: ([*tensors.values()], header) for file, (tensors, _, header) in kept.items()}
-    weights = {
-        file: _program_file(path, file, tensors, header, expected.get(file)) for file, (tensors, header) in read.items()
-    }
+    infos: dict[Path, list[TensorInfo]] = {file.path: [] for file in files}
+    for info in (info for tensors in (*ranks, *(of[0] for of in kept.values())) for info in tensors.values()):
+        infos.setdefault(info.file, []).append(info)
+    weights = {file: _program_file(path, file, held, expected.get(file)) for file, held in infos.items()}
     side_files = (
         tuple(path / record.name for record in manifest.side_files)
         if manifest
@@ -514,17 +512,15 @@ def _program_source(
     return Source(
         path, location, None, plan, plan.model, tuple(tensor.name for tensor in plan.model.tensors), ranks, weights,
         side_files, None, None, _of_used(stamps, used, path), page,
-        {info.name: info for file in kept for info in read[file][0]}, manifest, made, boxes,
-        tuple(left_behind(files)),
+        {name: info for of in kept.values() for name, info in of[0].items()}, manifest, made, boxes,
+        tuple(left_behind(page, files)),
     )  # fmt: skip
 
 
-def _program_file(
-    folder: Path, path: Path, tensors: Sequence[TensorInfo], header: Header | None, expected: str | None
-) -> SourceFile:
+def _program_file(folder: Path, path: Path, tensors: Sequence[TensorInfo], expected: str | None) -> SourceFile:
     size, name = path.stat().st_size, path.relative_to(folder).as_posix()
-    if header is not None:
-        return SourceFile(path, name, size, header.raw, expected)
+    if path.suffix == ".safetensors":
+        return SourceFile(path, name, size, read_header(path).raw, expected)
     rest = _between(path, sorted(tensors, key=lambda info: info.offset), size) if expected is not None else ()
     return SourceFile(path, name, size, None, expected, tuple(rest))
 

@@ -10,8 +10,10 @@ from typing import Any
 
 from formats.documents import json_bytes
 from formats.errors import PlanError, brief
-from formats.files.boxes import boxes_metadata
+from formats.files.boxes import boxes_metadata, whole_shape
 from formats.files.checksum import checksum
+from formats.files.dcp import METADATA, Chunk, build_chunks, build_metadata, object_bytes
+from formats.files.dcp import Stored as Chunked
 from formats.files.safetensors import DTYPE_BITS, build_header, tensor_bytes
 from formats.files.sharded import FileRecord, Manifest
 from formats.files.torch_zip import build_archive
@@ -19,7 +21,9 @@ from formats.notation.rewrites import Page, Settings
 from reshard.engine.reading import Sums
 from reshard.planning.arrangement import Arrangement, Placed, Stored
 from reshard.planning.program_config import made_config, program_config
+from reshard.planning.stacks import prefixed, stacked, stacks_for
 from reshard.storage.output import Staging
+from reshard.storage.program_source import DISTCP
 from reshard.storage.source import KEPT, Source
 from reshard.writing.files import KEPT_RANK, NewFile, new_file, record_with_sums
 from reshard.writing.shard_files import ShardFile, index_text, partition
@@ -29,8 +33,18 @@ class ProgramFiles:
     """What a split into a program's format writes: the weight files of each rank, and the manifest."""
 
     def __init__(
-        self, source: Source, arrangement: Arrangement, page: Page, ranks: tuple[int, ...], max_shard_size: int
+        self,
+        source: Source,
+        arrangement: Arrangement,
+        page: Page,
+        ranks: tuple[int, ...],
+        max_shard_size: int,
+        *,
+        extra_state: bool = False,
     ) -> None:
+        self.extra_state, self._stacks = extra_state, stacks_for(page, arrangement.plan.model)
+        self._chunks: dict[str, tuple[str, list[Chunked]]] = {}
+        self._objects: dict[str, Chunked] = {}
         self.source, self.plan, self.arrangement, self.page = source, arrangement.plan, arrangement, page
         self.ranks, self.max_shard_size = ranks, max_shard_size
         self.identity = source.identity(self.plan)
@@ -67,6 +81,8 @@ class ProgramFiles:
         """A file of these tensors, in the container that its name tells."""
         named = dataclasses.replace(shard, name=name)
         self._shards.append(named)
+        if name.endswith(DISTCP):
+            return self._chunk_file(name, rank, shard)
         if not name.endswith((".pth", ".pt")):
             header = build_header(shard.tensors, self._metadata(rank, shard))
             return new_file(named, "", rank, header)
@@ -76,6 +92,49 @@ class ProgramFiles:
             name, "", rank, b"", archive.size, lambda: archive.places, fixed=archive.fixed, crcs=archive.crcs
         )
 
+    def _chunk_file(self, name: str, rank: int, shard: ShardFile) -> NewFile:
+        """A file of chunks; those of stacked tensors are boxes of one larger tensor."""
+        boxes, keys, chunks = self.arrangement.boxes or {}, {}, []
+        for (tensor, dtype, _), nbytes in zip(shard.tensors, shard.sizes, strict=True):
+            key, places = stacked(self._stacks, tensor)
+            at = prefixed(places, boxes[tensor][rank])
+            keys[tensor] = key, dtype, at
+            chunks.append(Chunk(tensor, dtype, at, nbytes))
+        objects = {} if self._objects or not self.extra_state else self._extra_states()
+        laid = build_chunks(chunks, objects)
+        file = name.rpartition("/")[2]
+        for tensor, (key, dtype, at) in keys.items():
+            self._chunks.setdefault(key, (dtype, []))[1].append(Chunked(at, file, *laid.ranges[tensor]))
+        self._objects |= {key: Chunked(None, file, *laid.ranges[key]) for key in objects}
+        return NewFile(name, "", rank, b"", laid.size, lambda: laid.places, fixed=laid.fixed, crcs=laid.crcs)
+
+    def _extra_states(self) -> dict[str, bytes]:
+        """What stands for the states of modules that have none: a list of None for each module."""
+        found: dict[str, list[tuple[int, ...]]] = {}
+        for stored in self.arrangement.stored:
+            if any(pattern.match(stored.name) is not None for pattern in self.page.extra_state):
+                key, places = stacked(self._stacks, stored.name)
+                found.setdefault(key.removesuffix("weight") + "_extra_state", []).append(places or (0,))
+        nothing = object_bytes([None])
+        counts = {key: ".".join(str(max(of) + 1) for of in zip(*at, strict=True)) for key, at in found.items()}
+        return {
+            f"{key}/shard_{'.'.join(map(str, at))}_{counts[key]}": nothing for key, of in found.items() for at in of
+        }
+
+    def _saved(self) -> Iterator[tuple[str, bytes]]:
+        """The files beside the weights that are the same for all models, and what says where the chunks lie."""
+        folder = f"{self.page.folder}/" if self.page.folder else ""
+        for name, content in self.page.saved.items():
+            yield folder + name, object_bytes(content)
+        for name, content in self.page.documents.items():
+            yield folder + name, json_bytes(content) + b"\n"
+        if self._chunks:
+            tensors = {
+                key: (dtype, whole_shape(at for at, *_ in chunks if at), chunks)
+                for key, (dtype, chunks) in self._chunks.items()
+            }
+            yield folder + METADATA, build_metadata(tensors, self._objects)
+
     def _documents(self, side_files: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
         settings, index = self.page.settings, self.page.index
         if self.page.tracker is not None:
@@ -84,6 +143,7 @@ class ProgramFiles:
             self._check_own(settings, side_files[settings.file])
         elif settings is not None:
             yield settings.file, json_bytes(program_config(settings, self.plan.model)) + b"\n"
+        yield from self._saved()
         if index is not None and len(self._shards) > 1:
             yield index, index_text(self._shards).encode()
 
@@ -132,6 +192,7 @@ class ProgramFiles:
             "padding": dict(identity.padding),
             "plan": identity.plan,
             "format": self.page.name,
+            "extra_state": self.extra_state,
             "max_shard_size": self.max_shard_size,
         }
 

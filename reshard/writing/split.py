@@ -64,6 +64,7 @@ def split(
     overwrite: bool = False,
     dry_run: bool = False,
     form: str | None = None,
+    extra_state: bool = False,
     progress: Progress = no_progress,
 ) -> Summary:
     """Split a checkpoint (full or already split) into shards for ``pp`` x ``ep`` x ``tp`` ranks, as ``reshard split``
@@ -74,8 +75,8 @@ def split(
     ``refine_blocks`` makes scale blocks smaller if a rank's boundary would cut one. With ``ranks`` only these are
     written; runs for other ranks into the same ``out`` complete it. With a ``Share`` these are the process's share of
     the ranks, but for those that are in ``out`` already. ``max_shard_size`` is in bytes. ``form`` is the name of
-    another program's format (``"vllm"``). Raises ReshardError; ``out`` has only complete ranks. It may be the URL of a
-    place in a bucket.
+    another program's format (``"vllm"``); with ``extra_state`` a format of Megatron's has the empty states that its
+    modules may ask for. Raises ReshardError; ``out`` has only complete ranks. It may be the URL of a place in a bucket.
     """
     (folder, bucket), options = place_of(out, access.cache_dir), options or Options()
     if bucket is not None and ranks is not None:
@@ -103,12 +104,15 @@ def split(
         target = plan_for(model, page, mesh, pad=padding.allowed, uneven=uneven)
     mesh = target.mesh
     new: _Ranks | ProgramFiles
+    if extra_state and (page is None or not page.extra_state):
+        raise PlanError(f"--extra-state is not possible with the format '{form or 'safetensors'}', which has no such")
     if page is None:
         new = _Ranks(opened, target, wanted, max_shard_size)
     else:
         if ranks is not None:
             raise PlanError(f"--rank is not possible with the format '{page.name}', which has all ranks in one folder")
-        new = ProgramFiles(opened, arrangement_of(target, page), page, wanted, max_shard_size)
+        arrangement = arrangement_of(target, page)
+        new = ProgramFiles(opened, arrangement, page, wanted, max_shard_size, extra_state=extra_state)
     full = opened.model.sizes.of({})
     summary = Summary(
         command="re-split" if opened.is_split else "split", source=opened.location,

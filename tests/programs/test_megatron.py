@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 
-from formats.files.dcp import read_distributed
+from formats.files.boxes import At
+from formats.files.dcp import Chunk, Stored, build_chunks, build_metadata, read_distributed
 from reshard.api import Access, merge, split
 from tests.programs.oracles import ORACLES, checkpoint, module, problem
 from tests.programs.test_oracles import tensors_of
@@ -93,3 +95,57 @@ def test_extra_states_are_written_on_request(case: str, tmp_path: Path) -> None:
     found = read_distributed(tmp_path / "out" / "release").objects
     wanted = set(cases[case]["dist_objects"])
     assert found.keys() == wanted
+
+
+def in_chunks(case: str, path: Path) -> Path:
+    """What Megatron-Core wrote for a case, in its own chunks: those of equal number lie in one file."""
+    check, cases = module("megatron", "check"), json.loads((ORACLES / "megatron" / "cases.json").read_text())
+    flat = np.concatenate([np.zeros(1, np.float32), *_numbers(case)])
+    files: dict[int, list[tuple[Chunk, bytes]]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for key, ids in check.golden(case, "dist").items():
+        shapes[key] = ids.shape
+        for number, (offset, shape) in enumerate(cases[case]["dist_chunks"][key]):
+            box = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+            data = flat[ids[box]].tobytes()
+            files.setdefault(number, []).append((Chunk(key, "F32", At(tuple(offset), tuple(shape)), len(data)), data))
+    tensors: dict[str, tuple[str, tuple[int, ...], list[Stored]]] = {k: ("F32", s, []) for k, s in shapes.items()}
+    folder = path / "iter_0000007"
+    folder.mkdir(parents=True)
+    for number, chunks in files.items():
+        laid, name = build_chunks([chunk for chunk, _ in chunks]), f"__{number}_0.distcp"
+        content = bytearray(laid.size)
+        for offset, part in laid.fixed:
+            content[offset : offset + len(part)] = part
+        for (_, offset), (chunk, data) in zip(laid.places, chunks, strict=True):
+            content[offset : offset + len(data)] = data
+            tensors[chunk.name][2].append(Stored(chunk.at, name, *laid.ranges[chunk.name]))
+        (folder / name).write_bytes(content)
+    (folder / ".metadata").write_bytes(build_metadata(tensors))
+    (path / "latest_checkpointed_iteration.txt").write_text("7")
+    return path
+
+
+def _numbers(case: str) -> list[Any]:
+    """The elements of the case's checkpoint, in the order of their numbers."""
+    shapes = json.loads((ORACLES / "megatron" / "models.json").read_text())[case.split("-")[0]]["tensors"]
+    return [values.ravel() for values in module("megatron", "make_checkpoint").id_tensors(shapes).values()]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_chunks_that_megatron_wrote_are_read(case: str, tmp_path: Path) -> None:
+    original = checkpoint("megatron", case.split("-")[0])
+    merge(in_chunks(case, tmp_path / "chunks"), tmp_path / "merged", access=Access(config=original))
+    assert _weights(tmp_path / "merged") == _weights(original)
+
+
+@pytest.mark.parametrize("model", ["llama", "mixtral", "deepseek_v3"])
+def test_a_tensor_for_each_layer_and_expert(model: str, tmp_path: Path) -> None:
+    original = checkpoint("megatron", model)
+    split(original, tmp_path / "out", 2, form="megatron-singleton")
+    names = read_distributed(tmp_path / "out" / "release").tensors
+    assert "decoder.layers.0.mlp.linear_fc1.weight_w" in names or model == "mixtral"
+    assert "decoder.layers.1.mlp.experts.experts.3.linear_fc1.weight_v" in names or model == "llama"
+    (tmp_path / "out" / "reshard.json").unlink()
+    merge(tmp_path / "out", tmp_path / "merged")
+    assert _weights(tmp_path / "merged") == _weights(original)

@@ -445,12 +445,13 @@ def check_stored(arrangement: Arrangement, ranks: Sequence[Mapping[str, TensorIn
     for rank, tensors in enumerate(ranks):
         lacking = dict(tensors)
         for stored, shape in arrangement.held(rank):
-            info = lacking.pop(stored.name_on(rank), None)
+            name = stored.name_on(rank)
+            info = lacking.pop(name, None)
             if info is None:
-                raise MismatchError(f"{path}: tensor '{stored.name}' is missing in the files of rank {rank}")
+                raise MismatchError(f"{path}: tensor '{name}' is missing in the files of rank {rank}")
             if info.shape != shape or info.dtype != stored.dtype:
                 raise MismatchError(
-                    f"{info.file}: tensor '{stored.name}' is {info.dtype} {list(info.shape)}, rank {rank} of "
+                    f"{info.file}: tensor '{name}' is {info.dtype} {list(info.shape)}, rank {rank} of "
                     f"{arrangement.plan.mesh} has {stored.dtype} {list(shape)}"
                 )
         if lacking:

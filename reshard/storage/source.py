@@ -384,14 +384,14 @@ def _open_program(
     candidates: Sequence[Page],
 ) -> Source:
     """Open what is stored in a program's format: in the first of ``candidates``, and on the first mesh, that fits."""
-    problems: list[tuple[bool, ReshardError]] = []  # with whether the names are those of the format
+    problems: list[tuple[int, ReshardError]] = []  # 2 if the names are those of the format, 0 if they are of no mesh
     mesh = manifest.identity.mesh if manifest else None
     for page, found in [(of, files) for of in candidates for files in readings(of, path, mesh)]:
         check_belonging(found)
         try:
             ranks, boxes = read_boxed(page, found) if page.boxes else (read_ranks(page, found, path), None)
         except ReshardError as error:
-            problems.append((False, error))
+            problems.append((1, error))
             continue
         config, made = config_of(page, path, config_folder, ranks)
         architecture = load_architecture(plan_file) if plan_file else find_architecture(config, path)
@@ -406,11 +406,17 @@ def _open_program(
             sizes = manifest.identity.sizes if manifest else inferred_sizes(architecture, config, held)
             model = bind(architecture, config, full, known=sizes)
         except ReshardError as error:
-            problems.append((False, error))
+            degrees = named.degrees if named else ()
+            has_mesh = all(name != "ep" or architecture.families.get(name) for name, _ in degrees)
+            problems.append((int(has_mesh), error))
             continue
         for each in [named] if named else meshes(len(held), stages, page, bool(model.expert_axes)):
             try:
                 plan = program_plan(model, page, each)
+            except ReshardError as error:
+                problems.append((0 if found[0].mesh else 2, error))
+                continue
+            try:
                 if manifest is None and page.pad_product:
                     unboxed = Arrangement(plan, uses_of(plan.model, page), page)
                     plan = program_plan(
@@ -418,7 +424,7 @@ def _open_program(
                     )
                 check_stored(arrangement_of(plan, page, boxes), ranks, path)
             except ReshardError as error:
-                problems.append((True, error))
+                problems.append((2, error))
                 continue
             check_complete(model, path)
             return _program_source(path, location, stamps, manifest, page, plan, ranks, made, boxes, files=found)

@@ -58,7 +58,7 @@ class Summary:
     """What a split or merge did, or would do with ``dry_run``.
 
     ``nbytes`` is the size of all weight files in bytes, ``written`` the part that this run wrote. ``padding`` has the
-    size before and after for each padded axis.
+    size before and after for each padded axis. ``left_behind`` names what the source has beside the model.
     """
 
     command: str
@@ -76,6 +76,7 @@ class Summary:
     dry_run: bool
     fetched: int = 0
     """Bytes of weights that were fetched from elsewhere."""
+    left_behind: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -70,7 +70,7 @@ def merge(
         command="merge", source=opened.location, out=bucket.name if bucket else folder,
         source_mesh=opened.plan.mesh, mesh=UNSPLIT,
         tensors=len(target.model.tensors), files=len(files), nbytes=total, written=0, padding={}, ranks=(0,),
-        complete=False, dry_run=dry_run,
+        complete=False, dry_run=dry_run, left_behind=opened.left_behind,
     )  # fmt: skip
     if dry_run:
         return summary

@@ -119,7 +119,7 @@ def split(
         out=bucket.name if bucket else folder,
         source_mesh=opened.plan.mesh, mesh=mesh, tensors=len(model.tensors), files=len(new.files), nbytes=new.nbytes,
         written=0, padding={axis: (full[axis], padded) for axis, padded in target.padding.items()}, ranks=wanted,
-        complete=False, dry_run=dry_run,
+        complete=False, dry_run=dry_run, left_behind=opened.left_behind,
     )  # fmt: skip
 
     def check() -> None:

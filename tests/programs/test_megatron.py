@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,12 +13,13 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from formats.errors import PlanError, ReshardError
 from formats.files.boxes import At
 from formats.files.dcp import Chunk, Stored, build_chunks, build_metadata, read_distributed
 from reshard.api import Access, merge, split
 from tests.programs.oracles import ORACLES, checkpoint, module, problem
 from tests.programs.test_oracles import tensors_of
-from tests.support import contents
+from tests.support import LLAMA, command, contents, write_checkpoint
 
 CASES = sorted(path.stem for path in (ORACLES / "megatron").glob("*.npz"))
 FORMS = {"te": "megatron-legacy", "teseq": "megatron-legacy-sequential", "local": "megatron-legacy-local"}
@@ -149,3 +152,135 @@ def test_a_tensor_for_each_layer_and_expert(model: str, tmp_path: Path) -> None:
     (tmp_path / "out" / "reshard.json").unlink()
     merge(tmp_path / "out", tmp_path / "merged")
     assert _weights(tmp_path / "merged") == _weights(original)
+
+
+# ------------------------------------------------------------------------------------------------ training checkpoints
+
+
+def trained(path: Path, entries: dict[str, Any], model: str = "llama") -> Path:
+    """A folder of the older form, of tp 2, with further entries in each file, as a training program saves them."""
+    golden(f"{model}-te-tp2", path, "--legacy")
+    for file in path.rglob("*.pt"):
+        state = module("megatron", "check").torchfile.load_pt(file.read_bytes())
+        file.write_bytes(module("megatron", "check").torchfile.dump_pt({**state, **entries}))
+    return path
+
+
+TRAINING = {"args": {"seed": 1}, "optimizer": {"state": np.ones(3, np.float32)}, "rng_state": [1, 2]}
+
+
+def test_what_belongs_to_training_is_named_as_left_behind(tmp_path: Path) -> None:
+    original, source = checkpoint("megatron", "llama"), trained(tmp_path / "run", TRAINING)
+    said = command("merge", source, tmp_path / "merged", "--config", original)
+    assert "left behind: args, optimizer, rng_state" in said.stdout.lower(), said
+    assert _weights(tmp_path / "merged") == _weights(original)
+    found = split(source, tmp_path / "vllm", 2, form="vllm", access=Access(config=original))
+    assert found.left_behind == ("args", "optimizer", "rng_state")
+
+
+def test_the_optimizer_of_torch_dist_is_left_behind_too(tmp_path: Path) -> None:
+    original, run = checkpoint("megatron", "llama"), tmp_path / "run"
+    flat = {f"optimizer.state.exp_avg.{name}": np.ones(4, np.float32) for name in ("a", "b")}
+    golden("llama-te-tp1", tmp_path / "golden")
+    torchfile = module("megatron", "check").torchfile
+    tensors = torchfile.load_dcp(tmp_path / "golden" / "iter_0000001").tensors
+    objects = {
+        "rng_state/shard_0_1": torchfile.dump_pt([1]),
+        "common_state/shard_0_1": torchfile.dump_pt([{"iteration": 1}]),
+    }
+    torchfile.dump_dcp(run / "iter_0000001", {k: v.astype(np.float32) for k, v in tensors.items()} | flat, objects)
+    found = merge(run / "iter_0000001", tmp_path / "merged", access=Access(config=original))
+    assert found.left_behind == ("optimizer", "rng_state")
+    assert _weights(tmp_path / "merged") == _weights(original)
+
+
+def test_from_a_step_of_training_to_what_serves_it(tmp_path: Path) -> None:
+    """The folder of one step, without what names the last one; the same shards as from the original."""
+    original = checkpoint("megatron", "qwen3_moe")
+    golden("qwen3_moe-te-tp4", tmp_path / "old", "--legacy")
+    in_chunks("qwen3_moe-te-tp4", tmp_path / "new")
+    split(original, tmp_path / "expected", 2, form="vllm")
+    for source in (tmp_path / "old" / "iter_0000001", tmp_path / "new" / "iter_0000007"):
+        found = command(
+            "split", source, tmp_path / "out", "--tp", 2, "--as", "vllm", "--config", original, "--overwrite"
+        )
+        assert found.returncode == 0, found
+        for file in (tmp_path / "expected").glob("*.safetensors"):
+            assert tensors_of([tmp_path / "out" / file.name]) == tensors_of([file])
+
+
+def test_virtual_stages(tmp_path: Path) -> None:
+    """A file has the layers of several stages, each in an entry of its own, counted from 0."""
+    original, torchfile = checkpoint("megatron", "llama"), module("megatron", "check").torchfile
+    split(original, tmp_path / "four", 2, pp=4, form="megatron-legacy")
+    for tensor, stage in itertools.product(range(2), range(2)):
+        states = [
+            tmp_path / "four" / "release" / f"mp_rank_{tensor:02d}_{s:03d}" / "model_optim_rng.pt"
+            for s in (stage, stage + 2)
+        ]
+        models = [torchfile.load_pt(file.read_bytes())["model"] for file in states]
+        folder = tmp_path / "run" / f"mp_rank_{tensor:02d}_{stage:03d}"
+        folder.mkdir(parents=True)
+        content = {"iteration": 3, "model0": models[0], "model1": models[1]}
+        (folder / "model_optim_rng.pt").write_bytes(torchfile.dump_pt(content))
+    merge(tmp_path / "run", tmp_path / "merged", access=Access(config=original))
+    assert _weights(tmp_path / "merged") == _weights(original)
+
+
+def test_stages_of_other_lengths_and_both_degrees(tmp_path: Path) -> None:
+    original = checkpoint("megatron", "deepseek_v3")
+    split(original, tmp_path / "out", 2, ep=2, pp=2, pp_layers=(1, 2), form="megatron-legacy")
+    assert len([*(tmp_path / "out" / "release").glob("mp_rank_0?_00?_00?")]) == 8
+    (tmp_path / "out" / "reshard.json").unlink()
+    split(tmp_path / "out", tmp_path / "again", 4, form="megatron-legacy")
+    assert problem("megatron", "deepseek_v3-te-tp4", tmp_path / "again") is None
+
+
+# ------------------------------------------------------------------------------------------------------------ bad input
+
+
+def _refused(source: Path, out: Path, config: Path, text: str) -> None:
+    with pytest.raises(ReshardError, match=text):
+        merge(source, out, access=Access(config=config))
+    assert not out.exists() and not out.with_name(out.name + ".partial").exists()
+
+
+def test_bad_input_is_one_line(tmp_path: Path) -> None:
+    original, torchfile = checkpoint("megatron", "llama"), module("megatron", "check").torchfile
+    run = golden("llama-te-tp2-pp2", tmp_path / "run", "--legacy")
+    step, out = run / "iter_0000001", tmp_path / "out"
+    tracker = run / "latest_checkpointed_iteration.txt"
+    tracker.write_text("5")
+    _refused(run, out, original, "says 5, and there is no folder iter_0000005")
+    tracker.write_text("../run")
+    _refused(run, out, original, "is neither a number nor 'release'")
+    tracker.write_text("1")
+    _refused(run, out, tmp_path, "config.json")
+    shutil.move(step / "mp_rank_01_001", tmp_path / "aside")
+    _refused(run, out, original, r"rank 3 of 4 are missing \(.*mp_rank_01_001/model_optim_rng.pt\)")
+    shutil.move(tmp_path / "aside", step / "mp_rank_01_001")
+    file = step / "mp_rank_01_001" / "model_optim_rng.pt"
+    state = torchfile.load_pt(file.read_bytes())
+    file.write_bytes(torchfile.dump_pt({**state, "iteration": 9}))
+    _refused(run, out, original, "is of iteration 9, .* of iteration 1")
+    name = "decoder.layers.1.mlp.linear_fc2.weight"
+    file.write_bytes(torchfile.dump_pt({**state, "model": {**state["model"], name: np.ones((64, 41), np.float32)}}))
+    _refused(run, out, original, rf"{name}' is F32 \[64, 41\], rank 3 of pp 2 x tp 2 has F32 \[64, 40\]")
+    file.write_bytes(
+        torchfile.dump_pt({**state, "model": {**state["model"], "decoder.what.weight": np.ones(3, np.float32)}})
+    )
+    _refused(run, out, original, "decoder.what.weight' is none")
+    file.write_bytes(
+        torchfile.dump_pt({**state, "model": {k: v for k, v in state["model"].items() if "layers.1" not in k}})
+    )
+    _refused(run, out, original, "the ranks of stage 1 have 1 and 2 layers")
+    file.write_bytes(torchfile.dump_pt({"iteration": 1}))
+    _refused(run, out, original, "has no entry 'model'")
+    _refused(run, out, checkpoint("megatron", "mixtral"), "has no entry 'model'")
+
+
+def test_a_model_that_no_line_reaches_is_refused(tmp_path: Path) -> None:
+    gemma = write_checkpoint(tmp_path / "gemma", config={**LLAMA, "model_type": "gemma"})
+    with pytest.raises(PlanError, match="'gemma' cannot be written as 'megatron'"):
+        split(gemma, tmp_path / "out", 1, form="megatron")
+    assert not (tmp_path / "out").exists()

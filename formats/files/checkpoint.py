@@ -20,7 +20,8 @@ from formats.regular_files import open_file, unreadable
 
 #: Endings of files that hold weights in some format; such files are never side files.
 WEIGHT_SUFFIXES = (
-    ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".onnx_data", ".h5", ".msgpack", ".ckpt", ".npz",
+    ".safetensors", ".bin", ".pt", ".pth", ".distcp", ".gguf", ".onnx", ".onnx_data", ".h5", ".msgpack", ".ckpt",
+    ".npz",
 )  # fmt: skip
 
 _SAFE, _SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"

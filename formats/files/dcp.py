@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -90,16 +90,6 @@ class Distributed:
     keys: Mapping[str, tuple[str | int, ...]]
     files: Mapping[Path, int]
 
-    def chunks(self, names: Iterable[str]) -> tuple[tuple[dict[str, TensorInfo], ...], dict[str, dict[int, At]]]:
-        """The chunks of tensors by their numbers: where the bytes of each lie, and its box (see ``Arrangement``)."""
-        chosen = [self.tensors[name] for name in names]
-        numbers = range(max((len(whole.chunks) for whole in chosen), default=0))
-        ranks = tuple(
-            {whole.name: whole.chunks[number][1] for whole in chosen if number < len(whole.chunks)}
-            for number in numbers
-        )
-        return ranks, {whole.name: dict(enumerate(at for at, _ in whole.chunks)) for whole in chosen}
-
 
 def is_distributed(folder: Path) -> bool:
     """Whether a folder holds a distributed checkpoint."""
@@ -113,6 +103,11 @@ def read_distributed(folder: Path) -> Distributed:
     chunks of a tensor overlap or leave something out.
     """
     path = folder / METADATA
+    if not path.is_file():
+        raise CheckpointError(
+            f"{folder}: {METADATA} is missing, which says what the .distcp files hold",
+            "fetch it too: its name begins with a dot, so that many tools leave it out",
+        )
     pickled = read_file(path, LARGEST_PICKLE)
     metadata = _Metadata(path, read_pickle(pickled, _NAMES, path, "metadata of tensors is read"))
     shapes = dict(metadata.tensors())

@@ -57,9 +57,8 @@ _KINDS: Sequence[tuple[str, Foreign]] = (
     (
         r"(.*/)?(\.metadata|[^/]*\.distcp)",
         Foreign(
-            "a distributed checkpoint of PyTorch ({}), as FSDP writes it",
-            "join it first ('accelerate merge-weights FOLDER OUT'), put config.json and the tokenizer beside what that "
-            "writes, and give that folder",
+            "a folder with a distributed checkpoint of PyTorch in it ({})",
+            "give the folder that holds .metadata and the .distcp files",
         ),
     ),
     (

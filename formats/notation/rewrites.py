@@ -264,8 +264,6 @@ class Page:
     """Files that torch.save writes, with what is in each."""
     documents: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """JSON files, with what is in each."""
-    aside: tuple[Pattern, ...] = ()
-    """Tensors and objects that belong to the training of the model."""
     extra_state: tuple[Pattern, ...] = ()
     """Weights whose modules may have a state of their own beside them."""
     classes: frozenset[str] = frozenset()
@@ -283,6 +281,15 @@ class Page:
         name = self.files_of(mesh.pp > 1, dict(mesh.degrees).get("ep", 1) > 1)
         name = (self.parts if parts > 1 and self.parts is not None else name).format_map(words)
         return f"{self.folder}/{name}" if self.folder else name
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether its files are those of a distributed checkpoint of torch's (see ``formats.files.dcp``)."""
+        return self.files.endswith(".distcp")
+
+    def ignores(self, name: str) -> bool:
+        """Whether a tensor of this name is of no use."""
+        return any(pattern.match(name) is not None for pattern in self.ignored)
 
     def files_of(self, pp: bool, ep: bool) -> str:
         """How weight files are named where there are several stages, and several ranks of experts."""
@@ -397,7 +404,6 @@ def read_page(path: Path) -> Page:
             stacks=tuple(_stack(of, value) for of, value in document["stacks"].items()),
             saved=document.get("saved", {}),
             documents=document.get("documents", {}),
-            aside=tuple(map(Pattern, document.get("aside", ()))),
             extra_state=tuple(map(Pattern, document.get("extra_state", ()))),
             classes=frozenset(of_types.get("classes", ())),
             refused=of_types.get("refused", {}),

@@ -31,7 +31,7 @@ def _is_for_any_mesh(form: str) -> bool:
     """Whether a format's files are loaded on any mesh, so that none need be given."""
     from formats.notation.rewrites import page_of
 
-    return page_of(form).boxes
+    return form == "huggingface" or page_of(form).boxes
 
 
 @click.command("split")
@@ -46,9 +46,14 @@ def _is_for_any_mesh(form: str) -> bool:
     metavar="R",
     help="Write only this rank (may be repeated); 'auto': the ranks of this process, by Slurm, torchrun, MPI ...",
 )
-@click.option("--max-shard-size", type=Size(), default="5GB", show_default=True, help="Largest file of a rank.")
+@click.option("--max-shard-size", type=Size(), help="Largest file of a rank; default: 5GB.")
 @click.option("--refine-blocks", is_flag=True, help="Lower the block size of scales where a rank would cut a block.")
-@click.option("--as", "form", metavar="FORMAT", help="Write another program's format: see 'reshard formats'.")
+@click.option(
+    "--as",
+    "form",
+    metavar="FORMAT",
+    help="Write another program's format: see 'reshard formats'; 'huggingface' is one full checkpoint.",
+)
 @click.option(
     "--extra-state", is_flag=True, help="With --as megatron: also an empty _extra_state for each of its modules."
 )
@@ -62,7 +67,7 @@ def _is_for_any_mesh(form: str) -> bool:
 @output_options
 def split_command(
     source: str, out: Path | str, tp: int | None, ep: int | None, pp: int | None, pp_layers: tuple[int, ...] | None,
-    same_ranks: bool, uneven: bool, ranks: tuple[int | None, ...], form: str | None, max_shard_size: int,
+    same_ranks: bool, uneven: bool, ranks: tuple[int | None, ...], form: str | None, max_shard_size: int | None,
     refine_blocks: bool,
     pad_vocab_to: int | None, no_pad_vocab: bool, plan_file: Path | None, config_folder: Path | None,
     revision: str | None, token: str | None, cache_dir: Path | None, download: bool, overwrite: bool, fsync: bool,
@@ -78,7 +83,8 @@ def split_command(
     --tp N splits every large weight over N ranks. --ep N gives each of N ranks whole experts and a copy of all else.
     --pp N gives each of N stages consecutive layers, the first stage the embedding and the last the norm and the head.
     --pp P --ep E --tp T does all, on P x E x T ranks. With --same-ranks, --ep and --tp use the same T ranks (E = T), as
-    vLLM's --enable-expert-parallel and DeepSeek's own inference code do.
+    vLLM's --enable-expert-parallel and DeepSeek's own inference code do. A format that any number of ranks loads needs
+    none of them.
     """
     degrees = degrees_of(tp, ep, pp, pp_layers, same_ranks)
     if not degrees.are_given and not (form and _is_for_any_mesh(form)):

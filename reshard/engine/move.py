@@ -28,6 +28,7 @@ from formats.errors import MismatchError
 from formats.files.checksum import PIECE, Part, PartialSum, sum_part
 from formats.files.torch_zip import Crc
 from reshard.engine.apart import has_threads, move_apart
+from reshard.engine.crc import Run, add_run, joined, parts_within
 from reshard.engine.gathering import SMALL, TOGETHER, Runs
 from reshard.engine.reading import Bytes, Reader, Sums, Wanted, pieces, ranges
 from reshard.engine.transfer import Copy, Region, Slab, Way
@@ -69,7 +70,9 @@ class TargetFile:
     fixed: tuple[tuple[int, bytes], ...] = ()
     """Other bytes that come from no source, with their offsets."""
     crcs: tuple[Crc, ...] = ()
-    """What is written when all else is."""
+    """What is written when all else is; in increasing order."""
+    runs: list[Run] = field(default_factory=list)
+    """The CRC-32s of pieces that were written."""
     sum: PartialSum = field(init=False)
     descriptor: int = -1
     """The open file's descriptor; -1 while it is closed."""
@@ -77,7 +80,7 @@ class TargetFile:
     def __post_init__(self) -> None:
         self.sum = PartialSum(self.size)
 
-    @property
+    @cached_property
     def late(self) -> int:
         """The number of bytes that are written when all else is."""
         return sum(4 * len(crc.places) for crc in self.crcs)
@@ -203,6 +206,8 @@ class _Account:
     """Bytes written."""
     fetched: int = 0
     """Bytes requested of files that lie elsewhere."""
+    runs: dict[int, list[Run]] = field(default_factory=dict)
+    """CRC-32s of bytes written, by the target's number, as far as they are needed."""
 
 
 class _Mover:
@@ -321,6 +326,8 @@ class _Mover:
         self._sums.fetched += account.fetched
         for (number, wanted), part in account.read.items():
             self._sums.add(self._sources[number], wanted, part)
+        for number, runs in account.runs.items():
+            self._targets[number].runs += runs
         for number, part in account.written.items():
             file = self._targets[number]
             file.sum.merge(part)
@@ -331,12 +338,17 @@ class _Mover:
         self._progress(account.nbytes)
 
     def _write_crcs(self, target: TargetFile) -> None:
-        """Read what a file holds once more, while it is in the system's cache, and write the CRC-32s of its parts."""
+        """Write the CRC-32s of a file's parts. A part that was written in small pieces is read once more for it."""
+        target.runs.sort()
+        begins = [run.begin for run in target.runs]
         with disk_errors(target.staged):
             for crc in target.crcs:
-                value = 0
-                for begin in range(crc.begin, crc.end, PIECE):
-                    value = zlib.crc32(os.pread(target.descriptor, min(PIECE, crc.end - begin), begin), value)
+                runs = target.runs[bisect_left(begins, crc.begin) : bisect_left(begins, crc.end)]
+                value = joined(crc, runs)
+                if value is None:
+                    value = 0
+                    for begin in range(crc.begin, crc.end, PIECE):
+                        value = zlib.crc32(os.pread(target.descriptor, min(PIECE, crc.end - begin), begin), value)
                 content = value.to_bytes(4, "little")
                 for offset in crc.places:
                     os.pwrite(target.descriptor, content, offset)
@@ -495,6 +507,9 @@ class _Mover:
                 position += os.pwrite(target.descriptor, view[position:end], offset + position)
         except OSError as error:
             raise refused("write", target.path, error) from error
+        for begin, end, is_whole in parts_within(target.crcs, offset, size) if target.crcs else ():
+            runs = self._account.runs.setdefault(self._numbers[target], [])
+            add_run(runs, begin, view[begin - offset : end - offset], is_whole=is_whole)
         self._account.nbytes += size
         self._account.written.setdefault(self._numbers[target], PartialSum(target.size)).add(offset, size, part)
         return part

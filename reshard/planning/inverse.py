@@ -44,6 +44,10 @@ class Origins:
                 found.setdefault(source, name)
         return found
 
+    def knows(self, name: str) -> bool:
+        """Whether the page has a tensor of this name, of whatever is stored beside it."""
+        return any(self._sources(old) for old in self._old_names(name))
+
     def _packed_lines(self) -> Iterator[tuple[str, str]]:
         """For the name of each component of a packed tensor, in lines of the architecture, the packed tensor's."""
         for template, rules in self._architecture.tensors.items():

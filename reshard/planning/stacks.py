@@ -31,6 +31,15 @@ def stacked(stacks: Iterable[Stack], name: str) -> tuple[str, tuple[int, ...]]:
     return name, tuple(places)
 
 
+def first_unstacked(stacks: Iterable[Stack], name: str) -> str:
+    """The name of the first stored tensor that a tensor of the files has."""
+    for stack in stacks:
+        words = stack.name.match(name)
+        if words is not None and stack.of.match(name) is None:
+            name = stack.of.fill({**words, stack.index: "0"})
+    return name
+
+
 Piece = tuple[At, TensorInfo]
 """A box of a tensor, and where it lies."""
 

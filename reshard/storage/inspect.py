@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from formats.documents import read_config
 from formats.errors import CheckpointError, MismatchError, PlanError, ReshardError, listed
 from formats.files.checkpoint import open_checkpoint
+from formats.files.dcp import read_distributed
 from formats.files.foreign import is_adapter, refuse_foreign
 from formats.files.safetensors import Header, TensorInfo, parse_header, read_header
 from formats.files.sharded import (
@@ -342,6 +343,8 @@ def _program(path: Path, pages: Sequence[Page]) -> Report:
     except ReshardError as error:
         report.problems.append(error.message)
         report.hint = error.hint
+    if any(page.is_distributed for page in pages):
+        return _distributed(report, manifest)
     ranks = _from_records(report, manifest) if manifest else _from_names(report, pages[0])
     _take_ranks(report, ranks)
     if report.ranks_missing:
@@ -351,6 +354,27 @@ def _program(path: Path, pages: Sequence[Page]) -> Report:
         source = _check_whole(report)
         if source is not None and source.page is not None:
             report.format, report.loaded_by, report.mesh = source.page.name, source.page.loaded_by, source.plan.mesh
+    return report
+
+
+def _distributed(report: Report, manifest: Manifest | None) -> Report:
+    """A distributed checkpoint of torch's, which needs no mesh: .metadata says what there is, training states too."""
+    if manifest is not None:
+        _take_manifest(report, manifest)
+    try:
+        found = read_distributed(report.path)
+    except ReshardError as error:
+        report.problems.append(error.message)
+        report.hint = error.hint
+        files = [file for file in report.path.glob("*.distcp") if file.is_file()]
+        report.files, report.nbytes = len(files), sum(file.stat().st_size for file in files)
+        return report
+    report.files, report.nbytes = len(found.files), sum(found.files.values())
+    _count(report, (TensorInfo(of.name, of.dtype, of.shape, report.path, 0, 0) for of in found.tensors.values()))
+    if (report.path / "config.json").is_file():
+        source = _check_whole(report)
+        if source is not None and source.page is not None:
+            report.format, report.loaded_by = source.page.name, source.page.loaded_by
     return report
 
 

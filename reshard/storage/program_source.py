@@ -14,7 +14,7 @@ from formats.documents import json_bytes, read_config
 from formats.errors import CheckpointError, MismatchError, brief
 from formats.files.boxes import At, check_tiling, read_boxes, whole_shape
 from formats.files.checkpoint import find_side_files, read_weights, with_modelopt
-from formats.files.dcp import read_distributed
+from formats.files.dcp import METADATA, Distributed, is_distributed
 from formats.files.safetensors import Header, TensorInfo, read_header
 from formats.files.sharded import MANIFEST, METADATA_KEY, Manifest, Shard, read_shard
 from formats.mesh import Mesh, mesh_of
@@ -27,7 +27,8 @@ from reshard.planning.inverse import Origins
 from reshard.planning.model import FullTensor
 from reshard.planning.program_config import made_config
 from reshard.planning.sizes import AxisSizes
-from reshard.planning.stacks import Piece, by_number, unstacked
+from reshard.planning.stacks import Piece, by_number, first_unstacked, unstacked
+from reshard.storage.distributed_source import Parts, parts_of
 
 if TYPE_CHECKING:
     from formats.files.torch_bin import Saved
@@ -102,6 +103,8 @@ def _of_ranks(page: Page, folder: Path, names: Sequence[str]) -> list[ProgramFil
         for name, w in plain
     ]
     ordered = sorted(found, key=lambda file: file[:2])
+    if not ordered and page.is_distributed and is_distributed(folder):
+        return [ProgramFile(folder / METADATA, 0, 0, None)]  # its files have other names, or none is there
     return [ProgramFile(folder / name, rank, stage, ranks) for rank, _, stage, ranks, name in ordered]
 
 
@@ -158,12 +161,10 @@ def read_program_file(file: ProgramFile) -> tuple[dict[str, TensorInfo], dict[st
     return saved.tensors[file.inside], saved.aliases[file.inside], None
 
 
-def left_behind(page: Page, files: Sequence[ProgramFile]) -> list[str]:
+def left_behind(files: Sequence[ProgramFile]) -> list[str]:
     """What files have beside the tensors of the model, which is not read. Raises MismatchError for different steps."""
     found: dict[str, None] = {}
     first: tuple[Path, object] | None = None
-    if page.files.endswith(DISTCP):
-        found |= dict.fromkeys(_beside(page, files[0].path.parent))
     for file in files:
         if file.inside is None:
             continue
@@ -174,14 +175,6 @@ def left_behind(page: Page, files: Sequence[ProgramFile]) -> list[str]:
             raise MismatchError(f"{file.path} is of iteration {step}, {first[0]} of iteration {first[1]}")
         found |= dict.fromkeys(name for name, value in others.items() if isinstance(value, str))
     return [*found]
-
-
-def _beside(page: Page, folder: Path) -> Iterator[str]:
-    """What a distributed checkpoint has beside the tensors of the model."""
-    found = read_distributed(folder)
-    for name in (*found.tensors, *found.objects):
-        if any(pattern.match(name) is not None for pattern in page.aside):
-            yield re.split(r"[./]", name)[0]
 
 
 def _matches(files: str, names: Sequence[str]) -> list[tuple[str, dict[str, int]]]:
@@ -197,11 +190,9 @@ def pages_for(folder: Path) -> list[Page]:
 
 
 def read_boxed(
-    page: Page, files: Sequence[ProgramFile]
+    files: Sequence[ProgramFile],
 ) -> tuple[tuple[dict[str, TensorInfo], ...], dict[str, dict[int, At]]]:
-    """The tensors of each file (or chunks of each number), and the boxes of each tensor. Raises CheckpointError."""
-    if page.files.endswith(DISTCP):
-        return by_number(_chunked(page, files))
+    """The tensors of each file, and the boxes of each tensor. Raises CheckpointError."""
     ranks, boxes = list[dict[str, TensorInfo]](), defaultdict[str, dict[int, At]](dict)
     for number, file in enumerate(files):
         header = read_header(file.path)
@@ -212,13 +203,19 @@ def read_boxed(
     return tuple(ranks), dict(boxes)
 
 
-def _chunked(page: Page, files: Sequence[ProgramFile]) -> dict[str, list[Piece]]:
-    """The boxes of all stored tensors of a distributed checkpoint."""
-    found: dict[str, list[Piece]] = {}
-    for name, whole in read_distributed(files[0].path.parent).tensors.items():
-        if not any(pattern.match(name) is not None for pattern in (*page.aside, *page.ignored)):
-            found |= dict(unstacked(page.stacks, name, whole.chunks))
-    return found
+def read_chunks(
+    page: Page, found: Distributed, origins: Origins
+) -> tuple[tuple[dict[str, TensorInfo], ...], dict[str, dict[int, At]], Parts]:
+    """The chunks of each number of a distributed checkpoint, the boxes of each tensor, and which are what.
+
+    Raises CheckpointError if it has no tensor of the model.
+    """
+    parts = parts_of(found, lambda name: origins.knows(first_unstacked(page.stacks, name)), page.ignores)
+    pieces: dict[str, list[Piece]] = {}
+    for name, stored in parts.model.items():
+        renamed = [(at, info._replace(name=name)) for at, info in found.tensors[stored].chunks]
+        pieces |= dict(unstacked(page.stacks, name, renamed))
+    return *by_number(pieces), parts
 
 
 def whole_tensors(
@@ -252,14 +249,11 @@ def read_ranks(page: Page, files: Sequence[ProgramFile], where: Path) -> tuple[d
     if len(said) > 1:
         raise MismatchError(f"{where} has files of different numbers of ranks, {', '.join(map(str, sorted(said)))}")
 
-    def is_ignored(name: str) -> bool:
-        return any(pattern.match(name) is not None for pattern in page.ignored)
-
     ranks: list[dict[str, TensorInfo]] = [{} for _ in range(max([count, *said]))]
     for file in files:
         found, aliases, _ = read_program_file(file)
         found |= {name: found[kept]._replace(name=name) for name, kept in aliases.items()}
-        tensors = {name: info for name, info in found.items() if not is_ignored(name)}
+        tensors = {name: info for name, info in found.items() if not page.ignores(name)}
         twice = tensors.keys() & ranks[file.rank].keys()
         if twice:
             raise CheckpointError(f"{file.path}: tensor '{min(twice)}' also stands in another file of this rank")
@@ -378,12 +372,17 @@ def full_tensors(manifest: Manifest | None) -> list[FullTensor] | None:
     return [FullTensor(info.name, info.dtype, info.shape, MANIFEST) for info in infos]
 
 
+def origins_of(page: Page, architecture: Architecture, config: Mapping[str, object]) -> Origins:
+    """Finds which tensors of Hugging Face's those of a page are made of."""
+    return Origins(page, architecture, AxisSizes(architecture, config, {}), config)
+
+
 def inferred_tensors(
     page: Page, architecture: Architecture, config: Mapping[str, object], ranks: Sequence[Mapping[str, TensorInfo]]
 ) -> list[FullTensor]:
     """The tensors of the original, as far as the names of stored ones say. Raises CheckpointError."""
     stored = {name: info for rank in reversed(ranks) for name, info in rank.items()}
-    found = Origins(page, architecture, AxisSizes(architecture, config, {}), config).of(stored)
+    found = origins_of(page, architecture, config).of(stored)
     return [FullTensor(name, stored[of].dtype, None, stored[of].file.name) for name, of in found.items()]
 
 

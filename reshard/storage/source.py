@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from formats.files.checkpoint import (
     open_checkpoint,
     read_weights,
 )
+from formats.files.dcp import read_distributed
 from formats.files.safetensors import TensorInfo, read_header
 from formats.files.sharded import (
     MANIFEST,
@@ -48,6 +49,7 @@ from reshard.planning.plan import Plan, make_plan
 from reshard.planning.program_plan import program_plan
 from reshard.planning.rows import Rows
 from reshard.planning.sizes import AxisSizes
+from reshard.storage.distributed_source import Parts
 from reshard.storage.output import unfinished_command
 from reshard.storage.program_source import (
     ProgramFile,
@@ -60,9 +62,11 @@ from reshard.storage.program_source import (
     left_behind,
     meshes,
     numbered_globally,
+    origins_of,
     padding_of,
     pages_for,
     read_boxed,
+    read_chunks,
     read_ranks,
     readings,
     side_files_of,
@@ -386,10 +390,17 @@ def _open_program(
     """Open what is stored in a program's format: in the first of ``candidates``, and on the first mesh, that fits."""
     problems: list[tuple[int, ReshardError]] = []  # 2 if the names are those of the format, 0 if they are of no mesh
     mesh = manifest.identity.mesh if manifest else None
+    distributed = cache(lambda: read_distributed(found[0].path.parent))
     for page, found in [(of, files) for of in candidates for files in readings(of, path, mesh)]:
         check_belonging(found)
+        ranks: tuple[Mapping[str, TensorInfo], ...] = ()
+        boxes: Boxes | None = None
+        parts: Parts | None = None
         try:
-            ranks, boxes = read_boxed(page, found) if page.boxes else (read_ranks(page, found, path), None)
+            if page.boxes and not page.is_distributed:
+                ranks, boxes = read_boxed(found)
+            elif not page.boxes:
+                ranks = read_ranks(page, found, path)
         except ReshardError as error:
             problems.append((1, error))
             continue
@@ -397,9 +408,11 @@ def _open_program(
         architecture = load_architecture(plan_file) if plan_file else find_architecture(config, path)
         if manifest is not None and plan_file is None:
             architecture = architecture_from_document(manifest.architecture, "manifest", str(path))
-        held: Sequence[Mapping[str, TensorInfo]] = [whole_tensors(ranks, boxes)] if boxes is not None else ranks
         stages, named = 1 + max(file.stage for file in found), mesh or found[0].mesh
         try:
+            if page.is_distributed:
+                ranks, boxes, parts = read_chunks(page, distributed(), origins_of(page, architecture, config))
+            held: Sequence[Mapping[str, TensorInfo]] = [whole_tensors(ranks, boxes)] if boxes is not None else ranks
             if named is not None and page.numbered:
                 named, held = numbered_globally(page, named, ranks)
             full = full_tensors(manifest) or inferred_tensors(page, architecture, config, held)
@@ -427,7 +440,9 @@ def _open_program(
                 problems.append((2, error))
                 continue
             check_complete(model, path)
-            return _program_source(path, location, stamps, manifest, page, plan, ranks, made, boxes, files=found)
+            return _program_source(
+                path, location, stamps, manifest, page, plan, ranks, made, boxes, files=found, parts=parts
+            )
     raise max(problems, key=lambda problem: problem[0])[1]
 
 
@@ -499,6 +514,7 @@ def _program_source(
     boxes: Boxes | None,
     *,
     files: Sequence[ProgramFile],
+    parts: Parts | None = None,
     lacking: bool = False,
 ) -> Source:
     """What is stored in a program's format, as a source; with ``lacking``, side files may be missing."""
@@ -519,7 +535,7 @@ def _program_source(
         path, location, None, plan, plan.model, tuple(tensor.name for tensor in plan.model.tensors), ranks, weights,
         side_files, None, None, _of_used(stamps, used, path), page,
         {name: info for of in kept.values() for name, info in of[0].items()}, manifest, made, boxes,
-        tuple(left_behind(page, files)),
+        tuple(left_behind(files) if parts is None else parts.left_behind()),
     )  # fmt: skip
 
 

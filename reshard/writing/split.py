@@ -41,8 +41,12 @@ from reshard.writing.files import (
     task_of,
     write_files,
 )
+from reshard.writing.merge import merge
 from reshard.writing.program import ProgramFiles
 from reshard.writing.shard_files import ShardFile, index_text, partition
+
+HUGGING_FACE = "huggingface"
+"""The name of Hugging Face's own form, among those of other programs."""
 
 
 def split(
@@ -59,7 +63,7 @@ def split(
     access: Access = Access(),
     padding: Padding = Padding(),
     options: Options | None = None,
-    max_shard_size: int = DEFAULT_SHARD_SIZE,
+    max_shard_size: int | None = None,
     refine_blocks: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
@@ -74,11 +78,20 @@ def split(
     With ``uneven`` the last ranks may hold less of an axis that does not divide, or not without cutting a scale block.
     ``refine_blocks`` makes scale blocks smaller if a rank's boundary would cut one. With ``ranks`` only these are
     written; runs for other ranks into the same ``out`` complete it. With a ``Share`` these are the process's share of
-    the ranks, but for those that are in ``out`` already. ``max_shard_size`` is in bytes. ``form`` is the name of
-    another program's format (``"vllm"``); with ``extra_state`` a format of Megatron's has the empty states that its
-    modules may ask for. Raises ReshardError; ``out`` has only complete ranks. It may be the URL of a place in a bucket.
+    the ranks, but for those that are in ``out`` already. ``max_shard_size`` is in bytes, 5 GB by default. ``form`` is
+    the name of another program's format (``"vllm"``), ``"huggingface"`` is one full checkpoint; with ``extra_state`` a
+    format of Megatron's has the empty states that its modules may ask for. Raises ReshardError; ``out`` has only
+    complete ranks. It may be the URL of a place in a bucket.
     """
+    if form == HUGGING_FACE:
+        if (tp, ep, pp, ranks) != (1, 1, 1, None):
+            raise PlanError(f"'{HUGGING_FACE}' is one full checkpoint", "leave --tp, --ep, --pp and --rank out")
+        return merge(
+            source, out, access=access, options=options, max_shard_size=max_shard_size, overwrite=overwrite,
+            dry_run=dry_run, progress=progress,
+        )  # fmt: skip
     (folder, bucket), options = place_of(out, access.cache_dir), options or Options()
+    max_shard_size = max_shard_size or DEFAULT_SHARD_SIZE
     if bucket is not None and ranks is not None:
         raise PlanError(
             f"--rank is not possible for {bucket.name}: the ranks of a bucket are published together",

@@ -1,0 +1,115 @@
+"""What a distributed checkpoint holds, as a page has it: the model's tensors, their training states, and the rest.
+
+A trainer saves dictionaries: the model may lie under a key (``model.``, ``state_dict.``), and the states of the
+optimizer beside it, each named after its parameter (``optim.state.{name}.exp_avg``). The names themselves tell them
+apart.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from formats.errors import CheckpointError
+from formats.files.dcp import Distributed
+
+_WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|_forward_module)\.")
+"""What torch.compile, activation checkpointing, FSDP and Lightning put before the name of what they wrap."""
+_DEEPEST, _SAMPLE = 5, 200
+_TRAINING = re.compile(r"(?:.*\.)?(?:optim\w*|state|exp_avg\w*|ema\w*)\..*")
+
+
+class Affix(NamedTuple):
+    """What stands before and behind a parameter's name in that of one of its states."""
+
+    before: str
+    behind: str
+
+
+class Parts(NamedTuple):
+    """The parts of a training checkpoint, by stored names.
+
+    ``model`` has the stored name of each name of the format's. ``states`` has, for each kind of state, the stored name
+    of the state of each tensor of the model; such a state has the tensor's shape. ``others`` are all other tensors, and
+    what is no tensor.
+    """
+
+    model: dict[str, str]
+    states: dict[Affix, dict[str, str]]
+    others: tuple[str, ...]
+
+    def left_behind(self) -> Iterator[str]:
+        """What is not of the model, in a few words."""
+        tops = {stored.partition(".")[0] for stored in self.model.values()}
+        words = [before or f"*{behind}" for before, behind in self.states]
+        words = [word if word.startswith("*") else word.partition(".")[0] for word in words]
+        words += [name if (first := re.split("[./]", name)[0]) in tops else first for name in self.others]
+        yield from dict.fromkeys(words)
+
+
+def parts_of(found: Distributed, knows: Callable[[str], bool], ignores: Callable[[str], bool]) -> Parts:
+    """Tell the parts apart. ``knows`` says whether a name is one of the model's, ``ignores`` whether it is of no use.
+
+    Raises CheckpointError if no name is.
+    """
+    names = {stored: name for stored in found.tensors if not ignores(name := _WRAPPERS.sub("", stored))}
+    prefix = _prefix([*names.values()], knows)
+    if prefix is None:
+        some = min(names.values(), default="nothing")
+        raise CheckpointError(f"{found.path} holds '{some}', and no tensor of this model")
+    inside = {stored: name.removeprefix(prefix) for stored, name in names.items() if name.startswith(prefix)}
+    model = {name: stored for stored, name in inside.items() if knows(name)}
+    if len(model) < sum(map(knows, inside.values())):
+        raise CheckpointError(f"{found.path} has two tensors of one name, with and without a wrapper's")
+    of_name = dict(model) | {prefix + name: stored for name, stored in model.items()}
+    page_name = {stored: name for name, stored in model.items()}
+    tops = {name.partition(".")[0] for name in model}
+    states: dict[Affix, dict[str, str]] = defaultdict(dict)
+    others = list[str]()
+    for stored, name in names.items():
+        if stored in page_name:
+            continue
+        affix, of = _state_of(name, of_name)
+        if affix is not None and found.tensors[stored].shape == found.tensors[of].shape:
+            states[affix][page_name[of]] = stored
+        elif affix is None and stored in inside and inside[stored].partition(".")[0] in tops:
+            model[inside[stored]] = stored  # of the model, and unknown: whoever opens it says so
+        else:
+            others.append(stored)
+    return Parts(model, dict(states), (*others, *(name for name in found.objects if not ignores(name))))
+
+
+def _prefix(names: Sequence[str], knows: Callable[[str], bool]) -> str | None:
+    """What stands before the names of a model: of all beginnings of names that with the most known names behind it."""
+    plain = [name for name in names if _TRAINING.fullmatch(name) is None] or names
+    sample = plain[:: max(1, len(plain) // _SAMPLE)]
+    counts = Counter(prefix for name in sample for prefix in _beginnings(name) if knows(name.removeprefix(prefix)))
+    if not counts:
+        return None
+    most = max(counts.values())
+    return min((prefix for prefix, count in counts.items() if count == most), key=len)
+
+
+def _beginnings(name: str) -> Iterator[str]:
+    """The beginnings of a name up to a dot, the empty one first, before any number."""
+    yield ""
+    segments = name.split(".")[:-1]
+    for place, beginning in enumerate(accumulate(segments, "{0}.{1}".format)):
+        if place == _DEEPEST or segments[place].isdecimal():
+            return
+        yield f"{beginning}."
+
+
+def _state_of(name: str, of_name: Mapping[str, str]) -> tuple[Affix | None, str]:
+    """What stands around the longest name of a tensor of the model within a name, and that tensor's stored name."""
+    segments = name.split(".")
+    for length in range(len(segments) - 1, 0, -1):
+        for start in range(len(segments) - length + 1):
+            stored = of_name.get(".".join(segments[start : start + length]))
+            if stored is not None:
+                before, behind = segments[:start], segments[start + length :]
+                return Affix("".join(f"{each}." for each in before), "".join(f".{each}" for each in behind)), stored
+    return None, ""

@@ -1,0 +1,280 @@
+"""torch's distributed checkpoints: what torch wrote is merged, what is written is what torch loads."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+
+from formats.errors import CheckpointError, MismatchError
+from formats.files.dcp import METADATA, read_distributed
+from formats.files.safetensors import read_header
+from formats.notation.rewrites import page_of
+from reshard.api import merge, split
+from reshard.storage.distributed_source import Affix, parts_of
+from reshard.storage.inspect import inspect
+from tests import store
+from tests.formats.test_dcp import Pieces, halves, save
+from tests.programs.oracles import ORACLES
+from tests.support import command, contents, write_checkpoint
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")
+
+
+def recorded(case: str, folder: Path) -> Path:
+    """What torch wrote on several ranks, ``dcp``, and the same whole, ``hf`` (see ``tests/oracles/dcp/record.py``)."""
+    with zipfile.ZipFile(ORACLES / "dcp" / f"{case}.zip") as archive:
+        archive.extractall(folder)
+    return folder
+
+
+def raw(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Every tensor of a checkpoint: its dtype, shape and bytes."""
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        content = file.read_bytes()
+        for name, info in read_header(file).tensors.items():
+            found[name] = (info.dtype, info.shape, content[info.offset : info.offset + info.nbytes])
+    return found
+
+
+def loaded(folder: Path, like: Path, prefix: str = "") -> dict[str, torch.Tensor]:
+    """What torch loads of a folder, for the tensors of a checkpoint."""
+    whole = {name: each for file in sorted(like.glob("*.safetensors")) for name, each in load_file(file).items()}
+    state: dict[str, Any] = {prefix + name: torch.zeros_like(each) for name, each in whole.items()}
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    return {name.removeprefix(prefix): each for name, each in state.items()}
+
+
+def bits(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
+    return {name: bytes(each.reshape(-1).view(torch.uint8).tolist()) for name, each in tensors.items()}
+
+
+# -- what torch wrote ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["fsdp_adam", "fsdp_tp"])
+def test_what_torch_wrote_on_several_ranks_is_merged(case: str, tmp_path: Path) -> None:
+    folder = recorded(case, tmp_path)
+    done = command("merge", folder / "dcp", tmp_path / "merged", "--config", folder / "hf")
+    assert done.returncode == 0, done.stderr
+    assert raw(tmp_path / "merged") == raw(folder / "hf")
+    assert (tmp_path / "merged" / "config.json").read_bytes() == (folder / "hf" / "config.json").read_bytes()
+    said = "Left behind: optim, rng, step, which belong to the training of the model."
+    assert (said in done.stdout) == (case == "fsdp_adam")
+
+
+def test_what_is_left_behind_is_named(tmp_path: Path) -> None:
+    folder = recorded("fsdp_adam", tmp_path)
+    done = command("merge", folder / "dcp", tmp_path / "merged", "--config", folder / "hf", "--json")
+    assert json.loads(done.stdout)["left_behind"] == ["optim", "rng", "step"]
+    names = {*raw(folder / "hf")}
+    parts = parts_of(read_distributed(folder / "dcp"), names.__contains__, lambda name: False)
+    assert {*parts.states} == {Affix("optim.state.", ".exp_avg"), Affix("optim.state.", ".exp_avg_sq")}
+    moments = parts.states[Affix("optim.state.", ".exp_avg")]
+    assert moments == {name: f"optim.state.{name}.exp_avg" for name in parts.model}
+    assert {"step", "rng", "optim.state.model.norm.weight.step"} <= {*parts.others}
+    assert parts.model["lm_head.weight"] == "model.lm_head.weight"
+
+
+def test_a_step_from_training_to_an_engine(tmp_path: Path) -> None:
+    folder = recorded("fsdp_tp", tmp_path)
+    done = command("split", folder / "dcp", tmp_path / "vllm", "--tp", "2", "--as", "vllm", "--config", folder / "hf")
+    assert done.returncode == 0, done.stderr
+    split(folder / "hf", tmp_path / "direct", 2, form="vllm")
+    for file in (tmp_path / "direct").glob("*.safetensors"):
+        assert read_header(tmp_path / "vllm" / file.name).tensors.keys() == read_header(file).tensors.keys()
+    assert raw(tmp_path / "vllm") == raw(tmp_path / "direct")
+
+
+def test_to_hugging_face(tmp_path: Path) -> None:
+    folder = recorded("fsdp_tp", tmp_path)
+    done = command("split", folder / "dcp", tmp_path / "hf2", "--as", "huggingface", "--config", folder / "hf")
+    assert done.returncode == 0, done.stderr
+    assert raw(tmp_path / "hf2") == raw(folder / "hf")
+    done = command("split", folder / "dcp", tmp_path / "hf3", "--as", "huggingface", "--tp", "2")
+    assert "'huggingface' is one full checkpoint" in done.stderr
+
+
+def test_without_a_config_the_hint_says_what_to_give(tmp_path: Path) -> None:
+    folder = recorded("fsdp_tp", tmp_path)
+    done = command("merge", folder / "dcp", tmp_path / "merged")
+    assert done.returncode == 2
+    assert "with --config DIR" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "prefix", ["", "model.", "state_dict.", "state_dict.model.", "app.model.", "module.", "model.module."]
+)
+@pytest.mark.parametrize("wrapper", ["", "_orig_mod."])
+def test_keys_of_trainers(prefix: str, wrapper: str, tmp_path: Path) -> None:
+    original = write_checkpoint(tmp_path / "original")
+    state: dict[str, Any] = {}
+    for name, each in load_file(original / "model.safetensors").items():
+        key = prefix + wrapper + name.replace("layers.1.", f"layers.1.{wrapper}")
+        state[key] = Pieces(each, halves(each))
+        state[f"optim.state.{name}.exp_avg"] = torch.zeros(each.shape)
+    state |= {"optim.step": torch.tensor(3.0), "scheduler": {"last": 1}, "global_step": 3}
+    folder = save(tmp_path / "dcp", state, threads=2)
+    merge_with_config(folder, tmp_path / "merged", original)
+    assert raw(tmp_path / "merged") == raw(original)
+
+
+def merge_with_config(folder: Path, out: Path, config: Path) -> None:
+    done = command("merge", folder, out, "--config", config)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_tensor_of_the_model_that_no_rule_knows_is_refused(tmp_path: Path) -> None:
+    original = write_checkpoint(tmp_path / "original")
+    state: dict[str, Any] = {"model." + name: each for name, each in load_file(original / "model.safetensors").items()}
+    folder = save(tmp_path / "dcp", state | {"model.model.layers.1.self_attn.extra.weight": torch.ones(2)})
+    done = command("merge", folder, tmp_path / "merged", "--config", original)
+    assert "tensor 'model.layers.1.self_attn.extra.weight' is none that the format 'dcp' has" in done.stderr
+    assert not (tmp_path / "merged").exists()
+
+
+def test_half_a_model_is_refused(tmp_path: Path) -> None:
+    original = write_checkpoint(tmp_path / "original")
+    state = load_file(original / "model.safetensors")
+    state.pop("model.layers.1.self_attn.o_proj.weight")
+    done = command("merge", save(tmp_path / "dcp", state), tmp_path / "merged", "--config", original)
+    assert done.returncode == 2
+    assert "self_attn.o_proj.weight" in done.stderr
+
+
+# -- what is written -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("llama", {}),
+        ("llama", {"tp": 2}),
+        ("phi3", {"tp": 4}),
+        ("deepseek_v3", {"tp": 2, "ep": 2}),
+        ("gpt2", {"tp": 2}),
+        ("falcon-7b", {"tp": 2}),
+        ("gpt_oss", {"tp": 2}),
+    ],
+)
+def test_torch_loads_it_and_the_way_back_restores_every_byte(name: str, mesh: dict[str, int], tmp_path: Path) -> None:
+    original = store.checkpoint(name)
+    split(original, tmp_path / "out", form="dcp", **mesh)
+    whole = {name: each for file in original.glob("*.safetensors") for name, each in load_file(file).items()}
+    assert bits(loaded(tmp_path / "out", original)) == bits(whole)
+    merge(tmp_path / "out", tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(original)
+    (tmp_path / "out" / "reshard.json").unlink()
+    merge(tmp_path / "out", tmp_path / "without")
+    assert raw(tmp_path / "without") == raw(original)
+
+
+def test_no_degree_is_needed_and_files_have_a_largest_size(tmp_path: Path) -> None:
+    original = store.checkpoint("llama")
+    done = command("split", original, tmp_path / "out", "--as", "dcp", "--max-shard-size", "20KB")
+    assert done.returncode == 0, done.stderr
+    files = sorted(tmp_path.glob("out/*.distcp"), key=lambda file: int(file.stem.split("_")[-1]))
+    assert [file.name for file in files] == [f"__0_{i}.distcp" for i in range(len(files))]
+    assert len(files) > 2
+    whole = {name: each for file in original.glob("*.safetensors") for name, each in load_file(file).items()}
+    assert bits(loaded(tmp_path / "out", original)) == bits(whole)
+
+
+def test_each_archive_is_a_zip_whose_checksums_are_right(tmp_path: Path) -> None:
+    import io
+
+    split(store.checkpoint("llama"), tmp_path / "out", 2, form="dcp")
+    found = read_distributed(tmp_path / "out")
+    metadata = torch.distributed.checkpoint.FileSystemReader(tmp_path / "out").read_metadata()
+    assert len(metadata.storage_data) == sum(len(whole.chunks) for whole in found.tensors.values())
+    for info in metadata.storage_data.values():
+        assert info.offset % 64 == 0
+        content = (tmp_path / "out" / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            assert archive.testzip() is None
+
+
+def test_each_element_is_written_once_at_any_mesh(tmp_path: Path) -> None:
+    original = store.checkpoint("qwen3_moe")
+    split(original, tmp_path / "out", 2, form="dcp")
+    found = read_distributed(tmp_path / "out")
+    written = sum(info.nbytes for whole in found.tensors.values() for _, info in whole.chunks)
+    assert written == sum(len(content) for _, _, content in raw(original).values())
+    assert {whole.shape for whole in found.tensors.values()} == {shape for _, shape, _ in raw(original).values()}
+
+
+def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
+    original = write_checkpoint(tmp_path / "original")
+    split(original, tmp_path / "one", 2, form="dcp", max_shard_size=3000)
+    split(original, tmp_path / "two", 2, form="dcp", max_shard_size=3000)
+    assert contents(tmp_path / "one").keys() == contents(tmp_path / "two").keys()
+    assert (tmp_path / "one" / METADATA).read_bytes() == (tmp_path / "two" / METADATA).read_bytes()
+
+
+# -- bad input -------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_missing_is_said_and_nothing_is_written(tmp_path: Path) -> None:
+    split(store.checkpoint("llama"), tmp_path / "out", 2, form="dcp")
+    for name, said in [(METADATA, ".metadata is missing"), ("__1_0.distcp", "__1_0.distcp is missing")]:
+        shutil.copytree(tmp_path / "out", tmp_path / "bad")
+        (tmp_path / "bad" / name).unlink()
+        with pytest.raises(CheckpointError, match=said):
+            merge(tmp_path / "bad", tmp_path / "merged")
+        assert not (tmp_path / "merged").exists()
+        report = inspect(tmp_path / "bad")
+        assert any(said in problem for problem in report.problems), report.problems
+        shutil.rmtree(tmp_path / "bad")
+
+
+def test_a_changed_byte_is_seen(tmp_path: Path) -> None:
+    split(store.checkpoint("llama"), tmp_path / "out", 2, form="dcp")
+    ((_, info), *_) = read_distributed(tmp_path / "out").tensors["model.norm.weight"].chunks
+    with info.file.open("r+b") as file:
+        file.seek(info.offset)
+        file.write(b"\x7f\x7f")
+    with pytest.raises(MismatchError, match="has the checksum"):
+        merge(tmp_path / "out", tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_another_config_is_refused(tmp_path: Path) -> None:
+    folder = recorded("fsdp_tp", tmp_path)
+    config = json.loads((folder / "hf" / "config.json").read_text())
+    (folder / "hf" / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 1}))
+    done = command("merge", folder / "dcp", tmp_path / "merged", "--config", folder / "hf")
+    assert done.returncode == 1 and not (tmp_path / "merged").exists()
+
+
+# -- inspect and plan ------------------------------------------------------------------------------------------------
+
+
+def test_inspect_says_what_it_is(tmp_path: Path) -> None:
+    folder = recorded("fsdp_adam", tmp_path)
+    done = command("inspect", folder / "dcp")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "dcp" in done.stdout
+    original = store.checkpoint("llama")
+    split(original, tmp_path / "out", 2, form="dcp")
+    report = inspect(tmp_path / "out")
+    assert report.complete and report.format == "dcp"
+    assert report.parameters == sum(math.prod(shape) for _, shape, _ in raw(original).values())
+
+
+def test_plan_shows_what_would_be_written() -> None:
+    done = command("plan", store.checkpoint("llama"), "--as", "dcp")
+    assert done.returncode == 0, done.stderr
+    assert "model.norm.weight" in done.stdout
+
+
+def test_the_page_is_one_of_any_mesh() -> None:
+    assert page_of("dcp").is_distributed and page_of("dcp").boxes

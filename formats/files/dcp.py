@@ -12,6 +12,7 @@ Source: ``torch/distributed/checkpoint/{metadata,filesystem,planner}.py`` of PyT
 from __future__ import annotations
 
 import os
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from formats.files.pickles import LARGEST_PICKLE, Global, Inert, Names, kind_of,
 from formats.files.safetensors import TensorInfo, read_header
 from formats.files.torch_bin import open_archive, place_of
 from formats.files.torch_pickles import DTYPES, TENSORS, Tensor, are_sizes, empty_dict, size_of
-from formats.files.torch_zip import Crc, archive_of, tensor_archive
+from formats.files.torch_zip import Archive, Crc, archive_of, tensor_archive
 from formats.regular_files import open_file, read_file, unreadable
 
 METADATA = ".metadata"
@@ -424,11 +425,23 @@ def build_chunks(chunks: Sequence[Chunk], objects: Mapping[str, bytes] = {}) -> 
 
 def object_bytes(value: object) -> bytes:
     """What torch.save writes of plain data and stand-ins (see ``formats.files.pickles.write_pickle``)."""
-    archive = archive_of(value)
-    content = bytearray(archive.size)
-    for offset, part in archive.fixed:
-        content[offset : offset + len(part)] = part
-    return bytes(content)
+    return _filled(archive_of(value), b"")
+
+
+def tensor_bytes(dtype: str, shape: tuple[int, ...], content: bytes) -> bytes:
+    """What torch.save writes of a tensor of these bytes."""
+    return _filled(tensor_archive(dtype, shape, len(content)), content)
+
+
+def _filled(archive: Archive, content: bytes) -> bytes:
+    """The bytes of an archive with at most one tensor."""
+    found = bytearray(archive.size)
+    for offset, part in (*archive.fixed, *((offset, content) for _, offset in archive.places)):
+        found[offset : offset + len(part)] = part
+    for crc in archive.crcs:
+        for offset in crc.places:
+            found[offset : offset + 4] = zlib.crc32(content).to_bytes(4, "little")
+    return bytes(found)
 
 
 class Stored(NamedTuple):

@@ -7,14 +7,20 @@ apart.
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import NamedTuple
 
 from formats.errors import CheckpointError
-from formats.files.dcp import Distributed
+from formats.files.boxes import At
+from formats.files.dcp import Distributed, tensor_bytes
+from formats.files.safetensors import TensorInfo
+from formats.regular_files import open_file
 
 _WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|_forward_module)\.")
 """What torch.compile, activation checkpointing, FSDP and Lightning put before the name of what they wrap."""
@@ -41,13 +47,53 @@ class Parts(NamedTuple):
     states: dict[Affix, dict[str, str]]
     others: tuple[str, ...]
 
-    def left_behind(self) -> Iterator[str]:
+    def words(self, *, of_states: bool = True) -> tuple[str, ...]:
         """What is not of the model, in a few words."""
         tops = {stored.partition(".")[0] for stored in self.model.values()}
-        words = [before or f"*{behind}" for before, behind in self.states]
-        words = [word if word.startswith("*") else word.partition(".")[0] for word in words]
+        states = [before or f"*{behind}" for before, behind in self.states] if of_states else []
+        words = [word if word.startswith("*") else word.partition(".")[0] for word in states]
         words += [name if (first := re.split("[./]", name)[0]) in tops else first for name in self.others]
-        yield from dict.fromkeys(words)
+        return tuple(dict.fromkeys(words))
+
+
+@dataclass(frozen=True)
+class Training:
+    """A distributed checkpoint as a trainer saved it, and the parts of it."""
+
+    found: Distributed
+    parts: Parts
+
+    def chunks(self) -> Iterator[TensorInfo]:
+        """Where the chunks of all other tensors than the model's lie."""
+        model = {*self.parts.model.values()}
+        for name, whole in self.found.tensors.items():
+            yield from (info for _, info in whole.chunks if name not in model)
+
+    def archives(self) -> Iterator[tuple[str, At | None, bytes]]:
+        """Each chunk and each object of what is no tensor of the model and no state of one, as torch.save writes it.
+
+        Raises CheckpointError if a file cannot be read, or for more than ``LARGEST`` bytes of it.
+        """
+        total = 0
+        for name in self.parts.others:
+            blob, whole = self.found.objects.get(name), self.found.tensors.get(name)
+            places: list[tuple[At | None, Path, int, int]] = [(None, *blob)] if blob else []
+            places += [(at, info.file, info.offset, info.nbytes) for at, info in (whole.chunks if whole else ())]
+            total += sum(length for *_, length in places)
+            if total > LARGEST:
+                raise CheckpointError(
+                    f"{self.found.path} has more than {LARGEST >> 20} MB beside the model's tensors and their states, "
+                    f"up to '{name}'",
+                    "merge it, or split it into another program's format: both leave this behind",
+                )
+            for at, path, offset, length in places:
+                with open_file(path) as file:
+                    content = os.pread(file.fileno(), length, offset)
+                yield name, at, content if whole is None or at is None else tensor_bytes(whole.dtype, at.shape, content)
+
+
+LARGEST = 256 << 20
+"""Bytes of what is carried over as it is."""
 
 
 def parts_of(found: Distributed, knows: Callable[[str], bool], ignores: Callable[[str], bool]) -> Parts:

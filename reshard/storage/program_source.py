@@ -7,6 +7,7 @@ import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,7 +29,7 @@ from reshard.planning.model import FullTensor
 from reshard.planning.program_config import made_config
 from reshard.planning.sizes import AxisSizes
 from reshard.planning.stacks import Piece, by_number, first_unstacked, unstacked
-from reshard.storage.distributed_source import Parts, parts_of
+from reshard.storage.distributed_source import Training, parts_of
 
 if TYPE_CHECKING:
     from formats.files.torch_bin import Saved
@@ -203,19 +204,28 @@ def read_boxed(
     return tuple(ranks), dict(boxes)
 
 
-def read_chunks(
-    page: Page, found: Distributed, origins: Origins
-) -> tuple[tuple[dict[str, TensorInfo], ...], dict[str, dict[int, At]], Parts]:
-    """The chunks of each number of a distributed checkpoint, the boxes of each tensor, and which are what.
+def training_of(page: Page, found: Distributed, origins: Origins) -> Training:
+    """The parts of a distributed checkpoint. Raises CheckpointError if it has no tensor of the model."""
+    knows = partial(_knows, page, origins)
+    return Training(found, parts_of(found, knows, page.ignores))
 
-    Raises CheckpointError if it has no tensor of the model.
+
+def _knows(page: Page, origins: Origins, name: str) -> bool:
+    return origins.knows(first_unstacked(page.stacks, name))
+
+
+def chunks_of(
+    page: Page, found: Distributed, names: Mapping[str, str]
+) -> tuple[tuple[dict[str, TensorInfo], ...], dict[str, dict[int, At]]]:
+    """The chunks of each number of a distributed checkpoint, and the boxes of each tensor.
+
+    ``names`` has the stored name of each tensor that is read.
     """
-    parts = parts_of(found, lambda name: origins.knows(first_unstacked(page.stacks, name)), page.ignores)
     pieces: dict[str, list[Piece]] = {}
-    for name, stored in parts.model.items():
+    for name, stored in names.items():
         renamed = [(at, info._replace(name=name)) for at, info in found.tensors[stored].chunks]
         pieces |= dict(unstacked(page.stacks, name, renamed))
-    return *by_number(pieces), parts
+    return by_number(pieces)
 
 
 def whole_tensors(

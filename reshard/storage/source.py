@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,12 +50,13 @@ from reshard.planning.plan import Plan, make_plan
 from reshard.planning.program_plan import program_plan
 from reshard.planning.rows import Rows
 from reshard.planning.sizes import AxisSizes
-from reshard.storage.distributed_source import Parts
+from reshard.storage.distributed_source import Affix, Training
 from reshard.storage.output import unfinished_command
 from reshard.storage.program_source import (
     ProgramFile,
     check_belonging,
     check_stored,
+    chunks_of,
     config_of,
     full_tensors,
     inferred_sizes,
@@ -66,10 +68,10 @@ from reshard.storage.program_source import (
     padding_of,
     pages_for,
     read_boxed,
-    read_chunks,
     read_ranks,
     readings,
     side_files_of,
+    training_of,
     whole_tensors,
 )
 from reshard.storage.remote import Remote
@@ -157,7 +159,9 @@ class Source:
     boxes: Boxes | None = None
     """The boxes of stored tensors, by the numbers of their files, which stand for ranks."""
     left_behind: tuple[str, ...] = ()
-    """What its files have beside the model, and is not read."""
+    """What its files have beside the model, in a few words."""
+    training: Training | None = None
+    """What a trainer saved beside the model, where it can be re-sharded with it."""
 
     @cached_property
     def arrangement(self) -> Arrangement | None:
@@ -252,6 +256,25 @@ def read_elsewhere(source: Source, remote: Mapping[str, Remote]) -> Source:
         for path, stamp in source.stamps.items()
     }
     return dataclasses.replace(source, files=files, stamps=stamps)
+
+
+def states_of(source: Source) -> Iterator[tuple[Affix, Source]]:
+    """The states of training that have the shapes of the model's tensors, each kind as a source of its own.
+
+    Its tensors have the names of the model's. Raises CheckpointError, MismatchError and PlanError.
+    """
+    training, page = source.training, source.page
+    if training is None or page is None:
+        return
+    architecture, config = source.model.architecture, source.model.config
+    for affix, names in training.parts.states.items():
+        ranks, boxes = chunks_of(page, training.found, names)
+        held = [whole_tensors(ranks, boxes)]
+        full = inferred_tensors(page, architecture, config, held)
+        model = bind(architecture, config, full, known=inferred_sizes(architecture, config, held))
+        plan = program_plan(model, page, source.plan.mesh, padding=source.plan.padding or None)
+        check_stored(arrangement_of(plan, page, boxes), ranks, source.path)
+        yield affix, dataclasses.replace(source, plan=plan, unsplit=model, ranks=ranks, boxes=boxes, kept={})
 
 
 def arrangements(source: Source, target: Plan | Arrangement) -> tuple[Arrangement, Arrangement]:
@@ -395,7 +418,7 @@ def _open_program(
         check_belonging(found)
         ranks: tuple[Mapping[str, TensorInfo], ...] = ()
         boxes: Boxes | None = None
-        parts: Parts | None = None
+        training: Training | None = None
         try:
             if page.boxes and not page.is_distributed:
                 ranks, boxes = read_boxed(found)
@@ -411,7 +434,8 @@ def _open_program(
         stages, named = 1 + max(file.stage for file in found), mesh or found[0].mesh
         try:
             if page.is_distributed:
-                ranks, boxes, parts = read_chunks(page, distributed(), origins_of(page, architecture, config))
+                training = training_of(page, distributed(), origins_of(page, architecture, config))
+                ranks, boxes = chunks_of(page, training.found, training.parts.model)
             held: Sequence[Mapping[str, TensorInfo]] = [whole_tensors(ranks, boxes)] if boxes is not None else ranks
             if named is not None and page.numbered:
                 named, held = numbered_globally(page, named, ranks)
@@ -441,7 +465,7 @@ def _open_program(
                 continue
             check_complete(model, path)
             return _program_source(
-                path, location, stamps, manifest, page, plan, ranks, made, boxes, files=found, parts=parts
+                path, location, stamps, manifest, page, plan, ranks, made, boxes, files=found, training=training
             )
     raise max(problems, key=lambda problem: problem[0])[1]
 
@@ -514,14 +538,16 @@ def _program_source(
     boxes: Boxes | None,
     *,
     files: Sequence[ProgramFile],
-    parts: Parts | None = None,
+    training: Training | None = None,
     lacking: bool = False,
 ) -> Source:
     """What is stored in a program's format, as a source; with ``lacking``, side files may be missing."""
     expected = {path / f.name: f.checksum for files in manifest.ranks.values() for f in files} if manifest else {}
     kept = {path / KEPT: read_weights(path / KEPT)} if (path / KEPT).is_file() else {}
     infos: dict[Path, list[TensorInfo]] = {file.path: [] for file in files}
-    for info in (info for tensors in (*ranks, *(of[0] for of in kept.values())) for info in tensors.values()):
+    held = (*ranks, *(of[0] for of in kept.values()))
+    beside = training.chunks() if training else ()
+    for info in itertools.chain(*(tensors.values() for tensors in held), beside):
         infos.setdefault(info.file, []).append(info)
     weights = {file: _program_file(path, file, held, expected.get(file)) for file, held in infos.items()}
     side_files = (
@@ -535,7 +561,7 @@ def _program_source(
         path, location, None, plan, plan.model, tuple(tensor.name for tensor in plan.model.tensors), ranks, weights,
         side_files, None, None, _of_used(stamps, used, path), page,
         {name: info for of in kept.values() for name, info in of[0].items()}, manifest, made, boxes,
-        tuple(left_behind(files) if parts is None else parts.left_behind()),
+        training.parts.words() if training else tuple(left_behind(files)), training,
     )  # fmt: skip
 
 

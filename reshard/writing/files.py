@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -117,6 +117,14 @@ class Written:
     sums: Sums
 
 
+class Part(NamedTuple):
+    """Files to be written of a target, and the source of what is in them."""
+
+    source: Source
+    target: Plan | Arrangement
+    files: Sequence[NewFile]
+
+
 def write_files(
     source: Source,
     target: Plan | Arrangement,
@@ -124,24 +132,31 @@ def write_files(
     staging: Staging,
     options: Options,
     progress: Progress,
+    also: Sequence[Part] = (),
 ) -> Written:
     """Write the files of a plan or of a program's arrangement into the staging folder, from a source of the same model.
 
-    Raises CheckpointError if a file cannot be read or written. Raises MismatchError if a file does not have its known
+    ``also`` has what else is written, into files of its own: its sources have the same files as ``source``. Raises
+    CheckpointError if a file cannot be read or written. Raises MismatchError if a file does not have its known
     checksum, replicas differ or padding is not zero; then the staging folder is removed.
     """
+    parts = [Part(source, target, files), *also]
+    files = [file for part in parts for file in part.files]
     targets = [
         TargetFile(staging.path(f.name), f.header, f.size, f.name in staging.finished, f.summed, f.fixed, f.crcs)
         for f in files
     ]
-    places: dict[int, dict[str, TargetPlace]] = {}
-    for file, to in zip(files, targets, strict=True):
-        found = places.setdefault(file.rank, {})
-        found.update((tensor, TargetPlace(to, offset)) for tensor, offset in file.places())
-    if isinstance(target, Plan) and source.arrangement is None:
-        jobs = _jobs(source, target, places)
-    else:
-        jobs = list(_atom_jobs(source, target, places))
+    jobs = list[Job]()
+    to = iter(targets)
+    for part in parts:
+        places: dict[int, dict[str, TargetPlace]] = {}
+        for file in part.files:
+            found, place = places.setdefault(file.rank, {}), next(to)
+            found.update((tensor, TargetPlace(place, offset)) for tensor, offset in file.places())
+        if isinstance(part.target, Plan) and part.source.arrangement is None:
+            jobs += _jobs(part.source, part.target, places)
+        else:
+            jobs += _atom_jobs(part.source, part.target, places)
     sums = Sums(source.files.values())
     total = sum(file.size for file in files)
     todo = sum(file.size for file in targets if not file.done)

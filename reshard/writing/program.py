@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from formats.documents import json_bytes
@@ -19,12 +20,14 @@ from formats.files.sharded import FileRecord, Manifest
 from formats.files.torch_zip import build_archive
 from formats.notation.rewrites import Page, Settings
 from reshard.engine.reading import Sums
-from reshard.planning.arrangement import Arrangement, Placed, Stored
+from reshard.planning.arrangement import Arrangement, Placed, Stored, arrangement_of
 from reshard.planning.program_config import made_config, program_config
+from reshard.planning.program_plan import program_plan
 from reshard.planning.stacks import prefixed, stacked, stacks_for
+from reshard.storage.distributed_source import Affix, Training
 from reshard.storage.output import Staging
 from reshard.storage.program_source import DISTCP
-from reshard.storage.source import KEPT, Source
+from reshard.storage.source import KEPT, Source, states_of
 from reshard.writing.files import KEPT_RANK, NewFile, new_file, record_with_sums
 from reshard.writing.shard_files import ShardFile, index_text, partition
 
@@ -41,7 +44,15 @@ class ProgramFiles:
         max_shard_size: int,
         *,
         extra_state: bool = False,
+        state: Affix | None = None,
+        written: Counter[int] | None = None,
     ) -> None:
+        """``state`` is the kind of states that are written, of which ``written`` files of each rank are there."""
+        self._state, self._written = state, Counter[int]() if written is None else written
+        training = source.training if source.page is not None and source.page.name == page.name else None
+        self.left_behind = source.left_behind if training is None else ()
+        self._names = self._stored_names(training)
+        self._others = list(training.archives()) if training is not None and state is None else []
         self.extra_state, self._stacks = extra_state, stacks_for(page, arrangement.plan.model)
         self._chunks: dict[str, tuple[str, list[Chunked]]] = {}
         self._objects: dict[str, Chunked] = {}
@@ -54,10 +65,31 @@ class ProgramFiles:
             self._files[number % self.plan.mesh.size] += self._files_of(number)
         self._kept = list(self._kept_file())
         self.files = [file for files in (*self._files.values(), self._kept) for file in files]
-        self.nbytes = sum(file.size for file in self.files)
+        self.states = [
+            ProgramFiles(of, self._arranged(of), page, ranks, max_shard_size, state=affix, written=self._written)
+            for affix, of in (states_of(source) if training is not None and state is None else ())
+        ]
+        """What is re-sharded with the model: states of training, each kind on its own."""
+        self.nbytes = sum(file.size for part in (self, *self.states) for file in part.files)
         """Bytes of all weight files."""
-        self.documents = dict(self._documents(source.read_side_files()))
+        self.count = sum(len(part.files) for part in (self, *self.states))
+        """The number of all weight files."""
+        self.documents = dict(self._documents(source.read_side_files())) if state is None else {}
         """What the program needs beside the weights and the source's own files: its config file, an index."""
+
+    def _stored_names(self, training: Training | None) -> Callable[[str], str]:
+        """The name in the files of a tensor of the format's: as it was, if it was there, with what is around it."""
+        if training is None:
+            return lambda name: name
+        parts, state = training.parts, self._state
+        if state is None:
+            return lambda name: parts.model.get(name, name)
+        return lambda name: parts.states[state].get(name, f"{state.before}{name}{state.behind}")
+
+    def _arranged(self, source: Source) -> Arrangement:
+        """States as they are stored on the mesh of the model."""
+        padding = self.plan.padding or None
+        return arrangement_of(program_plan(source.model, self.page, self.plan.mesh, padding=padding), self.page)
 
     def _files_of(self, rank: int) -> Iterator[NewFile]:
         """The files of a rank, or those with a number of boxes."""
@@ -73,7 +105,9 @@ class ProgramFiles:
         for part, shard in enumerate(shards):
             if not shard.tensors:
                 continue
-            file = self._file(self.page.file_name(self.plan.mesh, rank, part, len(shards)), rank, shard)
+            number = self._written[rank] if self.page.is_distributed else part
+            self._written[rank] += 1
+            file = self._file(self.page.file_name(self.plan.mesh, rank, number, len(shards)), rank, shard)
             fixed = tuple((offset, constants[tensor]) for tensor, offset in file.places() if tensor in constants)
             yield dataclasses.replace(file, fixed=(*file.fixed, *fixed))
 
@@ -98,14 +132,22 @@ class ProgramFiles:
         for (tensor, dtype, _), nbytes in zip(shard.tensors, shard.sizes, strict=True):
             key, places = stacked(self._stacks, tensor)
             at = prefixed(places, boxes[tensor][rank])
-            keys[tensor] = key, dtype, at
+            keys[tensor] = self._names(key), dtype, at
             chunks.append(Chunk(tensor, dtype, at, nbytes))
         objects = {} if self._objects or not self.extra_state else self._extra_states()
-        laid = build_chunks(chunks, objects)
+        others, self._others = self._others, []
+        carried = {f"{number} {key}": content for number, (key, _, content) in enumerate(others)}
+        laid = build_chunks(chunks, objects | carried)
         file = name.rpartition("/")[2]
         for tensor, (key, dtype, at) in keys.items():
             self._chunks.setdefault(key, (dtype, []))[1].append(Chunked(at, file, *laid.ranges[tensor]))
         self._objects |= {key: Chunked(None, file, *laid.ranges[key]) for key in objects}
+        for number, (key, box, _) in enumerate(others):
+            place = Chunked(box, file, *laid.ranges[f"{number} {key}"])
+            if box is None:
+                self._objects[key] = place
+            else:
+                self._chunks.setdefault(key, (self._dtype_of(key), []))[1].append(place)
         return NewFile(name, "", rank, b"", laid.size, lambda: laid.places, fixed=laid.fixed, crcs=laid.crcs)
 
     def _extra_states(self) -> dict[str, bytes]:
@@ -130,10 +172,21 @@ class ProgramFiles:
             yield folder + name, json_bytes(content) + b"\n"
         if self._chunks:
             tensors = {
-                key: (dtype, whole_shape(at for at, *_ in chunks if at), chunks)
-                for key, (dtype, chunks) in self._chunks.items()
+                key: (dtype, whole_shape(at for at, *_ in chunks if at is not None), chunks)
+                for part in (self, *self.states)
+                for key, (dtype, chunks) in part._chunks.items()
             }
-            yield folder + METADATA, build_metadata(tensors, self._objects)
+            yield folder + METADATA, build_metadata(tensors, self._objects, self._keys_of)
+
+    def _keys_of(self, name: str) -> tuple[str | int, ...]:
+        """The keys that lead to a name in the dictionaries of a trainer's, as they were."""
+        training = self.source.training
+        return training.found.keys.get(name, (name,)) if training is not None else (name,)
+
+    def _dtype_of(self, name: str) -> str:
+        training = self.source.training
+        assert training is not None
+        return training.found.tensors[name].dtype
 
     def _documents(self, side_files: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
         settings, index = self.page.settings, self.page.index
@@ -198,7 +251,8 @@ class ProgramFiles:
 
     def finish(self, staging: Staging, rank: int) -> tuple[FileRecord, ...]:
         """The records of a rank's files."""
-        files = [*self._files[rank], *(self._kept if rank == 0 else [])]
+        files = [file for part in (self, *self.states) for file in part._files[rank]]
+        files += self._kept if rank == 0 else []
         done = ((file.name, staging.finished[file.name]) for file in files)
         return tuple(FileRecord(name, finished.size, finished.checksum) for name, finished in done)
 

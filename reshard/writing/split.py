@@ -31,6 +31,7 @@ from reshard.storage.upload import place_of, publish
 from reshard.writing.files import (
     DEFAULT_SHARD_SIZE,
     NewFile,
+    Part,
     Progress,
     Summary,
     already_staged,
@@ -130,9 +131,9 @@ def split(
     summary = Summary(
         command="re-split" if opened.is_split else "split", source=opened.location,
         out=bucket.name if bucket else folder,
-        source_mesh=opened.plan.mesh, mesh=mesh, tensors=len(model.tensors), files=len(new.files), nbytes=new.nbytes,
+        source_mesh=opened.plan.mesh, mesh=mesh, tensors=len(model.tensors), files=new.count, nbytes=new.nbytes,
         written=0, padding={axis: (full[axis], padded) for axis, padded in target.padding.items()}, ranks=wanted,
-        complete=False, dry_run=dry_run, left_behind=opened.left_behind,
+        complete=False, dry_run=dry_run, left_behind=new.left_behind,
     )  # fmt: skip
 
     def check() -> None:
@@ -152,7 +153,9 @@ def split(
     task = new.task | task_of(opened, options)
     with Staging(folder, task, parts, opened.states, fsync=options.fsync, check=check) as staging:
         to = new.arrangement if isinstance(new, ProgramFiles) else target
-        written = write_files(opened, to, new.files, staging, options, progress)
+        states = new.states if isinstance(new, ProgramFiles) else ()
+        also = [Part(state.source, state.arrangement, state.files) for state in states]
+        written = write_files(opened, to, new.files, staging, options, progress, also)
         records = {rank: new.finish(staging, rank) for rank in wanted}
         side_files = opened.read_side_files()
         manifest = new.manifest(records, side_files, written.sums)
@@ -238,6 +241,7 @@ class _Ranks:
         self.nbytes = sum(file.size for file in self.files)
         """Bytes of all safetensors files."""
         self.documents: Mapping[str, bytes] = {}
+        self.count, self.left_behind = len(self.files), source.left_behind
 
     def _held(self, rank: int) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
         """The tensors of a rank: name, dtype, shape, bytes."""

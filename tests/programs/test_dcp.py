@@ -151,6 +151,78 @@ def test_half_a_model_is_refused(tmp_path: Path) -> None:
     assert "self_attn.o_proj.weight" in done.stderr
 
 
+# -- states of training -----------------------------------------------------------------------------------------------
+
+
+def everything(folder: Path) -> dict[str, Any]:
+    """All that torch loads of a folder, nested as it was saved."""
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    found: dict[str, Any] = {}
+    _load_state_dict(
+        found, storage_reader=dcp.FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True
+    )
+    return found
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether nested dictionaries and lists have equal tensors and values."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return isinstance(other, dict) and one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_states_of_training_are_re_sharded_with_the_model(tp: int, tmp_path: Path) -> None:
+    folder = recorded("fsdp_adam", tmp_path)
+    words = ("split", folder / "dcp", tmp_path / "out", "--as", "dcp", "--tp", str(tp), "--config", folder / "hf")
+    done = command(*words)
+    assert done.returncode == 0, done.stderr
+    assert "Left behind" not in done.stdout
+    before, after = everything(folder / "dcp"), everything(tmp_path / "out")
+    assert before["optim"]["param_groups"] and before["step"] == 7 and "rng" in before
+    assert same(before, after)
+    found = read_distributed(tmp_path / "out")
+    q = "model.layers.0.self_attn.q_proj.weight"
+    boxes = {name: [at for at, _ in found.tensors[name].chunks] for name in (f"model.{q}", f"optim.state.{q}.exp_avg")}
+    assert len({tuple(at) for at in boxes.values()}) == 1 and len(boxes[f"model.{q}"]) == tp
+    moments = load_file(folder / "moments.safetensors")
+    assert same(after["optim"]["state"][q]["exp_avg"], moments[f"{q}.exp_avg"])
+
+
+def test_states_of_training_go_on_and_on(tmp_path: Path) -> None:
+    """Re-sharded again, with and without a manifest; and a merge leaves them behind."""
+    folder = recorded("fsdp_adam", tmp_path)
+    before = everything(folder / "dcp")
+    done = command("split", folder / "dcp", tmp_path / "a", "--as", "dcp", "--tp", "2", "--config", folder / "hf")
+    assert done.returncode == 0, done.stderr
+    split(tmp_path / "a", tmp_path / "b", 1, form="dcp", max_shard_size=4000)
+    assert same(before, everything(tmp_path / "b"))
+    (tmp_path / "b" / "reshard.json").unlink()
+    split(tmp_path / "b", tmp_path / "c", 2, form="dcp")
+    assert same(before, everything(tmp_path / "c"))
+    found = merge(tmp_path / "a", tmp_path / "merged")
+    assert found.left_behind == ("optim", "rng", "step")
+    assert raw(tmp_path / "merged") == raw(folder / "hf")
+    ((_, info), *_) = read_distributed(tmp_path / "a").tensors["optim.state.lm_head.weight.exp_avg"].chunks
+    with info.file.open("r+b") as file:
+        file.seek(info.offset)
+        file.write(b"\x7f\x7f\x7f")
+    with pytest.raises(MismatchError, match="has the checksum"):
+        split(tmp_path / "a", tmp_path / "d", 2, form="dcp")
+
+
+def test_another_format_leaves_the_states_behind(tmp_path: Path) -> None:
+    folder = recorded("fsdp_adam", tmp_path)
+    done = command("split", folder / "dcp", tmp_path / "out", "--as", "vllm", "--tp", "2", "--config", folder / "hf")
+    assert "Left behind: optim, rng, step" in done.stdout, done.stderr
+
+
 # -- what is written -------------------------------------------------------------------------------------------------
 
 

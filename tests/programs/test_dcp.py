@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -23,7 +24,7 @@ from reshard.storage.distributed_source import Affix, parts_of
 from reshard.storage.inspect import inspect
 from tests import store
 from tests.formats.test_dcp import Pieces, halves, save
-from tests.programs.oracles import ORACLES
+from tests.programs.oracles import ORACLES, checkpoint, module
 from tests.support import command, contents, write_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")
@@ -215,6 +216,29 @@ def test_states_of_training_go_on_and_on(tmp_path: Path) -> None:
         file.write(b"\x7f\x7f\x7f")
     with pytest.raises(MismatchError, match="has the checksum"):
         split(tmp_path / "a", tmp_path / "d", 2, form="dcp")
+
+
+def test_states_of_megatron_are_re_sharded_too(tmp_path: Path) -> None:
+    """Its states have the parameter's name at their end, and layers are stacked in them as in the parameters."""
+    original, torchfile = checkpoint("megatron", "llama"), module("megatron", "check").torchfile
+    split(original, tmp_path / "first", 2, form="megatron")
+    found = torchfile.load_dcp(tmp_path / "first" / "release")
+    states = {
+        f"optimizer.state.{kind}.{name}": (sign * tensor).astype(np.float32)
+        for kind, sign in (("exp_avg", 3), ("fp32_param", 2))
+        for name, tensor in found.tensors.items()
+    }
+    tensors = {name: tensor.astype(np.float32) for name, tensor in found.tensors.items()} | states
+    objects = found.objects | {"rng_state/shard_0_1": torchfile.dump_pt([{"cuda": 1}])}
+    shutil.copytree(tmp_path / "first", tmp_path / "run")
+    (tmp_path / "run" / "reshard.json").unlink()
+    shutil.rmtree(tmp_path / "run" / "release")
+    torchfile.dump_dcp(tmp_path / "run" / "release", tensors, objects)
+    split(tmp_path / "run", tmp_path / "out", 4, form="megatron")
+    after = torchfile.load_dcp(tmp_path / "out" / "release")
+    assert after.tensors.keys() == tensors.keys()
+    assert all(np.array_equal(after.tensors[name], tensors[name]) for name in tensors)
+    assert after.objects["rng_state/shard_0_1"] == objects["rng_state/shard_0_1"]
 
 
 def test_another_format_leaves_the_states_behind(tmp_path: Path) -> None:

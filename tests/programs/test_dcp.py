@@ -234,10 +234,10 @@ def test_states_of_megatron_are_re_sharded_too(tmp_path: Path) -> None:
     (tmp_path / "run" / "reshard.json").unlink()
     shutil.rmtree(tmp_path / "run" / "release")
     torchfile.dump_dcp(tmp_path / "run" / "release", tensors, objects)
-    split(tmp_path / "run", tmp_path / "out", 4, form="megatron")
+    split(tmp_path / "run", tmp_path / "out", 2, form="megatron")
     after = torchfile.load_dcp(tmp_path / "out" / "release")
     assert after.tensors.keys() == tensors.keys()
-    assert all(np.array_equal(after.tensors[name], tensors[name]) for name in tensors)
+    assert [name for name in tensors if not np.array_equal(after.tensors[name], tensors[name])] == []
     assert after.objects["rng_state/shard_0_1"] == objects["rng_state/shard_0_1"]
 
 

@@ -26,6 +26,7 @@ from tests import store
 from tests.formats.test_dcp import Pieces, halves, save
 from tests.programs.oracles import ORACLES, checkpoint, module
 from tests.support import command, contents, write_checkpoint
+from verify.forward.launch import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")
 
@@ -374,3 +375,27 @@ def test_plan_shows_what_would_be_written() -> None:
 
 def test_the_page_is_one_of_any_mesh() -> None:
     assert page_of("dcp").is_distributed and page_of("dcp").boxes
+
+
+# -- torch itself, on several ranks ----------------------------------------------------------------------------------
+
+
+def _unlike(folder: Path, original: Path) -> list[str]:
+    """The tensors that a rank of a device mesh loads otherwise than they are in the original, in any placement."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import Replicate, Shard, zeros
+
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    whole, state = load_file(original), dict[str, Any]()
+    for number, (name, tensor) in enumerate(whole.items()):
+        places = [Shard(number % tensor.dim()) if tensor.dim() > 1 else Replicate() if number % 2 else Shard(0)]
+        state[name] = zeros(*tensor.shape, dtype=tensor.dtype, device_mesh=mesh, placements=places)
+    dcp.load(state, checkpoint_id=folder)
+    return [name for name, tensor in whole.items() if not torch.equal(state[name].full_tensor(), tensor)]
+
+
+@pytest.mark.usefixtures("fork_server")
+def test_two_ranks_load_into_dtensors_what_is_for_four(tmp_path: Path) -> None:
+    original = store.checkpoint("llama")
+    split(original, tmp_path / "out", 4, form="dcp")
+    assert run_ranks(_unlike, 2, tmp_path / "out", original / "model.safetensors") == [[], []]

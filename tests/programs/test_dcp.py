@@ -275,6 +275,24 @@ def test_torch_loads_it_and_the_way_back_restores_every_byte(name: str, mesh: di
     assert raw(tmp_path / "without") == raw(original)
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma2"])
+def test_a_model_of_transformers_loads_its_own_names(name: str, tmp_path: Path) -> None:
+    """Experts are one tensor in its modules, and what is tied has both names; what it saves so is read."""
+    import transformers
+
+    original = store.checkpoint(name)
+    cls = getattr(transformers, json.loads((original / "config.json").read_text())["architectures"][0])
+    wanted = cls.from_pretrained(original, dtype=torch.float32).state_dict()
+    split(original, tmp_path / "out", 2, form="dcp-transformers")
+    state = {key: torch.zeros_like(each) for key, each in wanted.items()}
+    dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
+    assert same(state, dict(wanted))
+    folder = save(tmp_path / "saved", {"model": dict(wanted), "step": 3})
+    merge_with_config(folder, tmp_path / "merged", original)
+    merged, whole = raw(tmp_path / "merged"), raw(original)
+    assert {key: merged[key] for key in whole} == whole
+
+
 def test_no_degree_is_needed_and_files_have_a_largest_size(tmp_path: Path) -> None:
     original = store.checkpoint("llama")
     done = command("split", original, tmp_path / "out", "--as", "dcp", "--max-shard-size", "20KB")

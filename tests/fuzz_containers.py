@@ -1,0 +1,235 @@
+"""Damages containers of torch's (``.metadata``, ``.distcp``, ``.bin``) and reads them: a result, or one short line.
+
+Damage is done to what the bytes mean: to instructions of pickles and to fields of zip directories, and to bytes alone.
+``python -m tests.fuzz_containers --seconds 1800`` runs until the time is over; a failure shows the seed that makes it
+again, with ``--seed N --runs 1``. ``tests/test_fuzz_containers.py`` runs the first seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import pickletools
+import random
+import resource
+import struct
+import sys
+import tempfile
+import time
+import traceback
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from formats.errors import LONGEST_LINE, ReshardError
+from formats.files.dcp import METADATA, read_distributed, read_object
+from formats.files.safetensors import TensorInfo
+from formats.files.torch_bin import read_bin
+from formats.files.torch_pickles import TENSORS
+from formats.files.zips import Entry, read_directory
+
+SECONDS = 5.0
+"""What one reading may take."""
+MEMORY = 1 << 30
+"""Bytes of memory that may be needed."""
+ORACLES = Path(__file__).parent / "oracles" / "dcp"
+NUMBERS = (0, 1, 2, 255, 65535, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**64 - 1)
+NAMES = ("os.system", "builtins.eval", "torch.Size", "collections.OrderedDict", "torch.float32", "x" * 5000, "\n", "²")
+GOOD = b"]}()N\x88\x89\x85\x86\x87\x8f\x90\x93\x94tbueaRsQ0122.q\x00h\x00h\x01K\x07J\xff\xff\xff\xff\x81\x8c\x01x"
+
+
+def of_bytes(content: bytes, chance: random.Random) -> bytes:
+    """Some bytes changed, left out, put in, repeated or moved."""
+    first, last = sorted(chance.randrange(len(content) + 1) for _ in range(2))
+    last = min(last, first + chance.choice([1, 2, 4, 8, 100, len(content)]))
+    piece, kind = content[first:last], chance.randrange(6)
+    if kind == 0:
+        piece = bytes(chance.randrange(256) for _ in piece[:16]) + piece[16:]
+    elif kind == 1:
+        piece = b""
+    elif kind == 2:
+        piece = piece * 2
+    elif kind == 3:
+        piece = bytes(chance.choice(GOOD) for _ in range(chance.randint(1, 8))) + piece
+    elif kind == 4:
+        piece = chance.choice([b"(", b"]", b"\x85", b"}", b"2"]) * chance.choice([1, 100, 100_000]) + piece
+    else:
+        return content[:first]
+    return content[:first] + piece + content[last:]
+
+
+def of_instructions(content: bytes, chance: random.Random) -> bytes:
+    """Some instructions of a pickle changed, left out, repeated or moved, and their numbers and texts."""
+    starts = [position or 0 for *_, position in pickletools.genops(content)] + [len(content)]
+    steps = [content[begin:end] for begin, end in itertools.pairwise(starts)]
+    for _ in range(chance.randint(1, 3)):
+        place, other = chance.randrange(len(steps)), chance.randrange(len(steps))
+        kind = chance.randrange(6)
+        if kind == 0:
+            del steps[place]
+        elif kind == 1:
+            steps.insert(place, steps[other])
+        elif kind == 2:
+            steps[place] = steps[other]
+        elif kind == 3:
+            number = chance.choice(NUMBERS) * chance.choice([1, 1, -1])
+            width = number.bit_length() // 8 + 1
+            steps[place] = b"\x8a" + bytes([width]) + number.to_bytes(width, "little", signed=True)
+        elif kind == 4:
+            text = chance.choice(NAMES).encode()
+            steps[place] = b"X" + struct.pack("<I", len(text)) + text
+        else:
+            steps[place] = b"c" + chance.choice(NAMES).rpartition(".")[0].encode() + b"\nx\n"
+        if not steps:
+            return b""
+    return b"".join(steps)
+
+
+def of_directories(content: bytes, chance: random.Random) -> bytes:
+    """A field of a zip archive's headers."""
+    signatures = [b"PK\1\2", b"PK\3\4", b"PK\5\6", b"PK\6\6", b"PK\6\7"]
+    found = [place for sign in signatures for place in _all(content, sign)]
+    if not found:
+        return of_bytes(content, chance)
+    place, width = chance.choice(found) + chance.randrange(4, 46), chance.choice([1, 2, 4, 8])
+    number = chance.choice([*NUMBERS, chance.randrange(1 << 16)]) % (1 << 8 * width)
+    return content[:place] + number.to_bytes(width, "little") + content[place + width :]
+
+
+def _all(content: bytes, word: bytes) -> list[int]:
+    found, place = list[int](), content.find(word)
+    while place >= 0:
+        found.append(place)
+        place = content.find(word, place + 1)
+    return found
+
+
+def of_pickles_within(content: bytes, chance: random.Random) -> bytes:
+    """A pickle in one of the archives of a file, of the same length if that can be."""
+    places = [place for place in _all(content, b"\x80\x02") if b"torch._utils" in content[place : place + 300]]
+    if not places:
+        return of_bytes(content, chance)
+    begin = chance.choice(places)
+    end = content.index(b".PK", begin) + 1 if b".PK" in content[begin:] else min(begin + 300, len(content))
+    new = of_bytes(content[begin:end], chance)
+    return content[:begin] + new[: end - begin].ljust(end - begin, b".") + content[end:]
+
+
+# ----------------------------------------------------------------------------------------------------------- targets
+
+
+def _inside(infos: Sequence[TensorInfo]) -> None:
+    for info in infos:
+        assert 0 <= info.offset <= info.file.stat().st_size - info.nbytes, info
+
+
+def read_folder(folder: Path) -> None:
+    """Read a distributed checkpoint and its objects."""
+    found = read_distributed(folder)
+    for whole in found.tensors.values():
+        _inside([info for _, info in whole.chunks])
+        assert math.prod(whole.shape) == sum(math.prod(at.shape) for at, _ in whole.chunks)
+    for blob in found.objects.values():
+        read_object(blob, TENSORS)
+
+
+def read_file(folder: Path) -> None:
+    """Read a file of torch.save."""
+    _inside([*read_bin(folder / "pytorch_model.bin")[0].values()])
+
+
+def read_zip(folder: Path) -> None:
+    """Read the directory of an archive."""
+    content = (folder / "pytorch_model.bin").read_bytes()
+    try:
+        entries = read_directory(lambda offset, length: content[offset : offset + length], len(content))
+    except ValueError as error:
+        assert len(str(error)) < LONGEST_LINE
+        return
+    assert all(isinstance(entry, Entry) for entry in entries.values())
+
+
+Change = Callable[[bytes, random.Random], bytes]
+TARGETS: Sequence[tuple[str, str, Sequence[Change], Callable[[Path], None]]] = (
+    ("fsdp_adam", METADATA, (of_bytes, of_instructions, of_instructions), read_folder),
+    ("fsdp_tp", METADATA, (of_bytes, of_instructions), read_folder),
+    ("fsdp_adam", "__0_0.distcp", (of_bytes, of_directories, of_pickles_within), read_folder),
+    ("fsdp_tp", "__3_0.distcp", (of_bytes, of_directories, of_pickles_within), read_folder),
+    ("bin", "pytorch_model.bin", (of_bytes, of_directories, of_pickles_within), read_file),
+    ("bin", "pytorch_model.bin", (of_bytes, of_directories), read_zip),
+)
+
+
+def make_base(root: Path) -> None:
+    """What is damaged: distributed checkpoints that torch wrote, and a file of torch.save."""
+    import torch
+
+    for case in ("fsdp_adam", "fsdp_tp"):
+        with zipfile.ZipFile(ORACLES / f"{case}.zip") as archive:
+            archive.extractall(root / f"{case}-whole")
+        (root / f"{case}-whole" / "dcp").rename(root / case)
+    (root / "bin").mkdir()
+    shared = torch.ones(3)
+    state = {"a": shared, "b": shared, "c": torch.nn.Parameter(torch.ones(2, 2)), "step": 1, "d": torch.zeros(2).half()}
+    torch.save(state, root / "bin" / "pytorch_model.bin")
+
+
+def fuzz(root: Path, seed: int) -> list[str]:
+    """Damage a file by a seed and read what it belongs to: what is wrong with the answer. The file is put back."""
+    chance = random.Random(seed)
+    case, name, changes, read = TARGETS[seed % len(TARGETS)]
+    path = root / case / name
+    good = path.read_bytes()
+    content, change = good, chance.choice(changes)
+    for _ in range(chance.choice([1, 1, 1, 2, 3])):
+        try:
+            content = change(content, chance)
+        except (ValueError, IndexError, struct.error):  # an earlier change has made it something else
+            content = of_bytes(content, chance)
+    found, began = [], time.monotonic()
+    path.write_bytes(content)
+    try:
+        read(root / case)
+    except ReshardError as error:
+        if len(error.message) > LONGEST_LINE or not error.message.isprintable():
+            found.append("a message that is no short line")
+    except Exception as error:  # whatever it is, it should not be
+        found.append("".join(traceback.format_exception_only(error)).strip() + " " + traceback.format_exc()[-400:])
+    finally:
+        path.write_bytes(good)
+    seconds = time.monotonic() - began
+    if seconds > SECONDS:
+        found.append(f"{seconds:.0f} seconds")
+    return [f"seed {seed}, {change.__name__} of {case}/{name}: {each}" for each in found]
+
+
+def main() -> int:
+    """Fuzz from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--runs", type=int)
+    parser.add_argument("--seconds", type=float)
+    options = parser.parse_args()
+    began, failures, seed = time.monotonic(), 0, options.seed
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        make_base(root)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        while (options.runs is None or seed < options.seed + options.runs) and (
+            options.seconds is None or time.monotonic() < began + options.seconds
+        ):
+            for line in fuzz(root, seed):
+                print(line.encode("ascii", "backslashreplace").decode(), flush=True)
+                failures += 1
+            seed += 1
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    if grown << 10 > MEMORY:
+        print(f"{grown >> 10} MiB of memory")
+        failures += 1
+    print(f"{seed - options.seed} seeds, {failures} failures, {time.monotonic() - began:.0f} s", flush=True)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -95,7 +95,8 @@ class Line:
     equal parts all but the first rank's are zeros, ``whole`` that every rank has all of it, ``every_stage`` that every
     pipeline stage has it. ``deal`` is the axis that is dealt over ``tp`` in place of those that the model's rules deal.
     ``by`` is the axis behind which the sources are joined: each of its indices has a part of all of them. What is
-    joined ``evenly`` is divided over ``tp`` in equal ranges, wherever these end.
+    joined ``evenly`` is divided over ``tp`` in equal ranges, wherever these end. With ``part``, the line covers that
+    component of a packed tensor alone; all components must have such lines.
     ``first_stage`` and ``last_stage`` are other names on the first and the last of several stages. Where a tensor that
     ``without`` matches is there, the line does not hold; with ``beside`` it holds only where that tensor is there, with
     the same indices. With ``also``, the tensor is stored once more under the line's name, if no tensor has it
@@ -119,6 +120,7 @@ class Line:
     last_stage: str | None = None
     deal: str | None = None
     by: str | None = None
+    part: str | None = None
     evenly: bool = False
     without: Pattern | None = None
     beside: Pattern | None = None
@@ -355,6 +357,7 @@ _LINE_KEYS = {
     "last_stage",
     "deal",
     "by",
+    "part",
     "evenly",
     "without",
     "beside",
@@ -465,6 +468,7 @@ def _lines(target: str, value: Any) -> Iterator[Line]:
             last_stage=table.get("last_stage"),
             deal=table.get("deal"),
             by=table.get("by"),
+            part=table.get("part"),
             evenly=table.get("evenly", False),
             without=Pattern(table["without"]) if "without" in table else None,
             beside=Pattern(table["beside"]) if "beside" in table else None,

@@ -329,11 +329,20 @@ class _Reading:
 
     def _candidates(self, kind: Kind) -> Iterator[Taken]:
         name = self.names[kind]
-        for use in self._uses(name, kind):
-            yield tuple(self._apart(kind, use)) if use.line.apart else (self._portion(kind, whole(kind.rule), use),)
+        uses = list(self._uses(name, kind))
+        for use in uses:
+            if use.line.part is None:
+                yield tuple(self._apart(kind, use)) if use.line.apart else (self._portion(kind, whole(kind.rule), use),)
+        yield from self._in_parts(kind, {use.line.part: use for use in reversed(uses)})
         yield from self._unpacked(kind, name)
         if self.page.keep:
             yield (_kept(whole(kind.rule), name),)
+
+    def _in_parts(self, kind: Kind, uses: Mapping[str | None, Use]) -> Iterator[Taken]:
+        """A packed tensor whose components are tensors of the program's, if there are lines for all of them."""
+        parts = components(kind.rule)
+        if parts and all(part.label in uses for part in parts):
+            yield tuple(self._portion(kind, part, uses[part.label]) for part in parts)
 
     def _uses(self, name: str, kind: Kind) -> Iterator[Use]:
         for use in self.page.uses(name):

@@ -32,7 +32,8 @@ def check_demands(model: Model, page: Page, mesh: Mesh) -> None:
     check_model_type(model, page)
 
     def look_up(name: str) -> Any:
-        return mesh.size if name == "ranks" else model.sizes.look_up(name)
+        known = {"ranks": mesh.size, "tp": dict(mesh.degrees).get("tp", 1)}
+        return known[name] if name in known else model.sizes.look_up(name)
 
     for demand in page.demands:
         if not demand.holds.evaluate(look_up):

@@ -284,7 +284,8 @@ def numbered_globally(
     The mesh is that of the ranks with the number of layers of each stage, as names say it. Raises MismatchError if the
     ranks of a stage have different numbers of layers.
     """
-    lines = [line.target for line in page.lines if line.target.indices & {*page.numbered}]
+    targets = [*(renaming.new for renaming in page.names), *(line.target for line in page.lines)]
+    lines = [target for target in targets if target.indices & {*page.numbered}]
     found = [{name: _first_match(lines, name) for name in rank} for rank in ranks]
     counts = [_counts(matches.values()) for matches in found]
     layers: list[int] = []

@@ -16,6 +16,7 @@ import pytest
 from formats.errors import PlanError, ReshardError
 from formats.files.boxes import At
 from formats.files.dcp import Chunk, Stored, build_chunks, build_metadata, read_distributed
+from formats.files.safetensors import read_header
 from reshard.api import Access, merge, split
 from tests.programs.oracles import ORACLES, checkpoint, module, problem
 from tests.programs.test_oracles import tensors_of
@@ -284,3 +285,80 @@ def test_a_model_that_no_line_reaches_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="'gemma' cannot be written as 'megatron'"):
         split(gemma, tmp_path / "out", 1, form="megatron")
     assert not (tmp_path / "out").exists()
+
+
+# ------------------------------------------------------------------------------------------------------- other models
+
+
+OTHERS = ["gpt_oss", "glm4_moe", "nemotron_h", "mamba2", "qwen2_moe", "mistral", "deepseek_v2"]
+
+
+@pytest.mark.parametrize("model", OTHERS)
+@pytest.mark.parametrize("form", ["megatron", "megatron-singleton", "megatron-legacy", "megatron-legacy-sequential"])
+def test_other_models_come_back(model: str, form: str, tmp_path: Path) -> None:
+    original = checkpoint("vllm", model)
+    split(original, tmp_path / "out", 2, form=form)
+    merge(tmp_path / "out", tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(original)
+    (tmp_path / "out" / "reshard.json").unlink()
+    (tmp_path / "out" / "reshard-kept.safetensors").unlink(missing_ok=True)
+    merge(tmp_path / "out", tmp_path / "without")
+    assert _weights(tmp_path / "without").items() <= _weights(original).items()
+
+
+def _values(folder: Path) -> dict[str, Any]:
+    """The tensors of a full checkpoint."""
+    infos = [info for file in folder.glob("*.safetensors") for info in read_header(file).tensors.values()]
+    return {
+        info.name: np.frombuffer(info.file.read_bytes(), np.float32, info.nbytes // 4, info.offset).reshape(info.shape)
+        for info in infos
+    }
+
+
+def _stored(model: str, out: Path) -> dict[str, Any]:
+    """What torch_dist has of a model, assembled from its chunks by other code."""
+    split(checkpoint("vllm", model), out, 2, form="megatron")
+    tensors: dict[str, Any] = module("megatron", "check").torchfile.load_dcp(out / "release").tensors
+    return tensors
+
+
+def test_experts_whose_gate_and_up_lie_in_turn(tmp_path: Path) -> None:
+    """gpt-oss stores them input first; Megatron has all of gate, then all of up, output first, with biases."""
+    stored, of = _stored("gpt_oss", tmp_path / "out"), _values(checkpoint("vllm", "gpt_oss"))
+    for layer, expert in ((0, 0), (1, 3)):
+        place, experts = f"model.layers.{layer}", f"model.layers.{layer}.mlp.experts"
+        gate_up, bias = of[f"{experts}.gate_up_proj"][expert].T, of[f"{experts}.gate_up_proj_bias"][expert]
+        here = "decoder.layers.mlp.experts.experts"
+        wanted = {
+            f"{here}.linear_fc1.weight": np.concatenate([gate_up[::2], gate_up[1::2]]),
+            f"{here}.linear_fc1.bias": np.concatenate([bias[::2], bias[1::2]]),
+            f"{here}.linear_fc2.weight": of[f"{experts}.down_proj"][expert].T,
+            f"{here}.linear_fc2.bias": of[f"{experts}.down_proj_bias"][expert],
+        }
+        for name, values in wanted.items():
+            assert np.array_equal(stored[name][layer, expert], values), name
+        sinks = stored["decoder.layers.self_attention.core_attention.softmax_offset"][layer]
+        assert np.array_equal(sinks, of[f"{place}.self_attn.sinks"])
+        assert np.array_equal(stored["decoder.layers.mlp.router.bias"][layer], of[f"{place}.mlp.router.bias"])
+
+
+def test_what_mambas_projection_makes_is_apart(tmp_path: Path) -> None:
+    """z, x, B, C and dt have names of their own, as do x, B and C of the convolution; layers are numbered."""
+    stored, of = _stored("nemotron_h", tmp_path / "out"), _values(checkpoint("vllm", "nemotron_h"))
+    config = json.loads((checkpoint("vllm", "nemotron_h") / "config.json").read_text())
+    heads, groups = config["mamba_num_heads"], config["n_groups"] * config["ssm_state_size"]
+    inner, seen = heads * config["mamba_head_dim"], 0
+    for layer in range(len(config["layers_block_type"])):
+        place, here = f"backbone.layers.{layer}", f"decoder.layers.{layer}"
+        if f"{place}.mixer.in_proj.weight" not in of:
+            continue
+        seen += 1
+        for key, sizes in (("in_proj.weight", {"z": inner, "x": inner, "B": groups, "C": groups, "dt": heads}),
+                           ("conv1d.weight", {"x": inner, "B": groups, "C": groups}),
+                           ("conv1d.bias", {"x": inner, "B": groups, "C": groups})):  # fmt: skip
+            parts = np.split(of[f"{place}.mixer.{key}"], np.cumsum([*sizes.values()])[:-1])
+            for part, values in zip(sizes, parts, strict=True):
+                assert np.array_equal(stored[f"{here}.mixer.{key}.{part}"], values), (layer, key, part)
+        norm = stored[f"{here}.mixer.in_proj.layer_norm_weight"]
+        assert np.array_equal(norm, of[f"{place}.norm.weight"])
+    assert seen and "decoder.final_norm.weight" in stored

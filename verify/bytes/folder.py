@@ -164,9 +164,9 @@ def _rank_files(shards: Source, plan: Plan, rank: int) -> list[str]:
         files = program_files(shards.page, shards.path, plan.mesh)
         own = [file.path.relative_to(shards.path).as_posix() for file in files if file.rank == rank]
         return [*own, *kept]
-    folder, files = plan.mesh.folder(rank), _sharded(shards).ranks[rank].files
-    index = [f"{folder}/{INDEX}"] if len(files) > 1 else []
-    return [f"{folder}/config.json", *(file.name for file in files), *index]
+    folder, weights = plan.mesh.folder(rank), _sharded(shards).ranks[rank].files
+    index = [f"{folder}/{INDEX}"] if len(weights) > 1 else []
+    return [f"{folder}/config.json", *(file.name for file in weights), *index]
 
 
 def begun_sums(original: Source, shards: Source) -> dict[Path, PartialSum]:

@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 JOBS ?= 2
 
-.PHONY: demo test fuzz zoo mutants check format docs bench clean
+.PHONY: demo test fuzz zoo mutants engines check format docs bench clean
 
 demo: .venv/ready
 	$(BIN)/reshard demo
@@ -39,6 +39,17 @@ zoo: .venv/ready
 # whether the tests notice what is wrong: half an hour
 mutants: .venv/ready
 	$(BIN)/python -m benchmarks.mutations
+
+# shards in the engines that load them, in environments of their own (4 GB): hours
+ENGINES ?= .engines
+engines: .venv/ready $(ENGINES)/vllm/ready
+	$(BIN)/python -m benchmarks.engines $(ENGINES)/vllm.jsonl --python $(ENGINES)/vllm/bin/python --faults
+
+$(ENGINES)/vllm/ready: benchmarks/engines-vllm.txt
+	$(PYTHON) -m venv $(ENGINES)/vllm
+	$(ENGINES)/vllm/bin/pip install --quiet torch==2.13.0
+	$(ENGINES)/vllm/bin/pip install --quiet --no-deps --requirement $<
+	touch $@
 
 bench: .venv/ready
 	$(BIN)/python -m benchmarks.speed

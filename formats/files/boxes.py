@@ -17,7 +17,8 @@ from typing import NamedTuple
 from formats.documents import Record, Unfit, items, mapping, size, strict_json
 from formats.errors import CheckpointError, MismatchError
 
-_KEY = "DCP_SHARDING_INFO"
+OFFSETS_KEY = "DCP_SHARDING_INFO"
+"""The key of a header's metadata under which a file says where its boxes begin."""
 
 
 class At(NamedTuple):
@@ -35,7 +36,7 @@ class At(NamedTuple):
 def boxes_metadata(offsets: Mapping[str, Sequence[int]]) -> dict[str, str]:
     """The metadata of a file's header, for the offsets of its tensors."""
     info = {name: {"saved_offsets": list(offset)} for name, offset in offsets.items()}
-    return {_KEY: json.dumps(info, separators=(",", ":")), "DCP_VERSION": "1.0", "format": "pt"}
+    return {OFFSETS_KEY: json.dumps(info, separators=(",", ":")), "DCP_VERSION": "1.0", "format": "pt"}
 
 
 def read_boxes(path: Path, metadata: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, At]:
@@ -44,11 +45,11 @@ def read_boxes(path: Path, metadata: Mapping[str, str], shapes: Mapping[str, tup
     A file without offsets has whole tensors. Raises CheckpointError that names the file.
     """
     try:
-        found = _OFFSETS(strict_json(metadata[_KEY]), _KEY) if _KEY in metadata else {}
+        found = _OFFSETS(strict_json(metadata[OFFSETS_KEY]), OFFSETS_KEY) if OFFSETS_KEY in metadata else {}
         at = {name: At(found.get(name, (0,) * len(shape)), shape) for name, shape in shapes.items()}
         for name, (offset, shape) in at.items():
-            if len(offset) != len(shape) or (_KEY in metadata and name not in found):
-                raise Unfit(f"{_KEY}.{name} should have {len(shape)} offsets")
+            if len(offset) != len(shape) or (OFFSETS_KEY in metadata and name not in found):
+                raise Unfit(f"{OFFSETS_KEY}.{name} should have {len(shape)} offsets")
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}", "the file's header is damaged: fetch or write it again") from None
     return at

@@ -273,6 +273,11 @@ class Page:
     _uses: dict[str, tuple[Use, ...]] = field(default_factory=dict, repr=False)
     _of: dict[str, Page] = field(default_factory=dict, repr=False)
 
+    @property
+    def has_parts(self) -> bool:
+        """Whether a rank may have several files."""
+        return self.parts is not None or "{part" in self.files or "{number" in self.files
+
     def file_name(self, mesh: Mesh, rank: int, part: int, parts: int = 1) -> str:
         """The name of a rank's weight file, one of ``parts``; ``shard`` and ``number`` count ranks and parts from 1."""
         of_a_stage = mesh.size // mesh.pp

@@ -559,7 +559,9 @@ class Arrangement:
     ) -> None:
         self.plan, self.taken, self.page, self.boxes = plan, taken, page, boxes
         self._laid = plan if boxes is None else make_plan(plan.model, Mesh(), padding=plan.padding)
-        self.ranks = plan.mesh.size if boxes is None else 1 + max(max(found) for found in boxes.values())
+        self.ranks = plan.mesh.size
+        if boxes is not None:
+            self.ranks = 1 + max((number for found in boxes.values() for number in found), default=-1)
         self.dropped = dropped_of(plan.model, page) if page else frozenset()
         self._layouts: dict[tuple[object, ...], Layout] = {}
         self._owners: dict[tuple[object, ...], frozenset[int] | None] = {}
@@ -804,11 +806,15 @@ def arrangement_of(plan: Plan, page: Page, boxes: Boxes | None = None) -> Arrang
 
     Raises PlanError for a tensor that the program has no place for, MismatchError if the boxes do not fit.
     """
-    taken = uses_of(plan.model, page)
     if page.boxes and boxes is None:
-        stored = Arrangement(plan, taken, page).stored
+        stored = unboxed(plan, page).stored
         boxes = {each.name: boxes_on(each.geometry) for each in stored if isinstance(each.geometry, Geometry)}
-    return Arrangement(plan, taken, page, boxes)
+    return Arrangement(plan, uses_of(plan.model, page), page, boxes)
+
+
+def unboxed(plan: Plan, page: Page) -> Arrangement:
+    """The same without boxes: what each rank of the plan's mesh has of what is stored. Raises PlanError."""
+    return Arrangement(plan, uses_of(plan.model, page), page)
 
 
 def copies_of(model: Model, page: Page) -> dict[Kind, list[str]]:

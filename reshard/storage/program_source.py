@@ -17,7 +17,7 @@ from formats.files.boxes import At, check_tiling, read_boxes, whole_shape
 from formats.files.checkpoint import find_side_files, read_weights, with_modelopt
 from formats.files.dcp import METADATA, Distributed, is_distributed
 from formats.files.safetensors import Header, TensorInfo, read_header
-from formats.files.sharded import MANIFEST, METADATA_KEY, Manifest, Shard, read_shard
+from formats.files.sharded import MANIFEST, METADATA_KEY, Identity, Manifest, Shard, read_shard
 from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture import Architecture
 from formats.notation.rewrites import Page, Pattern, pages
@@ -326,10 +326,10 @@ def _shifted(name: str, match: _Match | None, first: Mapping[str, int]) -> str:
     return line.fill({**words, **{axis: str(int(words[axis]) + first[axis]) for axis in line.indices}})
 
 
-def check_belonging(files: Sequence[ProgramFile]) -> None:
-    """Raise MismatchError if files that reshard wrote are of another rank than their name says, or of different splits.
+def check_belonging(files: Sequence[ProgramFile]) -> Identity | None:
+    """The split that files are of, if reshard wrote them. Other programs' files say nothing of it.
 
-    Other programs' files say nothing of it.
+    Raises MismatchError if such files are of another rank than their name says, or of different splits.
     """
     first: tuple[Shard, Path] | None = None
     for file in files:
@@ -342,6 +342,7 @@ def check_belonging(files: Sequence[ProgramFile]) -> None:
         if first is not None and shard.identity != first[0].identity:
             raise MismatchError(f"{file.path} and {first[1]} are of different splits")
         first = first or (shard, file.path)
+    return first[0].identity if first is not None else None
 
 
 def config_of(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from formats.errors import CheckpointError, MismatchError, ReshardError
+from formats.files.boxes import At
 from formats.files.checkpoint import (
     Checkpoint,
     fingerprint,
@@ -41,7 +42,15 @@ from formats.notation.architecture_files import find_architecture, load_architec
 from formats.notation.rewrites import Page, page_of
 from formats.quantization.scale_blocks import block_size
 from formats.regular_files import open_file, read_file
-from reshard.planning.arrangement import Arrangement, Boxes, arrangement_of, stored_like, unchanged, uses_of
+from reshard.planning.arrangement import (
+    Arrangement,
+    Boxes,
+    arrangement_of,
+    stored_like,
+    unboxed,
+    unchanged,
+    uses_of,
+)
 from reshard.planning.binding import bind, lines_for
 from reshard.planning.completeness import check_complete
 from reshard.planning.finer_blocks import with_blocks
@@ -486,11 +495,17 @@ def open_as(path: Path, model: Model) -> Source:
     stamps = _stamps(path)
     manifest = read_manifest(path / MANIFEST) if (path / MANIFEST).is_file() else None
     candidates = [page_of(manifest.form)] if manifest and manifest.form else pages_for(path)
-    found: list[tuple[int, Page, Plan, tuple[Mapping[str, TensorInfo], ...], list[ProgramFile]]] = []
+    found: list[_Candidate] = []
     problems: list[ReshardError] = []
     known = manifest.identity.mesh if manifest else None
     for page, files in [(of, found) for of in candidates for found in readings(of, path, known)]:
-        check_belonging(files)
+        split = check_belonging(files)
+        if page.boxes:
+            try:
+                found.append(_boxed_as(model, page, files, manifest, split))
+            except ReshardError as error:
+                problems.append(error)
+            continue
         try:
             ranks, stages = read_ranks(page, files, path), 1 + max(file.stage for file in files)
             named = known or files[0].mesh
@@ -503,7 +518,7 @@ def open_as(path: Path, model: Model) -> Source:
             try:
                 plan = program_plan(model, page, mesh)
                 if manifest is None and page.pad_product:
-                    plan = program_plan(model, page, mesh, padding=padding_of(arrangement_of(plan, page), ranks))
+                    plan = program_plan(model, page, mesh, padding=padding_of(unboxed(plan, page), ranks))
                 arrangement = arrangement_of(plan, page)
                 held = [
                     {each.name_on(rank): (each.dtype, shape) for each, shape in arrangement.held(rank)}
@@ -517,13 +532,39 @@ def open_as(path: Path, model: Model) -> Source:
                 for rank, tensors in enumerate(ranks)
                 for name, info in tensors.items()
             )
-            found.append((unlike, page, plan, ranks, files))
+            found.append(_Candidate(unlike, page, plan, ranks, files))
     if not found:
         raise problems[0]
-    _, page, plan, stored, files = min(found, key=lambda each: each[0])
+    best = min(found, key=lambda each: each.unlike)
     return _program_source(
-        path, os.path.realpath(path), stamps, manifest, page, plan, stored, {}, None, files=files, lacking=True
-    )
+        path, os.path.realpath(path), stamps, manifest, best.page, best.plan, best.ranks, {}, best.boxes,
+        files=best.files, lacking=True,
+    )  # fmt: skip
+
+
+class _Candidate(NamedTuple):
+    """A format and a mesh as which a folder may be opened, with the number of tensors that do not fit."""
+
+    unlike: int
+    page: Page
+    plan: Plan
+    ranks: tuple[Mapping[str, TensorInfo], ...]
+    files: Sequence[ProgramFile]
+    boxes: Boxes | None = None
+
+
+def _boxed_as(
+    model: Model, page: Page, files: Sequence[ProgramFile], manifest: Manifest | None, split: Identity | None
+) -> _Candidate:
+    """As ``open_as``, of files with boxes: for the mesh that they say if reshard wrote them, else for one rank."""
+    said = manifest.identity if manifest is not None else split
+    plan = program_plan(model, page, said.mesh if said is not None else UNSPLIT)
+    ranks, boxes = read_boxed(page, files)
+    if said is None and page.pad_product:
+        held = [whole_tensors(ranks, boxes)]
+        plan = program_plan(model, page, UNSPLIT, padding=padding_of(unboxed(plan, page), held))
+    lacking = {stored.name: dict[int, At]() for stored in arrangement_of(plan, page).stored}
+    return _Candidate(len(lacking.keys() ^ boxes.keys()), page, plan, ranks, files, lacking | boxes)
 
 
 def _program_source(

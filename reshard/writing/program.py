@@ -100,8 +100,7 @@ class ProgramFiles:
         constants = {each.name: _values(each) for each, _ in held if each.constant}
         zeros = {each.name for each, _ in held if each.atoms and Placed(each, 0).is_zero(rank)}
         constants |= {name: bytes(size) for name, _, _, size in tensors if name in zeros}
-        has_parts = self.page.parts or "{part" in self.page.files or "{number" in self.page.files
-        shards: Sequence[ShardFile] = partition(tensors, self.max_shard_size if has_parts else 1 << 62)
+        shards: Sequence[ShardFile] = partition(tensors, self.max_shard_size if self.page.has_parts else 1 << 62)
         for part, shard in enumerate(shards):
             if not shard.tensors:
                 continue

@@ -25,6 +25,7 @@ from tests import store
 from tests.support import command, contents
 from tests.zoo import ZOO
 from tools.transformers_names import bound
+from verify.bytes.exact import verify_exact
 
 PAGE = page_of("transformers")
 MESHES = [
@@ -243,6 +244,7 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_what_transformers_wrote_is_read(written: tuple[str, Path], tmp_path: Path) -> None:
     name, folder = written
     original = store.checkpoint(name)
+    assert verify_exact(store.source(name), folder).verdict == "same"
     merge(folder, tmp_path / "merged")
     assert _equal(_tensors(tmp_path / "merged"), _tensors(original))
     split(folder, tmp_path / "vllm", 2, form="vllm")

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 
 DEGREES = (2, 3, 4, 6, 8, 12, 16)
+Settings = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Entry:
     """A tiny model, and what is true of it."""
 
     name: str
-    build: Callable[..., PreTrainedModel]  # given a number of experts, with so many
+    build: Callable[..., PreTrainedModel]  # given a number of experts, with so many; given settings, with these
     model_type: str
     degrees: tuple[int, ...]  # of DEGREES: those that every family of parallel axes divides
     loads_alone: bool  # a rank's folder loads with plain from_pretrained
@@ -59,17 +60,19 @@ def save(
     dtype: torch.dtype = torch.float32,
     max_shard_size: str = "5GB",
     experts: int | None = None,
+    settings: Settings | None = None,
 ) -> Path:
     """Write the checkpoint of a model of the zoo into ``folder`` and return it; the same name gives the same bytes.
 
-    ``experts``: so many of them, whatever the model of the zoo has.
+    ``experts``: so many of them, whatever the model of the zoo has. ``settings``: these in the place of those that the
+    model has under the same names.
     """
     logging.getLogger("transformers").setLevel(logging.ERROR)
     entry = ZOO[name]
     seed = zlib.crc32(name.encode())
     with torch.random.fork_rng(devices=[]):  # some classes draw their vectors at random
         torch.manual_seed(seed)
-        model = entry.build(experts)
+        model = entry.build(experts, settings or {})
     randomize(model, seed)
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     if entry.extra:
@@ -153,7 +156,6 @@ def _of(settings: Mapping[str, Any], experts: int) -> dict[str, Any]:
 
 _FOLDER = Path(__file__).parent
 _SETTINGS = "settings"
-Settings = dict[str, Any]
 
 
 def _entries() -> Iterator[Entry]:
@@ -192,10 +194,13 @@ def _whole(table: Mapping[str, Any], known: Mapping[str, Settings], shared: Mapp
     return {key: value for key, value in found.items() if key not in table.get("without", ())}
 
 
-def _build(kind: str, cls: str, settings: Settings, experts: int | None = None) -> PreTrainedModel:
+def _build(
+    kind: str, cls: str, settings: Settings, experts: int | None = None, other: Settings | None = None
+) -> PreTrainedModel:
     import transformers
 
     given = copy.deepcopy(settings)  # some classes change what they are given
+    given |= {key: value for key, value in (other or {}).items() if key in given}
     config = transformers.AutoConfig.for_model(kind, **(given if experts is None else _of(given, experts)))
     model = getattr(transformers, cls)
     return model.from_config(config) if cls.startswith("Auto") else model(config)

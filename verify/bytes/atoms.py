@@ -1,8 +1,9 @@
 """Where the elements of a stored tensor of another program's come from: blocks that lie in both, with their strides.
 
-A program's page says what it joins, stacks and reorders (``reshard.planning.arrangement.Portion``), the plan says which
-runs of each factor a rank owns. From these alone follows a *block*: elements that have one stride along each factor, in
-the original's tensor as well as in the rank's. Where the engine finds them is not asked.
+A program's page says what it joins, stacks and reorders (``reshard.planning.arrangement.Portion``). The plan says which
+runs of each factor a rank owns, or a file's header which box of the tensor it has. From these alone follows a *block*:
+elements that have one stride along each factor, in the original's tensor as well as in the rank's. Where the engine
+finds them is not asked.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from formats.errors import PlanError
+from formats.files.boxes import At
+from formats.notation.axes import Run
 from formats.notation.components import components
 from reshard.planning.arrangement import Geometry, Portion
 from reshard.planning.model import Kind, Model
@@ -146,20 +149,134 @@ def _blocks(
     layout: Layout, rank: int, kind: Kind, portion: Portion, spread: Spread, base: int, strides: Sequence[int]
 ) -> Iterator[Block]:
     """The blocks of an atom on a rank: one for each piece of each factor."""
-    steps = _strides(kind.shape, 1)
     owned = [list(pieces(layout.boxes[rank].dims[place], layout.full[place])) for place in portion.order]
-    along = tuple(spread.along[place] for place in portion.order)
     for chosen in itertools.product(*owned):
-        first = [*spread.first]
-        for piece, (dim, step) in zip(chosen, along, strict=True):
-            first[dim] += piece.start * step
-        inside = not any(piece.padding for piece in chosen)
-        yield Block(
-            shape=tuple(piece.length for piece in chosen),
+        yield _block(
+            kind, portion, spread,
+            starts=[piece.start for piece in chosen], shape=tuple(piece.length for piece in chosen),
             shard=base + sum(piece.local * stride for piece, stride in zip(chosen, strides, strict=True)),
-            shard_strides=tuple(strides),
-            original=sum(i * step for i, step in zip(first, steps, strict=True)) if inside else None,
-            original_strides=tuple(steps[dim] * step for dim, step in along),
-            first=tuple(first),
-            along=along,
-        )
+            strides=strides, is_padding=any(piece.padding for piece in chosen),
+        )  # fmt: skip
+
+
+def _block(
+    kind: Kind, portion: Portion, spread: Spread, *, starts: Sequence[int], shape: tuple[int, ...], shard: int,
+    strides: Sequence[int], is_padding: bool = False,
+) -> Block:  # fmt: skip
+    """The block that begins at these indices of an atom's factors, and at element ``shard`` of the rank's tensor."""
+    steps, first = _strides(kind.shape, 1), [*spread.first]
+    along = tuple(spread.along[place] for place in portion.order)
+    for start, (dim, step) in zip(starts, along, strict=True):
+        first[dim] += start * step
+    return Block(
+        shape=shape,
+        shard=shard,
+        shard_strides=tuple(strides),
+        original=None if is_padding else sum(i * step for i, step in zip(first, steps, strict=True)),
+        original_strides=tuple(steps[dim] * step for dim, step in along),
+        first=tuple(first),
+        along=along,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ boxes
+
+
+def part_in_box(whole: Geometry, kinds: Sequence[Kind], model: Model, at: At) -> Part:
+    """What a box has of a stored tensor, whose portions are of these kinds.
+
+    ``whole`` has the tensor on one rank. A box may begin and end anywhere, also in the middle of a head.
+    """
+    portions, layouts = whole.portions, whole.layouts
+    spreads = [spread_of(model, kind, portion) for kind, portion in zip(kinds, portions, strict=True)]
+    atoms: list[tuple[Block, ...] | None] = [None] * len(layouts)
+    if not math.prod(at.shape):
+        return Part(at.shape, tuple(atoms))
+    first, (offset, shape) = 0, at
+    places = range(len(layouts) // len(portions))
+    if whole.is_stack:
+        places, first = range(offset[0], offset[0] + shape[0]), offset[0]
+        offset, shape = offset[1:], shape[1:]
+    inner = At(offset, shape)
+    for place in places:
+        base, begin = (place - first) * math.prod(shape), 0
+        slots = layouts[place * len(portions) : (place + 1) * len(portions)]
+        lengths = [_lengths(layout, 0, portion) for layout, portion in zip(slots, portions, strict=True)]
+        total = sum(_joined(portion, own) for portion, own in zip(portions, lengths, strict=True))
+        for slot, (own, portion) in enumerate(zip(lengths, portions, strict=True)):
+            factors = [_factors(portion, own, dim, total) for dim in range(len(shape))]
+            starts = [begin if dim == portion.dim else 0 for dim in range(len(shape))]
+            full = [slots[slot].full[factor] for factor in portion.order]
+            found = tuple(_in_box(kinds[slot], portion, spreads[slot], inner, base, factors, starts, full))
+            atoms[place * len(portions) + slot] = found or None
+            begin += _joined(portion, own)
+    return Part(at.shape, tuple(atoms))
+
+
+Factors = Sequence[tuple[int, int]]
+"""The length of each factor of a stored dimension, and how far one step of it moves along the dimension."""
+
+
+def _joined(portion: Portion, lengths: Sequence[int]) -> int:
+    """The indices that an atom has along the dimension in which atoms are joined, for one index of what leads."""
+    return math.prod(lengths[portion.outer : sum(portion.counts[: portion.dim + 1])])
+
+
+def _factors(portion: Portion, lengths: Sequence[int], dim: int, total: int) -> Factors:
+    start = sum(portion.counts[:dim])
+    own = lengths[start : start + sum(portion.counts[dim : dim + 1])]  # none, where scalars are joined to a vector
+    if dim != portion.dim:
+        return [*zip(own, _strides(own, 1), strict=True)]
+    lead, inner = own[: portion.lead], own[portion.lead :]
+    return [*zip(lead, _strides(lead, total), strict=True), *zip(inner, _strides(inner, 1), strict=True)]
+
+
+def _in_box(
+    kind: Kind, portion: Portion, spread: Spread, box: At, base: int, factors: Sequence[Factors],
+    starts: Sequence[int], full: Sequence[int],
+) -> Iterator[Block]:  # fmt: skip
+    """The blocks that a box has of an atom, which begins at ``starts``; the box's own first element is ``base``.
+
+    What is behind the ``full`` length of a factor is padding.
+    """
+    steps = _strides(box.shape, 1)
+    strides = [moved * step for of_dim, step in zip(factors, steps, strict=True) for _, moved in of_dim]
+    dims = zip(factors, starts, box.offset, box.shape, strict=True)
+    ranges = [[*_ranges(of_dim, begin - start, begin - start + n)] for of_dim, start, begin, n in dims]
+    corner = sum((start - begin) * step for start, begin, step in zip(starts, box.offset, steps, strict=True))
+    for chosen in itertools.product(*ranges):
+        halves = [_at_end(run, end) for run, end in zip(itertools.chain(*chosen), full, strict=True)]
+        for runs in itertools.product(*halves):
+            yield _block(
+                kind, portion, spread,
+                starts=[run.offset for run in runs], shape=tuple(run.length for run in runs),
+                shard=base + corner + sum(run.offset * stride for run, stride in zip(runs, strides, strict=True)),
+                strides=strides, is_padding=any(run.end > end for run, end in zip(runs, full, strict=True)),
+            )  # fmt: skip
+
+
+def _at_end(run: Run, end: int) -> list[Run]:
+    """A run, in two where it goes beyond an end."""
+    if not run.offset < end < run.end:
+        return [run]
+    return [Run(run.offset, end - run.offset), Run(end, run.end - end)]
+
+
+def _ranges(factors: Factors, begin: int, end: int) -> Iterator[tuple[Run, ...]]:
+    """The indices of factors whose places, the sums of index times step, are from ``begin`` to ``end``.
+
+    They come as ranges of each factor, of which the products have nothing in common.
+    """
+    if not factors:
+        if begin <= 0 < end:
+            yield ()
+        return
+    (length, step), *inner = factors
+    extent = 1 + sum((n - 1) * each for n, each in inner)
+    first, last = max(0, -(-begin // step)), min(length, (end - extent) // step + 1)
+    if first < last:
+        yield (Run(first, last - first), *(Run(0, n) for n, _ in inner))
+    touched = range(max(0, (begin - extent) // step + 1), min(length, -(-end // step)))
+    for index in touched:
+        if not first <= index < last:
+            yield from ((Run(index, 1), *runs) for runs in _ranges(inner, begin - index * step, end - index * step))

@@ -15,7 +15,6 @@ from formats.errors import CheckpointError, PlanError, ReshardError
 from formats.files.sharded import is_sharded
 from reshard.planning.finer_blocks import with_blocks
 from reshard.planning.plan import Plan, make_plan
-from reshard.storage.program_source import pages_for
 from reshard.storage.source import Source, is_of_programs, open_as, open_source
 from verify.bytes import folder
 from verify.bytes.exact_report import ExactReport
@@ -41,12 +40,6 @@ def open_shards(path: Path, original: Source, *, plan_file: Path | None = None) 
     What another program has written is opened as shards of ``original``, whatever is in it. Raises ReshardError if the
     folder does not have shards, or cannot be read.
     """
-    boxed = [page.name for page in pages_for(path) if page.boxes]
-    if boxed:
-        raise CheckpointError(
-            f"{path} is in the format '{boxed[0]}', whose boxes are not compared here",
-            "merge it with 'reshard merge', and verify what that writes",
-        )
     is_of_program = False
     try:
         is_of_program = is_of_programs(path)

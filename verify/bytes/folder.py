@@ -15,8 +15,10 @@ from typing import Any
 
 from formats.documents import MAX_MANIFEST, sound, strict_json
 from formats.errors import CheckpointError, brief
+from formats.files.boxes import OFFSETS_KEY, boxes_metadata, read_boxes
 from formats.files.checksum import PartialSum, checksum, file_checksum, sum_part
-from formats.files.safetensors import TensorInfo, tensor_bytes
+from formats.files.dcp import METADATA, object_bytes
+from formats.files.safetensors import TensorInfo, read_header, tensor_bytes
 from formats.files.sharded import (
     MANIFEST,
     METADATA_KEY,
@@ -32,7 +34,7 @@ from formats.regular_files import read_file
 from reshard.planning.model import Kind, in_order
 from reshard.planning.plan import Plan
 from reshard.planning.program_config import program_config
-from reshard.storage.program_source import program_files, read_program_file
+from reshard.storage.program_source import DISTCP, program_files
 from reshard.storage.source import KEPT, Source
 from reshard.writing.shard_files import partition
 
@@ -162,7 +164,7 @@ def _rank_files(shards: Source, plan: Plan, rank: int) -> list[str]:
     if shards.page is not None:
         kept = [KEPT] if rank == 0 and shards.kept else []
         files = program_files(shards.page, shards.path, plan.mesh)
-        own = [file.path.relative_to(shards.path).as_posix() for file in files if file.rank == rank]
+        own = [file.path.relative_to(shards.path).as_posix() for file in files if file.rank % plan.mesh.size == rank]
         return [*own, *kept]
     folder, weights = plan.mesh.folder(rank), _sharded(shards).ranks[rank].files
     index = [f"{folder}/{INDEX}"] if len(weights) > 1 else []
@@ -280,15 +282,20 @@ def program_header_changes(original: Source, shards: Source, plan: Plan) -> Iter
     """
     true = original.identity(plan)
     for file in program_files(shards.page, shards.path, plan.mesh) if shards.page is not None else ():
-        _, _, header = read_program_file(file)
+        header = read_header(file.path) if file.path.suffix == ".safetensors" else None
         if header is not None and METADATA_KEY in header.metadata:
             should = dataclasses.replace(true, plan=read_shard(header, file.path).identity.plan)
-            for change in changes(_opened(should.metadata(file.rank)), _opened(header.metadata)):
+            expected = should.metadata(file.rank % plan.mesh.size)
+            if shards.boxes is not None:  # the offsets themselves are compared with the boxes of the mesh
+                shapes = {name: info.shape for name, info in header.tensors.items()}
+                boxes = read_boxes(file.path, header.metadata, shapes)
+                expected |= boxes_metadata({name: at.offset for name, at in boxes.items()})
+            for change in changes(_opened(expected), _opened(header.metadata)):
                 yield file.path.name, change
 
 
 def _opened(metadata: Mapping[str, str]) -> dict[str, Any]:
-    return {**metadata, METADATA_KEY: json.loads(metadata[METADATA_KEY])}
+    return {**metadata, **{key: json.loads(metadata[key]) for key in (METADATA_KEY, OFFSETS_KEY) if key in metadata}}
 
 
 def index_changes(shards: Source, plan: Plan, rank: int) -> Iterator[Change]:
@@ -306,7 +313,10 @@ def _index(infos: Collection[TensorInfo]) -> dict[str, Any]:
 
 
 def program_documents(original: Source, shards: Source) -> dict[str, Any]:
-    """What a program needs beside the weights and the original's side files, as JSON: its config file, an index."""
+    """What a program needs beside the weights and the original's side files: its config file, an index.
+
+    As JSON, or as bytes.
+    """
     page, found = shards.page, dict[str, Any]()
     assert page is not None
     side = {file.relative_to(original.path).as_posix() for file in original.side_files}
@@ -316,16 +326,22 @@ def program_documents(original: Source, shards: Source) -> dict[str, Any]:
     if page.index is not None and len({info.file for info in infos}) > 1:
         found[page.index] = _index(infos)
     if page.tracker is not None:
-        found[page.tracker] = page.folder
+        found[page.tracker] = str(page.folder).encode()
+    folder = f"{page.folder}/" if page.folder else ""
+    found |= {folder + name: object_bytes(content) for name, content in page.saved.items()}
+    found |= {folder + name: dict(content) for name, content in page.documents.items()}
+    if page.files.endswith(DISTCP):
+        path = shards.path / folder / METADATA  # what it says is compared: where each chunk lies, and what of
+        found[folder + METADATA] = path.read_bytes() if path.is_file() else b""
     return found
 
 
 def document_changes(shards: Source, documents: Mapping[str, Any]) -> Iterator[tuple[str, Change]]:
     """The wrong values in such documents, as far as they are there, each with the file's name."""
     for name, should in documents.items():
-        if isinstance(should, str) and (shards.path / name).is_file():
-            found = (shards.path / name).read_text(encoding="utf-8", errors="replace")
-            yield from [(name, ("content", should, found))] if found != should else []
+        if isinstance(should, bytes) and (shards.path / name).is_file():
+            found = (shards.path / name).read_bytes()
+            yield from [(name, ("content", repr(should[:100]), repr(found[:100])))] if found != should else []
         elif (shards.path / name).is_file():
             yield from ((name, change) for change in changes(should, _read_json(shards.path / name)))
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 from formats.documents import read_config
 from formats.errors import ReshardError
 from formats.files.safetensors import DTYPE_BITS, tensor_bytes
 from formats.files.sharded import MANIFEST
-from reshard.planning.arrangement import Arrangement, Stored
-from reshard.storage.program_source import program_files
+from reshard.planning.arrangement import Arrangement, Stored, arrangement_of
+from reshard.storage.program_source import DISTCP, program_files
 from reshard.storage.source import KEPT, Source, open_source
 from reshard.writing.shard_files import partition
 from verify.bytes import folder
+from verify.bytes.boxes import check_boxes
 from verify.bytes.exact_report import ConfigDifference, ExactReport
 from verify.bytes.stored import Comparison, Parts
 from verify.bytes.structure import config_differences
@@ -66,8 +68,11 @@ class _Structure:
 
     def check(self) -> None:
         """Compare, and fill in all fields."""
-        for rank in range(len(self.shards.ranks)):
-            self._check_rank(rank)
+        if self.shards.boxes is not None:
+            self._check_boxes()
+        else:
+            for rank in range(len(self.shards.ranks)):
+                self._check_rank(rank)
         self._check_kept()
         plan = self.shards.plan
         changes = [*folder.program_header_changes(self.original, self.shards, plan)]
@@ -100,6 +105,13 @@ class _Structure:
                 self.comparable.setdefault(stored.name, []).append(rank)
         self.extra += [f"{where}: {name}" for name in tensors]
 
+    def _check_boxes(self) -> None:
+        found = check_boxes(self.shards, self.arrangement)
+        self.missing += found.missing
+        self.extra += found.extra
+        self.problems += found.problems
+        self.comparable = found.comparable
+
     def _check_kept(self) -> None:
         """The tensors whose own bits the format does not keep stand beside the shards, if reshard wrote them."""
         taken, dropped = self.arrangement.taken, self.arrangement.dropped
@@ -123,9 +135,16 @@ class _Structure:
         self.extra += folder.extra_entries(root, expected)
         if self.missing or self.extra or self.problems:
             return
-        for rank in range(len(self.shards.ranks)):
-            self.problems += self._boundary_problem(rank)
+        for number in range(self._planned.ranks):
+            self.problems += self._boundary_problem(number)
         self.problems += self._rules_problem()
+
+    @cached_property
+    def _planned(self) -> Arrangement:
+        """What is stored, with the boxes of the mesh if there are boxes."""
+        page = self.shards.page
+        assert page is not None
+        return self.arrangement if self.shards.boxes is None else arrangement_of(self.shards.plan, page)
 
     def _rules_problem(self) -> Iterator[str]:
         """Why by the rules in the manifest, which a merge reads these shards by, something lies elsewhere.
@@ -150,13 +169,13 @@ class _Structure:
     def _boundary_problem(self, rank: int) -> Iterator[str]:
         page, manifest = self.shards.page, self.shards.manifest
         assert page is not None and manifest is not None
-        if not page.parts and "{part}" not in page.files:
+        if not page.has_parts or page.files.endswith(DISTCP):  # .metadata says where its chunks lie
             return
-        held = sorted(self.arrangement.held(rank), key=lambda found: -DTYPE_BITS[found[0].dtype])
+        held = sorted(self._planned.held(rank), key=lambda found: -DTYPE_BITS[found[0].dtype])
         tensors = [(s.name_on(rank), s.dtype, shape, tensor_bytes(s.name, s.dtype, shape)) for s, shape in held]
         should = [[tensor[0] for tensor in shard.tensors] for shard in partition(tensors, manifest.max_shard_size)]
         names: dict[Path, list[str]] = {}
-        for info in self.shards.ranks[rank].values():
+        for info in (info for tensors in self.shards.ranks for info in tensors.values()):
             names.setdefault(info.file, []).append(info.name)
         found = [
             names.get(file.path, [])

@@ -21,12 +21,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from formats.errors import CheckpointError, PlanError
+from formats.files.boxes import At
 from formats.files.checksum import PIECE, PartialSum, sum_part
 from formats.files.safetensors import DTYPE_BITS, TensorInfo
 from reshard.planning.arrangement import Arrangement, Atom, Geometry, Stored
+from reshard.planning.boxes import InBoxes
 from reshard.planning.model import Kind
 from reshard.storage.source import Source
-from verify.bytes.atoms import Block, Part, part_of
+from verify.bytes.atoms import Block, Part, part_in_box, part_of
+from verify.bytes.boxes import ranks_of
 from verify.bytes.exact_report import Damage, ExactReport, FirstDifference
 from verify.bytes.tensors import Progress, Shared
 from verify.bytes.views import CHUNK, Array
@@ -44,19 +47,27 @@ class Parts:
     def __init__(self, arrangement: Arrangement) -> None:
         self._arrangement = arrangement
         self._kinds = {tensor.name: tensor.kind for tensor in arrangement.plan.model.tensors}
-        self._found: dict[tuple[Geometry, int], Part | None] = {}
+        self._found: dict[tuple[Geometry, int | At], Part | None] = {}
         self._lock = threading.Lock()
 
     def of(self, stored: Stored, rank: int) -> Part | None:
-        """What a rank has of a stored tensor, or None."""
+        """What a rank, or a file with boxes, has of a stored tensor, or None."""
         geometry = stored.geometry
-        assert isinstance(geometry, Geometry)
-        key = geometry, rank
+        if isinstance(geometry, InBoxes):
+            at = geometry.boxes.get(rank)
+            return self._part(geometry.whole, stored, at) if at is not None else None
+        return self._part(geometry, stored, rank)
+
+    def _part(self, geometry: Geometry, stored: Stored, place: int | At) -> Part | None:
         with self._lock:
-            if key not in self._found:
+            if (geometry, place) not in self._found:
+                model = self._arrangement.plan.model
                 kinds = [self._kinds[atom.tensor] for atom in stored.atoms[: len(geometry.portions)]]
-                self._found[key] = part_of(geometry, kinds, self._arrangement.plan.model, rank)
-            return self._found[key]
+                if isinstance(place, At):
+                    self._found[geometry, place] = part_in_box(geometry, kinds, model, place)
+                else:
+                    self._found[geometry, place] = part_of(geometry, kinds, model, place)
+            return self._found[geometry, place]
 
     def kind(self, atom: Atom) -> Kind:
         """The kind of an atom's tensor."""
@@ -133,6 +144,7 @@ class Comparison:
         files = {file: n for n, file in enumerate(sorted({info.file for info in original.ranks[0].values()}))}
         ordered = sorted(original.ranks[0].values(), key=lambda info: (files[info.file], info.offset))
         self._numbers = {info.name: number for number, info in enumerate(ordered)}
+        self._ranks = ranks_of(shards)
         self._lock = threading.Lock()
         self._summed: set[tuple[Path, int]] = set()
         self.first: tuple[tuple[int, int, int, str], FirstDifference] | None = None
@@ -190,7 +202,7 @@ class Comparison:
             whole = _whole(math.prod(info.shape))
             place = len(self._numbers)
             pair = _Pair(
-                name, rank, info, stored.dtype, name, place, None, 0, None, None, stored.constant.value,
+                name, self._ranks[rank], info, stored.dtype, name, place, None, 0, None, None, stored.constant.value,
                 f"a constant of the format, {stored.constant.value}",
             )  # fmt: skip
             self._compare_block(pair, whole)
@@ -207,7 +219,7 @@ class Comparison:
             index = math.prod(kind.shape[1:]) * atom.at if atom.at is not None else 0
             zero = rank in self._arrangement.placed[atom].zeros
             pair = _Pair(
-                name, rank, info, stored.dtype, atom.tensor, self._numbers[atom.tensor],
+                name, self._ranks[rank], info, stored.dtype, atom.tensor, self._numbers[atom.tensor],
                 None if zero else original, index, atom.at, portion.function, 0.0,
                 "zero, as an earlier rank has it" if zero else "padding",
             )  # fmt: skip

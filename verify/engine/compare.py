@@ -86,10 +86,26 @@ class EngineReport:
         )
 
 
+@dataclass(frozen=True)
+class Baseline:
+    """What the original gives: the exact values (``[positions, tokens]``), and those that the engine computes."""
+
+    options: EngineOptions
+    size: int
+    prompts: Prompts
+    exact: torch.Tensor
+    whole: torch.Tensor
+
+
 def run_engine(
     original: Source, shards: Source, options: EngineOptions, progress: Callable[[str], None] = lambda _: None
 ) -> EngineReport:
     """Run both in the engine and compare. Raises ReshardError if the engine cannot run, or computes something else."""
+    _check_format(shards, options)
+    return run_shards(run_original(original, options, progress), shards, progress)
+
+
+def _check_format(shards: Source, options: EngineOptions) -> None:
     page = shards.page
     if page is None or page.engine != options.name:
         what = f"the format '{page.name}'" if page else "reshard's own folders"
@@ -97,6 +113,15 @@ def run_engine(
             f"{shards.path} has {what}, which {options.name} does not load",
             f"'reshard split {shards.path} OUT --tp N --as {options.name}' writes what it loads",
         )
+
+
+def run_original(
+    original: Source, options: EngineOptions, progress: Callable[[str], None] = lambda _: None
+) -> Baseline:
+    """Run the original in transformers and in the engine.
+
+    Raises ReshardError if one of them cannot run it, or the engine computes something else.
+    """
     size = original.model.sizes.of({}).get("vocab")
     if size is None or size > LARGEST_VOCABULARY:
         raise CheckpointError(f"{original.path}: a vocabulary of {size} tokens is not run in an engine")
@@ -106,20 +131,36 @@ def run_engine(
     with temporary_folder("reshard-engine-") as folder:
         progress(f"original in {options.name}")
         whole = _run(original.path, "auto", Mesh(), prompts, size, options, folder)
-        progress(f"shards in {options.name} on {shards.plan.mesh.size} ranks")
-        parts = _run(shards.path, str(page.load_format), shards.plan.mesh, prompts, size, options, folder)
-    spread = float(exact.std())
-    noise, error = (float((a - b).square().mean().sqrt()) for a, b in ((whole, exact), (parts, whole)))
+    spread, noise = float(exact.std()), _distance(whole, exact)
     if not noise <= LOUD * spread:
         raise CheckpointError(
             f"{options.name} computes something else than transformers from the original itself: its log-probabilities "
             f"differ by {noise:.2g}, and they spread over {spread:.2g}",
             "give --dtype float32; a bug of the engine's, or of transformers', hides whether the shards are right",
         )
-    worst = float((parts - whole).abs().max())
+    return Baseline(options, size, prompts, exact, whole)
+
+
+def run_shards(baseline: Baseline, shards: Source, progress: Callable[[str], None] = lambda _: None) -> EngineReport:
+    """Run shards in the engine, and compare. Raises ReshardError if the engine cannot run them."""
+    options, page = baseline.options, shards.page
+    _check_format(shards, options)
+    assert page is not None
+    with temporary_folder("reshard-engine-") as folder:
+        progress(f"shards in {options.name} on {shards.plan.mesh.size} ranks")
+        parts = _run(
+            shards.path, str(page.load_format), shards.plan.mesh, baseline.prompts, baseline.size, options, folder
+        )
     return EngineReport(
-        options.name, str(shards.plan.mesh), options.dtype, sum(map(len, prompts)), spread, noise, error, worst
-    )
+        options.name, str(shards.plan.mesh), options.dtype, sum(map(len, baseline.prompts)),
+        float(baseline.exact.std()), _distance(baseline.whole, baseline.exact), _distance(parts, baseline.whole),
+        float((parts - baseline.whole).abs().max()),
+    )  # fmt: skip
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The root mean square of the differences."""
+    return float((one - other).square().mean().sqrt())
 
 
 def random_prompts(size: int, options: EngineOptions) -> list[list[int]]:

@@ -15,8 +15,8 @@ import torch
 
 from formats.errors import CheckpointError, ReshardError
 from reshard.engine.loading import TORCH_DTYPES
-from reshard.planning.plan import Plan, dequantized
-from reshard.storage.source import Source
+from reshard.planning.plan import Plan, dequantized, make_plan
+from reshard.storage.source import UNSPLIT, Source
 from verify.ending import temporary_folder
 from verify.forward.foreign import Foreign
 from verify.forward.job import BYTES_ALONE, ForwardOptions, Job, Result
@@ -121,8 +121,11 @@ def _job(original: Source, shards: Source, options: ForwardOptions) -> Job:
     if options.streamed and options.backward:
         raise ReshardError("--streamed and --backward cannot be had together: gradients need the whole model at once")
     ids = _prompt(original.path, options.prompt) if options.prompt is not None else None
-    config, plan = original.checkpoint.config, dequantized(shards.plan)
-    if plan is not shards.plan:
+    config, stored = original.checkpoint.config, shards.plan
+    if shards.boxes is not None:  # any mesh loads them, so what is run is the whole model that they make
+        stored = make_plan(stored.model, UNSPLIT)
+    plan = dequantized(stored)
+    if plan is not stored:
         _check_dequantizing(original, config, options)
     return Job(
         original.path,
@@ -133,8 +136,8 @@ def _job(original: Source, shards: Source, options: ForwardOptions) -> Job:
         _dtype(original, plan, options),
         ids,
         options,
-        own_rules(shards.plan, original.model.architecture) == (),
-        Foreign(shards.page.name, shards.plan, shards.ranks) if shards.page is not None else None,
+        own_rules(stored, original.model.architecture) == (),
+        Foreign(shards.page.name, stored, shards.ranks, shards.boxes) if shards.page is not None else None,
     )
 
 

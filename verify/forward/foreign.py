@@ -23,7 +23,7 @@ from formats.errors import CheckpointError
 from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header
 from formats.notation.rewrites import page_of
 from reshard.engine.loading import TORCH_DTYPES
-from reshard.planning.arrangement import Arrangement, Placed, arrangement_of
+from reshard.planning.arrangement import Arrangement, Boxes, Placed, arrangement_of
 from reshard.planning.plan import Box, Plan
 from reshard.planning.rank_config import rank_config
 from verify.bytes.atoms import Block
@@ -35,11 +35,15 @@ _NONE = np.zeros(0, np.intp)
 
 @dataclass(frozen=True)
 class Foreign:
-    """What is stored in another program's format: its name, the plan with all that is stored, each rank's tensors."""
+    """What is stored in another program's format: its name, the plan with all that is stored, each rank's tensors.
+
+    With ``boxes``, those of files stand in the place of ranks, and the plan is that of one rank.
+    """
 
     page: str
     plan: Plan
     ranks: tuple[Mapping[str, TensorInfo], ...]
+    boxes: Boxes | None = None
 
 
 def write_rank(foreign: Foreign, rank: int, folder: Path) -> Path:
@@ -47,7 +51,7 @@ def write_rank(foreign: Foreign, rank: int, folder: Path) -> Path:
 
     Raises CheckpointError where the rank lacks elements that it would have there.
     """
-    plan, arrangement = foreign.plan, arrangement_of(foreign.plan, page_of(foreign.page))
+    plan, arrangement = foreign.plan, arrangement_of(foreign.plan, page_of(foreign.page), foreign.boxes)
     held, boxes, dropped = _Held(foreign, arrangement), plan.boxes(rank), arrangement.dropped
     stored = (tensor for tensor in plan.model.tensors if tensor.name not in dropped)
     names = [(name, kind, boxes[kind]) for name, kind, _ in stored if kind in boxes]
@@ -74,7 +78,7 @@ class _Held:
         """A rank's part of a tensor, as unsigned integers.
 
         What the rank itself does not have of it, because the program deals the tensor along another axis, other ranks
-        have. Raises CheckpointError where elements are lacking.
+        have; of files with boxes, any. Raises CheckpointError where elements are lacking.
         """
         owned = [np.concatenate([_NONE, *(np.arange(run.offset, run.end) for run in dim)]) for dim in box.dims]
         found: NDArray[Any] | None = None

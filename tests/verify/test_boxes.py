@@ -1,0 +1,384 @@
+"""``verify`` of transformers' distributed checkpoints: each element of each box, and whether boxes make the tensors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from formats.files.safetensors import DTYPE_BITS, build_header, read_header
+from reshard.api import split
+from reshard.storage.source import Source, open_source
+from tests import store
+from tests.support import change_tensor, command
+from tests.verify.program_faults import sign
+from verify.bytes.exact import open_shards, verify_exact
+from verify.bytes.exact_report import ExactReport
+from verify.forward.compare import ForwardOptions, run_forwards
+
+KEY = "DCP_SHARDING_INFO"
+GATE, UP = (f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up"))
+
+MESHES: list[tuple[str, dict[str, int]]] = [
+    ("llama", {"tp": 4}),
+    ("gemma2", {"tp": 4}),
+    ("phi3", {"tp": 4}),
+    ("qwen3_moe", {"tp": 2}),
+    ("deepseek_v3", {"tp": 2, "ep": 2}),
+    ("gpt2", {"tp": 2}),
+    ("falcon-7b", {"tp": 2}),
+    ("gpt_oss", {"tp": 2}),
+    ("t5", {"tp": 2}),
+]
+"""A vocabulary that does not divide, tied names, packed rows, joined and stacked experts, input before output."""
+
+
+def written(name: str, **mesh: int) -> Path:
+    key = "-".join(map(str, (name, "boxes", *mesh.values())))
+    return store.made(key, lambda path: split(store.checkpoint(name), path, form="transformers", **mesh))
+
+
+def exact(folder: Path, name: str) -> ExactReport:
+    return verify_exact(store.source(name), folder)
+
+
+Stored = dict[str, tuple[str, list[int], np.ndarray[Any, Any]]]
+"""The dtype, the offset and the elements of each box of a file."""
+
+
+def boxes_of(file: Path) -> Stored:
+    header, content = read_header(file), file.read_bytes()
+    info = json.loads(header.metadata[KEY])
+    found = {}
+    for name, tensor in header.tensors.items():
+        raw = np.frombuffer(content, f"<u{DTYPE_BITS[tensor.dtype] // 8}", -1, tensor.offset)
+        elements = raw[: int(np.prod(tensor.shape, dtype=int))].reshape(tensor.shape).copy()
+        found[name] = tensor.dtype, info[name]["saved_offsets"], elements
+    return found
+
+
+def write_boxes(file: Path, boxes: Stored, metadata: dict[str, str] | None = None) -> None:
+    """A file with these boxes, as torch writes it, or with more metadata."""
+    info = {name: {"saved_offsets": offset} for name, (_, offset, _) in boxes.items()}
+    said = {"format": "pt", "DCP_VERSION": "1.0", **(metadata or {}), KEY: json.dumps(info)}
+    listed = [(name, dtype, elements.shape) for name, (dtype, _, elements) in boxes.items()]
+    file.write_bytes(build_header(listed, said) + b"".join(e.tobytes() for _, _, e in boxes.values()))
+
+
+def as_others_write(folder: Path) -> None:
+    """Take away what reshard says of itself."""
+    (folder / "reshard.json").unlink(missing_ok=True)
+    for file in folder.glob("*.safetensors"):
+        write_boxes(file, boxes_of(file))
+
+
+@pytest.fixture(params=["ours", "others"])
+def llama(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A Llama on four ranks, as reshard and as another program writes it."""
+    folder = Path(shutil.copytree(written("llama", tp=4), tmp_path / "out"))
+    if request.param == "others":
+        as_others_write(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("name", "mesh"), MESHES)
+def test_correct_boxes_are_the_same(name: str, mesh: dict[str, int], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(written(name, **mesh), tmp_path / "out"))
+    weights = [read_header(file) for file in folder.glob("*.safetensors")]
+    found = exact(folder, name)
+    assert (found.verdict, found.form) == ("same", "transformers"), found
+    assert found.nbytes == sum(info.nbytes for header in weights for info in header.tensors.values())
+    (folder / "reshard.json").unlink()
+    assert exact(folder, name).verdict == "same"
+    as_others_write(folder)
+    assert exact(folder, name).verdict == "same"
+
+
+@pytest.mark.parametrize(("name", "mesh"), MESHES)
+def test_one_bit_in_any_box_is_found_and_named(name: str, mesh: dict[str, int], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(written(name, **mesh), tmp_path / "out"))
+    random, wanted = np.random.default_rng(0), set()
+    files = sorted(folder.glob("*.safetensors"))
+    ranks = int(np.prod([*mesh.values()]))
+    for file in files:
+        for stored, info in read_header(file).tensors.items():
+            change_tensor(file, stored, at=int(random.integers(info.nbytes)))
+            wanted.add((stored, (int(file.name[6:11]) - 1) % ranks))
+    sign(folder)
+    found = exact(folder, name)
+    assert {(damage.stored, damage.rank) for damage in found.damages} == wanted
+    assert sum(damage.elements for damage in found.damages) == sum(len(read_header(f).tensors) for f in files)
+    assert not (found.problems or found.missing or found.extra or found.configs)
+
+
+@pytest.mark.parametrize("name", ["phi3", "qwen3_moe", "gpt_oss", "falcon-7b", "gpt2"])
+def test_boxes_may_begin_and_end_anywhere(name: str, tmp_path: Path) -> None:
+    """Also in the middle of a head, and across gate and up."""
+    folder = Path(shutil.copytree(written(name, tp=1), tmp_path / "out"))
+    (file,) = folder.glob("*.safetensors")
+    random, parts = np.random.default_rng(1), [Stored() for _ in range(9)]
+    for stored, (dtype, _, elements) in boxes_of(file).items():
+        cuts = [sorted({0, n, *random.integers(1, max(2, n), 2).tolist()} - {0} | {0}) for n in elements.shape]
+        cuts = [[cut for cut in of if cut <= n] for of, n in zip(cuts, elements.shape, strict=True)]
+        cells = np.ndindex(*(len(of) - 1 for of in cuts))
+        boxes = [[(of[i], of[i + 1]) for of, i in zip(cuts, cell, strict=True)] for cell in cells]
+        boxes = boxes if len(boxes) <= len(parts) else [[(0, n) for n in elements.shape]]
+        for part, box in zip(parts, boxes, strict=False):
+            part[stored] = dtype, [begin for begin, _ in box], elements[tuple(slice(b, e) for b, e in box)]
+    file.unlink()
+    (folder / "reshard.json").unlink()
+    for number, part in enumerate(parts):
+        write_boxes(folder / f"shard-{number + 1:05d}-model-00001-of-00001.safetensors", part)
+    assert exact(folder, name).verdict == "same"
+    for number, part in enumerate(parts):
+        path = folder / f"shard-{number + 1:05d}-model-00001-of-00001.safetensors"
+        for stored, (_, _, elements) in part.items():
+            if elements.size:
+                change_tensor(path, stored, at=int(random.integers(elements.nbytes)))
+    found = exact(folder, name)
+    assert sum(damage.elements for damage in found.damages) == sum(e.size > 0 for p in parts for _, _, e in p.values())
+    first = found.first
+    assert first is not None and first.original_file is not None and first.original_offset is not None
+    size = len(first.expected)
+    assert Path(first.original_file).read_bytes()[first.original_offset :][:size] == first.expected
+    assert Path(first.file).read_bytes()[first.offset :][:size] == first.found
+    info = store.source(name).ranks[0][first.tensor]
+    assert first.original_offset == info.offset + int(np.ravel_multi_index(first.index, info.shape)) * size
+
+
+# ----------------------------------------------------------------------------------------------------------- faults
+
+Change = Callable[[list[Stored]], None]
+
+
+def changed(folder: Path, change: Change) -> ExactReport:
+    """The report of a folder with other boxes, whose checksums fit."""
+    files = sorted(folder.glob("*.safetensors"))
+    boxes = [boxes_of(file) for file in files]
+    change(boxes)
+    for file, found in zip(files, boxes, strict=True):
+        write_boxes(file, found, dict(read_header(file).metadata))
+    if (folder / "reshard.json").exists():
+        sign(folder)
+        document = json.loads((folder / "reshard.json").read_text())
+        for rank in document["ranks"]:
+            for record in rank["files"]:
+                record["size"] = (folder / record["name"]).stat().st_size
+        (folder / "reshard.json").write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+    return exact(folder, "llama")
+
+
+def _moved(boxes: list[Stored], name: str, file: int, by: int) -> None:
+    dtype, offset, elements = boxes[file][name]
+    boxes[file][name] = dtype, [offset[0] + by, *offset[1:]], elements
+
+
+def _exchange(boxes: list[Stored], one: tuple[int, str], other: tuple[int, str], *, which: int) -> None:
+    """Exchange the offsets (1) or the elements (2) of two boxes."""
+    first, second = list(boxes[one[0]][one[1]]), list(boxes[other[0]][other[1]])
+    first[which], second[which] = second[which], first[which]
+    boxes[one[0]][one[1]], boxes[other[0]][other[1]] = tuple(first), tuple(second)  # type: ignore[assignment]
+
+
+def _twice(boxes: list[Stored]) -> None:
+    boxes[3][GATE] = boxes[2][GATE]
+
+
+def _typed(boxes: list[Stored]) -> None:
+    _, offset, elements = boxes[1][GATE]
+    boxes[1][GATE] = "I32", offset, elements
+
+
+SAID: list[tuple[str, Change, str, dict[str, str]]] = [
+    (
+        "missing",
+        lambda boxes: boxes[1].pop(GATE) and None,
+        "missing",
+        {"ours": f"shard-00002-model-00001-of-00001.safetensors: [{{1}}:{{2}}, 0:{{w}}] of '{GATE}'"},
+    ),
+    (
+        "hole",
+        lambda boxes: boxes[1].pop(GATE) and None,
+        "problems",
+        {"others": f"'{GATE}': no file has {{part}} of its elements, the first at [{{1}}, 0]"},
+    ),
+    (
+        "overlap",
+        _twice,
+        "problems",
+        {
+            "ours": f"has [{{2}}:{{3}}, 0:{{w}}] of '{GATE}', the mesh gives it [{{3}}:{{4}}, 0:{{w}}]",
+            "others": f"'{GATE}': several files have {{part}} of its elements, the first at [{{2}}, 0] (shard-00003",
+        },
+    ),
+    (
+        "moved",
+        lambda boxes: _moved(boxes, GATE, 1, 1),
+        "problems",
+        {
+            "ours": f"of '{GATE}', the mesh gives it [{{1}}:{{2}}, 0:{{w}}]",
+            "others": f"'{GATE}': several files have {{w}} of its elements, the first at [{{2}}, 0] (shard-00002",
+        },
+    ),
+    (
+        "beyond",
+        lambda boxes: _moved(boxes, GATE, 3, 1),
+        "problems",
+        {"ours": f"of '{GATE}', which is [{{4}}, {{w}}]", "others": f"of '{GATE}', which is [{{4}}, {{w}}]"},
+    ),
+    (
+        "typed",
+        _typed,
+        "problems",
+        {"ours": f"tensor '{GATE}' is I32 [", "others": f"tensor '{GATE}' is I32 ["},
+    ),
+    (
+        "offsets",
+        lambda boxes: _exchange(boxes, (0, GATE), (2, GATE), which=1),
+        "problems",
+        {"ours": f"has [{{2}}:{{3}}, 0:{{w}}] of '{GATE}', the mesh gives it [0:{{1}}, 0:{{w}}]"},
+    ),
+    (
+        "unknown",
+        lambda boxes: boxes[2].update(more=("F32", [0], np.zeros(1, "u4"))),
+        "extra",
+        dict.fromkeys(("ours", "others"), "shard-00003-model-00001-of-00001.safetensors: more"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "where", "said"), [case[1:] for case in SAID], ids=[case[0] for case in SAID])
+def test_boxes_that_do_not_make_the_tensors(
+    llama: Path, change: Change, where: str, said: dict[str, str], request: pytest.FixtureRequest
+) -> None:
+    form = request.node.callspec.params["llama"]
+    height, width = store.source("llama").ranks[0][GATE].shape
+    numbers = {str(i): height * i // 4 for i in range(1, 5)} | {"w": width, "part": f"{height // 4 * width:,}"}
+    found = changed(llama, change)
+    assert found.verdict == "different"
+    text = said.get(form)
+    for key, value in numbers.items():
+        text = text.replace(f"{{{key}}}", str(value)) if text else None
+    assert text is None or any(text in line for line in getattr(found, where)), (text, found)
+
+
+def _only_these_differ(found: ExactReport, *places: tuple[int, str]) -> None:
+    assert {(damage.rank, damage.stored) for damage in found.damages} == {*places}
+    assert not (found.problems or found.missing or found.extra or found.configs)
+
+
+@pytest.mark.parametrize("other", [(0, UP), (2, GATE)], ids=["tensors", "ranks"])
+def test_exchanged_boxes_are_named(llama: Path, other: tuple[int, str]) -> None:
+    _only_these_differ(changed(llama, lambda boxes: _exchange(boxes, (0, GATE), other, which=2)), (0, GATE), other)
+
+
+def test_exchanged_offsets_of_a_program_that_says_no_mesh(tmp_path: Path) -> None:
+    """The boxes make the tensor, but with other elements."""
+    folder = Path(shutil.copytree(written("llama", tp=4), tmp_path / "out"))
+    as_others_write(folder)
+    one, other = (0, GATE), (2, GATE)
+    _only_these_differ(changed(folder, lambda boxes: _exchange(boxes, one, other, which=1)), one, other)
+
+
+def test_a_file_that_is_missing(llama: Path, request: pytest.FixtureRequest) -> None:
+    (llama / "shard-00002-model-00001-of-00001.safetensors").unlink()
+    done = command("verify", store.checkpoint("llama"), llama, "--json")
+    exact = json.loads(done.stdout)["exact"]
+    assert done.returncode == 1
+    lines = exact["missing"] if request.node.callspec.params["llama"] == "ours" else exact["problems"]
+    assert sum(GATE in line for line in lines) == 1
+
+
+def test_every_box_of_a_tensor_is_missing(llama: Path) -> None:
+    found = changed(llama, lambda boxes: [of.pop(GATE, None) for of in boxes] and None)
+    assert f"{GATE}, of '{GATE}'" in found.missing
+
+
+def test_what_the_manifest_says_of_the_files(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(written("phi3", tp=4), tmp_path / "out"))
+    document = json.loads((folder / "reshard.json").read_text())
+    document["max_shard_size"] = 3000
+    (folder / "reshard.json").write_text(json.dumps(document))
+    assert "'max_shard_size' 3000 gives" in exact(folder, "phi3").problems[0]
+    document["ranks"][2]["files"][0]["checksum"] = "0" * 16
+    (folder / "reshard.json").write_text(json.dumps({**document, "max_shard_size": 5_000_000_000}))
+    assert any("checksum" in line for line in exact(folder, "phi3").problems)
+
+
+def test_the_mesh_in_the_headers(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(written("llama", tp=2), tmp_path / "out"))
+    (folder / "reshard.json").unlink()
+    for file in folder.glob("*.safetensors"):
+        header = read_header(file)
+        said = json.loads(header.metadata["reshard"])
+        said["source"] = "0" * len(said["source"])
+        write_boxes(file, boxes_of(file), {**header.metadata, "reshard": json.dumps(said)})
+    found = exact(folder, "llama")
+    assert {difference.file for difference in found.configs} == {file.name for file in folder.glob("*.safetensors")}
+
+
+def test_files_of_several_parts(tmp_path: Path) -> None:
+    split(store.checkpoint("phi3"), tmp_path / "out", 4, form="transformers", max_shard_size=20_000)
+    assert len([*(tmp_path / "out").glob("shard-00001-*.safetensors")]) > 1
+    assert exact(tmp_path / "out", "phi3").verdict == "same"
+
+
+# ---------------------------------------------------------------------------------------------------------- forward
+
+
+def _pair(name: str, folder: Path) -> tuple[Source, Source]:
+    original = open_source(store.checkpoint(name))
+    shards = open_shards(folder, original)
+    assert isinstance(shards, Source)
+    return original, shards
+
+
+def test_correct_boxes_compute_the_same() -> None:
+    meshes = [(name, mesh) for name, mesh in MESHES if name != "falcon-7b"]
+    pairs = [_pair(name, written(name, **mesh)) for name, mesh in meshes]
+    for (name, _), report in zip(meshes, run_forwards(pairs, ForwardOptions(draws=3)), strict=True):
+        assert report.is_same, (name, report.verdict)
+
+
+FORWARD: dict[str, tuple[Change, str]] = {
+    "boxes of two tensors": (lambda boxes: _exchange(boxes, (0, GATE), (0, UP), which=2), ".1."),
+    "boxes of two ranks": (lambda boxes: _exchange(boxes, (1, GATE), (2, GATE), which=2), ".1."),
+    "two layers": (
+        lambda boxes: _exchange(boxes, (3, GATE), (3, GATE.replace(".1.", ".2.")), which=2),
+        ".1.",
+    ),
+    "rows of the vocabulary": (
+        lambda boxes: _exchange(boxes, (0, "model.embed_tokens.weight"), (1, "model.embed_tokens.weight"), which=2),
+        "embedding",
+    ),
+}
+
+
+def test_the_forward_alone_sees_exchanged_boxes(tmp_path: Path) -> None:
+    pairs = []
+    for number, (change, _) in enumerate(FORWARD.values()):
+        folder = Path(shutil.copytree(written("llama", tp=4), tmp_path / str(number)))
+        changed(folder, change)
+        pairs.append(_pair("llama", folder))
+    for (fault, (_, place)), report in zip(FORWARD.items(), run_forwards(pairs, ForwardOptions(draws=3)), strict=True):
+        ratio = max(row.ratio for row in report.layers)
+        assert not report.is_same and ratio > 1000, (fault, ratio)
+        assert place in f"{report.first}.", (fault, report.first)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    original = store.checkpoint("llama")
+    done = command("verify", original, written("llama", tp=4), "--json")
+    document = json.loads(done.stdout)
+    assert done.returncode == 0 and document["verdict"] == "same" and document["forward"]["is_same"]
+    assert document["exact"]["form"] == "transformers" and document["forward"]["ranks"] == 1
+    folder = Path(shutil.copytree(written("llama", tp=4), tmp_path / "out"))
+    changed(folder, FORWARD["boxes of two tensors"][0])
+    done = command("verify", original, folder)
+    assert done.returncode == 1 and "in the format transformers" in done.stdout
+    assert f"'{GATE}' at [0, 0] on rank 0, in '{GATE}'" in done.stdout and "<- different" in done.stdout

@@ -215,12 +215,14 @@ class Transfer:
         ranks: frozenset[int],
         *,
         compare: bool = True,
+        zeros: bool = True,
         order: Sequence[int] = (),
         change: Change | None = None,
     ) -> None:
         """``source`` and ``target`` have the same full shape; ``item_bits`` is the size of an element in bits.
 
-        Only the target ranks ``ranks`` are written. Without ``compare`` only one of several replicas is read. ``order``
+        Only the target ranks ``ranks`` are written. Without ``compare`` only one of several replicas is read; without
+        ``zeros`` the source's padding is not, and may be anything. ``order``
         has the dimensions in the order in which the target stores them, if that is another. ``change`` changes each
         element. Raises PlanError if a cut falls within a byte (elements smaller than a byte).
         """
@@ -234,7 +236,7 @@ class Transfer:
             for d in range(len(source.full))
         ]
         dims = dims or [_one(source, target, ranks)]
-        self._compare = compare
+        self._compare, self._zeros = compare, zeros
         moved = [place for place, dim in enumerate(order) if place != dim]
         self._moved, self._change = bool(moved) or change is not None, change
         if not self._moved:
@@ -325,6 +327,7 @@ class Transfer:
             is_data = all(part.is_data for part in parts) and all(s.is_data for _, s in lead)
             assert sources is not None and targets is not None
             holders = sorted(sources) if self._compare else sorted(sources)[:1]
+            holders = holders if is_data or self._zeros else []
             _block(regions, parts, holders, sorted(targets), is_data, copies, checks)
         flat = not below
         slab = Slab(

@@ -215,7 +215,8 @@ def _atom_jobs(
 ) -> Iterator[Job]:
     """One job an atom, in the order in which the source stores them (see ``reshard.planning.arrangement``)."""
     here, there = arrangements(source, target)
-    ways = _Ways()
+    page = source.page if source.manifest is None else None
+    ways = _Ways(zeros=page is None or not page.pad_product)
     kept = _Kept(source, there, places)
     ranks_of: dict[tuple[Geometry | InBoxes, int], frozenset[int]] = {}
     for atom in kept.atoms if here.dropped or there.dropped else here.placed:
@@ -255,9 +256,10 @@ def _ranks_of(placed: Placed, places: Mapping[int, Mapping[str, TargetPlace]]) -
 
 
 class _Ways:
-    """Makes the jobs of atoms; atoms that go the same way share it."""
+    """Makes the jobs of atoms; atoms that go the same way share it. With ``zeros`` the source has zeros as padding."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, zeros: bool) -> None:
+        self._zeros = zeros
         self._ways: dict[tuple[object, ...], Way] = {}
         self._orders: dict[tuple[Portion, Portion], tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self._layouts: dict[tuple[Layout, tuple[int, ...], frozenset[int]], Layout] = {}
@@ -277,7 +279,8 @@ class _Ways:
         dtype, change = held.stored.dtype, _change(atom.tensor, held, wanted)
         key = (before, after, dtype, order, change and (change.target, change.function), ranks)
         if key not in self._ways:
-            self._ways[key] = Transfer(before, after, DTYPE_BITS[dtype], ranks, order=order, change=change)
+            bits, zeros = DTYPE_BITS[dtype], self._zeros
+            self._ways[key] = Transfer(before, after, bits, ranks, zeros=zeros, order=order, change=change)
         nbytes = math.prod(before.full) * DTYPE_BITS[dtype] // 8
         return Job(atom.tensor, self._ways[key], sources, targets, nbytes, held.in_rows or wanted.in_rows)
 

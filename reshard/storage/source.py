@@ -464,10 +464,8 @@ def _open_program(
                 continue
             try:
                 if manifest is None and page.pad_product:
-                    unboxed = Arrangement(plan, uses_of(plan.model, page), page)
-                    plan = program_plan(
-                        model, page, each, padding=padding_of(unboxed, ranks if boxes is None else held)
-                    )
+                    padding = padding_of(unboxed(plan, page), ranks if boxes is None else held)
+                    plan = program_plan(model, page, each, padding=padding)
                 check_stored(arrangement_of(plan, page, boxes), ranks, path)
             except ReshardError as error:
                 problems.append((2, error))
@@ -559,7 +557,12 @@ def _boxed_as(
     """As ``open_as``, of files with boxes: for the mesh that they say if reshard wrote them, else for one rank."""
     said = manifest.identity if manifest is not None else split
     plan = program_plan(model, page, said.mesh if said is not None else UNSPLIT)
-    ranks, boxes = read_boxed(page, files)
+    if page.is_distributed:
+        found = read_distributed(files[0].path.parent)
+        training = training_of(page, found, origins_of(page, model.architecture, model.config))
+        ranks, boxes = chunks_of(page, training.found, training.parts.model)
+    else:
+        ranks, boxes = read_boxed(files)
     if said is None and page.pad_product:
         held = [whole_tensors(ranks, boxes)]
         plan = program_plan(model, page, UNSPLIT, padding=padding_of(unboxed(plan, page), held))

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from formats.files.boxes import At
 from reshard.planning.arrangement import Arrangement, Stored, arrangement_of
 from reshard.planning.boxes import InBoxes
-from reshard.storage.program_source import DISTCP, ProgramFile, check_belonging, program_files
+from reshard.storage.program_source import ProgramFile, check_belonging, program_files
 from reshard.storage.source import Source
 
 
@@ -21,7 +21,7 @@ def ranks_of(shards: Source) -> Sequence[int]:
     """The rank of each of ``shards.ranks``: with boxes, that of the file, as far as its name and the mesh tell it."""
     if shards.boxes is None or shards.page is None:
         return range(len(shards.ranks))
-    if shards.page.files.endswith(DISTCP):  # the chunks of a number lie in any files
+    if shards.page.is_distributed:  # the chunks of a number lie in any files
         return range(len(shards.ranks))
     size = shards.plan.mesh.size
     return [file.rank % size if size > 1 else file.rank for file in program_files(shards.page, shards.path)]

@@ -34,7 +34,7 @@ from formats.regular_files import read_file
 from reshard.planning.model import Kind, in_order
 from reshard.planning.plan import Plan
 from reshard.planning.program_config import program_config
-from reshard.storage.program_source import DISTCP, program_files
+from reshard.storage.program_source import program_files
 from reshard.storage.source import KEPT, Source
 from reshard.writing.shard_files import partition
 
@@ -330,7 +330,7 @@ def program_documents(original: Source, shards: Source) -> dict[str, Any]:
     folder = f"{page.folder}/" if page.folder else ""
     found |= {folder + name: object_bytes(content) for name, content in page.saved.items()}
     found |= {folder + name: dict(content) for name, content in page.documents.items()}
-    if page.files.endswith(DISTCP):
+    if page.is_distributed:
         path = shards.path / folder / METADATA  # what it says is compared: where each chunk lies, and what of
         found[folder + METADATA] = path.read_bytes() if path.is_file() else b""
     return found

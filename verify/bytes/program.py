@@ -13,7 +13,7 @@ from formats.errors import ReshardError
 from formats.files.safetensors import DTYPE_BITS, tensor_bytes
 from formats.files.sharded import MANIFEST
 from reshard.planning.arrangement import Arrangement, Stored, arrangement_of
-from reshard.storage.program_source import DISTCP, program_files
+from reshard.storage.program_source import program_files
 from reshard.storage.source import KEPT, Source, open_source
 from reshard.writing.shard_files import partition
 from verify.bytes import folder
@@ -169,7 +169,7 @@ class _Structure:
     def _boundary_problem(self, rank: int) -> Iterator[str]:
         page, manifest = self.shards.page, self.shards.manifest
         assert page is not None and manifest is not None
-        if not page.has_parts or page.files.endswith(DISTCP):  # .metadata says where its chunks lie
+        if not page.has_parts or page.is_distributed:  # .metadata says where its chunks lie
             return
         held = sorted(self._planned.held(rank), key=lambda found: -DTYPE_BITS[found[0].dtype])
         tensors = [(s.name_on(rank), s.dtype, shape, tensor_bytes(s.name, s.dtype, shape)) for s, shape in held]

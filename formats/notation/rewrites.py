@@ -268,6 +268,8 @@ class Page:
     """JSON files, with what is in each."""
     extra_state: tuple[Pattern, ...] = ()
     """Weights whose modules may have a state of their own beside them."""
+    without_extra_state: str | None = None
+    """What a reader must be told where these states were not written."""
     classes: frozenset[str] = frozenset()
     refused: Mapping[str, str] = field(default_factory=dict)
     _uses: dict[str, tuple[Use, ...]] = field(default_factory=dict, repr=False)
@@ -412,6 +414,7 @@ def read_page(path: Path) -> Page:
             stacks=tuple(_stack(of, value) for of, value in document["stacks"].items()),
             saved=document.get("saved", {}),
             documents=document.get("documents", {}),
+            without_extra_state=document.get("without_extra_state"),
             extra_state=tuple(map(Pattern, document.get("extra_state", ()))),
             classes=frozenset(of_types.get("classes", ())),
             refused=of_types.get("refused", {}),

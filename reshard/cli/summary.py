@@ -57,6 +57,7 @@ def _document(summary: Summary, seconds: float) -> dict[str, Any]:
         "bytes_written": summary.written,
         "bytes_fetched": summary.fetched,
         "seconds": round(seconds, 3),
+        "note": summary.note,
         "left_behind": list(summary.left_behind),
         "padding": {axis: {"size": size, "padded": padded} for axis, (size, padded) in summary.padding.items()},
     }
@@ -83,6 +84,7 @@ def _text(summary: Summary, source: str, seconds: float) -> str:
         parts.append(f"the last ranks have less of {axis}, which goes in units of {unit:,}")
     if summary.left_behind:
         parts.append(f"left behind: {', '.join(summary.left_behind)}, which belong to the training of the model")
+    parts += [summary.note] if summary.note else []
     parts.append(f"nothing was written to {summary.out}" if summary.dry_run else _where(summary))
     return ". ".join(part[0].upper() + part[1:] for part in parts) + "."
 

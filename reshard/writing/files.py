@@ -58,7 +58,8 @@ class Summary:
     """What a split or merge did, or would do with ``dry_run``.
 
     ``nbytes`` is the size of all weight files in bytes, ``written`` the part that this run wrote. ``padding`` has the
-    size before and after for each padded axis. ``left_behind`` names what the source has beside the model.
+    size before and after for each padded axis. ``left_behind`` names what the source has beside the model,
+    ``note`` what a reader of the output must know.
     """
 
     command: str
@@ -77,6 +78,7 @@ class Summary:
     fetched: int = 0
     """Bytes of weights that were fetched from elsewhere."""
     left_behind: tuple[str, ...] = ()
+    note: str | None = None
 
 
 @dataclass(frozen=True, eq=False)

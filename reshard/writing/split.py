@@ -134,6 +134,7 @@ def split(
         source_mesh=opened.plan.mesh, mesh=mesh, tensors=len(model.tensors), files=new.count, nbytes=new.nbytes,
         written=0, padding={axis: (full[axis], padded) for axis, padded in target.padding.items()}, ranks=wanted,
         complete=False, dry_run=dry_run, left_behind=new.left_behind,
+        note=page.without_extra_state if page and not extra_state else None,
     )  # fmt: skip
 
     def check() -> None:

@@ -155,6 +155,15 @@ def test_a_tensor_for_each_layer_and_expert(model: str, tmp_path: Path) -> None:
     assert _weights(tmp_path / "merged") == _weights(original)
 
 
+def test_what_megatron_wants_of_its_states_is_said(tmp_path: Path) -> None:
+    original = checkpoint("megatron", "llama")
+    for options, said in (((), True), (("--extra-state",), False)):
+        found = command("split", original, tmp_path / "out", "--as", "megatron", "--overwrite", *options)
+        assert found.returncode == 0 and ("--dist-ckpt-strictness log_all" in found.stdout) == said, found
+    found = command("split", original, tmp_path / "legacy", "--tp", "2", "--as", "megatron-legacy", "--extra-state")
+    assert found.returncode == 2 and "--extra-state is not possible with the format 'megatron-legacy'" in found.stderr
+
+
 # ------------------------------------------------------------------------------------------------ training checkpoints
 
 

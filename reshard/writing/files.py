@@ -119,7 +119,7 @@ class Written:
     sums: Sums
 
 
-class Part(NamedTuple):
+class Further(NamedTuple):
     """Files to be written of a target, and the source of what is in them."""
 
     source: Source
@@ -134,7 +134,7 @@ def write_files(
     staging: Staging,
     options: Options,
     progress: Progress,
-    also: Sequence[Part] = (),
+    also: Sequence[Further] = (),
 ) -> Written:
     """Write the files of a plan or of a program's arrangement into the staging folder, from a source of the same model.
 
@@ -142,7 +142,7 @@ def write_files(
     CheckpointError if a file cannot be read or written. Raises MismatchError if a file does not have its known
     checksum, replicas differ or padding is not zero; then the staging folder is removed.
     """
-    parts = [Part(source, target, files), *also]
+    parts = [Further(source, target, files), *also]
     files = [file for part in parts for file in part.files]
     targets = [
         TargetFile(staging.path(f.name), f.header, f.size, f.name in staging.finished, f.summed, f.fixed, f.crcs)

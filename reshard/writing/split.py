@@ -30,8 +30,8 @@ from reshard.storage.source import Source
 from reshard.storage.upload import place_of, publish
 from reshard.writing.files import (
     DEFAULT_SHARD_SIZE,
+    Further,
     NewFile,
-    Part,
     Progress,
     Summary,
     already_staged,
@@ -155,7 +155,7 @@ def split(
     with Staging(folder, task, parts, opened.states, fsync=options.fsync, check=check) as staging:
         to = new.arrangement if isinstance(new, ProgramFiles) else target
         states = new.states if isinstance(new, ProgramFiles) else ()
-        also = [Part(state.source, state.arrangement, state.files) for state in states]
+        also = [Further(state.source, state.arrangement, state.files) for state in states]
         written = write_files(opened, to, new.files, staging, options, progress, also)
         records = {rank: new.finish(staging, rank) for rank in wanted}
         side_files = opened.read_side_files()

@@ -272,7 +272,10 @@ def read_ranks(page: Page, files: Sequence[ProgramFile], where: Path) -> tuple[d
         if not found:
             mesh = files[0].mesh
             name = f" ({page.file_name(mesh, rank, 0)})" if mesh else ""
-            raise CheckpointError(f"{where}: the files of rank {rank} of {len(ranks)} are missing{name}")
+            hint = "bring the folders of all ranks together"
+            if mesh is not None and dict(mesh.degrees).get("ep", 1) > 1:
+                hint += "; with --expert-tensor-parallel-size 1, they are read where tp and ep are equal"
+            raise CheckpointError(f"{where}: the files of rank {rank} of {len(ranks)} are missing{name}", hint)
     return tuple(ranks)
 
 

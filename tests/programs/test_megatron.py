@@ -401,3 +401,13 @@ def test_the_padding_of_a_trained_vocabulary_is_anything(case: str, tmp_path: Pa
         assert _weights(tmp_path / "merged") == _weights(original)
         split(source, out, 1, form="megatron", access=Access(config=original), overwrite=True)
         assert problem("megatron", f"{case.split('-')[0]}-te-tp1", out) is None
+
+
+SHAPES = json.loads((ORACLES / "megatron" / "shapes.json").read_text())
+
+
+@pytest.mark.parametrize("model", sorted(SHAPES))
+def test_names_and_shapes_are_those_of_megatrons_own_model(model: str, tmp_path: Path) -> None:
+    split(checkpoint("vllm", model), tmp_path / "out", 1, form=SHAPES[model]["form"])
+    found = {name: list(of.shape) for name, of in read_distributed(tmp_path / "out" / "release").tensors.items()}
+    assert found == SHAPES[model]["tensors"]

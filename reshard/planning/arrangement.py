@@ -675,7 +675,7 @@ class Arrangement:
     def _firsts(self) -> Sequence[Mapping[str, int]]:
         """For each rank, the numbers from which it counts the indices in names; none if names have the model's own."""
         numbered, mesh, model = self.page.numbered if self.page else (), self.plan.mesh, self.plan.model
-        sizes = {axis: size for axis, size in model.sizes.counts.items() if axis in numbered}
+        sizes = {axis: size for axis, size in model.sizes.of({}).items() if axis in numbered}
         found = []
         for rank in range(mesh.size if numbered else 0):
             shares = shares_of(model, mesh, rank, sizes, frozenset(sizes))

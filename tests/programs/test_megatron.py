@@ -411,3 +411,25 @@ def test_names_and_shapes_are_those_of_megatrons_own_model(model: str, tmp_path:
     split(checkpoint("vllm", model), tmp_path / "out", 1, form=SHAPES[model]["form"])
     found = {name: list(of.shape) for name, of in read_distributed(tmp_path / "out" / "release").tensors.items()}
     assert found == SHAPES[model]["tensors"]
+
+
+@pytest.mark.parametrize("same_ranks", [False, True])
+@pytest.mark.parametrize("model", ["gpt_oss", "qwen2_moe"])
+def test_experts_that_lie_in_one_tensor_are_numbered_by_rank(model: str, same_ranks: bool, tmp_path: Path) -> None:
+    original = checkpoint("vllm", model)
+    split(original, tmp_path / "out", 2, ep=2, same_ranks=same_ranks, form="megatron-legacy")
+    folders = sorted(path.name for path in (tmp_path / "out" / "release").iterdir())
+    diagonal = ["mp_rank_00_000", "mp_rank_01_001"]
+    assert folders == (diagonal if same_ranks else sorted([*diagonal, "mp_rank_00_001", "mp_rank_01_000"]))
+    torchfile = module("megatron", "check").torchfile
+    of = _values(original)
+    _, count, _ = SHAPES[model]["tensors"]["decoder.layers.mlp.router.weight"]
+    state = torchfile.load_pt((tmp_path / "out" / "release" / "mp_rank_01_001" / "model_optim_rng.pt").read_bytes())
+    name, second = "decoder.layers.0.mlp.experts.linear_fc2.weight0", count // 2
+    fused, single = "model.layers.0.mlp.experts.down_proj", f"model.layers.0.mlp.experts.{second}.down_proj.weight"
+    whole = of[fused][second].T if fused in of else of[single]
+    half = whole.shape[1] // 2
+    assert np.array_equal(state["model"][name], whole if same_ranks else whole[:, half:])
+    (tmp_path / "out" / "reshard.json").unlink()
+    merge(tmp_path / "out", tmp_path / "merged")
+    assert _weights(tmp_path / "merged") == _weights(original)

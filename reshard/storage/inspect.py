@@ -34,7 +34,7 @@ from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture_files import built_in_file
 from formats.notation.rewrites import Page, page_of
 from reshard.storage.output import SUFFIX, staging_of, unfinished_command
-from reshard.storage.program_source import pages_for, program_files
+from reshard.storage.program_source import pages_for, program_files, tensors_in, weights_folder
 
 if TYPE_CHECKING:
     from reshard.storage.source import Source
@@ -229,7 +229,9 @@ def _take_manifest(report: Report, manifest: Manifest) -> None:
     report.architecture = str(manifest.architecture.get("name", "")) or report.architecture
 
 
-def _recorded(report: Report, records: Iterable[FileRecord], problems: list[str]) -> list[TensorInfo]:
+def _recorded(
+    report: Report, records: Iterable[FileRecord], problems: list[str], page: Page | None = None
+) -> list[TensorInfo]:
     """The tensors in the files of a rank that a manifest lists."""
     tensors: list[TensorInfo] = []
     for record in records:
@@ -238,8 +240,8 @@ def _recorded(report: Report, records: Iterable[FileRecord], problems: list[str]
             problems.append(f"{file} is missing, {MANIFEST} lists it")
         elif file.stat().st_size != record.size:
             problems.append(f"{file} has {file.stat().st_size:,} bytes, {MANIFEST} says {record.size:,}")
-        elif file.suffix == ".safetensors":
-            tensors += _read(report, file, problems)
+        elif file.suffix in {".safetensors", ".pth", ".pt"}:
+            tensors += _read(report, file, problems, page)
     return tensors
 
 
@@ -263,11 +265,11 @@ def _from_folders(report: Report) -> dict[int, list[TensorInfo]]:
     return found
 
 
-def _read(report: Report, file: Path, problems: list[str]) -> Iterable[TensorInfo]:
+def _read(report: Report, file: Path, problems: list[str], page: Page | None = None) -> Iterable[TensorInfo]:
     report.files += 1
     report.nbytes += file.stat().st_size
     try:
-        return read_header(file).tensors.values()
+        return tensors_in(file, page.inside if page else None)
     except CheckpointError as error:
         problems.append(error.message)
         return ()
@@ -344,7 +346,7 @@ def _program(path: Path, pages: Sequence[Page]) -> Report:
         report.problems.append(error.message)
         report.hint = error.hint
     if any(page.is_distributed for page in pages):
-        return _distributed(report, manifest)
+        return _distributed(report, manifest, pages[0])
     ranks = _from_records(report, manifest) if manifest else _from_names(report, pages[0])
     _take_ranks(report, ranks)
     if report.ranks_missing:
@@ -357,16 +359,16 @@ def _program(path: Path, pages: Sequence[Page]) -> Report:
     return report
 
 
-def _distributed(report: Report, manifest: Manifest | None) -> Report:
+def _distributed(report: Report, manifest: Manifest | None, page: Page) -> Report:
     """A distributed checkpoint of torch's, which needs no mesh: .metadata says what there is, training states too."""
     if manifest is not None:
         _take_manifest(report, manifest)
     try:
-        found = read_distributed(report.path)
+        found = read_distributed(weights_folder(page, report.path))
     except ReshardError as error:
         report.problems.append(error.message)
         report.hint = error.hint
-        files = [file for file in report.path.glob("*.distcp") if file.is_file()]
+        files = [file for file in report.path.rglob("*.distcp") if file.is_file()]
         report.files, report.nbytes = len(files), sum(file.stat().st_size for file in files)
         return report
     report.files, report.nbytes = len(found.files), sum(found.files.values())
@@ -384,7 +386,7 @@ def _from_records(report: Report, manifest: Manifest) -> dict[int, list[TensorIn
     found: dict[int, list[TensorInfo]] = {}
     for rank, records in manifest.ranks.items():
         problems: list[str] = []
-        tensors = _recorded(report, records, problems)
+        tensors = _recorded(report, records, problems, page_of(manifest.form) if manifest.form else None)
         if any((report.path / record.name).is_file() for record in records):
             found[rank] = tensors
             report.problems += problems
@@ -397,10 +399,10 @@ def _from_names(report: Report, page: Page) -> dict[int, list[TensorInfo]]:
     files = program_files(page, report.path)
     for file in files:
         problems: list[str] = []
-        found.setdefault(file.rank, []).extend(_read(report, file.path, problems))
+        found.setdefault(file.rank, []).extend(_read(report, file.path, problems, page))
         report.problems += problems
     count, stages = max(file.ranks or file.rank + 1 for file in files), 1 + max(file.stage for file in files)
-    report.mesh = mesh_of(-(-count // stages), pp=stages)
+    report.mesh = files[0].mesh or mesh_of(-(-count // stages), pp=stages)
     for rank in found if "{part}" in page.files else ():
         there = {file.path.name for file in files if file.rank == rank}
         names = (page.file_name(report.mesh, rank, part) for part in range(len(there)))

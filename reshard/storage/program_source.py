@@ -162,6 +162,13 @@ def read_program_file(file: ProgramFile) -> tuple[dict[str, TensorInfo], dict[st
     return saved.tensors[file.inside], saved.aliases[file.inside], None
 
 
+def tensors_in(path: Path, inside: str | None) -> list[TensorInfo]:
+    """All tensors of the model in a file, in whichever entries that begin with ``inside``. Raises CheckpointError."""
+    if inside is None:
+        return [*read_weights(path)[0].values()]
+    return [info for tensors in _saved(path, inside).tensors.values() for info in tensors.values()]
+
+
 def left_behind(files: Sequence[ProgramFile]) -> list[str]:
     """What files have beside the tensors of the model, which is not read. Raises MismatchError for different steps."""
     found: dict[str, None] = {}

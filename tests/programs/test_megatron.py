@@ -433,3 +433,15 @@ def test_experts_that_lie_in_one_tensor_are_numbered_by_rank(model: str, same_ra
     (tmp_path / "out" / "reshard.json").unlink()
     merge(tmp_path / "out", tmp_path / "merged")
     assert _weights(tmp_path / "merged") == _weights(original)
+
+
+@pytest.mark.parametrize("form", ["megatron", "megatron-legacy"])
+def test_inspect_says_what_there_is(form: str, tmp_path: Path) -> None:
+    original = checkpoint("megatron", "llama")
+    split(original, tmp_path / "out", 2, form=form)
+    weights = [*(tmp_path / "out").rglob("__*.distcp"), *(tmp_path / "out").rglob("model_optim_rng.pt")]
+    for _ in range(2):
+        found = json.loads(command("inspect", tmp_path / "out", "--json").stdout)
+        assert found["complete"] and found["format"] == form and found["files"] == len(weights), found
+        assert not found["problems"] and found["bytes"] > 500_000
+        (tmp_path / "out" / "reshard.json").unlink(missing_ok=True)

@@ -30,7 +30,6 @@ def folder(path: Path, *names: str) -> Path:
         (["adapter_config.json", "adapter_model.bin", "config.json"], "a PEFT adapter", "merge_and_unload"),
         (["model_index.json", "unet/diffusion_pytorch_model.safetensors"], "a diffusers pipeline", "text_encoder"),
         (["model-Q4_K_M.gguf", "config.json"], "GGUF, the format of llama.cpp", "safetensors checkpoint"),
-        (["latest_checkpointed_iteration.txt", "iter_0000100/mp_rank_00/model_rng.pt"], "Megatron-LM", "AutoBridge"),
         (["iter_0000100/mp_rank_00_001/model_rng.pt"], "Megatron-LM", "AutoBridge"),
         (["iter_0000100/.metadata", "iter_0000100/common.pt", "iter_0000100/0.distcp"], "Megatron-LM", "AutoBridge"),
         (["fsdp_0/.metadata", "fsdp_0/__0_0.distcp"], "distributed checkpoint", "that holds .metadata"),

@@ -70,13 +70,15 @@ def test_the_engine_runs_both(engine: Path, tmp_path: Path) -> None:
     original, out = _shards(tmp_path)
     code, said, _ = _verify(original, out, "--exact-only", "--engine-python", engine)
     assert code == 0 and "vllm: the shards (tp 2) against the original" in said
+    assert "vllm computes the same from the shards as from the original: the error is 0 times its own noise" in said
 
 
 def test_what_the_engine_cannot_load_is_one_line(engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, out = _shards(tmp_path)
+    original, shards = _shards(tmp_path)
     monkeypatch.setenv("STAND_IN", "refuses")
-    code, _, said = _verify(original, out, "--exact-only", "--engine-python", engine)
+    code, answer, said = _verify(original, shards, "--exact-only", "--engine-python", engine)
     assert code == 2 and "Error: vllm ended with status 1: KeyError: 'model.layers.0.self_attn.qkv_proj.weight'" in said
+    assert "The engine's run could not be checked: vllm ended" in answer
 
 
 def test_an_engine_that_computes_something_else_proves_nothing(
@@ -115,3 +117,4 @@ def test_wrong_shards_are_seen(engine: Path, tmp_path: Path) -> None:
     options = EngineOptions("vllm", python=str(engine))
     report = run_engine(open_source(original), open_source(out), options)
     assert not report.is_same and report.ratio > 100
+    assert "vllm computes something else from the shards" in report.verdict

@@ -78,6 +78,15 @@ class EngineReport:
         """Whether the error is within the noise. Not so of NaN."""
         return self.ratio <= FACTOR
 
+    @property
+    def verdict(self) -> str:
+        """The answer in a sentence."""
+        what = "the same" if self.is_same else "something else"
+        return (
+            f"{self.engine} computes {what} from the shards as from the original: the error is {self.ratio:.3g} times "
+            f"its own noise (the limit is {FACTOR:g})."
+        )
+
     def __str__(self) -> str:
         return (
             f"{self.engine}: the shards ({self.mesh}) against the original, {self.tokens} tokens in {self.dtype}: log-"
@@ -173,8 +182,10 @@ def _exact(original: Source, prompts: Prompts) -> torch.Tensor:
     """The original's log-probabilities in float32: ``[positions, tokens]``, those of the first token left out."""
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(original.path, dtype=torch.float32)
-    with torch.no_grad():
+    from verify.rank.loading import quiet_transformers
+
+    with quiet_transformers(), torch.no_grad():
+        model = transformers.AutoModelForCausalLM.from_pretrained(original.path, dtype=torch.float32)
         logits: torch.Tensor = model.eval()(input_ids=torch.tensor(prompts)).logits.double()
     return logits.log_softmax(-1)[:, :-1].flatten(0, 1)
 

@@ -59,7 +59,9 @@ class Answer:
     @property
     def in_words(self) -> str:
         """The verdict in a sentence or two."""
-        return in_words(self.exact, self.forward, self.error, self.plan)
+        is_of_engine = self.engine_options is not None and (self.forward is not None or not self.wants_forward)
+        of = "The engine's run" if is_of_engine else "The forward"
+        return in_words(self.exact, self.forward, self.error, self.plan, self.engine, of)
 
     def to_text(self, report: Path | None = None) -> str:
         """What is printed for a person, the verdict last; ``report`` is the page that was written, if one was."""

@@ -35,8 +35,14 @@ class OwnPlan:
         return "\n".join([title, *_some("", self.differences)])
 
 
-def in_words(exact: Any, forward: Any, error: ReshardError | None, plan: OwnPlan | None = None) -> str:
-    """The verdict in a sentence or two, with the first tensor and the first layer that differ by name."""
+def in_words(
+    exact: Any, forward: Any, error: ReshardError | None, plan: OwnPlan | None = None, engine: Any = None,
+    of: str = "The forward",
+) -> str:  # fmt: skip
+    """The verdict in a few sentences, with the first tensor and the first layer that differ by name.
+
+    ``of`` is what ``error`` stopped after the bytes.
+    """
     parts = []
     if exact is not None and exact.verdict == "different":
         parts.append(_difference_in_words(exact))
@@ -48,8 +54,10 @@ def in_words(exact: Any, forward: Any, error: ReshardError | None, plan: OwnPlan
     if forward is not None:
         parts.append(forward.verdict)
         parts += [power_in_words(forward)] if forward.is_same and forward.power is not None else []
+    if engine is not None:
+        parts.append(engine.verdict)
     if error is not None:
-        what = "The forward" if exact is not None else "It"
+        what = of if exact is not None else "It"
         parts.append(f"{what} could not be checked: {error.message}")
     return " ".join(parts) or "Nothing was checked."
 

@@ -130,9 +130,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Constant:
-    """Tensors that a program has beside another: ``names`` beside each of its tensors that ``beside`` matches."""
+    """Tensors that a program has beside another: ``names`` beside each of its tensors that one of ``beside`` matches.
 
-    beside: Pattern
+    The dtype ``model`` is that of the model, as ``config.json`` says it.
+    """
+
+    beside: tuple[Pattern, ...]
     names: tuple[Pattern, ...]
     dtype: str
     shape: tuple[int, ...]
@@ -147,6 +150,16 @@ class Dropped:
     found: Pattern
     beyond: Expression | None = None
     when: Expression | None = None
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Tensors that a program cannot have, where ``when`` holds, and ``why``; with ``scalars``, only numbers."""
+
+    found: Pattern
+    why: str
+    when: Expression | None = None
+    scalars: bool = False
 
 
 @dataclass(frozen=True)
@@ -227,7 +240,8 @@ class Page:
     --engine`` runs, and ``load_format`` what it calls the format. ``model_types`` are those for which the page is known
     to be right; empty: the names of its lines decide. With ``boxes``, each file says where its pieces begin (see
     ``formats.files.boxes``), and nothing is padded. ``refused`` has the model types of which a page cannot say what the
-    program has, and why; ``classes`` those that are known by their class.
+    program has, and why; ``classes`` those that are known by their class. A number that ``vectors`` matches is stored
+    as a vector of one.
     """
 
     name: str
@@ -258,6 +272,8 @@ class Page:
     numbered: tuple[str, ...] = ()
     demands: tuple[Demand, ...] = ()
     settings: Settings | None = None
+    refusals: tuple[Refusal, ...] = ()
+    vectors: tuple[Pattern, ...] = ()
     ignored: tuple[Pattern, ...] = ()
     """Tensors of no use that older files have."""
     boxes: bool = False
@@ -409,6 +425,8 @@ def read_page(path: Path) -> Page:
             numbered=tuple(document.get("numbered", ())),
             demands=tuple(Demand(read_expression(holds), why) for holds, why in document["demands"].items()),
             settings=_settings(document["config"]) if "config" in document else None,
+            refusals=tuple(_refusal(name, value) for name, value in document["refused"].items()),
+            vectors=tuple(map(Pattern, document.get("vectors", ()))),
             ignored=tuple(map(Pattern, document.get("ignored", ()))),
             boxes=document.get("boxes", False),
             stacks=tuple(_stack(of, value) for of, value in document["stacks"].items()),
@@ -441,7 +459,7 @@ def _with_base(path: Path) -> dict[str, Any]:
     return {key: value for key, value in {**below, **document}.items() if value is not False}
 
 
-_TABLES = ("tensors", "names", "dropped", "demands", "stacks")
+_TABLES = ("tensors", "names", "dropped", "demands", "refused", "stacks")
 
 
 def _without(inherited: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
@@ -515,8 +533,13 @@ def _renamings(table: Mapping[str, Any]) -> Iterator[Renaming]:
 
 def _constant(entry: Mapping[str, Any]) -> Constant:
     names = tuple(Pattern(name) for name in entry["names"])
-    shape = tuple(entry.get("shape", ()))
-    return Constant(Pattern(entry["beside"]), names, entry["dtype"], shape, float(entry["value"]), _condition(entry))
+    shape, beside = tuple(entry.get("shape", ())), entry["beside"]
+    patterns = tuple(map(Pattern, beside if isinstance(beside, list) else [beside]))
+    return Constant(patterns, names, entry["dtype"], shape, float(entry["value"]), _condition(entry))
+
+
+def _refusal(name: str, value: Mapping[str, Any]) -> Refusal:
+    return Refusal(Pattern(name), value["why"], _condition(value), value.get("scalars", False))
 
 
 def _stack(of: str, value: Any) -> Stack:

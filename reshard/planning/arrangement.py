@@ -62,6 +62,8 @@ class Portion:
     counts: tuple[int, ...]
     dim: int
     lead: int
+    vector: bool = False
+    """Whether a number is stored as a vector of one."""
 
     @property
     def function(self) -> str | None:
@@ -211,7 +213,7 @@ def _stored_shape(portions: Sequence[Portion], lengths: Sequence[Sequence[int]],
         else:
             shape.append(math.prod(lengths[0][start : start + count]))
         start += count
-    if not first.counts and len(portions) > 1:  # scalars, joined to a vector
+    if not first.counts and (len(portions) > 1 or first.vector):  # numbers, joined to a vector
         shape.append(len(portions))
     return tuple(shape)
 
@@ -325,7 +327,19 @@ class _Reading:
                     f"tensor '{kind.name}' has no place in the format '{self.page.name}'",
                     f"its page formats/programs/{self.page.name}.toml has no line for '{self.names[kind]}'",
                 )
+            self._check(kind)
         return {kind: tuple(map(self._named, candidates[0])) for kind, candidates in found.items()}
+
+    def _check(self, kind: Kind) -> None:
+        """Raise PlanError for a tensor that the program cannot have."""
+        for refusal in self.page.refusals:
+            if refusal.found.match(self.names[kind]) is None or (refusal.scalars and math.prod(kind.shape) > 1):
+                continue
+            if refusal.when is None or self.model.sizes.evaluate(refusal.when, dict(kind.indices)):
+                raise PlanError(
+                    f"tensor '{kind.name}' has no place in the format '{self.page.name}': {refusal.why}",
+                    "docs/formats.md says what it can hold",
+                )
 
     def _candidates(self, kind: Kind) -> Iterator[Taken]:
         name = self.names[kind]
@@ -415,6 +429,8 @@ class _Reading:
             yield replace(portion, slot=slot, slots=len(use.line.apart))
 
     def _named(self, portion: Portion) -> Portion:
+        if not portion.counts and any(pattern.match(str(portion.target)) is not None for pattern in self.page.vectors):
+            portion = replace(portion, vector=True)
         for renaming in self.page.names:
             found = renaming.found.match(str(portion.target))
             if found is not None and (renaming.when is None or self.model.sizes.evaluate(renaming.when, {})):
@@ -730,9 +746,18 @@ class Arrangement:
             if constant.when is not None and not sizes.evaluate(constant.when, {}):
                 continue
             for each in self.stored:
-                found = constant.beside.match(each.name)
+                found = next((found for of in constant.beside if (found := of.match(each.name)) is not None), None)
                 for name in constant.names if found is not None else ():
-                    yield Stored(name.fill(found or {}), constant.dtype, each.geometry, (), constant)
+                    yield Stored(name.fill(found or {}), self._dtype(constant), each.geometry, (), constant)
+
+    def _dtype(self, constant: Constant) -> str:
+        if constant.dtype != "model":
+            return constant.dtype
+        config = self.plan.model.config
+        return _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), "BF16")
+
+
+_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
 def _filled(name: str, at: Mapping[str, int]) -> str:

@@ -408,6 +408,12 @@ def inferred_tensors(
     return [FullTensor(name, stored[of].dtype, None, stored[of].file.name) for name, of in found.items()]
 
 
+def kept_tensors(path: Path) -> list[FullTensor]:
+    """The tensors of the original in a file of those that the program does not store, if there is one."""
+    infos = read_header(path).tensors.values() if path.is_file() else ()
+    return [FullTensor(info.name, info.dtype, info.shape, path.name) for info in infos]
+
+
 def inferred_sizes(
     architecture: Architecture, config: Mapping[str, object], ranks: Sequence[Mapping[str, TensorInfo]]
 ) -> dict[str, int]:

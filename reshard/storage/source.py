@@ -70,6 +70,7 @@ from reshard.storage.program_source import (
     full_tensors,
     inferred_sizes,
     inferred_tensors,
+    kept_tensors,
     left_behind,
     meshes,
     numbered_globally,
@@ -448,7 +449,11 @@ def _open_program(
             held: Sequence[Mapping[str, TensorInfo]] = [whole_tensors(ranks, boxes)] if boxes is not None else ranks
             if named is not None and page.numbered:
                 named, held = numbered_globally(page, named, ranks)
-            full = full_tensors(manifest) or inferred_tensors(page, architecture, config, held)
+            full = full_tensors(manifest)
+            if full is None:
+                full = inferred_tensors(page, architecture, config, held)
+                names = {tensor.name for tensor in full}
+                full += [tensor for tensor in kept_tensors(path / KEPT) if tensor.name not in names]
             sizes = manifest.identity.sizes if manifest else inferred_sizes(architecture, config, held)
             model = bind(architecture, config, full, known=sizes)
         except ReshardError as error:

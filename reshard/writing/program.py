@@ -271,6 +271,9 @@ def _values(stored: Stored) -> bytes:
     """The bytes of a constant tensor."""
     constant = stored.constant
     assert constant is not None
-    if constant.dtype != "F32":
-        raise PlanError(f"a constant of dtype {constant.dtype} is not written")
-    return struct.pack("<f", constant.value) * (tensor_bytes(stored.name, constant.dtype, constant.shape) // 4)
+    one = {
+        "F32": struct.pack("<f", constant.value),
+        "F16": struct.pack("<e", constant.value),
+        "BF16": struct.pack("<f", constant.value)[2:],  # of a short number, such as 1
+    }[stored.dtype]
+    return one * (tensor_bytes(stored.name, stored.dtype, constant.shape) // len(one))

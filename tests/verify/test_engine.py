@@ -32,14 +32,14 @@ class LLM:
         self.model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
 
     def generate(self, prompts, sampling):
-        ids = torch.tensor([prompt["prompt_token_ids"] for prompt in prompts])
         with torch.no_grad():
-            found = self.model(input_ids=ids).logits.float().log_softmax(-1)
+            logits = [self.model(input_ids=torch.tensor([prompt["prompt_token_ids"]])).logits for prompt in prompts]
+        found = torch.stack([each[0, -1] for each in logits]).float().log_softmax(-1)
         found = found * (1 + 1e-6) if os.environ.get("STAND_IN") != "exact" else found
         found = -found if os.environ.get("STAND_IN") == "wrong" else found
-        for of_prompt in found:
-            steps = [{i: SimpleNamespace(logprob=float(x)) for i, x in enumerate(step)} for step in of_prompt[:-1]]
-            yield SimpleNamespace(prompt_logprobs=[None, *steps])
+        for step in found:
+            of_tokens = {i: SimpleNamespace(logprob=float(x)) for i, x in enumerate(step)}
+            yield SimpleNamespace(outputs=[SimpleNamespace(logprobs=[of_tokens])])
 """
 
 

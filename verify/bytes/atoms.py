@@ -124,9 +124,9 @@ def _lengths(layout: Layout, rank: int, portion: Portion) -> list[int]:
 
 
 def _shape(portions: Sequence[Portion], lengths: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The shape of what is joined; scalars are joined to a vector."""
+    """The shape of what is joined; numbers are joined to a vector, or stored as one."""
     first = portions[0]
-    if len(portions) > 1 and not first.counts:
+    if not first.counts and (len(portions) > 1 or first.vector):
         return (len(portions),)
     shape, start = [], 0
     for dim, factors in enumerate(first.counts):

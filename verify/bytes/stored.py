@@ -437,7 +437,11 @@ def _value(pair: _Pair, left: Array | None, at: tuple[int, ...], pattern: int) -
 
 def _pattern(value: float, dtype: str) -> Any:
     """The bits of a number. Raises PlanError for a dtype in which the formats have no constants but zero."""
-    item = max(1, DTYPE_BITS[dtype] // 8)
-    if value and dtype != "F32":
+    if not value:
+        return 0
+    if dtype == "F16":
+        return int(np.array(value, "<f2").view("<u2"))
+    if dtype not in {"F32", "BF16"}:
         raise PlanError(f"a constant of dtype {dtype} is not known")
-    return int(np.array(value, "<f4").view("<u4")) if value else np.dtype(f"<u{item}").type(0).item()
+    bits = int(np.array(value, "<f4").view("<u4"))
+    return bits if dtype == "F32" else bits >> 16

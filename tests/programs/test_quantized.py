@@ -1,0 +1,135 @@
+"""Quantized checkpoints in vLLM's format: what vLLM itself allocates and loads, tensor for tensor, or a refusal."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from formats.errors import PlanError
+from formats.files.safetensors import read_header
+from reshard.api import merge, split
+from reshard.storage.source import KEPT, open_source
+from tests.programs.quantized import CASES, FIXTURE, METHODS, MODELS, described, make, source_hash
+from tests.support import command, contents
+from tests.verify.program_faults import sign
+from verify.bytes.exact import verify_exact
+
+RECORDED = json.loads(FIXTURE.read_text())
+EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", "minimax_m2")
+REFUSED = {
+    **{(model, "phi3"): "" for model in ()},
+    **{("phi3", method): "has such a number once for" for method in METHODS if method in {
+        "fp8-tensor", "fp8-static", "float8-tensor", "float8-static"}},
+    **{(model, method): "one number for the inputs of gate and up" for model in EXPERTS
+       for method in ("fp8-static", "float8-static", "int8-static")},
+    **{(model, "int8-static"): "one number for the inputs of all that is joined" for model in MODELS
+       if model not in EXPERTS},
+    **{(model, method): "has biases beside it" for model in EXPERTS for method in METHODS if method.startswith("gptq")},
+    **{(model, method): "shapes of experts' weights" for model in EXPERTS for method in METHODS
+       if method.startswith("packed")},
+}  # fmt: skip
+"""What is refused, and why."""
+
+
+def test_of_every_method_and_model_it_is_known_what_vllm_does() -> None:
+    assert RECORDED.keys() == {f"{model} {method}" for model, method in CASES}
+
+
+@pytest.mark.parametrize(("model", "method"), [case for case in CASES if case not in REFUSED])
+def test_what_is_written_is_what_vllm_loads(model: str, method: str, tmp_path: Path) -> None:
+    source, wanted = make(tmp_path / "source", model, method), RECORDED[f"{model} {method}"]
+    assert source_hash(source) == wanted["source"], "another checkpoint than the one of which the fixture was recorded"
+    split(source, tmp_path / "out", 2, form="vllm")
+    assert described(tmp_path / "out") == wanted["files"]
+
+
+@pytest.mark.parametrize(("model", "method"), REFUSED)
+def test_what_vllm_has_otherwise_is_refused(model: str, method: str, tmp_path: Path) -> None:
+    source = make(tmp_path / "source", model, method)
+    with pytest.raises(PlanError, match=rf"tensor '\S+' has no place in the format 'vllm': .*{REFUSED[model, method]}"):
+        split(source, tmp_path / "out", 2, form="vllm")
+    assert not (tmp_path / "out").exists()
+
+
+ONE_OF_EACH = [
+    ("llama", "gptq"),
+    ("llama", "packed-4-zeros"),
+    ("qwen3_moe", "awq"),
+    ("deepseek_v3", "fp8-block"),
+    ("llama", "float8-static"),
+    ("mixtral", "float8-channel"),
+    ("phi3", "int8-channel"),
+]
+
+
+@pytest.mark.parametrize(("model", "method"), ONE_OF_EACH)
+def test_the_way_back_and_the_proof(model: str, method: str, tmp_path: Path) -> None:
+    source = make(tmp_path / "source", model, method)
+    split(source, tmp_path / "out", 2, form="vllm")
+    original = open_source(source)
+    assert verify_exact(original, tmp_path / "out").verdict == "same"
+    merge(tmp_path / "out", tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(source)
+    changed = Path(shutil.copytree(tmp_path / "out", tmp_path / "changed"))
+    held = [(rank, info) for rank, tensors in enumerate(_ranks(changed)) for info in tensors]
+    for _, info in held:
+        with info.file.open("r+b") as file:
+            file.seek(info.offset + info.nbytes - 1)
+            last = file.read(1)[0]
+            file.seek(info.offset + info.nbytes - 1)
+            file.write(bytes([last ^ 4]))
+    sign(changed)
+    found = verify_exact(original, changed)
+    assert {(damage.stored, damage.rank) for damage in found.damages} == {(info.name, rank) for rank, info in held}
+    (tmp_path / "out" / "reshard.json").unlink()
+    merge(tmp_path / "out", tmp_path / "without")
+    merged, whole = (
+        {info.name: info.nbytes for info in read_header(tmp_path / folder / "model.safetensors").tensors.values()}
+        for folder in ("without", "source")
+    )
+    assert merged.keys() == whole.keys()
+
+
+def _ranks(folder: Path):  # type: ignore[no-untyped-def]
+    return [list(read_header(file).tensors.values()) for file in sorted(folder.glob("model-rank-*.safetensors"))]
+
+
+def test_what_is_dropped_is_kept(tmp_path: Path) -> None:
+    """vLLM knows which modules GPTQ has quantized by the names of these, too."""
+    source = make(tmp_path / "source", "llama", "gptq")
+    split(source, tmp_path / "out", 2, form="vllm")
+    names = read_header(tmp_path / "out" / KEPT).tensors
+    assert names and all(name.endswith(".g_idx") for name in names)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"quant_method": "mxfp4"}, "was compared for fp8, GPTQ, AWQ and compressed-tensors alone"),
+        ({"desc_act": True}, "symmetric and without act-order"),
+        ({"sym": False}, "symmetric and without act-order"),
+        ({"bits": 2}, "of 4 or 8 bits alone"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "alone"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized", "kv_cache_scheme": {"num_bits": 8}}, "cache"),
+        ({"quant_method": "fp8", "store_dtype": "mxfp4"}, "MXFP4"),
+    ],
+)
+def test_other_settings_are_refused(settings: dict[str, object], why: str, tmp_path: Path) -> None:
+    source = make(tmp_path / "source", "llama", "gptq")
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] |= settings
+    (source / "config.json").write_text(json.dumps(config))
+    done = command("formats", source, "--as", "vllm")
+    done = command("split", source, tmp_path / "out", "--tp", "2", "--as", "vllm")
+    assert done.returncode == 2 and why in done.stderr, done.stderr
+
+
+def test_a_model_type_that_was_not_compared(tmp_path: Path) -> None:
+    source = make(tmp_path / "source", "qwen3", "fp8-block")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "model_type": "exaone4"}))
+    with pytest.raises(PlanError, match="was not compared for this model type"):
+        split(source, tmp_path / "out", 2, form="vllm")

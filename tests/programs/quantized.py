@@ -2,7 +2,7 @@
 
     python -m tests.programs.quantized make FOLDER       # the checkpoints
     VLLM_PYTHON tests/oracles/vllm/dump_quantized.py FOLDER DUMPS
-    python -m tests.programs.quantized record DUMPS      # writes tests/oracles/vllm/quantized.json
+    python -m tests.programs.quantized record DUMPS      # writes tests/oracles/vllm/quantized.json.xz
 
 The models are those of tests/oracles/vllm/models; the linear layers of their blocks are quantized, in blocks and groups
 of 8. The fixture has, for each model and method, a hash of the checkpoint, and for each rank the dtype, the shape and a
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import lzma
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +26,7 @@ from formats.files.safetensors import build_header, read_header
 from tests.dequantize import _FLOAT, _INPUT, _INT8, Method, Stored, _awq, _gptq, _groups, _packed, _scaled
 from tests.programs.oracles import ORACLES
 
-FIXTURE = ORACLES / "vllm" / "quantized.json"
+FIXTURE = ORACLES / "vllm" / "quantized.json.xz"
 MODELS = (
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "stablelm", "olmo2", "mixtral",
     "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", "minimax_m2",
@@ -75,31 +76,41 @@ _LINEAR = re.compile(r"\.(?:\w+_proj(?:_with_mqa)?|w[123])\.weight$")
 def make(folder: Path, model: str, method: str) -> Path:
     """Write one checkpoint."""
     of, described = METHODS[method], json.loads((ORACLES / "vllm" / "models" / f"{model}.json").read_text())
-    rng, half = np.random.default_rng(0), method.startswith(("gptq", "awq"))
+    rng = np.random.default_rng(0)
+    dtype = "F16" if method.startswith(("gptq", "awq")) and model not in {"gemma2", "gemma3"} else "BF16"
     tensors: dict[str, Stored] = {}
     plain: list[str] = []
     for name, shape in described["tensors"].items():
         if _LINEAR.search(name) and len(shape) == 2 and not (shape[0] % 8 or shape[1] % 8):
             module = name.removesuffix(".weight")
-            tensors |= {module + end: stored for end, stored in of.encode(rng, tuple(shape)).items()}
+            found = of.encode(rng, tuple(shape))
+            tensors |= {module + end: _as(dtype, x.array) if x.dtype == "F16" else x for end, x in found.items()}
             continue
         if len(shape) == 2:
             plain.append(name.removesuffix(".weight"))
-        drawn = rng.uniform(0.5, 1.5, shape).astype(np.float32)
-        tensors[name] = Stored(
-            *(("F16", drawn.astype(np.float16)) if half else ("BF16", (drawn.view("<u4") >> 16).astype(np.uint16)))
-        )
+        tensors[name] = _as(dtype, rng.uniform(0.5, 1.5, shape).astype(np.float32))
     settings = dict(of.settings)
     if settings["quant_method"] == "compressed-tensors":
         settings["ignore"] = plain
     elif settings["quant_method"] != "gptq":
         settings["modules_to_not_convert"] = plain
-    config = {**described["config"], "dtype": "float16" if half else "bfloat16", "quantization_config": settings}
+    config = {
+        **described["config"],
+        "dtype": {"F16": "float16", "BF16": "bfloat16"}[dtype],
+        "quantization_config": settings,
+    }
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     header = build_header([(name, t.dtype, t.array.shape) for name, t in tensors.items()], {"format": "pt"})
     (folder / "model.safetensors").write_bytes(header + b"".join(t.array.tobytes() for t in tensors.values()))
     return folder
+
+
+def _as(dtype: str, numbers: np.ndarray[Any, Any]) -> Stored:
+    """Numbers in the dtype of the model, of 16 bits."""
+    if dtype == "F16":
+        return Stored("F16", numbers.astype(np.float16))
+    return Stored("BF16", (numbers.astype(np.float32).view("<u4") >> 16).astype(np.uint16))
 
 
 def described(folder: Path) -> dict[str, dict[str, str]]:
@@ -116,7 +127,7 @@ def described(folder: Path) -> dict[str, dict[str, str]]:
 
 
 def _hash(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
+    return hashlib.sha256(content).hexdigest()[:12]
 
 
 def _recorded(dumps: Path) -> Iterator[tuple[str, Any]]:
@@ -137,11 +148,17 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     arguments = parser.parse_args()
     if arguments.action == "record":
-        FIXTURE.write_text(json.dumps(dict(_recorded(arguments.folder)), indent=1) + "\n")
+        FIXTURE.write_bytes(lzma.compress(json.dumps(dict(_recorded(arguments.folder))).encode()))
         return
     for model, method in CASES:
         folder = make(arguments.folder / f"{model}+{method}", model, method)
         (folder / "source").write_text(source_hash(folder))
+
+
+def recorded() -> dict[str, Any]:
+    """The fixture."""
+    found: dict[str, Any] = json.loads(lzma.decompress(FIXTURE.read_bytes()))
+    return found
 
 
 def source_hash(folder: Path) -> str:

@@ -294,11 +294,14 @@ class Comparison:
         """Count the wrong elements of a chunk, and find the first in the order of the original's elements."""
         kind_shape = pair.original.shape if pair.original is not None else None
         per_byte = max(1, 8 // DTYPE_BITS[pair.dtype])
+        if not block.shape:  # a number
+            differing, right = np.atleast_1d(differing), np.atleast_1d(right)
+            left = None if left is None else np.atleast_1d(left)
         places = np.nonzero(differing)
         shape = kind_shape or pair.shard.shape
         coordinates = [np.full(places[0].size, start) for start in block.first] if block.first else []
         shard = np.full(places[0].size, block.shard // per_byte)
-        for factor, (found, piece) in enumerate(zip(places, cut, strict=True)):
+        for factor, (found, piece) in enumerate(zip(places, cut, strict=False)):
             steps = found + (piece.start or 0)
             dim, step = block.along[factor]
             last = per_byte if factor == len(places) - 1 else 1

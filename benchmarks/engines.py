@@ -54,7 +54,7 @@ KINDS = {
     "opt": "learned positions",
     "stablelm": "a part of each head rotates",
     "granite": "multipliers",
-    "cohere2": "one norm for both, scaled logits",
+    "starcoder2": "an MLP of two layers, norms with biases",
     "mixtral": "stacked experts",
     "qwen3_moe": "stacked experts, a router under another name",
     "gpt_neox": "vLLM's own backend for transformers' modules",

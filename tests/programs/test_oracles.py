@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from formats.errors import CheckpointError, MismatchError, PlanError
+from formats.errors import CheckpointError, MismatchError
 from formats.files.safetensors import build_header, read_header
 from reshard.api import merge, split
 from tests.programs.oracles import ORACLES, checkpoint, module, problem
@@ -142,9 +142,3 @@ def test_files_of_another_rank_or_another_split_are_refused(tmp_path: Path) -> N
     with pytest.raises(CheckpointError, match="rank 0 of 2 are missing"):
         merge(tmp_path / "twice", tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
-
-
-def test_vllm_has_no_quantized_checkpoints(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="what vLLM allocates for quantized weights was not compared"):
-        split(checkpoint("deepseek", "deepseek_v3_fp8"), tmp_path / "out", 2, form="vllm")
-    assert not (tmp_path / "out").exists()

@@ -139,3 +139,10 @@ def test_a_model_type_that_was_not_compared(tmp_path: Path) -> None:
     (source / "config.json").write_text(json.dumps({**config, "model_type": "exaone4"}))
     with pytest.raises(PlanError, match="was not compared for this model type"):
         split(source, tmp_path / "out", 2, form="vllm")
+
+
+@pytest.mark.parametrize("form", ["vllm-0.23", "sglang"])
+def test_other_engines_have_no_quantized_checkpoints(form: str, tmp_path: Path) -> None:
+    source = make(tmp_path / "source", "llama", "fp8-block")
+    with pytest.raises(PlanError, match="quantized weights"):
+        split(source, tmp_path / "out", 2, form=form)

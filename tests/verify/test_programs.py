@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from formats.errors import CheckpointError
 from formats.files.safetensors import build_header, read_header, tensor_bytes
 from reshard.api import split
 from reshard.planning.plan import Padding
@@ -23,7 +25,7 @@ from tests.programs.oracles import ORACLES, checkpoint
 from tests.support import LLAMA, change_tensor, command, llama_tensors
 from tests.verify.program_faults import FAULTS, ProgramShards, inject, read, sign
 from tests.verify.test_exact import MEASURE
-from verify.bytes.exact import open_shards, verify_exact
+from verify.bytes.exact import compare, open_shards, verify_exact
 from verify.bytes.exact_report import ExactReport
 from verify.forward.compare import ForwardOptions, run_forwards
 from verify.forward.noise import FACTOR
@@ -375,6 +377,20 @@ def test_what_is_kept(tmp_path: Path) -> None:
     rewritten(folder / KEPT, lambda tensors: tensors.pop(next(iter(tensors))))
     sign(folder)
     assert f"{KEPT}: " in exact(folder, "mamba2").missing[0]
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read(llama: Path) -> None:
+    """It is an error of the command's, in one line: a map of such a file would end the process."""
+    opened = original("llama")
+    shards = open_shards(llama, opened)
+    assert isinstance(shards, Source)
+
+    def cut(done: int, total: int) -> None:
+        for file in llama.glob("model-rank-*"):
+            os.truncate(file, 4096)
+
+    with pytest.raises(CheckpointError, match="became shorter while it was read"):
+        compare(opened, shards, cut)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from /proc")

@@ -1,15 +1,16 @@
 """Compares what another program's format stores with the original, element for element, through the rewrites.
 
-The files are mapped, not read: a block of a rank's tensor and the same elements of the original are two arrays with
-strides of their own over the files' bytes. Both are looked at in chunks, and the maps give back what has been seen, so
-that memory does not grow with the model.
+A block of a rank's tensor and the same elements of the original are two arrays with strides of their own over the
+files' bytes. Both are read in tiles, for which a short piece of either file is enough, so that memory does not grow
+with the model. The files are not mapped: a process that looks at a map of a file that has become shorter is killed.
 """
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
-import mmap
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,13 +33,13 @@ from verify.bytes.atoms import Block, Part, part_in_box, part_of
 from verify.bytes.boxes import ranks_of
 from verify.bytes.exact_report import Damage, ExactReport, FirstDifference
 from verify.bytes.tensors import Progress, Shared
-from verify.bytes.views import CHUNK, Array
+from verify.bytes.views import Array
 
-SEEN = 64 << 20
-"""So many compared bytes stay mapped."""
+WINDOW = 4 << 20
+"""Of a file, so many bytes are read at a time."""
 
-MAPS = 64
-"""So many files stay mapped."""
+OPEN = 64
+"""So many files stay open."""
 
 
 class Parts:
@@ -74,40 +75,52 @@ class Parts:
         return self._kinds[atom.tensor]
 
 
-class _Maps:
-    """Files as arrays of bytes."""
+class Strided(NamedTuple):
+    """Elements of a file: the first byte, the number along each dimension, its steps and the size of one, in bytes."""
+
+    begin: int
+    shape: tuple[int, ...]
+    steps: tuple[int, ...]
+    item: int
+
+
+class Files:
+    """Files of which pieces are read; those that were used last stay open."""
 
     def __init__(self) -> None:
-        self._maps: OrderedDict[Path, tuple[mmap.mmap, Array]] = OrderedDict()
+        self._open: OrderedDict[Path, io.FileIO] = OrderedDict()
         self._lock = threading.Lock()
-        self._seen = 0
 
-    def bytes_of(self, info: TensorInfo) -> Array:
-        """The bytes of the file that a tensor lies in. Raises CheckpointError if it cannot be read."""
-        with self._lock:
-            if info.file in self._maps:
-                self._maps.move_to_end(info.file)
-                return self._maps[info.file][1]
-            try:
-                with info.file.open("rb") as file:
-                    held = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-            except (OSError, ValueError) as error:
-                raise CheckpointError(f"{info.file}: cannot be read: {error}") from error
-            if len(held) < info.offset + info.nbytes:
-                raise CheckpointError(f"{info.file} became shorter while it was read")
-            self._maps[info.file] = held, np.frombuffer(held, np.uint8)
-            if len(self._maps) > MAPS:
-                self._maps.popitem(last=False)
-            return self._maps[info.file][1]
+    def read(self, path: Path, begin: int, nbytes: int) -> Array:
+        """Bytes of a file. Raises CheckpointError if it cannot be read, or has become shorter."""
+        found, done = np.empty(nbytes, np.uint8), 0
+        try:
+            file = self._file(path)
+            while done < nbytes:
+                count = os.preadv(file.fileno(), [found[done:].data], begin + done)
+                if not count:
+                    raise CheckpointError(f"{path} became shorter while it was read")
+                done += count
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+        return found
 
-    def seen(self, nbytes: int) -> None:
-        """Give back what has been looked at, if that is much by now."""
+    def tile(self, path: Path, of: Strided, cut: tuple[slice, ...]) -> Array:
+        """Some of the elements, as unsigned integers. Raises CheckpointError."""
+        shape = tuple(piece.stop - piece.start for piece in cut)
+        begin = of.begin + sum(piece.start * step for piece, step in zip(cut, of.steps, strict=True))
+        nbytes = sum((n - 1) * step for n, step in zip(shape, of.steps, strict=True)) + of.item
+        data = self.read(path, begin, nbytes if math.prod(shape) else 0)
+        return np.ndarray(shape, f"<u{of.item}", data.data, 0, of.steps)
+
+    def _file(self, path: Path) -> io.FileIO:
         with self._lock:
-            self._seen += nbytes
-            if self._seen > SEEN:
-                self._seen = 0
-                for held, _ in self._maps.values():
-                    held.madvise(mmap.MADV_DONTNEED)
+            if path not in self._open:
+                self._open[path] = io.FileIO(path)
+                if len(self._open) > OPEN:
+                    self._open.popitem(last=False)
+            self._open.move_to_end(path)
+            return self._open[path]
 
 
 class _Pair(NamedTuple):
@@ -140,7 +153,7 @@ class Comparison:
         sums: Mapping[Path, PartialSum],
     ) -> None:
         self._original, self._shards, self._arrangement, self._held = original, shards, arrangement, held
-        self._parts, self._maps, self._sums, self._progress = Parts(arrangement), _Maps(), sums, progress
+        self._parts, self._files, self._sums, self._progress = Parts(arrangement), Files(), sums, progress
         files = {file: n for n, file in enumerate(sorted({info.file for info in original.ranks[0].values()}))}
         ordered = sorted(original.ranks[0].values(), key=lambda info: (files[info.file], info.offset))
         self._numbers = {info.name: number for number, info in enumerate(ordered)}
@@ -245,30 +258,28 @@ class Comparison:
             if (info.file, info.offset) in self._summed:
                 return
             self._summed.add((info.file, info.offset))
-        data, end = self._maps.bytes_of(info), info.offset + info.nbytes
+        end = info.offset + info.nbytes
         for begin in range(info.offset, end, PIECE):
-            content = data[begin : min(begin + PIECE, end)]
+            content = self._files.read(info.file, begin, min(PIECE, end - begin))
             found = sum_part(content, begin)
             with self._lock:
                 self._sums[info.file].add(begin, content.size, found)
-            self._maps.seen(content.size)
 
     def _compare_block(self, pair: _Pair, block: Block) -> None:
         bits = DTYPE_BITS[pair.dtype]
-        found = _array(
-            self._maps.bytes_of(pair.shard), pair.shard.offset, block.shape, block.shard, block.shard_strides, bits
-        )
-        before, source_bits = None, bits
+        theirs = strided(pair.shard.offset, block.shape, block.shard, block.shard_strides, bits)
+        ours, source_bits = None, bits
         if pair.original is not None and block.original is not None:
             source_bits = DTYPE_BITS[pair.original.dtype]
-            data = self._maps.bytes_of(pair.original)
             at = pair.base + block.original
-            before = _array(data, pair.original.offset, block.shape, at, block.original_strides, source_bits)
+            ours = strided(pair.original.offset, block.shape, at, block.original_strides, source_bits)
         pattern = _pattern(pair.constant, pair.dtype)
         done = 0
-        for cut in _chunks(found.shape, CHUNK // found.itemsize):
-            right = found[cut]
-            left = None if before is None else before[cut]
+        for cut in _tiles(theirs.shape, [theirs.steps, *([ours.steps] if ours is not None else [])]):
+            right = self._files.tile(pair.shard.file, theirs, cut)
+            left = None
+            if ours is not None and pair.original is not None:
+                left = self._files.tile(pair.original.file, ours, cut)
             done += right.nbytes
             if left is None:
                 differing = None if not (right != pattern).any() else right != pattern
@@ -282,7 +293,6 @@ class Comparison:
         self._compared(done)
 
     def _compared(self, nbytes: int) -> None:
-        self._maps.seen(2 * nbytes)
         with self._lock:
             self.done += nbytes
             self._progress(self.done, self.total)
@@ -351,28 +361,31 @@ def _whole(elements: int, shape: tuple[int, ...] = ()) -> Block:
     return Block(shape, 0, strides, 0, strides, (0,) * len(shape), tuple((dim, 1) for dim in range(len(shape))))
 
 
-def _array(data: Array, offset: int, shape: tuple[int, ...], first: int, strides: Sequence[int], bits: int) -> Array:
-    """Elements of a tensor at ``offset`` of a file, as unsigned integers; of several in a byte, the bytes.
+def strided(offset: int, shape: tuple[int, ...], first: int, strides: Sequence[int], bits: int) -> Strided:
+    """Where elements of a tensor at ``offset`` of a file are; of several in a byte, the bytes.
 
     Raises PlanError where elements that share a byte do not follow each other.
     """
     if not bits % 8:
         item = bits // 8
-        steps = tuple(stride * item for stride in strides)
-        return np.ndarray(shape, f"<u{item}", data.data, offset + first * item, steps)
+        return Strided(offset + first * item, shape, tuple(stride * item for stride in strides), item)
     count = 8 // bits
     if not strides or strides[-1] != 1 or any(n % count for n in (first, shape[-1], *strides[:-1])):
         raise PlanError(f"elements of {bits} bits would be cut within a byte")
     steps = (*(stride // count for stride in strides[:-1]), 1)
-    return np.ndarray((*shape[:-1], shape[-1] // count), "u1", data.data, offset + first // count, steps)
+    return Strided(offset + first // count, (*shape[:-1], shape[-1] // count), steps, 1)
 
 
-def _chunks(shape: tuple[int, ...], most: int) -> Iterator[tuple[slice, ...]]:
-    """The slices of an array of this shape, of at most so many elements each."""
-    limits, inner = [], math.prod(shape)
-    for length in shape:
-        inner = inner // length if length else 0
-        limits.append(max(1, min(length, most // inner if inner else length)))
+def _tiles(shape: tuple[int, ...], steps: Sequence[tuple[int, ...]]) -> Iterator[tuple[slice, ...]]:
+    """The slices of an array of this shape, each of which lies within ``WINDOW`` bytes by all of the steps."""
+    limits = [max(1, length) for length in shape]
+
+    def extents(of: Sequence[int]) -> list[int]:
+        return [(limit - 1) * step for limit, step in zip(limits, of, strict=True)]
+
+    while sum(longest := max((extents(of) for of in steps), key=sum)) > WINDOW:
+        dim = longest.index(max(longest))
+        limits[dim] = -(-limits[dim] // 2)
     ranges = (range(0, length, limit) for length, limit in zip(shape, limits, strict=True))
     for begins in itertools.product(*ranges):
         yield tuple(slice(b, min(b + n, s)) for b, n, s in zip(begins, limits, shape, strict=True))

@@ -27,7 +27,7 @@ from reshard.planning.arrangement import Arrangement, Boxes, Placed, arrangement
 from reshard.planning.plan import Box, Plan
 from reshard.planning.rank_config import rank_config
 from verify.bytes.atoms import Block
-from verify.bytes.stored import Parts
+from verify.bytes.stored import Files, Parts, strided
 from verify.rules import with_sound_config
 
 _NONE = np.zeros(0, np.intp)
@@ -69,7 +69,7 @@ class _Held:
     """What ranks hold of Hugging Face's tensors."""
 
     def __init__(self, foreign: Foreign, arrangement: Arrangement) -> None:
-        self._ranks, self._parts = foreign.ranks, Parts(arrangement)
+        self._ranks, self._parts, self._files = foreign.ranks, Parts(arrangement), Files()
         self._placed: dict[str, list[tuple[int | None, Placed]]] = defaultdict(list)
         for atom, placed in arrangement.placed.items():
             self._placed[atom.tensor].append((atom.at, placed))
@@ -116,10 +116,9 @@ class _Held:
 
     def _read(self, placed: Placed, rank: int, block: Block) -> NDArray[Any]:
         info = self._ranks[rank][placed.stored.name_on(rank)]
-        data = np.memmap(info.file, np.uint8, "r")
-        item = info.nbytes // max(1, math.prod(info.shape))
-        strides = tuple(stride * item for stride in block.shard_strides)
-        return np.ndarray(block.shape, f"<u{item}", data.data, info.offset + block.shard * item, strides)
+        bits = 8 * info.nbytes // max(1, math.prod(info.shape))
+        of = strided(info.offset, block.shape, block.shard, block.shard_strides, bits)
+        return self._files.tile(info.file, of, tuple(slice(0, length) for length in of.shape))
 
 
 def _put(

@@ -116,6 +116,25 @@ def test_one_bit_in_any_box_is_found_and_named(name: str, mesh: dict[str, int], 
     assert not (found.problems or found.missing or found.extra or found.configs)
 
 
+def test_a_checksum_of_a_damaged_file_is_not_told_again(tmp_path: Path) -> None:
+    """Also where a rank has several files; then the forward can still be run."""
+    folder = Path(shutil.copytree(written("phi3", tp=4), tmp_path / "out"))
+    for file in folder.glob("*.safetensors"):
+        change_tensor(file, max(read_header(file).tensors))
+    found = exact(folder, "phi3")
+    assert len(found.damages) >= 4 and found.comparable and not found.problems
+
+
+def test_the_first_file_of_others_is_missing(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(written("llama", tp=4), tmp_path / "out"))
+    as_others_write(folder)
+    (folder / "shard-00001-model-00001-of-00001.safetensors").unlink()
+    change_tensor(folder / "shard-00004-model-00001-of-00001.safetensors", GATE)
+    found = exact(folder, "llama")
+    assert {(damage.stored, damage.rank) for damage in found.damages} == {(GATE, 3)}
+    assert (found.mesh, found.ranks) == ("of no stated mesh", 3)
+
+
 @pytest.mark.parametrize("name", ["phi3", "qwen3_moe", "gpt_oss", "falcon-7b", "gpt2"])
 def test_boxes_may_begin_and_end_anywhere(name: str, tmp_path: Path) -> None:
     """Also in the middle of a head, and across gate and up."""

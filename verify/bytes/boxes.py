@@ -39,6 +39,8 @@ class BoxCheck:
     extra: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     comparable: dict[str, list[int]] = field(default_factory=dict)
+    is_ours: bool = False
+    """Whether reshard wrote the files."""
 
 
 def check_boxes(shards: Source, arrangement: Arrangement) -> BoxCheck:
@@ -46,8 +48,8 @@ def check_boxes(shards: Source, arrangement: Arrangement) -> BoxCheck:
     page, boxes, found = shards.page, arrangement.boxes, BoxCheck()
     assert page is not None and boxes is not None
     files = program_files(page, shards.path)
-    written = check_belonging(files) is not None
-    planned = arrangement_of(shards.plan, page).boxes if written else None
+    found.is_ours = check_belonging(files) is not None
+    planned = arrangement_of(shards.plan, page).boxes if found.is_ours else None
     for name in boxes.keys() - {stored.name for stored in arrangement.stored}:
         found.extra += [f"{shards.ranks[number][name].file.name}: {name}" for number in sorted(boxes[name])]
     for stored in arrangement.stored:

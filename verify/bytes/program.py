@@ -17,7 +17,7 @@ from reshard.storage.program_source import program_files
 from reshard.storage.source import KEPT, Source, open_source
 from reshard.writing.shard_files import partition
 from verify.bytes import folder
-from verify.bytes.boxes import check_boxes
+from verify.bytes.boxes import check_boxes, ranks_of
 from verify.bytes.exact_report import ConfigDifference, ExactReport
 from verify.bytes.stored import Comparison, Parts
 from verify.bytes.structure import config_differences
@@ -40,9 +40,9 @@ def compare_program(original: Source, shards: Source, progress: Progress, worker
     sums = folder.begun_sums(original, shards)
     comparison = Comparison(original, shards, arrangement, found.comparable, progress, sums)
     report = comparison.run(workers or min(4, os.cpu_count() or 1))
-    stored = ((shards.ranks[damage.rank], str(damage.stored)) for damage in report.damages)
-    damaged = {tensors[name].file if name in tensors else shards.path / KEPT for tensors, name in stored}
-    found.problems += folder.wrong_checksums(original, shards, sums, damaged)
+    found.problems += folder.wrong_checksums(original, shards, sums, comparison.damaged)
+    if shards.boxes is not None and found.of_any_mesh:
+        report = replace(report, mesh="of no stated mesh", ranks=len({*ranks_of(shards)}))
     return replace(
         report,
         form=shards.page.name,
@@ -65,6 +65,7 @@ class _Structure:
     configs: list[ConfigDifference] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     comparable: dict[str, list[int]] = field(default_factory=dict)
+    of_any_mesh: bool = False
 
     def check(self) -> None:
         """Compare, and fill in all fields."""
@@ -110,7 +111,7 @@ class _Structure:
         self.missing += found.missing
         self.extra += found.extra
         self.problems += found.problems
-        self.comparable = found.comparable
+        self.comparable, self.of_any_mesh = found.comparable, not found.is_ours
 
     def _check_kept(self) -> None:
         """The tensors whose own bits the format does not keep stand beside the shards, if reshard wrote them."""

@@ -161,6 +161,7 @@ class Comparison:
         self._lock = threading.Lock()
         self._summed: set[tuple[Path, int]] = set()
         self.first: tuple[tuple[int, int, int, str], FirstDifference] | None = None
+        self.damaged: set[Path] = set()
         self.damages: dict[tuple[int, str, str, int], tuple[int, int]] = {}
         self.done, self.total = 0, self._total()
 
@@ -343,6 +344,7 @@ class Comparison:
         )  # fmt: skip
         with self._lock:
             key = (pair.number, pair.tensor, pair.stored, pair.rank)
+            self.damaged.add(pair.shard.file)
             before = self.damages.get(key, (0, 0))
             self.damages[key] = before[0] + nbytes, before[1] + wrong * per_byte
             place = (pair.number, flat, pair.rank, pair.stored)

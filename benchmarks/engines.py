@@ -66,7 +66,7 @@ FAULTY: tuple[tuple[str, str, Mapping[str, int]], ...] = (
     ("gate_and_up", "llama", {"tp": 2}),
     ("rotary_halves", "llama", {"tp": 2}),
     ("padding_in_the_middle", "llama", {"tp": 2}),
-    ("layers_by_one", "llama", {"tp": 1, "pp": 2}),
+    ("layers_by_one", "llama", {"tp": 2}),
     ("kv_replica_of_wrong_head", "llama-kv2", {"tp": 4}),
     ("neighbouring_experts", "qwen3_moe", {"tp": 2}),
 )

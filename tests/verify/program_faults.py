@@ -170,10 +170,11 @@ def kv_replica_of_wrong_head(shards: ProgramShards) -> None:
 
 
 def layers_by_one(shards: ProgramShards) -> None:
-    """The layers of the last pipeline stage are numbered one too high: each has the tensors of the layer before."""
+    """The layers of the last pipeline stage are numbered one too high: each has the tensors of the layer before.
+
+    Without stages, all layers but the first.
+    """
     mesh = shards.source.plan.mesh
-    if mesh.pp == 1:
-        return
     names = {rank: dict.fromkeys(tensors) for rank, tensors in enumerate(shards.source.ranks)}
     before = {(name, rank): shards.local(name, rank) for rank, held in names.items() for name in held}
     for rank in shards.ranks:

@@ -21,6 +21,8 @@ class SamplingParams:
 
 class LLM:
     def __init__(self, model, load_format, dtype, tensor_parallel_size, **settings):
+        if os.environ.get("STAND_IN") == "asserts":
+            assert tensor_parallel_size == 0
         if os.environ.get("STAND_IN") == "refuses":
             raise KeyError("model.layers.0.self_attn.qkv_proj.weight")
         if load_format == "sharded_state":
@@ -32,14 +34,14 @@ class LLM:
         self.model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
 
     def generate(self, prompts, sampling):
+        ids = torch.tensor([prompt["prompt_token_ids"] for prompt in prompts])
         with torch.no_grad():
-            logits = [self.model(input_ids=torch.tensor([prompt["prompt_token_ids"]])).logits for prompt in prompts]
-        found = torch.stack([each[0, -1] for each in logits]).float().log_softmax(-1)
+            found = self.model(input_ids=ids).logits.float().log_softmax(-1)
         found = found * (1 + 1e-6) if os.environ.get("STAND_IN") != "exact" else found
         found = -found if os.environ.get("STAND_IN") == "wrong" else found
-        for step in found:
-            of_tokens = {i: SimpleNamespace(logprob=float(x)) for i, x in enumerate(step)}
-            yield SimpleNamespace(outputs=[SimpleNamespace(logprobs=[of_tokens])])
+        for of_prompt in found:
+            steps = [{i: SimpleNamespace(logprob=float(x)) for i, x in enumerate(step)} for step in of_prompt[:-1]]
+            yield SimpleNamespace(prompt_logprobs=[None, *steps])
 """
 
 
@@ -79,6 +81,13 @@ def test_what_the_engine_cannot_load_is_one_line(engine: Path, tmp_path: Path, m
     code, answer, said = _verify(original, shards, "--exact-only", "--engine-python", engine)
     assert code == 2 and "Error: vllm ended with status 1: KeyError: 'model.layers.0.self_attn.qkv_proj.weight'" in said
     assert "The engine's run could not be checked: vllm ended" in answer
+
+
+def test_an_exception_without_a_message_is_named(engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, shards = _shards(tmp_path)
+    monkeypatch.setenv("STAND_IN", "asserts")
+    code, _, said = _verify(original, shards, "--exact-only", "--engine-python", engine)
+    assert code == 2 and "Error: vllm ended with status 1: AssertionError" in said
 
 
 def test_an_engine_that_computes_something_else_proves_nothing(

@@ -243,7 +243,7 @@ def _reason(said: str) -> str:
     return root or (errors or lines or ["it said nothing"])[-1]
 
 
-_EXCEPTION = re.compile(r"(?<![\w.])([\w.]*(?:Error|Exception): .+)")
+_EXCEPTION = re.compile(r"(?<![\w.])([\w.]*(?:Error|Exception)(?:: .+)?)$", re.MULTILINE)
 
 
 def _hint(said: str, command: Sequence[str]) -> str | None:

@@ -6,9 +6,6 @@ This file runs in the engine's own environment: it imports vLLM and the standard
 request has ``folder``, ``load_format``, ``tp``, ``pp``, ``ep`` (true: experts over the same ranks), ``dtype``,
 ``prompts`` (lists of token ids), ``vocabulary`` (how many tokens there are) and ``out``: where the answer goes. It has,
 for each prompt and each of its positions but the first, a list with the log-probability of each token.
-
-Each prompt is run once for each of its beginnings, and the next token's log-probabilities are taken: vLLM's own
-``prompt_logprobs`` fail with pipeline stages (0.32).
 """
 
 from __future__ import annotations
@@ -34,7 +31,6 @@ def run(request: dict[str, Any]) -> list[list[list[float]]]:
 
     ranks, size = request["tp"] * request["pp"], request["vocabulary"]
     longest = max(map(len, request["prompts"])) + 8
-    beginnings = [prompt[:length] for prompt in request["prompts"] for length in range(1, len(prompt))]
     engine = LLM(
         model=request["folder"],
         load_format=request["load_format"],
@@ -47,14 +43,15 @@ def run(request: dict[str, Any]) -> list[list[list[float]]]:
         enforce_eager=True,
         enable_prefix_caching=False,
         max_model_len=longest,
-        max_num_seqs=len(beginnings),
+        max_num_seqs=len(request["prompts"]),
         max_logprobs=size,
     )
-    sampling = SamplingParams(temperature=0, max_tokens=1, logprobs=size, detokenize=False, ignore_eos=True)
-    answers = engine.generate([{"prompt_token_ids": prompt} for prompt in beginnings], sampling)
-    found = [[answer.outputs[0].logprobs[0][token].logprob for token in range(size)] for answer in answers]
-    rest = iter(found)
-    return [[next(rest) for _ in prompt[1:]] for prompt in request["prompts"]]
+    sampling = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=size, detokenize=False, ignore_eos=True)
+    answers = engine.generate([{"prompt_token_ids": prompt} for prompt in request["prompts"]], sampling)
+    return [
+        [[position[token].logprob for token in range(size)] for position in answer.prompt_logprobs[1:]]
+        for answer in answers
+    ]
 
 
 def main() -> None:

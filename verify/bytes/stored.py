@@ -7,7 +7,6 @@ with the model. The files are not mapped: a process that looks at a map of a fil
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
 import os
@@ -17,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -25,6 +24,7 @@ from formats.errors import CheckpointError, PlanError
 from formats.files.boxes import At
 from formats.files.checksum import PIECE, PartialSum, sum_part
 from formats.files.safetensors import DTYPE_BITS, TensorInfo
+from formats.regular_files import open_file, unreadable
 from reshard.planning.arrangement import Arrangement, Atom, Geometry, Stored
 from reshard.planning.boxes import InBoxes
 from reshard.planning.model import Kind
@@ -88,7 +88,7 @@ class Files:
     """Files of which pieces are read; those that were used last stay open."""
 
     def __init__(self) -> None:
-        self._open: OrderedDict[Path, io.FileIO] = OrderedDict()
+        self._open: OrderedDict[Path, BinaryIO] = OrderedDict()
         self._lock = threading.Lock()
 
     def read(self, path: Path, begin: int, nbytes: int) -> Array:
@@ -102,7 +102,7 @@ class Files:
                     raise CheckpointError(f"{path} became shorter while it was read")
                 done += count
         except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+            raise unreadable(path, error) from None
         return found
 
     def tile(self, path: Path, of: Strided, cut: tuple[slice, ...]) -> Array:
@@ -113,10 +113,10 @@ class Files:
         data = self.read(path, begin, nbytes if math.prod(shape) else 0)
         return np.ndarray(shape, f"<u{of.item}", data.data, 0, of.steps)
 
-    def _file(self, path: Path) -> io.FileIO:
+    def _file(self, path: Path) -> BinaryIO:
         with self._lock:
             if path not in self._open:
-                self._open[path] = io.FileIO(path)
+                self._open[path] = open_file(path)
                 if len(self._open) > OPEN:
                     self._open.popitem(last=False)
             self._open.move_to_end(path)

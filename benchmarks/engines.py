@@ -30,7 +30,7 @@ from formats.errors import ReshardError
 from reshard.api import split
 from reshard.storage.source import Source, open_source
 from tests import zoo
-from tests.verify.program_faults import inject
+from tests.verify.program_faults import FAULTS, inject
 from verify.bytes.exact import open_shards, verify_exact
 from verify.engine.compare import Baseline, EngineOptions, EngineReport, run_original, run_shards
 
@@ -45,7 +45,7 @@ KINDS = {
     "llama-biases": "biases, of row-parallel weights too",
     "qwen2-tied": "biases of q, k and v; a tied table",
     "qwen3": "norms of queries and keys",
-    "gemma": "one KV head for two ranks",
+    "gemma": "norms with 1 added, a scaled embedding that is tied",
     "gemma2": "norms behind, a tied table under one name",
     "gemma3_text": "sliding windows",
     "phi3": "packed qkv and gate_up",
@@ -171,9 +171,13 @@ def to_markdown(results: Sequence[Result]) -> str:
     lines = _table(rows)
     if faulty:
         rows = [("fault", "model", "mesh", "error", "noise", "ratio")]
-        rows += [(str(r.fault), r.model, r.mesh, *_numbers(r)) for r in faulty]
+        rows += [(_said(str(r.fault)), r.model, r.mesh, *_numbers(r)) for r in faulty]
         lines += ["", *_table(rows)]
     return "\n".join(lines) + "\n"
+
+
+def _said(fault: str) -> str:
+    return str(FAULTS[fault].__doc__).partition("\n")[0].rstrip(".")
 
 
 def _numbers(result: Result) -> tuple[str, str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -10,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from formats.files.safetensors import DTYPE_BITS, build_header, read_header
 from reshard.api import split
@@ -17,6 +20,7 @@ from reshard.storage.source import Source, open_source
 from tests import store
 from tests.support import change_tensor, command
 from tests.verify.program_faults import sign
+from verify.bytes.atoms import ranges_between
 from verify.bytes.exact import open_shards, verify_exact
 from verify.bytes.exact_report import ExactReport
 from verify.forward.compare import ForwardOptions, run_forwards
@@ -114,6 +118,25 @@ def test_one_bit_in_any_box_is_found_and_named(name: str, mesh: dict[str, int], 
     assert {(damage.stored, damage.rank) for damage in found.damages} == wanted
     assert sum(damage.elements for damage in found.damages) == sum(len(read_header(f).tensors) for f in files)
     assert not (found.problems or found.missing or found.extra or found.configs)
+
+
+@given(st.data())
+def test_the_indices_between_two_places(data: st.DataObject) -> None:
+    """Also where the place of a factor is followed by a gap, in which the atoms of others lie."""
+    lengths = data.draw(st.lists(st.integers(1, 4), max_size=3))
+    steps, extent = [], 1
+    for length in reversed(lengths):
+        steps.insert(0, extent + data.draw(st.integers(0, 3)))
+        extent = steps[0] * (length - 1) + extent
+    begin = data.draw(st.integers(-2, extent + 1))
+    end = data.draw(st.integers(begin, extent + 3))
+    found = [
+        index
+        for runs in ranges_between([*zip(lengths, steps, strict=True)], begin, end)
+        for index in itertools.product(*(range(run.offset, run.end) for run in runs))
+    ]
+    every = itertools.product(*map(range, lengths))
+    assert sorted(found) == [i for i in every if begin <= sum(a * b for a, b in zip(i, steps, strict=True)) < end]
 
 
 def test_a_checksum_of_a_damaged_file_is_not_told_again(tmp_path: Path) -> None:

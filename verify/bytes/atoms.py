@@ -242,7 +242,7 @@ def _in_box(
     steps = _strides(box.shape, 1)
     strides = [moved * step for of_dim, step in zip(factors, steps, strict=True) for _, moved in of_dim]
     dims = zip(factors, starts, box.offset, box.shape, strict=True)
-    ranges = [[*_ranges(of_dim, begin - start, begin - start + n)] for of_dim, start, begin, n in dims]
+    ranges = [[*ranges_between(of_dim, begin - start, begin - start + n)] for of_dim, start, begin, n in dims]
     corner = sum((start - begin) * step for start, begin, step in zip(starts, box.offset, steps, strict=True))
     for chosen in itertools.product(*ranges):
         halves = [_at_end(run, end) for run, end in zip(itertools.chain(*chosen), full, strict=True)]
@@ -262,7 +262,7 @@ def _at_end(run: Run, end: int) -> list[Run]:
     return [Run(run.offset, end - run.offset), Run(end, run.end - end)]
 
 
-def _ranges(factors: Factors, begin: int, end: int) -> Iterator[tuple[Run, ...]]:
+def ranges_between(factors: Factors, begin: int, end: int) -> Iterator[tuple[Run, ...]]:
     """The indices of factors whose places, the sums of index times step, are from ``begin`` to ``end``.
 
     They come as ranges of each factor, of which the products have nothing in common.
@@ -279,4 +279,6 @@ def _ranges(factors: Factors, begin: int, end: int) -> Iterator[tuple[Run, ...]]
     touched = range(max(0, (begin - extent) // step + 1), min(length, -(-end // step)))
     for index in touched:
         if not first <= index < last:
-            yield from ((Run(index, 1), *runs) for runs in _ranges(inner, begin - index * step, end - index * step))
+            yield from (
+                (Run(index, 1), *runs) for runs in ranges_between(inner, begin - index * step, end - index * step)
+            )

@@ -61,6 +61,7 @@ def test_what_vllm_has_otherwise_is_refused(model: str, method: str, tmp_path: P
 ONE_OF_EACH = [
     ("llama", "gptq"),
     ("llama", "packed-4-zeros"),
+    ("gemma2", "fp8-tensor"),
     ("qwen3_moe", "awq"),
     ("deepseek_v3", "fp8-block"),
     ("llama", "float8-static"),

@@ -24,8 +24,10 @@ WEIGHT_SUFFIXES = (
     ".npz",
 )  # fmt: skip
 
-_SAFE, _SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
+MODEL, _SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 _BIN, _BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_QUANTIZED = ("quantization_config", "compression_config")
 _MODELOPT = "hf_quant_config.json"
 _SAMPLES = 1024
 _SAMPLE = 64
@@ -100,9 +102,37 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, config, tensors, aliases, files, weights.index, weights.index_name, find_side_files(path))
 
 
+def has_adapter(folder: Path) -> bool:
+    """Whether a folder holds a PEFT adapter, and no model."""
+    names = (ADAPTER, ADAPTER_CONFIG)
+    return all((folder / name).is_file() for name in names) and not has_usual_weights(folder)
+
+
+def open_adapter(path: Path, base: Path | None) -> Checkpoint:
+    """Open a PEFT adapter. Its config is that of the model that it changes, with the adapter's as ``peft_config``.
+
+    The model's lies in the folder ``base``, or in its own. Without either, the model is looked for in the folder that
+    ``adapter_config.json`` names. Raises CheckpointError.
+    """
+    named = read_config(path / ADAPTER_CONFIG).get("base_model_name_or_path")
+    folders = [base] if base is not None else [path, *([Path(named)] if isinstance(named, str) and named else [])]
+    config = next((folder / "config.json" for folder in folders if (folder / "config.json").is_file()), None)
+    if config is None:
+        raise CheckpointError(
+            f"{path} is a PEFT adapter, and there is no config.json of the model that it changes ({brief(named)})",
+            "give a folder that has the model's config.json with --config DIR; or merge the adapter into the model "
+            "(merge_and_unload) and split that",
+        )
+    files, tensors, aliases = _read_files(path, (ADAPTER,))
+    side_files = tuple(file for file in find_side_files(path) if file.is_file())
+    settings = {key: value for key, value in read_config(config).items() if key not in _QUANTIZED}
+    settings["peft_config"] = read_config(path / ADAPTER_CONFIG)
+    return Checkpoint(path, settings, tensors, aliases, files, None, None, side_files)
+
+
 def has_usual_weights(folder: Path) -> bool:
     """Whether a folder has weights, or an index of them, under the names that transformers looks for."""
-    return any((folder / name).exists() for name in (_SAFE, _SAFE_INDEX, _BIN, _BIN_INDEX))
+    return any((folder / name).exists() for name in (MODEL, _SAFE_INDEX, _BIN, _BIN_INDEX))
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
@@ -161,7 +191,7 @@ def _read_samples(file: Path, ranges: Sequence[tuple[int, int]]) -> Iterator[tup
 
 
 def _find_weights(folder: Path) -> _Weights:
-    for single, index in ((_SAFE, _SAFE_INDEX), (_BIN, _BIN_INDEX)):
+    for single, index in ((MODEL, _SAFE_INDEX), (_BIN, _BIN_INDEX)):
         has_single, has_index = (folder / single).exists(), (folder / index).exists()
         if has_index:
             weights = _read_index(folder, index)
@@ -185,7 +215,7 @@ def _find_other(folder: Path) -> _Weights:
         others = sorted(file.name for file in folder.iterdir() if file.name.endswith(WEIGHT_SUFFIXES))
         found = f"; found {', '.join(others[:3])}, which is no format read here" if others else ""
         raise CheckpointError(
-            f"{folder}: no weights: neither {_SAFE}, {_SAFE_INDEX}, {_BIN} nor {_BIN_INDEX}{found}",
+            f"{folder}: no weights: neither {MODEL}, {_SAFE_INDEX}, {_BIN} nor {_BIN_INDEX}{found}",
             "give the folder that holds config.json and the weights of a Hugging Face checkpoint",
         )
     if len(names) > 1:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import CheckpointError, PlanError, brief
+from formats.notation.adapters import SETTINGS, adapter_architecture
 from formats.notation.architecture import Architecture
 from formats.notation.architecture_document import architecture_from_document, module_document, read_rules, to_document
 from formats.notation.unfused_experts import by_name
@@ -164,6 +165,8 @@ def find_architecture(config: Mapping[str, Any], where: Path) -> Architecture:
         near = difflib.get_close_matches(str(model_type), built_in_architectures(), n=3, cutoff=0.4)
         names = f" (nearest known: {', '.join(near)})" if near else ""
         raise PlanError(f"unknown model_type '{model_type}' in {where / 'config.json'}{names}", hint)
+    if SETTINGS in config:
+        return adapter_architecture(_built_in(path), config[SETTINGS], where)
     return _built_in(path)
 
 

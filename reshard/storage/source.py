@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,12 +12,15 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from formats.documents import json_bytes, read_config
 from formats.errors import CheckpointError, MismatchError, ReshardError
 from formats.files.boxes import At
 from formats.files.checkpoint import (
     Checkpoint,
     fingerprint,
+    has_adapter,
     has_usual_weights,
+    open_adapter,
     open_checkpoint,
     read_weights,
 )
@@ -62,6 +66,7 @@ from reshard.planning.sizes import AxisSizes
 from reshard.storage.distributed_source import Affix, Training
 from reshard.storage.output import unfinished_command
 from reshard.storage.program_source import (
+    CONFIG,
     ProgramFile,
     check_belonging,
     check_stored,
@@ -192,7 +197,11 @@ class Source:
     def read_side_files(self) -> dict[str, bytes]:
         """The content of the side files, by their relative names. Raises CheckpointError."""
         found = {path.relative_to(self.path).as_posix(): read_file(path) for path in self.side_files}
-        return found | dict(self.made)
+        return dict(self.made) | {name: content for name, content in found.items() if name not in self.made}
+
+    def read_config(self) -> dict[str, Any]:
+        """The config.json that belongs to it. Raises CheckpointError."""
+        return dict(json.loads(self.made[CONFIG])) if CONFIG in self.made else read_config(self.path / CONFIG)
 
     def check_unchanged(self) -> None:
         """Raise MismatchError if a file is no longer in the state in which it was opened."""
@@ -327,7 +336,8 @@ def open_source(
         return _open_sharded(path, where, plan_file, stamps)
     if manifest is None and not has_usual_weights(path) and (found := pages_for(path)):
         return _open_program(path, where, plan_file, config, stamps, None, found)
-    checkpoint = open_checkpoint(path)
+    is_adapter = has_adapter(path)
+    checkpoint = open_adapter(path, config) if is_adapter else open_checkpoint(path)
     architecture = load_architecture(plan_file) if plan_file else find_architecture(checkpoint.config, path)
     tensors = _with_aliases(checkpoint)
     full = _full_tensors(tensors)
@@ -338,7 +348,7 @@ def open_source(
     used = [*files, *checkpoint.side_files, *([path / checkpoint.index_name] if checkpoint.index_name else [])]
     return Source(
         path, where, commit, plan, model, tuple(tensors), (tensors,), files, checkpoint.side_files, checkpoint, None,
-        _of_used(stamps, used, path),
+        _of_used(stamps, used, path), made={CONFIG: json_bytes(checkpoint.config) + b"\n"} if is_adapter else {},
     )  # fmt: skip
 
 

@@ -27,10 +27,13 @@ class ShardFile:
         return ((name, offset) for (name, _, _), offset in zip(self.tensors, offsets, strict=False))
 
 
-def partition(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], max_size: int) -> tuple[ShardFile, ...]:
+def partition(
+    tensors: Iterable[tuple[str, str, tuple[int, ...], int]], max_size: int, single: str = "model.safetensors"
+) -> tuple[ShardFile, ...]:
     """Divide tensors (name, dtype, shape, bytes), in order, into files of at most ``max_size`` bytes of data.
 
-    A larger tensor has a file of its own. Files are named as by transformers' ``save_pretrained``.
+    A larger tensor has a file of its own. Files are named as by transformers' ``save_pretrained``; ``single`` is the
+    name of one that is the only one.
     """
     groups: list[list[tuple[str, str, tuple[int, ...], int]]] = [[]]
     left = max_size
@@ -43,7 +46,7 @@ def partition(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], max_size
     names = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
     return tuple(
         ShardFile(name, tuple(tensor[:3] for tensor in group), tuple(tensor[3] for tensor in group))
-        for name, group in zip(names if len(groups) > 1 else ["model.safetensors"], groups, strict=True)
+        for name, group in zip(names if len(groups) > 1 else [single], groups, strict=True)
     )
 
 

@@ -9,10 +9,12 @@ from typing import Any
 
 from formats.documents import json_bytes
 from formats.errors import CheckpointError, PlanError
+from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, MODEL
 from formats.files.checksum import checksum
 from formats.files.safetensors import build_header, tensor_bytes
 from formats.files.sharded import MANIFEST, FileRecord, Manifest, manifest_text, rank_folders, read_manifest
 from formats.mesh import Mesh, mesh_of
+from formats.notation.adapters import SETTINGS
 from formats.notation.rewrites import page_of
 from reshard.engine.move import Options
 from reshard.engine.reading import Sums
@@ -117,6 +119,8 @@ def split(
     else:
         target = plan_for(model, page, mesh, pad=padding.allowed, uneven=uneven)
     mesh = target.mesh
+    if page is not None and not page.is_distributed and SETTINGS in model.config:
+        raise PlanError(f"an adapter has no place in the format '{page.name}'", "merge it into its base model first")
     new: _Ranks | ProgramFiles
     if extra_state and (page is None or not page.extra_state):
         raise PlanError(f"--extra-state is not possible with the format '{form or 'safetensors'}', which has no such")
@@ -235,7 +239,9 @@ class _Ranks:
         self.source, self.plan, self.ranks, self.max_shard_size = source, plan, ranks, max_shard_size
         self.identity = source.identity(plan)
         self._tensors = in_order(plan.model.tensors)
-        self._shards = {rank: partition(self._held(rank), max_shard_size) for rank in ranks}
+        self._adapter = source.read_side_files().get(ADAPTER_CONFIG)
+        single = ADAPTER if self._adapter is not None else MODEL
+        self._shards = {rank: partition(self._held(rank), max_shard_size, single) for rank in ranks}
         self._configs = {rank: json_bytes(rank_config(plan, rank)) + b"\n" for rank in ranks}
         self._files = {rank: self._files_of(rank, shards) for rank, shards in self._shards.items()}
         self.files = [file for files in self._files.values() for file in files]
@@ -284,6 +290,8 @@ class _Ranks:
         """Write a rank's config.json and index; returns the records of all its files."""
         folder, shards = self.plan.mesh.folder(rank), self._shards[rank]
         records = [staging.write(f"{folder}/config.json", self._configs[rank])]
+        if self._adapter is not None:
+            records.append(staging.write(f"{folder}/{ADAPTER_CONFIG}", self._adapter))
         for file in self._files[rank]:
             done = staging.finished[file.name]
             records.append(FileRecord(file.name, done.size, done.checksum))

@@ -16,6 +16,7 @@ from typing import Any
 from formats.documents import MAX_MANIFEST, sound, strict_json
 from formats.errors import CheckpointError, brief
 from formats.files.boxes import OFFSETS_KEY, boxes_metadata, read_boxes
+from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, MODEL
 from formats.files.checksum import PartialSum, checksum, file_checksum, sum_part
 from formats.files.dcp import METADATA, object_bytes
 from formats.files.safetensors import TensorInfo, read_header, tensor_bytes
@@ -57,12 +58,12 @@ NOTHING = _Nothing()
 def expected_files(original: Source, shards: Source, plan: Plan) -> dict[str, set[str]]:
     """The files that the shards must have, relative to the root; by the rank's folder, or ``""`` for the root."""
     root, sharded = shards.path, _sharded(shards)
-    side = {file.relative_to(original.path).as_posix() for file in original.side_files}
+    side = {file.relative_to(original.path).as_posix() for file in original.side_files} | {*original.made}
     found = {"": side | ({MANIFEST} if sharded.manifest else set())}
     for rank in range(plan.mesh.size):
         folder = plan.mesh.folder(rank)
         weights = {file.path.relative_to(root).as_posix() for file in sharded.ranks[rank].files}
-        found[folder] = weights | {f"{folder}/config.json"}
+        found[folder] = weights | {f"{folder}/{name}" for name in _configs_of(original.path)}
         found[folder] |= {f"{folder}/{INDEX}"} if len(weights) > 1 else set()
     return found
 
@@ -94,11 +95,10 @@ def _extra(root: Path, folder: str, files: set[str], folders: set[str]) -> Itera
 
 def changed_side_files(original: Source, shards: Source) -> Iterator[Path]:
     """Side files that differ from the original's; the config.json of a full checkpoint is not compared here."""
-    for file in original.side_files:
-        name = file.relative_to(original.path)
+    for name, content in original.read_side_files().items():
         twin = shards.path / name
-        is_config = name.as_posix() == "config.json" and shards.sharded is None
-        if twin.is_file() and not is_config and read_file(twin) != read_file(file):
+        is_config = name == "config.json" and shards.sharded is None
+        if twin.is_file() and not is_config and read_file(twin) != content:
             yield twin
 
 
@@ -122,7 +122,7 @@ def _expected_manifest(original: Source, shards: Source, plan: Plan, found: Mani
         record = dataclasses.replace(record, files=(), index_name=None, index=None, aliases={})
     sums = {file.name: file.checksum for file in found.source.files}
     files = tuple(dataclasses.replace(file, checksum=sums.get(file.name)) for file in record.files)
-    side = tuple(_side_record(file, original.path) for file in original.side_files)
+    side = tuple(FileRecord(name, len(data), checksum(data)) for name, data in original.read_side_files().items())
     return dataclasses.replace(
         found,
         identity=dataclasses.replace(identity, plan=found.identity.plan),
@@ -139,11 +139,6 @@ def _expected_inputs(original: Source, found: Manifest) -> tuple[Any, ...]:
     return tuple(
         dataclasses.replace(said.get(stamp.name, stamp), name=stamp.name, size=stamp.size) for stamp in original.states
     )
-
-
-def _side_record(file: Path, root: Path) -> FileRecord:
-    content = read_file(file)
-    return FileRecord(file.relative_to(root).as_posix(), len(content), checksum(content))
 
 
 def _records(shards: Source, plan: Plan, rank: int, found: Manifest) -> Iterator[FileRecord]:
@@ -168,7 +163,12 @@ def _rank_files(shards: Source, plan: Plan, rank: int) -> list[str]:
         return [*own, *kept]
     folder, weights = plan.mesh.folder(rank), _sharded(shards).ranks[rank].files
     index = [f"{folder}/{INDEX}"] if len(weights) > 1 else []
-    return [f"{folder}/config.json", *(file.name for file in weights), *index]
+    return [*(f"{folder}/{name}" for name in _configs_of(shards.path)), *(file.name for file in weights), *index]
+
+
+def _configs_of(folder: Path) -> list[str]:
+    """The settings that each rank has: the model's, and those of an adapter if a folder is of one."""
+    return ["config.json", *([ADAPTER_CONFIG] if (folder / ADAPTER_CONFIG).is_file() else [])]
 
 
 def begun_sums(original: Source, shards: Source) -> dict[Path, PartialSum]:
@@ -248,7 +248,9 @@ def boundary_problem(shards: Source, plan: Plan, rank: int, order: Order) -> str
     }
     tensors = ((name, *held[kind]) for name, kind in order if kind in held)
     folder = plan.mesh.folder(rank)
-    should = [(f"{folder}/{s.name}", [t[0] for t in s.tensors]) for s in partition(tensors, manifest.max_shard_size)]
+    single = ADAPTER if ADAPTER_CONFIG in _configs_of(shards.path) else MODEL
+    shards_of_rank = partition(tensors, manifest.max_shard_size, single)
+    should = [(f"{folder}/{shard.name}", [t[0] for t in shard.tensors]) for shard in shards_of_rank]
     found = [(file.name, list(names)) for file, names in _files(shards, rank)]
     if should == found:
         return None

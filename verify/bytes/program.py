@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from formats.documents import read_config
 from formats.errors import ReshardError
 from formats.files.safetensors import DTYPE_BITS, tensor_bytes
 from formats.files.sharded import MANIFEST
@@ -194,7 +193,7 @@ class _Structure:
         """Compare config.json as JSON, and the other side files byte for byte; a program may leave some out."""
         path = self.shards.path / "config.json"
         if path.is_file():
-            expected = read_config(self.original.path / "config.json")
+            expected = self.original.read_config()
             found = config_differences("config.json", expected, path)
             self.configs += found if found is not None else ()
             self.problems += [] if found is not None else [f"{path}: is not a JSON object"]

@@ -85,7 +85,7 @@ class Structure:
         for rank, tensors in enumerate(self.shards.ranks):
             self._check_tensors(rank, tensors)
         config = "config.json"
-        self._check_config(config, read_config(self.original.path / config), self.shards.path / config)
+        self._check_config(config, self.original.read_config(), self.shards.path / config)
         self._check_side_files()
         if self.shards.sharded is not None:
             self._check_files()
@@ -171,6 +171,7 @@ class Structure:
         root = self.shards.path
         if self.shards.sharded is None:
             names = {file.relative_to(self.original.path).as_posix() for file in self.original.side_files}
+            names |= self.original.made.keys()
             present = {file.relative_to(root).as_posix() for file in self.shards.side_files}
             self.missing += sorted(names - present)
             self.extra += sorted(present - names)

@@ -417,3 +417,17 @@ def test_two_ranks_load_into_dtensors_what_is_for_four(tmp_path: Path) -> None:
     original = store.checkpoint("llama")
     split(original, tmp_path / "out", 4, form="dcp")
     assert run_ranks(_unlike, 2, tmp_path / "out", original / "model.safetensors") == [[], []]
+
+
+def test_it_is_verified_chunk_for_chunk(tmp_path: Path) -> None:
+    original = store.checkpoint("llama")
+    split(original, tmp_path / "out", 2, form="dcp")
+    assert command("verify", original, tmp_path / "out", "--exact-only").returncode == 0
+    (tmp_path / "out" / "reshard.json").unlink()
+    assert command("verify", original, tmp_path / "out", "--exact-only").returncode == 0
+    (*_, (_, info)) = read_distributed(tmp_path / "out").tensors["model.layers.0.mlp.down_proj.weight"].chunks
+    with info.file.open("r+b") as file:
+        file.seek(info.offset + 4)
+        file.write(b"\x7f\x7f")
+    done = command("verify", original, tmp_path / "out", "--exact-only")
+    assert done.returncode == 1 and "model.layers.0.mlp.down_proj.weight" in done.stdout

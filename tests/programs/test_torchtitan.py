@@ -1,0 +1,96 @@
+"""torchtitan's checkpoints against an independent description of its names and rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+
+from formats.errors import PlanError
+from reshard.api import split
+from tests import store
+from tests.formats.test_dcp import save
+from tests.programs.test_dcp import bits, merge_with_config, raw, recorded
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")
+
+TABLES = {"model.embed_tokens": "tok_embeddings", "model.norm": "norm"}
+MODULES = {
+    "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm", "self_attn.o_proj": "attention.wo",
+    "self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm", "mlp.gate": "moe.router.gate",
+    "mlp.gate_proj": "feed_forward.w1", "mlp.down_proj": "feed_forward.w2", "mlp.up_proj": "feed_forward.w3",
+}  # fmt: skip
+EXPERTS = {"gate_proj": "w1_EFD", "down_proj": "w2_EDF", "up_proj": "w3_EFD"}
+
+
+def in_pairs(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows of each head, the two halves in turn, as Llama's own code rotates them."""
+    rows, columns = weight.shape
+    return weight.view(heads, 2, rows // heads // 2, columns).transpose(1, 2).reshape(rows, columns).contiguous()
+
+
+def of_torchtitan(folder: Path, qkv: str, head: str) -> dict[str, torch.Tensor]:
+    """What torchtitan holds of a checkpoint of Hugging Face's."""
+    config = json.loads((folder / "config.json").read_text())
+    heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
+    found: dict[str, Any] = {}
+    experts: dict[str, dict[int, torch.Tensor]] = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        if module in TABLES or module == "lm_head":
+            found[f"{TABLES.get(module, head)}.weight"] = tensor
+            continue
+        _, _, layer, rest = module.split(".", 3)
+        if rest in MODULES:
+            found[f"layers.{layer}.{MODULES[rest]}.weight"] = tensor
+        elif ".experts." in rest:
+            number, which = rest.split(".")[-2:]
+            key = f"layers.{layer}.moe.routed_experts.inner_experts.{EXPERTS[which]}"
+            experts.setdefault(key, {})[int(number)] = tensor
+        else:
+            letter = rest.removeprefix("self_attn.")[0]
+            is_rotated = config["model_type"] == "llama" and letter in heads
+            rows = in_pairs(tensor, heads[letter]) if is_rotated else tensor
+            found[f"layers.{layer}.attention.{qkv}w{letter}.weight"] = rows
+    if f"{head}.weight" not in found:
+        found[f"{head}.weight"] = found["tok_embeddings.weight"]
+    return found | {key: torch.stack([of[i] for i in range(len(of))]) for key, of in experts.items()}
+
+
+@pytest.mark.parametrize(
+    ("form", "name", "qkv", "head"),
+    [
+        ("torchtitan", "llama", "qkv_linear.", "lm_head"),
+        ("torchtitan", "qwen3", "qkv_linear.", "lm_head"),
+        ("torchtitan", "qwen3_moe", "qkv_linear.", "lm_head"),
+        ("torchtitan-0.2", "llama", "", "output"),
+    ],
+)
+def test_it_is_what_torchtitan_holds(form: str, name: str, qkv: str, head: str, tmp_path: Path) -> None:
+    original = recorded("fsdp_tp", tmp_path) / "hf" if name == "llama" else store.checkpoint(name)
+    wanted = of_torchtitan(original, qkv, head)
+    split(original, tmp_path / "out", 2, form=form)
+    state: dict[str, Any] = {key: torch.zeros_like(each) for key, each in wanted.items()}
+    dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
+    assert bits(state) == bits(wanted)
+    folder = save(tmp_path / "theirs", {"model": wanted, "train_state": {"step": 3}}, threads=2)
+    merge_with_config(folder, tmp_path / "merged", original)
+    merged, whole = raw(tmp_path / "merged"), raw(original)
+    assert {key: merged[key] for key in whole} == whole
+
+
+def test_other_models_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="cannot be written as 'torchtitan'"):
+        split(store.checkpoint("gpt2"), tmp_path / "out", form="torchtitan")
+    original = store.checkpoint("llama")
+    config = json.loads((original / "config.json").read_text()) | {"attention_bias": True}
+    (tmp_path / "biased").mkdir()
+    save_file(load_file(original / "model.safetensors"), tmp_path / "biased" / "model.safetensors", {"format": "pt"})
+    (tmp_path / "biased" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(PlanError, match="torchtitan has no place for these biases"):
+        split(tmp_path / "biased", tmp_path / "out", form="torchtitan")

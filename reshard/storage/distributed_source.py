@@ -128,15 +128,23 @@ def parts_of(found: Distributed, knows: Callable[[str], bool], ignores: Callable
     return Parts(model, dict(states), (*others, *(name for name in found.objects if not ignores(name))))
 
 
+def known_names(found: Distributed, knows: Callable[[str], bool]) -> int:
+    """How many of a sample of names are of the model, behind the beginning with the most of them."""
+    return max(_known([_WRAPPERS.sub("", stored) for stored in found.tensors], knows).values(), default=0)
+
+
 def _prefix(names: Sequence[str], knows: Callable[[str], bool]) -> str | None:
     """What stands before the names of a model: of all beginnings of names that with the most known names behind it."""
+    counts = _known(names, knows)
+    most = max(counts.values(), default=0)
+    return min((prefix for prefix, count in counts.items() if count == most), key=len, default=None)
+
+
+def _known(names: Sequence[str], knows: Callable[[str], bool]) -> Counter[str]:
+    """For each beginning of names, how many of a sample of them have a known name behind it."""
     plain = [name for name in names if _TRAINING.fullmatch(name) is None] or names
     sample = plain[:: max(1, len(plain) // _SAMPLE)]
-    counts = Counter(prefix for name in sample for prefix in _beginnings(name) if knows(name.removeprefix(prefix)))
-    if not counts:
-        return None
-    most = max(counts.values())
-    return min((prefix for prefix, count in counts.items() if count == most), key=len)
+    return Counter(prefix for name in sample for prefix in _beginnings(name) if knows(name.removeprefix(prefix)))
 
 
 def _beginnings(name: str) -> Iterator[str]:

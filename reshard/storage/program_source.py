@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from formats.documents import json_bytes, read_config
-from formats.errors import CheckpointError, MismatchError, brief
+from formats.errors import CheckpointError, MismatchError, ReshardError, brief
 from formats.files.boxes import At, check_tiling, read_boxes, whole_shape
 from formats.files.checkpoint import find_side_files, read_weights, with_modelopt
 from formats.files.dcp import METADATA, Distributed, is_distributed
@@ -20,6 +20,7 @@ from formats.files.safetensors import Header, TensorInfo, read_header
 from formats.files.sharded import MANIFEST, METADATA_KEY, Identity, Manifest, Shard, read_shard
 from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture import Architecture
+from formats.notation.architecture_files import find_architecture, load_architecture
 from formats.notation.rewrites import Page, Pattern, pages
 from formats.regular_files import read_file
 from reshard.planning.arrangement import Arrangement
@@ -29,7 +30,7 @@ from reshard.planning.model import FullTensor
 from reshard.planning.program_config import made_config
 from reshard.planning.sizes import AxisSizes
 from reshard.planning.stacks import Piece, by_number, first_unstacked, unstacked
-from reshard.storage.distributed_source import Training, parts_of
+from reshard.storage.distributed_source import Training, known_names, parts_of
 
 if TYPE_CHECKING:
     from formats.files.torch_bin import Saved
@@ -219,6 +220,21 @@ def training_of(page: Page, found: Distributed, origins: Origins) -> Training:
 
 def _knows(page: Page, origins: Origins, name: str) -> bool:
     return origins.knows(first_unstacked(page.stacks, name))
+
+
+def likeliest(
+    candidates: Sequence[Page], path: Path, found: Distributed, config_folder: Path | None, plan_file: Path | None
+) -> list[Page]:
+    """Of formats of distributed checkpoints those that know the most of the names; all, without a config.json."""
+    counts: dict[str, int] = {}
+    for page in candidates:
+        try:
+            config, _ = config_of(page, path, config_folder, ())
+            architecture = load_architecture(plan_file) if plan_file else find_architecture(config, path)
+            counts[page.name] = known_names(found, partial(_knows, page, origins_of(page, architecture, config)))
+        except ReshardError:
+            counts[page.name] = 0
+    return [page for page in candidates if counts[page.name] == max(counts.values())]
 
 
 def chunks_of(

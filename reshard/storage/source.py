@@ -77,6 +77,7 @@ from reshard.storage.program_source import (
     inferred_tensors,
     kept_tensors,
     left_behind,
+    likeliest,
     meshes,
     numbered_globally,
     origins_of,
@@ -433,8 +434,12 @@ def _open_program(
     """Open what is stored in a program's format: in the first of ``candidates``, and on the first mesh, that fits."""
     problems: list[tuple[int, ReshardError]] = []  # 2 if the names are those of the format, 0 if they are of no mesh
     mesh = manifest.identity.mesh if manifest else None
-    distributed = cache(lambda: read_distributed(found[0].path.parent))
-    for page, found in [(of, files) for of in candidates for files in readings(of, path, mesh)]:
+    ways = [(of, files) for of in candidates for files in readings(of, path, mesh)]
+    distributed = cache(lambda: read_distributed(ways[0][1][0].path.parent))
+    if all(of.is_distributed for of, _ in ways) and len(ways) > 1:
+        likely = likeliest([of for of, _ in ways], path, distributed(), config_folder, plan_file)
+        ways = [way for way in ways if way[0] in likely]
+    for page, found in ways:
         check_belonging(found)
         ranks: tuple[Mapping[str, TensorInfo], ...] = ()
         boxes: Boxes | None = None

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from formats.documents import read_config
 from formats.errors import CheckpointError, MismatchError, PlanError, ReshardError, listed
 from formats.files.checkpoint import open_checkpoint
-from formats.files.dcp import read_distributed
+from formats.files.dcp import is_distributed, read_distributed
 from formats.files.foreign import is_adapter, refuse_foreign
 from formats.files.safetensors import Header, TensorInfo, parse_header, read_header
 from formats.files.sharded import (
@@ -346,7 +346,7 @@ def _program(path: Path, pages: Sequence[Page]) -> Report:
         report.problems.append(error.message)
         report.hint = error.hint
     if any(page.is_distributed for page in pages):
-        return _distributed(report, manifest, pages[0])
+        return _distributed(report, manifest, pages)
     ranks = _from_records(report, manifest) if manifest else _from_names(report, pages[0])
     _take_ranks(report, ranks)
     if report.ranks_missing:
@@ -359,16 +359,19 @@ def _program(path: Path, pages: Sequence[Page]) -> Report:
     return report
 
 
-def _distributed(report: Report, manifest: Manifest | None, page: Page) -> Report:
+def _distributed(report: Report, manifest: Manifest | None, pages: Sequence[Page]) -> Report:
     """A distributed checkpoint of torch's, which needs no mesh: .metadata says what there is, training states too."""
+    folder = next((at for page in pages if is_distributed(at := weights_folder(page, report.path))), report.path)
+    if len(pages) > 1:
+        report.format, report.loaded_by = "a distributed checkpoint of PyTorch", "torch.distributed.checkpoint"
     if manifest is not None:
         _take_manifest(report, manifest)
     try:
-        found = read_distributed(weights_folder(page, report.path))
+        found = read_distributed(folder)
     except ReshardError as error:
         report.problems.append(error.message)
         report.hint = error.hint
-        files = [file for file in report.path.rglob("*.distcp") if file.is_file()]
+        files = [file for file in folder.glob("*.distcp") if file.is_file()]
         report.files, report.nbytes = len(files), sum(file.stat().st_size for file in files)
         return report
     report.files, report.nbytes = len(found.files), sum(found.files.values())

@@ -377,12 +377,20 @@ def test_inspect_says_what_it_is(tmp_path: Path) -> None:
     folder = recorded("fsdp_adam", tmp_path)
     done = command("inspect", folder / "dcp")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "dcp" in done.stdout
+    assert "a distributed checkpoint of PyTorch" in done.stdout
     original = store.checkpoint("llama")
     split(original, tmp_path / "out", 2, form="dcp")
     report = inspect(tmp_path / "out")
     assert report.complete and report.format == "dcp"
     assert report.parameters == sum(math.prod(shape) for _, shape, _ in raw(original).values())
+
+
+def test_inspect_finds_the_folder_that_megatron_names(tmp_path: Path) -> None:
+    split(checkpoint("megatron", "llama"), tmp_path / "out", 2, form="megatron")
+    for _ in range(2):
+        report = inspect(tmp_path / "out")
+        assert report.complete and report.format == "megatron" and report.files > 1, report.problems
+        (tmp_path / "out" / "reshard.json").unlink(missing_ok=True)
 
 
 def test_plan_shows_what_would_be_written() -> None:

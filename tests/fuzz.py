@@ -30,7 +30,9 @@ from reshard.cli.commands import main as reshard
 from tests.support import LLAMA, write_checkpoint
 
 SECONDS = 10.0
-"""What one command may take."""
+"""What one command may take of the processor: that others use it, too, is no fault of the command's."""
+WAIT = 300.0
+"""After how many seconds on the clock a command is waiting for something that does not come."""
 MEMORY = 1 << 30
 """Bytes that one command may need."""
 LONGEST = 1000
@@ -459,19 +461,26 @@ class Outcome:
 
 
 class _TooLongError(BaseException):
-    """A command that is still running when its time is over."""
+    """A command that is still running when its time is over; its argument says which."""
+
+
+LIMITS = ((signal.SIGPROF, signal.ITIMER_PROF, 3 * SECONDS), (signal.SIGALRM, signal.ITIMER_REAL, WAIT))
+"""Signals that end a command, the clocks that send them, and when."""
 
 
 def run(arguments: list[str]) -> Outcome:
     """Run the command line in this process, with streams as strict as those of a terminal."""
 
-    def stop(*_: object) -> None:
-        raise _TooLongError
+    def stop(number: int, _: object) -> None:
+        raise _TooLongError(
+            f"more than {3 * SECONDS:.0f} seconds" if number == signal.SIGPROF else f"waits for {WAIT:.0f} seconds"
+        )
 
     streams = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors=e) for e in ("strict", "backslashreplace")]
     kept = sys.stdout, sys.stderr
-    before, began = signal.signal(signal.SIGALRM, stop), time.monotonic()
-    signal.setitimer(signal.ITIMER_REAL, 3 * SECONDS)
+    before, began = [(number, signal.signal(number, stop)) for number, _, _ in LIMITS], _processor_time()
+    for _, timer, seconds in LIMITS:
+        signal.setitimer(timer, seconds)
     sys.stdout, sys.stderr = streams
     code = 0
     try:
@@ -479,14 +488,21 @@ def run(arguments: list[str]) -> Outcome:
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        for (number, handler), (_, timer, _) in zip(before, LIMITS, strict=True):
+            signal.setitimer(timer, 0)
+            signal.signal(number, handler)
         sys.stdout, sys.stderr = kept
     said = []
     for stream in streams:
         stream.flush()
         said.append(stream.buffer.getvalue().decode("utf-8", "replace"))  # type: ignore[attr-defined]
-    return Outcome(code, said[0], said[1], time.monotonic() - began)
+    return Outcome(code, said[0], said[1], _processor_time() - began)
+
+
+def _processor_time() -> float:
+    """Seconds of this process and of those that it started and saw end."""
+    found = os.times()
+    return found.user + found.system + found.children_user + found.children_system
 
 
 def complaints(arguments: list[str], outcome: Outcome, out: Path) -> list[str]:
@@ -560,8 +576,8 @@ def fuzz(base: Path, seed: int) -> list[str]:
                 before, peak = state(Path()), most_memory()
                 try:
                     wrong = complaints(arguments, run(arguments), Path("OUT"))
-                except _TooLongError:
-                    wrong = [f"more than {3 * SECONDS:.0f} seconds"]
+                except _TooLongError as error:
+                    wrong = [str(error)]
                 if state(Path()) != before:
                     wrong.append("something outside of the output was changed")
                 after = most_memory()

@@ -5,10 +5,9 @@ read.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,9 +22,10 @@ from reshard.planning.arrangement import arrangement_of
 from reshard.planning.plan import make_plan
 from tests import store
 from tests.support import command, contents
-from tests.zoo import ZOO
+from tests.zoo import ZOO, class_of
 from tools.transformers_names import bound
 from verify.bytes.exact import verify_exact
+from verify.forward.launch import run_ranks
 
 PAGE = page_of("transformers")
 MESHES = [
@@ -53,11 +53,8 @@ def _equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool
     )
 
 
-def _loaded(folder: Path) -> torch.nn.Module:
-    import transformers
-
-    cls = getattr(transformers, json.loads((folder / "config.json").read_text())["architectures"][0])
-    return cls.from_pretrained(folder, dtype=torch.float32)
+def _loaded(folder: Path, **more: Any) -> Any:
+    return class_of(folder).from_pretrained(folder, dtype=torch.float32, **more)
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -147,77 +144,58 @@ def test_formats_in_turn(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------------------ programs themselves
 
-_READ = """
-import json, sys, torch, transformers
-import torch.distributed as dist
-from transformers.distributed import DistributedConfig
-folder, original, name = sys.argv[1:]
-dist.init_process_group("gloo")
-cls = getattr(transformers, name)
-tokens = torch.arange(24).reshape(2, 12) % 30
-found = []
-for path in (folder, original):
-    model = cls.from_pretrained(path, distributed_config=DistributedConfig(tp_size=2), dtype=torch.float32).eval()
-    with torch.no_grad():
-        logits = model(input_ids=tokens).logits
-    found.append(getattr(logits, "full_tensor", lambda: logits)())
-assert torch.equal(*found)
-dist.destroy_process_group()
-"""
 
-_WRITE = """
-import sys, torch, transformers
-import torch.distributed as dist
-from transformers.distributed import DistributedConfig
-folder, out, name = sys.argv[1:]
-dist.init_process_group("gloo")
-cls = getattr(transformers, name)
-model = cls.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2), dtype=torch.float32)
-model.save_pretrained(out, distributed_checkpoint=True)
-dist.destroy_process_group()
-"""
+def _on_two_ranks(folder: Path) -> torch.nn.Module:
+    """A checkpoint in transformers' own tensor parallelism, in a rank."""
+    from transformers.distributed import DistributedConfig
 
-_DCP = """
-import sys, torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor, zeros
-folder, original, _ = sys.argv[1:]
-dist.init_process_group("gloo")
-mesh = dist.init_device_mesh("cpu", (2,))
-whole = load_file(original)
-state = {}
-for number, (name, tensor) in enumerate(whole.items()):
-    places = [Shard(number % tensor.dim()) if tensor.dim() > 1 else Replicate()]
-    state[name] = zeros(*tensor.shape, dtype=tensor.dtype, device_mesh=mesh, placements=places)
-dcp.load(state, storage_reader=HuggingFaceStorageReader(folder))
-for name, tensor in whole.items():
-    assert torch.equal(state[name].full_tensor(), tensor), name
-dist.destroy_process_group()
-"""
+    return _loaded(folder, distributed_config=DistributedConfig(tp_size=2))
 
 
-def _on_two(script: str, tmp_path: Path, *words: str | Path) -> None:
-    (tmp_path / "script.py").write_text(script)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launch, tmp_path / "script.py", *words], capture_output=True, text=True, timeout=540, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+def _same_logits(folder: Path, original: Path) -> bool:
+    """Whether transformers computes the same from two folders, in a rank."""
+    tokens = torch.arange(24).reshape(2, 12) % 30
+    found = []
+    for path in (folder, original):
+        with torch.no_grad():
+            logits = _on_two_ranks(path).eval()(input_ids=tokens).logits
+        found.append(logits.full_tensor() if hasattr(logits, "full_tensor") else logits)
+    return torch.equal(*found)
 
 
+def _write(original: Path, folder: Path) -> None:
+    """Have transformers write a checkpoint as it does on many ranks, in a rank."""
+    _on_two_ranks(original).save_pretrained(folder, distributed_checkpoint=True)
+
+
+def _unlike(folder: Path, original: Path) -> list[str]:
+    """The tensors that torch reads otherwise from a folder than they are in the original, in a rank."""
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.tensor import Replicate, Shard, zeros
+
+    mesh = dist.init_device_mesh("cpu", (2,))
+    whole, state = load_file(original), {}
+    for number, (name, tensor) in enumerate(whole.items()):
+        places = [Shard(number % tensor.dim()) if tensor.dim() > 1 else Replicate()]
+        state[name] = zeros(*tensor.shape, dtype=tensor.dtype, device_mesh=mesh, placements=places)
+    dcp.load(state, storage_reader=HuggingFaceStorageReader(folder))
+    return [name for name, tensor in whole.items() if not torch.equal(state[name].full_tensor(), tensor)]
+
+
+@pytest.mark.usefixtures("fork_server")
 def test_tp_2_of_transformers_reads_what_is_for_tp_4(tmp_path: Path) -> None:
     original = store.checkpoint("llama")
     split(original, tmp_path / "out", 4, form="transformers")
-    _on_two(_READ, tmp_path, tmp_path / "out", original, "LlamaForCausalLM")
+    assert run_ranks(_same_logits, 2, tmp_path / "out", original) == [True, True]
 
 
+@pytest.mark.usefixtures("fork_server")
 def test_torch_reads_it_on_a_device_mesh(tmp_path: Path) -> None:
     original = store.checkpoint("phi3")
     split(original, tmp_path / "out", 4, form="transformers")
-    _on_two(_DCP, tmp_path, tmp_path / "out", original / "model.safetensors", "")
+    assert run_ranks(_unlike, 2, tmp_path / "out", original / "model.safetensors") == [[], []]
 
 
 def test_torch_consolidates_it(tmp_path: Path) -> None:
@@ -232,12 +210,13 @@ def test_torch_consolidates_it(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3_moe", "phi3"])
-def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+def written(
+    request: pytest.FixtureRequest, fork_server: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, Path]]:
     """A folder that transformers wrote on two ranks."""
     tmp_path = tmp_path_factory.mktemp("written")
     original = store.checkpoint(request.param)
-    cls = json.loads((original / "config.json").read_text())["architectures"][0]
-    _on_two(_WRITE, tmp_path, original, tmp_path / "out", cls)
+    run_ranks(_write, 2, original, tmp_path / "out")
     yield request.param, tmp_path / "out"
 
 

@@ -9,7 +9,8 @@ it in the wrong order, takes part in the reordering wrongly, and the outputs cha
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,27 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from formats.mesh import Mesh
+from formats.errors import PlanError
+from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture_files import built_in_architectures
 from formats.notation.axes import Dim
+from formats.notation.rewrites import page_of
+from formats.transformers_modules import concrete_class, model_class, placements, settings_of
 from reshard.api import merge, split
+from reshard.planning.arrangement import arrangement_of
 from reshard.planning.degrees import valid_degrees
 from reshard.planning.model import Model
-from reshard.planning.plan import make_plan
+from reshard.planning.plan import Plan, make_plan
+from reshard.planning.rank_config import rank_config
 from reshard.storage.source import open_source
 from tests import remote, store, zoo
+from tests.reshard.test_stages import REFUSED, check_layers, stages_of
 from tests.support import assert_boxes_make_up_the_tensors, contents, in_files, without_manifest
 from verify.bytes.exact import verify_exact
 from verify.rank.inputs import inputs_of, running
+from verify.rules import with_sound_config
+
+PAGE = page_of("transformers")
 
 # what a reordering changes although the rule is right
 POSITIONAL = {
@@ -116,18 +126,39 @@ def test_boxes_of_the_ranks_make_up_the_tensors(name: str):
         assert_boxes_make_up_the_tensors(make_plan(source.model, Mesh((("tp", tp),))))
 
 
+def test_a_rank_alone_is_a_model_of_its_sizes(name: str):
+    """Its config.json says so, of those models of which a config.json can; and ``verify`` expects that one."""
+    plan = make_plan(store.source(name).model, Mesh((("tp", zoo.ZOO[name].degrees[0]),)))
+    config = rank_config(plan, 1)
+    assert rank_config(with_sound_config(plan), 1) == config
+    assert _is_model_of(config, plan, 1) == zoo.ZOO[name].loads_alone
+
+
+def _is_model_of(config: Mapping[str, Any], plan: Plan, rank: int) -> bool:
+    """Whether transformers makes of a rank's config.json a model with the rank's shapes."""
+    boxes = plan.boxes(rank)
+    shapes = {tensor.name: boxes[tensor.kind].shape for tensor in plan.model.tensors if tensor.kind in boxes}
+    try:
+        with torch.device("meta"):
+            cls = concrete_class(model_class(config), config)
+            model = cls(transformers.AutoConfig.for_model(**settings_of(config)))
+        known = model.state_dict()
+        return all(tuple(known[key].shape) == place.shape for key, place in placements(model, shapes).items())
+    except Exception:  # a config.json that transformers refuses
+        return False
+
+
 def test_bytes_of_the_ranks_are_the_originals(name: str, tmp_path: Path):
-    """Of one model of each architecture file on the way to another degree and back, too."""
-    low, high = (zoo.ZOO[name].degrees[i] for i in (0, -1))
+    """Of one model of each architecture file: on its ranks, on the way back, and in transformers."""
+    if name not in zoo.one_of_each():
+        return
+    low = zoo.ZOO[name].degrees[0]
     source, shards = store.source(name), store.shards(name, tp=low)
     report = verify_exact(source, shards)
     assert (report.verdict, report.ranks, report.tensors) == ("same", low, len(source.names)), report
     assert zoo.loads(shards / f"rank-01-of-{low:02d}") == zoo.ZOO[name].loads_alone
-    if name in zoo.one_of_each() and name not in zoo.KINDS:
-        split(shards, tmp_path / "again", high)
-        assert verify_exact(source, tmp_path / "again").verdict == "same"
-        merge(tmp_path / "again", tmp_path / "merged")
-        assert contents(tmp_path / "merged") == contents(source.path)
+    merge(shards, tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(source.path)
 
 
 @pytest.mark.parametrize("kind", zoo.KINDS)
@@ -149,6 +180,50 @@ def test_every_route_gives_the_same_bytes(kind: str, tmp_path: Path):
     assert contents(original) == before, "the source is never changed"
 
 
+def test_the_names_of_transformers_modules(name: str):
+    """Of the format 'transformers': those of the model that transformers loads, with their shapes."""
+    plan = make_plan(store.source(name).model, Mesh())
+    if PAGE.type_of(plan.model.config) in PAGE.refused:
+        with pytest.raises(PlanError, match="has no place in the format 'transformers'"):
+            arrangement_of(plan, PAGE)
+        return
+    stored = {each.name: each.geometry.shape(0) for each in arrangement_of(plan, PAGE).stored}
+    wanted = {key: tuple(value.shape) for key, value in _loaded(name).state_dict().items()}
+    assert {key: stored.get(key) for key in wanted} == wanted
+
+
+def test_pipeline_stages_are_as_transformers_runs_it(name: str) -> None:
+    model = store.source(name).model
+    if name in REFUSED:
+        with pytest.raises(PlanError, match="is not possible"):
+            make_plan(model, mesh_of(pp=2))
+        return
+    found = make_plan(model, mesh_of(pp=2))
+    check_layers(found)
+    stages, loaded = stages_of(found), _loaded(name)
+    placed = placements(loaded, {name: entry.layout.full for name, entry in found.entries.items()})
+    known = {name: stages[place.sources[0]] for name, place in placed.items()}
+    ties = getattr(loaded, "all_tied_weights_keys", None) or {}
+    for tied, kept in (*ties.items(), *ties.items()):
+        both = known.get(tied, frozenset()) | known.get(kept, frozenset())
+        known |= {tied: both, kept: both}
+    ends: Sequence[tuple[str, int]] = (("get_input_embeddings", 0), ("get_output_embeddings", 1))
+    for method, stage in ends:
+        try:
+            weight = getattr(getattr(loaded, method)(), "weight", None)
+        except (AttributeError, NotImplementedError):
+            continue
+        names = [name for name, each in loaded.named_parameters(remove_duplicate=False) if each is weight]
+        assert all(stage in known[name] for name in names if name in known), names
+
+
+@lru_cache(maxsize=1)
+def _loaded(name: str, dtype: torch.dtype = torch.float64) -> Any:
+    """A model of the zoo as transformers loads it, for the tests of one model, which come together."""
+    folder = store.checkpoint(name)
+    return zoo.class_of(folder).from_pretrained(folder, dtype=dtype).eval()
+
+
 def test_reordering_parallel_axes_changes_nothing(name: str, tmp_path: Path):
     folder = store.checkpoint(name)
     model = store.source(name).plan.model
@@ -158,7 +233,7 @@ def test_reordering_parallel_axes_changes_nothing(name: str, tmp_path: Path):
     tokens = torch.randint(3, vocab, (2, 23), generator=torch.Generator().manual_seed(0))
     cls, changed_folder = zoo.class_of(folder), tmp_path / "changed"
     shutil.copytree(folder, changed_folder)
-    dtype, expected = _first_forward(cls, folder, tokens)
+    dtype, expected = _first_forward(name, tokens)
     tolerance = (1e-4 if dtype == torch.float64 else 1e-3) * expected.std()
     used = frozenset().union(*(kind.rule.axes for kind in model.kinds))
     families = [axis for family in model.architecture.families["tp"] for axis in family]
@@ -167,7 +242,7 @@ def test_reordering_parallel_axes_changes_nothing(name: str, tmp_path: Path):
     def changed(axes: list[str]) -> bool:
         save_file(_reordered(model, tensors, axes), changed_folder / "model.safetensors", metadata={"format": "pt"})
         places = {key: _new_places(size, axis in axes) for key, (axis, size) in vocabularies.items()}
-        found = _forward(cls, changed_folder, tokens, dtype, places)
+        found = _forward(cls.from_pretrained(changed_folder, dtype=dtype).eval(), tokens, dtype, places)
         outputs = places["decoder_input_ids"]
         found = found[..., outputs] if found.shape[-1] == len(outputs) else found
         return bool((found - expected).abs().max() >= tolerance)
@@ -222,23 +297,22 @@ def _places(dim: Dim, sizes: Mapping[str, int], axes: list[str]) -> torch.Tensor
     return torch.cat(found)
 
 
-def _first_forward(cls: Any, folder: Path, tokens: torch.Tensor) -> tuple[torch.dtype, torch.Tensor]:
+def _first_forward(name: str, tokens: torch.Tensor) -> tuple[torch.dtype, torch.Tensor]:
     """In float64 where the model's kernels know it."""
     try:
-        return torch.float64, _forward(cls, folder, tokens, torch.float64)
+        return torch.float64, _forward(_loaded(name), tokens, torch.float64)
     except RuntimeError:
-        return torch.float32, _forward(cls, folder, tokens, torch.float32)
+        return torch.float32, _forward(_loaded(name, torch.float32), tokens, torch.float32)
 
 
 @torch.no_grad()
 def _forward(
-    cls: Any, folder: Path, tokens: torch.Tensor, dtype: torch.dtype, places: Mapping[str, torch.Tensor] | None = None
+    model: Any, tokens: torch.Tensor, dtype: torch.dtype, places: Mapping[str, torch.Tensor] | None = None
 ) -> torch.Tensor:
-    model = cls.from_pretrained(folder, dtype=dtype).eval()
     inputs = inputs_of(model, tokens, dtype)
     inputs |= {key: new[inputs[key]] for key, new in (places or {}).items() if key in inputs}
     output = running(model)(**inputs)
     for kind in ("logits", "prediction_logits", "last_hidden_state"):
         if getattr(output, kind, None) is not None:
             return getattr(output, kind)
-    raise AssertionError(f"{cls.__name__} has no output to compare")
+    raise AssertionError(f"{type(model).__name__} has no output to compare")

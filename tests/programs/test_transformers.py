@@ -13,17 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from formats.errors import MismatchError, PlanError
+from formats.errors import MismatchError
 from formats.files.safetensors import read_header
-from formats.mesh import Mesh
 from formats.notation.rewrites import page_of
 from reshard.api import merge, split
-from reshard.planning.arrangement import arrangement_of
-from reshard.planning.plan import make_plan
 from tests import store
 from tests.support import command, contents
-from tests.zoo import ZOO, class_of
-from tools.transformers_names import bound
+from tests.zoo import class_of
 from verify.bytes.exact import verify_exact
 from verify.forward.launch import run_ranks
 
@@ -55,20 +51,6 @@ def _equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool
 
 def _loaded(folder: Path, **more: Any) -> Any:
     return class_of(folder).from_pretrained(folder, dtype=torch.float32, **more)
-
-
-@pytest.mark.parametrize("name", ZOO)
-def test_names_and_shapes_are_those_of_transformers_modules(name: str) -> None:
-    with torch.device("meta"):
-        built = ZOO[name].build()
-    model = bound(built)
-    if PAGE.type_of(model.config) in PAGE.refused:
-        with pytest.raises(PlanError, match="has no place in the format 'transformers'"):
-            arrangement_of(make_plan(model, Mesh()), PAGE)
-        return
-    stored = {each.name: each.geometry.shape(0) for each in arrangement_of(make_plan(model, Mesh()), PAGE).stored}
-    wanted = {key: tuple(value.shape) for key, value in built.state_dict().items()}
-    assert {key: stored.get(key) for key in wanted} == wanted
 
 
 @pytest.mark.parametrize(("name", "mesh"), MESHES)

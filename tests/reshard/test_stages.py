@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,13 +14,12 @@ import reshard
 from formats.errors import PlanError
 from formats.files.safetensors import read_header
 from formats.mesh import mesh_of
-from formats.transformers_modules import placements
 from reshard.api import load, merge, plan, split
 from reshard.planning.plan import Plan, make_plan
 from reshard.planning.stages import even_stages, is_layered, layers_at
 from reshard.storage.inspect import inspect
 from reshard.storage.source import open_source
-from tests import remote, store, zoo
+from tests import remote, store
 from tests.support import LLAMA, command, contents, llama_tensors, without_manifest, write_checkpoint, write_file
 from verify.bytes.exact import verify_exact
 
@@ -254,34 +251,6 @@ def check_layers(found: Plan) -> None:
             (stage,) = stages
             at = layers_at(found.mesh, stage)
             assert number in at or (stage == found.mesh.pp - 1 and number >= at.stop), name
-
-
-@pytest.mark.parametrize("name", zoo.ZOO)
-def test_every_model_of_the_zoo_is_staged_as_transformers_runs_it(name: str) -> None:
-    model = open_source(store.checkpoint(name)).model
-    if name in REFUSED:
-        with pytest.raises(PlanError, match="is not possible"):
-            make_plan(model, mesh_of(pp=2))
-        return
-    found = make_plan(model, mesh_of(pp=2))
-    check_layers(found)
-    stages = stages_of(found)
-    with torch.device("meta"):
-        built = zoo.ZOO[name].build()
-    placed = placements(built, {name: entry.layout.full for name, entry in found.entries.items()})
-    known = {name: stages[place.sources[0]] for name, place in placed.items()}
-    ties = getattr(built, "all_tied_weights_keys", None) or {}
-    for tied, kept in (*ties.items(), *ties.items()):
-        both = known.get(tied, frozenset()) | known.get(kept, frozenset())
-        known |= {tied: both, kept: both}
-    ends: Sequence[tuple[str, int]] = (("get_input_embeddings", 0), ("get_output_embeddings", 1))
-    for method, stage in ends:
-        try:
-            weight = getattr(getattr(built, method)(), "weight", None)
-        except (AttributeError, NotImplementedError):
-            continue
-        names = [name for name, each in built.named_parameters(remove_duplicate=False) if each is weight]
-        assert all(stage in known[name] for name in names if name in known), names
 
 
 @pytest.mark.parametrize("name", remote.REMOTE)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -18,28 +20,52 @@ Work = tuple[Callable[[], None], Mapping[str, str]]
 _PATIENCE = 200  # seconds
 
 
+class Forked:
+    """A process that calls a function; it begins as this is made. What it prints goes into files in ``folder``."""
+
+    def __init__(self, work: Work, cwd: Path, folder: Path) -> None:
+        self._out, self._err = (Path(tempfile.mkstemp(prefix=kind, dir=folder)[1]) for kind in ("out-", "err-"))
+        context = multiprocessing.get_context("forkserver")
+        function, environment = work
+        self._process = context.Process(target=_be, args=(function, dict(environment), cwd, self._out, self._err))
+        self._process.start()
+
+    def poll(self) -> int | None:
+        """The exit code, once it has ended; of one that a signal ended, the signal's number, negative."""
+        return self._process.exitcode
+
+    def wait(self) -> int | None:
+        """The exit code; a process that does not end is ended."""
+        self._process.join(_PATIENCE)
+        self._process.kill()
+        self._process.join()
+        return self._process.exitcode
+
+    def send_signal(self, how: int) -> None:
+        assert self._process.pid is not None
+        with suppress(ProcessLookupError):  # it has ended
+            os.kill(self._process.pid, how)
+
+    @property
+    def stderr(self) -> str:
+        """What it has printed there so far."""
+        return self._err.read_text()
+
+    def completed(self) -> CompletedProcess[str]:
+        """How it ended, with what it printed."""
+        return CompletedProcess([], self.wait(), self._out.read_text(), self.stderr)
+
+
 def forked(works: Sequence[Work], cwd: Path) -> list[CompletedProcess[str]]:
     """Call each function in a process of its own, all at the same time; exit codes, and what they printed."""
-    context = multiprocessing.get_context("forkserver")
     with tempfile.TemporaryDirectory() as folder:
-        files = [(Path(folder, f"out-{i}"), Path(folder, f"err-{i}")) for i in range(len(works))]
-        processes = [
-            context.Process(target=_be, args=(work, environment, cwd, *paths))
-            for (work, environment), paths in zip(works, files, strict=True)
-        ]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(_PATIENCE)
-            process.kill()
-            process.join()
-        return [
-            CompletedProcess([], process.exitcode, out.read_text(), err.read_text())
-            for process, (out, err) in zip(processes, files, strict=True)
-        ]
+        return [process.completed() for process in [Forked(work, cwd, Path(folder)) for work in works]]
 
 
 def _be(work: Callable[[], None], environment: Mapping[str, str], cwd: Path, out: Path, err: Path) -> None:
+    # the fork server starts with Ctrl-C blocked and ignored (see start_fork_server)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)

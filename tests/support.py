@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from subprocess import CompletedProcess
+from typing import TextIO
 from unittest import mock
 
 import numpy as np
@@ -112,16 +113,21 @@ def change_tensor(path: Path, name: str, *, at: int = 0, flip: int = 1) -> None:
 
 
 def command(
-    *arguments: str | Path, cwd: Path | None = None, without: Iterable[str] = (), **environment: str
+    *arguments: str | Path,
+    cwd: Path | None = None,
+    without: Iterable[str] = (),
+    stderr: TextIO | None = None,
+    **environment: str,
 ) -> CompletedProcess[str]:
     """What ``reshard`` does with these arguments, without a process of its own: its exit code and what it printed.
 
     A process is what matters where one is interrupted, writes into a pipe or a terminal, or starts with nothing
-    imported; elsewhere most of its time would go into imports. ``without`` are variables that are not set.
+    imported; elsewhere most of its time would go into imports. ``without`` are variables that are not set. Messages go
+    to ``stderr``, or else are returned.
     """
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
     code: object = None
-    with _as_a_process(cwd, without, environment), redirect_stdout(out), redirect_stderr(err):
+    with _as_a_process(cwd, without, environment), redirect_stdout(out), redirect_stderr(stderr or err):
         try:
             with mock.patch.object(sys, "argv", ["reshard", *map(str, arguments)]):
                 main()

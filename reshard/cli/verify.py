@@ -187,6 +187,9 @@ def _write_report(answer: Answer, file: Path) -> bool:
 # ------------------------------------------------------------------------------------------------------------ progress
 
 
+_TICK = 1.0  # seconds between two looks at the clock
+
+
 class _Display:
     """How far the proof is, on stderr."""
 
@@ -230,7 +233,7 @@ def _ticking() -> Iterator[Callable[[str], None]]:
             print(f"\r{phase}: {time.monotonic() - started:.0f} s\x1b[K", end=end, file=sys.stderr, flush=True)
 
     def tick() -> None:
-        while not done.wait(1):
+        while not done.wait(_TICK):
             show()
 
     thread = threading.Thread(target=tick, daemon=True)

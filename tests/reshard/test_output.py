@@ -9,10 +9,9 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,28 +21,27 @@ from reshard.api import merge, split
 from reshard.engine.move import Options
 from reshard.storage.output import STATE, Staging
 from reshard.storage.source import open_source
+from tests.forked import Forked
 from tests.support import contents, without_sums, write_checkpoint
 
-SLOW = """
-import sys
-import tests.slow
-from reshard.api import merge, split
-command, source, out, *rest = sys.argv[1:]
-if command == "split":
-    split(source, out, 4, max_shard_size=2500, ranks=[int(r) for r in rest] or None)
-else:
-    merge(source, out)
-print("done")
-"""
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 
-def start(*arguments: object) -> subprocess.Popen[str]:
-    # numpy's threads would have the engine run in a process of its own
-    command = ["env", "OPENBLAS_NUM_THREADS=1", sys.executable, "-c", SLOW, *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def slowly(command: str, source: Path, out: Path, *ranks: int) -> None:
+    """Split or merge, in small steps."""
+    import tests.slow  # noqa: F401
+
+    if command == "split":
+        split(source, out, 4, max_shard_size=2500, ranks=list(ranks) or None)
+    else:
+        merge(source, out)
 
 
-def await_files(process: subprocess.Popen[str], out: Path) -> float:
+def start(command: str, source: Path, out: Path, *ranks: int) -> Forked:
+    return Forked((partial(slowly, command, source, out, *ranks), os.environ), out.parent, out.parent)
+
+
+def await_files(process: Forked, out: Path) -> float:
     """Wait until a run has begun to write; the time at which it did."""
     while process.poll() is None and not list(out.parent.glob(f"{out.name}.partial/**/*.incomplete")):
         time.sleep(0.005)
@@ -82,7 +80,7 @@ def test_killed_at_random_moments(command, how, tmp_path):
         source = tmp_path / "shards"
     reference = start(command, source, tmp_path / "reference")
     begin = await_files(reference, tmp_path / "reference")
-    assert reference.wait() == 0, reference.stderr.read()
+    assert reference.wait() == 0, reference.stderr
     whole = time.monotonic() - begin
     expected, out = contents(tmp_path / "reference"), tmp_path / "out"
     moments = random.Random(f"{command}{how}")
@@ -95,8 +93,7 @@ def test_killed_at_random_moments(command, how, tmp_path):
         while not attempt % 2 and process.poll() is None and not any(map(noted, journals(out))):
             time.sleep(0.002)
         process.send_signal(how)
-        process.wait()
-        killed += process.returncode != 0
+        killed += process.wait() != 0
         staged = out.with_name("out.partial")
         assert not is_finished(staged)
         if out.exists():  # in the last moment its locks may still lie there
@@ -107,7 +104,7 @@ def test_killed_at_random_moments(command, how, tmp_path):
         done = {p: p.stat().st_mtime_ns for p in staged.rglob("*.safetensors")} if staged.exists() else {}
         finished = [name for journal in journals(out) for name in noted(journal)]
         again = start(command, source, out)  # in this process, small tensors are smaller: steps would differ
-        assert again.wait() == 0, again.stderr.read()
+        assert again.wait() == 0, again.stderr
         assert contents(out) == expected
         assert not staged.exists()
         for path, time_ns in done.items():
@@ -124,7 +121,7 @@ def test_ranks_written_alone_and_at_the_same_time_add_up(tmp_path):
     split(source, tmp_path / "one", 4, max_shard_size=2500)
     processes = [start("split", source, tmp_path / "out", rank) for rank in range(4)]
     for process in processes:
-        assert process.wait() == 0, process.stderr.read()
+        assert process.wait() == 0, process.stderr
     assert without_sums(tmp_path / "out") == without_sums(tmp_path / "one")
     assert not (tmp_path / "out.partial").exists()
 
@@ -155,13 +152,12 @@ def test_a_killed_rank_is_finished_by_the_same_command(tmp_path):
     for rank in range(4):
         process = start("split", source, out, rank)
         time.sleep(moments.uniform(0.1, 0.4))
-        process.kill()
+        process.send_signal(signal.SIGKILL)
         process.wait()
         assert not is_finished(out) or without_sums(out) == expected
     for rank in range(4):
         process = start("split", source, out, rank)
-        error = process.communicate()[1]
-        assert process.returncode == 0 or "exists" in error, error
+        assert process.wait() == 0 or "exists" in process.stderr, process.stderr
     assert without_sums(out) == expected
 
 
@@ -185,7 +181,7 @@ def test_leftovers_of_another_task_are_not_mixed_in(tmp_path):
     process = start("split", source, tmp_path / "out")
     while not list((tmp_path).glob("out.partial/*/*.safetensors")):
         time.sleep(0.01)
-    process.kill()
+    process.send_signal(signal.SIGKILL)
     process.wait()
     split(other, tmp_path / "out", 4, max_shard_size=2500)
     split(other, tmp_path / "expected", 4, max_shard_size=2500)

@@ -11,7 +11,10 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
+from io import RawIOBase
 from pathlib import Path
 
 import pytest
@@ -121,26 +124,28 @@ def test_hostile_names_do_not_reach_the_terminal(model: Path, tmp_path: Path) ->
     assert done.returncode == 2 and "\x1b" not in done.stdout + done.stderr and "\\x1b[31mred" in done.stderr
 
 
-def test_progress_on_a_terminal(model: Path) -> None:
+def test_progress_on_a_terminal(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reshard.cli.verify._TICK", 0.02)
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "verify", model / "full", model / "shards", "--backward"]
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=theirs, env={**os.environ, "TERM": "xterm"}
-    ) as process:
-        os.close(theirs)
-        shown = b""
-        while True:
-            try:
-                shown += os.read(ours, 65536)
-            except OSError:  # all of the other side is closed
-                break
-        assert process.wait(60) == 0
-    os.close(ours)
-    lines = shown.decode().split("\r\n")
+    with os.fdopen(ours, "rb", buffering=0) as screen, ThreadPoolExecutor() as reader:
+        shown = reader.submit(_all_of, screen)
+        with os.fdopen(theirs, "w") as terminal:
+            done = command("verify", model / "full", model / "shards", "--backward", stderr=terminal, TERM="xterm")
+        assert done.returncode == 0
+        lines = shown.result().decode().split("\r\n")
     assert lines.pop() == ""
     at_the_end = [line.rpartition("\r")[2] for line in lines]
     assert [re.sub(r": \d+ s\x1b\[K$", "", line) for line in at_the_end] == [*PHASES, "gradients"]
-    assert lines[1].count("\rstarting 2 ranks, cpu: ") >= 2, "it is drawn again each second"
+    assert lines[1].count("\rstarting 2 ranks, cpu: ") >= 2, "it is drawn again while it lasts"
+
+
+def _all_of(screen: RawIOBase) -> bytes:
+    """What is written to a terminal until its other side is closed."""
+    shown = b""
+    with suppress(OSError):  # all of the other side is closed
+        while read := screen.read(65536):
+            shown += read
+    return shown
 
 
 @pytest.mark.parametrize(

@@ -196,16 +196,8 @@ def work(folder):
         time.sleep(3600)
     dist.all_reduce(torch.ones(1))
 
-def ranks():
-    x = torch.ones(1)
-    dist.all_reduce(x)
-    return dist.get_rank(), x.item()
-
 if __name__ == "__main__":
-    if sys.argv[1] == "work":
-        run_ranks(work, 2, sys.argv[2], timeout=100)
-    elif sys.argv[1] == "ranks":
-        print(run_ranks(ranks, int(sys.argv[2]), timeout=20))
+    run_ranks(work, 2, sys.argv[1], timeout=100)
 """
 
 
@@ -220,7 +212,6 @@ def script(tmp_path: Path) -> Path:
     ("how", "group", "code"),
     [
         (signal.SIGINT, True, -signal.SIGINT),  # Ctrl-C in a terminal reaches all processes
-        (signal.SIGINT, False, -signal.SIGINT),
         (signal.SIGTERM, False, -signal.SIGTERM),
         (signal.SIGKILL, False, -signal.SIGKILL),
     ],
@@ -230,7 +221,7 @@ def test_no_process_outlives_the_command(tmp_path, script, how, group, code):
     folder.mkdir()
     temporary = Path(tempfile.mkdtemp(prefix="r"))  # short: a socket's path has room for about 100 characters
     process = subprocess.Popen(
-        [sys.executable, script, "work", folder],
+        [sys.executable, script, folder],
         env={**environment(), "TMPDIR": str(temporary)},
         stderr=subprocess.PIPE,
         text=True,
@@ -252,10 +243,20 @@ def test_no_process_outlives_the_command(tmp_path, script, how, group, code):
     temporary.rmdir()  # it is empty
 
 
-def test_under_torchrun_every_rank_gets_all_results(script):
-    done = torchrun(script, "ranks", "2")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("[(0, 2.0), (1, 2.0)]") == 2
+def prints_results() -> None:
+    print(run_ranks(takes_part, 2, timeout=20))
+
+
+def takes_part() -> tuple[int, float]:
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    return dist.get_rank(), x.item()
+
+
+def test_under_another_launcher_every_rank_gets_all_results():
+    """Under torchrun itself: test_cli.py."""
+    for rank in by_hand([prints_results] * 2):
+        assert (rank.returncode, rank.stdout) == (0, "[(0, 2.0), (1, 2.0)]\n"), rank.stderr
 
 
 def fails() -> None:
@@ -279,12 +280,6 @@ def test_under_torchrun_another_number_of_ranks_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ReshardError, match="started 2 ranks, but 4 are needed"):
         run_ranks(os.getpid, 4)
-
-
-def torchrun(script: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    command += ["--log-dir", str(script.parent / "log"), str(script)]
-    return subprocess.run([*command, *args], env=environment(), capture_output=True, text=True, timeout=60)
 
 
 def environment() -> dict[str, str]:

@@ -33,7 +33,10 @@ def _no_progress(message: str) -> None:
     pass
 
 
-IMPORTED = ("transformers.modeling_utils", "transformers.models.auto.modeling_auto", "verify.forward.shards")
+IMPORTED = (
+    "transformers.modeling_utils", "transformers.models.auto.modeling_auto", "verify.forward.shards",
+    "verify.forward.warm",
+)  # fmt: skip
 """What all ranks need, imported once for all."""
 
 DEFAULTS = ForwardOptions()

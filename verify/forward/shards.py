@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ from verify.rank.stages import Pipeline, plan_of_stage
 from verify.rank.trace import Places, Trace, run
 
 _MORE = 4  # times the draws of the rounding, when an alarm is looked at again
+_TOGETHER = 1 << 20  # numbers of gradients that go to rank 0 in one message; a larger tensor goes alone
 _PATIENCE = timedelta(hours=24)  # for the original's run, in which the other ranks have nothing to do
 
 
@@ -202,16 +204,39 @@ def _backward(
         if not ranks.groups.is_first(along.get(id(parameter), frozenset())):
             parameter.grad = None  # the same as another rank's
     mine = gradients_on_disk(loaded.model, loaded.sources, loaded.experts)
-    rows = []
-    for name in sorted(job.plan.entries):
+    rows: list[tuple[str, Distance]] = []
+    for names in _batches(job):
         of_ranks: list[Any] | None = [None] * dist.get_world_size() if original else None
-        dist.gather_object(mine.get(name), of_ranks, dst=0, group=ranks.patient)
-        if original and of_ranks and name in original.gradients:
+        dist.gather_object([mine.get(name) for name in names], of_ranks, dst=0, group=ranks.patient)
+        if original and of_ranks:
+            rows += _measured(names, of_ranks, job, original)
+    return tuple(rows)
+
+
+def _measured(
+    names: Sequence[str], of_ranks: Sequence[Sequence[torch.Tensor | None]], job: Job, original: Reference
+) -> Iterator[tuple[str, Distance]]:
+    """The distance of each gradient, of which each rank has a part or none."""
+    for name, *parts in zip(names, *of_ranks, strict=True):
+        if name in original.gradients:
             layout = job.plan.entries[name].layout
             zero = torch.zeros(layout.full, dtype=job.dtype)
-            found = together(layout, of_ranks) if any(x is not None for x in of_ranks) else zero
-            rows.append((name, measure(found, original.gradients[name])))
-    return tuple(rows)
+            found = together(layout, parts) if any(part is not None for part in parts) else zero
+            yield name, measure(found, original.gradients[name])
+
+
+def _batches(job: Job) -> Iterator[list[str]]:
+    """The names of all tensors, in order: so many together that each message is worth its way, and fits into memory."""
+    batch: list[str] = []
+    count = 0
+    for name in sorted(job.plan.entries):
+        numbers = math.prod(job.plan.entries[name].layout.full)
+        if batch and count + numbers > _TOGETHER:
+            yield batch
+            batch, count = [], 0
+        batch.append(name)
+        count += numbers
+    yield batch
 
 
 def _check_alike(states: Mapping[str, torch.Tensor], reference: Reference, patient: dist.ProcessGroup | None) -> None:

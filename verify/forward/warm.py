@@ -1,0 +1,7 @@
+"""Imported by the fork server of verify/forward/launch.py: what transformers makes once in a process, as it loads its
+first model, is made once for all ranks.
+"""
+
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+get_checkpoint_conversion_mapping("llama")

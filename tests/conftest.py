@@ -1,7 +1,11 @@
 """Settings of all tests."""
 
 import gc
+import os
+import shutil
 import signal
+import tempfile
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -15,15 +19,29 @@ settings.load_profile("untimed")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # torch and transformers are a million objects, which are looked through at each full collection.
-gc.set_threshold(100_000, 50, 50)
+gc.set_threshold(500_000, 50, 50)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """One store for all processes: those that run the tests are started after this."""
     if not hasattr(config, "workerinput"):
+        _write_to_memory()
         store.begin()
     if hasattr(config, "workerinput") or config.getoption("dist", "no") == "no":
         _make_all_small()
+
+
+def _write_to_memory() -> None:
+    """The files of the tests are many, small, and gone in a moment: no disk needs to hear of them."""
+    memory = Path("/dev/shm")
+    if "TMPDIR" in os.environ or not os.access(memory, os.W_OK) or os.statvfs(memory).f_flag & os.ST_NOEXEC:
+        return
+    if shutil.disk_usage(memory).free > _ROOM:
+        os.environ["TMPDIR"] = str(memory)
+        tempfile.tempdir = None  # it is to be looked up again
+
+
+_ROOM = 4 << 30  # bytes, of which the tests need less than one half
 
 
 def _make_all_small() -> None:
@@ -43,6 +61,16 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """What the run has made goes with it."""
     if not hasattr(config, "workerinput"):
         store.end()
+
+
+LONG = ("test_forward", "test_experts", "test_encoder_decoder", "test_stages_forward", "test_power", "test_cli",
+        "test_launch", "test_engine", "test_output", "test_limits", "test_quantized_forward")  # fmt: skip
+"""Files with tests of many seconds: run first, so that at the end no process waits long for another's last test."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The long tests first, the others as they come."""
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
 
 
 OFTEN = ("bamba", "bart", "bert", "bloom", "codegen", "deepseek_v3", "falcon", "gemma3", "gpt2", "gpt_neox", "gpt_oss",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import io
-import subprocess
 import sys
 from contextlib import redirect_stdout
 from functools import cache
@@ -39,11 +38,13 @@ def module(oracle: str, name: str) -> ModuleType:
 
 def checkpoint(oracle: str, model: str) -> Path:
     """The Hugging Face checkpoint of a fixture, in which every element has a number of its own."""
-    script = ORACLES / oracle / "make_checkpoint.py"
-    return store.made(
-        f"{oracle}-{model}",
-        lambda path: subprocess.run([sys.executable, script, model, path], check=True, capture_output=True),
-    )
+    script = module(oracle, "make_checkpoint")
+
+    def make(path: Path) -> None:
+        with mock.patch.object(sys, "argv", [script.__file__, model, str(path)]), redirect_stdout(io.StringIO()):
+            script.main()
+
+    return store.made(f"{oracle}-{model}", make)
 
 
 def problem(oracle: str, case: str, folder: Path) -> str | None:

@@ -162,14 +162,14 @@ def test_shards_mean_their_part_of_the_model(name, packing, tmp_path):
     input_first = packing == PACKINGS[3]
     full = dequantize(source, method, ends, input_first)
     assert all(np.isfinite(whole).all() and whole.std() > 0 for whole in full.values())
-    degrees = (2, 4) if method.block else (2, 4, 8)
-    for degree in degrees:
+    most = 4 if method.block else 8  # of 8 ranks, two have each KV head
+    for degree in (2, most):
         split(source, tmp_path / f"tp{degree}", degree, options=FAST)
         for rank, expected in enumerate(parts(plain, full, degree)):
             found = dequantize(tmp_path / f"tp{degree}/rank-{rank:02d}-of-{degree:02d}", method, ends, input_first)
             for weight, part in expected.items():
                 assert np.array_equal(found[weight], part), f"{weight} of rank {rank} of {degree}"
-    split(tmp_path / "tp4", tmp_path / "again", 2, options=FAST)
+    split(tmp_path / f"tp{most}", tmp_path / "again", 2, options=FAST)
     assert without_manifest(tmp_path / "again") == without_manifest(tmp_path / "tp2")
     merge(tmp_path / "again", tmp_path / "merged", options=FAST)
     assert contents(tmp_path / "merged") == contents(source)

@@ -331,8 +331,11 @@ def test_every_value_of_the_manifest_is_checked(tmp_path: Path) -> None:
     folder = shutil.copytree(written("mamba2"), tmp_path / "out")
     path = folder / "reshard.json"
     text = path.read_text()
+    # rules may have other words, as those of another version have, but not give ranks other parts
+    places = [*_paths(json.loads(text))]
+    words = [place for place in places if place[0] in {"inputs", "plan"}]
     passed = []
-    for place in _paths(json.loads(text)):
+    for place in [place for place in places if place not in words] + words[::7]:
         document = json.loads(text)
         inner = document
         for key in place[:-1]:
@@ -343,8 +346,7 @@ def test_every_value_of_the_manifest_is_checked(tmp_path: Path) -> None:
         if exact(folder, "mamba2").verdict == "same":
             passed.append(place)
     free = {("source", "location"), ("source", "commit"), ("max_shard_size",)}  # one byte more makes no other files
-    # rules may have other words, as those of another version have, but not give ranks other parts
-    assert {place for place in passed if place[0] not in {"inputs", "plan"}} == free
+    assert {place for place in passed if place not in words} == free
     document = json.loads(text)
     document["plan"]["parallel"]["tp"].pop(0)
     path.write_text(json.dumps(document))

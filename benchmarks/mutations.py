@@ -46,6 +46,10 @@ NOISE = ("tests/verify/test_noise.py", *FORWARD)
 EXACT = ("tests/verify/test_exact.py", "tests/verify/test_folder.py")
 QUANTIZED = ("tests/formats/test_quantization.py", "tests/reshard/test_quantized.py", "tests/reshard/test_outside.py")
 EXPERTS = ("tests/verify/test_layers.py", "tests/verify/test_experts.py")
+ZOO = ("tests/test_zoo_sanity.py",)
+KILLS = ("tests/reshard/test_output.py",)
+LAUNCHES = ("tests/verify/test_launch.py",)
+COMMANDS = ("tests/verify/test_cli.py",)
 
 MUTATIONS = (
     # the notation
@@ -72,7 +76,7 @@ MUTATIONS = (
     Mutation("verify", "same = not right.any() if left is None else", "same = True if left is None else", EXACT),
     Mutation("verify", "elif info.dtype != kind.dtype or info.shape != box.shape:",
              "elif info.shape != box.shape:", EXACT),
-    Mutation("verify", "for key in sorted(has.keys() | should.keys()):", "for key in sorted(should.keys()):", EXACT),
+    Mutation("verify", "for key in sorted(has.keys() | should.keys())\n", "for key in sorted(should.keys())\n", EXACT),
     # collectives and layers
     Mutation("verify", "return reduce_from_group(grads[0], ctx.group), None", "return grads[0], None", COLLECTIVES),
     Mutation("verify", "wide = torch.promote_types(x.dtype, torch.float32)\n    total", "wide = x.dtype\n    total",
@@ -97,6 +101,13 @@ MUTATIONS = (
     Mutation("verify", "key=lambda r: found[r][i][1].ratio)", "key=lambda r: -r)", NOISE),
     Mutation("verify", "if name in trace.outputs else state.isinf()", "if name in trace.outputs else state.isnan()",
              NOISE),
+    # what is asked of every model of the zoo
+    Mutation("reshard", "local = plan.rank_sizes(rank, sizes.of(indices))", "local = sizes.of(indices)", ZOO),
+    Mutation("reshard", "both if kind.template in tied else frozenset({stage})", "frozenset({stage})", ZOO),
+    # processes: killed, of an engine, of another launcher, on a terminal
+    Mutation("reshard", "        self.finished[name] = Finished(size, checksum, reads)", "        pass", KILLS),
+    Mutation("verify", "dist.all_gather_object(results, fn(*args))", "results[rank] = fn(*args)", LAUNCHES),
+    Mutation("reshard", "            show()\n\n    thread", "            pass\n\n    thread", COMMANDS),
 )  # fmt: skip
 
 

@@ -90,15 +90,15 @@ MUTATIONS = (
     Mutation("verify", "if not groups.is_first(own[name].along)]", "if groups.is_first(own[name].along)]", EXPERTS),
     Mutation("verify", "kind in {Kind.COLUMN, Kind.VECTOR} and not dealt", "kind in {Kind.COLUMN} and not dealt",
              BOTH_SIDES),
-    Mutation("verify", "if module in sums and own", "if False and own", FORWARD),
+    Mutation("verify", "if module in sums and sums[module] in own", "if False and sums[module] in own", FORWARD),
     Mutation("verify", "lambda _module, _args, out: self._part(out, dims, indices)",
              "lambda _module, _args, out: out", FORWARD),
     Mutation("verify", "{module for module, rule, _ in self.lines(model) if rule.alone}", "set()", FORWARD),
     # the comparison
-    Mutation("verify", "return self.ratio <= FACTOR", "return not self.ratio > FACTOR", NOISE),
+    Mutation("verify/forward", "return self.ratio <= FACTOR", "return not self.ratio > FACTOR", NOISE),
     Mutation("verify", "floor = FLOOR * torch.finfo(dtype).eps", "floor = 0.0", NOISE),
     Mutation("verify", "if not FACTOR < worst <= SURE:", "if True:", NOISE),
-    Mutation("verify", "key=lambda r: found[r][i][1].ratio)", "key=lambda r: -r)", NOISE),
+    Mutation("verify", "key=lambda pair: pair[1].ratio) for", "key=lambda pair: -pair[0]) for", NOISE),
     Mutation("verify", "if name in trace.outputs else state.isinf()", "if name in trace.outputs else state.isnan()",
              NOISE),
     # what is asked of every model of the zoo

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 
@@ -35,6 +36,7 @@ class Library:
     """A C library on a system that does not know the call."""
 
     def fallocate64(self, *_: object) -> int:
+        ctypes.set_errno(errno.ENOSYS)
         return -1
 
 

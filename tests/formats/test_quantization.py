@@ -110,6 +110,8 @@ NV = packed("tensor_group", "nvfp4-pack-quantized", type="float", group_size=16)
         ("p.weight_scale", {"quant_method": "fp8"}, "F32", (4096,), "p.weight: out"),
         ("p.weight_scale", packed("block", "float-quantized", type="float", num_bits=8), "F32", (32, 16),
          "p.weight: out/128 in/128"),
+        ("p.weight_scale", packed("", group_size=128), "BF16", (4096, 16), "p.weight: out in/128"),
+        ("p.weight_scale", packed("", group_size=-1), "BF16", (4096, 1), "p.weight: out 1"),
         ("p.weight_scale", {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, "F32", (4096, 16),
          "p.weight: out in/128"),
         ("p.weight_scale", {"quant_method": "modelopt", "quant_algo": "MXFP8"}, "U8", (4096, 64),

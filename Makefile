@@ -15,6 +15,7 @@ SEED ?= 0
 SECONDS ?= 600
 fuzz: .venv/ready
 	$(BIN)/python -m tests.fuzz --seed $(SEED) --seconds $(SECONDS)
+	$(BIN)/python -m tests.fuzz_containers --seed $(SEED) --seconds $(SECONDS)
 
 check: .venv/ready
 	$(BIN)/ruff check .

@@ -191,19 +191,27 @@ def wanted_ranks(ranks: Sequence[int] | None, mesh: Mesh) -> tuple[int, ...]:
 
 def _check_target(new: _Ranks | ProgramFiles, source: Source, out: Path, by_rank: bool, overwrite: bool) -> None:
     if by_rank and (out / MANIFEST).is_file():
-        existing = read_manifest(out / MANIFEST)
-        check_output(out, [source.path], overwrite=True)
-        _check_same_run(existing, new.manifest({}, source.read_side_files()), out)
-        present = [rank for rank in new.ranks if rank in existing.ranks]
-        if present and not overwrite:
-            raise CheckpointError(
-                f"{out / new.plan.mesh.folder(present[0])} exists", "pass --overwrite to write it again"
-            )
+        _check_begun(new, source, out, overwrite)
     else:
         begun = by_rank and _is_only_rank_folders(out)
-        check_output(out, [source.path], overwrite=overwrite, begun=begun)
+        try:
+            check_output(out, [source.path], overwrite=overwrite, begun=begun)
+        except CheckpointError:
+            if not by_rank or not (out / MANIFEST).is_file():
+                raise
+            _check_begun(new, source, out, overwrite)  # another run has just published its first rank
     parts = [new.plan.mesh.folder(rank) for rank in new.ranks] if by_rank else [""]
     check_space(out.parent, new.nbytes - already_staged(out, parts))
+
+
+def _check_begun(new: _Ranks | ProgramFiles, source: Source, out: Path, overwrite: bool) -> None:
+    """Raise CheckpointError unless the ranks of this run may be added to those in an output."""
+    existing = read_manifest(out / MANIFEST)
+    check_output(out, [source.path], overwrite=True)
+    _check_same_run(existing, new.manifest({}, source.read_side_files()), out)
+    present = [rank for rank in new.ranks if rank in existing.ranks]
+    if present and not overwrite:
+        raise CheckpointError(f"{out / new.plan.mesh.folder(present[0])} exists", "pass --overwrite to write it again")
 
 
 def _check_same_run(existing: Manifest, mine: Manifest, out: Path) -> None:

@@ -15,6 +15,7 @@ from reshard.planning.draft import Draft, draft, draft_of
 from reshard.planning.model import FullTensor
 from reshard.planning.plan import make_plan
 from reshard.storage.access import open_any
+from reshard.storage.fetched import Weights
 from tests.support import LLAMA, llama_tensors, write_checkpoint
 from tests.test_cli import ok, refused, run
 from tests.zoo import save
@@ -27,7 +28,7 @@ OTHERS = ("deepseek_v3", "qwen3_next", "mamba", "gpt_oss", "zamba2", "nemotron_h
 
 
 def _layouts(made: Draft, folder: Path, degree: int) -> tuple[dict, dict]:
-    built_in = open_any(folder, Access(), headers_only=True).model
+    built_in = open_any(folder, Access(), Weights.HEADERS).model
     mesh = Mesh((("tp", degree),))
     found = (make_plan(model, mesh).entries for model in (made.model, built_in))
     first, second = ({name: (e.layout.boxes, e.layout.padded) for name, e in each.items()} for each in found)
@@ -57,7 +58,7 @@ def test_a_draft_covers_every_tensor_and_says_what_is_not_clear(name: str, tmp_p
     folder = save(name, tmp_path / name)
     made = draft_of(folder)  # binds
     (tmp_path / "draft.toml").write_text(made.text)
-    source = open_any(folder, Access(plan_file=tmp_path / "draft.toml"), headers_only=True)
+    source = open_any(folder, Access(plan_file=tmp_path / "draft.toml"), Weights.HEADERS)
     assert set(source.plan.entries) == set(source.names)
     assert made.checks > 0
 

@@ -339,7 +339,7 @@ def test_a_resumed_merge_keeps_what_is_finished_and_reads_it_no_more(tmp_path, m
     def again(path):
         raise AssertionError(f"{path} is read a second time for its checksum")
 
-    monkeypatch.setattr(writing, "file_checksum", again)
+    monkeypatch.setattr(writing, "checksum_of", again)
     summary = merge(tmp_path / "shards", tmp_path / "out", options=ONE)
     assert 0 < summary.written < summary.nbytes
     assert contents(tmp_path / "out") == contents(source)

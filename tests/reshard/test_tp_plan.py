@@ -14,6 +14,7 @@ from formats.errors import PlanError
 from reshard.api import Access
 from reshard.export.tp_plan import TransformersPlan, transformers_plan
 from reshard.storage.access import open_any
+from reshard.storage.fetched import Weights
 from tests.store import checkpoint
 from tests.support import write_checkpoint
 from tests.test_cli import refused, run
@@ -31,7 +32,7 @@ WHOLE = {"gpt2", "mamba", "gpt_oss", "qwen3_vl_moe"}
 
 
 def plan_of(folder: Path, degree: int | None) -> TransformersPlan:
-    return transformers_plan(open_any(folder, Access(), headers_only=True).model, degree)
+    return transformers_plan(open_any(folder, Access(), Weights.HEADERS).model, degree)
 
 
 def logits(model: Any) -> torch.Tensor:

@@ -18,6 +18,7 @@ from reshard.storage.names import needed_to_plan, side_files, weight_files
 from reshard.storage.output import STATE
 from reshard.storage.remote import StoredFile, explain, open_store, without_query
 from reshard.storage.stand_in import Elsewhere, stand_in
+from reshard.storage.threads import Threads
 from reshard.system import disk_errors
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ _LISTED_BY_NAME = (
     "LICENSE", "README.md",
 )  # fmt: skip
 """What is looked for behind a URL that cannot be listed."""
+_REQUESTS = 16
 _NAME = re.compile(r"(?!\.)(?:[^/\0]+/)?(?!\.)[^/\0]+")
 """Weights and side files lie at most one folder deep; no name leads out of the folder."""
 _FILES = (".safetensors", ".json", ".model", ".txt", ".jinja")
@@ -141,18 +143,19 @@ def _named(document: object) -> set[str]:
 
 
 def _heads(store: ObjectStore, names: Iterable[str], name: str) -> dict[str, _Entry]:
+    """Those of the files that are there."""
     from obstore import head
-    from obstore.exceptions import BaseError
 
-    found = {}
-    for file in names:
+    def look(file: str) -> tuple[str, _Entry] | None:
         try:
-            found[file] = _entry(head(store, file))
+            return file, _entry(head(store, file))
         except FileNotFoundError:
-            continue
-        except (BaseError, OSError) as error:
+            return None
+        except Exception as error:
             raise explain(error, f"{name}/{file}") from None
-    return found
+
+    with Threads(_REQUESTS) as threads:
+        return dict(found for found in threads.map(look, names) if found is not None)
 
 
 def _entry(meta: Mapping[str, object]) -> _Entry:
@@ -165,7 +168,7 @@ def _copy(store: ObjectStore, names: Iterable[str], folder: Path, name: str) -> 
     from obstore import get
     from obstore.exceptions import BaseError
 
-    for file in names:
+    def copy(file: str) -> None:
         path = folder / file
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -174,6 +177,9 @@ def _copy(store: ObjectStore, names: Iterable[str], folder: Path, name: str) -> 
                     opened.write(chunk)
         except (BaseError, FileNotFoundError, PermissionError) as error:
             raise explain(error, f"{name}/{file}") from None
+
+    with Threads(_REQUESTS) as threads:
+        threads.map(copy, names)
 
 
 def _check_space(cache: Path, needed: int, name: str) -> None:

@@ -39,7 +39,7 @@ def stand_in(final: Path, weights: Mapping[str, Elsewhere], fill: Callable[[Path
     if final.exists():
         return final
     final.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=final.parent, prefix=f"{final.name}.") as scratch:
+    with tempfile.TemporaryDirectory(dir=final.parent, prefix=f"{final.name}.", ignore_cleanup_errors=True) as scratch:
         building = Path(scratch) / "files"
         building.mkdir()
         for name in weights:

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 S = TypeVar("S")
+
+_PATIENCE = 5.0
 
 
 class Threads:
@@ -30,10 +32,16 @@ class Threads:
         return future
 
     def map(self, function: Callable[[S], T], values: Iterable[S]) -> list[T]:
-        """The results for all values. The first error is raised, and what has not begun is not called."""
+        """The results for all values. The first error is raised, and what has not begun is not called.
+
+        What has begun is waited for, but not for long, and not after Ctrl-C.
+        """
         futures = [self.submit(function, value) for value in values]
         try:
             return [future.result() for future in futures]
+        except Exception:
+            wait([future for future in futures if not future.cancel()], _PATIENCE)
+            raise
         finally:
             for future in futures:
                 future.cancel()

@@ -95,7 +95,7 @@ def _did(summary: Summary, source: str) -> str:
     which = plural(ranks, "rank")
     if len(summary.ranks) < ranks:
         which = f"{'ranks' if len(summary.ranks) > 1 else 'rank'} {listed} of {ranks}"
-    before = f"{plural(summary.source_mesh.size, 'rank')} of " if summary.command != "split" else ""
+    before = f"{plural(summary.source_mesh.size, 'rank')} of " if summary.source_mesh.size > 1 else ""
     would = f"would {summary.command}" if summary.dry_run else verb
     into = "one checkpoint" if summary.command == "merge" else which
     return f"{would} {before}{source} into {into}"

@@ -11,12 +11,12 @@ from formats.errors import PlanError
 PROCESSES = "RESHARD_PROCESSES"
 """The number of processes, where the launcher does not say it (Kubernetes)."""
 
+_SLURM, _ARRAY = "SLURM_PROCID", "SLURM_ARRAY_TASK"
 _LAUNCHERS = (
     ("torchrun", "RANK", ("WORLD_SIZE",)),
     ("Open MPI", "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",)),
     ("MPI", "PMI_RANK", ("PMI_SIZE",)),
-    ("Slurm", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")),
-    ("the Slurm array", "SLURM_ARRAY_TASK_ID", ("SLURM_ARRAY_TASK_COUNT",)),
+    ("Slurm", _SLURM, ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")),
     ("the Kubernetes Job", "JOB_COMPLETION_INDEX", (PROCESSES,)),
     ("SkyPilot", "SKYPILOT_NODE_RANK", ("SKYPILOT_NUM_NODES",)),
 )
@@ -34,21 +34,20 @@ class Share:
         """This process's part of so many pieces of work: neighbours; empty if there are more processes than pieces."""
         return range(number * self.index // self.count, number * (self.index + 1) // self.count)
 
-    def __str__(self) -> str:
-        return f"process {self.index} of {self.count}"
-
 
 def share_of_launcher(environment: Mapping[str, str] = os.environ) -> Share:
     """This process, as its launcher counts. Raises PlanError if no launcher's variables are set, or wrong ones."""
     for launcher, rank, sizes in _LAUNCHERS:
-        if rank not in environment or (launcher == "Slurm" and _is_one_of_an_array(environment)):
+        if rank not in environment:
             continue
+        if rank == _SLURM and f"{_ARRAY}_ID" in environment:  # without srun and --ntasks, each job is one process
+            environment = {sizes[-1]: "1", **environment}
         size = next((name for name in sizes if name in environment), None)
         if size is None:
             raise PlanError(f"{rank} is set, but {sizes[-1]} is not", f"set {sizes[-1]} to the number of processes")
-        first = int(environment.get("SLURM_ARRAY_TASK_MIN", "0")) if "ARRAY" in rank else 0
         try:
-            share = Share(int(environment[rank]) - first, int(environment[size]))
+            share = Share(int(environment[rank]), int(environment[size]))
+            share = _in_array(share, environment) if rank == _SLURM else share
         except ValueError:
             share = Share(-1, 0)
         if not 0 <= share.index < share.count:
@@ -60,5 +59,10 @@ def share_of_launcher(environment: Mapping[str, str] = os.environ) -> Share:
     raise PlanError(f"'auto' needs a launcher's variable, and none is set: {known}", "start it with srun or torchrun")
 
 
-def _is_one_of_an_array(environment: Mapping[str, str]) -> bool:
-    return "SLURM_ARRAY_TASK_ID" in environment and environment.get("SLURM_NTASKS", "1") == "1"
+def _in_array(share: Share, environment: Mapping[str, str]) -> Share:
+    """A process of a Slurm job among those of all jobs of its array, if it is in one. Raises ValueError."""
+    if f"{_ARRAY}_ID" not in environment:
+        return share
+    first, step = int(environment.get(f"{_ARRAY}_MIN", "0")), int(environment.get(f"{_ARRAY}_STEP", "1"))
+    number = (int(environment[f"{_ARRAY}_ID"]) - first) // step
+    return Share(number * share.count + share.index, int(environment[f"{_ARRAY}_COUNT"]) * share.count)

@@ -43,7 +43,8 @@ def _load(source: Source, target: Plan, rank: int, name: str, reader: Reader) ->
     way = way_between(before, after, places, frozenset({rank}), compare=False)
     job = Job(name, way, places, lambda _: None, data.size)
     for slab in way.slabs(STEP):
-        reader.request((job.source(region.rank), region) for region in slab.reads)
+        if source.is_elsewhere:
+            reader.request((job.source(region.rank), region) for region in slab.reads)
         blocks = {r.rank: data[r.offset : r.offset + r.nbytes].reshape(r.shape) for r in slab.writes}
         if slab.is_flat and not slab.checks:
             _read_flat(job, slab, reader, blocks)
@@ -52,7 +53,8 @@ def _load(source: Source, target: Plan, rank: int, name: str, reader: Reader) ->
             check_slab(job, slab, read)
             for copy in slab.copies:
                 blocks[copy.target][copy.target_slices] = copy.block(read)
-        reader.ahead.done()
+        if source.is_elsewhere:
+            reader.ahead.done()
     dtype = TORCH_DTYPES[before.dtype]
     if data.size == 0:
         return torch.empty(shape, dtype=dtype)

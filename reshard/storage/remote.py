@@ -161,7 +161,10 @@ def open_store(url: str, headers: dict[str, str] | None = None, *, is_first: boo
     client: dict[str, Any] = dict(_CLIENT)
     if headers:
         client["default_headers"] = headers
-    seconds = float(os.environ.get(PATIENCE, _PATIENCE))
+    try:
+        seconds = float(os.environ.get(PATIENCE, _PATIENCE))
+    except ValueError:
+        raise CheckpointError(f"{PATIENCE} is {os.environ[PATIENCE]!r}, which is no number of seconds") from None
     patience = timedelta(seconds=min(seconds, _FIRST_PATIENCE) if is_first else seconds)
     retries = {"max_retries": 1000, "backoff": _BACKOFF, "retry_timeout": patience}
     make: Callable[..., ObjectStore] = from_url

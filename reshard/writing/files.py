@@ -413,13 +413,18 @@ def _sum_what_no_target_needs(source: Source, sums: Sums) -> None:
         total.add(offset, length, part)
         sums.add(file, frozenset(), total)
 
+    left = [
+        (source.files[info.file], info)
+        for rank, tensors in enumerate(source.ranks)
+        for stored, _ in source.arrangement.held(rank)
+        if (info := tensors.get(stored.name_on(rank))) is not None and _is_left(stored, rank)
+    ]
     reader = Reader(add)
     try:
-        for rank, tensors in enumerate(source.ranks):
-            for stored, _ in source.arrangement.held(rank):
-                info = tensors.get(stored.name_on(rank))
-                if info is not None and _is_left(stored, rank):
-                    reader.fill(np.empty(info.nbytes, dtype=np.uint8), source.files[info.file], info.offset)
+        if source.is_elsewhere:
+            reader.ahead.request((file, [(info.offset, info.offset + info.nbytes)]) for file, info in left)
+        for file, info in left:
+            reader.fill(np.empty(info.nbytes, dtype=np.uint8), file, info.offset)
     finally:
         reader.close()
 

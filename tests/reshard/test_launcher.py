@@ -21,8 +21,18 @@ VARIABLES = [
     ({"SLURM_PROCID": "3", "SLURM_NTASKS": "4"}, Share(3, 4)),
     ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "8"}, Share(1, 2)),
     (
-        {"SLURM_PROCID": "0", "SLURM_ARRAY_TASK_ID": "5", "SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_COUNT": "8"},
+        {
+            **{"SLURM_PROCID": "0", "SLURM_ARRAY_TASK_ID": "5"},
+            **{"SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_COUNT": "8"},
+        },
         Share(4, 8),
+    ),
+    (
+        {
+            **{"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_ARRAY_TASK_ID": "6", "SLURM_ARRAY_TASK_MIN": "2"},
+            **{"SLURM_ARRAY_TASK_STEP": "2", "SLURM_ARRAY_TASK_COUNT": "3"},
+        },
+        Share(5, 6),
     ),
     ({"JOB_COMPLETION_INDEX": "0", "RESHARD_PROCESSES": "2"}, Share(0, 2)),
     ({"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2"}, Share(1, 2)),
@@ -48,6 +58,10 @@ def test_variables_of_launchers(environment: dict[str, str], share: Share) -> No
         ({"JOB_COMPLETION_INDEX": "0"}, "RESHARD_PROCESSES is not"),
         ({"RANK": "4", "WORLD_SIZE": "4"}, "which cannot be"),
         ({"RANK": "x", "WORLD_SIZE": "4"}, "which cannot be"),
+        (
+            {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_ARRAY_TASK_ID": "x", "SLURM_ARRAY_TASK_COUNT": "2"},
+            "which cannot be",
+        ),
     ],
 )
 def test_variables_that_make_no_sense(environment: dict[str, str], says: str) -> None:

@@ -48,7 +48,7 @@ def share_of_launcher(environment: Mapping[str, str] = os.environ) -> Share:
         try:
             share = Share(int(environment[rank]), int(environment[size]))
             share = _in_array(share, environment) if rank == _SLURM else share
-        except ValueError:
+        except (ValueError, KeyError, ZeroDivisionError):
             share = Share(-1, 0)
         if not 0 <= share.index < share.count:
             raise PlanError(

@@ -76,11 +76,12 @@ def check_staging(out: Path) -> None:
         return
     if not work.is_dir():
         raise CheckpointError(f"{work} is a file, and {out.name} would be built there", hint)
-    if not _markers(work):  # a run that has just begun has only locks there
-        other = next((entry.name for entry in work.iterdir() if not entry.name.startswith(STATE)), None)
-        if other is not None:
+    # A run marks the folder before it puts anything else there, and removes the mark last. Other runs may do so now.
+    with contextlib.suppress(FileNotFoundError):
+        other = next((entry for entry in work.iterdir() if not entry.name.startswith(STATE)), None)
+        if other is not None and not _markers(work) and os.path.lexists(other):
             raise CheckpointError(
-                f"{work} holds '{other}' and was not made by reshard, and {out.name} would be built there", hint
+                f"{work} holds '{other.name}' and was not made by reshard, and {out.name} would be built there", hint
             )
 
 

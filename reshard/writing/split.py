@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from reshard.planning.plan import Padding, Plan, make_plan
 from reshard.planning.program_plan import plan_for
 from reshard.planning.rank_config import rank_config
 from reshard.storage.access import Access, open_any
-from reshard.storage.output import Staging, check_output, check_space, staging_of, tidy, unfinished_command
+from reshard.storage.output import PATIENCE, Staging, check_output, check_space, staging_of, tidy, unfinished_command
 from reshard.storage.source import Source
 from reshard.storage.upload import place_of, publish
 from reshard.writing.files import (
@@ -190,16 +191,18 @@ def wanted_ranks(ranks: Sequence[int] | None, mesh: Mesh) -> tuple[int, ...]:
 
 
 def _check_target(new: _Ranks | ProgramFiles, source: Source, out: Path, by_rank: bool, overwrite: bool) -> None:
-    if by_rank and (out / MANIFEST).is_file():
-        _check_begun(new, source, out, overwrite)
-    else:
-        begun = by_rank and _is_only_rank_folders(out)
+    give_up = time.monotonic() + PATIENCE
+    while True:
         try:
-            check_output(out, [source.path], overwrite=overwrite, begun=begun)
+            if by_rank and (out / MANIFEST).is_file():
+                _check_begun(new, source, out, overwrite)
+            else:
+                check_output(out, [source.path], overwrite=overwrite, begun=by_rank and _is_only_rank_folders(out))
+            break
         except CheckpointError:
-            if not by_rank or not (out / MANIFEST).is_file():
+            if not by_rank or time.monotonic() > give_up:
                 raise
-            _check_begun(new, source, out, overwrite)  # another run has just published its first rank
+            time.sleep(0.01)  # another run may be at publishing its first rank
     parts = [new.plan.mesh.folder(rank) for rank in new.ranks] if by_rank else [""]
     check_space(out.parent, new.nbytes - already_staged(out, parts))
 

@@ -21,6 +21,7 @@ def module(oracle: str, name: str) -> ModuleType:
     """A script of an oracle's folder, as a module: each folder has modules of the same names."""
     folder = ORACLES / oracle
     before = {key: sys.modules.pop(key, None) for key in ("fixture", "make_checkpoint", "check", "torchfile")}
+    path = sys.path[:]
     sys.path.insert(0, str(folder))
     try:
         spec = importlib.util.spec_from_file_location(f"{oracle}_{name}", folder / f"{name}.py")
@@ -28,7 +29,7 @@ def module(oracle: str, name: str) -> ModuleType:
         found = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(found)
     finally:
-        sys.path.remove(str(folder))
+        sys.path[:] = path
         for key, value in before.items():
             sys.modules.pop(key, None)
             if value is not None:

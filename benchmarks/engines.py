@@ -28,7 +28,8 @@ import transformers
 from benchmarks.faults import write
 from formats.errors import ReshardError
 from reshard.api import split
-from reshard.storage.source import Source, open_source
+from reshard.storage.opening import open_source
+from reshard.storage.source import Source
 from tests import zoo
 from tests.verify.program_faults import FAULTS, inject
 from verify.bytes.exact import open_shards, verify_exact

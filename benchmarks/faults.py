@@ -26,7 +26,8 @@ import torch
 
 from formats.errors import ReshardError
 from reshard.api import split
-from reshard.storage.source import Source, open_source
+from reshard.storage.opening import open_source
+from reshard.storage.source import Source
 from tests import zoo
 from tests.verify.faults import FAULTS, Fault, Shards, exponent_bit
 from verify.forward.compare import ForwardOptions, ForwardReport, run_forwards

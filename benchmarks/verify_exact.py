@@ -31,7 +31,7 @@ prepare(Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))
 MEASURE = """
 import sys
 from pathlib import Path
-from reshard.storage.source import open_source
+from reshard.storage.opening import open_source
 from verify.bytes.exact import verify_exact
 report = verify_exact(open_source(Path(sys.argv[1])), Path(sys.argv[2]))
 sys.exit(report.verdict != 'same')

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from reshard.api import split
-from reshard.storage.source import Source, open_source
+from reshard.storage.opening import open_source
+from reshard.storage.source import Source
 
 _VARIABLE = "RESHARD_TESTS_STORE"
 

@@ -31,7 +31,7 @@ from reshard.planning.degrees import valid_degrees
 from reshard.planning.model import Model
 from reshard.planning.plan import Plan, make_plan
 from reshard.planning.rank_config import rank_config
-from reshard.storage.source import open_source
+from reshard.storage.opening import open_source
 from tests import remote, store, zoo
 from tests.reshard.test_stages import REFUSED, check_layers, stages_of
 from tests.support import assert_boxes_make_up_the_tensors, contents, in_files, without_manifest

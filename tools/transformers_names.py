@@ -23,10 +23,11 @@ from formats.mesh import Mesh
 from formats.notation.architecture_files import built_in_architectures, find_architecture
 from formats.notation.components import components
 from formats.notation.rewrites import PAGES, lines_of_types, page_of
-from reshard.planning.arrangement import arrangement_of, template_of
+from reshard.planning.arrangement import arrangement_of
 from reshard.planning.binding import bind
 from reshard.planning.model import FullTensor, Kind, Model
 from reshard.planning.plan import make_plan
+from reshard.planning.portions import template_of
 
 OUTPUT = PAGES / "transformers.json"
 _DTYPES = {torch.float32: "F32", torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL", torch.bfloat16: "BF16"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -93,6 +94,25 @@ def stamp_of(path: Path, name: str) -> Stamp:
     etag = target.name if in_cache else _downloaded(path, name, found.st_mtime)
     content = f"etag:{etag}" if etag else None
     return Stamp(name, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, _host(), content)
+
+
+def stamps_in(folder: Path) -> dict[Path, Stamp]:
+    """The state of each file in a folder and its direct subfolders; to be taken before any of them is read."""
+    found = (Path(root) / name for root, _, names in _two_levels(folder) for name in names)
+    return {file: stamp_of(file, file.relative_to(folder).as_posix()) for file in found if file.is_file()}
+
+
+def _two_levels(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    for root, folders, names in os.walk(folder):
+        if root != str(folder):
+            folders.clear()
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield root, folders, names
+
+
+def stamps_of(files: Iterable[Path], folder: Path, known: Mapping[Path, Stamp]) -> dict[Path, Stamp]:
+    """The states of these files of a folder: those that are known, and else what they are now."""
+    return {file: known.get(file) or stamp_of(file, file.relative_to(folder).as_posix()) for file in files}
 
 
 def _downloaded(path: Path, name: str, mtime: float) -> str | None:

@@ -54,7 +54,7 @@ def formats_command(
 def _obstacle(model: Any, page: Page) -> PlanError | None:
     """Why a model cannot be written in a format; None if it can."""
     from formats.mesh import Mesh
-    from reshard.planning.arrangement import uses_of
+    from reshard.planning.portions import uses_of
     from reshard.planning.program_plan import check_demands
 
     try:

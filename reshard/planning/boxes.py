@@ -21,7 +21,8 @@ from reshard.planning.plan import Box, Layout
 from reshard.planning.rows import Rows
 
 if TYPE_CHECKING:
-    from reshard.planning.arrangement import Geometry, Placed, Portion
+    from reshard.planning.geometry import Geometry, Placed
+    from reshard.planning.portions import Portion
 
 
 class Lies(NamedTuple):

@@ -9,9 +9,9 @@ from typing import Any
 from formats.errors import PlanError
 from formats.mesh import Mesh
 from formats.notation.rewrites import Page
-from reshard.planning.arrangement import apart_by_lines, check_model_type
 from reshard.planning.model import Model
 from reshard.planning.plan import Plan, make_plan
+from reshard.planning.portions import apart_by_lines, check_model_type
 from reshard.planning.shares import padding_for
 
 

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from formats.files.safetensors import tensor_bytes
-from reshard.planning.arrangement import Arrangement, Portion, Stored, template_of
+from reshard.planning.arrangement import Arrangement
+from reshard.planning.geometry import Stored
+from reshard.planning.portions import Portion, template_of
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from formats.files.sharded import METADATA_KEY
 from formats.notation.architecture import Architecture
 from reshard.storage.fetched import Weights
 from reshard.storage.hub import fetch
-from reshard.storage.source import Source, lines_of, open_source, read_elsewhere
+from reshard.storage.opening import lines_of, open_source
+from reshard.storage.source import Source, read_elsewhere
 
 
 @dataclass(frozen=True)

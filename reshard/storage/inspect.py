@@ -304,7 +304,7 @@ def _count_full(report: Report, manifest: Manifest | None, ranks: Mapping[int, l
 
 def _check_whole(report: Report) -> Source | None:
     """Make the checks that a split or a merge makes before it moves a byte; what was opened, if that went well."""
-    from reshard.storage.source import open_source
+    from reshard.storage.opening import open_source
 
     try:
         source = open_source(report.path)

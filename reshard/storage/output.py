@@ -44,7 +44,7 @@ STATE = ".reshard-"
 TASK = f"{STATE}task-"
 _MARKER = re.compile(re.escape(TASK) + "[a-z]+-[0-9a-f]{32}")
 _REPLACED_OUTPUT, _REPLACED_RANK = f"{STATE}replaced-output", f"{STATE}replaced-rank"
-PATIENCE = 0.2
+PATIENCE = 2.0
 """Seconds to wait for a lock: the processes of a killed run hold it until they have ended."""
 
 SUFFIX = ".partial"

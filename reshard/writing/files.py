@@ -24,19 +24,11 @@ from reshard.engine.move import Job, Options, TargetFile, TargetPlace, move, pla
 from reshard.engine.reading import Reader, Sums, checksum_of
 from reshard.engine.transfer import Change, Transfer, Way
 from reshard.engine.ways import way_between
-from reshard.planning.arrangement import (
-    Arrangement,
-    Atom,
-    Geometry,
-    Placed,
-    Portion,
-    Stored,
-    permuted,
-    stored_like,
-    unchanged,
-)
+from reshard.planning.arrangement import Arrangement, permuted
 from reshard.planning.boxes import InBoxes, in_common
+from reshard.planning.geometry import Atom, Geometry, Placed, Stored
 from reshard.planning.plan import Layout, Plan, make_plan
+from reshard.planning.portions import Portion, stored_like, unchanged
 from reshard.storage.output import Finished, Read, Staging, staging_of
 from reshard.storage.source import KEPT, UNSPLIT, Places, Source, SourceFile, SourcePlace, arrangements
 from reshard.writing.shard_files import ShardFile

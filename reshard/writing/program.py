@@ -20,14 +20,16 @@ from formats.files.sharded import FileRecord, Manifest
 from formats.files.torch_zip import build_archive
 from formats.notation.rewrites import Page, Settings
 from reshard.engine.reading import Sums
-from reshard.planning.arrangement import Arrangement, Placed, Stored, arrangement_of
+from reshard.planning.arrangement import Arrangement, arrangement_of
+from reshard.planning.geometry import Placed, Stored
 from reshard.planning.program_config import made_config, program_config
 from reshard.planning.program_plan import program_plan
 from reshard.planning.stacks import prefixed, stacked, stacks_for
 from reshard.storage.distributed_source import Affix, Training
+from reshard.storage.opening_programs import states_of
 from reshard.storage.output import Staging
 from reshard.storage.program_source import DISTCP
-from reshard.storage.source import KEPT, Source, states_of
+from reshard.storage.source import KEPT, Source
 from reshard.writing.files import KEPT_RANK, NewFile, new_file, record_with_sums
 from reshard.writing.shard_files import ShardFile, index_text, partition
 

@@ -28,7 +28,7 @@ from reshard.planning.plan import Padding, Plan, make_plan
 from reshard.planning.program_plan import plan_for
 from reshard.planning.rank_config import rank_config
 from reshard.storage.access import Access, open_any
-from reshard.storage.output import PATIENCE, Staging, check_output, check_space, staging_of, tidy, unfinished_command
+from reshard.storage.output import Staging, check_output, check_space, staging_of, tidy, unfinished_command
 from reshard.storage.source import Source
 from reshard.storage.upload import place_of, publish
 from reshard.writing.files import (
@@ -190,8 +190,12 @@ def wanted_ranks(ranks: Sequence[int] | None, mesh: Mesh) -> tuple[int, ...]:
     return tuple(sorted(set(ranks)))
 
 
+_PATIENCE = 0.2
+"""Seconds in which another run publishes its first rank."""
+
+
 def _check_target(new: _Ranks | ProgramFiles, source: Source, out: Path, by_rank: bool, overwrite: bool) -> None:
-    give_up = time.monotonic() + PATIENCE
+    give_up = time.monotonic() + _PATIENCE
     while True:
         try:
             if by_rank and (out / MANIFEST).is_file():

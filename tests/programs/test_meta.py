@@ -17,7 +17,7 @@ from formats.files.torch_bin import read_bin
 from formats.files.torch_zip import build_archive
 from reshard.api import Access, merge, plan, split
 from reshard.storage.hub import weight_files
-from reshard.storage.source import open_source
+from reshard.storage.opening import open_source
 from tests.programs.oracles import ORACLES, checkpoint, module, problem
 from tests.support import LLAMA, contents, write_checkpoint
 

@@ -11,7 +11,8 @@ import pytest
 from formats.errors import PlanError
 from formats.files.safetensors import TensorInfo, read_header
 from reshard.api import merge, split
-from reshard.storage.source import KEPT, open_source
+from reshard.storage.opening import open_source
+from reshard.storage.source import KEPT
 from tests.programs.quantized import CASES, METHODS, MODELS, described, make, recorded, source_hash
 from tests.support import command, contents
 from tests.verify.program_faults import sign

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from formats.errors import MismatchError, PlanError
 from formats.notation.rewrites import Page, page_of, read_page
 from reshard.api import merge, split
-from reshard.storage.source import open_source
+from reshard.storage.opening import open_source
 from tests.programs.oracles import checkpoint
 
 MODELS = [

@@ -16,7 +16,7 @@ from reshard.api import Access, merge, plan, split
 from reshard.cli.commands import main
 from reshard.planning.completeness import missing
 from reshard.storage.inspect import inspect
-from reshard.storage.source import open_source
+from reshard.storage.opening import open_source
 from tests import remote, zoo
 from tests.reshard.test_remote import saved
 from tests.support import LLAMA, Tensor, llama_tensors, write_checkpoint, write_file

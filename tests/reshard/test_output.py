@@ -19,8 +19,9 @@ import pytest
 from formats.errors import CheckpointError, MismatchError, PlanError
 from reshard.api import merge, split
 from reshard.engine.move import Options
+from reshard.storage import output
+from reshard.storage.opening import open_source
 from reshard.storage.output import STATE, Staging
-from reshard.storage.source import open_source
 from tests.forked import Forked
 from tests.support import contents, without_sums, write_checkpoint
 
@@ -161,7 +162,8 @@ def test_a_killed_rank_is_finished_by_the_same_command(tmp_path):
     assert without_sums(out) == expected
 
 
-def test_two_runs_for_one_output(tmp_path):
+def test_two_runs_for_one_output(tmp_path, monkeypatch):
+    monkeypatch.setattr(output, "PATIENCE", 0)
     source = write_checkpoint(tmp_path / "source", files=3)
     other = write_checkpoint(tmp_path / "other", seed=9)
     first = start("split", source, tmp_path / "out")

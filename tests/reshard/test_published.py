@@ -18,7 +18,7 @@ from reshard.planning.degrees import valid_degrees
 from reshard.planning.finer_blocks import finer_blocks
 from reshard.planning.model import FullTensor
 from reshard.planning.plan import make_plan
-from reshard.storage.source import open_source
+from reshard.storage.opening import open_source
 from tests import remote
 from tests.published import PUBLISHED, full_tensors
 from tests.test_cli import ok, run

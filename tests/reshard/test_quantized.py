@@ -21,7 +21,7 @@ from reshard.planning.degrees import valid_degrees
 from reshard.planning.model import FullTensor
 from reshard.planning.plan import make_plan
 from reshard.planning.totals import all_reduces
-from reshard.storage.source import open_source
+from reshard.storage.opening import open_source
 from tests.dequantize import METHODS, NUMPY, Method, Stored, pack, unpack, values
 from tests.support import contents, without_manifest
 from verify.bytes.exact import compare

@@ -14,7 +14,7 @@ from formats.notation.architecture_files import built_in_architectures, built_in
 from reshard.api import merge, split
 from reshard.planning.degrees import valid_degrees
 from reshard.planning.plan import make_plan
-from reshard.storage.source import open_source
+from reshard.storage.opening import open_source
 from tests import remote, store, zoo
 from tests.support import assert_boxes_make_up_the_tensors, contents, without_manifest
 

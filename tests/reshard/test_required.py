@@ -19,7 +19,7 @@ from reshard.planning.binding import bind
 from reshard.planning.completeness import missing
 from reshard.planning.model import FullTensor, Model
 from reshard.planning.required import REQUIRED, KnownLines, known_lines
-from reshard.storage.source import open_source
+from reshard.storage.opening import open_source
 from tests import zoo
 from tests.support import LLAMA, Tensor, llama_tensors, write_file
 from tools.required import as_read, saved, table_of, written

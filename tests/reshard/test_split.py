@@ -21,7 +21,7 @@ from formats.files.safetensors import DTYPE_BITS, build_header, read_header
 from formats.files.sharded import open_sharded
 from reshard.api import Access, Padding, load, merge, split
 from reshard.engine.move import Options
-from reshard.storage.source import open_source
+from reshard.storage.opening import open_source
 from tests import zoo
 from tests.support import (
     LLAMA,

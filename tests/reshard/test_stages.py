@@ -18,7 +18,7 @@ from reshard.api import load, merge, plan, split
 from reshard.planning.plan import Plan, make_plan
 from reshard.planning.stages import even_stages, is_layered, layers_at
 from reshard.storage.inspect import inspect
-from reshard.storage.source import open_source
+from reshard.storage.opening import open_source
 from tests import remote, store
 from tests.support import LLAMA, command, contents, llama_tensors, without_manifest, write_checkpoint, write_file
 from verify.bytes.exact import verify_exact

@@ -24,7 +24,8 @@ from reshard.planning.model import FullTensor, Model
 from reshard.planning.plan import make_plan
 from reshard.planning.rank_config import rank_config
 from reshard.planning.totals import bytes_of_ranks, rows_of, totals_of
-from reshard.storage.source import Source, open_source
+from reshard.storage.opening import open_source
+from reshard.storage.source import Source
 from tests import zoo
 from tests.dequantize import METHODS
 from tests.reshard.test_quantized import CASES, PACKINGS, checkpoint, dequantize, parts

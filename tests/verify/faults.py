@@ -23,7 +23,8 @@ from formats.files.safetensors import DTYPE_BITS, TensorInfo
 from formats.files.sharded import MANIFEST
 from formats.notation.axes import Dim
 from reshard.planning.plan import Entry
-from reshard.storage.source import Source, open_source
+from reshard.storage.opening import open_source
+from reshard.storage.source import Source
 
 Array = np.ndarray[Any, Any]
 LAYER = 1

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from formats.files.safetensors import DTYPE_BITS, build_header, read_header
 from reshard.api import split
-from reshard.storage.source import Source, open_source
+from reshard.storage.opening import open_source
+from reshard.storage.source import Source
 from tests import store
 from tests.support import change_tensor, command
 from tests.verify.program_faults import sign

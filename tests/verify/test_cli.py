@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from reshard.api import split
-from reshard.storage.source import open_source
+from reshard.storage.opening import open_source
 from tests import zoo
 from tests.support import command
 from tests.verify.by_hand import by_hand

@@ -28,7 +28,7 @@ from reshard.cli.commands import main
 from reshard.planning.binding import bind
 from reshard.planning.model import FullTensor
 from reshard.planning.plan import Box, Layout, make_plan
-from reshard.storage.source import open_source
+from reshard.storage.opening import open_source
 from tests import store, zoo
 from tests.verify.faults import FAULTS, inject
 from verify.bytes import exact_report, views
@@ -502,7 +502,7 @@ def test_command(llama: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 MEASURE = """
 import resource, sys
 from pathlib import Path
-from reshard.storage.source import open_source
+from reshard.storage.opening import open_source
 from verify.bytes.exact import verify_exact
 assert verify_exact(open_source(Path(sys.argv[1])), Path(sys.argv[2])).verdict == 'same'
 assert 'torch' not in sys.modules

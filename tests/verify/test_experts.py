@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from reshard.storage.source import Source, open_source
+from reshard.storage.opening import open_source
+from reshard.storage.source import Source
 from tests import store
 from tests.verify.faults import LAYER, Shards, inject
 from tests.verify.test_forward import run_all

@@ -19,7 +19,7 @@ from formats.files.checksum import file_checksum
 from formats.files.safetensors import build_header, read_header
 from reshard.api import Options, Padding, merge, split
 from reshard.cli.commands import main
-from reshard.storage.source import open_source
+from reshard.storage.opening import open_source
 from tests.support import LLAMA, write_checkpoint
 from verify.bytes import folder, views
 from verify.bytes.exact import verify_exact

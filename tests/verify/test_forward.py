@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from formats.errors import CheckpointError, ReshardError
 from formats.notation.architecture_files import find_architecture
 from reshard.api import split
-from reshard.storage.source import Source, open_source
+from reshard.storage.opening import open_source
+from reshard.storage.source import Source
 from tests import store, zoo
 from tests.verify.faults import inject
 from verify.forward.compare import ForwardOptions, ForwardReport, run_forward, run_forwards

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from reshard.api import split
-from reshard.storage.source import Source, open_source
+from reshard.storage.opening import open_source
+from reshard.storage.source import Source
 from tests import zoo
 from tests.support import command
 from tests.verify.faults import Shards

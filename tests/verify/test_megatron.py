@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from reshard.api import split
-from reshard.storage.source import open_as, open_source
+from reshard.storage.opening import open_source
+from reshard.storage.opening_programs import open_as
 from tests.programs.oracles import checkpoint
 from tests.programs.test_megatron import CASES, DISTRIBUTED, FORMS, golden, in_chunks, mesh_of_case
 from verify.bytes.exact import verify_exact

@@ -18,7 +18,8 @@ import tomli_w
 
 from reshard.api import Access, split
 from reshard.storage.access import open_any
-from reshard.storage.source import Source, open_source
+from reshard.storage.opening import open_source
+from reshard.storage.source import Source
 from tests import zoo
 from tests.support import command
 from tests.verify.by_hand import by_hand

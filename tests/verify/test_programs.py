@@ -19,7 +19,8 @@ from formats.errors import CheckpointError
 from formats.files.safetensors import build_header, read_header, tensor_bytes
 from reshard.api import split
 from reshard.planning.plan import Padding
-from reshard.storage.source import KEPT, Source, open_source
+from reshard.storage.opening import open_source
+from reshard.storage.source import KEPT, Source
 from tests import store, zoo
 from tests.programs.oracles import ORACLES, checkpoint
 from tests.support import LLAMA, change_tensor, command, llama_tensors

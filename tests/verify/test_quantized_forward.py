@@ -17,7 +17,8 @@ import torch
 from formats.errors import ReshardError
 from reshard.api import split
 from reshard.planning.plan import dequantized
-from reshard.storage.source import Source, open_source
+from reshard.storage.opening import open_source
+from reshard.storage.source import Source
 from tests import zoo
 from tests.dequantize import METHODS, Stored
 from tests.reshard.test_quantized import names_of, read, write

@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from reshard.api import Access, split
-from reshard.storage.source import open_source
+from reshard.storage.opening import open_source
 from tests import store, zoo
 from tests.support import command
 from tests.verify.test_forward import show

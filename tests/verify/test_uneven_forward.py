@@ -11,7 +11,8 @@ import reshard.writing.split
 from formats.mesh import Mesh
 from reshard.api import split
 from reshard.planning.model import Model
-from reshard.storage.source import Source, open_source
+from reshard.storage.opening import open_source
+from reshard.storage.source import Source
 from tests import zoo
 from tests.verify import test_quantized_forward
 from verify.forward.compare import ForwardOptions, run_forwards

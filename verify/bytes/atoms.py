@@ -17,9 +17,10 @@ from formats.errors import PlanError
 from formats.files.boxes import At
 from formats.notation.axes import Run
 from formats.notation.components import components
-from reshard.planning.arrangement import Geometry, Portion
+from reshard.planning.geometry import Geometry
 from reshard.planning.model import Kind, Model
 from reshard.planning.plan import Layout
+from reshard.planning.portions import Portion
 from verify.bytes.views import pieces
 
 

@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from formats.files.boxes import At
-from reshard.planning.arrangement import Arrangement, Stored, arrangement_of
+from reshard.planning.arrangement import Arrangement, arrangement_of
 from reshard.planning.boxes import InBoxes
+from reshard.planning.geometry import Stored
 from reshard.storage.program_source import ProgramFile, check_belonging, program_files
 from reshard.storage.source import Source
 

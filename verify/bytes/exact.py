@@ -15,7 +15,9 @@ from formats.errors import CheckpointError, PlanError, ReshardError
 from formats.files.sharded import is_sharded
 from reshard.planning.finer_blocks import with_blocks
 from reshard.planning.plan import Plan, make_plan
-from reshard.storage.source import Source, is_of_programs, open_as, open_source
+from reshard.storage.opening import open_source
+from reshard.storage.opening_programs import is_of_programs, open_as
+from reshard.storage.source import Source
 from verify.bytes import folder
 from verify.bytes.exact_report import ExactReport
 from verify.bytes.program import compare_program

@@ -11,9 +11,11 @@ from pathlib import Path
 from formats.errors import ReshardError
 from formats.files.safetensors import DTYPE_BITS, tensor_bytes
 from formats.files.sharded import MANIFEST
-from reshard.planning.arrangement import Arrangement, Stored, arrangement_of
+from reshard.planning.arrangement import Arrangement, arrangement_of
+from reshard.planning.geometry import Stored
+from reshard.storage.opening import open_source
 from reshard.storage.program_source import program_files
-from reshard.storage.source import KEPT, Source, open_source
+from reshard.storage.source import KEPT, Source
 from reshard.writing.shard_files import partition
 from verify.bytes import folder
 from verify.bytes.boxes import check_boxes, ranks_of

@@ -23,7 +23,8 @@ from formats.errors import CheckpointError
 from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header
 from formats.notation.rewrites import page_of
 from reshard.engine.loading import TORCH_DTYPES
-from reshard.planning.arrangement import Arrangement, Boxes, Placed, arrangement_of
+from reshard.planning.arrangement import Arrangement, arrangement_of
+from reshard.planning.geometry import Boxes, Placed
 from reshard.planning.plan import Box, Plan
 from reshard.planning.rank_config import rank_config
 from verify.bytes.atoms import Block

@@ -1,0 +1,382 @@
+"""What a program makes of each of a model's tensors: a page applied to the kinds of a model.
+
+A page (``formats.notation.rewrites``) says names, and what is stacked and joined; see ``reshard.planning.arrangement``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from formats.errors import PlanError
+from formats.notation.architecture import Architecture, is_index
+from formats.notation.components import Component, components, whole, without_first
+from formats.notation.rewrites import Line, Page, Use
+from formats.notation.unfused_experts import by_name
+from reshard.planning.model import BoundTensor, Kind, Model
+from reshard.planning.stages import divided
+
+
+@dataclass(frozen=True, eq=False)
+class Portion:
+    """An atom of each tensor of a kind, and what a program makes of it.
+
+    ``target`` is the program's name, with indices as in ``{layer}``; None is the tensor's own. ``stacked`` is the axis
+    along which atoms are stacked. ``by_index`` says that an atom is what one index of the first dimension has. ``slot``
+    is its place among the ``slots`` things that are joined. ``order`` has the atom's factors in the order in which the
+    program stores them, ``counts`` how many of them each of its dimensions has. Atoms are joined along the dimension
+    ``dim``, behind its first ``lead`` factors.
+    """
+
+    component: Component
+    by_index: bool
+    target: str | None
+    stacked: str | None
+    slot: int
+    slots: int
+    line: Line | None
+    order: tuple[int, ...]
+    counts: tuple[int, ...]
+    dim: int
+    lead: int
+    vector: bool = False
+    """Whether a number is stored as a vector of one."""
+
+    @property
+    def function(self) -> str | None:
+        """The function that is stored instead of the elements, if there is one."""
+        return self.line.function if self.line else None
+
+    @property
+    def outer(self) -> int:
+        """The number of factors, in the stored order, before those along which atoms are joined."""
+        return sum(self.counts[: self.dim]) + self.lead
+
+
+Taken = tuple[Portion, ...]
+"""What a program makes of the tensors of a kind: all atoms of each."""
+
+
+def uses_of(model: Model, page: Page) -> dict[Kind, Taken]:
+    """What a program makes of each kind of tensors. Raises PlanError for a tensor that no line of its page covers."""
+    check_model_type(model, page)
+    return _Reading(model, page).all()
+
+
+def check_model_type(model: Model, page: Page) -> None:
+    """Raise PlanError for a model type of which a page does not know what the program makes of it."""
+    types = {str(of.get("model_type")) for of in (model.config, model.sizes.settings)}
+    if page.model_types and not types & {*page.model_types}:
+        raise PlanError(
+            f"the model type '{model.config.get('model_type')}' cannot be written as '{page.name}': what {page.name} "
+            "makes of its tensors is not known here",
+            f"known are {', '.join(page.model_types)}",
+        )
+    why = page.refused.get(page.type_of(model.config))
+    if why is not None:
+        raise PlanError(f"'{page.type_of(model.config)}' has no place in the format '{page.name}': {why}")
+
+
+def stored_like(kind: Kind, portions: Taken, other: Taken) -> Taken:
+    """The same, in the parts in which ``other`` takes the tensors of this kind."""
+    if len(portions) == 1 and portions[0].component.label is None and not portions[0].by_index and _is_apart(other):
+        portions = _in_parts(kind, portions[0], other)
+    if len(portions) != len(other):
+        return portions
+    return tuple(_like(own, part) for own, part in zip(portions, other, strict=True))
+
+
+def unchanged(model: Model) -> dict[Kind, Taken]:
+    """What Hugging Face makes of its own tensors: each is stored as it is."""
+    return {kind: (kept_whole(whole(kind.rule), None),) for kind in model.kinds}
+
+
+def _is_apart(portions: Taken) -> bool:
+    return len(portions) > 1 or portions[0].by_index
+
+
+def _in_parts(kind: Kind, own: Portion, parts: Taken) -> Taken:
+    """A tensor that is stored whole, as its parts."""
+    if own.order != tuple(range(len(own.order))):
+        raise PlanError(f"tensor '{kind.name}' is stored in another order and in parts, which is not possible yet")
+    return tuple(
+        replace(
+            kept_whole(part.component, own.target), by_index=part.by_index, slot=slot, slots=len(parts), line=own.line,
+            stacked=kind.rule.dims[0].axis if part.by_index else None,
+        )
+        for slot, part in enumerate(parts)
+    )  # fmt: skip
+
+
+def _like(own: Portion, other: Portion) -> Portion:
+    """A portion whose atom has the factors of ``other``'s, where that has more of them (halves)."""
+    is_same = (own.by_index, own.component.label) == (other.by_index, other.component.label)
+    if not is_same or len(other.component.factors) <= len(own.component.factors):
+        return own
+    return replace(
+        kept_whole(other.component, own.target), by_index=own.by_index, slot=own.slot, slots=own.slots, line=own.line
+    )
+
+
+def kept_whole(component: Component, target: str | None) -> Portion:
+    """A component that is stored as it is, under this name or its own."""
+    order = tuple(range(len(component.factors)))
+    return Portion(component, False, target, None, 0, 1, None, order, component.counts, component.dim, component.lead)
+
+
+class _Reading:
+    """Applies a page to the kinds of a model."""
+
+    def __init__(self, model: Model, page: Page) -> None:
+        self.model, self.page = model, page.of(model.config)
+        self.names = {kind: template_of(model.architecture, kind) for kind in model.kinds}
+        self._there = frozenset(self.names.values())
+        self._beside = _Beside(model, self.page)
+        self._first = {tensor.kind: tensor for tensor in reversed(model.tensors)} if self._beside.lines else {}
+
+    def all(self) -> dict[Kind, Taken]:
+        """What the program makes of each kind."""
+        found = {kind: list(self._candidates(kind)) for kind in self.model.kinds}
+        while True:
+            joined: dict[tuple[int, str | None], set[int]] = defaultdict(set)
+            for candidates in found.values():
+                for portion in candidates[0] if candidates else ():
+                    joined[id(portion.line), portion.target].add(portion.slot)
+            lacking = [
+                kind
+                for kind, candidates in found.items()
+                if any(
+                    portion.line is not None and len(joined[id(portion.line), portion.target]) < portion.slots
+                    for portion in (candidates[0] if candidates else ())
+                )
+            ]
+            if not lacking:
+                break
+            for kind in lacking:
+                del found[kind][0]
+        dropped = dropped_of(self.model, self.page)
+        stored = {tensor.kind for tensor in self.model.tensors if tensor.name not in dropped}
+        for kind, candidates in found.items():
+            if not candidates and kind not in stored:
+                candidates.append((kept_whole(whole(kind.rule), None),))
+            if not candidates:
+                raise PlanError(
+                    f"tensor '{kind.name}' has no place in the format '{self.page.name}'",
+                    f"its page formats/programs/{self.page.name}.toml has no line for '{self.names[kind]}'",
+                )
+            self._check(kind)
+        return {kind: tuple(map(self._named, candidates[0])) for kind, candidates in found.items()}
+
+    def _check(self, kind: Kind) -> None:
+        """Raise PlanError for a tensor that the program cannot have."""
+        for refusal in self.page.refusals:
+            if refusal.found.match(self.names[kind]) is None or (refusal.scalars and math.prod(kind.shape) > 1):
+                continue
+            if refusal.when is None or self.model.sizes.evaluate(refusal.when, dict(kind.indices)):
+                raise PlanError(
+                    f"tensor '{kind.name}' has no place in the format '{self.page.name}': {refusal.why}",
+                    "docs/formats.md says what it can hold",
+                )
+
+    def _candidates(self, kind: Kind) -> Iterator[Taken]:
+        name = self.names[kind]
+        uses = list(self._uses(name, kind))
+        for use in uses:
+            if use.line.part is None:
+                yield tuple(self._apart(kind, use)) if use.line.apart else (self._portion(kind, whole(kind.rule), use),)
+        yield from self._in_parts(kind, {use.line.part: use for use in reversed(uses)})
+        yield from self._unpacked(kind, name)
+        if self.page.keep:
+            yield (kept_whole(whole(kind.rule), name),)
+
+    def _in_parts(self, kind: Kind, uses: Mapping[str | None, Use]) -> Iterator[Taken]:
+        """A packed tensor whose components are tensors of the program's, if there are lines for all of them."""
+        parts = components(kind.rule)
+        if parts and all(part.label in uses for part in parts):
+            yield tuple(self._portion(kind, part, uses[part.label]) for part in parts)
+
+    def _uses(self, name: str, kind: Kind) -> Iterator[Use]:
+        for use in self.page.uses(name):
+            line = use.line
+            if line.also or (line.by is not None and line.by not in kind.rule.axes):
+                continue
+            if line.without is not None and any(line.without.match(other) is not None for other in self._there):
+                continue
+            if line.beside is not None and not self._beside.holds(use, self._first[kind]):
+                continue
+            if line.when is None or self.model.sizes.evaluate(line.when, dict(kind.indices)):
+                yield use
+
+    def _unpacked(self, kind: Kind, name: str) -> Iterator[Taken]:
+        """A packed tensor by its components, if lines cover the names of all of them."""
+        parts = {part.label: part for part in components(kind.rule)}
+        experts = by_name(name, kind.rule)
+        if experts:
+            found = {
+                label: without_first(parts.get(label) or whole(kind.rule))
+                for label in [*parts, *([] if parts else [None])]
+            }
+            named = dict(zip(experts, found.values(), strict=True))
+        elif parts:
+            module, _, leaf = name.rpartition(".")
+            parent = module.rpartition(".")[0]
+            named = {f"{parent}.{label}_proj.{leaf}": part for label, part in parts.items()}
+        else:
+            return
+        uses = [next(self._uses(new, kind), None) for new in named]
+        if all(use is not None for use in uses):
+            pairs = zip(named.values(), uses, strict=True)
+            yield tuple(self._portion(kind, part, use, by_index=bool(experts)) for part, use in pairs if use)
+
+    def _portion(self, kind: Kind, component: Component, use: Use, *, by_index: bool = False) -> Portion:
+        line, sizes = use.line, self.model.sizes.of(dict(kind.indices))
+        for axes, halves in ((line.pairs, True), (line.halves, False)):
+            if axes and axes[use.source]:
+                component = component.in_two(axes[use.source], sizes, halves=halves)
+        dims = list(range(len(component.counts)))
+        if line.output_first and component.arrow is not None:
+            dims[-2:] = [dims[-1], dims[-2]]
+        has_arrow = component.arrow is not None and not line.output_first
+        order = [factor for dim in dims for factor in component.of_dim(dim)]
+        if component.pair is not None:
+            at = order.index(component.pair)
+            order[at], order[at + 1] = order[at + 1], order[at]
+        counts = tuple(component.counts[dim] for dim in dims)
+        joined = len(dims) - 1 if has_arrow and len(dims) > 1 else 0
+        lead = 0
+        if line.by is not None:
+            begin = sum(counts[:joined])
+            inside = [component.factors[place].axis for place in order[begin : begin + counts[joined]]]
+            if line.by not in inside:
+                raise PlanError(f"tensor '{kind.name}': '{line.by}' is no factor of '{component.shape}'")
+            lead = inside.index(line.by) + 1
+        return Portion(
+            component, by_index, use.target, use.stacked[1:-1] if use.stacked else None, use.source,
+            len(line.sources), line, tuple(order), counts, joined, lead,
+        )  # fmt: skip
+
+    def _apart(self, kind: Kind, use: Use) -> Iterator[Portion]:
+        found = {part.label: part for part in components(kind.rule)}
+        for slot, label in enumerate(use.line.apart):
+            if label not in found or len(found) != len(use.line.apart):
+                raise PlanError(
+                    f"tensor '{kind.name}': '{kind.rule}' does not have the parts {', '.join(use.line.apart)}"
+                )
+            portion = self._portion(kind, found[label], use)
+            yield replace(portion, slot=slot, slots=len(use.line.apart))
+
+    def _named(self, portion: Portion) -> Portion:
+        if not portion.counts and any(pattern.match(str(portion.target)) is not None for pattern in self.page.vectors):
+            portion = replace(portion, vector=True)
+        for renaming in self.page.names:
+            found = renaming.found.match(str(portion.target))
+            if found is not None and (renaming.when is None or self.model.sizes.evaluate(renaming.when, {})):
+                return replace(portion, target=renaming.new.fill(found))
+        return portion
+
+
+class _Beside:
+    """Which of a model's tensors have another beside them, for the lines of a page that ask for one."""
+
+    def __init__(self, model: Model, page: Page) -> None:
+        self._architecture, self._page = model.architecture, page
+        self.lines = [line for line in page.lines if line.beside is not None]
+        self._names = {kind: template_of(model.architecture, kind) for kind in model.kinds} if self.lines else {}
+        wanted = {other for name in self._names.values() for other in self._others(name)}
+        self._axes = {kind: tuple(model.architecture.index_places(kind.name)) for kind in self._names}
+        self._there: dict[str, set[tuple[int, ...]]] = {name: set() for name in wanted}
+        for tensor in model.tensors if wanted else ():
+            if self._names[tensor.kind] in wanted:
+                self._there[self._names[tensor.kind]].add(tensor.at)
+
+    def holds(self, use: Use, tensor: BoundTensor) -> bool:
+        """Whether a tensor has beside it what a line that covers it asks for."""
+        return self._has(self._other(use, self._names[tensor.kind]), tensor)
+
+    def key(self, tensor: BoundTensor) -> tuple[bool, ...]:
+        """What a tensor has beside it, of all that lines that cover it ask for."""
+        return tuple(self._has(other, tensor) for other in self._others(self._names[tensor.kind]))
+
+    def _has(self, other: str, tensor: BoundTensor) -> bool:
+        numbers = dict(zip(self._axes[tensor.kind], tensor.at, strict=True))
+        axes = [segment[1:-1] for segment in other.split(".") if segment.startswith("{")]
+        return tuple(numbers.get(axis, -1) for axis in axes) in self._there[other]
+
+    def _others(self, name: str) -> list[str]:
+        return [self._other(use, name) for use in self._page.uses(name) if use.line.beside is not None]
+
+    @staticmethod
+    def _other(use: Use, name: str) -> str:
+        assert use.line.beside is not None
+        return use.line.beside.fill(use.line.sources[use.source].match(name) or {})
+
+
+def apart_by_lines(model: Model, page: Page) -> Model:
+    """The same model, in which all tensors of a kind are covered by the same lines of a page."""
+    beside = _Beside(model, page.of(model.config))
+    return divided(model, beside.key) if beside.lines else model
+
+
+def template_of(architecture: Architecture, kind: Kind) -> str:
+    """The name of a kind's tensors with its indices as ``{layer}``, in the architecture's own spelling."""
+    general = _general(architecture, kind.name, rest=kind.template.endswith("*"))
+    if general == kind.template or _is_same_line(architecture, kind):
+        return kind.template
+    module, prefix = kind.template.rpartition(".")[0], architecture.prefixes[0] if architecture.prefixes else ""
+    inner = module[len(prefix) :] if prefix and module.startswith(prefix) else module
+    at = general.find(f"{inner}.")
+    return prefix + general[at:] if at >= 0 and module.startswith(prefix) else general
+
+
+def _is_same_line(architecture: Architecture, kind: Kind) -> bool:
+    """Whether the name itself is covered by the kind's line; a scale's is not, but its weight's."""
+    match = architecture.match(kind.name)
+    return match is not None and match.template == kind.template and not kind.template.endswith("*")
+
+
+def _general(architecture: Architecture, name: str, *, rest: bool) -> str:
+    """A name with its indices as ``{layer}``; with ``rest``, also with its other numbers, as ``{number0}``."""
+    axes = {place: axis for axis, place in architecture.index_places(name).items()}
+    segments, number = name.split("."), 0
+    for i, segment in enumerate(segments):
+        if is_index(segment):
+            if number in axes:
+                segments[i] = f"{{{axes[number]}}}"
+            elif rest:
+                segments[i] = f"{{number{number}}}"
+            number += 1
+    return ".".join(segments)
+
+
+def copies_of(model: Model, page: Page) -> dict[Kind, list[str]]:
+    """The further names of the tensors of each kind that a program stores twice: tied ones."""
+    page, found = page.of(model.config), dict[Kind, list[str]]()
+    for kind in model.kinds if any(line.also for line in page.lines) else ():
+        name = template_of(model.architecture, kind)
+        targets = [use.target for use in page.uses(name) if use.line.also]
+        if targets:
+            found[kind] = targets
+    return found
+
+
+def dropped_of(model: Model, page: Page) -> frozenset[str]:
+    """The tensors that a program does not store."""
+    found: set[str] = set()
+    for dropped in page.dropped:
+        if dropped.when is not None and not model.sizes.evaluate(dropped.when, {}):
+            continue
+        end = model.sizes.evaluate(dropped.beyond, {}) if dropped.beyond is not None else 0
+        covered: dict[Kind, list[int]] = {}
+        for kind in model.kinds:
+            match = dropped.found.match(template_of(model.architecture, kind))
+            if match is None or end is None:
+                continue
+            axes = [*model.architecture.index_places(kind.name)]
+            covered[kind] = [axes.index(match[axis][1:-1]) for axis in dropped.found.indices]
+        for tensor in model.tensors if covered else ():
+            places = covered.get(tensor.kind)
+            if places is not None and all(tensor.at[place] >= end for place in places):
+                found.add(tensor.name)
+    return frozenset(found)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from formats.mesh import mesh_of
-from reshard.engine.move import Options
+from reshard.engine.jobs import Options
 from reshard.planning.plan import Padding, Plan, plan_of
 from reshard.storage.access import Access, open_any
 from reshard.storage.fetched import Weights

@@ -48,13 +48,13 @@ def _make_all_small() -> None:
     """In a process that runs tests; what only starts others does not wait for torch."""
     import torch
 
-    import reshard.engine.move
+    import reshard.engine.jobs
     import verify.bytes.tensors
 
     # The models are tiny, and tests run side by side: threads of one wait for the core that another has.
     torch.set_num_threads(1)
     # The tensors are tiny, too: some of them go the way of large ones.
-    reshard.engine.move.SMALL = verify.bytes.tensors.SMALL = 1000
+    reshard.engine.jobs.SMALL = verify.bytes.tensors.SMALL = 1000
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

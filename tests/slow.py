@@ -3,6 +3,7 @@
 import os
 import time
 
+import reshard.engine.jobs
 import reshard.engine.move
 import reshard.engine.reading
 
@@ -16,5 +17,5 @@ def _slow(*arguments):
 
 os.pwrite = _slow
 reshard.engine.move.STEP = 1200
-reshard.engine.move.SMALL = 100  # most tensors go the way of large ones
+reshard.engine.jobs.SMALL = 100  # most tensors go the way of large ones
 reshard.engine.reading.PIECE = 600

@@ -48,7 +48,7 @@ def merge_command(
     import_numpy()
     from reshard.api import merge
     from reshard.cli.progress import Progress
-    from reshard.engine.move import Options
+    from reshard.engine.jobs import Options
 
     access = access_of(revision, token, cache_dir, plan_file, config_folder, quiet=quiet or as_json, download=download)
     started = time.monotonic()

@@ -94,7 +94,7 @@ def split_command(
     import_numpy()
     from reshard.api import split
     from reshard.cli.progress import Progress
-    from reshard.engine.move import Options
+    from reshard.engine.jobs import Options
     from reshard.launcher import share_of_launcher
 
     wanted = share_of_launcher() if None in ranks else [rank for rank in ranks if rank is not None] or None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from reshard.engine.ahead import GAP, joined
-from reshard.engine.move import STEP
+from reshard.engine.jobs import STEP
 from reshard.engine.reading import needed
 from reshard.engine.ways import way_between
 from reshard.planning.plan import Layout, Plan

@@ -11,9 +11,6 @@ import numpy as np
 from reshard.engine.reading import Bytes
 from reshard.engine.transfer import Region
 
-SMALL = 1 << 16
-"""A tensor of at most so many bytes is small: a system call for it costs more than its bytes."""
-
 TOGETHER = 1 << 20
 """Small tensors are moved together up to so many bytes."""
 

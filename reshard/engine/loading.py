@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import _TYPES
 
 from formats.files.safetensors import DTYPE_BITS
-from reshard.engine.move import STEP, Job, check_slab
+from reshard.engine.jobs import STEP, Job
+from reshard.engine.move import check_slab
 from reshard.engine.reading import Bytes, Reader
 from reshard.engine.transfer import Slab
 from reshard.engine.ways import way_between

@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 
 from formats.errors import CheckpointError
 from formats.files.checksum import PIECE, Part, PartialSum, file_checksum, sum_part
+from reshard.engine.jobs import TargetPlace
 from reshard.engine.transfer import Region
 from reshard.storage.source import SourceFile, SourcePlace
 from reshard.system import refused
 
 if TYPE_CHECKING:
     from reshard.engine.ahead import Ahead
-    from reshard.engine.move import TargetPlace
 
 Bytes = NDArray[np.uint8]
 Room = Callable[[int], Bytes]

@@ -21,12 +21,13 @@ from formats.notation.axes import Dim, Run, Shape, Summand
 from formats.notation.components import whole
 from formats.notation.rewrites import Constant, Page
 from reshard.planning.boxes import InBoxes, boxes_on
-from reshard.planning.geometry import Atom, Boxes, Geometry, Naming, Placed, Stored, filled
+from reshard.planning.geometry import Geometry
 from reshard.planning.model import BoundTensor, Kind, Model
 from reshard.planning.plan import Box, Layout, Plan, layout_of, make_plan, owners_of
 from reshard.planning.portions import Portion, Taken, copies_of, dropped_of, kept_whole, uses_of
 from reshard.planning.shares import shares_of
 from reshard.planning.stages import layers_at
+from reshard.planning.stored import Atom, Boxes, Naming, Placed, Stored, filled
 
 
 class _Part(NamedTuple):

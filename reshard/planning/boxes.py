@@ -2,34 +2,24 @@
 
 A *box* is a contiguous range of each dimension. Such a program's files are numbered, and a file has at most one box of
 a tensor. A rank whose part is no box (a packed gate and up, heads that do not divide) has several files. Each box is
-written once, by the first rank that has it. Any reader finds its part among the boxes, whatever its own mesh.
-"""
+written once, by the first rank that has it. Any reader finds its part among the boxes, whatever its own mesh."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from formats.errors import PlanError
 from formats.files.boxes import At
 from formats.notation.axes import Run, merge_runs
+from reshard.planning.geometry import Geometry
 from reshard.planning.plan import Box, Layout
-from reshard.planning.rows import Rows
-
-if TYPE_CHECKING:
-    from reshard.planning.geometry import Geometry, Placed
-    from reshard.planning.portions import Portion
-
-
-class Lies(NamedTuple):
-    """Where an atom lies in a stored tensor: from byte ``base`` on, in one piece or in ``rows``."""
-
-    base: int
-    rows: Rows | None
+from reshard.planning.portions import Portion
+from reshard.planning.rows import Lies, Rows
 
 
 class _Part(NamedTuple):
@@ -127,7 +117,7 @@ class InBoxes:
                 runs.append(run)
                 continue
             portion, (begin, end, total) = self.portions[slot], self._extent(place, slot)
-            lead, inner = _in_two(run, total)
+            lead, inner = in_two(run, total)
             first, last = max(inner.offset, begin), min(inner.end, end)
             if first >= last:
                 return None
@@ -155,7 +145,7 @@ class InBoxes:
         return nbytes
 
 
-def _in_two(run: Run, inner: int) -> tuple[Run, Run]:
+def in_two(run: Run, inner: int) -> tuple[Run, Run]:
     """A run as the product of two: of whole ``inner`` indices, or of a part of one. Raises PlanError if it is none."""
     if run.offset % inner == 0 and run.length % inner == 0:
         return Run(run.offset // inner, run.length // inner), Run(0, inner)
@@ -171,9 +161,6 @@ def _of_dim(portion: Portion, dim: int) -> tuple[int, ...]:
     """The factors of a stored dimension, in the stored order."""
     start = sum(portion.counts[:dim])
     return portion.order[start : start + portion.counts[dim]]
-
-
-# ------------------------------------------------------------------------------------------ the boxes of a mesh
 
 
 def boxes_on(geometry: Geometry) -> dict[int, At]:
@@ -234,76 +221,4 @@ def joined_runs(factors: Sequence[tuple[Sequence[Run], int]]) -> tuple[Run, ...]
             indices = (index for run in runs for index in range(run.offset, run.end))
             found = tuple(Run(index * size + run.offset, run.length) for index in indices for run in found)
         size *= length
-    return found
-
-
-# ------------------------------------------------------------------------------------------------ common dimensions
-
-
-def in_common(held: Placed, wanted: Placed) -> tuple[Layout, Layout, tuple[int, ...]]:
-    """An atom's layouts here and there with the same dimensions, of which a side in boxes knows no finer ones.
-
-    The dimensions are in the order of the source; the third value has them in the order of the target. Raises PlanError
-    if a box cuts through what the other side stores in another order.
-    """
-    source, target = held.portion.order, wanted.portion.order
-    after = {factor: place for place, factor in enumerate(target)}
-    starts = {group[0] for placed in (held, wanted) for group in _groups(placed)}
-    blocks: list[tuple[int, ...]] = []
-    for factor in source:
-        is_next = blocks and after[blocks[-1][-1]] + 1 == after[factor]
-        if is_next and factor not in starts:
-            blocks[-1] += (factor,)
-        else:
-            blocks.append((factor,))
-    order = sorted(range(len(blocks)), key=lambda number: after[blocks[number][0]])
-    same = tuple(order) == tuple(range(len(blocks)))
-    return _over(held, blocks), _over(wanted, blocks), () if same else tuple(order)
-
-
-def _groups(placed: Placed) -> tuple[tuple[int, ...], ...]:
-    geometry = placed.stored.geometry
-    return geometry.groups(placed.number) if isinstance(geometry, InBoxes) else ()
-
-
-def _over(placed: Placed, blocks: Sequence[tuple[int, ...]]) -> Layout:
-    """An atom's layout with a dimension for each block of factors."""
-    layout, geometry = placed.layout, placed.stored.geometry
-    if isinstance(geometry, InBoxes):
-        whole = geometry.whole.layouts[placed.number]
-        places = [(place, group) for place, group in enumerate(geometry.groups(placed.number))]
-        split = [
-            (place, sorted((block for block in blocks if block[0] in group), key=lambda block: group.index(block[0])))
-            for place, group in places
-        ]
-        dims = {file: _split_runs(box.dims, split, whole.padded) for file, box in layout.boxes.items()}
-        full, padded = (
-            tuple(math.prod(of[factor] for factor in block) for block in blocks) for of in (whole.full, whole.padded)
-        )
-        runs = {file: tuple(found[block] for block in blocks) for file, found in dims.items()}
-    else:
-        full, padded = (
-            tuple(math.prod(of[factor] for factor in block) for block in blocks) for of in (layout.full, layout.padded)
-        )
-        runs = {
-            rank: tuple(joined_runs([(box.dims[f], layout.padded[f]) for f in block]) for block in blocks)
-            for rank, box in layout.boxes.items()
-        }
-    boxes = {rank: Box(found, tuple(sum(run.length for run in dim) for dim in found)) for rank, found in runs.items()}
-    return replace(layout, full=full, padded=padded, boxes=boxes)
-
-
-def _split_runs(
-    dims: Sequence[Sequence[Run]],
-    split: Sequence[tuple[int, Sequence[tuple[int, ...]]]],
-    sizes: Sequence[int],
-) -> dict[tuple[int, ...], tuple[Run, ...]]:
-    """The run of each block, of which a dimension may have several."""
-    found: dict[tuple[int, ...], tuple[Run, ...]] = {}
-    for place, blocks in split:
-        (run,) = dims[place]
-        for number, block in enumerate(blocks):
-            inner = math.prod(sizes[factor] for later in blocks[number + 1 :] for factor in later)
-            outer, run = _in_two(run, inner)
-            found[block] = (outer,)
     return found

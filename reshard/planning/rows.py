@@ -23,3 +23,10 @@ class Rows(NamedTuple):
             count = min(self.inner - within, length - done)
             yield offset + row * self.stride + within, done, count
             done += count
+
+
+class Lies(NamedTuple):
+    """Where a part lies in a tensor: from byte ``base`` on, in one piece or in ``rows``."""
+
+    base: int
+    rows: Rows | None

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from formats.files.safetensors import tensor_bytes
 from reshard.planning.arrangement import Arrangement
-from reshard.planning.geometry import Stored
 from reshard.planning.portions import Portion, template_of
+from reshard.planning.stored import Stored
 
 
 @dataclass(frozen=True)

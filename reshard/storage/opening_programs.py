@@ -32,10 +32,10 @@ from formats.regular_files import open_file
 from reshard.planning.arrangement import arrangement_of, unboxed
 from reshard.planning.binding import bind
 from reshard.planning.completeness import check_complete
-from reshard.planning.geometry import Boxes
 from reshard.planning.model import Model
 from reshard.planning.plan import Plan
 from reshard.planning.program_plan import program_plan
+from reshard.planning.stored import Boxes
 from reshard.storage.distributed_source import Affix, Training
 from reshard.storage.program_source import (
     ProgramFile,

@@ -32,11 +32,11 @@ from formats.notation.rewrites import Page
 from formats.quantization.scale_blocks import block_size
 from formats.regular_files import read_file
 from reshard.planning.arrangement import Arrangement, arrangement_of
-from reshard.planning.geometry import Boxes
 from reshard.planning.model import Model
 from reshard.planning.plan import Plan
 from reshard.planning.portions import stored_like, unchanged, uses_of
 from reshard.planning.rows import Rows
+from reshard.planning.stored import Boxes
 from reshard.storage.distributed_source import Training
 from reshard.storage.program_source import (
     CONFIG,

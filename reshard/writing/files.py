@@ -20,15 +20,18 @@ from formats.files.sharded import SourceRecord
 from formats.files.torch_zip import Crc
 from formats.mesh import Mesh
 from reshard import __version__
-from reshard.engine.move import Job, Options, TargetFile, TargetPlace, move, place_in
+from reshard.engine.jobs import Job, Options, TargetFile, TargetPlace, place_in
+from reshard.engine.move import move
 from reshard.engine.reading import Reader, Sums, checksum_of
 from reshard.engine.transfer import Change, Transfer, Way
 from reshard.engine.ways import way_between
 from reshard.planning.arrangement import Arrangement, permuted
-from reshard.planning.boxes import InBoxes, in_common
-from reshard.planning.geometry import Atom, Geometry, Placed, Stored
+from reshard.planning.boxes import InBoxes
+from reshard.planning.common_dimensions import in_common
+from reshard.planning.geometry import Geometry
 from reshard.planning.plan import Layout, Plan, make_plan
 from reshard.planning.portions import Portion, stored_like, unchanged
+from reshard.planning.stored import Atom, Placed, Stored
 from reshard.storage.output import Finished, Read, Staging, staging_of
 from reshard.storage.source import KEPT, UNSPLIT, Places, Source, SourceFile, SourcePlace, arrangements
 from reshard.writing.shard_files import ShardFile

@@ -8,7 +8,7 @@ from pathlib import Path
 from formats.errors import CheckpointError, MismatchError
 from formats.files.safetensors import TensorInfo, build_header, tensor_bytes
 from formats.files.sharded import MANIFEST
-from reshard.engine.move import Options
+from reshard.engine.jobs import Options
 from reshard.planning.model import in_order
 from reshard.planning.plan import Plan, make_plan
 from reshard.storage.access import Access, open_any

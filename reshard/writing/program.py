@@ -21,10 +21,10 @@ from formats.files.torch_zip import build_archive
 from formats.notation.rewrites import Page, Settings
 from reshard.engine.reading import Sums
 from reshard.planning.arrangement import Arrangement, arrangement_of
-from reshard.planning.geometry import Placed, Stored
 from reshard.planning.program_config import made_config, program_config
 from reshard.planning.program_plan import program_plan
 from reshard.planning.stacks import prefixed, stacked, stacks_for
+from reshard.planning.stored import Placed, Stored
 from reshard.storage.distributed_source import Affix, Training
 from reshard.storage.opening_programs import states_of
 from reshard.storage.output import Staging

@@ -17,7 +17,7 @@ from formats.files.sharded import MANIFEST, FileRecord, Manifest, manifest_text,
 from formats.mesh import Mesh, mesh_of
 from formats.notation.adapters import SETTINGS
 from formats.notation.rewrites import page_of
-from reshard.engine.move import Options
+from reshard.engine.jobs import Options
 from reshard.engine.reading import Sums
 from reshard.launcher import Share
 from reshard.planning.arrangement import arrangement_of, program_mesh

@@ -16,7 +16,7 @@ import pytest
 from formats.errors import CheckpointError, MismatchError
 from reshard.api import merge, split
 from reshard.engine import apart
-from reshard.engine.move import Options
+from reshard.engine.jobs import Options
 from tests.reshard.test_output import journals, noted
 from tests.support import change_tensor, contents, write_checkpoint
 

@@ -15,7 +15,7 @@ from formats.files.torch_zip import Crc
 from reshard.api import split
 from reshard.engine import crc as crcs
 from reshard.engine.crc import SMALLEST, Run, add_run, combined, joined, parts_within
-from reshard.engine.move import Options
+from reshard.engine.jobs import Options
 from tests.support import LLAMA, write_checkpoint
 
 

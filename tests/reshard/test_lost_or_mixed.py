@@ -14,7 +14,7 @@ from formats.errors import CheckpointError, MismatchError
 from formats.files.safetensors import read_header
 from formats.files.stamps import Stamp, stamp_of
 from reshard.api import load, merge, split
-from reshard.engine.move import Options
+from reshard.engine.jobs import Options
 from reshard.storage.inspect import inspect
 from reshard.storage.output import STATE, Staging
 from reshard.writing import files as writing

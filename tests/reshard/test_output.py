@@ -18,7 +18,7 @@ import pytest
 
 from formats.errors import CheckpointError, MismatchError, PlanError
 from reshard.api import merge, split
-from reshard.engine.move import Options
+from reshard.engine.jobs import Options
 from reshard.storage import output
 from reshard.storage.opening import open_source
 from reshard.storage.output import STATE, Staging

@@ -15,7 +15,7 @@ from formats.files.safetensors import build_header, read_header
 from formats.mesh import Mesh
 from formats.notation.architecture_files import find_architecture
 from reshard.api import load, merge, split
-from reshard.engine.move import Options
+from reshard.engine.jobs import Options
 from reshard.planning.binding import bind
 from reshard.planning.degrees import valid_degrees
 from reshard.planning.model import FullTensor

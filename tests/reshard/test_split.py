@@ -20,7 +20,7 @@ from formats.errors import MismatchError, PlanError
 from formats.files.safetensors import DTYPE_BITS, build_header, read_header
 from formats.files.sharded import open_sharded
 from reshard.api import Access, Padding, load, merge, split
-from reshard.engine.move import Options
+from reshard.engine.jobs import Options
 from reshard.storage.opening import open_source
 from tests import zoo
 from tests.support import (
@@ -536,7 +536,7 @@ def test_the_size_of_a_step_changes_nothing(tmp_path, monkeypatch, steps, piece,
         split(source, tmp_path / f"tp{tp}", tp)
     sizes = {
         "move.STEP": steps,
-        "move.SMALL": small,
+        "jobs.SMALL": small,
         "move.TOGETHER": steps,
         "move.WRITE": write,
         "reading.PIECE": piece,

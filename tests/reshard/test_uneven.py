@@ -17,7 +17,7 @@ from formats.files.safetensors import read_header
 from formats.mesh import Mesh
 from reshard.api import load, merge, plan, split
 from reshard.cli.plan_table import uneven_lines
-from reshard.engine.move import Options
+from reshard.engine.jobs import Options
 from reshard.planning.binding import bind
 from reshard.planning.degrees import refusal, unevenly, valid_degrees
 from reshard.planning.model import FullTensor, Model

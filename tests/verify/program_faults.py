@@ -21,7 +21,7 @@ from formats.files.checksum import file_checksum
 from formats.files.safetensors import DTYPE_BITS, TensorInfo
 from formats.files.sharded import MANIFEST
 from reshard.planning.arrangement import Arrangement
-from reshard.planning.geometry import Stored
+from reshard.planning.stored import Stored
 from reshard.storage.source import Source
 from verify.bytes.exact import open_shards
 

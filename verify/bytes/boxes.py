@@ -13,7 +13,7 @@ import numpy.typing as npt
 from formats.files.boxes import At
 from reshard.planning.arrangement import Arrangement, arrangement_of
 from reshard.planning.boxes import InBoxes
-from reshard.planning.geometry import Stored
+from reshard.planning.stored import Stored
 from reshard.storage.program_source import ProgramFile, check_belonging, program_files
 from reshard.storage.source import Source
 

@@ -12,7 +12,7 @@ from formats.errors import ReshardError
 from formats.files.safetensors import DTYPE_BITS, tensor_bytes
 from formats.files.sharded import MANIFEST
 from reshard.planning.arrangement import Arrangement, arrangement_of
-from reshard.planning.geometry import Stored
+from reshard.planning.stored import Stored
 from reshard.storage.opening import open_source
 from reshard.storage.program_source import program_files
 from reshard.storage.source import KEPT, Source

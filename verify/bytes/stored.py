@@ -27,8 +27,9 @@ from formats.files.safetensors import DTYPE_BITS, TensorInfo
 from formats.regular_files import open_file, unreadable
 from reshard.planning.arrangement import Arrangement
 from reshard.planning.boxes import InBoxes
-from reshard.planning.geometry import Atom, Geometry, Stored
+from reshard.planning.geometry import Geometry
 from reshard.planning.model import Kind
+from reshard.planning.stored import Atom, Stored
 from reshard.storage.source import Source
 from verify.bytes.atoms import Block, Part, part_in_box, part_of
 from verify.bytes.boxes import ranks_of

@@ -24,9 +24,9 @@ from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header
 from formats.notation.rewrites import page_of
 from reshard.engine.loading import TORCH_DTYPES
 from reshard.planning.arrangement import Arrangement, arrangement_of
-from reshard.planning.geometry import Boxes, Placed
 from reshard.planning.plan import Box, Plan
 from reshard.planning.rank_config import rank_config
+from reshard.planning.stored import Boxes, Placed
 from verify.bytes.atoms import Block
 from verify.bytes.stored import Files, Parts, strided
 from verify.rules import with_sound_config

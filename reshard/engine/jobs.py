@@ -1,0 +1,130 @@
+"""What is to be moved: jobs, the files and places of their targets, and how it is done."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+from formats.files.checksum import PartialSum
+from formats.files.torch_zip import Crc
+from reshard.engine.crc import Run
+from reshard.engine.transfer import Way
+from reshard.planning.rows import Rows
+from reshard.storage.source import Places, SourcePlace
+
+SMALL = 1 << 16
+"""A tensor of at most so many bytes is small: a system call for it costs more than its bytes."""
+
+STEP = 32 << 20
+"""About so many bytes are one step of a process, which then reports. It does not depend on the number of processes, so
+that a resumed run cuts its work into the same steps.
+"""
+
+
+@dataclass(eq=False)
+class TargetFile:
+    """A file to be written: its final path, its header, its size in bytes, and the sum of what was written.
+
+    A file that is ``done`` was finished by an earlier run. ``summed`` says whether its checksum is needed.
+    """
+
+    path: Path
+    header: bytes
+    size: int
+    done: bool = False
+    summed: bool = True
+    fixed: tuple[tuple[int, bytes], ...] = ()
+    """Other bytes that come from no source, with their offsets."""
+    crcs: tuple[Crc, ...] = ()
+    """What is written when all else is; in increasing order."""
+    runs: list[Run] = field(default_factory=list)
+    """The CRC-32s of pieces that were written."""
+    sum: PartialSum = field(init=False)
+    descriptor: int = -1
+    """The open file's descriptor; -1 while it is closed."""
+
+    def __post_init__(self) -> None:
+        self.sum = PartialSum(self.size)
+
+    @cached_property
+    def late(self) -> int:
+        """The number of bytes that are written when all else is."""
+        return sum(4 * len(crc.places) for crc in self.crcs)
+
+    @property
+    def staged(self) -> Path:
+        """The path of the file until it is complete."""
+        return self.path.with_name(self.path.name + ".incomplete")
+
+
+class TargetPlace(NamedTuple):
+    """A tensor's file and the offset of its first byte in it; ``rows`` if it does not lie in one piece."""
+
+    file: TargetFile
+    offset: int
+    rows: Rows | None = None
+
+
+def place_in(ranks: Mapping[int, Mapping[str, TargetPlace]], name: str, rank: int) -> TargetPlace | None:
+    """A tensor's place in a rank's files; None if the rank does not hold it."""
+    return ranks[rank].get(name)
+
+
+class Job(NamedTuple):
+    """A tensor to move.
+
+    ``sources`` and ``targets`` give its place in the files of a source or target rank; None if the rank lacks it.
+    """
+
+    name: str
+    transfer: Way
+    sources: Places
+    targets: Callable[[int], TargetPlace | None]
+    nbytes: int
+    """Bytes of the full tensor."""
+    in_rows: bool = False
+    """Whether the tensor does not lie in one piece somewhere."""
+
+    @property
+    def is_small(self) -> bool:
+        """Whether it is moved together with others."""
+        return self.nbytes <= SMALL and not self.in_rows
+
+    @property
+    def work(self) -> int:
+        """A measure of the work: bytes, and a constant, as a small tensor is not free."""
+        return self.nbytes + SMALL
+
+    def source(self, rank: int) -> SourcePlace:
+        """The tensor's place in a source rank that holds it."""
+        place = self.sources(rank)
+        assert place is not None
+        return place
+
+    def target(self, rank: int) -> TargetPlace:
+        """The tensor's place in a target rank that holds it."""
+        place = self.targets(rank)
+        assert place is not None
+        return place
+
+
+@dataclass
+class Options:
+    """How to move: processes, checksums, durability."""
+
+    workers: int | None = None
+    checksum: bool = True
+    fsync: bool = False
+
+    def sums(self, target: TargetFile) -> bool:
+        """Whether the bytes written to a target are summed."""
+        return self.checksum and target.summed
+
+    @cached_property
+    def processes(self) -> int:
+        """The number of processes: ``workers``, or else one for each core, at least two and at most eight."""
+        return self.workers or max(2, min(8, os.cpu_count() or 1))

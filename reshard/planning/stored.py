@@ -1,0 +1,109 @@
+"""A program's tensors, and the atoms in each (see ``reshard.planning.arrangement``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from formats.files.boxes import At
+from formats.notation.rewrites import Constant
+from reshard.planning.boxes import InBoxes
+from reshard.planning.geometry import Geometry
+from reshard.planning.plan import Layout
+from reshard.planning.portions import Portion
+
+
+class Atom(NamedTuple):
+    """A tensor of Hugging Face's, or a part of it: a component (by its label), or an index of the first dimension."""
+
+    tensor: str
+    label: str | None = None
+    at: int | None = None
+
+
+Boxes = Mapping[str, Mapping[int, At]]
+"""The boxes of stored tensors, by the tensor's name and the number of a file."""
+
+
+@dataclass(frozen=True, eq=False)
+class Naming:
+    """The name of a stored tensor where it is not the same on all ranks.
+
+    ``targets`` has the program's name on each rank, with indices as in ``{layer}``; ``at`` the numbers of these, and
+    ``firsts`` for each rank the number from which it counts them.
+    """
+
+    targets: Sequence[str]
+    at: Mapping[str, int]
+    firsts: Sequence[Mapping[str, int]]
+
+    def on(self, rank: int) -> str:
+        """The name on a rank."""
+        name, firsts = self.targets[rank], self.firsts[rank]
+        return filled(name, {axis: number - firsts.get(axis, 0) for axis, number in self.at.items()})
+
+
+class Stored(NamedTuple):
+    """A tensor of a program's. ``atoms`` are in the order of the stack, then of the slots.
+
+    ``naming`` has its name on each rank, if it is not the same on all.
+    """
+
+    name: str
+    dtype: str
+    geometry: Geometry | InBoxes
+    atoms: tuple[Atom, ...]
+    constant: Constant | None = None
+    naming: Naming | None = None
+
+    def name_on(self, rank: int) -> str:
+        """Its name on a rank."""
+        return self.naming.on(rank) if self.naming else self.name
+
+
+class Placed(NamedTuple):
+    """An atom's stored tensor, and its number there."""
+
+    stored: Stored
+    number: int
+
+    @property
+    def portion(self) -> Portion:
+        """What the program makes of it."""
+        portions = self.stored.geometry.portions
+        return portions[self.number % len(portions)]
+
+    @property
+    def layout(self) -> Layout:
+        """Its layout on the mesh, with a dimension for each of its factors."""
+        return self.stored.geometry.layouts[self.number]
+
+    def is_zero(self, rank: int) -> bool:
+        """Whether a rank has zeros in its place, because a rank before it has the same part."""
+        if self.portion.line is None or not self.portion.line.first_rank:
+            return False
+        boxes = self.layout.boxes
+        return any(boxes[other].dims == boxes[rank].dims for other in boxes if other < rank)
+
+    @property
+    def zeros(self) -> frozenset[int]:
+        """The ranks that have zeros in its place."""
+        if self.portion.line is None or not self.portion.line.first_rank:
+            return frozenset()
+        return frozenset(rank for rank in self.layout.boxes if self.is_zero(rank))
+
+    @property
+    def in_rows(self) -> bool:
+        """Whether it does not lie in one piece on some rank."""
+        geometry = self.stored.geometry
+        lies = (geometry.lies(rank, self.number) for rank in range(geometry.ranks))
+        return any(found is not None and found.rows is not None for found in lies)
+
+
+def filled(name: str, at: Mapping[str, int]) -> str:
+    """A name with numbers in place of ``{layer}`` and its like."""
+    if "{" in name:
+        for axis, number in at.items():
+            name = name.replace(f"{{{axis}}}", str(number))
+    return name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from formats.errors import PlanError
@@ -33,6 +33,16 @@ class Share:
     def of(self, number: int) -> range:
         """This process's part of so many pieces of work: neighbours; empty if there are more processes than pieces."""
         return range(number * self.index // self.count, number * (self.index + 1) // self.count)
+
+    def of_sizes(self, sizes: Sequence[int]) -> frozenset[int]:
+        """This process's pieces of work of these sizes, by their numbers: the largest first, each to who has least."""
+        loads, mine = [0] * self.count, set()
+        for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
+            least = loads.index(min(loads))
+            loads[least] += sizes[number] + 1  # so that empty pieces are dealt too
+            if least == self.index:
+                mine.add(number)
+        return frozenset(mine)
 
 
 def share_of_launcher(environment: Mapping[str, str] = os.environ) -> Share:

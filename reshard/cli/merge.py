@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -15,17 +16,22 @@ from reshard.cli.options import (
     download_option,
     hub_options,
     output_options,
+    part_option,
     plan_option,
     progress_option,
     write_options,
 )
 from reshard.cli.summary import import_numpy, interruptible, print_summary
 
+if TYPE_CHECKING:
+    from reshard.launcher import Share
+
 
 @click.command("merge")
 @click.argument("shards")
 @click.argument("out", type=NewFolder())
 @click.option("--max-shard-size", type=Size(), help="Write new files of at most this size; default: the source's own.")
+@part_option
 @plan_option
 @config_option
 @hub_options
@@ -34,7 +40,7 @@ from reshard.cli.summary import import_numpy, interruptible, print_summary
 @progress_option
 @output_options
 def merge_command(
-    shards: str, out: Path | str, max_shard_size: int | None, plan_file: Path | None,
+    shards: str, out: Path | str, max_shard_size: int | None, part: Share | None, plan_file: Path | None,
     config_folder: Path | None, revision: str | None,
     token: str | None, cache_dir: Path | None, download: bool, overwrite: bool, fsync: bool,
     no_checksum: bool, workers: int | None,
@@ -44,6 +50,8 @@ def merge_command(
 
     What was split from safetensors comes back file by file: same names, same bytes, same sha256. Padding is removed,
     and replicated tensors are compared across the ranks.
+
+    With --part, several processes share the files; the last of them makes the output complete.
     """
     import_numpy()
     from reshard.api import merge
@@ -55,6 +63,7 @@ def merge_command(
     with interruptible(dry_run), Progress("merge", how="none" if quiet or as_json else progress) as shown:
         summary = merge(
             shards, out, access=access, options=Options(workers=workers, checksum=not no_checksum, fsync=fsync),
-            max_shard_size=max_shard_size, overwrite=overwrite, dry_run=dry_run, progress=shown,
+            max_shard_size=max_shard_size, overwrite=overwrite, dry_run=dry_run, part=part,
+            progress=shown,
         )  # fmt: skip
     print_summary(summary, shards, time.monotonic() - started, as_json=as_json, quiet=quiet)

@@ -13,6 +13,7 @@ import click
 from reshard.cli.errors import show_tracebacks
 
 if TYPE_CHECKING:
+    from reshard.launcher import Share
     from reshard.planning.plan import Padding
     from reshard.storage.access import Access
 
@@ -64,6 +65,25 @@ class Rank(click.ParamType):  # type: ignore[type-arg]  # it takes none before c
         if re.fullmatch(r"-?\d{1,9}", str(value)) is None:
             self.fail(f"'{value}' is not a rank's number, nor 'auto'", param, ctx)
         return int(value)
+
+
+class PartOf(click.ParamType):  # type: ignore[type-arg]  # it takes none before click 8.4
+    """One of several processes that share the files: ``I/N``, or ``auto`` for what the launcher says."""
+
+    name = "part"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Share:
+        """The process and their number. Raises click.BadParameter for any other text, PlanError without a launcher."""
+        from reshard.launcher import Share, share_of_launcher
+
+        if isinstance(value, Share):
+            return value
+        if value == "auto":
+            return share_of_launcher()
+        match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", str(value))
+        if match is None or int(match[1]) >= int(match[2]):
+            self.fail(f"'{value}' is not 'auto', nor I/N with I from 0 to N - 1", param, ctx)
+        return Share(int(match[1]), int(match[2]))
 
 
 class NewFolder(click.Path):
@@ -132,6 +152,10 @@ write_options = together(
     click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Processes; default: one a core, 2 to 8."),
     click.option("--dry-run", is_flag=True, help="Check everything and write nothing."),
 )
+part_option = click.option(
+    "--part", type=PartOf(), metavar="I/N",
+    help="Write part I (from 0) of N of the files; N processes add up; 'auto': as Slurm, torchrun, MPI ... count."
+)  # fmt: skip
 progress_option = click.option(
     "--progress", type=click.Choice(["auto", "bar", "log", "none"]), default="auto", show_default=True,
     help="How far it is, on stderr: a bar, a line a minute, or nothing; auto: a bar on a terminal, else lines."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -20,11 +21,15 @@ from reshard.cli.options import (
     output_options,
     padding_of,
     padding_options,
+    part_option,
     plan_option,
     progress_option,
     write_options,
 )
 from reshard.cli.summary import import_numpy, interruptible, print_summary
+
+if TYPE_CHECKING:
+    from reshard.launcher import Share
 
 
 def _is_for_any_mesh(form: str) -> bool:
@@ -57,6 +62,7 @@ def _is_for_any_mesh(form: str) -> bool:
 @click.option(
     "--extra-state", is_flag=True, help="With --as megatron: also an empty _extra_state for each of its modules."
 )
+@part_option
 @padding_options
 @plan_option
 @config_option
@@ -68,7 +74,7 @@ def _is_for_any_mesh(form: str) -> bool:
 def split_command(
     source: str, out: Path | str, tp: int | None, ep: int | None, pp: int | None, pp_layers: tuple[int, ...] | None,
     same_ranks: bool, uneven: bool, ranks: tuple[int | None, ...], form: str | None, max_shard_size: int | None,
-    refine_blocks: bool,
+    refine_blocks: bool, part: Share | None,
     pad_vocab_to: int | None, no_pad_vocab: bool, plan_file: Path | None, config_folder: Path | None,
     revision: str | None, token: str | None, cache_dir: Path | None, download: bool, overwrite: bool, fsync: bool,
     no_checksum: bool, workers: int | None, dry_run: bool, progress: str, as_json: bool, quiet: bool, extra_state: bool,
@@ -77,8 +83,8 @@ def split_command(
 
     SOURCE may be split already: then it is re-split directly, without a full checkpoint in between. With --rank, runs
     for different ranks into one OUT add up to the whole. They may run at the same time, and on different machines that
-    share the disk; --rank auto gives each process that a launcher started its share. To go on with an interrupted run,
-    give the same command again.
+    share the disk; --rank auto gives each process that a launcher started its share. With --part, processes share the
+    files of all ranks instead. To go on with an interrupted run, give the same command again.
 
     --tp N splits every large weight over N ranks. --ep N gives each of N ranks whole experts and a copy of all else.
     --pp N gives each of N stages consecutive layers, the first stage the embedding and the last the norm and the head.
@@ -106,6 +112,6 @@ def split_command(
             source, out, **degrees.arguments, uneven=uneven, ranks=wanted, access=access, padding=padding,
             options=Options(workers=workers, checksum=not no_checksum, fsync=fsync),
             max_shard_size=max_shard_size, refine_blocks=refine_blocks, overwrite=overwrite, dry_run=dry_run, form=form,
-            extra_state=extra_state, progress=shown,
+            extra_state=extra_state, part=part, progress=shown,
         )  # fmt: skip
     print_summary(summary, source, time.monotonic() - started, as_json=as_json, quiet=quiet)

@@ -50,6 +50,7 @@ def _document(summary: Summary, seconds: float) -> dict[str, Any]:
         "source_mesh": summary.source_mesh.to_document(),
         "mesh": summary.mesh.to_document(),
         "ranks": list(summary.ranks),
+        "part": [summary.part.index, summary.part.count] if summary.part else None,
         "complete": summary.complete,
         "tensors": summary.tensors,
         "files": summary.files,
@@ -65,6 +66,8 @@ def _document(summary: Summary, seconds: float) -> dict[str, Any]:
 
 def _text(summary: Summary, source: str, seconds: float) -> str:
     """One paragraph: what, how many tensors and files, bytes, seconds, padding, where."""
+    if summary.part is not None and summary.complete and not summary.written and not summary.dry_run:
+        return f"None of the files is left to write for this process: {_where(summary)}."
     if not summary.ranks:
         return f"Of {plural(summary.mesh.size, 'rank')} none is left to write for this process: {_where(summary)}."
     size, files = human_bytes(summary.nbytes), plural(summary.files, "file")
@@ -98,10 +101,14 @@ def _did(summary: Summary, source: str) -> str:
     before = f"{plural(summary.source_mesh.size, 'rank')} of " if summary.source_mesh.size > 1 else ""
     would = f"would {summary.command}" if summary.dry_run else verb
     into = "one checkpoint" if summary.command == "merge" else which
+    if summary.part is not None:
+        into += f", part {summary.part.index} of {summary.part.count}"
     return f"{would} {before}{source} into {into}"
 
 
 def _where(summary: Summary) -> str:
     if summary.complete:
         return f"the result is {summary.out}"
+    if summary.part is not None:
+        return f"other parts are still missing: see 'reshard inspect {summary.out}.partial'"
     return f"other ranks are still missing: see 'reshard inspect {summary.out}'"

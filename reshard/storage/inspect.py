@@ -33,7 +33,7 @@ from formats.files.sharded import (
 from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture_files import built_in_file
 from formats.notation.rewrites import Page, page_of
-from reshard.storage.output import SUFFIX, staging_of, unfinished_command
+from reshard.storage.output import SUFFIX, parts_of, staging_of, unfinished_command
 from reshard.storage.program_source import pages_for, program_files, tensors_in, weights_folder
 
 if TYPE_CHECKING:
@@ -425,6 +425,10 @@ def _staging(path: Path, command: str) -> Report:
     report.files, report.nbytes = len(finished), sum(file.stat().st_size for file in finished)
     out = path.with_name(path.name.removesuffix(SUFFIX))
     report.problems.append(f"it is not finished: {len(finished)} weight files are written, {len(begun)} are begun")
+    for part in parts_of(path):
+        if part.running or not part.files or part.finished < part.files:
+            written = f"{part.finished} of {part.files} files are written" if part.files else "no file is written"
+            report.problems.append(f"{part.part}: {written}, {'it is' if part.running else 'nobody is'} at work")
     report.hint = f"'reshard {command}' to {out} is running or was stopped; the same command goes on where it stopped"
     return report
 

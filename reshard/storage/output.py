@@ -4,12 +4,17 @@ The output is built in the staging folder ``OUT.partial``, and renamed to ``OUT`
 ``.reshard-*`` in the staging folder are not part of the output:
 
 - the task, an empty file; its name tells another run whether it may use the finished files;
-- a journal for each part, with the finished files, their checksums, and the sums of the source bytes read for them;
+- a journal for each part (a rank's folder, or a process's files), with the finished files, their checksums, and the
+  sums of the source bytes read for them;
 - the locks;
 - an older output that is being replaced.
 
 A folder ``OUT.partial`` without a task file was not made by reshard, and is refused. Ranks that are written alone
 (``--rank``) are renamed into ``OUT`` one by one, and the manifest there lists the complete ones.
+
+Several processes may deal the files of one output among them (``--part``). Each locks its part and has a journal of its
+own; the one that finds all files finished, and no other process at work, publishes. Which process wrote a file does not
+matter: so a part can be written again by any later run, of any number of processes.
 
 Guarantees: POSIX rename is atomic. A later run keeps a finished file if its state (size, time, inode) is unchanged. A
 restart of the machine may lose written bytes; after one, the checksum must be right too. Published output survives a
@@ -23,10 +28,11 @@ import errno
 import fcntl
 import json
 import os
+import platform
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -112,12 +118,37 @@ class Finished:
     reads: tuple[Read, ...] = ()
 
 
+@dataclass(frozen=True)
+class Dealt:
+    """The files of an output that one of several processes writes, and what messages and locks call its part."""
+
+    index: int
+    count: int
+    files: frozenset[str]
+
+    @property
+    def label(self) -> str:
+        """The name of the part: no two processes may write the same."""
+        return f"part-{self.index}-of-{self.count}"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a process is with its part of an output: files finished, of how many, and whether it is at work."""
+
+    part: str
+    finished: int
+    files: int
+    running: bool
+
+
 class Staging:
     """The folder in which one output is built. A context manager: the locks are held inside it.
 
     ``task`` is a JSON document that describes the output, with the ``command``: a run uses the finished files of an
     earlier run with an equal task. ``parts`` are the folders that this run writes (``""`` is the root). ``inputs`` are
-    the states of the files that it reads. ``check`` is called once the locks are held; its error ends the run.
+    the states of the files that it reads. ``check`` is called once the locks are held; its error ends the run. With
+    ``dealt`` this run writes some files of the whole output (``parts`` is the root), and other processes the others.
     """
 
     def __init__(
@@ -129,10 +160,12 @@ class Staging:
         *,
         fsync: bool,
         check: Callable[[], None] = lambda: None,
+        dealt: Dealt | None = None,
     ) -> None:
         self.out, self.parts, self._fsync, self._check = out, tuple(parts), fsync, check
         self.work = staging_of(out)
         self._inputs = tuple(inputs)
+        self._dealt = dealt
         self._task = self.work / _task_name(task)
         self._locks: list[IO[str]] = []
         self._journals: dict[str, IO[str]] = {}
@@ -142,14 +175,14 @@ class Staging:
         with disk_errors(self.work):
             self._claim()
             try:
-                self._lock_parts()
-                self._restore_replaced()
-                try:
-                    self._check()
-                except BaseException:
-                    self._leave()
-                    raise
-                self._adopt_or_clear()
+                with self._all_locks():
+                    self._restore_replaced()
+                    try:
+                        self._check()
+                    except BaseException:
+                        self._leave()
+                        raise
+                    self._adopt_or_clear()
                 for part in self.parts:
                     self._load_journal(part)
             except BaseException:
@@ -188,14 +221,39 @@ class Staging:
 
     # -- locks
 
+    @contextlib.contextmanager
+    def _all_locks(self) -> Iterator[None]:
+        """Lock the parts of this run, and in the block what all runs share."""
+        while True:
+            self._lock_parts()
+            shared = self._lock("lock-task", wait=True)
+            assert shared is not None
+            with shared:
+                if all(self._is_there(lock) for lock in self._locks):
+                    yield
+                    return
+            self._unlock()  # another run has removed the folder meanwhile, with the locks
+
     def _lock_parts(self) -> None:
         give_up = time.monotonic() + PATIENCE
         for part in self.parts:
-            while (lock := self._lock(f"lock-{part or 'root'}", wait=False)) is None and time.monotonic() < give_up:
+            while (lock := self._lock(f"lock-{self._label(part)}", wait=False)) is None and time.monotonic() < give_up:
                 time.sleep(0.01)
             if lock is None:
-                raise CheckpointError(f"another run is writing {self.out / part}", "wait for it, or stop it")
+                what = f"{self._label(part)} of {self.out}" if self._dealt else f"{self.out / part}"
+                raise CheckpointError(f"another run is writing {what}", "wait for it, or stop it")
             self._locks.append(lock)
+
+    def _label(self, part: str) -> str:
+        """What the lock and the journal of a part are called."""
+        return part or (self._dealt.label if self._dealt else "root")
+
+    @staticmethod
+    def _is_there(lock: IO[str]) -> bool:
+        """Whether a lock's file still has its name: otherwise others lock another one."""
+        with contextlib.suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(lock.fileno()), Path(lock.name).stat())
+        return False
 
     def _lock(self, name: str, *, wait: bool) -> IO[str] | None:
         """Lock a file of the staging folder; None if it is locked and ``wait`` is False.
@@ -214,9 +272,8 @@ class Staging:
             except BlockingIOError:
                 lock.close()
                 return None
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(lock.fileno()), path.stat()):
-                    return lock
+            if self._is_there(lock):
+                return lock
             lock.close()
 
     def _unlock(self) -> None:
@@ -230,67 +287,88 @@ class Staging:
     def _adopt_or_clear(self) -> None:
         """Keep the files of an equal task; remove those of another task.
 
-        Raises CheckpointError if the other task is still running.
+        Raises CheckpointError if the other task is still running, or if the same is dealt in another way.
         """
-        lock = self._lock("lock-task", wait=True)
-        assert lock is not None
-        with lock:
-            built = [entry for entry in self.work.iterdir() if not entry.name.startswith(STATE)]
-            if self._task.exists():
-                for entry in (p for root in built for p in (root, *root.rglob("*")) if p.is_symlink()):
-                    entry.unlink()  # reshard makes no links, and must not write through one
-                return
-            if built:
-                self._check_nobody_else_writes()
-            for entry in (*built, *self.work.glob(f"{STATE}journal-*")):
-                remove_tree(entry)
-            self._task.touch()
-            for marker in _markers(self.work):
-                if marker != self._task:
-                    marker.unlink()
+        built = [entry for entry in self.work.iterdir() if not entry.name.startswith(STATE)]
+        if self._task.exists():
+            for other in self._at_work():
+                if self.parts == ("",) and not self._goes_with(other):
+                    raise CheckpointError(
+                        f"another run is writing {other} of {self.out}",
+                        "wait for it, or start all processes with the same number of parts",
+                    )
+            for entry in (p for root in built for p in (root, *root.rglob("*")) if p.is_symlink()):
+                entry.unlink()  # reshard makes no links, and must not write through one
+            return
+        if built:
+            self._check_nobody_else_writes()
+        for entry in (*built, *self.work.glob(f"{STATE}journal-*")):
+            remove_tree(entry)
+        self._task.touch()
+        for marker in _markers(self.work):
+            if marker != self._task:
+                marker.unlink()
+
+    def _goes_with(self, label: str) -> bool:
+        """Whether the run that writes another part deals the files of the output as this one does."""
+        return self._dealt is not None and label.startswith("part-") and label.endswith(f"-of-{self._dealt.count}")
+
+    def _at_work(self) -> Iterator[str]:
+        """The parts that other runs are writing."""
+        mine = {self._label(part) for part in self.parts}
+        for path in self.work.glob(f"{STATE}lock-*"):
+            label = path.name.removeprefix(f"{STATE}lock-")
+            if label not in mine and label != "task" and _is_locked(path):
+                yield label
 
     def _check_nobody_else_writes(self) -> None:
-        mine = {f"lock-{part or 'root'}" for part in self.parts}
-        for path in self.work.glob(f"{STATE}lock-*"):
-            name = path.name.removeprefix(STATE)
-            if name in mine or name == "lock-task":
-                continue
-            lock = self._lock(name, wait=False)
-            if lock is None:
-                raise CheckpointError(
-                    f"another run is writing something else to {self.out}", "wait for it, or choose another folder"
-                )
-            lock.close()
+        if any(self._at_work()):
+            raise CheckpointError(
+                f"another run is writing something else to {self.out}", "wait for it, or choose another folder"
+            )
+
+    def writes(self, name: str) -> bool:
+        """Whether this run writes a file of the output, and no other process does."""
+        return self._dealt is None or name in self._dealt.files
 
     def _load_journal(self, part: str) -> None:
         """Keep the finished files of an earlier run with the same inputs and parts, and begin a new journal."""
-        path = self.work / f"{STATE}journal-{part or 'root'}"
-        lines = path.read_text().splitlines() if path.is_file() and not path.is_symlink() else []
-        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-            begin, *entries = (json.loads(line) for line in lines if line.endswith("}"))
-            inputs = [read_stamp(document, "") for document in begin["inputs"]]
-            if begin["parts"] == list(self.parts) and _are_same(inputs, self._inputs):
-                for entry in entries:
-                    self._adopt(entry, same_boot=begin["boot"] == boot_id() is not None)
+        path = self.work / f"{STATE}journal-{self._label(part)}"
+        for name, finished in self._found_in([path] if part else sorted(self.work.glob(f"{STATE}journal-*"))):
+            if self.writes(name):
+                self.finished[name] = finished
         path.unlink(missing_ok=True)
         journal = self._journals[part] = _open_new(path, "a")
-        inputs_now = [stamp.to_document() for stamp in self._inputs]
-        journal.write(json.dumps({"inputs": inputs_now, "parts": self.parts, "boot": boot_id()}) + "\n")
+        begin: dict[str, Any] = {"inputs": [stamp.to_document() for stamp in self._inputs], "parts": self.parts}
+        begin |= {"boot": boot_id(), "host": _host()} | ({"files": len(self._dealt.files)} if self._dealt else {})
+        journal.write(json.dumps(begin) + "\n")
         for name, finished in self.finished.items():
             if part in ("", name.partition("/")[0]):
                 self._note(journal, name, finished)
         journal.flush()
 
-    def _adopt(self, entry: Mapping[str, Any], *, same_boot: bool) -> None:
-        name, size, checksum = entry["name"], entry["size"], entry["checksum"]
-        path = self.work / name
-        if not path.is_file() or path.is_symlink() or path.stat().st_size != size:
-            return
-        untouched = _state(path) == entry["state"]
-        if not untouched or (not same_boot and (checksum is None or file_checksum(path) != checksum)):
-            return
-        reads = tuple(Read(source, frozenset(targets), total) for source, targets, total in entry["reads"])
-        self.finished[name] = Finished(size, checksum, reads)
+    def _found_in(self, journals: Iterable[Path], *, trusted: bool = False) -> Iterator[tuple[str, Finished]]:
+        """The finished files in journals of runs with the same inputs and parts, if they are as they were.
+
+        What was written before a restart of the machine must have its checksum; with ``trusted`` it is left out.
+        """
+        for path in journals:
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+                begin, *entries = _read_journal(path)
+                inputs = [read_stamp(document, "") for document in begin["inputs"]]
+                if begin["parts"] != list(self.parts) or not _are_same(inputs, self._inputs):
+                    continue
+                is_safe = begin["boot"] == boot_id() is not None or (trusted and begin["host"] != _host())
+                for entry in entries:
+                    checked = is_safe or (not trusted and self._has_checksum(entry))
+                    if _is_untouched(self.work / entry["name"], entry) and checked:
+                        reads = tuple(Read(of, frozenset(targets), total) for of, targets, total in entry["reads"])
+                        yield entry["name"], Finished(entry["size"], entry["checksum"], reads)
+
+    def _has_checksum(self, entry: Mapping[str, Any]) -> bool:
+        path = self.work / entry["name"]
+        is_mine = self.writes(entry["name"]) and _is_untouched(path, entry)
+        return is_mine and entry["checksum"] is not None and file_checksum(path) == entry["checksum"]
 
     def _note(self, journal: IO[str], name: str, finished: Finished) -> None:
         entry = {"name": name, "size": finished.size, "checksum": finished.checksum, "state": _state(self.work / name)}
@@ -298,8 +376,12 @@ class Staging:
         journal.write(json.dumps(entry) + "\n")
 
     def clear(self) -> None:
-        """Remove all that was built, because it cannot be trusted."""
-        remove_tree(self.work)
+        """Remove what was built, because it cannot be trusted: all of it, or else the part of this process."""
+        if self._dealt is None or not self._journals:
+            remove_tree(self.work)
+            return
+        for name in (f"{STATE}journal-{self._dealt.label}", *self._dealt.files):
+            (self.work / name).unlink(missing_ok=True)
 
     # -- writing
 
@@ -312,7 +394,7 @@ class Staging:
     def note_finished(self, part: str, name: str, finished: Finished) -> None:
         """Add a completed file to the journal."""
         self.finished[name] = finished
-        journal = self._journals[part]
+        journal = self._journals["" if self._dealt else part]
         self._note(journal, name, finished)
         journal.flush()
 
@@ -348,6 +430,22 @@ class Staging:
             self._unlock()
             _remove_state(self.out)
             self._sync(self.out.parent)
+
+    @contextlib.contextmanager
+    def last(self) -> Iterator[bool]:
+        """Whether all processes that share the output have finished; then this one publishes it, within the block.
+
+        ``finished`` has the files of all processes then. This process's part is no longer locked.
+        """
+        if self._dealt is None:
+            yield True
+            return
+        lock = self._lock("lock-task", wait=True)
+        assert lock is not None
+        with lock:
+            self._unlock()  # whoever comes next must not wait for this process
+            self.finished |= self._found_in(sorted(self.work.glob(f"{STATE}journal-*")), trusted=True)
+            yield not any(self._at_work())
 
     @contextlib.contextmanager
     def publishing(self) -> Iterator[None]:
@@ -488,13 +586,56 @@ def _open_new(path: Path, mode: str) -> IO[Any]:
     return open(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
 
 
+def _is_locked(path: Path) -> bool:
+    """Whether another process holds a lock. Two that ask at the same time do not see each other."""
+    with contextlib.suppress(OSError), path.open("r+") as lock:  # over NFS only what may be written can be locked
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _read_journal(path: Path) -> list[Any]:
+    """The lines of a journal; none, if there is no such file."""
+    lines = path.read_text().splitlines() if path.is_file() and not path.is_symlink() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def _is_untouched(path: Path, entry: Mapping[str, Any]) -> bool:
+    return path.is_file() and not path.is_symlink() and _state(path) == entry["state"]
+
+
+def parts_of(work: Path) -> list[Progress]:
+    """The parts of an unfinished output that several processes write; none, if one process writes it."""
+    found = {}
+    for path in work.glob(f"{STATE}lock-part-*"):
+        label = path.name.removeprefix(f"{STATE}lock-")
+        begin: dict[str, Any] = {}
+        entries: list[Any] = []
+        with contextlib.suppress(ValueError):
+            begin, *entries = _read_journal(work / f"{STATE}journal-{label}")
+        found[label] = Progress(label, len(entries), int(begin.get("files", 0)), _is_locked(path))
+    counts = {int(label.rpartition("-")[2]) for label in found}
+    labels = [f"part-{index}-of-{count}" for count in sorted(counts) for index in range(count)]
+    return [found.get(label, Progress(label, 0, 0, running=False)) for label in labels]
+
+
 def _state(path: Path) -> list[int]:
     found = path.stat()
     return [found.st_size, found.st_mtime_ns, found.st_ino]
 
 
 def _are_same(before: Sequence[Stamp], now: Sequence[Stamp]) -> bool:
-    return [stamp.closed_state for stamp in before] == [stamp.closed_state for stamp in now]
+    """Whether files are the same; those that another machine saw, as far as can be told."""
+    return len(before) == len(now) and all(
+        one.closed_state == other.closed_state or (one.host != other.host and one.is_same(other))
+        for one, other in zip(before, now, strict=True)
+    )
+
+
+def _host() -> str:
+    return platform.node()
 
 
 def _free_name(path: Path) -> Path:

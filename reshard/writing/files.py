@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from formats.errors import MismatchError, PlanError
+from formats.errors import MismatchError, PlanError, ReshardError
 from formats.files.checksum import Part, PartialSum
 from formats.files.safetensors import DTYPE_BITS, tensor_bytes
 from formats.files.sharded import SourceRecord
@@ -25,6 +25,7 @@ from reshard.engine.move import move
 from reshard.engine.reading import Reader, Sums, checksum_of
 from reshard.engine.transfer import Change, Transfer, Way
 from reshard.engine.ways import way_between
+from reshard.launcher import Share
 from reshard.planning.arrangement import Arrangement, permuted
 from reshard.planning.boxes import InBoxes
 from reshard.planning.common_dimensions import in_common
@@ -32,8 +33,9 @@ from reshard.planning.geometry import Geometry
 from reshard.planning.plan import Layout, Plan, make_plan
 from reshard.planning.portions import Portion, stored_like, unchanged
 from reshard.planning.stored import Atom, Placed, Stored
-from reshard.storage.output import Finished, Read, Staging, staging_of
+from reshard.storage.output import Dealt, Finished, Read, Staging, staging_of
 from reshard.storage.source import KEPT, UNSPLIT, Places, Source, SourceFile, SourcePlace, arrangements
+from reshard.storage.upload import Bucket, publish
 from reshard.writing.shard_files import ShardFile
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
@@ -70,6 +72,9 @@ class Summary:
     ranks: tuple[int, ...]
     complete: bool
     dry_run: bool
+    part: Share | None = None
+    """Which part of the files this is, where several processes deal them among them; ``files`` and ``nbytes`` are its.
+    """
     fetched: int = 0
     """Bytes of weights that were fetched from elsewhere."""
     left_behind: tuple[str, ...] = ()
@@ -108,10 +113,14 @@ def new_file(shard: ShardFile, folder: str, rank: int, header: bytes, *, summed:
 
 @dataclass(frozen=True)
 class Written:
-    """The number of bytes that this run wrote, and the sums of what was read of each source file."""
+    """What this run wrote, in bytes, and the sums of what it read of each source file."""
 
     nbytes: int
     sums: Sums
+    files: Sequence[NewFile]
+    """All files of the output, also those of other processes."""
+    read: Sequence[SourceFile]
+    """The files of the source that hold what was moved."""
 
 
 class Further(NamedTuple):
@@ -133,15 +142,18 @@ def write_files(
 ) -> Written:
     """Write the files of a plan or of a program's arrangement into the staging folder, from a source of the same model.
 
-    ``also`` has what else is written, into files of its own: its sources have the same files as ``source``. Raises
-    CheckpointError if a file cannot be read or written. Raises MismatchError if a file does not have its known
-    checksum, replicas differ or padding is not zero; then the staging folder is removed.
+    ``also`` has what else is written, into files of its own: its sources have the same files as ``source``. The files
+    of other processes count as done. Raises CheckpointError if a file cannot be read or written. Raises MismatchError
+    if a file does not have its known checksum, replicas differ or padding is not zero; then what was built is removed.
     """
     parts = [Further(source, target, files), *also]
     files = [file for part in parts for file in part.files]
+    mine = [staging.writes(file.name) for file in files]
     targets = [
-        TargetFile(staging.path(f.name), f.header, f.size, f.name in staging.finished, f.summed, f.fixed, f.crcs)
-        for f in files
+        TargetFile(
+            staging.path(f.name), f.header, f.size, f.name in staging.finished or not is_mine, f.summed, f.fixed, f.crcs
+        )
+        for f, is_mine in zip(files, mine, strict=True)
     ]
     jobs = list[Job]()
     to = iter(targets)
@@ -155,7 +167,7 @@ def write_files(
         else:
             jobs += _atom_jobs(part.source, part.target, places)
     sums = Sums(source.files.values())
-    total = sum(file.size for file in files)
+    total = sum(file.size for file, is_mine in zip(files, mine, strict=True) if is_mine)
     todo = sum(file.size for file in targets if not file.done)
     done = total - todo
 
@@ -172,19 +184,56 @@ def write_files(
         )
         staging.note_finished(files[number].part, files[number].name, Finished(target.size, checksum, reads))
 
-    earlier = [read for entry in staging.finished.values() for read in entry.reads]
     try:
         move(jobs, sums, targets, options, finished=finished, progress=count)
-        if options.checksum:
-            _add_earlier(earlier, sums, files)
-            _sum_what_no_target_needs(source, sums)
-            read = [job.name for job in jobs] if source.arrangement is None else None
-            _check_sources(source.files_of(read), sums)
-        _check_written(files, staging)
+        _check_written([file for file, is_mine in zip(files, mine, strict=True) if is_mine], staging)
     except MismatchError:
         staging.clear()
         raise
-    return Written(todo, sums)
+    read = [job.name for job in jobs] if source.arrangement is None else None
+    return Written(todo, sums, files, source.files_of(read))
+
+
+def check_read(source: Source, written: Written, staging: Staging, options: Options) -> Sums:
+    """The sums of what was read of the source for all finished files, by whatever run or process.
+
+    Raises MismatchError if a file of the source does not have its known checksum; then the staging folder is removed.
+    """
+    sums = written.sums
+    if options.checksum:
+        try:
+            _add_others((read for entry in staging.finished.values() for read in entry.reads), sums, written.files)
+            _sum_what_no_target_needs(source, sums)
+            _check_sources(written.read, sums)
+        except MismatchError:
+            staging.clear()
+            raise
+    return sums
+
+
+def publish_output(
+    source: Source,
+    written: Written,
+    staging: Staging,
+    options: Options,
+    bucket: Bucket | None,
+    documents: Callable[[Sums], Mapping[str, bytes]],
+    *,
+    overwrite: bool,
+) -> bool:
+    """Publish an output with these small files, unless other processes are still to write a part of it.
+
+    Returns whether it is complete. Raises MismatchError and CheckpointError.
+    """
+    with staging.last() as is_last:
+        if not is_last or any(file.name not in staging.finished for file in written.files):
+            return False
+        sums = check_read(source, written, staging, options)
+        for name, content in documents(sums).items():
+            staging.write(name, content)
+        check_unchanged(source, staging)
+        publish(staging, bucket, overwrite=overwrite)
+    return True
 
 
 def _jobs(source: Source, plan: Plan, places: Mapping[int, Mapping[str, TargetPlace]]) -> list[Job]:
@@ -382,8 +431,8 @@ def _atom_target(places: Mapping[int, Mapping[str, TargetPlace]], placed: Placed
     return TargetPlace(place.file, place.offset + lies.base, lies.rows) if place and lies else None
 
 
-def _add_earlier(reads: Iterable[Read], sums: Sums, files: Sequence[NewFile]) -> None:
-    """Add the sums of what earlier runs read for their finished files to the sums of this run.
+def _add_others(reads: Iterable[Read], sums: Sums, files: Sequence[NewFile]) -> None:
+    """Add the sums of what earlier runs and other processes read for their finished files to the sums of this run.
 
     Raises MismatchError if both have read the same bytes and the sums differ.
     """
@@ -395,7 +444,7 @@ def _add_earlier(reads: Iterable[Read], sums: Sums, files: Sequence[NewFile]) ->
         if wanted not in sums.of[file]:
             sums.add(file, wanted, total)
         elif not sums.of[file][wanted].equals(total):
-            raise MismatchError(f"{file.shown} has changed since an earlier run read a part of it")
+            raise MismatchError(f"{file.shown} has changed since another run read a part of it")
 
 
 def _sum_what_no_target_needs(source: Source, sums: Sums) -> None:
@@ -457,6 +506,27 @@ def _check_written(files: Iterable[NewFile], staging: Staging) -> None:
 
 
 # ------------------------------------------------------------------------------------- common to split and merge
+
+
+class PublishedError(ReshardError):
+    """The output is there already: other processes have finished what this one was to do."""
+
+
+def deal(files: Sequence[NewFile], part: Share | None) -> Dealt | None:
+    """The files that one of several processes writes; None if one process writes all."""
+    if part is None:
+        return None
+    mine = part.of_sizes([file.size for file in files])
+    return Dealt(part.index, part.count, frozenset(files[number].name for number in mine))
+
+
+def summed_up(summary: Summary, files: Sequence[NewFile], dealt: Dealt | None) -> Summary:
+    """The summary of a process that writes a part of an output."""
+    if dealt is None:
+        return summary
+    mine = [file for file in files if file.name in dealt.files]
+    part = Share(dealt.index, dealt.count)
+    return replace(summary, part=part, files=len(mine), nbytes=sum(file.size for file in mine))
 
 
 def task_of(source: Source, options: Options) -> dict[str, Any]:

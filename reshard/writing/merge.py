@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
-from formats.errors import CheckpointError, MismatchError
+from formats.errors import CheckpointError, MismatchError, ReshardError
 from formats.files.safetensors import TensorInfo, build_header, tensor_bytes
 from formats.files.sharded import MANIFEST
 from reshard.engine.jobs import Options
+from reshard.launcher import Share
 from reshard.planning.model import in_order
 from reshard.planning.plan import Plan, make_plan
 from reshard.storage.access import Access, open_any
+from reshard.storage.opening import open_source
 from reshard.storage.output import Staging, check_output, check_space, tidy
 from reshard.storage.source import UNSPLIT, Source
-from reshard.storage.upload import place_of, publish
+from reshard.storage.upload import place_of
 from reshard.writing.files import (
     DEFAULT_SHARD_SIZE,
     NewFile,
     Progress,
+    PublishedError,
     Summary,
     already_staged,
-    check_unchanged,
+    deal,
     new_file,
     no_progress,
+    publish_output,
+    summed_up,
     task_of,
     write_files,
 )
@@ -39,13 +45,15 @@ def merge(
     max_shard_size: int | None = None,
     overwrite: bool = False,
     dry_run: bool = False,
+    part: Share | None = None,
     progress: Progress = no_progress,
 ) -> Summary:
     """Merge shards into one full Hugging Face checkpoint.
 
     The original files are restored byte for byte, as the manifest describes them. With ``max_shard_size`` (bytes), or
-    without a manifest, or if the original was not safetensors, new files of at most this size are written. Raises
-    ReshardError; ``out`` exists only if it is complete. It may be the URL of a place in a bucket.
+    without a manifest, or if the original was not safetensors, new files of at most this size are written. With
+    ``part`` this process writes its share of the files, and the last of all processes publishes. Raises ReshardError;
+    ``out`` exists only if it is complete. It may be the URL of a place in a bucket.
     """
     (folder, bucket), options = place_of(out, access.cache_dir), options or Options()
     opened = open_any(shards, access)
@@ -57,32 +65,50 @@ def merge(
     files, documents = _full_checkpoint(opened, target, max_shard_size)
     total = sum(file.size for file in files)
 
+    dealt = deal(files, part)
+
     def check() -> None:
         if bucket is not None:
             bucket.check(overwrite=overwrite)
+        elif part is not None and not overwrite and _is_merged(folder, opened, files):
+            raise PublishedError(f"{folder} is complete")
         check_output(folder, [opened.path], overwrite=overwrite)
         check_space(folder.parent, total - already_staged(folder))
 
-    if not dry_run:
-        tidy(folder)
-    check()
     summary = Summary(
         command="merge", source=opened.location, out=bucket.name if bucket else folder,
         source_mesh=opened.plan.mesh, mesh=UNSPLIT,
         tensors=len(target.model.tensors), files=len(files), nbytes=total, written=0, padding={}, ranks=(0,),
         complete=False, dry_run=dry_run, left_behind=opened.left_behind,
     )  # fmt: skip
-    if dry_run:
-        return summary
+    summary = summed_up(summary, files, dealt)
     task = {"command": "merge", "source": opened.record.id, "files": [[file.name, file.size] for file in files]}
     task |= task_of(opened, options)
-    with Staging(folder, task, [""], opened.states, fsync=options.fsync, check=check) as staging:
-        written = write_files(opened, target, files, staging, options, progress)
-        for name, content in (documents | opened.read_side_files()).items():
-            staging.write(name, content)
-        check_unchanged(opened, staging)
-        publish(staging, bucket, overwrite=overwrite)
-    return dataclasses.replace(summary, written=written.nbytes, complete=True, fetched=written.sums.fetched)
+    if not dry_run:
+        tidy(folder)
+    try:
+        check()
+        if dry_run:
+            return summary
+        with Staging(folder, task, [""], opened.states, fsync=options.fsync, check=check, dealt=dealt) as staging:
+            written = write_files(opened, target, files, staging, options, progress)
+            complete = publish_output(
+                opened, written, staging, options, bucket, lambda sums: documents | opened.read_side_files(),
+                overwrite=overwrite,
+            )  # fmt: skip
+    except PublishedError:
+        return dataclasses.replace(summary, complete=True)
+    return dataclasses.replace(summary, written=written.nbytes, complete=complete, fetched=written.sums.fetched)
+
+
+def _is_merged(out: Path, source: Source, files: Sequence[NewFile]) -> bool:
+    """Whether an output is what this merge makes, by the sizes of its files and the fingerprint of its weights."""
+    try:
+        found = open_source(out)
+        sizes = {file.name: file.size for file in found.files.values()}
+        return sizes == {file.name: file.size for file in files} and found.record.id == source.record.id
+    except ReshardError:
+        return False
 
 
 def _full_checkpoint(source: Source, plan: Plan, max_shard_size: int | None) -> tuple[list[NewFile], dict[str, bytes]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.documents import json_bytes
-from formats.errors import CheckpointError, PlanError
+from formats.errors import CheckpointError, PlanError, ReshardError
 from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, MODEL
 from formats.files.checksum import checksum
 from formats.files.safetensors import build_header, tensor_bytes
@@ -30,18 +30,24 @@ from reshard.planning.rank_config import rank_config
 from reshard.storage.access import Access, open_any
 from reshard.storage.output import Staging, check_output, check_space, staging_of, tidy, unfinished_command
 from reshard.storage.source import Source
-from reshard.storage.upload import place_of, publish
+from reshard.storage.upload import place_of
 from reshard.writing.files import (
     DEFAULT_SHARD_SIZE,
     Further,
     NewFile,
     Progress,
+    PublishedError,
     Summary,
+    Written,
     already_staged,
+    check_read,
     check_unchanged,
+    deal,
     new_file,
     no_progress,
+    publish_output,
     record_with_sums,
+    summed_up,
     task_of,
     write_files,
 )
@@ -73,6 +79,7 @@ def split(
     dry_run: bool = False,
     form: str | None = None,
     extra_state: bool = False,
+    part: Share | None = None,
     progress: Progress = no_progress,
 ) -> Summary:
     """Split a checkpoint (full or already split) into shards for ``pp`` x ``ep`` x ``tp`` ranks, as ``reshard split``
@@ -84,16 +91,19 @@ def split(
     written; runs for other ranks into the same ``out`` complete it. With a ``Share`` these are the process's share of
     the ranks, but for those that are in ``out`` already. ``max_shard_size`` is in bytes, 5 GB by default. ``form`` is
     the name of another program's format (``"vllm"``), ``"huggingface"`` is one full checkpoint; with ``extra_state`` a
-    format of Megatron's has the empty states that its modules may ask for. Raises ReshardError; ``out`` has only
-    complete ranks. It may be the URL of a place in a bucket.
+    format of Megatron's has the empty states that its modules may ask for. With ``part`` this process writes its share
+    of the files of all ranks, and the last of all processes publishes. Raises ReshardError; ``out`` has only complete
+    ranks. It may be the URL of a place in a bucket.
     """
     if form == HUGGING_FACE:
         if (tp, ep, pp, ranks) != (1, 1, 1, None):
             raise PlanError(f"'{HUGGING_FACE}' is one full checkpoint", "leave --tp, --ep, --pp and --rank out")
         return merge(
             source, out, access=access, options=options, max_shard_size=max_shard_size, overwrite=overwrite,
-            dry_run=dry_run, progress=progress,
+            dry_run=dry_run, part=part, progress=progress,
         )  # fmt: skip
+    if part is not None and ranks is not None:
+        raise PlanError("--part and --rank are two ways to share the work", "give one of them")
     (folder, bucket), options = place_of(out, access.cache_dir), options or Options()
     max_shard_size = max_shard_size or DEFAULT_SHARD_SIZE
     if bucket is not None and ranks is not None:
@@ -132,6 +142,9 @@ def split(
             raise PlanError(f"--rank is not possible with the format '{page.name}', which has all ranks in one folder")
         arrangement = arrangement_of(target, page)
         new = ProgramFiles(opened, arrangement, page, wanted, max_shard_size, extra_state=extra_state)
+    states = new.states if isinstance(new, ProgramFiles) else ()
+    files = [file for of in (new, *states) for file in of.files]
+    dealt = deal(files, part)
     full = opened.model.sizes.of({})
     summary = Summary(
         command="re-split" if opened.is_split else "split", source=opened.location,
@@ -141,42 +154,42 @@ def split(
         complete=False, dry_run=dry_run, left_behind=new.left_behind,
         note=page.without_extra_state if page and not extra_state else None,
     )  # fmt: skip
+    summary = summed_up(summary, files, dealt)
 
     def check() -> None:
         if bucket is not None:
             bucket.check(overwrite=overwrite)
+        elif part is not None and not overwrite and _is_split(new, opened, folder):
+            raise PublishedError(f"{folder} is complete")
         _check_target(new, opened, folder, ranks is not None, overwrite)
+
+    def documents(sums: Sums) -> dict[str, bytes]:
+        side_files = opened.read_side_files()
+        manifest = new.manifest({rank: new.finish(staging, rank) for rank in wanted}, side_files, sums)
+        return side_files | dict(new.documents) | {MANIFEST: manifest_text(manifest).encode()}
 
     if not dry_run:
         tidy(folder)
-    check()
-    if dry_run:
-        return summary
-    if ranks is not None and not wanted:
-        there = read_manifest(folder / MANIFEST).ranks if (folder / MANIFEST).is_file() else {}
-        return dataclasses.replace(summary, complete=len(there) == mesh.size)
-    parts = [mesh.folder(rank) for rank in wanted] if page is None else [""]
-    task = new.task | task_of(opened, options)
-    with Staging(folder, task, parts, opened.states, fsync=options.fsync, check=check) as staging:
-        to = new.arrangement if isinstance(new, ProgramFiles) else target
-        states = new.states if isinstance(new, ProgramFiles) else ()
-        also = [Further(state.source, state.arrangement, state.files) for state in states]
-        written = write_files(opened, to, new.files, staging, options, progress, also)
-        records = {rank: new.finish(staging, rank) for rank in wanted}
-        side_files = opened.read_side_files()
-        manifest = new.manifest(records, side_files, written.sums)
-        if ranks is None:
-            for name, content in side_files.items():
-                staging.write(name, content)
-            for name, content in new.documents.items():
-                staging.write(name, content)
-            staging.write(MANIFEST, manifest_text(manifest).encode())
-            check_unchanged(opened, staging)
-            publish(staging, bucket, overwrite=overwrite)
-            complete = True
-        else:
-            check_unchanged(opened, staging)
-            complete = _publish_ranks(staging, manifest, side_files)
+    try:
+        check()
+        if dry_run:
+            return summary
+        if ranks is not None and not wanted:
+            there = read_manifest(folder / MANIFEST).ranks if (folder / MANIFEST).is_file() else {}
+            return dataclasses.replace(summary, complete=len(there) == mesh.size)
+        by_rank = page is None and dealt is None
+        parts = [mesh.folder(rank) for rank in wanted] if by_rank else [""]
+        task = new.task | task_of(opened, options)
+        with Staging(folder, task, parts, opened.states, fsync=options.fsync, check=check, dealt=dealt) as staging:
+            to = new.arrangement if isinstance(new, ProgramFiles) else target
+            also = [Further(state.source, state.arrangement, state.files) for state in states]
+            written = write_files(opened, to, new.files, staging, options, progress, also)
+            if ranks is None:
+                complete = publish_output(opened, written, staging, options, bucket, documents, overwrite=overwrite)
+            else:
+                complete = _publish_ranks(new, opened, written, staging, options)
+    except PublishedError:
+        return dataclasses.replace(summary, complete=True)
     return dataclasses.replace(summary, written=written.nbytes, complete=complete, fetched=written.sums.fetched)
 
 
@@ -209,6 +222,16 @@ def _check_target(new: _Ranks | ProgramFiles, source: Source, out: Path, by_rank
             time.sleep(0.01)  # another run may be at publishing its first rank
     parts = [new.plan.mesh.folder(rank) for rank in new.ranks] if by_rank else [""]
     check_space(out.parent, new.nbytes - already_staged(out, parts))
+
+
+def _is_split(new: _Ranks | ProgramFiles, source: Source, out: Path) -> bool:
+    """Whether an output is what this split makes, by its manifest."""
+    try:
+        existing, mine = read_manifest(out / MANIFEST), new.manifest({}, source.read_side_files())
+        _check_same_run(existing, mine, out)
+    except ReshardError:
+        return False
+    return existing.form == mine.form and existing.ranks.keys() == set(new.ranks)
 
 
 def _check_begun(new: _Ranks | ProgramFiles, source: Source, out: Path, overwrite: bool) -> None:
@@ -323,8 +346,13 @@ class _Ranks:
         return Manifest(self.identity, record, self.source.rules, self.max_shard_size, side, ranks, self.source.inputs)
 
 
-def _publish_ranks(staging: Staging, manifest: Manifest, side_files: Mapping[str, bytes]) -> bool:
+def _publish_ranks(
+    new: _Ranks | ProgramFiles, source: Source, written: Written, staging: Staging, options: Options
+) -> bool:
     """Move finished ranks into the output and list them in its manifest; returns whether all ranks are there."""
+    sums, side_files = check_read(source, written, staging, options), source.read_side_files()
+    manifest = new.manifest({rank: new.finish(staging, rank) for rank in new.ranks}, side_files, sums)
+    check_unchanged(source, staging)
     mesh = manifest.identity.mesh
     with staging.publishing():
         path = staging.out / MANIFEST

@@ -1,0 +1,273 @@
+"""Several processes that deal the files of one output among them: ``--part``."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from formats.errors import CheckpointError, MismatchError, ReshardError
+from reshard.api import merge, split
+from reshard.launcher import Share
+from reshard.storage.output import STATE, Staging, staging_of
+from reshard.writing import files as writing
+from tests import store
+from tests.forked import Forked
+from tests.support import change_tensor, command, contents, write_checkpoint
+
+FORMS = ["transformers", "dcp", "vllm", "megatron", None]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("parts") / "llama", files=5)
+
+
+@pytest.fixture(scope="module")
+def shards(checkpoint: Path) -> Path:
+    split(checkpoint, checkpoint.with_name("shards"), 4)
+    return checkpoint.with_name("shards")
+
+
+def written(folder: Path) -> set[str]:
+    """The files of the output that are in the staging folder."""
+    found = (path.relative_to(staging_of(folder)).as_posix() for path in staging_of(folder).rglob("*.safetensors"))
+    return set(found)
+
+
+def journal(out: Path, index: int, count: int) -> str:
+    path = staging_of(out) / f"{STATE}journal-part-{index}-of-{count}"
+    return path.read_text() if path.exists() else ""
+
+
+# --- who writes what -------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 8))
+def test_each_piece_is_dealt_once_and_nobody_has_much_more(sizes: Sequence[int], count: int) -> None:
+    dealt = [Share(index, count).of_sizes(sizes) for index in range(count)]
+    assert sorted(number for mine in dealt for number in mine) == list(range(len(sizes)))
+    loads = [sum(sizes[number] + 1 for number in mine) for mine in dealt]
+    assert max(loads) - min(loads) <= max(sizes, default=0) + 1
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_parts_add_up_to_what_one_process_writes(form: str | None, checkpoint: Path, tmp_path: Path) -> None:
+    split(checkpoint, tmp_path / "one", 2, form=form, max_shard_size=3000)
+    out = tmp_path / "out"
+    complete = [
+        split(checkpoint, out, 2, form=form, max_shard_size=3000, part=Share(index, 3)).complete for index in (2, 0, 1)
+    ]
+    assert complete == [False, False, True]
+    assert contents(out) == contents(tmp_path / "one") and not staging_of(out).exists()
+
+
+@pytest.mark.parametrize("count", [2, 9])  # more processes than files, too
+def test_a_merge_in_parts_reads_each_byte_once(
+    count: int, checkpoint: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def again(file: object) -> str:
+        raise AssertionError(f"{file} is read again for its checksum")
+
+    monkeypatch.setattr(writing, "checksum_of", again)
+    done = [merge(shards, tmp_path / "out", part=Share(index, count)) for index in range(count)]
+    assert [summary.complete for summary in done][-1] and sum(each.files for each in done) == 5
+    assert contents(tmp_path / "out") == contents(checkpoint)
+
+
+def test_all_at_the_same_time(checkpoint: Path, shards: Path, tmp_path: Path) -> None:
+    for _ in range(5):
+        out = tmp_path / "out"
+        with ThreadPoolExecutor(4) as pool:
+            done = [pool.submit(merge, shards, out, part=Share(index, 4)) for index in range(4)]
+        assert [each.result().complete for each in done].count(True) >= 1
+        assert contents(out) == contents(checkpoint) and not staging_of(out).exists()
+        shutil.rmtree(out)
+
+
+# --- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+def stuck(shards: Path, out: Path, part: Share) -> None:
+    """Merge a part, but hang when the first file is finished."""
+    note = Staging.note_finished
+
+    def wait(self: Staging, *arguments: Any) -> None:
+        note(self, *arguments)
+        time.sleep(60)
+
+    Staging.note_finished = wait  # type: ignore[method-assign]
+    merge(shards, out, part=part)
+
+
+@pytest.mark.usefixtures("fork_server")
+def test_a_killed_process_is_named_and_redone_by_the_same_command(
+    checkpoint: Path, shards: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    process = Forked((partial(stuck, shards, out, Share(0, 2)), os.environ), tmp_path, tmp_path)
+    while '"name"' not in journal(out, 0, 2):
+        assert process.poll() is None
+        time.sleep(0.002)
+    assert "part-0-of-2" in command("inspect", staging_of(out)).stdout
+    assert "it is at work" in command("inspect", staging_of(out)).stdout
+    with pytest.raises(CheckpointError, match="another run is writing part-0-of-2 of"):
+        merge(shards, out, part=Share(0, 2))
+    with pytest.raises(CheckpointError, match="another run is writing part-0-of-2 of"):
+        merge(shards, out, part=Share(1, 3))
+    with pytest.raises(CheckpointError, match="another run is writing part-0-of-2 of"):
+        merge(shards, out)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    before = {name: (staging_of(out) / name).stat().st_mtime_ns for name in written(out)}
+    assert not merge(shards, out, part=Share(1, 2)).complete
+    said = command("inspect", staging_of(out)).stdout
+    assert "part-0-of-2: " in said and "nobody is at work" in said and "part-1-of-2" not in said
+    done = merge(shards, out, part=Share(0, 2))
+    assert done.complete and done.written < done.nbytes
+    assert {name: (out / name).stat().st_mtime_ns for name in before} == before
+    assert contents(out) == contents(checkpoint)
+
+
+def test_what_has_not_begun_is_named(shards: Path, tmp_path: Path) -> None:
+    done = command("merge", shards, tmp_path / "out", "--part", "1/3")
+    assert "part 1 of 3" in done.stdout and "ther parts are still missing" in done.stdout
+    said = command("inspect", f"{tmp_path / 'out'}.partial").stdout
+    assert "part-0-of-3: no file is written, nobody is at work" in said and "part-2-of-3: no" in said
+    assert "part-1-of-3" not in said
+
+
+def test_another_number_of_processes_goes_on(checkpoint: Path, shards: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    merge(shards, out, part=Share(0, 2))
+    first = written(out)
+    again = [merge(shards, out, part=Share(index, 3)) for index in range(3)]
+    assert again[-1].complete and sum(each.nbytes - each.written for each in again) > 0
+    assert contents(out) == contents(checkpoint)
+    shutil.rmtree(out)
+    merge(shards, out, part=Share(0, 2))
+    alone = merge(shards, out)
+    assert alone.complete and alone.written < alone.nbytes and first
+    assert contents(out) == contents(checkpoint)
+
+
+def test_who_comes_late_has_nothing_to_do(checkpoint: Path, shards: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for index in (0, 1):
+        done = command("merge", shards, out, "--part", "auto", RANK=str(index), WORLD_SIZE="2")
+        assert done.returncode == 0, done.stderr
+    late = command("merge", shards, out, "--part", "auto", RANK="0", WORLD_SIZE="2")
+    assert late.returncode == 0 and "None of the files is left to write" in late.stdout, late.stderr
+    for index in (0, 1, 1):
+        done = command("split", checkpoint, tmp_path / "vllm", "--tp", "2", "--as", "vllm", "--part", f"{index}/2")
+        assert done.returncode == 0, done.stderr
+    assert "None of the files is left" in done.stdout
+    other = write_checkpoint(tmp_path / "other", files=5, seed=7)
+    split(other, tmp_path / "others", 4)
+    for source, target, more in (
+        (tmp_path / "others", out, ()),
+        (other, tmp_path / "vllm", ("--tp", "2", "--as", "vllm")),
+        (checkpoint, tmp_path / "vllm", ("--tp", "4", "--as", "vllm")),
+    ):
+        refused = command("split" if more else "merge", source, target, *more, "--part", "0/2")
+        assert refused.returncode == 2 and f"{target} exists" in refused.stderr
+        assert not staging_of(target).exists()
+
+
+def test_a_part_of_an_earlier_state_of_the_source_is_not_taken(checkpoint: Path, tmp_path: Path) -> None:
+    source, out = shutil.copytree(checkpoint, tmp_path / "source"), tmp_path / "out"
+    arguments = {"tp": 2, "form": "vllm", "max_shard_size": 3000}
+    split(source, out, **arguments, part=Share(0, 2))
+    change_tensor(source / "model-00002-of-00005.safetensors", "model.layers.0.mlp.up_proj.weight")
+    assert not split(source, out, **arguments, part=Share(1, 2)).complete
+    done = split(source, out, **arguments, part=Share(0, 2))
+    assert done.complete and done.written == done.nbytes
+    split(source, tmp_path / "one", **arguments)
+    assert contents(out) == contents(tmp_path / "one")
+
+
+def test_a_part_that_was_damaged_is_written_again(shards: Path, checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    merge(shards, out, part=Share(0, 2))
+    shutil.copyfile(path := min(staging_of(out).glob("*.safetensors")), tmp_path / "copy")
+    (tmp_path / "copy").replace(path)
+    assert not merge(shards, out, part=Share(1, 2)).complete
+    assert merge(shards, out, part=Share(0, 2)).complete
+    assert contents(out) == contents(checkpoint)
+
+
+@pytest.mark.parametrize("form", [None, "vllm"])
+def test_sums_of_all_processes_are_compared(form: str | None, checkpoint: Path, tmp_path: Path) -> None:
+    """One process can know only a part of what a shard holds; together they find a flipped bit."""
+    shards, out = tmp_path / "shards", tmp_path / "out"
+    split(checkpoint, shards, 2, form=form)
+    file = min(shards.rglob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-1000] ^= 1
+    file.write_bytes(content)
+    for part in (Share(0, 2), Share(1, 2)):
+        try:
+            assert not merge(shards, out, part=part, max_shard_size=3000).complete
+        except MismatchError as error:
+            assert "checksum" in error.message or "the same in" in error.message
+            break
+    else:
+        raise AssertionError("the flipped bit was not found")
+    assert not out.exists() and not written(out)
+
+
+def test_replicas_that_differ_stop_the_process_that_reads_them(shards: Path, tmp_path: Path) -> None:
+    damaged, out = shutil.copytree(shards, tmp_path / "damaged"), tmp_path / "out"
+    change_tensor(damaged / "rank-01-of-04" / "model.safetensors", "model.norm.weight")
+    errors = 0
+    for index in (0, 1):
+        try:
+            assert not merge(damaged, out, part=Share(index, 2)).complete
+        except ReshardError as error:
+            errors += 1
+            assert "should be the same" in error.message
+        else:
+            kept = written(out)
+    assert errors == 1 and kept and written(out) == kept and not out.exists()
+
+
+def test_a_journal_says_what_was_read(shards: Path, tmp_path: Path) -> None:
+    merge(shards, tmp_path / "out", part=Share(0, 2))
+    lines = journal(tmp_path / "out", 0, 2).splitlines()
+    assert json.loads(lines[0])["files"] == len(lines) - 1
+
+
+@pytest.mark.parametrize("text", ["2/2", "1", "-1/2", "a/b", "0/0"])
+def test_parts_that_make_no_sense(text: str, shards: Path, tmp_path: Path) -> None:
+    done = command("merge", shards, tmp_path / "out", "--part", text)
+    assert done.returncode == 2 and "is not 'auto', nor I/N" in done.stderr
+
+
+def test_parts_and_ranks_go_apart(checkpoint: Path, shards: Path, tmp_path: Path) -> None:
+    done = command("split", checkpoint, tmp_path / "out", "--tp", "2", "--part", "0/2", "--rank", "0")
+    assert done.returncode == 2 and "--part and --rank" in done.stderr
+    done = command("merge", shards, tmp_path / "out", "--part", "auto", without=("RANK", "SLURM_PROCID"))
+    assert done.returncode == 2 and done.stderr.startswith("Error: 'auto' needs a launcher's variable"), done.stderr
+
+
+@pytest.mark.parametrize(("model", "form"), [("mamba", "vllm"), ("mixtral", "dcp")])
+def test_what_a_program_does_not_keep_is_a_file_too(model: str, form: str, tmp_path: Path) -> None:
+    source = store.checkpoint(model)
+    split(source, tmp_path / "one", 2, form=form)
+    for index in range(3):
+        split(source, tmp_path / "out", 2, form=form, part=Share(index, 3))
+    assert contents(tmp_path / "out") == contents(tmp_path / "one")
+    for index in range(2):
+        merge(tmp_path / "out", tmp_path / "merged", part=Share(index, 2))
+    assert contents(tmp_path / "merged") == contents(source)

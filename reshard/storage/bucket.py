@@ -15,7 +15,7 @@ from formats.errors import CheckpointError
 from formats.files.foreign import is_usable, refuse_foreign
 from reshard.storage.fetched import Fetched, Weights
 from reshard.storage.names import needed_to_plan, side_files, weight_files
-from reshard.storage.output import STATE
+from reshard.storage.output import STATE, not_begun
 from reshard.storage.remote import StoredFile, explain, open_store, without_query
 from reshard.storage.stand_in import Elsewhere, stand_in
 from reshard.storage.threads import Threads
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _URL = re.compile(r"(s3|gs|gcs|az|azure|abfss?|adl|https?)://.+")
 UNFINISHED = f"{STATE}unfinished"
 """The object that says that an output is still being uploaded."""
+JOURNAL = f"{STATE}journal-"
+"""The names of objects that say what a process has uploaded begin so."""
 _LISTED_BY_NAME = (
     "config.json", "generation_config.json", "model.safetensors.index.json", "model.safetensors", "reshard.json",
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
@@ -60,7 +62,10 @@ def fetch_stored(url: str, wanted: Weights, cache: Path) -> Fetched:
     store, name = open_store(url, is_first=True), without_query(url).rstrip("/")
     entries = _entries(store, name)
     if UNFINISHED in entries:
-        raise CheckpointError(f"{name} is unfinished output", "run the command that wrote it again: it goes on")
+        raise CheckpointError(
+            f"{name} is unfinished output{_progress(store, entries, name)}",
+            "run the command that wrote it again: it goes on",
+        )
     sizes = {file: entry.size for file, entry in entries.items()}
     side = side_files(sizes)
     if wanted is Weights.HEADERS:
@@ -110,7 +115,26 @@ def _entries(store: ObjectStore, name: str) -> Mapping[str, _Entry]:
         found = [meta for metas in listing(store) for meta in metas]
     except (BaseError, OSError) as error:
         raise explain(error, name) from None
-    return {meta["path"]: _entry(meta) for meta in found if meta["path"] == UNFINISHED or _NAME.fullmatch(meta["path"])}
+    return {
+        meta["path"]: _entry(meta) for meta in found if meta["path"].startswith(STATE) or _NAME.fullmatch(meta["path"])
+    }
+
+
+def _progress(store: ObjectStore, entries: Iterable[str], name: str) -> str:
+    """How far the processes are that write to a place, by their journals there: text that follows a sentence."""
+    from obstore import get
+
+    done: dict[str, tuple[int, int]] = {}
+    for key in (key for key in entries if key.startswith(JOURNAL)):
+        try:
+            journal = json.loads(bytes(get(store, key).bytes()))
+            done[key.removeprefix(JOURNAL)] = len(journal["entries"]), int(journal["files"])
+        except (ValueError, KeyError, TypeError, FileNotFoundError):
+            continue
+        except Exception as error:
+            raise explain(error, f"{name}/{key}") from None
+    said = [f"{label} has {here} of its {whole} files" for label, (here, whole) in sorted(done.items())]
+    return ": " + ", ".join([*said, *(f"{label} has none" for label in not_begun(done))]) if said else ""
 
 
 def _by_name(store: ObjectStore, name: str) -> Mapping[str, _Entry]:

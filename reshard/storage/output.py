@@ -32,13 +32,13 @@ import platform
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any
 
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, ReshardError
 from formats.files.checksum import checksum, file_checksum
 from formats.files.sharded import MANIFEST, FileRecord
 from formats.files.stamps import Stamp, read_stamp
@@ -118,18 +118,20 @@ class Finished:
     reads: tuple[Read, ...] = ()
 
 
+class PublishedError(ReshardError):
+    """The output is there already: other processes have finished what this one was to do."""
+
+
 @dataclass(frozen=True)
 class Dealt:
-    """The files of an output that one of several processes writes, and what messages and locks call its part."""
+    """The files of an output that one of several processes writes.
 
-    index: int
+    ``label`` is what messages, locks and journals call this part (``part-0-of-4``); ``count`` is the number of parts.
+    """
+
+    label: str
     count: int
     files: frozenset[str]
-
-    @property
-    def label(self) -> str:
-        """The name of the part: no two processes may write the same."""
-        return f"part-{self.index}-of-{self.count}"
 
 
 @dataclass(frozen=True)
@@ -385,6 +387,10 @@ class Staging:
 
     # -- writing
 
+    def batches(self, files: Iterable[tuple[str, int]]) -> Iterator[frozenset[str]]:
+        """Which files (given by name and size, in order) are written at a time: all that are this process's."""
+        yield frozenset(name for name, _ in files if self.writes(name))
+
     def path(self, name: str) -> Path:
         """The path at which a file of the output is built; makes its folder."""
         path = self.work / name
@@ -608,17 +614,22 @@ def _is_untouched(path: Path, entry: Mapping[str, Any]) -> bool:
 
 def parts_of(work: Path) -> list[Progress]:
     """The parts of an unfinished output that several processes write; none, if one process writes it."""
-    found = {}
-    for path in work.glob(f"{STATE}lock-part-*"):
+    found = dict[str, Progress]()
+    for path in sorted(work.glob(f"{STATE}lock-part-*")):
         label = path.name.removeprefix(f"{STATE}lock-")
         begin: dict[str, Any] = {}
         entries: list[Any] = []
         with contextlib.suppress(ValueError):
             begin, *entries = _read_journal(work / f"{STATE}journal-{label}")
         found[label] = Progress(label, len(entries), int(begin.get("files", 0)), _is_locked(path))
-    counts = {int(label.rpartition("-")[2]) for label in found}
-    labels = [f"part-{index}-of-{count}" for count in sorted(counts) for index in range(count)]
-    return [found.get(label, Progress(label, 0, 0, running=False)) for label in labels]
+    return [*found.values(), *(Progress(label, 0, 0, running=False) for label in not_begun(found))]
+
+
+def not_begun(labels: Collection[str]) -> list[str]:
+    """The parts of an output (``part-0-of-4``) that are missing, given those of which something is known."""
+    counts = {int(label.rpartition("-")[2]) for label in labels if label.startswith("part-")}
+    all_of = (f"part-{index}-of-{count}" for count in sorted(counts) for index in range(count))
+    return [label for label in all_of if label not in labels]
 
 
 def _state(path: Path) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from formats.errors import MismatchError, PlanError, ReshardError
+from formats.errors import CheckpointError, MismatchError, PlanError
 from formats.files.checksum import Part, PartialSum
 from formats.files.safetensors import DTYPE_BITS, tensor_bytes
 from formats.files.sharded import SourceRecord
@@ -33,9 +34,20 @@ from reshard.planning.geometry import Geometry
 from reshard.planning.plan import Layout, Plan, make_plan
 from reshard.planning.portions import Portion, stored_like, unchanged
 from reshard.planning.stored import Atom, Placed, Stored
-from reshard.storage.output import Dealt, Finished, Read, Staging, staging_of
+from reshard.storage.bucket import fetch_stored
+from reshard.storage.fetched import Weights
+from reshard.storage.output import (
+    Dealt,
+    Finished,
+    PublishedError,
+    Read,
+    Staging,
+    check_output,
+    check_space,
+    staging_of,
+)
 from reshard.storage.source import KEPT, UNSPLIT, Places, Source, SourceFile, SourcePlace, arrangements
-from reshard.storage.upload import Bucket, publish
+from reshard.storage.upload import Bucket, Uploading
 from reshard.writing.shard_files import ShardFile
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
@@ -113,9 +125,10 @@ def new_file(shard: ShardFile, folder: str, rank: int, header: bytes, *, summed:
 
 @dataclass(frozen=True)
 class Written:
-    """What this run wrote, in bytes, and the sums of what it read of each source file."""
+    """What this run wrote and fetched from elsewhere, in bytes, and the sums of what it read of each source file."""
 
     nbytes: int
+    fetched: int
     sums: Sums
     files: Sequence[NewFile]
     """All files of the output, also those of other processes."""
@@ -144,16 +157,13 @@ def write_files(
 
     ``also`` has what else is written, into files of its own: its sources have the same files as ``source``. The files
     of other processes count as done. Raises CheckpointError if a file cannot be read or written. Raises MismatchError
-    if a file does not have its known checksum, replicas differ or padding is not zero; then what was built is removed.
+    if replicas differ or padding is not zero; then what was built is removed.
     """
     parts = [Further(source, target, files), *also]
     files = [file for part in parts for file in part.files]
-    mine = [staging.writes(file.name) for file in files]
+    names = [file.name for file in files]
     targets = [
-        TargetFile(
-            staging.path(f.name), f.header, f.size, f.name in staging.finished or not is_mine, f.summed, f.fixed, f.crcs
-        )
-        for f, is_mine in zip(files, mine, strict=True)
+        TargetFile(staging.path(f.name), f.header, f.size, summed=f.summed, fixed=f.fixed, crcs=f.crcs) for f in files
     ]
     jobs = list[Job]()
     to = iter(targets)
@@ -166,10 +176,9 @@ def write_files(
             jobs += _jobs(part.source, part.target, places)
         else:
             jobs += _atom_jobs(part.source, part.target, places)
-    sums = Sums(source.files.values())
-    total = sum(file.size for file, is_mine in zip(files, mine, strict=True) if is_mine)
-    todo = sum(file.size for file in targets if not file.done)
-    done = total - todo
+    total = sum(file.size for file in files if staging.writes(file.name))
+    todo = sum(f.size for f in files if staging.writes(f.name) and f.name not in staging.finished)
+    done, fetched, sums = total - todo, 0, Sums(source.files.values())
 
     def count(nbytes: int) -> None:
         nonlocal done
@@ -179,35 +188,51 @@ def write_files(
     def finished(target: TargetFile, checksum: str | None) -> None:
         number = targets.index(target)
         reads = tuple(
-            Read(of.name, frozenset(files[other].name for other in wanted), read.to_text())
+            Read(of.name, frozenset(names[other] for other in wanted), read.to_text())
             for of, wanted, read in sums.wanted_by(number)
         )
-        staging.note_finished(files[number].part, files[number].name, Finished(target.size, checksum, reads))
+        staging.note_finished(files[number].part, names[number], Finished(target.size, checksum, reads))
 
     try:
-        move(jobs, sums, targets, options, finished=finished, progress=count)
-        _check_written([file for file, is_mine in zip(files, mine, strict=True) if is_mine], staging)
+        for batch in staging.batches([(file.name, file.size) for file in _side_by_side(files)]):
+            sums = Sums(source.files.values())  # bytes that files of two batches want are read, and summed, twice
+            for each, name in zip(targets, names, strict=True):
+                each.done = name not in batch or name in staging.finished
+            move(jobs, sums, targets, options, finished=finished, progress=count)
+            fetched += sums.fetched
     except MismatchError:
         staging.clear()
         raise
     read = [job.name for job in jobs] if source.arrangement is None else None
-    return Written(todo, sums, files, source.files_of(read))
+    return Written(todo, fetched, sums, files, source.files_of(read))
+
+
+def _side_by_side(files: Iterable[NewFile]) -> list[NewFile]:
+    """The first file of each rank, then the second of each, and so on: neighbours are made of the same bytes."""
+    numbers = Counter[int]()
+    order = []
+    for file in files:
+        order.append((numbers[file.rank], file))
+        numbers[file.rank] += 1
+    return [file for _, file in sorted(order, key=lambda each: each[0])]
 
 
 def check_read(source: Source, written: Written, staging: Staging, options: Options) -> Sums:
     """The sums of what was read of the source for all finished files, by whatever run or process.
 
-    Raises MismatchError if a file of the source does not have its known checksum; then the staging folder is removed.
+    Raises MismatchError if a file of the source or of the output does not have its known checksum; then the staging
+    folder is removed.
     """
     sums = written.sums
-    if options.checksum:
-        try:
+    try:
+        if options.checksum:
             _add_others((read for entry in staging.finished.values() for read in entry.reads), sums, written.files)
             _sum_what_no_target_needs(source, sums)
             _check_sources(written.read, sums)
-        except MismatchError:
-            staging.clear()
-            raise
+        _check_written(written.files, staging)
+    except MismatchError:
+        staging.clear()
+        raise
     return sums
 
 
@@ -216,7 +241,6 @@ def publish_output(
     written: Written,
     staging: Staging,
     options: Options,
-    bucket: Bucket | None,
     documents: Callable[[Sums], Mapping[str, bytes]],
     *,
     overwrite: bool,
@@ -232,7 +256,7 @@ def publish_output(
         for name, content in documents(sums).items():
             staging.write(name, content)
         check_unchanged(source, staging)
-        publish(staging, bucket, overwrite=overwrite)
+        staging.publish_all(overwrite=overwrite)
     return True
 
 
@@ -508,24 +532,71 @@ def _check_written(files: Iterable[NewFile], staging: Staging) -> None:
 # ------------------------------------------------------------------------------------- common to split and merge
 
 
-class PublishedError(ReshardError):
-    """The output is there already: other processes have finished what this one was to do."""
-
-
 def deal(files: Sequence[NewFile], part: Share | None) -> Dealt | None:
     """The files that one of several processes writes; None if one process writes all."""
     if part is None:
         return None
     mine = part.of_sizes([file.size for file in files])
-    return Dealt(part.index, part.count, frozenset(files[number].name for number in mine))
+    label = f"part-{part.index}-of-{part.count}"
+    return Dealt(label, part.count, frozenset(files[number].name for number in mine))
 
 
-def summed_up(summary: Summary, files: Sequence[NewFile], dealt: Dealt | None) -> Summary:
+def staging_for(
+    folder: Path,
+    bucket: Bucket | None,
+    task: Mapping[str, Any],
+    parts: Sequence[str],
+    source: Source,
+    files: Sequence[NewFile],
+    dealt: Dealt | None,
+    options: Options,
+    check: Callable[[], None],
+) -> Staging:
+    """Where an output is built: beside its place, or for a bucket a few files at a time."""
+    if bucket is None:
+        return Staging(folder, task, parts, source.states, fsync=options.fsync, check=check, dealt=dealt)
+    everything = Dealt("part-0-of-1", 1, frozenset(file.name for file in files))
+    return Uploading(bucket, task, source.states, dealt or everything, check=check)
+
+
+def check_place(
+    out: Path | Bucket,
+    source: Source,
+    files: Sequence[NewFile],
+    dealt: Dealt | None,
+    is_same: Callable[[Path], bool],
+    *,
+    overwrite: bool,
+) -> None:
+    """Check that the files can be written to an output, and that the disk has room.
+
+    Raises CheckpointError; PublishedError if other processes have finished it. ``is_same`` says whether an output is
+    what this run would make.
+    """
+    if isinstance(out, Path):
+        if dealt is not None and not overwrite and is_same(out):
+            raise PublishedError(f"{out} is complete")
+        check_output(out, [source.path], overwrite=overwrite)
+        check_space(out.parent, sum(file.size for file in files) - already_staged(out))
+        return
+    if dealt is not None and overwrite:
+        raise PlanError(
+            f"--overwrite is not possible where several processes write to {out.name}", "remove what is there first"
+        )
+    try:
+        out.check(overwrite=overwrite)
+    except CheckpointError:
+        if dealt is None or not is_same(fetch_stored(out.url, Weights.RANGES, out.cache).path):
+            raise
+        raise PublishedError(f"{out.name} is complete") from None
+    check_space(out.folder.parent, max((file.size for file in files), default=0))
+
+
+def summed_up(summary: Summary, files: Sequence[NewFile], part: Share | None, dealt: Dealt | None) -> Summary:
     """The summary of a process that writes a part of an output."""
     if dealt is None:
         return summary
     mine = [file for file in files if file.name in dealt.files]
-    part = Share(dealt.index, dealt.count)
     return replace(summary, part=part, files=len(mine), nbytes=sum(file.size for file in mine))
 
 

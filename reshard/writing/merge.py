@@ -15,20 +15,20 @@ from reshard.planning.model import in_order
 from reshard.planning.plan import Plan, make_plan
 from reshard.storage.access import Access, open_any
 from reshard.storage.opening import open_source
-from reshard.storage.output import Staging, check_output, check_space, tidy
+from reshard.storage.output import PublishedError, tidy
 from reshard.storage.source import UNSPLIT, Source
 from reshard.storage.upload import place_of
 from reshard.writing.files import (
     DEFAULT_SHARD_SIZE,
     NewFile,
     Progress,
-    PublishedError,
     Summary,
-    already_staged,
+    check_place,
     deal,
     new_file,
     no_progress,
     publish_output,
+    staging_for,
     summed_up,
     task_of,
     write_files,
@@ -68,12 +68,9 @@ def merge(
     dealt = deal(files, part)
 
     def check() -> None:
-        if bucket is not None:
-            bucket.check(overwrite=overwrite)
-        elif part is not None and not overwrite and _is_merged(folder, opened, files):
-            raise PublishedError(f"{folder} is complete")
-        check_output(folder, [opened.path], overwrite=overwrite)
-        check_space(folder.parent, total - already_staged(folder))
+        check_place(
+            bucket or folder, opened, files, dealt, lambda there: _is_merged(there, opened, files), overwrite=overwrite
+        )
 
     summary = Summary(
         command="merge", source=opened.location, out=bucket.name if bucket else folder,
@@ -81,7 +78,7 @@ def merge(
         tensors=len(target.model.tensors), files=len(files), nbytes=total, written=0, padding={}, ranks=(0,),
         complete=False, dry_run=dry_run, left_behind=opened.left_behind,
     )  # fmt: skip
-    summary = summed_up(summary, files, dealt)
+    summary = summed_up(summary, files, part, dealt)
     task = {"command": "merge", "source": opened.record.id, "files": [[file.name, file.size] for file in files]}
     task |= task_of(opened, options)
     if not dry_run:
@@ -90,15 +87,15 @@ def merge(
         check()
         if dry_run:
             return summary
-        with Staging(folder, task, [""], opened.states, fsync=options.fsync, check=check, dealt=dealt) as staging:
+        with staging_for(folder, bucket, task, [""], opened, files, dealt, options, check) as staging:
             written = write_files(opened, target, files, staging, options, progress)
             complete = publish_output(
-                opened, written, staging, options, bucket, lambda sums: documents | opened.read_side_files(),
+                opened, written, staging, options, lambda sums: documents | opened.read_side_files(),
                 overwrite=overwrite,
             )  # fmt: skip
     except PublishedError:
         return dataclasses.replace(summary, complete=True)
-    return dataclasses.replace(summary, written=written.nbytes, complete=complete, fetched=written.sums.fetched)
+    return dataclasses.replace(summary, written=written.nbytes, complete=complete, fetched=written.fetched)
 
 
 def _is_merged(out: Path, source: Source, files: Sequence[NewFile]) -> bool:

@@ -28,7 +28,17 @@ from reshard.planning.plan import Padding, Plan, make_plan
 from reshard.planning.program_plan import plan_for
 from reshard.planning.rank_config import rank_config
 from reshard.storage.access import Access, open_any
-from reshard.storage.output import Staging, check_output, check_space, staging_of, tidy, unfinished_command
+from reshard.storage.output import (
+    PATIENCE,
+    Dealt,
+    PublishedError,
+    Staging,
+    check_output,
+    check_space,
+    staging_of,
+    tidy,
+    unfinished_command,
+)
 from reshard.storage.source import Source
 from reshard.storage.upload import place_of
 from reshard.writing.files import (
@@ -36,10 +46,10 @@ from reshard.writing.files import (
     Further,
     NewFile,
     Progress,
-    PublishedError,
     Summary,
     Written,
     already_staged,
+    check_place,
     check_read,
     check_unchanged,
     deal,
@@ -47,6 +57,7 @@ from reshard.writing.files import (
     no_progress,
     publish_output,
     record_with_sums,
+    staging_for,
     summed_up,
     task_of,
     write_files,
@@ -106,11 +117,6 @@ def split(
         raise PlanError("--part and --rank are two ways to share the work", "give one of them")
     (folder, bucket), options = place_of(out, access.cache_dir), options or Options()
     max_shard_size = max_shard_size or DEFAULT_SHARD_SIZE
-    if bucket is not None and ranks is not None:
-        raise PlanError(
-            f"--rank is not possible for {bucket.name}: the ranks of a bucket are published together",
-            "split into a folder that the processes share, and copy it, or split all ranks at once",
-        )
     opened = open_any(source, access)
     page = page_of(form) if form else None
     mesh = (
@@ -136,7 +142,7 @@ def split(
     if extra_state and (page is None or not page.extra_state):
         raise PlanError(f"--extra-state is not possible with the format '{form or 'safetensors'}', which has no such")
     if page is None:
-        new = _Ranks(opened, target, wanted, max_shard_size)
+        new = _Ranks(opened, target, wanted if bucket is None else range(mesh.size), max_shard_size)
     else:
         if ranks is not None:
             raise PlanError(f"--rank is not possible with the format '{page.name}', which has all ranks in one folder")
@@ -145,6 +151,8 @@ def split(
     states = new.states if isinstance(new, ProgramFiles) else ()
     files = [file for of in (new, *states) for file in of.files]
     dealt = deal(files, part)
+    if bucket is not None and ranks is not None:  # all ranks are published together: these are a part of one output
+        dealt = Dealt(_label(wanted, mesh), mesh.size, frozenset(file.name for file in files if file.rank in wanted))
     full = opened.model.sizes.of({})
     summary = Summary(
         command="re-split" if opened.is_split else "split", source=opened.location,
@@ -154,18 +162,20 @@ def split(
         complete=False, dry_run=dry_run, left_behind=new.left_behind,
         note=page.without_extra_state if page and not extra_state else None,
     )  # fmt: skip
-    summary = summed_up(summary, files, dealt)
+    summary = summed_up(summary, files, part, dealt)
 
     def check() -> None:
-        if bucket is not None:
-            bucket.check(overwrite=overwrite)
-        elif part is not None and not overwrite and _is_split(new, opened, folder):
-            raise PublishedError(f"{folder} is complete")
-        _check_target(new, opened, folder, ranks is not None, overwrite)
+        if bucket is None and ranks is not None:
+            _check_ranks(new, opened, folder, overwrite)
+        else:
+            check_place(
+                bucket or folder, opened, files, dealt, lambda there: _is_split(new, opened, there),
+                overwrite=overwrite,
+            )  # fmt: skip
 
     def documents(sums: Sums) -> dict[str, bytes]:
         side_files = opened.read_side_files()
-        manifest = new.manifest({rank: new.finish(staging, rank) for rank in wanted}, side_files, sums)
+        manifest = new.manifest({rank: new.finish(staging, rank) for rank in new.ranks}, side_files, sums)
         return side_files | dict(new.documents) | {MANIFEST: manifest_text(manifest).encode()}
 
     if not dry_run:
@@ -177,20 +187,20 @@ def split(
         if ranks is not None and not wanted:
             there = read_manifest(folder / MANIFEST).ranks if (folder / MANIFEST).is_file() else {}
             return dataclasses.replace(summary, complete=len(there) == mesh.size)
-        by_rank = page is None and dealt is None
+        by_rank = page is None and dealt is None and bucket is None
         parts = [mesh.folder(rank) for rank in wanted] if by_rank else [""]
         task = new.task | task_of(opened, options)
-        with Staging(folder, task, parts, opened.states, fsync=options.fsync, check=check, dealt=dealt) as staging:
+        with staging_for(folder, bucket, task, parts, opened, files, dealt, options, check) as staging:
             to = new.arrangement if isinstance(new, ProgramFiles) else target
             also = [Further(state.source, state.arrangement, state.files) for state in states]
             written = write_files(opened, to, new.files, staging, options, progress, also)
-            if ranks is None:
-                complete = publish_output(opened, written, staging, options, bucket, documents, overwrite=overwrite)
+            if bucket is not None or ranks is None:
+                complete = publish_output(opened, written, staging, options, documents, overwrite=overwrite)
             else:
                 complete = _publish_ranks(new, opened, written, staging, options)
     except PublishedError:
-        return dataclasses.replace(summary, complete=True)
-    return dataclasses.replace(summary, written=written.nbytes, complete=complete, fetched=written.sums.fetched)
+        return dataclasses.replace(summary, complete=True, ranks=wanted if ranks is None else ())
+    return dataclasses.replace(summary, written=written.nbytes, complete=complete, fetched=written.fetched)
 
 
 def wanted_ranks(ranks: Sequence[int] | None, mesh: Mesh) -> tuple[int, ...]:
@@ -207,21 +217,26 @@ _PATIENCE = 0.2
 """Seconds in which another run publishes its first rank."""
 
 
-def _check_target(new: _Ranks | ProgramFiles, source: Source, out: Path, by_rank: bool, overwrite: bool) -> None:
-    give_up = time.monotonic() + _PATIENCE
+def _label(ranks: Sequence[int], mesh: Mesh) -> str:
+    """What the part of a process that writes these ranks is called."""
+    return f"rank-{'-'.join(map(str, ranks[:20]))}-of-{mesh.size}"
+
+
+def _check_ranks(new: _Ranks | ProgramFiles, source: Source, out: Path, overwrite: bool) -> None:
+    """Raise CheckpointError unless these ranks may be added to an output, and the disk has room for them."""
+    give_up = time.monotonic() + PATIENCE
     while True:
         try:
-            if by_rank and (out / MANIFEST).is_file():
+            if (out / MANIFEST).is_file():
                 _check_begun(new, source, out, overwrite)
             else:
-                check_output(out, [source.path], overwrite=overwrite, begun=by_rank and _is_only_rank_folders(out))
+                check_output(out, [source.path], overwrite=overwrite, begun=_is_only_rank_folders(out))
             break
         except CheckpointError:
-            if not by_rank or time.monotonic() > give_up:
+            if time.monotonic() > give_up:
                 raise
             time.sleep(0.01)  # another run may be at publishing its first rank
-    parts = [new.plan.mesh.folder(rank) for rank in new.ranks] if by_rank else [""]
-    check_space(out.parent, new.nbytes - already_staged(out, parts))
+    check_space(out.parent, new.nbytes - already_staged(out, [new.plan.mesh.folder(rank) for rank in new.ranks]))
 
 
 def _is_split(new: _Ranks | ProgramFiles, source: Source, out: Path) -> bool:
@@ -273,7 +288,7 @@ def _is_only_rank_folders(out: Path) -> bool:
 class _Ranks:
     """What a split writes: the weight files of each rank, config.json, index, manifest."""
 
-    def __init__(self, source: Source, plan: Plan, ranks: tuple[int, ...], max_shard_size: int) -> None:
+    def __init__(self, source: Source, plan: Plan, ranks: Sequence[int], max_shard_size: int) -> None:
         self.source, self.plan, self.ranks, self.max_shard_size = source, plan, ranks, max_shard_size
         self.identity = source.identity(plan)
         self._tensors = in_order(plan.model.tensors)

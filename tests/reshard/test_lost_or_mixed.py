@@ -205,7 +205,7 @@ def test_what_a_resumed_run_reads_again_is_what_the_killed_run_read(tmp_path, mo
     before = (source / "model.safetensors").stat()
     change_tensor(source / "model.safetensors", "model.layers.0.self_attn.k_proj.weight")
     os.utime(source / "model.safetensors", ns=(before.st_atime_ns, before.st_mtime_ns))
-    with pytest.raises(MismatchError, match="has changed since an earlier run read a part of it"):
+    with pytest.raises(MismatchError, match="has changed since another run read a part of it"):
         split(source, tmp_path / "out", 8, options=ONE)
     assert not list(tmp_path.glob("out*"))
 

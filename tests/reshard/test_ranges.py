@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.engine.ahead import joined
+from reshard.storage import upload as uploads
 from reshard.storage.remote import HubFile, StoredFile, without_query
+from reshard.storage.upload import Bucket
 from tests.reshard.hub_server import HubServer
 from tests.reshard.store_server import StoreServer, dropped, shifted, slow, status, truncated, upload, whole
 from tests.support import LLAMA, command, contents, write_checkpoint
@@ -171,6 +174,7 @@ def test_into_a_bucket_and_back(store: StoreServer, run: Run, checkpoint: Path, 
     assert_same_weights(store.root / "shards" / "llama", tmp_path / "local")
     puts = [r.path.rpartition("/")[2] for r in store.requests if r.method == "PUT"]
     assert puts[0] == ".reshard-unfinished" and puts[-1] == "reshard.json"
+    assert not [path for path in (store.root / "shards" / "llama").iterdir() if path.name.startswith(".")]
     assert run("merge", "s3://bucket/shards/llama", "s3://bucket/merged").returncode == 0
     assert contents(store.root / "merged") == contents(checkpoint)
     assert not any(path.is_file() for path in (tmp_path / "cache").rglob("uploads/*"))
@@ -233,8 +237,94 @@ def test_places_that_take_no_files(store: StoreServer, run: Run, checkpoint: Pat
     assert done.returncode == 2 and "which takes no files" in done.stderr
     done = run("split", checkpoint, "ftp://host/x", "--tp", "2")
     assert done.returncode == 2 and "no such kind of store" in done.stderr
-    done = run("split", checkpoint, "s3://bucket/x", "--tp", "2", "--rank", "0")
-    assert done.returncode == 2 and "--rank is not possible" in done.stderr
+    done = run("split", checkpoint, "s3://bucket/x", "--tp", "2", "--rank", "0", "--overwrite")
+    assert done.returncode == 2 and "--overwrite is not possible" in done.stderr
+
+
+# --- several processes -----------------------------------------------------------------------------------------------
+
+
+def room_for(monkeypatch: pytest.MonkeyPatch, nbytes: int, largest: list[int]) -> None:
+    """Little room to build an output in; ``largest`` gets the bytes that lie there when a file is uploaded."""
+    put = Bucket.put
+
+    def measured(self: Bucket, key: str, content: bytes | Path) -> str | None:
+        if isinstance(content, Path) and key.endswith(".safetensors"):
+            folder = next(parent for parent in content.parents if parent.name == "uploads")
+            built = (path for path in folder.rglob("*.safetensors*") if path.is_file())
+            largest.append(sum(path.stat().st_size for path in built))
+        return put(self, key, content)
+
+    monkeypatch.setattr(Bucket, "put", measured)
+    monkeypatch.setattr(uploads, "ROOM", nbytes)
+
+
+@pytest.mark.parametrize("form", [(), ("--as", "transformers")])
+def test_a_bucket_needs_the_disk_for_a_few_files(
+    form: tuple[str, ...], store: StoreServer, run: Run, checkpoint: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    line = ("--tp", "2", "--max-shard-size", "2MB", *form)
+    assert command("split", checkpoint, tmp_path / "local", *line).returncode == 0
+    sizes = {name: len(data) for name, data in weights(tmp_path / "local").items()}
+    largest = list[int]()
+    room_for(monkeypatch, 2 * max(sizes.values()), largest)
+    done = run("split", checkpoint, "s3://bucket/shards", *line)
+    assert done.returncode == 0, done.stderr
+    assert contents(store.root / "shards") == contents(tmp_path / "local")
+    assert largest and max(largest) <= 2 * max(sizes.values()) < sum(sizes.values())
+    assert not [path for path in (tmp_path / "cache").rglob("*.safetensors") if "uploads" in str(path)]
+
+
+@pytest.mark.parametrize("how", ["--rank", "--part"])
+def test_processes_share_a_place_in_a_bucket(
+    how: str, store: StoreServer, run: Run, checkpoint: Path, tmp_path: Path
+) -> None:
+    url, line = "s3://bucket/shards", ("--tp", "2", "--max-shard-size", "2MB")
+    assert command("split", checkpoint, tmp_path / "local", *line).returncode == 0
+
+    def process(index: int) -> CompletedProcess[str]:
+        return run("split", checkpoint, url, *line, how, "auto", RANK=str(index), WORLD_SIZE="2")
+
+    first = process(1)
+    assert first.returncode == 0 and "The result is" not in first.stdout, first.stderr
+    assert not (store.root / "shards" / "reshard.json").exists()
+    label = "rank-1-of-2" if how == "--rank" else "part-1-of-2"
+    assert label in run("inspect", url).stderr
+    last = process(0)
+    assert last.returncode == 0 and "The result is s3://bucket/shards" in last.stdout, last.stderr
+    assert contents(store.root / "shards") == contents(tmp_path / "local")
+    before = {path: path.stat().st_mtime_ns for path in (store.root / "shards").rglob("*")}
+    late = process(1)
+    assert late.returncode == 0 and "is left to write for this process" in late.stdout, late.stdout + late.stderr
+    assert before == {path: path.stat().st_mtime_ns for path in (store.root / "shards").rglob("*")}
+
+
+def test_a_merge_in_parts_into_a_bucket(store: StoreServer, run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    assert command("split", checkpoint, tmp_path / "shards", "--tp", "2").returncode == 0
+    for index in (0, 1, 0):
+        done = run("merge", tmp_path / "shards", "s3://bucket/merged", "--part", f"{index}/2")
+        assert done.returncode == 0, done.stderr
+    assert "None of the files is left" in done.stdout
+    assert contents(store.root / "merged") == contents(checkpoint)
+
+
+def test_another_machine_goes_on_with_what_is_in_the_bucket(
+    store: StoreServer, run: Run, checkpoint: Path, tmp_path: Path
+) -> None:
+    line = ("split", checkpoint, "s3://bucket/shards", "--tp", "2", "--max-shard-size", "2MB")
+    assert run(*line, "--part", "0/2").returncode == 0
+    there = {f"/bucket/{path.relative_to(store.root)}" for path in store.root.glob("shards/*/*.safetensors")}
+    shutil.rmtree(tmp_path / "cache")
+    replaced = min(store.root.glob("shards/*/*.safetensors"))
+    replaced.write_bytes(b"of another")
+    store.requests.clear()
+    done = run(*line)
+    assert done.returncode == 0, done.stderr
+    puts = {r.path for r in store.requests if r.method == "PUT" and r.path.endswith(".safetensors")}
+    assert puts & there == {f"/bucket/{replaced.relative_to(store.root)}"}
+    assert run("merge", "s3://bucket/shards", tmp_path / "merged").returncode == 0
+    assert contents(tmp_path / "merged") == contents(checkpoint)
 
 
 # --- what goes wrong -------------------------------------------------------------------------------------------------

@@ -48,6 +48,8 @@ QUANTIZED = ("tests/formats/test_quantization.py", "tests/reshard/test_quantized
 EXPERTS = ("tests/verify/test_layers.py", "tests/verify/test_experts.py")
 ZOO = ("tests/test_zoo_sanity.py",)
 KILLS = ("tests/reshard/test_output.py",)
+PARTS = ("tests/reshard/test_parts.py",)
+BUCKETS = ("tests/reshard/test_ranges.py",)
 LAUNCHES = ("tests/verify/test_launch.py",)
 COMMANDS = ("tests/verify/test_cli.py",)
 
@@ -105,7 +107,9 @@ MUTATIONS = (
     Mutation("reshard", "local = plan.rank_sizes(rank, sizes.of(indices))", "local = sizes.of(indices)", ZOO),
     Mutation("reshard", "both if kind.template in tied else frozenset({stage})", "frozenset({stage})", ZOO),
     # processes: killed, of an engine, of another launcher, on a terminal
-    Mutation("reshard", "        self.finished[name] = Finished(size, checksum, reads)", "        pass", KILLS),
+    Mutation("reshard", "if self.writes(name):\n                self.finished[name] = finished", "if False: pass", KILLS),
+    Mutation("reshard", "yield not any(self._at_work())", "yield True", PARTS),
+    Mutation("reshard", "shutil.disk_usage(self.work).free // 2)", "1 << 60) + (1 << 60)", BUCKETS),
     Mutation("verify", "dist.all_gather_object(results, fn(*args))", "results[rank] = fn(*args)", LAUNCHES),
     Mutation("reshard", "            show()\n\n    thread", "            pass\n\n    thread", COMMANDS),
 )  # fmt: skip

@@ -96,6 +96,23 @@ def test_all_at_the_same_time(checkpoint: Path, shards: Path, tmp_path: Path) ->
         shutil.rmtree(out)
 
 
+def test_who_is_still_at_work_publishes(
+    checkpoint: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process must not rename the folder in which this one may yet write."""
+    out, note, seen = tmp_path / "out", Staging.note_finished, list[bool]()
+
+    def finished(self: Staging, *arguments: Any) -> None:
+        note(self, *arguments)
+        if len(self.finished) == 2:
+            monkeypatch.undo()
+            seen.append(merge(shards, out, part=Share(0, 2)).complete)
+
+    monkeypatch.setattr(Staging, "note_finished", finished)
+    assert merge(shards, out, part=Share(1, 2)).complete and seen == [False]
+    assert contents(out) == contents(checkpoint)
+
+
 # --- what goes wrong -------------------------------------------------------------------------------------------------
 
 
@@ -189,7 +206,10 @@ def test_a_part_of_an_earlier_state_of_the_source_is_not_taken(checkpoint: Path,
     source, out = shutil.copytree(checkpoint, tmp_path / "source"), tmp_path / "out"
     arguments = {"tp": 2, "form": "vllm", "max_shard_size": 3000}
     split(source, out, **arguments, part=Share(0, 2))
-    change_tensor(source / "model-00002-of-00005.safetensors", "model.layers.0.mlp.up_proj.weight")
+    changed = source / "model-00002-of-00005.safetensors"
+    before = changed.stat()
+    change_tensor(changed, "model.layers.0.mlp.up_proj.weight")
+    os.utime(changed, ns=(before.st_atime_ns, before.st_mtime_ns))  # the inode's own time tells
     assert not split(source, out, **arguments, part=Share(1, 2)).complete
     done = split(source, out, **arguments, part=Share(0, 2))
     assert done.complete and done.written == done.nbytes

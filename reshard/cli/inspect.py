@@ -31,15 +31,18 @@ def inspect_command(path: str, revision: str | None, token: str | None, cache_di
     from reshard.storage.inspect import inspect
     from reshard.storage.output import staging_of
 
-    place = Path(path).expanduser()
+    place, name = Path(path).expanduser(), None
     if not place.exists() and not staging_of(place).exists():
         from reshard.storage.fetched import Weights
         from reshard.storage.hub import fetch
 
-        place = fetch(
+        fetched = fetch(
             path, revision=revision, token=token, cache_dir=cache_dir, weights=Weights.HEADERS, quiet=as_json
-        ).path
+        )
+        place, name = fetched.path, fetched.repo
     report = inspect(place)
+    if name is not None:
+        report.problems = [problem.replace(str(place), name) for problem in report.problems]
     if as_json:
         print_json(_document(report, path))
     else:

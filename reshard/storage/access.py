@@ -37,10 +37,11 @@ def open_any(source: str | Path, access: Access, weights: Weights = Weights.RANG
         str(source), revision=access.revision, token=access.token, cache_dir=access.cache_dir, quiet=access.quiet,
         weights=Weights.FILES if access.download and weights is Weights.RANGES else weights,
     )  # fmt: skip
-    opened = open_source(
-        fetched.path, location=fetched.repo, commit=fetched.commit, plan_file=access.plan_file, config=access.config
-    )
-    _refuse_one_rank(opened)
+    with fetched.named():
+        opened = open_source(
+            fetched.path, location=fetched.repo, commit=fetched.commit, plan_file=access.plan_file, config=access.config
+        )
+        _refuse_one_rank(opened)
     return read_elsewhere(opened, fetched.remote) if fetched.remote else opened
 
 
@@ -50,7 +51,8 @@ def lines_of_any(source: str | Path, access: Access) -> Architecture:
         str(source), revision=access.revision, token=access.token, cache_dir=access.cache_dir, quiet=access.quiet,
         weights=Weights.HEADERS,
     )  # fmt: skip
-    return lines_of(fetched.path, access.plan_file)
+    with fetched.named():
+        return lines_of(fetched.path, access.plan_file)
 
 
 def _refuse_one_rank(source: Source) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,7 +39,9 @@ _LISTED_BY_NAME = (
 _REQUESTS = 16
 _NAME = re.compile(r"(?!\.)(?:[^/\0]+/)?(?!\.)[^/\0]+")
 """Weights and side files lie at most one folder deep; no name leads out of the folder."""
-_FILES = (".safetensors", ".json", ".model", ".txt", ".jinja")
+_FILES = (".safetensors", ".json", ".model", ".txt", ".jinja", ".py")
+_WITH_CODE = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
+"""What may name the modules of custom code."""
 
 
 def is_url(source: str) -> bool:
@@ -75,7 +77,7 @@ def fetch_stored(url: str, wanted: Weights, cache: Path) -> Fetched:
     folder = cache / "reshard" / wanted.value / hashlib.sha256(states.encode()).hexdigest()[:32]
     with disk_errors(folder):
         aside = folder.with_name(f"{folder.name}-side")
-        sides = stand_in(aside, {}, lambda at: _copy(store, side, at, name), sampled=False)
+        sides = stand_in(aside, {}, lambda at: _copy(store, side, at, name), name, sampled=False)
         weights = weight_files(sizes, sides)
         if not any(is_usable(file, sizes) for file in weights):
             refuse_foreign(name, sizes)
@@ -98,7 +100,7 @@ def fetch_stored(url: str, wanted: Weights, cache: Path) -> Fetched:
             shutil.copytree(sides, at, dirs_exist_ok=True)
             _copy(store, whole, at, name)
 
-        stand_in(folder, there, fill, sampled=wanted is Weights.RANGES)
+        stand_in(folder, there, fill, name, sampled=wanted is Weights.RANGES)
     remote = {file: elsewhere.remote for file, elsewhere in there.items()}
     return Fetched(folder, name, None, headers_only=bool(there), remote=remote)
 
@@ -142,19 +144,20 @@ def _by_name(store: ObjectStore, name: str) -> Mapping[str, _Entry]:
     from obstore import get
 
     found = _heads(store, _LISTED_BY_NAME, name)
-    for index in {"model.safetensors.index.json", "reshard.json"} & found.keys():
+    for index in {"model.safetensors.index.json", "reshard.json", *_WITH_CODE} & found.keys():
         try:
             document = json.loads(bytes(get(store, index).bytes()))
         except Exception as error:
             raise explain(error, f"{name}/{index}") from None
-        found = {**found, **_heads(store, _named(document), name)}
+        found = {**found, **_heads(store, _named(document) - found.keys(), name)}
     return found
 
 
 def _named(document: object) -> set[str]:
     """The files that an index, or a manifest of shards, names."""
     names: set[str] = set()
-    stack = [document]
+    code = document.get("auto_map") if isinstance(document, dict) else None
+    stack = [document, [f"{of}.py" for of in _modules(code)]]
     while stack:
         value = stack.pop()
         if isinstance(value, dict):
@@ -164,6 +167,14 @@ def _named(document: object) -> set[str]:
         elif isinstance(value, str) and value.endswith(_FILES) and _NAME.fullmatch(value):
             names.add(value)
     return names
+
+
+def _modules(auto_map: object) -> Iterator[str]:
+    """The modules of custom code that a config names: ``modeling_x.XModel``, or several in a list."""
+    for value in auto_map.values() if isinstance(auto_map, dict) else ():
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, str) and "." in each and "--" not in each:  # else it is in another repository
+                yield each.partition(".")[0]
 
 
 def _heads(store: ObjectStore, names: Iterable[str], name: str) -> dict[str, _Entry]:

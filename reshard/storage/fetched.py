@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
+from formats.errors import ReshardError
 from reshard.storage.remote import Remote
 
 
@@ -31,3 +33,20 @@ class Fetched:
     """The safetensors files are sparse, with true headers and sizes but no data."""
     remote: Mapping[str, Remote] = field(default_factory=dict)
     """Where the data of such files is, by their names."""
+
+    def named(self) -> AbstractContextManager[None]:
+        """A block whose errors call the source by its name, not by the folder that stands in for it."""
+        return told_as(self.path, self.repo)
+
+
+@contextmanager
+def told_as(folder: Path, name: str | None) -> Iterator[None]:
+    """A block whose errors say ``name`` instead of ``folder``; they say the folder, where there is no name."""
+    try:
+        yield
+    except ReshardError as error:
+        if name is not None:
+            error.message = error.message.replace(str(folder), name)
+            error.hint = error.hint and error.hint.replace(str(folder), name)
+            error.args = (error.message,)
+        raise

@@ -168,7 +168,7 @@ def _elsewhere(
     if len(there) < len(weights):
         missing = hashlib.sha256("\n".join(sorted(there)).encode()).hexdigest()
         final = final.with_name(f"{final.name}-{missing[:12]}")
-    stand_in(final, there, fill, sampled=wanted is Weights.RANGES)
+    stand_in(final, there, fill, request.repo, sampled=wanted is Weights.RANGES)
     remote = {name: file.remote for name, file in there.items()}
     return Fetched(final, request.repo, snapshot.name, headers_only=True, remote=remote)
 

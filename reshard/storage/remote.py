@@ -10,9 +10,10 @@ import os
 import re
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from formats.errors import CheckpointError, MismatchError, ReshardError
@@ -168,10 +169,48 @@ def open_store(url: str, headers: dict[str, str] | None = None, *, is_first: boo
     patience = timedelta(seconds=min(seconds, _FIRST_PATIENCE) if is_first else seconds)
     retries = {"max_retries": 1000, "backoff": _BACKOFF, "retry_timeout": patience}
     make: Callable[..., ObjectStore] = from_url
+    more = _profile() if url.startswith("s3") else {}
     try:
-        return make(url, client_options=client, retry_config=retries)
+        return make(url, client_options=client, retry_config=retries, **more)
     except (BaseError, ValueError) as error:
         raise CheckpointError(f"{without_query(url)} cannot be opened: {first_line(error)}") from None
+
+
+def _profile() -> dict[str, Any]:
+    """The credentials of a profile in ``~/.aws``, where one is wanted, by what reads all kinds of them: boto3.
+
+    Raises CheckpointError for AWS_PROFILE without boto3, or for a profile that gives none.
+    """
+    wanted = os.environ.get("AWS_PROFILE")
+    if "AWS_ACCESS_KEY_ID" in os.environ or os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in {"1", "true"}:
+        return {}
+    if wanted is None and not any(path.is_file() for path in _profiles()):
+        return {}
+    try:
+        from boto3.session import Session
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError:
+        if wanted is None:  # there are other places to look
+            return {}
+        raise CheckpointError(
+            f"AWS_PROFILE is {wanted}, and boto3, which reads profiles, is not installed",
+            'pip install boto3, or eval "$(aws configure export-credentials --format env)"',
+        ) from None
+    try:
+        return {"credential_provider": Boto3CredentialProvider(Session(profile_name=wanted))}
+    except Exception as error:  # botocore's own, which are many
+        if wanted is None:
+            return {}
+        raise CheckpointError(
+            f"the profile {wanted} (AWS_PROFILE) cannot be used: {first_line(error)}",
+            "see 'aws configure list-profiles'",
+        ) from None
+
+
+def _profiles() -> Iterator[Path]:
+    """The files in which profiles are."""
+    for variable, name in (("AWS_CONFIG_FILE", "config"), ("AWS_SHARED_CREDENTIALS_FILE", "credentials")):
+        yield Path(os.environ.get(variable) or f"~/.aws/{name}").expanduser()
 
 
 def _read(store: ObjectStore, key: str, start: int, stop: int, etag: str | None, address: str) -> memoryview:

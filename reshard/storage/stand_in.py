@@ -15,6 +15,7 @@ from pathlib import Path
 from formats.errors import CheckpointError
 from formats.files.checkpoint import has_usual_weights, open_checkpoint, samples
 from formats.files.sharded import is_sharded
+from reshard.storage.fetched import told_as
 from reshard.storage.remote import Read, Remote
 from reshard.storage.threads import Threads
 
@@ -31,10 +32,13 @@ class Elsewhere:
     size: int
 
 
-def stand_in(final: Path, weights: Mapping[str, Elsewhere], fill: Callable[[Path], None], *, sampled: bool) -> Path:
+def stand_in(
+    final: Path, weights: Mapping[str, Elsewhere], fill: Callable[[Path], None], name: str, *, sampled: bool
+) -> Path:
     """Make the folder ``final``, unless it is there. ``fill`` puts the other files into it.
 
-    With ``sampled`` it has also the few bytes by which a checkpoint is told from another. Raises CheckpointError.
+    With ``sampled`` it has also the few bytes by which a checkpoint is told from another. ``name`` is what messages
+    call the checkpoint. Raises CheckpointError.
     """
     if final.exists():
         return final
@@ -42,12 +46,12 @@ def stand_in(final: Path, weights: Mapping[str, Elsewhere], fill: Callable[[Path
     with tempfile.TemporaryDirectory(dir=final.parent, prefix=f"{final.name}.", ignore_cleanup_errors=True) as scratch:
         building = Path(scratch) / "files"
         building.mkdir()
-        for name in weights:
-            (building / name).parent.mkdir(parents=True, exist_ok=True)
+        for file in weights:
+            (building / file).parent.mkdir(parents=True, exist_ok=True)
         fill(building)
-        with Threads(_REQUESTS) as threads:
+        with told_as(building, name), Threads(_REQUESTS) as threads:
             opened = dict(zip(weights, threads.map(lambda file: file.remote.open(), weights.values()), strict=True))
-            threads.map(lambda name: _put_header(weights[name], opened[name], building / name), weights)
+            threads.map(lambda file: _put_header(weights[file], opened[file], building / file), weights)
             if sampled and not is_sharded(building) and has_usual_weights(building):
                 threads.map(lambda part: _put(opened[part[0]], building / part[0], *part[1:]), _samples(building))
         try:

@@ -480,6 +480,51 @@ def test_requester_pays(store: StoreServer, run: Run, checkpoint: Path, tmp_path
     assert run("split", url, tmp_path / "out", "--tp", "2", AWS_REQUEST_PAYER="true").returncode == 0
 
 
+@pytest.mark.parametrize("kind", ["s3", "http"])
+def test_errors_name_what_the_user_named(
+    kind: str, store: StoreServer, run: Run, checkpoint: Path, tmp_path: Path
+) -> None:
+    upload(checkpoint, store, "llama")
+    url = "s3://bucket/llama" if kind == "s3" else f"{store.url}/bucket/llama"
+    index = store.root / "llama" / "model.safetensors.index.json"
+    document = json.loads(index.read_text())
+    del document["weight_map"]["model.norm.weight"]
+    index.write_text(json.dumps(document))
+    done = run("split", url, tmp_path / "out", "--tp", "2")
+    assert_refused(done, f"{url}/model", out=tmp_path / "out")
+    assert "cache" not in done.stderr
+    config = store.root / "llama" / "config.json"
+    config.write_text(config.read_text().replace('"llama"', '"no-such-model"'))
+    shutil.copyfile(checkpoint / index.name, index)
+    done = run("split", url, tmp_path / "out", "--tp", "2")
+    assert_refused(done, "no-such-model", out=tmp_path / "out")
+    assert "cache" not in done.stderr
+    (store.root / "llama" / "model-00002-of-00002.safetensors").write_bytes(b"")
+    said = run("inspect", url)
+    assert said.returncode != 0 and "cache" not in said.stdout + said.stderr, said.stdout + said.stderr
+
+
+def test_custom_code_behind_a_url_comes_along(store: StoreServer, run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    upload(checkpoint, store, "llama")
+    folder = store.root / "llama"
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoModel": "modeling_own.Own", "AutoConfig": ["configuration_own.OwnConfig", None]}
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("modeling_own.py", "configuration_own.py"):
+        (folder / name).write_text("raise SystemExit\n")
+    assert run("split", f"{store.url}/bucket/llama", tmp_path / "out", "--tp", "2").returncode == 0
+    assert {path.name for path in (tmp_path / "out").glob("*.py")} == {"modeling_own.py", "configuration_own.py"}
+
+
+def test_a_profile_without_what_reads_profiles(
+    store: StoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "boto3.session", None)
+    environment = {name: value for name, value in store.environment.items() if "KEY" not in name}
+    done = command("split", "s3://bucket/llama", tmp_path / "out", "--tp", "2", AWS_PROFILE="work", **environment)
+    assert_refused(done, "AWS_PROFILE is work, and boto3", out=tmp_path / "out")
+
+
 def test_what_is_not_there(store: StoreServer, run: Run, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert_refused(run("split", "s3://bucket/nothing", out, "--tp", "2"), "holds no checkpoint", out=out)

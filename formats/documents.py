@@ -208,10 +208,15 @@ def file_name(value: object, where: str) -> str:
     return name
 
 
+LONGEST_NAME = 255
+"""Bytes of a file's name, on the file systems that are in use: a longer one is an error of the operating system's."""
+
+
 def is_inside(name: str) -> bool:
-    """Whether a name with ``/`` is that of something below the folder that it is relative to."""
+    """Whether a name with ``/`` can be that of something below the folder that it is relative to."""
     path = PurePosixPath(name)
-    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
+    can_be = all(len(part.encode("utf-8", "surrogatepass")) <= LONGEST_NAME for part in path.parts) and "\0" not in name
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and can_be
 
 
 class Record:

@@ -1,6 +1,8 @@
-"""Damages containers of torch's (``.metadata``, ``.distcp``, ``.bin``) and reads them: a result, or one short line.
+"""Damages containers (``.metadata``, ``.distcp``, ``.bin``, ``.pt``, boxes in safetensors) and reads them: a result, or
+one short line.
 
-Damage is done to what the bytes mean: to instructions of pickles and to fields of zip directories, and to bytes alone.
+Damage is done to what the bytes mean: to instructions of pickles, fields of zip directories and numbers of headers, and
+to bytes alone. Seeds take the targets in turn, so each has as many as any other.
 ``python -m tests.fuzz_containers --seconds 1800`` runs until the time is over; a failure shows the seed that makes it
 again, with ``--seed N --runs 1``. ``tests/test_fuzz_containers.py`` runs the first seeds.
 """
@@ -12,6 +14,7 @@ import itertools
 import math
 import pickletools
 import random
+import re
 import resource
 import struct
 import sys
@@ -19,18 +22,21 @@ import tempfile
 import time
 import traceback
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from formats.errors import LONGEST_LINE, ReshardError
+from formats.files.boxes import boxes_metadata, read_boxes
 from formats.files.dcp import METADATA, read_distributed, read_object
-from formats.files.safetensors import TensorInfo
+from formats.files.safetensors import TensorInfo, read_header
 from formats.files.torch_bin import read_bin
 from formats.files.torch_pickles import TENSORS
 from formats.files.zips import Entry, read_directory
+from reshard.storage.program_source import tensors_in
 
 SECONDS = 5.0
-"""What one reading may take."""
+"""What one reading may take of the processor: that others use it, too, is no fault of the reader's."""
 MEMORY = 1 << 30
 """Bytes of memory that may be needed."""
 ORACLES = Path(__file__).parent / "oracles" / "dcp"
@@ -97,6 +103,20 @@ def of_directories(content: bytes, chance: random.Random) -> bytes:
     return content[:place] + number.to_bytes(width, "little") + content[place + width :]
 
 
+def of_headers(content: bytes, chance: random.Random) -> bytes:
+    """A number, a word or a bracket of a safetensors header, which stays as long as its first eight bytes say."""
+    length = min(int.from_bytes(content[:8], "little"), len(content) - 8)
+    header = content[8 : 8 + length].decode("utf-8", "replace")
+    words = [*re.finditer(r"\d+|\w+|[\[\]{}:,]", header)]
+    if not words:
+        return of_bytes(content, chance)
+    word = chance.choice(words)
+    instead = chance.choice([str(chance.choice(NUMBERS)), "-1", "1.5", "null", "F64", "[" * 300, '"', "", word[0] * 2])
+    new = (header[: word.start()] + instead + header[word.end() :]).encode()
+    said = len(new) if chance.randrange(4) else length
+    return said.to_bytes(8, "little") + new + content[8 + length :]
+
+
 def _all(content: bytes, word: bytes) -> list[int]:
     found, place = list[int](), content.find(word)
     while place >= 0:
@@ -139,6 +159,20 @@ def read_file(folder: Path) -> None:
     _inside([*read_bin(folder / "pytorch_model.bin")[0].values()])
 
 
+def read_boxes_of(folder: Path) -> None:
+    """Read the header of a file that has boxes of tensors."""
+    header = read_header(folder / "shard.safetensors")
+    _inside([*header.tensors.values()])
+    shapes = {name: info.shape for name, info in header.tensors.items()}
+    for name, at in read_boxes(folder / "shard.safetensors", header.metadata, shapes).items():
+        assert len(at.offset) == len(shapes[name])
+
+
+def read_rank(folder: Path) -> None:
+    """Read a rank's file of Megatron-LM's older form."""
+    _inside(tensors_in(folder / "model_optim_rng.pt", "model"))
+
+
 def read_zip(folder: Path) -> None:
     """Read the directory of an archive."""
     content = (folder / "pytorch_model.bin").read_bytes()
@@ -158,12 +192,15 @@ TARGETS: Sequence[tuple[str, str, Sequence[Change], Callable[[Path], None]]] = (
     ("fsdp_tp", "__3_0.distcp", (of_bytes, of_directories, of_pickles_within), read_folder),
     ("bin", "pytorch_model.bin", (of_bytes, of_directories, of_pickles_within), read_file),
     ("bin", "pytorch_model.bin", (of_bytes, of_directories), read_zip),
+    ("legacy", "model_optim_rng.pt", (of_bytes, of_directories, of_pickles_within), read_rank),
+    ("boxes", "shard.safetensors", (of_headers, of_headers, of_bytes), read_boxes_of),
 )
 
 
 def make_base(root: Path) -> None:
     """What is damaged: distributed checkpoints that torch wrote, and a file of torch.save."""
     import torch
+    from safetensors.torch import save_file
 
     for case in ("fsdp_adam", "fsdp_tp"):
         with zipfile.ZipFile(ORACLES / f"{case}.zip") as archive:
@@ -173,6 +210,13 @@ def make_base(root: Path) -> None:
     shared = torch.ones(3)
     state = {"a": shared, "b": shared, "c": torch.nn.Parameter(torch.ones(2, 2)), "step": 1, "d": torch.zeros(2).half()}
     torch.save(state, root / "bin" / "pytorch_model.bin")
+    for folder in ("legacy", "boxes"):
+        (root / folder).mkdir()
+    model = OrderedDict({"a.weight": torch.ones(4, 2), "a._extra_state": None, "b": state["d"]})
+    file = {"args": argparse.Namespace(tp=2, name="x"), "checkpoint_version": 3.0, "iteration": 7, "model": model}
+    torch.save(file | {"optimizer": {"state": [shared, 1]}}, root / "legacy" / "model_optim_rng.pt")
+    boxes = boxes_metadata({"a": (4, 0), "b": (0,)})
+    save_file({"a": torch.ones(4, 2), "b": torch.zeros(3).half()}, root / "boxes" / "shard.safetensors", boxes)
 
 
 def fuzz(root: Path, seed: int) -> list[str]:
@@ -187,7 +231,7 @@ def fuzz(root: Path, seed: int) -> list[str]:
             content = change(content, chance)
         except (ValueError, IndexError, struct.error):  # an earlier change has made it something else
             content = of_bytes(content, chance)
-    found, began = [], time.monotonic()
+    found, began = [], time.process_time()
     path.write_bytes(content)
     try:
         read(root / case)
@@ -198,7 +242,7 @@ def fuzz(root: Path, seed: int) -> list[str]:
         found.append("".join(traceback.format_exception_only(error)).strip() + " " + traceback.format_exc()[-400:])
     finally:
         path.write_bytes(good)
-    seconds = time.monotonic() - began
+    seconds = time.process_time() - began
     if seconds > SECONDS:
         found.append(f"{seconds:.0f} seconds")
     return [f"seed {seed}, {change.__name__} of {case}/{name}: {each}" for each in found]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from formats.errors import ReshardError
+from formats.mesh import Mesh, mesh_of
 from reshard.cli.errors import print_error, print_traceback, tracebacks_are_wanted
 from reshard.cli.options import FILE, access_of, config_option, debug_option, hub_options, json_option
 from reshard.cli.printing import print_json, print_lines
@@ -23,6 +24,18 @@ if TYPE_CHECKING:
     from reshard.storage.access import Access
     from verify.forward.crew import Crew
     from verify.report.answer import Answer
+
+
+def _meshes(_: click.Context, option: click.Parameter, texts: tuple[str, ...]) -> tuple[Mesh, ...]:
+    """The meshes of ``tp=2,pp=2`` and the like."""
+    found = []
+    for text in texts:
+        degrees = [part.partition("=")[::2] for part in text.split(",")]
+        known = {name: int(degree) for name, degree in degrees if name in ("tp", "pp", "ep") and degree.isdecimal()}
+        if len(known) != len(degrees) or 0 in known.values():
+            raise click.BadParameter(f"'{text}' is no mesh: give degrees such as tp=2,pp=2,ep=2")
+        found.append(mesh_of(**known))
+    return tuple(found)
 
 
 @click.command("verify")
@@ -40,7 +53,10 @@ if TYPE_CHECKING:
 @click.option("--streamed", is_flag=True, help="One block at a time, for models larger than the memory.")
 @click.option("--timeout", type=click.FloatRange(0, min_open=True), default=300.0, show_default=True, metavar="SECONDS",
               help="How long a rank waits for the others.")  # fmt: skip
-@click.option("--engine", type=click.Choice(["vllm"]), help="Also run the shards in the engine that they are for.")
+@click.option("--engine", type=click.Choice(["vllm", "megatron"]),
+              help="Also run the shards in the engine that they are for.")  # fmt: skip
+@click.option("--engine-mesh", multiple=True, metavar="MESH", callback=_meshes,
+              help="Load them on this mesh, such as tp=2,pp=2, if their format allows any; may be repeated.")  # fmt: skip
 @click.option("--engine-python", metavar="PATH", help="The python of the engine's environment.")
 @click.option("--report", type=FILE, metavar="FILE", help="Write an HTML page, which needs no network.")
 @click.option("--plan", "plan_file", type=FILE, metavar="FILE", help="The plan file that the shards were split by.")
@@ -52,7 +68,7 @@ if TYPE_CHECKING:
 def verify_command(
     original: str, shards: str, exact_only: bool, device: str, dtype: str | None, batch: int, seq: int, seed: int,
     prompt: str | None, backward: bool, streamed: bool, timeout: float, engine: str | None, engine_python: str | None,
-    report: Path | None, plan_file: Path | None, config_folder: Path | None, revision: str | None, token: str | None,
+    engine_mesh: tuple[Mesh, ...], report: Path | None, plan_file: Path | None, config_folder: Path | None, revision: str | None, token: str | None,
     cache_dir: Path | None, as_json: bool, quiet: bool,
 ) -> int:  # fmt: skip
     """Prove that SHARDS are the model ORIGINAL: compare the bytes, then run the model and compare its outputs.
@@ -70,16 +86,17 @@ def verify_command(
 
     if report is not None and not report.absolute().parent.is_dir():
         raise click.UsageError(f"--report: there is no folder {report.absolute().parent}")
-    if engine_python is not None and engine is None:
-        raise click.UsageError("--engine-python goes with --engine")
+    for option, given in (("--engine-python", engine_python), ("--engine-mesh", engine_mesh)):
+        if given and engine is None:
+            raise click.UsageError(f"{option} goes with --engine")
     settings = {
         "device": device, "dtype": dtype, "batch": batch, "seq": seq, "seed": seed, "prompt": prompt,
         "backward": backward, "streamed": streamed, "timeout": timeout,
     }  # fmt: skip
     answer = Answer(original, shards, {"exact_only": True} if exact_only else settings)
     if engine is not None:
-        given = {"name": engine, "python": engine_python, "dtype": dtype, "seed": seed}
-        answer.engine_options = {key: value for key, value in given.items() if value is not None}
+        wanted = {"name": engine, "python": engine_python, "dtype": dtype, "seed": seed, "meshes": engine_mesh}
+        answer.engine_options = {key: value for key, value in wanted.items() if value is not None}
     access = access_of(revision, token, cache_dir, plan_file, config_folder, quiet=quiet or as_json)
 
     def finish() -> int:

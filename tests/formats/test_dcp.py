@@ -225,6 +225,10 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
         lambda m: setattr(_entry(m), "relative_path", "../elsewhere"),
         "the file of 'w' is no name of a file in this folder",
     ),
+    "a name that no file has": (
+        lambda m: setattr(_entry(m), "relative_path", "x" * 256),
+        "the file of 'w' is no name of a file in this folder",
+    ),
     "no place": (lambda m: m.storage_data.clear(), "has no place in 'storage_data'"),
     "past the end": (lambda m: setattr(_entry(m), "length", 1 << 40), "'w' should be bytes"),
     "negative": (lambda m: setattr(_entry(m), "offset", -1), "the place of 'w' in '__0_0.distcp' is none"),

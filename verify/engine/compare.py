@@ -4,6 +4,9 @@ Three runs on the same tokens: the original in transformers, in float32 (the exa
 the shards in the engine, at their degree. The engine's *noise* is how far its run of the original is from the exact
 values, the *error* how far its run of the shards is from its run of the original. Both are root mean squares over the
 log-probabilities of all tokens at all positions. The error must be within ``FACTOR`` times the noise.
+
+Megatron-Core loads no Hugging Face checkpoint, so transformers runs the original in its place: its run in the dtype of
+the engine's stands for the engine's, and the exact values are those in the next wider dtype.
 """
 
 from __future__ import annotations
@@ -18,8 +21,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +30,39 @@ import torch
 
 from formats.errors import CheckpointError, ReshardError
 from formats.mesh import Mesh
+from formats.notation.rewrites import Page
+from reshard.planning.model import Model
+from reshard.planning.stages import with_stages
 from reshard.storage.source import Source
 from verify.ending import temporary_folder
+from verify.engine.megatron_settings import megatron_settings
 from verify.forward.noise import FACTOR
 
-RUNNERS = {"vllm": Path(__file__).with_name("vllm_run.py")}
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine: what people call it, the module that its environment must have, and the file that runs it there.
+
+    ``loads_original``: it loads Hugging Face checkpoints too. ``any_mesh``: formats of its own (those with boxes) are
+    loaded on any mesh, not only on that of their files. ``settings`` are what it must be told of a model.
+    """
+
+    title: str
+    module: str
+    runner: Path
+    loads_original: bool
+    any_mesh: bool = False
+    settings: Callable[[Model, Page], dict[str, Any]] | None = None
+
+
+_HERE = Path(__file__).parent
+ENGINES = {
+    "vllm": Engine("vLLM", "vllm", _HERE / "vllm_run.py", loads_original=True),
+    "megatron": Engine(
+        "Megatron-Core", "megatron", _HERE / "megatron_run.py", loads_original=False, any_mesh=True,
+        settings=megatron_settings,
+    ),
+}  # fmt: skip
 LARGEST_VOCABULARY = 300_000
 LOUD = 0.1
 """Noise, as a part of the spread of the log-probabilities, from which an engine computes something else."""
@@ -41,9 +72,13 @@ Prompts = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Which engine, in which Python, and what it runs: so many prompts of so many tokens."""
+    """Which engine, in which Python, and what it runs: so many prompts of so many tokens.
+
+    ``meshes`` are those on which it loads the shards; none: that of the shards.
+    """
 
     name: str
+    meshes: tuple[Mesh, ...] = ()
     python: str = sys.executable
     dtype: str = "float32"
     batch: int = 2
@@ -51,15 +86,21 @@ class EngineOptions:
     seed: int = 0
     timeout: float = 3600.0
 
+    @property
+    def engine(self) -> Engine:
+        """What is known of the engine."""
+        return ENGINES[self.name]
+
 
 @dataclass(frozen=True)
 class EngineReport:
-    """What was measured. ``noise`` and ``error`` are root mean squares of log-probabilities, ``worst`` is the largest
-    single difference between the shards and the original in the engine, ``spread`` the standard deviation of the exact
-    log-probabilities.
+    """What was measured, on each mesh or on one. ``noise`` and ``error`` are root mean squares of log-probabilities,
+    ``worst`` is the largest single difference between the shards and the original, ``spread`` the standard deviation of
+    the exact log-probabilities. ``runner`` ran the original.
     """
 
     engine: str
+    runner: str
     mesh: str
     dtype: str
     tokens: int
@@ -82,9 +123,11 @@ class EngineReport:
     def verdict(self) -> str:
         """The answer in a sentence."""
         what = "the same" if self.is_same else "something else"
+        is_own = self.runner == self.engine
+        noise = "its own noise" if is_own else f"the noise of {self.runner}"
         return (
-            f"{self.engine} computes {what} from the shards as from the original: the error is {self.ratio:.3g} times "
-            f"its own noise (the limit is {FACTOR:g})."
+            f"{self.engine} computes {what} from the shards as {'' if is_own else f'{self.runner} '}from the original: "
+            f"the error is {self.ratio:.3g} times {noise} (the limit is {FACTOR:g})."
         )
 
     def __str__(self) -> str:
@@ -109,9 +152,15 @@ class Baseline:
 def run_engine(
     original: Source, shards: Source, options: EngineOptions, progress: Callable[[str], None] = lambda _: None
 ) -> EngineReport:
-    """Run both in the engine and compare. Raises ReshardError if the engine cannot run, or computes something else."""
+    """Run both in the engine and compare: of several meshes, the one with the largest error.
+
+    Raises ReshardError if the engine cannot run, or computes something else.
+    """
     _check_format(shards, options)
-    return run_shards(run_original(original, options, progress), shards, progress)
+    baseline = run_original(original, options, progress)
+    reports = [run_shards(baseline, shards, progress, mesh) for mesh in options.meshes or (shards.plan.mesh,)]
+    worst = max(reports, key=lambda report: math.inf if math.isnan(report.error) else report.error)
+    return replace(worst, mesh=f"{'; '.join(report.mesh for report in reports)}") if worst.is_same else worst
 
 
 def _check_format(shards: Source, options: EngineOptions) -> None:
@@ -122,12 +171,18 @@ def _check_format(shards: Source, options: EngineOptions) -> None:
             f"{shards.path} has {what}, which {options.name} does not load",
             f"'reshard split {shards.path} OUT --tp N --as {options.name}' writes what it loads",
         )
+    if options.meshes and not (options.engine.any_mesh and page.boxes):
+        raise CheckpointError(
+            f"{shards.path}: {options.engine.title} loads the format '{page.name}' on its own mesh alone, "
+            f"{shards.plan.mesh}",
+            "leave --engine-mesh out",
+        )
 
 
 def run_original(
     original: Source, options: EngineOptions, progress: Callable[[str], None] = lambda _: None
 ) -> Baseline:
-    """Run the original in transformers and in the engine.
+    """Run the original in transformers, and in the engine if that loads it.
 
     Raises ReshardError if one of them cannot run it, or the engine computes something else.
     """
@@ -136,10 +191,14 @@ def run_original(
         raise CheckpointError(f"{original.path}: a vocabulary of {size} tokens is not run in an engine")
     prompts = random_prompts(size, options)
     progress("original in transformers")
-    exact = _exact(original, prompts)
+    if not options.engine.loads_original:
+        dtype = getattr(torch, options.dtype)
+        exact = _in_transformers(original, prompts, torch.float64 if dtype == torch.float32 else torch.float32)
+        return Baseline(options, size, prompts, exact, _in_transformers(original, prompts, dtype))
+    exact = _in_transformers(original, prompts, torch.float32)
     with temporary_folder("reshard-engine-") as folder:
         progress(f"original in {options.name}")
-        whole = _run(original.path, "auto", Mesh(), prompts, size, options, folder)
+        whole = _run(original, {"load_format": "auto"}, Mesh(), prompts, size, options, folder)
     spread, noise = float(exact.std()), _distance(whole, exact)
     if not noise <= LOUD * spread:
         raise CheckpointError(
@@ -150,20 +209,26 @@ def run_original(
     return Baseline(options, size, prompts, exact, whole)
 
 
-def run_shards(baseline: Baseline, shards: Source, progress: Callable[[str], None] = lambda _: None) -> EngineReport:
-    """Run shards in the engine, and compare. Raises ReshardError if the engine cannot run them."""
-    options, page = baseline.options, shards.page
+def run_shards(
+    baseline: Baseline, shards: Source, progress: Callable[[str], None] = lambda _: None, mesh: Mesh | None = None
+) -> EngineReport:
+    """Run shards in the engine, on their own mesh or another, and compare.
+
+    Raises ReshardError if the engine cannot run them.
+    """
+    options, page, mesh = baseline.options, shards.page, with_stages(shards.model, mesh or shards.plan.mesh)
     _check_format(shards, options)
     assert page is not None
+    further: dict[str, Any] = {"load_format": str(page.load_format)}
+    if options.engine.settings is not None:
+        further = {"settings": options.engine.settings(shards.model, page)}
     with temporary_folder("reshard-engine-") as folder:
-        progress(f"shards in {options.name} on {shards.plan.mesh.size} ranks")
-        parts = _run(
-            shards.path, str(page.load_format), shards.plan.mesh, baseline.prompts, baseline.size, options, folder
-        )
+        progress(f"shards in {options.name} on {mesh}")
+        parts = _run(shards, further, mesh, baseline.prompts, baseline.size, options, folder)
     return EngineReport(
-        options.name, str(shards.plan.mesh), options.dtype, sum(map(len, baseline.prompts)),
-        float(baseline.exact.std()), _distance(baseline.whole, baseline.exact), _distance(parts, baseline.whole),
-        float((parts - baseline.whole).abs().max()),
+        options.name, options.name if options.engine.loads_original else "transformers", str(mesh), options.dtype,
+        sum(map(len, baseline.prompts)), float(baseline.exact.std()), _distance(baseline.whole, baseline.exact),
+        _distance(parts, baseline.whole), float((parts - baseline.whole).abs().max()),
     )  # fmt: skip
 
 
@@ -178,30 +243,34 @@ def random_prompts(size: int, options: EngineOptions) -> list[list[int]]:
     return [[draw.randrange(size) for _ in range(options.seq)] for _ in range(options.batch)]
 
 
-def _exact(original: Source, prompts: Prompts) -> torch.Tensor:
-    """The original's log-probabilities in float32: ``[positions, tokens]``, those of the first token left out."""
+def _in_transformers(original: Source, prompts: Prompts, dtype: torch.dtype) -> torch.Tensor:
+    """The original's log-probabilities: ``[positions, tokens]``, those of the first token left out."""
     import transformers
 
     from verify.rank.loading import quiet_transformers
+    from verify.rank.trace import NoLessThanFloat64
 
-    with quiet_transformers(), torch.no_grad():
-        model = transformers.AutoModelForCausalLM.from_pretrained(original.path, dtype=torch.float32)
+    wide = NoLessThanFloat64() if dtype == torch.float64 else contextlib.nullcontext()
+    with quiet_transformers(), torch.no_grad(), wide:
+        model = transformers.AutoModelForCausalLM.from_pretrained(original.path, dtype=dtype)
         logits: torch.Tensor = model.eval()(input_ids=torch.tensor(prompts)).logits.double()
     return logits.log_softmax(-1)[:, :-1].flatten(0, 1)
 
 
 def _run(
-    folder: Path, load_format: str, mesh: Mesh, prompts: Prompts, size: int, options: EngineOptions, work: Path
-) -> torch.Tensor:
-    """The engine's log-probabilities, as ``_exact`` has them."""
+    source: Source, further: Mapping[str, Any], mesh: Mesh, prompts: Prompts, size: int, options: EngineOptions,
+    work: Path,
+) -> torch.Tensor:  # fmt: skip
+    """The engine's log-probabilities, as ``_in_transformers`` has them."""
     degrees, out = dict(mesh.degrees), work / "answer.json"
+    tp = degrees.get("tp", 1)
     request = {
-        "folder": str(folder.resolve()), "load_format": load_format, "tp": degrees.get("tp", 1),
-        "pp": degrees.get("pp", 1), "ep": mesh.same_ranks, "dtype": options.dtype, "vocabulary": size,
-        "prompts": prompts, "out": str(out),
+        "folder": str(source.path.resolve()), "tp": tp, "pp": degrees.get("pp", 1), "stages": mesh.stages,
+        "ep": degrees.get("ep", 1), "etp": 1 if mesh.same_ranks else tp, "dtype": options.dtype, "vocabulary": size,
+        "prompts": prompts, "out": str(out), **further,
     }  # fmt: skip
     (work / "request.json").write_text(json.dumps(request), encoding="utf-8")
-    _call([options.python, str(RUNNERS[options.name]), str(work / "request.json")], options, out)
+    _call([options.python, str(options.engine.runner), str(work / "request.json")], options, out)
     found: list[Any] = json.loads(out.read_text(encoding="utf-8"))
     out.unlink()
     return torch.tensor(found, dtype=torch.float64).flatten(0, 1)
@@ -217,7 +286,7 @@ def _call(command: Sequence[str], options: EngineOptions, out: Path) -> None:
         )  # fmt: skip
     except OSError as error:
         raise CheckpointError(
-            f"--engine-python {command[0]}: {error.strerror or error}", "give the python of an environment with vLLM"
+            f"--engine-python {command[0]}: {error.strerror or error}", f"give the python of an environment with {options.engine.title}"
         ) from None
     try:
         said, _ = process.communicate(timeout=options.timeout)
@@ -231,7 +300,7 @@ def _call(command: Sequence[str], options: EngineOptions, out: Path) -> None:
         process.wait()
     if process.returncode or not out.exists():
         raise ReshardError(
-            f"{options.name} ended with status {process.returncode}: {_reason(said)}", _hint(said, command)
+            f"{options.name} ended with status {process.returncode}: {_reason(said)}", _hint(said, command, options.engine)
         )
 
 
@@ -246,7 +315,7 @@ def _reason(said: str) -> str:
 _EXCEPTION = re.compile(r"(?<![\w.])([\w.]*(?:Error|Exception)(?:: .+)?)$", re.MULTILINE)
 
 
-def _hint(said: str, command: Sequence[str]) -> str | None:
-    if "No module named 'vllm'" in said:
-        return f"{command[0]} has no vLLM: give the python of an environment that has it with --engine-python"
+def _hint(said: str, command: Sequence[str], engine: Engine) -> str | None:
+    if f"No module named '{engine.module}" in said:
+        return f"{command[0]} has no {engine.title}: give the python of an environment that has it with --engine-python"
     return None

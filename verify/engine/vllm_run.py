@@ -3,7 +3,7 @@
     python vllm_run.py REQUEST.json
 
 This file runs in the engine's own environment: it imports vLLM and the standard library, and nothing of reshard. The
-request has ``folder``, ``load_format``, ``tp``, ``pp``, ``ep`` (true: experts over the same ranks), ``dtype``,
+request has ``folder``, ``load_format``, ``tp``, ``pp``, ``ep`` and ``etp`` (1: experts over the same ranks), ``dtype``,
 ``prompts`` (lists of token ids), ``vocabulary`` (how many tokens there are) and ``out``: where the answer goes. It has,
 for each prompt and each of its positions but the first, a list with the log-probability of each token.
 """
@@ -37,7 +37,7 @@ def run(request: dict[str, Any]) -> list[list[list[float]]]:
         dtype=request["dtype"],
         tensor_parallel_size=request["tp"],
         pipeline_parallel_size=request["pp"],
-        enable_expert_parallel=request["ep"],
+        enable_expert_parallel=request["ep"] > 1 and request["etp"] == 1,
         distributed_executor_backend="mp" if ranks > 1 else None,
         skip_tokenizer_init=True,
         enforce_eager=True,

@@ -115,7 +115,7 @@ def run(
         stack.enter_context(_Choices(trace, path, chosen))
         stack.enter_context(_default_dtype(model.dtype))
         if model.dtype == torch.float64:
-            stack.enter_context(_NoLessThanFloat64())
+            stack.enter_context(NoLessThanFloat64())
         given = {name: x.to(model.dtype) if x.is_floating_point() else x for name, x in inputs.items()}
         output: Any = {}
         with suppress(StageEnd):
@@ -216,7 +216,7 @@ def _is_real(x: Any) -> bool:
     return x.is_floating_point() if isinstance(x, Tensor) else isinstance(x, float)
 
 
-class _NoLessThanFloat64(TorchFunctionMode):
+class NoLessThanFloat64(TorchFunctionMode):
     """Lets a float64 model compute in float64 what it would compute in float32: norms, rotary angles, linear attention.
 
     Models write float32 there to have more than their own 16 bits; in the run that all others are measured against it

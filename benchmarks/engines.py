@@ -1,13 +1,17 @@
-"""Shards in the engine that loads them: small models of several kinds at tp 2, and shards with faults, on a CPU.
+"""Shards in the engine that loads them: small models of several kinds, and shards with faults, on a CPU.
 
-    python -m benchmarks.engines RESULTS --python ENGINES/vllm/bin/python [--models llama,phi3] [--faults] [--write]
+    python -m benchmarks.engines RESULTS --python ENGINES/vllm/bin/python [--engine vllm] [--models llama,phi3]
+        [--faults] [--write]
 
-Each model is run three times, as ``reshard verify --engine vllm`` does it: in transformers, in the engine, and as
-shards in the engine. Prints a line for each: the verdict, the error of the shards' log-probabilities over the engine's
-own noise, and seconds. RESULTS, a file with a line of JSON for each, is added to; what it has already is not run again,
-so that a run that was stopped goes on. What the engine could not run stands there with its reason, and is tried again.
-With ``--faults`` the shards have the faults that joining makes (tests/verify/program_faults.py). With ``--write`` the
-tables are written into docs/measurements.md. Exit code 1: a verdict is wrong, or something was not run.
+Each model is run as ``reshard verify --engine`` does it: in transformers, in the engine if that loads it, and as shards
+in the engine. ``--engine megatron`` loads one folder of torch_dist on several meshes, and the older form on its own; of
+some it also has Megatron-Core save what it has loaded, which a merge must make the original of, byte for byte.
+
+Prints a line for each: the verdict, the error of the shards' log-probabilities over the noise, and seconds. RESULTS, a
+file with a line of JSON for each, is added to; what it has already is not run again, so that a run that was stopped
+goes on. What the engine could not run stands there with its reason, and is tried again. With ``--faults`` the shards
+have the faults that joining makes (tests/verify/program_faults.py, megatron_faults.py). With ``--write`` the tables are
+written into docs/measurements.md. Exit code 1: a verdict is wrong, or something was not run.
 """
 
 from __future__ import annotations
@@ -18,8 +22,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +31,17 @@ import transformers
 
 from benchmarks.faults import write
 from formats.errors import ReshardError
-from reshard.api import split
+from formats.mesh import Mesh, mesh_of
+from reshard.api import Access, merge, split
 from reshard.storage.opening import open_source
 from reshard.storage.source import Source
 from tests import zoo
-from tests.verify.program_faults import FAULTS, inject
+from tests.verify import megatron_faults, program_faults
+from tests.verify.program_faults import inject
 from verify.bytes.exact import open_shards, verify_exact
-from verify.engine.compare import Baseline, EngineOptions, EngineReport, run_original, run_shards
+from verify.engine.compare import ENGINES, Baseline, EngineOptions, EngineReport, run_original, run_shards
+
+FAULTS = program_faults.FAULTS | megatron_faults.FAULTS
 
 SIZES = {
     "hidden_size": 256, "n_embd": 256, "head_dim": 32, "intermediate_size": 192, "ffn_dim": 192,
@@ -62,7 +70,31 @@ KINDS = {
 }
 """A model of tests/zoo for each, and what is special about it."""
 
-FAULTY: tuple[tuple[str, str, Mapping[str, int]], ...] = (
+Degrees = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model in a format on a mesh, loaded on that mesh or another (``on``), with a fault or without.
+
+    ``again``: what the engine saves of it is merged, and compared with the original.
+    """
+
+    model: str
+    form: str
+    mesh: Degrees
+    on: Degrees | None = None
+    fault: str | None = None
+    again: bool = False
+
+    @property
+    def shown(self) -> str:
+        """Where it was loaded, and in what format, if the engine has several."""
+        mesh = " ".join(f"{key} {degree}" for key, degree in (self.on or self.mesh).items())
+        return ", ".join([mesh, *([self.form] if self.form not in ENGINES else []), *(["saved again"] * self.again)])
+
+
+_VLLM_FAULTS: tuple[tuple[str, str, Degrees], ...] = (
     ("qkv_order", "llama", {"tp": 2}),
     ("gate_and_up", "llama", {"tp": 2}),
     ("rotary_halves", "llama", {"tp": 2}),
@@ -71,9 +103,50 @@ FAULTY: tuple[tuple[str, str, Mapping[str, int]], ...] = (
     ("kv_replica_of_wrong_head", "llama-kv2", {"tp": 4}),
     ("neighbouring_experts", "qwen3_moe", {"tp": 2}),
 )
-"""A fault, the model in whose shards it is, and their mesh."""
+_MESHES: Mapping[str, Sequence[Degrees]] = {
+    "llama": ({"tp": 1}, {"tp": 2}, {"tp": 4}, {"pp": 2}),
+    "llama-kv2": ({"tp": 4},),
+    "qwen2-tied": ({"tp": 2, "pp": 2},),
+    "qwen3": ({"tp": 2},),
+    "mistral": ({"tp": 2},),
+    "mixtral": ({"tp": 1}, {"ep": 2}, {"tp": 2, "ep": 2}),
+    "qwen3_moe": ({"tp": 2},),
+    "qwen2_moe": ({"tp": 2},),
+    "deepseek_v2": ({"tp": 2},),
+    "deepseek_v3": ({"tp": 2}, {"ep": 2}),
+    "glm4_moe": ({"tp": 2},),
+}
+"""On which meshes one folder of Megatron-Core's is loaded."""
+_OTHER_FORMS = (
+    Case("llama", "megatron-local", {"tp": 1}, {"tp": 2}),
+    Case("llama", "megatron-singleton", {"tp": 1}, {"tp": 2}),
+    Case("llama", "megatron-legacy", {"tp": 2, "pp": 2}),
+    Case("llama-kv2", "megatron-legacy", {"tp": 4}),
+    Case("qwen2-tied", "megatron-legacy", {"pp": 2}),
+    Case("mixtral", "megatron-legacy", {"tp": 2, "ep": 2}),
+    Case("mixtral", "megatron-legacy-sequential", {"ep": 2}),
+    Case("mixtral", "megatron-legacy-local", {"tp": 2}),
+    Case("deepseek_v3", "megatron-legacy", {"tp": 2}),
+)
 
-BEGIN = "<!-- engines, by python -m benchmarks.engines -->\n"
+ENGINE_CASES: Mapping[str, Sequence[Case]] = {
+    "vllm": (
+        *(Case(model, "vllm", {"tp": 2}) for model in KINDS),
+        *(Case(model, "vllm", mesh, fault=fault) for fault, model, mesh in _VLLM_FAULTS),
+    ),
+    "megatron": (
+        *(Case(model, "megatron", {"tp": 1}, mesh) for model, meshes in _MESHES.items() for mesh in meshes),
+        *_OTHER_FORMS,
+        *(Case(model, "megatron", {"tp": 1}, {"tp": 2, "pp": 2}, again=True) for model in ("llama", "deepseek_v3")),
+        *(Case("mixtral", "megatron", {"tp": 1}, {"tp": 2}, fault) for fault in megatron_faults.FAULTS),
+        Case("llama", "megatron-legacy", {"tp": 2}, fault="q_k_v_one_after_the_other"),
+    ),
+}
+
+BEGIN = {
+    "vllm": "<!-- engines, by python -m benchmarks.engines -->\n",
+    "megatron": "<!-- megatron, by python -m benchmarks.engines -->\n",
+}
 
 
 @dataclass(frozen=True)
@@ -110,11 +183,11 @@ def checkpoint(root: Path, name: str) -> Path:
     return folder
 
 
-def shards_of(root: Path, original: Path, engine: str, mesh: Mapping[str, int]) -> Path:
+def shards_of(root: Path, original: Path, form: str, mesh: Degrees) -> Path:
     """Its shards, made once, of which every byte is right."""
-    folder = root / "-".join([original.name, engine, *(f"{key}{degree}" for key, degree in mesh.items())])
+    folder = root / "-".join([original.name, form, *(f"{key}{degree}" for key, degree in mesh.items())])
     if not folder.exists():
-        split(original, folder, form=engine, **mesh)
+        split(original, folder, form=form, **{"tp": 1, **mesh})
     report = verify_exact(open_source(original), folder)
     if report.verdict != "same":
         raise ReshardError(f"{folder.name}: {report.problems or report.missing or report.first}")
@@ -128,29 +201,37 @@ class Runs:
         self._root, self._options = root, options
         self._originals: dict[str, Baseline | ReshardError] = {}
 
-    def run(self, model: str, mesh: Mapping[str, int], fault: str | None) -> Result:
+    def run(self, case: Case) -> Result:
         """Run one."""
-        started, shown = time.monotonic(), " ".join(f"{key} {degree}" for key, degree in mesh.items())
-        engine = self._options.name
+        started, engine = time.monotonic(), self._options.name
         try:
-            found = self._measure(model, mesh, fault)
+            found = self._measure(case)
         except ReshardError as error:
             seconds = time.monotonic() - started
-            return Result(engine, model, shown, fault, "not run", seconds=seconds, why=error.message)
+            return Result(engine, case.model, case.shown, case.fault, "not run", seconds=seconds, why=error.message)
         verdict, seconds = "same" if found.is_same else "different", time.monotonic() - started
-        return Result(engine, model, shown, fault, verdict, found.ratio, asdict(found), seconds)
+        return Result(engine, case.model, case.shown, case.fault, verdict, found.ratio, asdict(found), seconds)
 
-    def _measure(self, model: str, mesh: Mapping[str, int], fault: str | None) -> EngineReport:
-        original = checkpoint(self._root, model)
+    def _measure(self, case: Case) -> EngineReport:
+        original = checkpoint(self._root, case.model)
         source = open_source(original)
-        folder = shards_of(self._root, original, self._options.name, mesh)
-        if fault is not None:
-            folder = Path(shutil.copytree(folder, self._root / f"{folder.name}-{fault}", dirs_exist_ok=True))
-            if not inject(fault, folder, source).damaged:
-                raise ReshardError(f"'{fault}' changes nothing in {folder.name}")
+        folder = shards_of(self._root, original, case.form, case.mesh)
+        if case.fault is not None:
+            folder = Path(shutil.copytree(folder, self._root / f"{folder.name}-{case.fault}", dirs_exist_ok=True))
+            if not inject(FAULTS[case.fault], folder, source).damaged:
+                raise ReshardError(f"'{case.fault}' changes nothing in {folder.name}")
         shards = open_shards(folder, source)
         assert isinstance(shards, Source)
-        return run_shards(self._original(model, source), shards)
+        baseline, saved = self._original(case.model, source), self._root / f"{folder.name}-saved"
+        if case.again:
+            baseline = replace(baseline, options=replace(baseline.options, save=saved))
+        report = run_shards(baseline, shards, mesh=_mesh(case.on) if case.on else None)
+        if case.again:
+            merge(saved, self._root / "merged", access=Access(config=original), overwrite=True)
+            merged = verify_exact(source, self._root / "merged")
+            if merged.verdict != "same":
+                raise ReshardError(f"what {case.form} saved is not the original: {merged.problems or merged.first}")
+        return report
 
     def _original(self, model: str, source: Source) -> Baseline:
         if model not in self._originals:
@@ -162,6 +243,10 @@ class Runs:
         if isinstance(found, ReshardError):
             raise found
         return found
+
+
+def _mesh(degrees: Degrees) -> Mesh:
+    return mesh_of(degrees.get("tp", 1), degrees.get("ep", 1), pp=degrees.get("pp", 1))
 
 
 def to_markdown(results: Sequence[Result]) -> str:
@@ -192,17 +277,12 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     return [lines[0], "|---" * len(rows[0]) + "|", *lines[1:]]
 
 
-def _wanted(models: Sequence[str], faults: bool) -> Iterator[tuple[str, Mapping[str, int], str | None]]:
-    yield from ((model, {"tp": 2}, None) for model in models)
-    yield from ((model, mesh, fault) for fault, model, mesh in FAULTY if faults)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
-    parser.add_argument("--engine", default="vllm")
+    parser.add_argument("--engine", choices=[*ENGINE_CASES], default="vllm")
     parser.add_argument("--python", required=True, help="the python of the engine's environment")
-    parser.add_argument("--models", default=",".join(KINDS))
+    parser.add_argument("--models", help="default: all")
     parser.add_argument("--faults", action="store_true")
     parser.add_argument("--write", action="store_true", help="put the tables into docs/measurements.md")
     arguments = parser.parse_args()
@@ -210,18 +290,22 @@ def main() -> None:
     file: Path = arguments.results
     before = [Result(**json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
     found = {(r.engine, r.model, r.mesh, r.fault): r for r in before}
-    models = [name for name in arguments.models.split(",") if name]
+    wanted = [
+        case
+        for case in ENGINE_CASES[arguments.engine]
+        if (arguments.faults or not case.fault) and (not arguments.models or case.model in arguments.models.split(","))
+    ]
     with tempfile.TemporaryDirectory(prefix="reshard-engines-") as folder, file.open("a") as kept:
         runs = Runs(Path(folder), EngineOptions(arguments.engine, python=arguments.python))
-        for model, mesh, fault in _wanted(models, arguments.faults):
-            key = (arguments.engine, model, " ".join(f"{name} {degree}" for name, degree in mesh.items()), fault)
+        for case in wanted:
+            key = (arguments.engine, case.model, case.shown, case.fault)
             if key not in found or found[key].verdict == "not run":
-                found[key] = runs.run(model, mesh, fault)
+                found[key] = runs.run(case)
                 print(json.dumps(asdict(found[key])), file=kept, flush=True)
             print(found[key], flush=True)
     wrong = [result for result in found.values() if not result.is_right]
     if arguments.write:
-        write(to_markdown([*found.values()]), BEGIN)
+        write(to_markdown([r for r in found.values() if r.engine == arguments.engine]), BEGIN[arguments.engine])
     print(f"{len(found)} runs, {len(found) - len(wrong)} as they should be")
     sys.exit(1 if wrong else 0)
 

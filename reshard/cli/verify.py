@@ -34,7 +34,7 @@ def _meshes(_: click.Context, option: click.Parameter, texts: tuple[str, ...]) -
         known = {name: int(degree) for name, degree in degrees if name in ("tp", "pp", "ep") and degree.isdecimal()}
         if len(known) != len(degrees) or 0 in known.values():
             raise click.BadParameter(f"'{text}' is no mesh: give degrees such as tp=2,pp=2,ep=2")
-        found.append(mesh_of(**known))
+        found.append(mesh_of(known.get("tp", 1), known.get("ep", 1), pp=known.get("pp", 1)))
     return tuple(found)
 
 
@@ -56,7 +56,7 @@ def _meshes(_: click.Context, option: click.Parameter, texts: tuple[str, ...]) -
 @click.option("--engine", type=click.Choice(["vllm", "megatron"]),
               help="Also run the shards in the engine that they are for.")  # fmt: skip
 @click.option("--engine-mesh", multiple=True, metavar="MESH", callback=_meshes,
-              help="Load them on this mesh, such as tp=2,pp=2, if their format allows any; may be repeated.")  # fmt: skip
+              help="Load them on this mesh (tp=2,pp=2) if their format allows any; repeatable.")  # fmt: skip
 @click.option("--engine-python", metavar="PATH", help="The python of the engine's environment.")
 @click.option("--report", type=FILE, metavar="FILE", help="Write an HTML page, which needs no network.")
 @click.option("--plan", "plan_file", type=FILE, metavar="FILE", help="The plan file that the shards were split by.")
@@ -68,8 +68,8 @@ def _meshes(_: click.Context, option: click.Parameter, texts: tuple[str, ...]) -
 def verify_command(
     original: str, shards: str, exact_only: bool, device: str, dtype: str | None, batch: int, seq: int, seed: int,
     prompt: str | None, backward: bool, streamed: bool, timeout: float, engine: str | None, engine_python: str | None,
-    engine_mesh: tuple[Mesh, ...], report: Path | None, plan_file: Path | None, config_folder: Path | None, revision: str | None, token: str | None,
-    cache_dir: Path | None, as_json: bool, quiet: bool,
+    engine_mesh: tuple[Mesh, ...], report: Path | None, plan_file: Path | None, config_folder: Path | None,
+    revision: str | None, token: str | None, cache_dir: Path | None, as_json: bool, quiet: bool,
 ) -> int:  # fmt: skip
     """Prove that SHARDS are the model ORIGINAL: compare the bytes, then run the model and compare its outputs.
 

@@ -208,9 +208,9 @@ FAULTS: dict[str, Fault] = {
 }  # fmt: skip
 
 
-def inject(name: str, folder: Path, original: Source) -> ProgramShards:
-    """Put a fault into the shards in ``folder``."""
+def inject(fault: Fault | str, folder: Path, original: Source) -> ProgramShards:
+    """Put a fault, or one of ``FAULTS`` by its name, into the shards in ``folder``."""
     shards = ProgramShards(folder, original)
-    FAULTS[name](shards)
+    (FAULTS[fault] if isinstance(fault, str) else fault)(shards)
     sign(folder)
     return shards

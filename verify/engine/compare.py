@@ -74,7 +74,8 @@ Prompts = Sequence[Sequence[int]]
 class EngineOptions:
     """Which engine, in which Python, and what it runs: so many prompts of so many tokens.
 
-    ``meshes`` are those on which it loads the shards; none: that of the shards.
+    ``meshes`` are those on which it loads the shards; none: that of the shards. ``save``: a folder into which the
+    engine saves what it has loaded (Megatron-Core).
     """
 
     name: str
@@ -85,6 +86,7 @@ class EngineOptions:
     seq: int = 16
     seed: int = 0
     timeout: float = 3600.0
+    save: Path | None = None
 
     @property
     def engine(self) -> Engine:
@@ -252,7 +254,9 @@ def _in_transformers(original: Source, prompts: Prompts, dtype: torch.dtype) -> 
 
     wide = NoLessThanFloat64() if dtype == torch.float64 else contextlib.nullcontext()
     with quiet_transformers(), torch.no_grad(), wide:
-        model = transformers.AutoModelForCausalLM.from_pretrained(original.path, dtype=dtype)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            original.path, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+        )
         logits: torch.Tensor = model.eval()(input_ids=torch.tensor(prompts)).logits.double()
     return logits.log_softmax(-1)[:, :-1].flatten(0, 1)
 
@@ -267,7 +271,7 @@ def _run(
     request = {
         "folder": str(source.path.resolve()), "tp": tp, "pp": degrees.get("pp", 1), "stages": mesh.stages,
         "ep": degrees.get("ep", 1), "etp": 1 if mesh.same_ranks else tp, "dtype": options.dtype, "vocabulary": size,
-        "prompts": prompts, "out": str(out), **further,
+        "prompts": prompts, "out": str(out), "save": str(options.save) if options.save else None, **further,
     }  # fmt: skip
     (work / "request.json").write_text(json.dumps(request), encoding="utf-8")
     _call([options.python, str(options.engine.runner), str(work / "request.json")], options, out)
@@ -286,7 +290,8 @@ def _call(command: Sequence[str], options: EngineOptions, out: Path) -> None:
         )  # fmt: skip
     except OSError as error:
         raise CheckpointError(
-            f"--engine-python {command[0]}: {error.strerror or error}", f"give the python of an environment with {options.engine.title}"
+            f"--engine-python {command[0]}: {error.strerror or error}",
+            f"give the python of an environment with {options.engine.title}",
         ) from None
     try:
         said, _ = process.communicate(timeout=options.timeout)
@@ -300,7 +305,8 @@ def _call(command: Sequence[str], options: EngineOptions, out: Path) -> None:
         process.wait()
     if process.returncode or not out.exists():
         raise ReshardError(
-            f"{options.name} ended with status {process.returncode}: {_reason(said)}", _hint(said, command, options.engine)
+            f"{options.name} ended with status {process.returncode}: {_reason(said)}",
+            _hint(said, command, options.engine),
         )
 
 

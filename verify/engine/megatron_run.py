@@ -5,8 +5,9 @@
 This file runs in the engine's own environment: it imports Megatron-Core, torch and the standard library, and nothing of
 reshard. One process is one rank. The request has ``folder``, ``tp``, ``pp``, ``ep``, ``etp`` (over how many ranks an
 expert is divided), ``stages`` (the layers of each pipeline stage; empty: equal), ``vocabulary``, ``prompts`` (lists of
-token ids of one length), ``settings`` (see megatron_settings.toml) and ``out``: where the answer goes. It has, for each prompt
-and each of its positions but the first, a list with the log-probability of each token.
+token ids of one length), ``settings`` (see megatron_settings.toml), ``save``: where the model is saved again, or null,
+and ``out``: where the answer goes. It has, for each prompt and each of its positions but the first, a list with the
+log-probability of each token.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.multiprocessing.spawn import start_processes
 
 warnings.filterwarnings("ignore")
 logging.disable(logging.WARNING)
@@ -41,8 +43,9 @@ def without_cuda() -> None:
     """Replace the places where building and running a model asks for a GPU."""
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker  # type: ignore[import-not-found]
 
-    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign, assignment]
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
+    torch.cuda.synchronize = lambda *_: None
     CudaRNGStatesTracker.fork = lambda self, *_, **__: contextlib.nullcontext()
 
 
@@ -91,18 +94,13 @@ def _layout(stages: list[int]) -> dict[str, Any]:
 
 def load(request: dict[str, Any]) -> Any:
     """The model with the weights of the folder. Raises RuntimeError if any is missing, or not used."""
-    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core import dist_checkpointing
 
     folder, form = step_folder(Path(request["folder"])), request["settings"]["form"]
     if form["is_distributed"]:
         multiple = 128 * request["tp"]
         model = build(request, -(-request["vocabulary"] // multiple) * multiple)
-        metadata = {
-            "singleton_local_shards": form["singleton"],
-            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-        }
-        wanted = {"model": model.sharded_state_dict(metadata=metadata)}
-        state = dist_checkpointing.load(wanted, str(folder), strict="log_all")["model"]
+        state = dist_checkpointing.load(sharded(model, request), str(folder), strict="log_all")["model"]
     else:
         state = torch.load(folder / rank_file(request), map_location="cpu", weights_only=True)["model"]
         tables = (state.get(name) for name in ("embedding.word_embeddings.weight", "output_layer.weight"))
@@ -113,6 +111,27 @@ def load(request: dict[str, Any]) -> Any:
     if missing or unused:
         raise RuntimeError(f"missing from the folder: {missing[:3]}, of no use: {unused[:3]}")
     return model
+
+
+def sharded(model: Any, request: dict[str, Any]) -> dict[str, Any]:
+    """What Megatron-Core asks of a distributed checkpoint, and saves in one."""
+    from megatron.core import parallel_state
+
+    metadata = {
+        "singleton_local_shards": request["settings"]["form"]["singleton"],
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    return {"model": model.sharded_state_dict(metadata=metadata)}
+
+
+def save(model: Any, request: dict[str, Any]) -> None:
+    """Save the model as Megatron-LM does, as iteration 1."""
+    from megatron.core import dist_checkpointing
+
+    folder = Path(request["save"]) / "iter_0000001"
+    folder.mkdir(parents=True, exist_ok=True)
+    dist_checkpointing.save({**sharded(model, request), "checkpoint_version": 3.0, "iteration": 1}, str(folder))
+    (folder.parent / "latest_checkpointed_iteration.txt").write_text("1", encoding="utf-8")
 
 
 def step_folder(folder: Path) -> Path:
@@ -164,10 +183,13 @@ def run_rank(rank: int, world: int, request: dict[str, Any], rendezvous: str) ->
         tensor_model_parallel_size=request["tp"], pipeline_model_parallel_size=request["pp"],
         expert_model_parallel_size=request["ep"], expert_tensor_parallel_size=request["etp"],
     )  # fmt: skip
-    logits = forward(load(request), request)
+    model = load(request)
+    logits = forward(model, request)
     if logits is not None and rank % (world // request["pp"]) == 0:
         found = logits[:, :-1, : request["vocabulary"]].double().log_softmax(-1)
         Path(request["out"]).write_text(json.dumps(found.tolist()), encoding="utf-8")
+    if request["save"] is not None:
+        save(model, request)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -180,7 +202,7 @@ def main() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     world = max(request["tp"], request["etp"] * request["ep"]) * request["pp"]
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.start_processes(  # type: ignore[no-untyped-call]
+        start_processes(  # type: ignore[no-untyped-call]
             run_rank, (world, request, f"{folder}/rendezvous"), nprocs=world, start_method="fork"
         )
 

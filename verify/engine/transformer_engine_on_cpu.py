@@ -28,13 +28,14 @@ class Base(nn.Module):
         self.fp8_meta = {"fp8_checkpoint": False}
 
     def get_extra_state(self) -> Tensor:
+        """An empty state."""
         return torch.empty(0, dtype=torch.uint8)
 
     def set_extra_state(self, state: Any) -> None:
-        pass
+        """Ignore it."""
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
-        pass
+        """Do nothing: nothing is F8."""
 
 
 class Linear(Base):
@@ -42,7 +43,8 @@ class Linear(Base):
 
     def __init__(
         self, in_features: int, out_features: int, *, tp_group: Any = None, tp_size: int = 1, bias: bool = True,
-        return_bias: bool = False, parallel_mode: str | None = None, params_dtype: torch.dtype = torch.float32, **_: Any,
+        return_bias: bool = False, parallel_mode: str | None = None, params_dtype: torch.dtype = torch.float32,
+        **_: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         self.weight = nn.Parameter(_zeros(in_features, out_features, parallel_mode, tp_size, params_dtype))
@@ -51,6 +53,7 @@ class Linear(Base):
         self.bias = nn.Parameter(torch.zeros(len(self.weight), dtype=params_dtype)) if bias else None
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None, **_: Any) -> Any:
+        """The product, summed over the ranks if row-parallel; with ``return_bias``, the bias beside it."""
         found = functional.linear(x, self.weight)
         if self.parallel_mode == "row" and self.tp_size > 1:
             torch.distributed.all_reduce(found, group=self.tp_group)
@@ -72,10 +75,13 @@ class LayerNormLinear(Linear):
         self.eps, self.added = eps, int(zero_centered_gamma)
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None, **_: Any) -> Any:
+        """The product of the normed input."""
         return super().forward(_normed(x, self.layer_norm_weight + self.added, self.layer_norm_bias, self.eps))
 
 
 class RMSNorm(Base):
+    """A norm by the root mean square."""
+
     def __init__(
         self, hidden_size: int | None = None, eps: float = 1e-5, zero_centered_gamma: bool = False,
         normalized_shape: int | None = None, **_: Any,
@@ -86,10 +92,13 @@ class RMSNorm(Base):
         self.bias: nn.Parameter | None = None
 
     def forward(self, x: Tensor) -> Tensor:
+        """The normed input."""
         return _normed(x, self.weight + self.added, self.bias, self.eps)
 
 
 class LayerNorm(RMSNorm):
+    """A norm by mean and variance."""
+
     def __init__(self, hidden_size: int | None = None, eps: float = 1e-5, **settings: Any) -> None:
         super().__init__(hidden_size, eps, **settings)
         self.bias = nn.Parameter(torch.zeros_like(self.weight))
@@ -103,6 +112,7 @@ class DotProductAttention(Base):
         self.scale = softmax_scale
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        """What the queries find, with the channels of all heads in one dimension."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -126,7 +136,8 @@ class GroupedLinear(Base):
                 setattr(self, f"bias{number}", nn.Parameter(torch.zeros(len(weight), dtype=params_dtype)))
 
     def forward(self, x: Tensor, splits: Any, is_first_microbatch: bool | None = None) -> Tensor:
-        parts = enumerate(x.split(list(splits)))
+        """The product of each expert's tokens."""
+        parts = enumerate(torch.split(x, list(splits)))
         return torch.cat([functional.linear(part, getattr(self, f"weight{number}")) for number, part in parts])
 
 

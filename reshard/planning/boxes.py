@@ -76,11 +76,16 @@ class InBoxes:
 
     @cached_property
     def _parts(self) -> tuple[Mapping[int, _Part], ...]:
-        found = []
-        for number in range(len(self.whole.layouts)):
-            parts = {file: part for file, at in self.boxes.items() if (part := self._part(at, number)) is not None}
-            found.append(parts)
-        return tuple(found)
+        found: tuple[dict[int, _Part], ...] = tuple({} for _ in self.whole.layouts)
+        slots = len(self.portions)
+        for file, at in self.boxes.items():
+            # A box has a few places of a stack. Not to look at the others keeps the work linear: experts x boxes.
+            places = range(at.offset[0], at.end[0]) if self.is_stack else range(1)
+            for number in range(places.start * slots, places.stop * slots):
+                part = self._part(at, number)
+                if part is not None:
+                    found[number][file] = part
+        return found
 
     @cached_property
     def _known(self) -> dict[tuple[object, ...], Layout]:
@@ -102,12 +107,10 @@ class InBoxes:
         return self._known[key]
 
     def _part(self, at: At, number: int) -> _Part | None:
-        """An atom's part in a box."""
+        """An atom's part in a box that has its place of the stack."""
         place, slot = divmod(number, len(self.portions))
         offset, shape, before = at.offset, at.shape, 0
         if self.is_stack:
-            if not offset[0] <= place < offset[0] + shape[0]:
-                return None
             before, offset, shape = place - offset[0], offset[1:], shape[1:]
         base, rows = before * math.prod(shape), None
         runs: list[Run] = []

@@ -16,10 +16,12 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 from formats.errors import CheckpointError, MismatchError
+from formats.files.boxes import At
 from formats.files.dcp import METADATA, read_distributed
 from formats.files.safetensors import read_header
 from formats.notation.rewrites import page_of
 from reshard.api import merge, split
+from reshard.planning.boxes import InBoxes
 from reshard.storage.distributed_source import Affix, parts_of
 from reshard.storage.inspect import inspect
 from tests import store
@@ -439,3 +441,20 @@ def test_it_is_verified_chunk_for_chunk(tmp_path: Path) -> None:
         file.write(b"\x7f\x7f")
     done = command("verify", original, tmp_path / "out", "--exact-only")
     assert done.returncode == 1 and "model.layers.0.mlp.down_proj.weight" in done.stdout
+
+
+def test_an_expert_is_looked_for_in_the_boxes_that_have_it_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the work grows with experts times boxes, of which a large run has thousands."""
+    split(store.checkpoint("mixtral"), tmp_path / "out", 1, ep=2, form="dcp-transformers")
+    asked, real = list[bool](), InBoxes._part
+
+    def counted(self: InBoxes, at: At, number: int) -> Any:
+        part = real(self, at, number)
+        asked.append(part is not None)
+        return part
+
+    monkeypatch.setattr(InBoxes, "_part", counted)
+    merge(tmp_path / "out", tmp_path / "merged")
+    assert len(asked) > 20 and all(asked)

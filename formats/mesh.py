@@ -19,8 +19,9 @@ class Mesh:
     """Named mesh dimensions with their degrees, slowest first; a full checkpoint is a mesh of one rank.
 
     ``pp`` deals the layers in stages, and is the slowest. With ``same_ranks`` all other dimensions run over the same
-    ranks, each with the whole degree: experts are dealt whole, and all else is cut (DeepSeek's inference layout, vLLM's
-    ``--enable-expert-parallel``). ``uneven`` has the axes that are dealt over ``tp`` in units, of which the last ranks
+    ranks: experts are dealt whole, and all else is cut (DeepSeek's inference layout, vLLM's
+    ``--enable-expert-parallel``). A dimension of a smaller degree, which divides the largest, has the same again after
+    so many ranks (Megatron-Core's ``--expert-tensor-parallel-size 1``). ``uneven`` has the axes that are dealt over ``tp`` in units, of which the last ranks
     have fewer, with the indices of a unit (see ``Share``). ``stages`` is the number of layers of each stage; empty
     where the model is not known.
     """
@@ -32,12 +33,15 @@ class Mesh:
 
     @property
     def _axes(self) -> tuple[tuple[tuple[str, ...], int], ...]:
-        """The dimensions with their degrees, slowest first; those that run over the same ranks are one."""
+        """The dimensions with their degrees, slowest first; those that run over the same ranks are one, of the largest
+        degree and named after its dimension first.
+        """
         if not self.same_ranks:
             return tuple(((name,), degree) for name, degree in self.degrees)
         stages = tuple(((name,), degree) for name, degree in self.degrees if name == "pp")
         others = [(name, degree) for name, degree in self.degrees if name != "pp"]
-        return (*stages, (tuple(name for name, _ in others), others[0][1]))
+        largest = sorted(others, key=lambda dimension: -dimension[1])  # stable: of equal degrees, tp is first
+        return (*stages, (tuple(name for name, _ in largest), largest[0][1]))
 
     @property
     def size(self) -> int:
@@ -61,9 +65,9 @@ class Mesh:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The place of a rank along each dimension; the last dimension is fastest."""
-        found: dict[str, int] = {}
+        degrees, found = dict(self.degrees), dict[str, int]()
         for names, degree in reversed(self._axes):
-            found |= dict.fromkeys(names, rank % degree)
+            found |= {name: rank % degrees[name] for name in names}
             rank //= degree
         return {name: found[name] for name, _ in self.degrees}
 
@@ -133,8 +137,8 @@ def read_mesh(value: object, where: str) -> Mesh:
     if "pp" in document and next(iter(document)) != "pp":
         raise Unfit(f"{where}: pp is not its first dimension")
     inner = {name: degree for name, degree in document.items() if name != "pp"}
-    if same_ranks and len(set(inner.values())) != 1:
-        raise Unfit(f"{where}: mesh dimensions over the same ranks have different degrees")
+    if same_ranks and any(max(inner.values()) % degree for degree in inner.values()):
+        raise Unfit(f"{where}: mesh dimensions over the same ranks have degrees that do not divide each other")
     if stages and len(stages) != document.get("pp", 1):
         raise Unfit(f"{where}.stages should have the number of layers of each stage")
     mesh = Mesh(tuple(document.items()), same_ranks, tuple(sorted(units.items())), stages)

@@ -124,14 +124,21 @@ def _of_coordinates(page: Page, folder: Path, names: Sequence[str], pp: bool, ep
     stages, experts, tensors = (max(of) + 1 for of in zip(*places, strict=True))
     if (pp and stages == 1) or (ep and experts == 1):
         return []
-    same = experts > 1 and all(place[1] == place[2] for place in places)
+    width = max(tensors, experts)
+    # Experts that no rank has a part of are dealt over the ranks that all else is divided over.
+    diagonal = {(rank % experts, rank % tensors): rank for rank in range(width)}
+    same = min(experts, tensors) > 1 and {place[1:] for place in places} <= diagonal.keys()
     chunks = _chunks(page, next(iter(places.values())))
-    mesh = mesh_of(tensors, experts, same, stages * len(chunks))
+    mesh = mesh_of(tensors, experts, pp=stages * len(chunks))
+    if same:
+        inner = (("tp", tensors), ("ep", experts))
+        mesh = Mesh(tuple(each for each in mesh.degrees if each[0] == "pp") + inner, same_ranks=True)
     found = []
     for chunk, inside in enumerate(chunks):
         for (stage, expert, tensor), path in sorted(places.items()):
             number = chunk * stages + stage
-            rank = number * tensors + tensor if same else (number * experts + expert) * tensors + tensor
+            here = diagonal[expert, tensor] if same else expert * tensors + tensor
+            rank = number * (width if same else experts * tensors) + here
             found.append(ProgramFile(path, rank, number, mesh.size, inside, mesh))
     return found
 

@@ -18,9 +18,11 @@ from formats.files.boxes import At
 from formats.files.dcp import Chunk, Stored, build_chunks, build_metadata, read_distributed
 from formats.files.safetensors import read_header
 from reshard.api import Access, merge, split
+from reshard.storage.opening import open_source
 from tests.programs.oracles import ORACLES, checkpoint, module, problem
 from tests.programs.test_oracles import tensors_of
 from tests.support import LLAMA, command, contents, write_checkpoint
+from verify.bytes.exact import verify_exact
 
 CASES = sorted(path.stem for path in (ORACLES / "megatron").glob("*.npz"))
 FORMS = {"te": "megatron-legacy", "teseq": "megatron-legacy-sequential", "local": "megatron-legacy-local"}
@@ -235,6 +237,36 @@ def test_virtual_stages(tmp_path: Path) -> None:
         (folder / "model_optim_rng.pt").write_bytes(torchfile.dump_pt(content))
     merge(tmp_path / "run", tmp_path / "merged", access=Access(config=original))
     assert _weights(tmp_path / "merged") == _weights(original)
+
+
+@pytest.mark.parametrize(("tensors", "experts"), [(2, 4), (4, 2)])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_experts_that_are_not_divided_over_more_or_fewer_ranks(
+    tensors: int, experts: int, stages: int, tmp_path: Path
+) -> None:
+    """With --expert-tensor-parallel-size 1, rank r of a stage has the experts of r modulo ep, and all else of r modulo
+    tp: the names of its file say both.
+    """
+    original, torchfile = checkpoint("megatron", "mixtral"), module("megatron", "check").torchfile
+    split(original, tmp_path / "tp", tensors, pp=stages, form="megatron-legacy")
+    split(original, tmp_path / "ep", experts, ep=experts, same_ranks=True, pp=stages, form="megatron-legacy")
+    run = tmp_path / "run" / "iter_0000002"
+    for stage, rank in itertools.product(range(stages), range(4)):
+        at, of = f"_{stage:03d}" * (stages > 1), rank % experts
+        names = f"tp/release/mp_rank_{rank % tensors:02d}{at}", f"ep/release/mp_rank_{of:02d}{at}_{of:03d}"
+        dense, sparse = (
+            torchfile.load_pt((tmp_path / name / "model_optim_rng.pt").read_bytes())["model"] for name in names
+        )
+        folder = run / f"mp_rank_{rank % tensors:02d}{at}_{of:03d}"
+        folder.mkdir(parents=True)
+        model = {name: value for name, value in dense.items() if ".experts." not in name}
+        model |= {name: value for name, value in sparse.items() if ".experts." in name}
+        (folder / "model_optim_rng.pt").write_bytes(torchfile.dump_pt({"iteration": 2, "model": model}))
+    merge(run, tmp_path / "merged", access=Access(config=original))
+    assert _weights(tmp_path / "merged") == _weights(original)
+    assert verify_exact(open_source(original), run).verdict == "same"
+    done = command("verify", original, run)
+    assert done.returncode == 2 and "experts are divided over more or fewer ranks than all else" in done.stderr, done
 
 
 def test_stages_of_other_lengths_and_both_degrees(tmp_path: Path) -> None:

@@ -121,6 +121,12 @@ def _job(original: Source, shards: Source, options: ForwardOptions) -> Job:
         raise CheckpointError(
             f"{shards.path} is a full checkpoint, not shards", "give the folder that 'reshard split' wrote"
         )
+    if shards.plan.mesh.same_ranks and len({degree for name, degree in shards.plan.mesh.degrees if name != "pp"}) > 1:
+        raise ReshardError(
+            f"{shards.path}: experts are divided over more or fewer ranks than all else ({shards.plan.mesh}), which the "
+            "forward pass does not run",
+            BYTES_ALONE,
+        )
     if options.streamed and options.backward:
         raise ReshardError("--streamed and --backward cannot be had together: gradients need the whole model at once")
     ids = _prompt(original.path, options.prompt) if options.prompt is not None else None

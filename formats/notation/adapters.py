@@ -2,15 +2,18 @@
 
 Beside a weight ``out in`` PEFT keeps ``lora_A``, ``r in``, and ``lora_B``, ``out r``: what is added to the weight is
 their product. So A is cut with a weight that is cut along its input, B with one that is cut along its output, and
-either is the same on every rank otherwise. Source: peft/tuners/lora/layer.py, peft/utils/save_and_load.py of PEFT 0.17.
+either is the same on every rank otherwise. Beside experts that are one tensor, ``expert x y``, A is ``(expert r) x`` and B
+``y (r expert)``.
+Source: peft/tuners/lora/layer.py (``ParamWrapper``), peft/utils/save_and_load.py of PEFT 0.17.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from formats.documents import Unfit, json_object, mapping, whole
+from formats.documents import Unfit, items, json_object, mapping, text, whole
 from formats.errors import PlanError, brief
 from formats.notation.architecture import Architecture, Rule
 from formats.notation.architecture_document import architecture_from_document, to_document
@@ -32,6 +35,9 @@ _LINES: Mapping[str, str] = {
 }
 
 
+_OF_STACKS: Mapping[str, str] = {"lora_A.weight": "({stack} {r}) {first}", "lora_B.weight": "{second} ({r} {stack})"}
+
+
 def adapter_architecture(base: Architecture, settings: Any, where: object) -> Architecture:
     """The architecture of an adapter to a model, by its ``adapter_config.json``.
 
@@ -47,6 +53,7 @@ def adapter_architecture(base: Architecture, settings: Any, where: object) -> Ar
             )
         of_modules = mapping(_RANK)(found.get("rank_pattern") or {}, "rank_pattern")
         ranks = sorted({_RANK(found.get("r"), "r"), *of_modules.values()})
+        targets = items(text)(found.get("target_parameters") or [], "target_parameters")
     except Unfit as error:
         raise PlanError(f"{where}: adapter_config.json: {error}") from None
     document = to_document(base)
@@ -57,10 +64,61 @@ def adapter_architecture(base: Architecture, settings: Any, where: object) -> Ar
             entries = [entry for rule in rules if (entry := _rule(rule, line, ranks))]
             if entries:
                 lines[f"{PREFIX}{module}.{suffix}"] = entries
+    lines |= {PREFIX + name: {"shape": shapes} for name, shapes in _beside_stacks(base, targets, ranks)}
     stages = {key if key == "layers" else PREFIX + key: value for key, value in document.get("stages", {}).items()}
     prefixes = [PREFIX + prefix for prefix in base.prefixes]
     made = {**document, "prefixes": prefixes, "tensors": lines, "partial": True}
     return architecture_from_document(made | ({"stages": stages} if stages else {}), base.name, str(where))
+
+
+def _beside_stacks(base: Architecture, targets: Sequence[str], ranks: Sequence[int]) -> Iterator[tuple[str, list[str]]]:
+    """What belongs to stacks of matrices (experts), with its shapes.
+
+    PEFT wraps a module once for each of its tensors that is changed, in their order: the names of all but the last have
+    a ``base_layer`` for each that follows.
+    """
+    of_module: dict[str, list[Stack]] = {}
+    for name, stack in _stacks(base).items():
+        if any(_is_target(name, target) for target in targets):
+            of_module.setdefault(name.rpartition(".")[0], []).append(stack)
+    for module, stacks in of_module.items():
+        for place, stack in enumerate(reversed(stacks)):
+            for suffix, line in _OF_STACKS.items():
+                name = f"{module}.{'base_layer.' * place}{suffix}"
+                yield name, [line.format(r=rank, **stack._asdict()) for rank in ranks]
+
+
+class Stack(NamedTuple):
+    """The dimensions of a stack of matrices, as rules have them."""
+
+    stack: str
+    first: str
+    second: str
+
+
+def _stacks(base: Architecture) -> dict[str, Stack]:
+    """The stacks of matrices of an architecture by name, those of experts that checkpoints have by name among them."""
+    found: dict[str, Stack] = {}
+    for name, rules in base.tensors.items():
+        dims = [str(dim) for dim in rules[0].shapes[0].dims]
+        if len(dims) == 3 and dims[0].isidentifier() and not name.endswith(("*", ".weight")):
+            found[name] = Stack(*dims)
+        apart = _EXPERT.fullmatch(name)
+        if apart is not None and len(dims) == 2:  # transformers makes one tensor of them as it loads them
+            module, axis, leaf = apart.groups()
+            fused, rows = ("gate_up", f"(gate: {dims[0]} + up: {dims[0]})") if leaf == "gate" else (leaf, dims[0])
+            found.setdefault(f"{module}.{fused}_proj", Stack(axis, rows, dims[1]))
+    return found
+
+
+_EXPERT = re.compile(r"(.*)\.\{(\w+)\}\.(gate|down)_proj\.weight")
+
+
+def _is_target(name: str, target: str) -> bool:
+    """Whether a tensor's name ends as a target of PEFT's, in which an index may be a number."""
+    own, other = name.split("."), target.split(".")
+    pairs = zip(own[::-1], other[::-1], strict=False)
+    return len(other) <= len(own) and all(a == b or (a.startswith("{") and b.isdecimal()) for a, b in pairs)
 
 
 def _rule(rule: Rule, line: str, ranks: Sequence[int]) -> dict[str, Any]:

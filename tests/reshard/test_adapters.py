@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from formats.errors import CheckpointError, PlanError
 from reshard.api import Access, merge, split
+from tests import store
 from tests.support import LLAMA, command, contents, write_checkpoint
 
 PREFIX = "base_model.model."
@@ -133,3 +134,63 @@ def test_what_is_refused(tmp_path: Path) -> None:
         split(wrong, tmp_path / "out", 2, access=Access(config=base))
     local = adapter(tmp_path / "local", {"base_model_name_or_path": str(base)})
     split(local, tmp_path / "out", 2)
+
+
+@pytest.mark.parametrize("degrees", [{"tp": 2}, {"tp": 1, "ep": 2}, {"tp": 2, "ep": 2}])
+@pytest.mark.parametrize("target", ["mlp.experts.{}", "layers.1.mlp.experts.{}"])
+def test_a_and_b_of_experts_that_are_one_tensor(target: str, degrees: dict[str, int], tmp_path: Path) -> None:
+    """A is the identity for each expert and B the weight, so that their product on a rank is the rank's weight."""
+    base, source = store.checkpoint("gpt_oss"), tmp_path / "adapter"
+    whole = load_all(base)
+    r = max(whole["model.layers.0.mlp.experts.gate_up_proj"].shape[1:])
+    tensors, names = dict[str, Any](), dict[str, str]()
+    for layer in (1,) if "layers" in target else (0, 1):
+        for nested, leaf in (("", "down_proj"), ("base_layer.", "gate_up_proj")):
+            name = f"model.layers.{layer}.mlp.experts.{leaf}"
+            experts, rows, _ = whole[name].shape
+            module = f"{PREFIX}{name.rpartition('.')[0]}.{nested}"
+            tensors[f"{module}lora_A.weight"] = np.tile(np.eye(r, rows, dtype=np.float32), (experts, 1))
+            b = np.pad(whole[name].transpose(2, 1, 0), ((0, 0), (0, r - rows), (0, 0)))  # out, r, expert
+            tensors[f"{module}lora_B.weight"], names[module] = b.reshape(len(b), -1), name
+    source.mkdir()
+    save_file(tensors, source / "adapter_model.safetensors", metadata={"format": "pt"})
+    targets = [target.format(leaf) for leaf in ("gate_up_proj", "down_proj")]
+    settings = {"peft_type": "LORA", "r": r, "target_parameters": targets}
+    (source / "adapter_config.json").write_text(json.dumps(settings))
+    split(base, tmp_path / "base", **degrees)
+    split(source, tmp_path / "out", **degrees, access=Access(config=base))
+    folders = sorted(path.name for path in (tmp_path / "out").iterdir() if path.is_dir())
+    assert len(folders) == degrees["tp"] * degrees.get("ep", 1)
+    for folder in folders:
+        found, wanted = load_all(tmp_path / "out" / folder), load_all(tmp_path / "base" / folder)
+        for module, name in names.items():
+            a, b = (found[f"{module}lora_{of}.weight"] for of in "AB")
+            a, b = a.reshape(-1, r, a.shape[1]), b.reshape(b.shape[0], r, -1)
+            assert np.array_equal(np.einsum("ore,eri->eio", b, a), wanted[name]), (folder, name)
+    merge(tmp_path / "out", tmp_path / "merged")
+    assert load_all(tmp_path / "merged").keys() == tensors.keys()
+    assert all(np.array_equal(each, tensors[name]) for name, each in load_all(tmp_path / "merged").items())
+
+
+def test_experts_that_the_checkpoint_has_by_name_are_one_tensor_in_the_adapter(tmp_path: Path) -> None:
+    base, source = store.checkpoint("qwen3_moe"), tmp_path / "adapter"
+    config = json.loads((base / "config.json").read_text())
+    experts, ff, hidden = (config[key] for key in ("num_local_experts", "moe_intermediate_size", "hidden_size"))
+    module, chance = f"{PREFIX}model.layers.1.mlp.experts.", np.random.default_rng(0)
+    a, b = chance.standard_normal((experts * 2, 2 * ff)), chance.standard_normal((hidden, 2 * experts))
+    tensors = {f"{module}lora_A.weight": a.astype(np.float32), f"{module}lora_B.weight": b.astype(np.float32)}
+    source.mkdir()
+    save_file(tensors, source / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 2, "target_parameters": ["experts.gate_up_proj"]}
+    (source / "adapter_config.json").write_text(json.dumps(settings))
+    split(source, tmp_path / "out", 2, access=Access(config=base))
+    for rank, gate in enumerate(np.split(np.arange(ff), 2)):
+        found = load_one(tmp_path / "out", rank, 2, "adapter_model.safetensors")
+        assert np.array_equal(
+            found[f"{module}lora_A.weight"], tensors[f"{module}lora_A.weight"][:, [*gate, *(gate + ff)]]
+        )
+        assert np.array_equal(found[f"{module}lora_B.weight"], tensors[f"{module}lora_B.weight"])
+
+
+def load_all(folder: Path) -> dict[str, Any]:
+    return {name: each for file in folder.glob("*.safetensors") for name, each in load_file(file).items()}

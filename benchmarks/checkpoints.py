@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +100,7 @@ def write_random(path: Path, tensors: list[Tensor]) -> None:
 
 # ------------------------------------------------------------------------------------ DeepSeek-V3, its real layout
 
-DEEPSEEK_V3 = {
+DEEPSEEK_V3: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 7168,
     "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_nextn_predict_layers":
     1, "first_k_dense_replace": 3,
@@ -114,41 +114,53 @@ DEEPSEEK_V3 = {
 }  # fmt: skip
 
 
-def deepseek_v3_tensors() -> Iterator[Tensor]:
-    """The tensors of the published DeepSeek-V3: fp8 in 128 x 128 blocks, 256 experts by name, one MTP layer."""
-    hidden, vocab = 7168, 129280
+def deepseek_v3_tensors(config: Mapping[str, Any] | None = None) -> Iterator[Tensor]:
+    """The tensors of the published DeepSeek-V3: fp8 in 128 x 128 blocks, 256 experts by name, one MTP layer.
+
+    ``config`` is that of another model of the same names.
+    """
+    config = config or DEEPSEEK_V3
+    hidden, vocab, layers = config["hidden_size"], config["vocab_size"], config["num_hidden_layers"]
     yield "model.embed_tokens.weight", "BF16", (vocab, hidden)
-    for i in range(62):
-        yield from _deepseek_layer(f"model.layers.{i}", dense=i < 3)
-    mtp = "model.layers.61"
-    yield f"{mtp}.embed_tokens.weight", "BF16", (vocab, hidden)
-    yield f"{mtp}.enorm.weight", "BF16", (hidden,)
-    yield f"{mtp}.hnorm.weight", "BF16", (hidden,)
-    yield f"{mtp}.eh_proj.weight", "BF16", (hidden, 2 * hidden)
-    yield f"{mtp}.shared_head.norm.weight", "BF16", (hidden,)
-    yield f"{mtp}.shared_head.head.weight", "BF16", (vocab, hidden)
+    for i in range(layers + config["num_nextn_predict_layers"]):
+        yield from _deepseek_layer(f"model.layers.{i}", config, dense=i < config["first_k_dense_replace"])
+    for i in range(layers, layers + config["num_nextn_predict_layers"]):
+        mtp = f"model.layers.{i}"
+        yield f"{mtp}.embed_tokens.weight", "BF16", (vocab, hidden)
+        yield f"{mtp}.enorm.weight", "BF16", (hidden,)
+        yield f"{mtp}.hnorm.weight", "BF16", (hidden,)
+        yield f"{mtp}.eh_proj.weight", "BF16", (hidden, 2 * hidden)
+        yield f"{mtp}.shared_head.norm.weight", "BF16", (hidden,)
+        yield f"{mtp}.shared_head.head.weight", "BF16", (vocab, hidden)
     yield "model.norm.weight", "BF16", (hidden,)
     yield "lm_head.weight", "BF16", (vocab, hidden)
 
 
-def _deepseek_layer(layer: str, *, dense: bool) -> Iterator[Tensor]:
-    hidden = 7168
+def in_bf16(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The same model in BF16: without the scales of what was fp8."""
+    for name, dtype, shape in tensors:
+        if not name.endswith("_scale_inv"):
+            yield name, "BF16" if dtype.startswith("F8") else dtype, shape
+
+
+def _deepseek_layer(layer: str, config: Mapping[str, Any], *, dense: bool) -> Iterator[Tensor]:
+    hidden, heads, experts = config["hidden_size"], config["num_attention_heads"], config["n_routed_experts"]
     yield f"{layer}.input_layernorm.weight", "BF16", (hidden,)
     yield f"{layer}.post_attention_layernorm.weight", "BF16", (hidden,)
     yield f"{layer}.self_attn.q_a_layernorm.weight", "BF16", (1536,)
     yield f"{layer}.self_attn.kv_a_layernorm.weight", "BF16", (512,)
     yield from _fp8(f"{layer}.self_attn.q_a_proj", 1536, hidden)
-    yield from _fp8(f"{layer}.self_attn.q_b_proj", 128 * 192, 1536)
+    yield from _fp8(f"{layer}.self_attn.q_b_proj", heads * 192, 1536)
     yield from _fp8(f"{layer}.self_attn.kv_a_proj_with_mqa", 576, hidden)
-    yield from _fp8(f"{layer}.self_attn.kv_b_proj", 128 * 256, 512)
-    yield from _fp8(f"{layer}.self_attn.o_proj", hidden, 128 * 128)
+    yield from _fp8(f"{layer}.self_attn.kv_b_proj", heads * 256, 512)
+    yield from _fp8(f"{layer}.self_attn.o_proj", hidden, heads * 128)
     if dense:
         yield from _mlp(f"{layer}.mlp", 18432)
         return
-    yield f"{layer}.mlp.gate.weight", "BF16", (256, hidden)
-    yield f"{layer}.mlp.gate.e_score_correction_bias", "F32", (256,)
+    yield f"{layer}.mlp.gate.weight", "BF16", (experts, hidden)
+    yield f"{layer}.mlp.gate.e_score_correction_bias", "F32", (experts,)
     yield from _mlp(f"{layer}.mlp.shared_experts", 2048)
-    for expert in range(256):
+    for expert in range(experts):
         yield from _mlp(f"{layer}.mlp.experts.{expert}", 2048)
 
 

@@ -3,7 +3,8 @@
     python -m benchmarks.planning [--only DeepSeek-R1] [--tp 8] [--rounds 3] [--folder DIR]
 
 The headers of DeepSeek-R1 (91,991 tensors) and of Kimi K3 (497,052) are planned from sparse files: true headers, no
-data. A Llama of 11,000 tiny layers (99,003 tensors in 30 MB) is split, verified and merged. Each command runs in a
+data. DeepSeek-V3 and Kimi K2 in BF16 are laid out as Megatron-Core's distributed checkpoint, from the same: which bytes
+of which file hold which box, and the .metadata that says so. A Llama of 11,000 tiny layers (99,003 tensors in 30 MB) is split, verified and merged. Each command runs in a
 process of its own, from the start of Python to its end. Prints for each the smallest processor time of the rounds for
 each tensor (of all its processes; it does not count the time that others take from it), the wall time of that round,
 and the peak resident memory of the largest process. First comes ``--help``: what a command costs before it begins.
@@ -22,8 +23,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from benchmarks.checkpoints import DEEPSEEK_V3, deepseek_v3_tensors, write_sparse, write_tiny
+from benchmarks.checkpoints import DEEPSEEK_V3, deepseek_v3_tensors, in_bf16, write_sparse, write_tiny
 from benchmarks.models import kimi_k3, packed_mxfp4, read_config
 
 LAYERS = 11_000
@@ -56,7 +58,8 @@ def measure(what: str, tensors: int, command: Sequence[str], out: Path | None, r
     for _ in range(rounds):
         if out is not None:
             shutil.rmtree(out, ignore_errors=True)
-        found.append(run([sys.executable, "-m", "reshard", *command]))
+        own = command[0] != "-c"
+        found.append(run([sys.executable, *(["-m", "reshard"] if own else []), *command]))
     best = min(found, key=lambda timing: timing.processor)
     peak = max(timing.peak for timing in found) / 1e6
     each = f"{best.processor / tensors * 1e6:6.1f} us a tensor"
@@ -78,13 +81,40 @@ def kimi(folder: Path) -> int:
     return len(tensors)
 
 
+def bf16(config: dict[str, Any]) -> Callable[[Path], int]:
+    """What writes the headers of a model of DeepSeek-V3's names in BF16; it returns the number of its tensors."""
+
+    def write(folder: Path) -> int:
+        plain = {key: value for key, value in config.items() if key != "quantization_config"}
+        tensors = list(in_bf16(deepseek_v3_tensors(config)))
+        write_sparse(folder, plain, tensors, files=163)
+        return len(tensors)
+
+    return write
+
+
+LAID_OUT = {"DeepSeek-V3": bf16(DEEPSEEK_V3), "Kimi-K2": bf16(read_config("kimi-k2"))}
+LAYOUT = """
+import sys
+from pathlib import Path
+from typing import Any
+from formats.notation.rewrites import page_of
+from reshard.planning.arrangement import arrangement_of, program_mesh
+from reshard.planning.program_plan import program_plan
+from reshard.storage.opening import open_source
+from reshard.writing.program import ProgramFiles
+source, page = open_source(Path(sys.argv[1])), page_of("megatron")
+mesh = program_mesh(source.model, page, 1, 1, False)
+files = ProgramFiles(source, arrangement_of(program_plan(source.model, page, mesh), page), page, (0,), 5 << 30)
+assert any(name.endswith(".metadata") for name in files.documents)
+"""
 SPARSE: dict[str, Callable[[Path], int]] = {"DeepSeek-R1": deepseek_r1, "Kimi-K3": kimi}
 TINY = "tiny"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", choices=[*SPARSE, TINY], default=[*SPARSE, TINY])
+    parser.add_argument("--only", nargs="*", choices=[*SPARSE, *LAID_OUT, TINY], default=[*SPARSE, *LAID_OUT, TINY])
     parser.add_argument("--tp", default="8")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="where to put the files, and leave them")
@@ -99,6 +129,11 @@ def main() -> None:
                 count = write(source)
                 measure(f"{name}: plan {' '.join(tp)}", count, ["plan", str(source), *tp], None, rounds)
                 measure(f"{name}: list of degrees", count, ["plan", str(source)], None, rounds)
+        for name, write in LAID_OUT.items():
+            if name in arguments.only:
+                source = folder / f"{name}-bf16"
+                count = write(source)
+                measure(f"{name}: layout as megatron", count, ["-c", LAYOUT, str(source)], None, rounds)
         if TINY in arguments.only:
             source, shards, merged = (folder / name for name in (TINY, "shards", "merged"))
             count = write_tiny(source, LAYERS)

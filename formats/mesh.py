@@ -21,9 +21,9 @@ class Mesh:
     ``pp`` deals the layers in stages, and is the slowest. With ``same_ranks`` all other dimensions run over the same
     ranks: experts are dealt whole, and all else is cut (DeepSeek's inference layout, vLLM's
     ``--enable-expert-parallel``). A dimension of a smaller degree, which divides the largest, has the same again after
-    so many ranks (Megatron-Core's ``--expert-tensor-parallel-size 1``). ``uneven`` has the axes that are dealt over ``tp`` in units, of which the last ranks
-    have fewer, with the indices of a unit (see ``Share``). ``stages`` is the number of layers of each stage; empty
-    where the model is not known.
+    so many ranks (Megatron-Core's ``--expert-tensor-parallel-size 1``). ``uneven`` has the axes that are dealt over
+    ``tp`` in units, of which the last ranks have fewer, with the indices of a unit (see ``Share``). ``stages`` is the
+    number of layers of each stage; empty where the model is not known.
     """
 
     degrees: tuple[tuple[str, int], ...] = (("tp", 1),)

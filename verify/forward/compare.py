@@ -123,8 +123,8 @@ def _job(original: Source, shards: Source, options: ForwardOptions) -> Job:
         )
     if shards.plan.mesh.same_ranks and len({degree for name, degree in shards.plan.mesh.degrees if name != "pp"}) > 1:
         raise ReshardError(
-            f"{shards.path}: experts are divided over more or fewer ranks than all else ({shards.plan.mesh}), which the "
-            "forward pass does not run",
+            f"{shards.path}: experts are divided over more or fewer ranks than all else ({shards.plan.mesh}), which "
+            "the forward pass does not run",
             BYTES_ALONE,
         )
     if options.streamed and options.backward:

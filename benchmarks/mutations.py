@@ -67,7 +67,7 @@ MUTATIONS = (
     Mutation("reshard", "place = place * holding.length + holding.local(index)",
              "place = place * holding.length + index", MOVES),
     Mutation("formats", "first = offset // WORD % WIDTH", "first = 0", SUMS),
-    Mutation("formats", "self._columns[:first] += part.columns[WIDTH - first :]", "pass", SUMS),
+    Mutation("formats", "self._columns[: last - WIDTH] += part.columns[WIDTH - first :]", "pass", SUMS),
     # quantization
     Mutation("formats", 'else "groups" if settings.get("desc_act") else', "else", QUANTIZED),
     Mutation("formats", 'return f"stored lead out/{rows} in/{columns}"',

@@ -27,6 +27,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         _write_to_memory()
         store.begin()
+        if config.getoption("dist", "no") != "no":
+            # Or each of the hundred processes that the tests start would compile all that it imports of ours.
+            os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if hasattr(config, "workerinput") or config.getoption("dist", "no") == "no":
         _make_all_small()
 

@@ -47,14 +47,14 @@ def made(name: str, make: Callable[[Path], object]) -> Path:
     return there
 
 
-def checkpoint(name: str, dtype: str = "float32", experts: int | None = None) -> Path:
-    """A model of the zoo, in one file; with ``experts``, so many of them."""
+def checkpoint(name: str, dtype: str = "float32", experts: int | None = None, kv: int | None = None) -> Path:
+    """A model of the zoo, in one file; with ``experts`` and ``kv``, so many experts and KV heads."""
     import torch
 
     from tests import zoo
 
-    key = f"{name}-{dtype}" + (f"-{experts}-experts" if experts else "")
-    return made(key, lambda folder: zoo.save(name, folder, getattr(torch, dtype), experts=experts))
+    key = f"{name}-{dtype}" + (f"-{experts}-experts" if experts else "") + (f"-{kv}-kv" if kv else "")
+    return made(key, lambda folder: zoo.save(name, folder, getattr(torch, dtype), experts=experts, kv=kv))
 
 
 @lru_cache(maxsize=2)
@@ -63,16 +63,21 @@ def source(name: str) -> Source:
     return open_source(checkpoint(name))
 
 
-def shards(name: str, dtype: str = "float32", experts: int | None = None, **mesh: Any) -> Path:
+def shards(
+    name: str, dtype: str = "float32", experts: int | None = None, kv: int | None = None, **mesh: Any
+) -> Path:
     """A model of the zoo, split for a mesh: the arguments of ``split``."""
-    original = checkpoint(name, dtype, experts)
+    original = checkpoint(name, dtype, experts, kv)
     key = "-".join(f"{dimension}{degree}" for dimension, degree in mesh.items())
     return made(f"{original.name}-{key}", lambda folder: split(original, folder, **mesh))
 
 
-def pair(name: str, dtype: str = "float32", experts: int | None = None, **mesh: Any) -> tuple[Source, Source]:
+def pair(
+    name: str, dtype: str = "float32", experts: int | None = None, kv: int | None = None, **mesh: Any
+) -> tuple[Source, Source]:
     """A model of the zoo and its shards."""
-    return open_source(checkpoint(name, dtype, experts)), open_source(shards(name, dtype, experts, **mesh))
+    original, split_for = checkpoint(name, dtype, experts, kv), shards(name, dtype, experts, kv, **mesh)
+    return open_source(original), open_source(split_for)
 
 
 def references() -> Path:

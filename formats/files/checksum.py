@@ -31,7 +31,10 @@ Words = NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The sums of a part of a file in columns, of which the first is that of the word in which the part begins."""
+    """The sums of a part of a file in columns, of which the first is that of the word in which the part begins.
+
+    A part of fewer words than there are columns has as many columns as words.
+    """
 
     phase: int
     """The byte of a word with which the part begins."""
@@ -47,10 +50,10 @@ def sum_part(data: memoryview | bytes | NDArray[np.uint8], offset: int) -> Part:
     phase = offset % WORD
     held = np.frombuffer(data, dtype=np.uint8)
     if phase or held.size % WORD:
-        padded = np.zeros(-(-(phase + held.size) // WORD) * WORD, dtype=np.uint8)
-        padded[phase : phase + held.size] = held
-        held = padded
+        held = np.frombuffer(b"".join((bytes(phase), held, bytes(-(phase + held.size) % WORD))), dtype=np.uint8)
     words = held.view("<u8")
+    if words.size < WIDTH:
+        return Part(phase, words.astype(np.uint64))  # a copy, as the data may change
     whole = words.size // WIDTH * WIDTH
     columns: Words = np.add.reduce(words[:whole].reshape(-1, WIDTH), axis=0, dtype=np.uint64)
     columns[: words.size - whole] += words[whole:]
@@ -72,8 +75,12 @@ class PartialSum:
             return
         assert part.fits(offset)
         first = offset // WORD % WIDTH
-        self._columns[first:] += part.columns[: WIDTH - first]
-        self._columns[:first] += part.columns[WIDTH - first :]
+        last = first + part.columns.size
+        if last <= WIDTH:
+            self._columns[first:last] += part.columns
+        else:
+            self._columns[first:] += part.columns[: WIDTH - first]
+            self._columns[: last - WIDTH] += part.columns[WIDTH - first :]
 
     def merge(self, other: PartialSum) -> None:
         """Take in all that another sum of the same file has."""

@@ -54,6 +54,12 @@ def read_document(path: Path) -> dict[str, Any]:
         raise PlanError(f"plan file {path} cannot be read: {error}") from None
 
 
+@lru_cache(maxsize=None)
+def _shared(path: Path) -> Mapping[str, Any]:
+    """The parsed form of a file that others build on. It is the same for all of them: they make copies."""
+    return read_document(path)
+
+
 # ------------------------------------------------------------------------------------------------------------ bases
 
 _TABLES = ("sizes", "parallel", "config", "tensors", "modules", "stages")
@@ -75,7 +81,7 @@ def _with_bases(document: Mapping[str, Any], path: Path, above: tuple[Path, ...]
         if base in above:
             way = " -> ".join(file.stem for file in (*above[above.index(base) :], base))
             raise PlanError(f"plan file {path}: its bases go round in a circle: {way}")
-        whole = _with_bases(read_document(base), base, (*above, base))
+        whole = _with_bases(_shared(base), base, (*above, base))
         merged = _merged(merged, {key: value for key, value in whole.items() if key not in _OWN}, base)
     return _merged(merged, document, path)
 
@@ -170,10 +176,10 @@ def find_architecture(config: Mapping[str, Any], where: Path) -> Architecture:
     return _built_in(path)
 
 
-@lru_cache
+@lru_cache(maxsize=None)  # there are more of them than a cache keeps by default
 def _built_in(path: Path) -> Architecture:
     document = with_bases(read_document(path), path)
-    heads, own = read_document(HEADS)["tensors"], document["tensors"]
+    heads, own = _shared(HEADS)["tensors"], document["tensors"]
     experts = _experts_by_name(own)
     document["tensors"] = {**heads, **experts, **own}
     architecture = architecture_from_document(_with_stages(document), path.stem, str(path))
@@ -184,7 +190,7 @@ def _with_stages(document: Mapping[str, Any]) -> Mapping[str, Any]:
     """A file's parsed form with what all files say of the pipeline stages; its own lines go before these."""
     if not isinstance(own := document.get("stages", {}), dict):
         return document  # refused with the rest of the form
-    common = read_document(STAGES)
+    common = _shared(STAGES)
     respelled = _respelled(common["stages"], _first_prefix(common), _first_prefix(document))
     return {**document, "stages": {**respelled, **own}}
 
@@ -213,7 +219,7 @@ def built_in_file(config: Mapping[str, Any]) -> Path | None:
     return _file_with("classes", tuple(name for name in named if isinstance(name, str)))
 
 
-@lru_cache
+@lru_cache(maxsize=None)
 def _file_with(key: str, names: tuple[str, ...]) -> Path | None:
     """Parses the files that mention a name: parsing all takes longer than planning."""
     for path in sorted(BUILT_IN.glob("*.toml")) if names else ():

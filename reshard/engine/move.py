@@ -46,7 +46,7 @@ AHEAD = 64 << 20
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
 
-
+K = TypeVar("K")
 T = TypeVar("T")
 
 
@@ -401,12 +401,20 @@ class _Mover:
             runs = self._account.runs.setdefault(self._numbers[target], [])
             add_run(runs, begin, view[begin - offset : end - offset], is_whole=is_whole)
         self._account.nbytes += size
-        self._account.written.setdefault(self._numbers[target], PartialSum(target.size)).add(offset, size, part)
+        _sum_of(self._account.written, self._numbers[target], target.size).add(offset, size, part)
         return part
 
     def _read(self, file: SourceFile, offset: int, length: int, part: Part) -> None:
         key = (self._source_numbers[file], self._wanted)
-        self._account.read.setdefault(key, PartialSum(file.size)).add(offset, length, part)
+        _sum_of(self._account.read, key, file.size).add(offset, length, part)
+
+
+def _sum_of(sums: dict[K, PartialSum], key: K, size: int) -> PartialSum:
+    """The sum under a key, a new one of a file of ``size`` bytes if there is none: too large to be made in vain."""
+    found = sums.get(key)
+    if found is None:
+        found = sums[key] = PartialSum(size)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

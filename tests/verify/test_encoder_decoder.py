@@ -29,10 +29,10 @@ def pair(name: str, tp: int) -> tuple[Source, Source]:
     return store.pair(name, tp=tp)
 
 
-@pytest.mark.parametrize("tp", [2, 8])
-def test_gradients_of_both_sides(tp: int) -> None:
-    names = MODELS if tp == 2 else MODELS[::3]
-    pairs = [pair(name, tp) for name in names]
+@pytest.mark.parametrize(("names", "tp", "kv"), [(MODELS, 2, None), (["t5", "t5gemma"], 4, 2)], ids=["2", "kv-2-4"])
+def test_gradients_of_both_sides(names: list[str], tp: int, kv: int | None) -> None:
+    """With 2 KV heads on 4 ranks two of them share each."""
+    pairs = [store.pair(name, kv=kv, tp=tp) for name in names]
     for name, (original, _), report in zip(names, pairs, run_all(pairs, WITH_GRADIENTS), strict=True):
         assert report.is_same, (name, show(report))
         without = {tensor.name for tensor in original.model.tensors} - {row.name for row in report.gradients}

@@ -151,8 +151,7 @@ def test_the_command_says_the_power(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------ attention that is exchanged
 
 
-@pytest.mark.parametrize("tp", [2, 8])
-def test_attention_that_is_sparse_for_long_inputs_alone(tp: int, tmp_path: Path) -> None:
+def test_attention_that_is_sparse_for_long_inputs_alone(tmp_path: Path) -> None:
     """BigBird as saved: what is too short for its blocks, transformers computes with full attention."""
     found = []
     for block in (64, 2):
@@ -160,6 +159,6 @@ def test_attention_that_is_sparse_for_long_inputs_alone(tp: int, tmp_path: Path)
         config = json.loads((original / "config.json").read_text())
         config |= {"attention_type": "block_sparse", "block_size": block, "num_random_blocks": 1}
         (original / "config.json").write_text(json.dumps(config))
-        found.append(pair(original, tp))
+        found.append(pair(original, 4))
     for report in run_forwards(found, ForwardOptions(draws=4)):
         assert report.is_same, report.verdict

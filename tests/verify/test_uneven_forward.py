@@ -13,8 +13,9 @@ from reshard.api import split
 from reshard.planning.model import Model
 from reshard.storage.opening import open_source
 from reshard.storage.source import Source
-from tests import zoo
+from tests import store
 from tests.verify import test_quantized_forward
+from tests.verify.test_forward import WITH_GRADIENTS, run_all
 from verify.forward.compare import ForwardOptions, run_forwards
 
 # a plain MLP; one in two packings; experts in three; a norm over the parts; parts that are gathered in between; widths
@@ -41,9 +42,8 @@ def pair(source: Path, out: Path, tp: int) -> tuple[Source, Source]:
 
 def test_unequal_parts_are_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reshard.writing.split, "unevenly", any_units)
-    pairs = [pair(zoo.save(name, tmp_path / name), tmp_path / f"{name}-2", 2) for name in NAMES]
-    options = ForwardOptions(seq=16, draws=4, backward=True)
-    for name, report in zip(NAMES, run_forwards(pairs, options), strict=True):
+    pairs = [pair(store.checkpoint(name), tmp_path / f"{name}-2", 2) for name in NAMES]
+    for name, report in zip(NAMES, run_all(pairs, WITH_GRADIENTS), strict=True):
         assert report.is_same, (name, report.verdict)
         assert report.gradients, name
 

@@ -42,7 +42,7 @@ class Entry:
     """A tiny model, and what is true of it."""
 
     name: str
-    build: Callable[..., PreTrainedModel]  # given a number of experts, with so many; given settings, with these
+    build: Callable[..., PreTrainedModel]  # given a number of experts or KV heads, with so many; settings, with these
     model_type: str
     degrees: tuple[int, ...]  # of DEGREES: those that every family of parallel axes divides
     loads_alone: bool  # a rank's folder loads with plain from_pretrained
@@ -61,18 +61,19 @@ def save(
     max_shard_size: str = "5GB",
     experts: int | None = None,
     settings: Settings | None = None,
+    kv: int | None = None,
 ) -> Path:
     """Write the checkpoint of a model of the zoo into ``folder`` and return it; the same name gives the same bytes.
 
-    ``experts``: so many of them, whatever the model of the zoo has. ``settings``: these in the place of those that the
-    model has under the same names.
+    ``experts`` and ``kv``: so many experts and KV heads, whatever the model of the zoo has. ``settings``: these in the
+    place of those that the model has under the same names.
     """
     logging.getLogger("transformers").setLevel(logging.ERROR)
     entry = ZOO[name]
     seed = zlib.crc32(name.encode())
     with torch.random.fork_rng(devices=[]):  # some classes draw their vectors at random
         torch.manual_seed(seed)
-        model = entry.build(experts, settings or {})
+        model = entry.build(experts, settings or {}, kv)
     randomize(model, seed)
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     if entry.extra:
@@ -143,13 +144,16 @@ def randomize(model: PreTrainedModel, seed: int) -> None:
             tensor.copy_(noise / tensor.shape[-1] ** 0.5)
 
 
-_COUNTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
+_EXPERTS = frozenset({"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"})
+_KV_HEADS = frozenset({"num_key_value_heads"})
 
 
-def _of(settings: Mapping[str, Any], experts: int) -> dict[str, Any]:
-    """The same settings, with another number of experts where they speak of it."""
-    inner = {key: _of(value, experts) for key, value in settings.items() if isinstance(value, Mapping)}
-    return {**settings, **inner, **dict.fromkeys(_COUNTS & settings.keys(), experts)}
+def _of(settings: Mapping[str, Any], names: frozenset[str], count: int | None) -> dict[str, Any]:
+    """The same settings, with another number where they have one under these names."""
+    if count is None:
+        return {**settings}
+    inner = {key: _of(value, names, count) for key, value in settings.items() if isinstance(value, Mapping)}
+    return {**settings, **inner, **dict.fromkeys(names & settings.keys(), count)}
 
 
 # ------------------------------------------------------------------------------------------------------- the files
@@ -195,13 +199,18 @@ def _whole(table: Mapping[str, Any], known: Mapping[str, Settings], shared: Mapp
 
 
 def _build(
-    kind: str, cls: str, settings: Settings, experts: int | None = None, other: Settings | None = None
+    kind: str,
+    cls: str,
+    settings: Settings,
+    experts: int | None = None,
+    other: Settings | None = None,
+    kv: int | None = None,
 ) -> PreTrainedModel:
     import transformers
 
     given = copy.deepcopy(settings)  # some classes change what they are given
     given |= {key: value for key, value in (other or {}).items() if key in given}
-    config = transformers.AutoConfig.for_model(kind, **(given if experts is None else _of(given, experts)))
+    config = transformers.AutoConfig.for_model(kind, **_of(_of(given, _EXPERTS, experts), _KV_HEADS, kv))
     model = getattr(transformers, cls)
     return model.from_config(config) if cls.startswith("Auto") else model(config)
 

@@ -63,9 +63,7 @@ def source(name: str) -> Source:
     return open_source(checkpoint(name))
 
 
-def shards(
-    name: str, dtype: str = "float32", experts: int | None = None, kv: int | None = None, **mesh: Any
-) -> Path:
+def shards(name: str, dtype: str = "float32", experts: int | None = None, kv: int | None = None, **mesh: Any) -> Path:
     """A model of the zoo, split for a mesh: the arguments of ``split``."""
     original = checkpoint(name, dtype, experts, kv)
     key = "-".join(f"{dimension}{degree}" for dimension, degree in mesh.items())

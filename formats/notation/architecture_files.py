@@ -11,7 +11,7 @@ import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ def read_document(path: Path) -> dict[str, Any]:
         raise PlanError(f"plan file {path} cannot be read: {error}") from None
 
 
-@lru_cache(maxsize=None)
+@cache
 def _shared(path: Path) -> Mapping[str, Any]:
     """The parsed form of a file that others build on. It is the same for all of them: they make copies."""
     return read_document(path)
@@ -176,7 +176,7 @@ def find_architecture(config: Mapping[str, Any], where: Path) -> Architecture:
     return _built_in(path)
 
 
-@lru_cache(maxsize=None)  # there are more of them than a cache keeps by default
+@cache  # there are more of them than a cache keeps by default
 def _built_in(path: Path) -> Architecture:
     document = with_bases(read_document(path), path)
     heads, own = _shared(HEADS)["tensors"], document["tensors"]
@@ -219,7 +219,7 @@ def built_in_file(config: Mapping[str, Any]) -> Path | None:
     return _file_with("classes", tuple(name for name in named if isinstance(name, str)))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _file_with(key: str, names: tuple[str, ...]) -> Path | None:
     """Parses the files that mention a name: parsing all takes longer than planning."""
     for path in sorted(BUILT_IN.glob("*.toml")) if names else ():

@@ -21,10 +21,10 @@ from reshard.storage.source import Source
 from tests import store
 from tests.support import change_tensor, command
 from tests.verify.program_faults import sign
+from tests.verify.test_forward import QUICK, run_all
 from verify.bytes.atoms import ranges_between
 from verify.bytes.exact import open_shards, verify_exact
 from verify.bytes.exact_report import ExactReport
-from verify.forward.compare import ForwardOptions, run_forwards
 
 KEY = "DCP_SHARDING_INFO"
 GATE, UP = (f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up"))
@@ -384,7 +384,7 @@ def _pair(name: str, folder: Path) -> tuple[Source, Source]:
 def test_correct_boxes_compute_the_same() -> None:
     meshes = [(name, mesh) for name, mesh in MESHES if name != "falcon-7b"]
     pairs = [_pair(name, written(name, **mesh)) for name, mesh in meshes]
-    for (name, _), report in zip(meshes, run_forwards(pairs, ForwardOptions(draws=3)), strict=True):
+    for (name, _), report in zip(meshes, run_all(pairs, QUICK), strict=True):
         assert report.is_same, (name, report.verdict)
 
 
@@ -408,7 +408,7 @@ def test_the_forward_alone_sees_exchanged_boxes(tmp_path: Path) -> None:
         folder = Path(shutil.copytree(written("llama", tp=4), tmp_path / str(number)))
         changed(folder, change)
         pairs.append(_pair("llama", folder))
-    for (fault, (_, place)), report in zip(FORWARD.items(), run_forwards(pairs, ForwardOptions(draws=3)), strict=True):
+    for (fault, (_, place)), report in zip(FORWARD.items(), run_all(pairs, QUICK), strict=True):
         ratio = max(row.ratio for row in report.layers)
         assert not report.is_same and ratio > 1000, (fault, ratio)
         assert place in f"{report.first}.", (fault, report.first)

@@ -53,9 +53,7 @@ QUICK = ForwardOptions(seq=16, draws=1)
 WITH_GRADIENTS = ForwardOptions(backward=True, seq=16, draws=1)
 
 
-def pairs(
-    names: Iterable[str], tp: int, dtype: str = "float32", kv: int | None = None
-) -> list[tuple[Source, Source]]:
+def pairs(names: Iterable[str], tp: int, dtype: str = "float32", kv: int | None = None) -> list[tuple[Source, Source]]:
     """Models of the zoo, with ``kv`` KV heads, and their shards."""
     return [store.pair(name, dtype, kv=kv, tp=tp) for name in names]
 

@@ -67,11 +67,11 @@ def backward(y: Tensor, seed: int) -> None:
     (y * randn(*y.shape, seed=seed)).sum().backward()
 
 
-def in_batches(case: st.SearchStrategy) -> Callable:
+def in_batches(case: st.SearchStrategy, size: int = 8) -> Callable:
     """Run each degree on a few lists of examples, each list in one launch."""
 
     def decorate(test: Callable) -> Callable:
-        given_batch = given(batch=st.lists(case, min_size=8, max_size=8))(test)
+        given_batch = given(batch=st.lists(case, min_size=size, max_size=size))(test)
         return pytest.mark.parametrize("degree", DEGREES)(settings(max_examples=2)(given_batch))
 
     return decorate
@@ -442,7 +442,7 @@ def norms(batch: list[NormCase]) -> None:
                 close(total, part(tensor.grad))
 
 
-@in_batches(st.builds(NormCase, st.integers(1, 5), st.integers(1, 2), st.integers(0, 99)))
+@in_batches(st.builds(NormCase, st.integers(1, 5), st.integers(1, 2), st.integers(0, 99)), 3)  # of four norms each
 def test_norms(degree, batch):
     run_ranks(norms, degree, batch)
 

@@ -26,9 +26,9 @@ from tests.programs.oracles import ORACLES, checkpoint
 from tests.support import LLAMA, change_tensor, command, llama_tensors
 from tests.verify.program_faults import FAULTS, ProgramShards, inject, read, sign
 from tests.verify.test_exact import MEASURE
+from tests.verify.test_forward import QUICK, run_all
 from verify.bytes.exact import compare, open_shards, verify_exact
 from verify.bytes.exact_report import ExactReport
-from verify.forward.compare import ForwardOptions, run_forwards
 from verify.forward.noise import FACTOR
 
 VLLM = [
@@ -463,7 +463,7 @@ names, not stored, or dealt in stages; and Meta's embedding, of which each rank 
 
 
 def test_correct_shards_compute_the_same() -> None:
-    reports = run_forwards([pair(model, form, **mesh) for model, form, mesh in CORRECT], ForwardOptions(draws=3))
+    reports = run_all([pair(model, form, **mesh) for model, form, mesh in CORRECT], QUICK)
     for (model, form, _), report in zip(CORRECT, reports, strict=True):
         assert report.is_same, (model, form, report.verdict)
 
@@ -474,7 +474,7 @@ def test_a_vocabulary_that_is_padded_but_not_divided(model: str) -> None:
     opened = open_source(store.checkpoint(model))
     folder = store.made(f"{model}-padded", lambda path: split(opened.path, path, 1, padding=Padding(to=64)))
     assert open_source(folder).plan.padding
-    assert run_forwards([(opened, open_source(folder))], ForwardOptions(draws=3))[0].is_same
+    assert run_all([(opened, open_source(folder))], QUICK)[0].is_same
 
 
 FAULTY: dict[str, list[tuple[str, dict[str, Any]]]] = {
@@ -523,7 +523,7 @@ def test_the_bytes_name_what_a_fault_damaged(
 
 def test_the_forward_alone_sees_every_fault(damaged: dict[tuple[str, str], ProgramShards]) -> None:
     pairs = [(damaged[fault, model].original, damaged[fault, model].source) for fault, model, _ in CASES]
-    reports = run_forwards(pairs, ForwardOptions(draws=3))
+    reports = run_all(pairs, QUICK)
     for (fault, model, _), report in zip(CASES, reports, strict=True):
         ratio = max(row.ratio for row in report.layers)
         layer = 2 if fault == "layers_by_one" else damaged[fault, model].layer

@@ -23,6 +23,7 @@ from tests import zoo
 from tests.dequantize import METHODS, Stored
 from tests.reshard.test_quantized import names_of, read, write
 from tests.support import change_tensor
+from tests.verify.test_forward import QUICK
 from verify.forward.compare import ForwardOptions, run_forward, run_forwards
 from verify.forward.worker import RankError
 from verify.rank.loading import load_original
@@ -111,7 +112,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], tuple[So
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_correct_shards_are_the_same_model(ranks: int, pairs: Callable[[Case], tuple[Source, Source]]) -> None:
     cases = [case for case in CASES if math.prod(case.mesh.values()) == ranks]
-    reports = run_forwards([pairs(case) for case in cases], ForwardOptions(seq=24, draws=4))
+    reports = run_forwards([pairs(case) for case in cases], QUICK)
     for case, report in zip(cases, reports, strict=True):
         assert report.is_same, (case, report.verdict)
         assert report.dtype == "bfloat16", case
@@ -152,28 +153,29 @@ def test_what_runs_is_what_the_numbers_mean(
     assert compared == len(ends)
 
 
-@pytest.mark.parametrize(
-    ("case", "tensor", "place"),
-    [
-        (CASES[2], "mlp.experts.1.up_proj.weight_scale_inv", "mlp.experts"),
-        (CASES[2], "self_attn.o_proj.weight", "self_attn.o_proj"),
-        (CASES[6], "mlp.experts.down_proj_scales", "mlp.experts"),
-        (CASES[6], "mlp.experts.gate_up_proj_blocks", "mlp.experts"),
-    ],
-)
+WRONG = [
+    (CASES[2], "mlp.experts.1.up_proj.weight_scale_inv", "mlp.experts"),
+    (CASES[2], "self_attn.o_proj.weight", "self_attn.o_proj"),
+    (CASES[6], "mlp.experts.down_proj_scales", "mlp.experts"),
+    (CASES[6], "mlp.experts.gate_up_proj_blocks", "mlp.experts"),
+]
+
+
 def test_a_wrong_scale_or_packed_number_is_seen_and_named(
-    case: Case, tensor: str, place: str, pairs: Callable[[Case], tuple[Source, Source]], tmp_path: Path
+    pairs: Callable[[Case], tuple[Source, Source]], tmp_path: Path
 ) -> None:
-    original, shards = pairs(case)
-    damaged = tmp_path / "shards"
-    shutil.copytree(shards.path, damaged)
-    name = f"model.layers.1.{tensor}"
-    size = shards.ranks[1][name].nbytes
-    file = damaged / "rank-01-of-02/model.safetensors"
-    for at in range(3, size, 4):  # the highest byte of each number, or one of four
-        change_tensor(file, name, at=at, flip=1)
-    report = run_forward(original, open_source(damaged), ForwardOptions(draws=4))
-    assert report.first == f"model.layers.1.{place}", report.verdict
+    found = []
+    for number, (case, tensor, _) in enumerate(WRONG):
+        original, shards = pairs(case)
+        damaged = tmp_path / str(number)
+        shutil.copytree(shards.path, damaged)
+        name = f"model.layers.1.{tensor}"
+        file = damaged / "rank-01-of-02/model.safetensors"
+        for at in range(3, shards.ranks[1][name].nbytes, 4):  # the highest byte of each number, or one of four
+            change_tensor(file, name, at=at, flip=1)
+        found.append((original, open_source(damaged)))
+    for (case, tensor, place), report in zip(WRONG, run_forwards(found, QUICK), strict=True):
+        assert report.first == f"model.layers.1.{place}", (case, tensor, report.verdict)
 
 
 def test_what_transformers_cannot_dequantize_is_refused(tmp_path: Path) -> None:

@@ -13,12 +13,9 @@ from reshard.api import Access, split
 from reshard.storage.opening import open_source
 from tests import store, zoo
 from tests.support import command
-from tests.verify.test_forward import show
+from tests.verify.test_forward import QUICK, WITH_GRADIENTS, run_all, show
 from verify.bytes.exact import verify_exact
-from verify.forward.compare import ForwardOptions, run_forward, run_forwards
-
-QUICK = ForwardOptions(seq=16, draws=1)
-WITH_GRADIENTS = ForwardOptions(backward=True, seq=16, draws=3)
+from verify.forward.compare import ForwardOptions, run_forward
 
 # one of each kind: what stands before and behind the layers, and what goes from one to the next
 KINDS = [
@@ -31,7 +28,7 @@ SPLIT = ["llama-tied", "gpt2", "mamba2", "gemma3_text", "deepseek_v3", "gpt_oss"
 
 def check(names: list[str], options: ForwardOptions, experts: int | None = None, **mesh: int) -> None:
     found = [store.pair(name, experts=experts, **mesh) for name in names]
-    for name, report in zip(names, run_forwards(found, options, references=store.references()), strict=True):
+    for name, report in zip(names, run_all(found, options), strict=True):
         assert report.is_same, (name, report.verdict, show(report))
         assert report.logits is not None or name in {"llama-classifier"}, name
         assert len(report.layers) >= 4, name
@@ -63,8 +60,8 @@ def test_one_block_at_a_time() -> None:
 
 
 def test_each_state_is_compared_on_the_stage_that_has_it() -> None:
-    (alone,) = run_forwards([store.pair("llama", tp=2)], QUICK)
-    (staged,) = run_forwards([store.pair("llama", pp=2, tp=2)], QUICK)
+    (alone,) = run_all([store.pair("llama", tp=2)], QUICK)
+    (staged,) = run_all([store.pair("llama", pp=2, tp=2)], QUICK)
     assert [row.name for row in staged.layers] == [row.name for row in alone.layers]
     assert staged.mesh == {"pp": 2, "tp": 2, "stages": [2, 1]}
 

@@ -30,6 +30,7 @@ from reshard.cli.demo_model import CONFIG, write_model
 from tests import support
 from tests.reshard.hub_server import HubServer
 
+ROOT = Path(__file__).parents[1]
 _INSTALLED = Path(sys.executable).with_name("reshard")
 RESHARD = [str(_INSTALLED)] if _INSTALLED.exists() else [sys.executable, "-m", "reshard"]
 TINY = CONFIG | {
@@ -78,7 +79,11 @@ def document(*arguments: str | Path, cwd: Path | None = None) -> dict[str, Any]:
 
 def refused(*arguments: str | Path, code: int = 2, cwd: Path | None = None, **environment: str) -> str:
     """Run a command that must fail as commands fail: one Error line, at most one Hint line, nothing on stdout."""
-    done = run(*arguments, cwd=cwd, **environment)
+    return assert_refused(run(*arguments, cwd=cwd, **environment), code)
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], code: int = 2) -> str:
+    """That a command has failed so; what it printed."""
     assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
     assert done.stdout == ""
     lines = done.stderr.splitlines()
@@ -413,20 +418,11 @@ def test_a_closed_pipe_is_silent(model: Path) -> None:
 # ----------------------------------------------------------------------------------------------------------- interrupt
 
 
-def test_interrupt_and_go_on(tmp_path: Path) -> None:
-    shapes = {"model.embed_tokens.weight": (32000, 1024)}
-    for layer in range(3):
-        shapes |= {f"model.layers.{layer}.mlp.{name}_proj.weight": (8192, 1024) for name in ("gate", "up")}
-        shapes[f"model.layers.{layer}.mlp.down_proj.weight"] = (1024, 8192)
-        norms = ("input_layernorm", "post_attention_layernorm")
-        shapes |= {f"model.layers.{layer}.{norm}.weight": (1024,) for norm in norms}
-        attention = {"q": (48, 1024), "k": (24, 1024), "v": (24, 1024), "o": (1024, 48)}
-        shapes |= {f"model.layers.{layer}.self_attn.{name}_proj.weight": shape for name, shape in attention.items()}
-    shapes["model.norm.weight"] = (1024,)
-    config = TINY | {"hidden_size": 1024, "intermediate_size": 8192, "vocab_size": 32000, "tie_word_embeddings": True}
-    source = write_checkpoint(tmp_path / "model", config, shapes)
-    command = ["split", str(source), str(tmp_path / "out"), "--tp", "2", "--workers", "1", "--max-shard-size", "40MB"]
-    process = subprocess.Popen([*RESHARD, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def test_interrupt_and_go_on(model: Path, tmp_path: Path) -> None:
+    """The command writes slowly here (tests/slow.py), so that a tiny model leaves time to interrupt it."""
+    command = ["split", str(model), str(tmp_path / "out"), "--tp", "2", "--workers", "1", "--max-shard-size", "40kB"]
+    slowly = [sys.executable, "-c", "import tests.slow; from reshard.__main__ import main; main()", *command]
+    process = subprocess.Popen(slowly, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while not list(tmp_path.glob("out.partial/*/*.safetensors*")):
         assert process.poll() is None, process.stderr and process.stderr.read()
         time.sleep(0.001)
@@ -440,7 +436,7 @@ def test_interrupt_and_go_on(tmp_path: Path) -> None:
     ok(*command)
     assert not (tmp_path / "out.partial").exists()
     ok("merge", tmp_path / "out", tmp_path / "merged")
-    assert sums(tmp_path / "merged") == sums(source)
+    assert sums(tmp_path / "merged") == sums(model)
 
 
 # ---------------------------------------------------------------------------------------------------------------- plan
@@ -625,26 +621,48 @@ def test_inspect_says_what_is_missing(model: Path, tp4: Path, tmp_path: Path) ->
 # ------------------------------------------------------------------------------------------------------------- the Hub
 
 
+def in_one_process(*commands: Sequence[str | Path], **environment: str) -> list[subprocess.CompletedProcess[str]]:
+    """What commands do, one after the other, in a process with its own environment, which libraries read as they are
+    imported: the Hub's client takes longer for that than a command.
+    """
+    code = (
+        "import json, sys; from tests.support import command; "
+        "found = [command(*arguments) for arguments in json.load(sys.stdin)]; "
+        "json.dump([(done.returncode, done.stdout, done.stderr) for done in found], sys.stdout)"
+    )
+    given = json.dumps([[*map(str, arguments)] for arguments in commands])
+    env = os.environ | environment
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, input=given, capture_output=True, text=True)
+    return [subprocess.CompletedProcess([], *found) for found in json.loads(done.stdout)]
+
+
 def test_hub_id(model: Path, tp4: Path, tmp_path: Path) -> None:
     (tmp_path / "hub" / "org").mkdir(parents=True)
     shutil.copytree(model, tmp_path / "hub" / "org" / "tiny")
     with HubServer(tmp_path / "hub") as hub:
-        env = hub.environment(tmp_path / "home")
-        cache = tmp_path / "cache"
-        found = json.loads(ok("plan", "org/tiny", "--tp", "4", "--json", "--cache-dir", cache, **env))
+        env, cache = hub.environment(tmp_path / "home"), ["--cache-dir", tmp_path / "cache"]
+        found = json.loads(ok("plan", "org/tiny", "--tp", "4", "--json", *cache, **env))
         assert found["source"] == "org/tiny"
-        assert not list(cache.glob("models--*/blobs/*safetensors*"))
-        assert '"llama"' in ok("inspect", "org/tiny", "--json", "--cache-dir", cache, **env)
-        ok("split", "org/tiny", tmp_path / "out", "--tp", "4", "--cache-dir", cache, "--revision", "main", **env)
+        assert not list((tmp_path / "cache").glob("models--*/blobs/*safetensors*"))
+        inspected, split, nothing, revision = in_one_process(
+            ["inspect", "org/tiny", "--json", *cache],
+            ["split", "org/tiny", tmp_path / "out", "--tp", "4", *cache, "--revision", "main"],
+            ["split", "org/nothing", tmp_path / "no", "--tp", "4"],
+            ["plan", "org/tiny", "--revision", "nope", *cache],
+            **env,
+        )
+        assert inspected.returncode == split.returncode == 0 and '"llama"' in inspected.stdout
         assert shards(tmp_path / "out") == shards(tp4)
         assert json.loads((tmp_path / "out" / "reshard.json").read_text())["source"]["location"] == "org/tiny"
-        missing = refused("split", "org/nothing", tmp_path / "no", "--tp", "4", **env)
-        assert "org/nothing" in missing
-        assert "no revision" in refused("plan", "org/tiny", "--revision", "nope", "--cache-dir", cache, **env)
+        assert "org/nothing" in assert_refused(nothing) and "no revision" in assert_refused(revision)
         hub.require_token = "hf_secret"
-        cold = ["--cache-dir", str(tmp_path / "cold")]
-        assert "--token" in refused("split", "org/tiny", tmp_path / "no", "--tp", "4", *cold, **env)
-        ok("split", "org/tiny", tmp_path / "yes", "--tp", "4", "--token", "hf_secret", *cold, **env)
+        cold = ["--cache-dir", tmp_path / "cold"]
+        without, given = in_one_process(
+            ["split", "org/tiny", tmp_path / "no", "--tp", "4", *cold],
+            ["split", "org/tiny", tmp_path / "yes", "--tp", "4", "--token", "hf_secret", *cold],
+            **env,
+        )
+        assert "--token" in assert_refused(without) and given.returncode == 0
         assert shards(tmp_path / "yes") == shards(tp4)
 
 

@@ -50,7 +50,7 @@ def sum_part(data: memoryview | bytes | NDArray[np.uint8], offset: int) -> Part:
     phase = offset % WORD
     held = np.frombuffer(data, dtype=np.uint8)
     if phase or held.size % WORD:
-        held = np.frombuffer(b"".join((bytes(phase), held, bytes(-(phase + held.size) % WORD))), dtype=np.uint8)
+        held = np.frombuffer(b"".join((bytes(phase), held.data, bytes(-(phase + held.size) % WORD))), dtype=np.uint8)
     words = held.view("<u8")
     if words.size < WIDTH:
         return Part(phase, words.astype(np.uint64))  # a copy, as the data may change

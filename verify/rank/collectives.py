@@ -15,14 +15,15 @@ is the same on every rank has the same, complete gradient on every rank.
 
 ``group`` is a process group of torch.distributed, ``None`` the group of all ranks. Slices are in rank order, and equal
 unless it is said how long they are.
-16-bit tensors are summed in float32 and rounded once, so that the rounding does not grow with the number of ranks.
-Where gloo serves CUDA tensors (more ranks than GPUs), they travel through the CPU.
+16-bit tensors are summed in float32 and rounded once, so that the rounding does not grow with the number of ranks;
+unless another carrier (:func:`carried_by`) sums them as they are, as an engine does. Where gloo serves CUDA tensors (more ranks than GPUs), they travel through the CPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import combinations
 from typing import Any
@@ -32,6 +33,32 @@ import torch.distributed as dist
 from torch import Tensor
 
 from formats.mesh import Mesh
+
+
+class Carrier:
+    """How sums and gathers travel; a subclass may time them, or sum 16-bit tensors as they are."""
+
+    def summed_as(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which tensors of a dtype are sent and summed."""
+        return torch.promote_types(dtype, torch.float32)
+
+    def carry(self, what: str, nbytes: int, send: Callable[[], object]) -> None:
+        """Do one collective, ``all-reduce`` or ``all-gather``, into which this rank puts ``nbytes``."""
+        send()
+
+
+_carrier = Carrier()
+
+
+@contextmanager
+def carried_by(carrier: Carrier) -> Iterator[None]:
+    """In this block, all collectives of this process go through ``carrier``."""
+    global _carrier
+    before, _carrier = _carrier, carrier
+    try:
+        yield
+    finally:
+        _carrier = before
 
 
 def copy_to_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -162,9 +189,9 @@ class _Scatter(torch.autograd.Function):
 
 
 def _all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    wide = torch.promote_types(x.dtype, torch.float32)
+    wide = _carrier.summed_as(x.dtype)
     total = x.detach().to(device=_transport(x, group), dtype=wide, copy=True).contiguous()
-    dist.all_reduce(total, group=group)
+    _carrier.carry("all-reduce", total.nbytes, lambda: dist.all_reduce(total, group=group))
     return total.to(device=x.device, dtype=x.dtype)
 
 
@@ -175,7 +202,7 @@ def _all_gather(x: Tensor, group: dist.ProcessGroup | None, dim: int, lengths: S
     if missing:  # all_gather takes tensors of one shape
         mine = torch.cat([mine, mine.narrow(dim, 0, 1).expand(_with(mine.shape, dim, missing))], dim)
     parts = [torch.empty_like(mine) for _ in lengths]
-    dist.all_gather(parts, mine, group=group)
+    _carrier.carry("all-gather", mine.nbytes, lambda: dist.all_gather(parts, mine, group=group))
     own = [part.narrow(dim, 0, length) for part, length in zip(parts, lengths, strict=True)]
     return torch.cat(own, dim).to(x.device)
 

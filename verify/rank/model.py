@@ -51,10 +51,10 @@ def load_rank(
     cut: dict[str, None] = {}
     is_cut = modules.is_needed or rank.lacks_experts or pipeline is not None
     if is_cut or not rank.is_built_in or not _says_sizes(cls, folder, rank):
-        cls = _localised(concrete_class(cls, rank.config), rank, modules, cut, pipeline)
+        cls = localised(concrete_class(cls, rank.config), rank, modules, cut, pipeline)
     if modules.is_needed:
         # What transformers would make of the rank's sizes is in the [modules] table.
-        more["config"] = _for_input(_config_of(folder, rank), tokens)
+        more["config"] = for_input(_config_of(folder, rank), tokens)
     loaded = from_pretrained(cls, folder, dtype, {**more, **dequantizing(rank.config)})
     own = modules.split(loaded.model)
     loaded = parallelise(loaded, rank, groups, modules.alone(loaded.model), modules.sums(loaded.model))
@@ -73,7 +73,7 @@ def _config_of(folder: Path, rank: Rank) -> Any:
         raise not_loaded(folder, error) from error
 
 
-def _for_input(config: Any, tokens: int) -> Any:
+def for_input(config: Any, tokens: int) -> Any:
     """The config that a model would give itself when it first sees an input of so many tokens.
 
     BigBird then makes its sparse attention anew as a full one, of the sizes that its config says and not this rank's.
@@ -99,7 +99,7 @@ def _says_sizes(cls: Any, folder: Path, rank: Rank) -> bool:
     return all(tuple(known[name].shape) == place.shape for name, place in placements(model, rank.shapes).items())
 
 
-def _localised(cls: Any, rank: Rank, modules: ModuleTable, cut: dict[str, None], pipeline: Pipeline | None) -> Any:
+def localised(cls: Any, rank: Rank, modules: ModuleTable, cut: dict[str, None], pipeline: Pipeline | None) -> Any:
     """A subclass that is cut to the sizes of a rank before it is filled; ``cut`` gets the names of what had others.
 
     Experts are in the first dimension.

@@ -1,0 +1,141 @@
+"""A rank's model with one layer of each kind, of the rank's own sizes and with random values.
+
+It is transformers' own model, made parallel as ``verify`` makes it. The other layers are there in name alone: they pass
+on what the layer before them returned.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from accelerate import init_empty_weights
+from torch import nn
+from transformers.initialization import no_init_weights
+
+from formats.errors import CheckpointError
+from formats.transformers_modules import concrete_class, model_class, placements, settings_of
+from reshard.planning.rank_config import rank_config, with_sizes_of_whole
+from reshard.planning.stages import is_layered
+from verify.profile.layers import LayerKind
+from verify.rank.collectives import Groups
+from verify.rank.loading import Loaded, quiet_transformers
+from verify.rank.model import for_input, localised
+from verify.rank.module_table import ModuleTable
+from verify.rank.parallel import parallelise
+from verify.rank.roles import Rank
+from verify.rank.trace import blocks_of
+
+_CHUNK = 1 << 20  # random numbers that a large weight repeats
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A rank's model, and its parts: the module of each layer that computes, and the last of all layers."""
+
+    loaded: Loaded
+    layers: Mapping[str, nn.Module]
+    last: nn.Module
+
+    @property
+    def model(self) -> Any:
+        """The model."""
+        return self.loaded.model
+
+
+def build(
+    rank: Rank, kinds: Sequence[LayerKind], groups: Groups, dtype: torch.dtype, device: torch.device, tokens: int
+) -> Blocks:
+    """Build a rank's model for sequences of so many tokens. Raises CheckpointError where transformers cannot."""
+    modules = ModuleTable(rank, groups)
+    settings = rank_config(rank.plan, rank.rank)
+    if modules.is_needed:  # what transformers would make of the rank's sizes is in the [modules] table
+        settings = with_sizes_of_whole(rank.plan, settings)
+    with quiet_transformers():
+        try:
+            config = for_input(transformers.AutoConfig.for_model(**settings_of(settings)), tokens)
+            cls = concrete_class(model_class(rank.config), rank.config)
+            with no_init_weights(), init_empty_weights(include_buffers=False):
+                model = localised(cls, rank, modules, {}, None)(config)
+        except (ValueError, KeyError, TypeError, RuntimeError, ImportError, AttributeError) as error:
+            text = " ".join(str(error).split())
+            raise CheckpointError(f"transformers builds no model of a rank's sizes: {text}") from error
+    found = _layers(model, rank)
+    kept = {kind.part: found[kind.first] for kind in kinds}
+    _pass_on([module for module in found.values() if module not in kept.values()], [*kept.values()])
+    _fill(model, dtype, device)
+    model.tie_weights()
+    model.eval()
+    own = modules.split(model)
+    plain = Loaded(model, {}, ())
+    loaded = parallelise(plain, rank, groups, modules.alone(model), modules.sums(model))
+    loaded = Loaded(model, loaded.sources, (), (*loaded.parts, *own), loaded.experts)
+    return Blocks(loaded, kept, found[max(found)])
+
+
+def _layers(model: Any, rank: Rank) -> dict[int, nn.Module]:
+    """All layers by their numbers: the list of modules that has those of which the plan has weights."""
+    plan = rank.plan
+    layered = {tensor.name for tensor in plan.model.tensors if is_layered(plan.model, tensor.kind)}
+    placed = placements(model, {name: shape for name, shape in rank.shapes.items() if name in layered})
+    lists = {path.rpartition(".")[0] for path in blocks_of(model, placed)}
+    if len(lists) != 1:
+        what = ", ".join(f"'{path}'" for path in sorted(lists)) or "none"
+        raise CheckpointError(f"profile needs a model whose layers are in one list of modules; found: {what}")
+    return dict(enumerate(model.get_submodule(lists.pop())))
+
+
+def _pass_on(others: Sequence[nn.Module], kept: Sequence[nn.Module]) -> None:
+    """Let layers return what the last of those that compute returned, and have no weights."""
+    last: list[Any] = [None]
+
+    def keep(_: nn.Module, __: Any, output: Any) -> None:
+        last[0] = output
+
+    for module in kept:
+        module.register_forward_hook(keep)
+    for module in others:
+        for inner in module.modules():
+            inner._parameters.clear()
+            inner._buffers.clear()
+        module._modules.clear()
+        module.forward = lambda *_, **__: last[0]
+
+
+def _fill(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Give every weight random values, the same on all ranks where they have the same; vectors are ones."""
+    new: dict[int, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in new:
+                made = _random(f"{path}.{name}", parameter, dtype, device)
+                new[id(parameter)] = nn.Parameter(made, requires_grad=made.is_floating_point())
+            module._parameters[name] = new[id(parameter)]
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else _random_buffer(buffer, device)
+
+
+def _random(name: str, like: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    own = dtype if like.is_floating_point() else like.dtype
+    if like.dim() < 2 or not like.is_floating_point():
+        return torch.ones(like.shape, dtype=own, device=device)
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    size = min(_CHUNK, like.numel())
+    numbers = (torch.randn(size, generator=generator) / like.shape[-1] ** 0.5).to(own).to(device)
+    filled = torch.empty(like.shape, dtype=own, device=device)
+    flat = filled.view(-1)
+    for begin in range(0, len(flat), size):
+        part = flat[begin : begin + size]
+        part.copy_(numbers[: len(part)])
+    return filled
+
+
+def _random_buffer(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A buffer has values of its own (frequencies, masks), unless it is a weight without values."""
+    return torch.zeros(buffer.shape, dtype=buffer.dtype, device=device) if buffer.is_meta else buffer.to(device)

@@ -1,0 +1,116 @@
+"""What is measured, as the ranks are told it, and what they found: pure data, which is pickled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from reshard.planning.plan import Plan
+from verify.profile.layers import LayerKind
+
+PHASES = ("decode", "prefill", "train")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What runs: ``batch`` sequences of ``seq`` tokens.
+
+    ``decode``: one more token of each sequence, with the keys and values of ``seq`` tokens in the cache. ``prefill``:
+    all tokens at once. ``train``: the same, and the gradients of all weights.
+    """
+
+    phase: str
+    batch: int
+    seq: int
+
+    def __str__(self) -> str:
+        return f"{self.phase}, batch {self.batch}, seq {self.seq}"
+
+    @property
+    def tokens(self) -> int:
+        """The tokens that one step computes."""
+        return self.batch * (1 if self.phase == "decode" else self.seq)
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a measurement is repeated: until the spread is small, or ``seconds`` are over."""
+
+    seconds: float = 3.0
+    spread: float = 0.03
+    least: int = 5
+    most: int = 100
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the ranks of one degree do. ``plan`` has the first layer of each kind alone."""
+
+    plan: Plan
+    kinds: tuple[LayerKind, ...]
+    is_built_in: bool
+    workloads: tuple[Workload, ...]
+    dtype: str
+    device: str
+    threads: int
+    patience: Patience
+    widths: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of a step on one rank.
+
+    ``part`` is ``embedding``, ``layer 3``, ``head`` or, of what belongs to no part, empty. ``what`` is ``compute``,
+    ``wait`` (for the other ranks), ``all-reduce`` or ``all-gather``, into which this rank put ``nbytes``.
+    """
+
+    part: str
+    what: str
+    nbytes: int
+    seconds: float
+
+
+Step = tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one rank measured of a workload. Bytes are those of the parts that ran: one layer of each kind.
+
+    ``activations`` is what lived at once beside weights and cache. With gradients, ``saved`` has by part what its
+    forward pass leaves for the backward one.
+    """
+
+    steps: tuple[Step, ...]
+    cache: Mapping[str, int]
+    activations: int
+    saved: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """All-reduces of one size, one after the other: how long each took on this rank, in seconds."""
+
+    nbytes: int
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class WidthSteps:
+    """Passes through a pair of layers of a width: ``block`` is one of ``verify.profile.widths.BLOCKS``."""
+
+    block: str
+    width: int
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one rank of a degree found."""
+
+    measured: tuple[Measured, ...]
+    exchanges: tuple[Exchange, ...]
+    widths: tuple[WidthSteps, ...]
+    backend: str
+    device: str

@@ -1,0 +1,137 @@
+"""Clocks on one rank: what a step spends in which part of the model, in computing and in collectives.
+
+On a CPU the ranks meet before each collective, so that its time is that of the exchange and not of waiting for a slower
+rank. On a GPU events are recorded around it on the stream, and nothing waits; there the rank that comes last says how
+long the exchange took.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from verify.profile.job import Span, Step
+from verify.rank.collectives import Carrier
+
+
+class Clock(Protocol):
+    """Marks points of time, and says afterwards how far they are apart."""
+
+    def mark(self) -> Any:
+        """A point of time: now, or when the device comes to it."""
+
+    def seconds(self, marks: Sequence[Any]) -> list[float]:
+        """The time from each mark to the next."""
+
+
+class WallClock:
+    """The clock of a CPU."""
+
+    def mark(self) -> float:
+        """Now."""
+        return time.perf_counter()
+
+    def seconds(self, marks: Sequence[float]) -> list[float]:
+        """The time from each mark to the next."""
+        return [end - begin for begin, end in zip(marks, marks[1:], strict=False)]
+
+
+class StreamClock:
+    """The clock of a GPU's current stream."""
+
+    def mark(self) -> Any:
+        """An event, which the device records when it comes to it."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()  # type: ignore[no-untyped-call]
+        return event
+
+    def seconds(self, marks: Sequence[Any]) -> list[float]:
+        """The time from each mark to the next, once the device has come to the last."""
+        torch.cuda.synchronize()
+        return [begin.elapsed_time(end) / 1e3 for begin, end in zip(marks, marks[1:], strict=False)]
+
+
+class Meter(Carrier):
+    """Cuts a step into spans; every collective that goes through it is a span of its own.
+
+    Tensors are summed in their own dtype, as engines do.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._clock: Clock = StreamClock() if device.type == "cuda" else WallClock()
+        self._meets = device.type != "cuda" and dist.get_world_size() > 1
+        self._labels: list[tuple[str, str, int]] = []
+        self._marks: list[Any] = []
+        self._part = ""
+
+    def summed_as(self, dtype: torch.dtype) -> torch.dtype:
+        """The same dtype."""
+        return dtype
+
+    def carry(self, what: str, nbytes: int, send: Callable[[], object]) -> None:
+        """Do one collective, and note how long it took."""
+        if self._meets:
+            self._begin("wait")
+            dist.barrier()
+        self._begin(what, nbytes)
+        send()
+        self._begin("compute")
+
+    def enter(self, part: str) -> None:
+        """What follows belongs to this part of the model; of an empty name, to none."""
+        self._part = part
+        self._begin("compute")
+
+    def step(self) -> Step:
+        """The spans since the last step."""
+        seconds = self._clock.seconds([*self._marks, self._clock.mark()])
+        found = tuple(Span(*label, time) for label, time in zip(self._labels, seconds, strict=True))
+        self._labels, self._marks, self._part = [], [], ""
+        return found
+
+    def _begin(self, what: str, nbytes: int = 0) -> None:
+        self._labels.append((self._part, what, nbytes))
+        self._marks.append(self._clock.mark())
+
+
+class Living(TorchDispatchMode):
+    """How many bytes the tensors have that were made in its block and still live: now, and at most.
+
+    Whatever the device; scratch memory inside of a kernel is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {_storage(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor) and _storage(x) not in given | self._known:
+                self._add(x)
+        return result
+
+    def _add(self, x: torch.Tensor) -> None:
+        storage, key = x.untyped_storage(), _storage(x)
+        size = storage.nbytes()
+        self._known.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._remove, key, size)
+
+    def _remove(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+def _storage(x: torch.Tensor) -> int:
+    return x.untyped_storage()._cdata

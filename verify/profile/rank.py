@@ -1,0 +1,255 @@
+"""What each rank of a degree does: it builds its blocks, and times them in each phase."""
+
+from __future__ import annotations
+
+import inspect
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import DynamicCache, StaticCache
+
+from verify.forward.worker import rank_device, say
+from verify.profile.blocks import Blocks, build
+from verify.profile.job import Exchange, Found, Job, Measured, Patience, Step, Workload
+from verify.profile.layers import OUTSIDE
+from verify.profile.meter import Living, Meter
+from verify.rank.collectives import Groups, carried_by
+from verify.rank.gradients import sum_where_ranks_part
+from verify.rank.inputs import running
+from verify.rank.roles import Rank
+
+_SIZES = tuple(1 << power for power in range(10, 26, 2))
+"""Bytes of the all-reduces that are timed by themselves: 1 KiB to 16 MiB."""
+
+EMBEDDING, HEAD = OUTSIDE
+
+
+def run_job(job: Job) -> Found:
+    """Build this rank's blocks, and time them. Raises ReshardError where transformers cannot build or run them."""
+    torch.set_num_threads(job.threads)
+    device = rank_device(job.device)
+    groups, meter = Groups(job.plan.mesh), Meter(device)
+    rank = Rank(job.plan, dist.get_rank(), job.plan.model.architecture, job.plan.model.config, job.is_built_in)
+    longest = max(workload.seq for workload in job.workloads)
+    with carried_by(meter):
+        say(f"tp {job.plan.mesh.size}: building one layer of each kind")
+        runner = _Runner(build(rank, job.kinds, groups, getattr(torch, job.dtype), device, longest), job, groups, meter)
+        measured = tuple(runner.measure(workload) for workload in job.workloads)
+        exchanges = tuple(_exchanges(job, device, meter)) if job.plan.mesh.size > 1 else ()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return Found(measured, exchanges, (), str(dist.get_backend()), name)
+
+
+def repeat(run: Callable[[], None], meter: Meter, patience: Patience) -> tuple[Step, ...]:
+    """Run something again and again, all ranks together: the spans of each run but those that only warm up.
+
+    Rank 0 decides when it is enough: the middle half of its times lies close together, or patience is over.
+    """
+    steps: list[Step] = []
+    for _ in range(2):
+        started = time.monotonic()
+        run()
+        meter.step()
+        if _agreed(time.monotonic() - started > patience.seconds / 4):
+            break
+    started = time.monotonic()
+    while True:
+        dist.barrier()
+        run()
+        steps.append(meter.step())
+        if _agreed(_is_enough(steps, time.monotonic() - started, patience)):
+            return tuple(steps)
+
+
+def _is_enough(steps: Sequence[Step], seconds: float, patience: Patience) -> bool:
+    if len(steps) >= patience.most or (len(steps) >= min(3, patience.least) and seconds > patience.seconds):
+        return True
+    if len(steps) < max(2, patience.least):
+        return False
+    times = [sum(span.seconds for span in step if span.what != "wait") for step in steps]
+    low, middle, high = statistics.quantiles(times, n=4)
+    return high - low < patience.spread * middle
+
+
+def _agreed(answer: bool) -> bool:
+    """What rank 0 says."""
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    said = torch.tensor([answer], dtype=torch.uint8, device=device)
+    dist.broadcast(said, src=0)
+    return bool(said.item())
+
+
+class _Runner:
+    """A rank's model, and what it takes to run a phase of it."""
+
+    def __init__(self, blocks: Blocks, job: Job, groups: Groups, meter: Meter) -> None:
+        self._blocks, self._job, self._groups, self._meter = blocks, job, groups, meter
+        self._model = running(blocks.model)
+        self._device = next(blocks.model.parameters()).device
+        self._living: Living | None = None
+        self._saved: dict[str, int] = {}
+        taken = inspect.signature(self._model.forward).parameters
+        self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in taken else {}
+        self._watch()
+
+    def measure(self, workload: Workload) -> Measured:
+        """Time a workload on this rank, and see what memory it takes."""
+        say(f"tp {self._job.plan.mesh.size}: {workload}")
+        grad = workload.phase == "train"
+        with torch.set_grad_enabled(grad):
+            prepare = {"decode": self._decode, "prefill": self._prefill, "train": self._train}[workload.phase]
+            run, cache_of = prepare(workload)
+            self._saved = {}
+            with Living() as self._living:
+                run()
+            living, self._living = self._living, None
+            self._meter.step()
+            cache = self._cache_bytes(cache_of())
+            inside = sum(cache.values()) if workload.phase == "prefill" else 0
+            steps = repeat(run, self._meter, self._job.patience)
+        for parameter in self._blocks.model.parameters():
+            parameter.grad = None
+        return Measured(steps, cache, max(0, living.peak - inside), self._saved)
+
+    # ------------------------------------------------------------------------------------------------------ phases
+
+    def _prefill(self, workload: Workload) -> tuple[Callable[[], None], Callable[[], Any]]:
+        ids, caches = self._ids(workload.batch, workload.seq), [None]
+
+        def run() -> None:
+            self._meter.enter(EMBEDDING)
+            cache: Any = DynamicCache(config=self._model.config)
+            self._model(input_ids=ids, past_key_values=cache, use_cache=True, **self._last_logits)
+            caches[0] = cache
+
+        return run, lambda: caches[0]
+
+    def _decode(self, workload: Workload) -> tuple[Callable[[], None], Callable[[], Any]]:
+        ids = self._ids(workload.batch, 1)
+        if getattr(self._model, "_can_compile_fullgraph", False):  # it can do with a cache that has its place
+            cache: Any = StaticCache(config=self._model.config, max_cache_len=workload.seq + 1)
+        else:
+            cache = DynamicCache(config=self._model.config)
+        self._model(input_ids=ids, past_key_values=cache, use_cache=True)
+        self._meter.step()
+        _age(cache, workload.seq)
+        state = [dict(vars(layer)) for layer in cache.layers]
+        lengths = [_length(layer) for layer in cache.layers]
+
+        def run() -> None:
+            for layer, known, length in zip(cache.layers, state, lengths, strict=True):
+                vars(layer).update(known)
+                if length is not None:
+                    layer.cumulative_length.fill_(length)
+            self._meter.enter(EMBEDDING)
+            self._model(input_ids=ids, past_key_values=cache, use_cache=True)
+
+        return run, lambda: cache
+
+    def _train(self, workload: Workload) -> tuple[Callable[[], None], Callable[[], Any]]:
+        ids, model, meter = self._ids(workload.batch, workload.seq), self._model, self._meter
+
+        def run() -> None:
+            for parameter in self._blocks.model.parameters():
+                parameter.grad = None
+            meter.enter(EMBEDDING)
+            logits = model(input_ids=ids, use_cache=False).logits
+            meter.enter("")
+            sum_where_ranks_part([logits], self._blocks.loaded.parts, self._groups)
+            grad = torch.full_like(logits, 1 / logits.numel())
+            meter.enter(HEAD)
+            torch.autograd.backward([logits], [grad])
+
+        return run, lambda: None
+
+    def _ids(self, batch: int, seq: int) -> Tensor:
+        rows = self._job.plan.model.sizes.of({}).get("vocab") or self._model.config.get_text_config().vocab_size
+        return torch.randint(rows, (batch, seq), generator=torch.Generator().manual_seed(0)).to(self._device)
+
+    # ----------------------------------------------------------------------------------------------- parts, memory
+
+    def _watch(self) -> None:
+        """Tell the meter which part runs, forward and backward."""
+        for number, (part, module) in enumerate(self._blocks.layers.items()):
+            module.register_forward_pre_hook(self._before(part, is_first=not number), with_kwargs=True)
+            module.register_forward_hook(self._after(part))
+        self._blocks.last.register_forward_hook(lambda *_: self._meter.enter(HEAD))
+
+    def _before(self, part: str, *, is_first: bool) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            given = args[0] if args else kwargs["hidden_states"]
+            if is_first and given.requires_grad:
+                given.register_hook(lambda _: self._meter.enter(EMBEDDING))
+            if self._living is not None:
+                self._saved[part] = -self._living.now
+            self._meter.enter(part)
+
+        return hook
+
+    def _after(self, part: str) -> Callable[..., None]:
+        def hook(_: nn.Module, __: Any, output: Any) -> None:
+            first = output[0] if isinstance(output, (tuple, list)) else output
+            if first.requires_grad:
+                first.register_hook(lambda _: self._meter.enter(part))
+            if self._living is not None:
+                self._saved[part] += self._living.now
+            self._meter.enter("")
+
+        return hook
+
+    def _cache_bytes(self, cache: Any) -> dict[str, int]:
+        """The bytes that each kind of layer keeps for later tokens."""
+        if cache is None:
+            return {}
+        return {kind.part: _nbytes(vars(cache.layers[kind.first]).values()) for kind in self._job.kinds}
+
+
+def _nbytes(values: Any) -> int:
+    found = 0
+    for value in values:
+        if isinstance(value, Tensor):
+            found += value.nbytes if value.dim() > 1 else 0
+        elif isinstance(value, (dict, list, tuple)):
+            found += _nbytes(value.values() if isinstance(value, dict) else value)
+    return found
+
+
+def _age(cache: Any, tokens: int) -> None:
+    """Let a cache that has seen one token have so many: zeros cost what other keys and values cost."""
+    for layer in cache.layers:
+        keys = getattr(layer, "keys", None)
+        if not isinstance(keys, Tensor) or keys.dim() != 4:
+            continue
+        if isinstance(getattr(layer, "cumulative_length", None), Tensor):
+            layer.cumulative_length.fill_(tokens)
+            if hasattr(layer, "cumulative_length_int"):
+                layer.cumulative_length_int = tokens
+            continue
+        window = getattr(layer, "sliding_window", None)
+        length = min(tokens, window - 1) if window else tokens
+        for name in ("keys", "values"):
+            old = getattr(layer, name)
+            setattr(layer, name, old.new_zeros(*old.shape[:2], length, old.shape[3]))
+        if hasattr(layer, "cumulative_length"):
+            layer.cumulative_length = tokens
+
+
+def _length(layer: Any) -> int | None:
+    length = getattr(layer, "cumulative_length", None)
+    return int(length) if isinstance(length, Tensor) else None
+
+
+def _exchanges(job: Job, device: torch.device, meter: Meter) -> Iterator[Exchange]:
+    """Time all-reduces of several sizes."""
+    say(f"tp {job.plan.mesh.size}: all-reduces")
+    dtype = getattr(torch, job.dtype)
+    for nbytes in _SIZES:
+        x = torch.ones(nbytes // dtype.itemsize, dtype=dtype, device=device)
+        steps = repeat(lambda x=x: meter.carry("all-reduce", x.nbytes, lambda: dist.all_reduce(x)), meter, job.patience)  # type: ignore[misc]
+        x.fill_(1)
+        yield Exchange(nbytes, tuple(span.seconds for step in steps for span in step if span.what == "all-reduce"))

@@ -1,0 +1,87 @@
+"""A model from its config.json alone: the tensors that a checkpoint of it would hold, with rules, and without weights.
+
+Quantized weights are taken as plain ones. Needs transformers, which knows the names and shapes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.initialization import no_init_weights
+
+from formats.documents import read_config
+from formats.errors import CheckpointError, ReshardError
+from formats.notation.architecture import Architecture
+from formats.notation.architecture_files import find_architecture, load_architecture
+from formats.transformers_modules import concrete_class, model_class, settings_of
+from reshard.planning.binding import bind
+from reshard.planning.model import FullTensor, Model
+
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+def skeleton(folder: Path, dtype: str | None = None, plan_file: Path | None = None) -> Model:
+    """The model that the config.json in a folder describes, all its weights of one dtype: the given one, or that of the config.
+
+    Raises ReshardError if transformers has no class for it or no rules cover it, and for what has no decoder alone.
+    """
+    config = read_config(folder / "config.json")
+    name = dtype or dtype_of(config)
+    if name not in DTYPES:
+        raise ReshardError(f"--dtype {name} is not possible", ", ".join(DTYPES))
+    plain = {**_plain(config, name), "dtype": name}
+    architecture = load_architecture(plan_file) if plan_file else find_architecture(plain, folder)
+    _check_decoder(plain, architecture)
+    tensors = [FullTensor(key, DTYPES[name], shape, "config.json") for key, shape in _shapes(plain).items()]
+    return bind(architecture, plain, tensors)
+
+
+def dtype_of(config: Mapping[str, Any]) -> str:
+    """The dtype that a config.json states, of the model or of its language model; else bfloat16."""
+    sections = [config, *(value for value in config.values() if isinstance(value, Mapping))]
+    named = (section.get(key) for section in sections for key in ("dtype", "torch_dtype"))
+    return next((str(name).removeprefix("torch.") for name in named if name), "bfloat16")
+
+
+_QUANTIZED = ("quantization_config", "compression_config")
+_DTYPES = ("dtype", "torch_dtype")
+
+
+def _plain(settings: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """The same settings without quantization, and with one dtype wherever they state any."""
+    kept = {key: value for key, value in settings.items() if key not in _QUANTIZED}
+    nested = {key: _plain(value, dtype) if isinstance(value, dict) else value for key, value in kept.items()}
+    return {key: dtype if key in _DTYPES and isinstance(value, str) else value for key, value in nested.items()}
+
+
+def _check_decoder(config: Mapping[str, Any], architecture: Architecture) -> None:
+    if config.get("is_encoder_decoder"):
+        what = config.get("model_type", "this model")
+        raise ReshardError(f"profile runs language models of decoder layers: {what} has an encoder beside its decoder")
+    if architecture.layers.text != "layer":
+        raise ReshardError(f"profile runs decoder layers, and the rules '{architecture.name}' have others")
+
+
+def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Name on disk and shape of each tensor that transformers would save."""
+    try:
+        cls = concrete_class(model_class(config), config)
+        with torch.device("meta"), no_init_weights():
+            model = cls(transformers.AutoConfig.for_model(**settings_of(config)))
+        tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+        ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+        saved = ((key, tensor) for key, tensor in model.state_dict().items() if key not in tied)
+        state = {key: tensor for key, tensor in saved if not any(re.search(pattern, key) for pattern in ignored)}
+        return {key: tuple(tensor.shape) for key, tensor in revert_weight_conversion(model, state).items()}
+    except (ValueError, KeyError, TypeError, RuntimeError, ImportError, AttributeError, StrictDataclassError) as error:
+        text = " ".join(str(error).split())
+        raise CheckpointError(
+            f"config.json: transformers builds no model of it: {type(error).__name__}: {text}"
+        ) from error

@@ -54,11 +54,55 @@ def sum_where_ranks_part(results: Sequence[Tensor], parts: Parts, groups: Groups
     ``parts`` are the split weights, and what was received of which ranks have different parts.
     """
     parted = _parted(results, parts, groups)
-    for node, along in parted.items():
-        if type(node).__name__ not in _MAKES_PART:
-            new = [along - parted[child] if child is not None else frozenset() for child, _ in node.next_functions]
-            if any(new):
-                node.register_hook(_summing(new, groups))
+    needs = _needs(parted)
+    users: dict[Any, list[frozenset[str]]] = {}
+    for node, along in needs.items():
+        for (child, _), need in zip(node.next_functions, along, strict=True):
+            if child is not None:
+                users.setdefault(child, []).append(need)
+    for node, along in needs.items():
+        used = users.get(node, [])
+        if _is_alike(used) and not _passes_on(node, used):
+            node.register_prehook(_summing([used[0]], groups))
+        apart = [need if child is not None and not _is_alike(users[child]) else frozenset()
+                 for (child, _), need in zip(node.next_functions, along, strict=True)]  # fmt: skip
+        if any(apart):
+            node.register_hook(_summing(apart, groups))
+
+
+_KEEPS_ALL = {
+    f"{name}Backward0" for name in ("Alias", "Clone", "Permute", "T", "ToCopy", "Transpose", "UnsafeView", "View")
+}
+"""Nodes of one input, whose gradient has the same numbers as their own: they may be summed behind as well as before."""
+
+
+def _needs(parted: Mapping[Any, frozenset[str]]) -> dict[Any, tuple[frozenset[str], ...]]:
+    """Along which dimensions the gradient that each node hands to each of its inputs is to be summed.
+
+    Where all that use a value have parts, their gradients are added before they are summed, so that one sum serves the
+    keys, the queries and the values of an attention.
+    """
+    found: dict[Any, tuple[frozenset[str], ...]] = {}
+    used: dict[Any, list[frozenset[str]]] = {}
+    for node in reversed([*parted]):  # each after all that use it
+        late = used[node][0] if node in used and _passes_on(node, used[node]) else frozenset()
+        is_cut = type(node).__name__ in _MAKES_PART
+        own = frozenset() if is_cut else parted[node] | late
+        found[node] = tuple(own - parted[child] if child is not None else frozenset() for child, _ in node.next_functions)
+        for (child, _), need in zip(node.next_functions, found[node], strict=True):
+            if child is not None:
+                used.setdefault(child, []).append(need)
+    return found
+
+
+def _is_alike(used: Sequence[frozenset[str]]) -> bool:
+    """Whether all that use a value need the same sum, so that it can be done once."""
+    return len({*used}) == 1 and bool(used[0])
+
+
+def _passes_on(node: Any, used: Sequence[frozenset[str]]) -> bool:
+    """Whether a sum that a node's gradient needs is left to the node before it."""
+    return _is_alike(used) and type(node).__name__ in _KEEPS_ALL and node.next_functions[0][0] is not None
 
 
 def parted_along(results: Sequence[Tensor], parts: Parts, groups: Groups) -> list[frozenset[str]]:
@@ -105,10 +149,13 @@ def _parted_along(
 
 
 def _summing(new: Sequence[frozenset[str]], groups: Groups) -> Callable[..., Any]:
-    def hook(grad_inputs: tuple[Tensor | None, ...], _: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """A hook that sums each of some gradients along its dimensions; of one dimension set, all of them along it."""
+
+    def hook(grads: tuple[Tensor | None, ...], *_: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        each = [*new] * len(grads) if len(new) == 1 else new
         return tuple(
             reduce_from_group(grad.detach(), groups.along(along)) if along and grad is not None else grad
-            for grad, along in zip(grad_inputs, new, strict=True)
+            for grad, along in zip(grads, each, strict=True)
         )
 
     return hook

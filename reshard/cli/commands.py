@@ -21,6 +21,7 @@ COMMANDS = {
     "split": ("reshard.cli.split:split_command", "Split a checkpoint into N ranks, or re-split one."),
     "merge": ("reshard.cli.merge:merge_command", "Merge ranks into one full checkpoint again."),
     "plan": ("reshard.cli.plan:plan_command", "Show what a split would do, or which degrees are possible."),
+    "profile": ("reshard.cli.profile:profile_command", "Say which degree is fast on this node."),
     "inspect": ("reshard.cli.inspect:inspect_command", "Say what a folder is, and whether it is complete."),
     "formats": ("reshard.cli.formats:formats_command", "List the formats of engines and trainers."),
     "models": ("reshard.cli.models:models_command", "List the model types that can be split."),

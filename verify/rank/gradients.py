@@ -54,14 +54,9 @@ def sum_where_ranks_part(results: Sequence[Tensor], parts: Parts, groups: Groups
     ``parts`` are the split weights, and what was received of which ranks have different parts.
     """
     parted = _parted(results, parts, groups)
-    needs = _needs(parted)
-    users: dict[Any, list[frozenset[str]]] = {}
+    needs, users = _needs(parted, [x.grad_fn for x in results])
     for node, along in needs.items():
-        for (child, _), need in zip(node.next_functions, along, strict=True):
-            if child is not None:
-                users.setdefault(child, []).append(need)
-    for node, along in needs.items():
-        used = users.get(node, [])
+        used = users[node]
         if _is_alike(used) and not _passes_on(node, used):
             node.register_prehook(_summing([used[0]], groups))
         apart = [need if child is not None and not _is_alike(users[child]) else frozenset()
@@ -76,23 +71,28 @@ _KEEPS_ALL = {
 """Nodes of one input, whose gradient has the same numbers as their own: they may be summed behind as well as before."""
 
 
-def _needs(parted: Mapping[Any, frozenset[str]]) -> dict[Any, tuple[frozenset[str], ...]]:
-    """Along which dimensions the gradient that each node hands to each of its inputs is to be summed.
+Along = frozenset[str]
+
+
+def _needs(
+    parted: Mapping[Any, Along], roots: Sequence[Any]
+) -> tuple[dict[Any, tuple[Along, ...]], dict[Any, list[Along]]]:
+    """Along which dimensions the gradient that each node hands to each of its inputs is to be summed; and the same for
+    what each node is handed, by those that use it. The gradients that roots are given are whole.
 
     Where all that use a value have parts, their gradients are added before they are summed, so that one sum serves the
     keys, the queries and the values of an attention.
     """
-    found: dict[Any, tuple[frozenset[str], ...]] = {}
-    used: dict[Any, list[frozenset[str]]] = {}
+    found: dict[Any, tuple[Along, ...]] = {}
+    used: dict[Any, list[Along]] = {node: [Along()] if node in roots else [] for node in parted}
     for node in reversed([*parted]):  # each after all that use it
-        late = used[node][0] if node in used and _passes_on(node, used[node]) else frozenset()
-        is_cut = type(node).__name__ in _MAKES_PART
-        own = frozenset() if is_cut else parted[node] | late
-        found[node] = tuple(own - parted[child] if child is not None else frozenset() for child, _ in node.next_functions)
+        late = used[node][0] if _passes_on(node, used[node]) else Along()
+        own = Along() if type(node).__name__ in _MAKES_PART else parted[node] | late
+        found[node] = tuple(own - parted[child] if child is not None else Along() for child, _ in node.next_functions)
         for (child, _), need in zip(node.next_functions, found[node], strict=True):
             if child is not None:
-                used.setdefault(child, []).append(need)
-    return found
+                used[child].append(need)
+    return found, used
 
 
 def _is_alike(used: Sequence[frozenset[str]]) -> bool:

@@ -1,0 +1,140 @@
+"""``reshard profile``: which degree is fast on this node."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from reshard.cli.options import FILE, PATH, Size, debug_option, hub_options, json_option, plan_option
+from reshard.cli.printing import print_json, print_lines
+
+if TYPE_CHECKING:
+    from verify.profile.run import Profile, Request
+
+_PHASES = ("decode", "prefill", "train")
+
+
+class Numbers(click.ParamType):  # type: ignore[type-arg]  # it takes none before click 8.4
+    """Whole numbers of at least 1: ``1,8,64``, or ``1024..16384`` for all doublings from the first to the last."""
+
+    name = "numbers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """The numbers in increasing order. Raises click.BadParameter for any other text."""
+        if isinstance(value, tuple):
+            return value
+        if found := re.fullmatch(r"([1-9]\d{0,7})\.\.([1-9]\d{0,7})", str(value)):
+            first, last = map(int, found.groups())
+            return tuple(first << i for i in range(32) if first << i <= last) or self._refuse(value, param, ctx)
+        if re.fullmatch(r"[1-9]\d{0,7}(,[1-9]\d{0,7})*", str(value)) is None:
+            return self._refuse(value, param, ctx)
+        return tuple(sorted(set(map(int, str(value).split(",")))))
+
+    def _refuse(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        self.fail(f"'{value}' is no list of numbers such as 1,2,4 or 1024..16384", param, ctx)
+
+
+class Phases(click.ParamType):  # type: ignore[type-arg]  # it takes none before click 8.4
+    """Some of decode, prefill and train, with commas between them."""
+
+    name = "phases"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        """The phases as given. Raises click.BadParameter for any other word."""
+        if isinstance(value, tuple):
+            return value
+        found = tuple(dict.fromkeys(str(value).split(",")))
+        for each in found:
+            if each not in _PHASES:
+                self.fail(f"there is no phase '{each}'; the phases are {', '.join(_PHASES)}", param, ctx)
+        return found
+
+
+class Speed(click.ParamType):  # type: ignore[type-arg]  # it takes none before click 8.4
+    """Bytes per second: ``450GB/s``."""
+
+    name = "speed"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Bytes per second. Raises click.BadParameter for any other text."""
+        if isinstance(value, float):
+            return value
+        if not str(value).endswith("/s"):
+            self.fail(f"'{value}' is not a speed such as 450GB/s", param, ctx)
+        return float(Size().convert(str(value).removesuffix("/s"), param, ctx))
+
+
+@click.command("profile")
+@click.argument("source")
+@click.option("--tp", type=Numbers(), metavar="N,..", help="Degrees to run; default: all that are possible here.")
+@click.option("--batch", type=Numbers(), default="1", show_default=True, metavar="N,..", help="Sequences at once.")
+@click.option("--seq", type=Numbers(), default="512", show_default=True, metavar="N,..", help="Tokens in a sequence.")
+@click.option("--phase", type=Phases(), default="decode,prefill", show_default=True, metavar="NAME,..",
+              help="decode, prefill or train.")  # fmt: skip
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True,
+              help="Where the ranks run.")  # fmt: skip
+@click.option("--ranks", type=click.IntRange(1), metavar="N",
+              help="Ranks that there may be; default: one a GPU, or a core.")  # fmt: skip
+@click.option("--dtype", metavar="NAME", help="Dtype of weights and activations; default: the config's own.")
+@click.option("--memory", type=Size(), metavar="SIZE", help="Memory of a rank, such as 80GB; default: this node's.")
+@click.option("--predict-tp", type=Numbers(), metavar="N,..", help="Degrees to predict without running them.")
+@click.option("--link", type=Speed(), metavar="SPEED",
+              help="Bandwidth between the ranks of predicted degrees, such as 450GB/s; default: as measured.")  # fmt: skip
+@click.option("--seconds", type=click.FloatRange(0, min_open=True), default=3.0, show_default=True,
+              help="Repeat a measurement for so long, unless its spread is small earlier.")  # fmt: skip
+@click.option("--timeout", type=click.FloatRange(0, min_open=True), default=600.0, show_default=True, metavar="SECONDS",
+              help="How long a rank waits for the others.")  # fmt: skip
+@plan_option
+@hub_options
+@json_option
+@debug_option
+def profile_command(
+    source: str, tp: tuple[int, ...] | None, batch: tuple[int, ...], seq: tuple[int, ...], phase: tuple[str, ...],
+    device: str, ranks: int | None, dtype: str | None, memory: int | None, predict_tp: tuple[int, ...] | None,
+    link: float | None, seconds: float, timeout: float, plan_file: Path | None, revision: str | None,
+    token: str | None, cache_dir: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Say which degree of tensor parallelism is fast on this node.
+
+    SOURCE needs a config.json alone: weights are random numbers. For each degree, one layer of each kind runs on as
+    many ranks, with the embedding and the head and with real collectives, on GPUs or on this machine's cores. From
+    that follow the time of the whole model, what a rank holds, and one recommended degree (docs/profile.md).
+    """
+    from verify.ending import one_line_when_interrupted
+    from verify.profile.job import Patience, Workload
+    from verify.profile.run import Request
+    from verify.profile.words import document_of, text_of
+
+    if link is not None and predict_tp is None:
+        raise click.UsageError("--link goes with --predict-tp")
+    workloads = tuple(Workload(p, b, s) for p in phase for b in batch for s in seq)
+    request = Request(
+        workloads, tp, predict_tp or (), ranks, device, dtype, memory, link, Patience(seconds), (), timeout, plan_file
+    )
+    with one_line_when_interrupted(lambda: "reshard: interrupted\n"):
+        found = _profile(source, request, revision, token, cache_dir, quiet=as_json)
+    if as_json:
+        print_json({"command": "profile", "source": source, **document_of(found)})
+    else:
+        print_lines(*text_of(found, source))
+
+
+def _profile(
+    source: str, request: Request, revision: str | None, token: str | None, cache_dir: Path | None, *, quiet: bool
+) -> Profile:
+    from reshard.storage.fetched import Weights
+    from reshard.storage.hub import fetch
+    from verify.profile.run import profile
+
+    fetched = fetch(
+        source, revision=revision, token=token, cache_dir=cache_dir, quiet=quiet, weights=Weights.HEADERS
+    )
+    folder = fetched.path.parent if fetched.path.name == "config.json" else fetched.path
+    return profile(folder, request, (lambda _: None) if quiet else _say)
+
+
+def _say(line: str) -> None:
+    click.echo(line, err=True)

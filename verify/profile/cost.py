@@ -1,0 +1,244 @@
+"""What a step should cost: floating-point operations, bytes and all-reduces from the plan's axes, and the rates of a
+node as fitted to measurements. Pure arithmetic.
+
+The time of a part's computation is modelled as ``a + flops / f + bytes / b``: a time for starting kernels, and the rates
+of computing and of reading weights and cache. An all-reduce of ``n`` bytes over ``N`` ranks takes
+``latency + 2 (N - 1) / N * n / bandwidth``, as in a ring, whose latency grows with ``N - 1``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from formats.files.safetensors import DTYPE_BITS
+from reshard.planning.model import Kind
+from reshard.planning.plan import Entry, Plan
+from reshard.planning.stages import is_layered
+from reshard.planning.totals import activation_bytes, kind_of, output_size
+from verify.profile.job import Workload
+from verify.profile.layers import OUTSIDE, LayerKind
+
+EMBEDDING, HEAD = OUTSIDE
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "num_selected_experts")
+"""How config.json may call the number of experts that a token goes to."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one rank does in one part of a step: operations, bytes of weights and cache that it reads, the bytes that it
+    puts into each all-reduce, and those that it puts into a gather.
+    """
+
+    flops: float = 0.0
+    nbytes: float = 0.0
+    reduced: tuple[int, ...] = ()
+    gathered: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        """The work of both."""
+        return Work(
+            self.flops + other.flops, self.nbytes + other.nbytes,
+            self.reduced + other.reduced, self.gathered + other.gathered,
+        )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ what is to be done
+
+
+def works(plan: Plan, kinds: Sequence[LayerKind], workload: Workload) -> dict[str, Work]:
+    """The work of each part of a step on the first rank of a plan.
+
+    A multiplication by a weight counts 2 operations for each element and token, and twice as many in the backward pass.
+    """
+    found = {part: Work() for part in (EMBEDDING, *(kind.part for kind in kinds), HEAD)}
+    for kind in plan.model.kinds:
+        entry = plan.laid[kind]
+        if not is_layered(plan.model, kind) or len(entry.layout.full) < 2 or 0 not in entry.layout.boxes:
+            continue
+        for each in kinds:
+            if each.first in kind.layers:
+                found[each.part] += _of_weight(plan, kind, entry, workload)
+    for each in kinds:
+        found[each.part] += _of_attention(plan, each, workload)
+        found[each.part] += Work(reduced=_messages(plan, each, workload))
+    return _with_vocabulary(plan, found, workload)
+
+
+def _passes(workload: Workload) -> int:
+    return 3 if workload.phase == "train" else 1
+
+
+def _of_weight(plan: Plan, kind: Kind, entry: Entry, workload: Workload) -> Work:
+    numbers = math.prod(entry.layout.boxes[0].shape) * kind.count / len(kind.layers)
+    passes, width = _passes(workload), DTYPE_BITS[entry.dtype] / 8
+    flops = 2 * numbers * workload.tokens * passes
+    used = _share_of_experts(plan, entry)
+    if used is None:
+        return Work(flops, numbers * width * passes)
+    touched = 1 - (1 - used) ** workload.tokens  # experts that some token goes to, if all are as likely
+    return Work(flops * used, numbers * width * passes * touched)
+
+
+def _share_of_experts(plan: Plan, entry: Entry) -> float | None:
+    """The share of the experts that a token goes to, for a weight of experts."""
+    if not kind_of(entry, plan.model.architecture).startswith("expert"):
+        return None
+    sizes, settings = plan.model.sizes, plan.model.sizes.settings
+    match = plan.model.architecture.match(entry.name)
+    known = sizes.of(match.indices if match else {})
+    count = max((known[axis] for axis in plan.model.expert_axes if axis in known), default=0)
+    chosen = next((settings[key] for key in _CHOSEN if isinstance(settings.get(key), int)), None)
+    return min(1.0, chosen / count) if chosen and count else None
+
+
+def _of_attention(plan: Plan, layer: LayerKind, workload: Workload) -> Work:
+    """Scores and values of the heads of one rank, over the tokens that a token sees, and the reading of the cache."""
+    sizes = plan.rank_sizes(0, plan.model.sizes.of({"layer": layer.first}))
+    inside = [kind for kind in plan.model.kinds if layer.first in kind.layers and "head" in kind.axes]
+    if not inside or "head" not in sizes:
+        return Work()
+    seen = float(workload.seq)
+    window, types = plan.model.sizes.settings.get("sliding_window"), plan.model.sizes.settings.get("layer_types")
+    if window and (types is None or "sliding" in str(types[layer.first])):
+        seen = min(seen, window)
+    kv, head = sizes.get("kv", 1), sizes["head"]
+    queries, values = kv * sizes.get("group", 1), sizes.get("vdim", head)
+    cache = workload.batch * seen * kv * (head + values) * activation_bytes(plan)
+    if workload.phase == "decode":
+        return Work(2.0 * workload.batch * seen * queries * (head + values), cache)
+    # A token sees those before it: half of all, on average.
+    return Work(workload.tokens * seen * queries * (head + values) * _passes(workload), cache)
+
+
+def _messages(plan: Plan, layer: LayerKind, workload: Workload) -> tuple[int, ...]:
+    """The bytes of each all-reduce of a layer: one for each of its row-parallel weights, and as many backward."""
+    rows: dict[str, int] = {}
+    for kind in plan.model.kinds:
+        entry = plan.laid[kind]
+        if layer.first in kind.layers and len(entry.layout.full) > 1 and is_layered(plan.model, kind):
+            if kind_of(entry, plan.model.architecture).endswith("row"):
+                rows[entry.template] = output_size(entry)
+    each = tuple(size * activation_bytes(plan) * workload.tokens for size in rows.values())
+    return each * (2 if workload.phase == "train" else 1)
+
+
+def _with_vocabulary(plan: Plan, found: dict[str, Work], workload: Workload) -> dict[str, Work]:
+    """With the lookup of the tokens and the logits, which inference computes of the last tokens alone."""
+    tables = [
+        entry for kind, entry in plan.laid.items()
+        if not is_layered(plan.model, kind) and len(entry.layout.full) == 2 and 0 in entry.layout.boxes
+        and entry.layout.rule.axes & {"vocab", *plan.model.architecture.pad}
+    ]  # fmt: skip
+    if not tables:
+        return found
+    first, last, width = tables[0], tables[-1], activation_bytes(plan)
+    hidden = min(first.layout.full)
+    looked_up = hidden * width * workload.tokens
+    is_split = bool(first.layout.parallel_dims)
+    found[EMBEDDING] += Work(0, looked_up, (looked_up,) if is_split else ())
+    logits = workload.tokens if workload.phase == "train" else workload.batch
+    numbers, passes = math.prod(last.layout.boxes[0].shape), _passes(workload)
+    rows = numbers // hidden
+    is_gathered = bool(last.layout.parallel_dims)
+    found[HEAD] += Work(
+        2.0 * numbers * logits * passes,
+        numbers * DTYPE_BITS[last.dtype] / 8 * passes,
+        (looked_up,) if is_gathered and workload.phase == "train" else (),
+        rows * logits * width if is_gathered and workload.phase != "train" else 0,
+    )
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------- the rates
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast a rank computes: seconds to start a part, seconds for an operation, seconds for a byte."""
+
+    start: float
+    per_flop: float
+    per_byte: float
+
+    def seconds(self, work: Work) -> float:
+        """The time of a part's computation."""
+        return self.start + work.flops * self.per_flop + work.nbytes * self.per_byte
+
+
+def fit_rates(points: Sequence[tuple[Work, float]]) -> Rates | None:
+    """The rates for which the relative errors of these times are least; None without points.
+
+    No rate is negative, and there are no more of them than points: of as good fits, the one with the fewest rates.
+    """
+    known = [(work, seconds) for work, seconds in points if seconds > 0]
+    if not known:
+        return None
+    columns = np.array([[1.0, work.flops, work.nbytes] for work, _ in known])
+    times = np.array([seconds for _, seconds in known])
+    relative = columns / times[:, None]
+    best, least = np.zeros(3), math.inf
+    for count in range(1, min(3, len(known)) + 1):
+        for chosen in itertools.combinations(range(3), count):
+            part = relative[:, chosen]
+            scale = np.abs(part).max(axis=0)
+            if not scale.all():
+                continue
+            solved = np.linalg.lstsq(part / scale, np.ones(len(known)), rcond=None)[0] / scale
+            error = float(np.square(part @ solved - 1).sum())
+            if (solved >= 0).all() and error < 0.9 * least:
+                least = error
+                best = np.zeros(3)
+                best[list(chosen)] = solved
+    return Rates(*map(float, best))
+
+
+@dataclass(frozen=True)
+class Link:
+    """What an all-reduce costs over some ranks: seconds before the first byte, and bytes per second of each rank."""
+
+    ranks: int
+    latency: float
+    bandwidth: float
+
+    def all_reduce(self, nbytes: int) -> float:
+        """The time of an all-reduce into which each rank puts ``nbytes``."""
+        return self.latency + 2 * (self.ranks - 1) / self.ranks * nbytes / self.bandwidth
+
+    def all_gather(self, nbytes: int) -> float:
+        """The time of gathering ``nbytes`` of each rank."""
+        return self.latency / 2 + (self.ranks - 1) * nbytes / self.bandwidth
+
+    def over(self, ranks: int, bandwidth: float | None = None) -> Link:
+        """The same for another number of ranks: the latency grows with the steps of a ring."""
+        steps = (ranks - 1) / (self.ranks - 1)
+        return Link(ranks, self.latency * steps, bandwidth or self.bandwidth)
+
+
+def fit_link(ranks: int, times: Iterable[tuple[int, float]]) -> Link:
+    """Latency and bandwidth for which the relative errors of these all-reduces are least: bytes and seconds of each."""
+    known = [(nbytes, seconds) for nbytes, seconds in times if seconds > 0]
+    moved = 2 * (ranks - 1) / ranks
+    columns = np.array([[1.0, moved * nbytes] for nbytes, _ in known]) / np.array([[s] for _, s in known])
+    scale = columns.max(axis=0)
+    latency, per_byte = np.linalg.lstsq(columns / scale, np.ones(len(known)), rcond=None)[0] / scale
+    least = min(seconds for _, seconds in known)
+    rate = max(per_byte, 1e-15)
+    return Link(ranks, float(max(latency, 0.0) or least / 10), float(1 / rate))
+
+
+def communication(work: Work, link: Link | None) -> float:
+    """The time of a part's collectives; none of one rank."""
+    if link is None:
+        return 0.0
+    return sum(map(link.all_reduce, work.reduced)) + (link.all_gather(work.gathered) if work.gathered else 0.0)
+
+
+def nearest(links: Mapping[int, Link], ranks: int) -> Link | None:
+    """The link over the most ranks that were measured, but no more than ``ranks`` if there is such a one."""
+    below = [degree for degree in links if degree <= ranks]
+    return links[max(below)] if below else links[min(links)] if links else None

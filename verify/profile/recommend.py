@@ -1,0 +1,118 @@
+"""One degree for a node, and the reason for it. Pure.
+
+It begins with the smallest degree that fits, and takes a larger one if it brings at least half of what its ranks could:
+twice the ranks must be 1.5 times as fast. Of several workloads, the geometric mean counts, and all must fit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from reshard.text import human_bytes
+from verify.profile.compose import Memory, Time
+from verify.profile.job import Workload
+
+WORTH = 0.5
+"""The part of the ideal gain that a larger degree must bring."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A degree and a workload: the time as measured and as the model of the cost has it, and what a rank holds.
+
+    ``capacity`` is the memory that a rank has, ``stated`` the bytes of a step's all-reduces by the plan, ``note`` why
+    it was not measured.
+    """
+
+    tp: int
+    workload: Workload
+    measured: Time | None
+    predicted: Time | None
+    memory: Memory
+    capacity: int
+    stated: int
+    note: str = ""
+
+    @property
+    def time(self) -> Time | None:
+        """The measurement, or else the prediction."""
+        return self.measured or self.predicted
+
+    @property
+    def fits(self) -> bool:
+        """Whether a rank has the memory."""
+        return self.memory.total <= self.capacity
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second of the whole model; 0 if there is no time."""
+        return self.workload.tokens / self.time.seconds if self.time and self.time.seconds else 0.0
+
+    @property
+    def error(self) -> float | None:
+        """How far the prediction is from the measurement, relative to that."""
+        if self.measured is None or self.predicted is None or not self.measured.seconds:
+            return None
+        return self.predicted.seconds / self.measured.seconds - 1
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """A degree (None: none fits), and why this one."""
+
+    tp: int | None
+    reason: str
+
+
+def recommend(rows: Sequence[Row]) -> Recommendation:
+    """The degree to use for all workloads of these rows."""
+    degrees = sorted({row.tp for row in rows})
+    of = {degree: [row for row in rows if row.tp == degree] for degree in degrees}
+    fitting = [degree for degree in degrees if all(row.fits and row.rate for row in of[degree])]
+    if not fitting:
+        return Recommendation(None, _none_fits(of[degrees[-1]]))
+    best = fitting[0]
+    for degree in fitting[1:]:
+        if _gain(of[best], of[degree]) >= 1 + WORTH * (degree / best - 1):
+            best = degree
+    reasons = [_first(best, fitting, degrees, of)]
+    if best != fitting[0]:
+        less = max(degree for degree in fitting if degree < best)
+        reasons.append(f"{_faster(_gain(of[less], of[best]))} tp {less}")
+    more = [degree for degree in fitting if degree > best]
+    if more:
+        reasons.append(_larger(more[0], of[best], of[more[0]]))
+    return Recommendation(best, "; ".join(reasons))
+
+
+def _gain(few: Sequence[Row], many: Sequence[Row]) -> float:
+    """How many times as fast a degree is as another, over all workloads."""
+    ratios = [b.rate / a.rate for a, b in zip(few, many, strict=True)]
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
+def _first(best: int, fitting: Sequence[int], degrees: Sequence[int], of: dict[int, list[Row]]) -> str:
+    capacity = human_bytes(max(row.capacity for row in of[best]))
+    if best == fitting[0] and best != degrees[0]:
+        return f"the smallest that fits {capacity} a rank"
+    need = human_bytes(max(row.memory.total for row in of[best]))
+    return f"it needs {need} of {capacity} a rank"
+
+
+def _faster(gain: float) -> str:
+    return f"{gain:.2f} times as fast as"
+
+
+def _larger(degree: int, few: Sequence[Row], many: Sequence[Row]) -> str:
+    share = max(row.time.share for row in many if row.time)
+    gain = _gain(few, many)
+    change = f"gains {gain - 1:.0%}" if gain >= 1 else f"is {1 - gain:.0%} slower"
+    return f"tp {degree} spends {share:.0%} in collectives and {change}"
+
+
+def _none_fits(rows: Sequence[Row]) -> str:
+    worst = max(rows, key=lambda row: row.memory.total - row.capacity)
+    need, there = human_bytes(worst.memory.total), human_bytes(worst.capacity)
+    return f"no degree fits: {worst.workload} at tp {worst.tp} needs {need} a rank, and {there} are there"

@@ -1,0 +1,320 @@
+"""Profiles a model on this node: starts the ranks of each degree, and puts together what they found."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from formats.errors import ReshardError
+from formats.mesh import mesh_of
+from reshard.planning.degrees import check_degrees, valid_degrees
+from reshard.planning.model import Model
+from reshard.planning.plan import Plan, plan_of
+from reshard.planning.totals import activation_bytes, all_reduces, rows_of, totals_of
+from reshard.text import human_bytes
+from verify.forward.launch import run_ranks, start_fork_server
+from verify.forward.worker import RankError
+from verify.profile.compose import Memory, Part, Time, counts_of, memory_of, time_of
+from verify.profile.cost import Link, Work, communication, fit_link, fit_rates, nearest, works
+from verify.profile.job import Found, Job, Patience, Workload
+from verify.profile.layers import LayerKind, layer_kinds, with_layers
+from verify.profile.recommend import Recommendation, Row, recommend
+
+IMPORTED = ("verify.profile.rank", "transformers.models.auto.modeling_auto")
+"""What all ranks need, imported once for all."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to profile. ``degrees`` is None for all that are possible on ``ranks`` ranks (None: all GPUs, or cores).
+
+    ``predicted`` are degrees that are not run. ``memory`` is what a rank has, in bytes, where that is not this node's;
+    ``link`` the bytes per second of a link between the ranks of predicted degrees. ``timeout`` is in seconds.
+    """
+
+    workloads: tuple[Workload, ...]
+    degrees: tuple[int, ...] | None = None
+    predicted: tuple[int, ...] = ()
+    ranks: int | None = None
+    device: str = "auto"
+    dtype: str | None = None
+    memory: int | None = None
+    link: float | None = None
+    patience: Patience = Patience()
+    widths: tuple[int, ...] = ()
+    timeout: float = 600.0
+    plan_file: Path | None = None
+
+
+@dataclass(frozen=True)
+class Node:
+    """Where the ranks run: ``cpu`` or ``cuda``, how many there may be, and what each has."""
+
+    device: str
+    ranks: int
+    threads: int
+    cores: int
+
+    def memory(self, degree: int) -> int:
+        """The bytes that a rank has if there are so many: those of its GPU, or its part of the machine's."""
+        if self.device == "cuda":
+            return min(torch.cuda.get_device_properties(i).total_memory for i in range(min(degree, self.ranks)))
+        return _machine_memory("MemTotal") // degree
+
+    def free(self, degree: int) -> int:
+        """The bytes that a rank may take now."""
+        if self.device == "cuda":
+            return min(torch.cuda.mem_get_info(i)[0] for i in range(min(degree, self.ranks)))
+        return _machine_memory("MemAvailable") // degree
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was found. ``links`` by degree, with the all-reduces that they were fitted to: bytes and seconds of each."""
+
+    model: Model
+    kinds: tuple[LayerKind, ...]
+    node: Node
+    dtype: str
+    backend: str
+    device: str
+    parameters: int
+    rows: tuple[Row, ...]
+    refused: tuple[tuple[int, str], ...]
+    links: tuple[Link, ...]
+    exchanges: tuple[tuple[int, tuple[tuple[int, float], ...]], ...]
+    recommended: Recommendation
+
+
+def profile(folder: Path, request: Request, progress: Callable[[str], None] = lambda _: None) -> Profile:
+    """Profile the model of the config.json in a folder. Raises ReshardError."""
+    node = node_of(request)
+    start_fork_server(*IMPORTED)
+    from verify.profile.skeleton import skeleton
+
+    model = skeleton(folder, request.dtype, request.plan_file)
+    kinds = layer_kinds(model)
+    degrees, refused = _degrees(model, node, request)
+    plans = {degree: plan_of(model, mesh_of(degree)) for degree in sorted({*degrees, *_predicted(model, request)})}
+    found: dict[int, dict[Workload, tuple[int, list[Found]]]] = {}
+    notes: dict[tuple[int, Workload], str] = {}
+    for degree in degrees:
+        runs = []
+        for workload in request.workloads:
+            need, free = _needed_here(plans[degree], kinds, workload), node.free(degree)
+            if need > free:
+                notes[degree, workload] = f"needs {human_bytes(need)} a rank to be run, {human_bytes(free)} are free"
+            else:
+                runs.append(workload)
+        if runs:
+            of_ranks = _run(plans[degree], kinds, runs, node, request, progress)
+            found[degree] = {workload: (number, of_ranks) for number, workload in enumerate(runs)}
+    if degrees and not found:
+        (degree, workload), why = next(iter(notes.items()))
+        raise ReshardError(f"too little memory: tp {degree}, {workload} {why}", "a smaller --batch or --seq")
+    return _put_together(model, kinds, node, request, plans, found, notes, refused)
+
+
+# ------------------------------------------------------------------------------------------------- what can be run
+
+
+def node_of(request: Request) -> Node:
+    """The node that the ranks run on. Raises ReshardError for a GPU that is not there."""
+    device = request.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ReshardError("--device cuda: torch finds no CUDA device", "use --device cpu")
+    cores = _cores()
+    if device == "cuda":
+        there = torch.cuda.device_count()
+        if request.ranks is not None and request.ranks > there:
+            raise ReshardError(f"--ranks {request.ranks}: this node has {there} GPUs", "a rank has a GPU of its own")
+        return Node(device, request.ranks or there, max(1, cores // there), cores)
+    ranks = request.ranks or max([cores, *(request.degrees or ())])
+    return Node(device, ranks, max(1, cores // ranks), cores)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _machine_memory(key: str) -> int:
+    """A line of /proc/meminfo in bytes, or else all memory."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+    except (OSError, StopIteration, ValueError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _degrees(model: Model, node: Node, request: Request) -> tuple[list[int], tuple[tuple[int, str], ...]]:
+    """The degrees to run, and those that are not possible, with the reason that ``plan`` gives."""
+    from reshard.planning.degrees import refusal
+
+    if request.degrees is None:
+        valid = valid_degrees(model, limit=node.ranks)
+        refused = [(n, refusal(model, "tp", n)) for n in range(1, node.ranks + 1) if n not in valid]
+        return valid, tuple((degree, str(why)) for degree, why in refused)
+    for degree in request.degrees:
+        check_degrees(model, mesh_of(degree))
+        if degree > node.ranks:
+            what = "GPUs" if node.device == "cuda" else "ranks (--ranks)"
+            raise ReshardError(
+                f"--tp {degree}: this node has {node.ranks} {what}", f"--predict-tp {degree} predicts that degree"
+            )
+    return sorted(set(request.degrees)), ()
+
+
+def _predicted(model: Model, request: Request) -> tuple[int, ...]:
+    for degree in request.predicted:
+        check_degrees(model, mesh_of(degree))
+    return request.predicted
+
+
+def _needed_here(plan: Plan, kinds: Sequence[LayerKind], workload: Workload) -> int:
+    """About how many bytes one rank takes to run a workload with one layer of each kind."""
+    parts = works(plan, kinds, Workload("prefill", 1, 1))
+    rows = rows_of(plan)
+    outside = sum(row.bytes_per_rank for row in rows if "{" not in row.name)
+    weights = outside + sum(int(parts[kind.part].nbytes) for kind in kinds)
+    cost = works(plan, kinds, workload)
+    sizes, width = plan.rank_sizes(0, plan.model.sizes.of({})), activation_bytes(plan)
+    widest = sizes.get("ff", 0) * 3 + sizes.get("hidden", 0) * 8
+    train = workload.phase == "train"
+    logits = (workload.tokens if train else workload.batch) * sizes.get("vocab", 0) * plan.mesh.size * width * 2
+    activations = workload.tokens * widest * width * (4 * len(kinds) if train else 1)
+    cache = sum(int(cost[kind.part].nbytes) for kind in kinds) if workload.phase == "decode" else 0
+    return weights * (2 if train else 1) + activations + logits + cache
+
+
+def _run(
+    plan: Plan, kinds: tuple[LayerKind, ...], workloads: Sequence[Workload], node: Node, request: Request,
+    progress: Callable[[str], None],
+) -> list[Found]:  # fmt: skip
+    """Run the ranks of one degree. Raises ReshardError that names degree and workloads where memory runs out."""
+    from verify.profile.rank import run_job
+
+    dtype, degree = str(plan.model.config["dtype"]), plan.mesh.size
+    is_built_in = request.plan_file is None
+    job = Job(
+        with_layers(plan, kinds), kinds, is_built_in, tuple(workloads), dtype, node.device, node.threads,
+        request.patience, request.widths,
+    )  # fmt: skip
+    try:
+        return run_ranks(run_job, degree, job, device=node.device, timeout=request.timeout, progress=progress)
+    except RankError as error:
+        if "SIGKILL" in error.message or "OutOfMemory" in error.message or "MemoryError" in error.message:
+            what = " or ".join(map(str, workloads))
+            raise ReshardError(f"too little memory: tp {degree} ended at {what}", "a smaller --batch or --seq") from error
+        raise
+
+
+# --------------------------------------------------------------------------------------------------- the whole model
+
+
+def _put_together(
+    model: Model, kinds: tuple[LayerKind, ...], node: Node, request: Request, plans: dict[int, Plan],
+    found: dict[int, dict[Workload, tuple[int, list[Found]]]], notes: dict[tuple[int, Workload], str],
+    refused: tuple[tuple[int, str], ...],
+) -> Profile:  # fmt: skip
+    of_degree = {degree: next(iter(runs.values()))[1] for degree, runs in found.items()}
+    exchanges = {degree: _exchanges(ranks) for degree, ranks in of_degree.items() if degree > 1}
+    links = {degree: fit_link(degree, times) for degree, times in exchanges.items()}
+    times = {
+        (degree, workload): time_of(ranks, number, workload, kinds)
+        for degree, runs in found.items()
+        for workload, (number, ranks) in runs.items()
+    }
+    needs = {(degree, workload): works(plan, kinds, workload)
+             for degree, plan in plans.items() for workload in request.workloads}  # fmt: skip
+    rows = []
+    for degree, plan in plans.items():
+        totals = totals_of(plan, rows_of(plan))
+        forward, backward = all_reduces(plan)
+        for workload in request.workloads:
+            measured = times.get((degree, workload))
+            link = _link(links, degree, request.link if degree not in found else None)
+            predicted = _predict(degree, workload, needs, times, counts_of(kinds), link)
+            weights = totals.bytes_per_rank
+            if measured is not None:
+                number, ranks = found[degree][workload]
+                memory = memory_of(weights, ranks, number, workload, kinds)
+            else:
+                memory = _memory_like(degree, plan, plans, workload, weights, found, kinds)
+            stated = forward.nbytes + (backward.nbytes if workload.phase == "train" else 0) if degree > 1 else 0
+            rows.append(
+                Row(
+                    degree, workload, measured, predicted, memory, request.memory or node.memory(degree),
+                    stated * workload.tokens, notes.get((degree, workload), ""),
+                )
+            )  # fmt: skip
+    first = next(iter(of_degree.values()), None)
+    totals = totals_of(plans[min(plans)], rows_of(plans[min(plans)]))
+    return Profile(
+        model, kinds, node, str(model.config["dtype"]), first[0].backend if first else "",
+        first[0].device if first else "", totals.parameters, tuple(rows), refused, tuple(links.values()),
+        tuple((degree, tuple(each)) for degree, each in exchanges.items()), recommend(rows),
+    )  # fmt: skip
+
+
+def _exchanges(ranks: Sequence[Found]) -> list[tuple[int, float]]:
+    """The bytes of each all-reduce that was timed by itself, and the median of its time."""
+    import statistics
+
+    found = []
+    for of_ranks in zip(*(rank.exchanges for rank in ranks), strict=True):
+        last = [min(times) for times in zip(*(each.seconds for each in of_ranks), strict=True)]
+        found.append((of_ranks[0].nbytes, statistics.median(last)))
+    return found
+
+
+def _link(links: dict[int, Link], degree: int, bandwidth: float | None) -> Link | None:
+    if degree == 1:
+        return None
+    if degree in links:
+        return links[degree]
+    known = nearest(links, degree)
+    if known is None:
+        return Link(degree, 0.0, bandwidth) if bandwidth else None
+    return known.over(degree, bandwidth)
+
+
+def _predict(
+    degree: int, workload: Workload, needs: dict[tuple[int, Workload], dict[str, Work]],
+    times: dict[tuple[int, Workload], Time], counts: dict[str, int], link: Link | None,
+) -> Time | None:  # fmt: skip
+    """The time of a step by the rates of all other degrees that ran the phase; None if there is none."""
+    points = [
+        (needs[key][part], of_part.compute)
+        for key, time in times.items()
+        if key[0] != degree and key[1].phase == workload.phase
+        for part, of_part in time.parts.items()
+    ]
+    rates = fit_rates(points)
+    if rates is None or (degree > 1 and link is None):
+        return None
+    parts = {
+        part: Part(rates.seconds(work), communication(work, link), sum(work.reduced))
+        for part, work in needs[degree, workload].items()
+    }
+    return Time(parts, counts)
+
+
+def _memory_like(
+    degree: int, plan: Plan, plans: dict[int, Plan], workload: Workload, weights: int,
+    found: dict[int, dict[Workload, tuple[int, list[Found]]]], kinds: Sequence[LayerKind],
+) -> Memory:  # fmt: skip
+    """What a rank would hold at a degree that was not run: the cache by its KV heads, activations as at the nearest."""
+    ran = [other for other, runs in found.items() if workload in runs]
+    if not ran:
+        return Memory(weights, 0, 0, weights if workload.phase == "train" else 0)
+    other = min(ran, key=lambda each: abs(each - degree))
+    number, ranks = found[other][workload]
+    like = memory_of(weights, ranks, number, workload, kinds)
+    heads = [plans[each].rank_sizes(0, plan.model.sizes.of({"layer": kinds[0].first})).get("kv", 1) for each in (degree, other)]
+    return replace(like, cache=like.cache * heads[0] // heads[1])

@@ -1,0 +1,163 @@
+"""What a profile says in words and as a JSON document. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from reshard.text import align, human_bytes, plural
+from verify.profile.compose import Time
+from verify.profile.cost import Link
+from verify.profile.job import Workload
+from verify.profile.recommend import Row
+from verify.profile.run import Profile
+
+_STEP = {"decode": "one token of each sequence", "prefill": "all tokens at once", "train": "forward and backward"}
+
+
+def text_of(found: Profile, source: str) -> list[str]:
+    """The lines that the command prints."""
+    lines = [f"{source}: {_model(found)}", f"ranks: {_node(found)}"]
+    lines += [f"tp {degree} is not possible: {why}" for degree, why in found.refused]
+    for workload in dict.fromkeys(row.workload for row in found.rows):
+        rows = [row for row in found.rows if row.workload == workload]
+        lines += ["", f"{workload}: {_STEP[workload.phase]}", *_table(rows)]
+        lines += [f"tp {row.tp} was not run: {row.note}" for row in rows if row.note]
+        lines += _differences(rows)
+    lines += ["", *(_link_text(link) for link in found.links)]
+    degree = found.recommended.tp
+    return [*lines, f"Recommended: {f'tp {degree}' if degree else 'none'}. {_sentence(found.recommended.reason)}"]
+
+
+def _model(found: Profile) -> str:
+    kinds = ", ".join(f"{kind.part} for {kind.count}" for kind in found.kinds)
+    return f"{human_count(found.parameters)} parameters, {found.dtype}; timed: {kinds}, embedding and head"
+
+
+def _node(found: Profile) -> str:
+    node = found.node
+    if node.device == "cuda":
+        return f"{found.device}, {found.backend}, a GPU each"
+    return f"{found.device}, {found.backend}, {plural(node.threads, 'thread')} each, {plural(node.cores, 'core')} in all"
+
+
+def _table(rows: Sequence[Row]) -> list[str]:
+    cells = [("tp", "tokens/s", "a step", "collectives", "weights", "cache", "activations", "a rank", "fits", "model")]
+    cells += [_cells(row) for row in rows]
+    return align(cells, right=(0, 1, 2, 3, 4, 5, 6, 7, 9), width=None)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    memory, time = row.memory, row.time
+    how = "" if row.measured else "~"
+    speed = (f"{how}{human_rate(row.rate)}", f"{how}{human_time(time.seconds)}", f"{time.share:.0%}") if time else ("–",) * 3
+    model = "–" if row.error is None else f"{row.error:+.0%}"
+    sizes = map(human_bytes, (memory.weights + memory.gradients, memory.cache, memory.activations, memory.total))
+    return (str(row.tp), *speed, *sizes, "yes" if row.fits else "no", model if row.measured else "predicted")
+
+
+def _differences(rows: Sequence[Row]) -> Iterator[str]:
+    """Where the ranks sum more, or less, than the plan states."""
+    for row in rows:
+        if row.measured is not None and row.measured.reduced != row.stated:
+            each, stated = (nbytes // row.workload.tokens for nbytes in (row.measured.reduced, row.stated))
+            yield f"tp {row.tp}: {human_bytes(each)} a token in all-reduces; the plan states {human_bytes(stated)}"
+
+
+def _link_text(link: Link) -> str:
+    latency, speed = human_time(link.latency), human_bytes(link.bandwidth)
+    return f"all-reduce over {link.ranks} ranks: {latency}, then {speed}/s"
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def human_time(seconds: float) -> str:
+    """``1.23 s``, ``45.6 ms``, ``7.8 µs``."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= scale:
+            break
+    value = seconds / scale
+    return f"{value:.0f} {unit}" if value >= 99.5 else f"{value:.3g} {unit}"
+
+
+def human_rate(rate: float) -> str:
+    """Tokens per second: three digits, or whole numbers."""
+    return f"{rate:,.0f}" if rate >= 99.5 else f"{rate:.3g}"
+
+
+def human_count(count: int) -> str:
+    """``8.03 billion``."""
+    for word, scale in (("billion", 1e9), ("million", 1e6)):
+        if count >= scale:
+            return f"{count / scale:.3g} {word}"
+    return f"{count:,}"
+
+
+# --------------------------------------------------------------------------------------------------------- document
+
+
+def document_of(found: Profile) -> dict[str, Any]:
+    """The profile as JSON: seconds, bytes and tokens per second."""
+    return {
+        "dtype": found.dtype,
+        "parameters": found.parameters,
+        "device": found.device or found.node.device,
+        "backend": found.backend,
+        "cores": found.node.cores,
+        "threads_per_rank": found.node.threads,
+        "layers": [{"part": kind.part, "count": kind.count} for kind in found.kinds],
+        "refused": [{"tp": degree, "reason": why} for degree, why in found.refused],
+        "rows": [_row(row) for row in found.rows],
+        "all_reduce": [_link(link, dict(found.exchanges).get(link.ranks, ())) for link in found.links],
+        "recommended": {"tp": found.recommended.tp, "reason": found.recommended.reason},
+    }
+
+
+def _row(row: Row) -> dict[str, Any]:
+    memory = row.memory
+    return {
+        "tp": row.tp,
+        **_workload(row.workload),
+        "tokens_per_second": row.rate or None,
+        "measured": _time(row.measured),
+        "predicted": _time(row.predicted),
+        "prediction_error": row.error,
+        "memory": {
+            "weights": memory.weights, "gradients": memory.gradients, "cache": memory.cache,
+            "activations": memory.activations, "total": memory.total, "capacity": row.capacity,
+        },
+        "fits": row.fits,
+        "all_reduce_bytes_per_token": row.measured.reduced / row.workload.tokens if row.measured else None,
+        "all_reduce_bytes_per_token_of_plan": row.stated / row.workload.tokens,
+        "note": row.note,
+    }  # fmt: skip
+
+
+def _workload(workload: Workload) -> dict[str, Any]:
+    return {"phase": workload.phase, "batch": workload.batch, "seq": workload.seq}
+
+
+def _time(time: Time | None) -> dict[str, Any] | None:
+    if time is None:
+        return None
+    return {
+        "seconds": time.seconds,
+        "compute": time.compute,
+        "collectives": time.collectives,
+        "spread": time.spread,
+        "parts": {
+            name: {"count": time.counts[name], "compute": part.compute, "collectives": part.collectives}
+            for name, part in time.parts.items()
+        },
+    }
+
+
+def _link(link: Link, times: Sequence[tuple[int, float]]) -> dict[str, Any]:
+    return {
+        "ranks": link.ranks,
+        "latency": link.latency,
+        "bandwidth": link.bandwidth,
+        "measured": [{"bytes": nbytes, "seconds": seconds} for nbytes, seconds in times],
+    }

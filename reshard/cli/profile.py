@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from reshard.cli.options import FILE, PATH, Size, debug_option, hub_options, json_option, plan_option
+from reshard.cli.options import Size, debug_option, hub_options, json_option, plan_option
 from reshard.cli.printing import print_json, print_lines
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Speed(click.ParamType):  # type: ignore[type-arg]  # it takes none before 
 @click.option("--memory", type=Size(), metavar="SIZE", help="Memory of a rank, such as 80GB; default: this node's.")
 @click.option("--predict-tp", type=Numbers(), metavar="N,..", help="Degrees to predict without running them.")
 @click.option("--link", type=Speed(), metavar="SPEED",
-              help="Bandwidth between the ranks of predicted degrees, such as 450GB/s; default: as measured.")  # fmt: skip
+              help="Bandwidth between ranks of predicted degrees, such as 450GB/s; default: as measured.")  # fmt: skip
 @click.option("--seconds", type=click.FloatRange(0, min_open=True), default=3.0, show_default=True,
               help="Repeat a measurement for so long, unless its spread is small earlier.")  # fmt: skip
 @click.option("--timeout", type=click.FloatRange(0, min_open=True), default=600.0, show_default=True, metavar="SECONDS",
@@ -129,9 +129,7 @@ def _profile(
     from reshard.storage.hub import fetch
     from verify.profile.run import profile
 
-    fetched = fetch(
-        source, revision=revision, token=token, cache_dir=cache_dir, quiet=quiet, weights=Weights.HEADERS
-    )
+    fetched = fetch(source, revision=revision, token=token, cache_dir=cache_dir, quiet=quiet, weights=Weights.HEADERS)
     folder = fetched.path.parent if fetched.path.name == "config.json" else fetched.path
     return profile(folder, request, (lambda _: None) if quiet else _say)
 

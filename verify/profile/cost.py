@@ -1,8 +1,8 @@
 """What a step should cost: floating-point operations, bytes and all-reduces from the plan's axes, and the rates of a
 node as fitted to measurements. Pure arithmetic.
 
-The time of a part's computation is modelled as ``a + flops / f + bytes / b``: a time for starting kernels, and the rates
-of computing and of reading weights and cache. An all-reduce of ``n`` bytes over ``N`` ranks takes
+The time of a part's computation is modelled as ``a + flops / f + bytes / b``: a time for starting kernels, and the
+rates of computing and of reading weights and cache. An all-reduce of ``n`` bytes over ``N`` ranks takes
 ``latency + 2 (N - 1) / N * n / bandwidth``, as in a ring, whose latency grows with ``N - 1``.
 """
 
@@ -120,9 +120,9 @@ def _messages(plan: Plan, layer: LayerKind, workload: Workload) -> tuple[int, ..
     rows: dict[str, int] = {}
     for kind in plan.model.kinds:
         entry = plan.laid[kind]
-        if layer.first in kind.layers and len(entry.layout.full) > 1 and is_layered(plan.model, kind):
-            if kind_of(entry, plan.model.architecture).endswith("row"):
-                rows[entry.template] = output_size(entry)
+        is_matrix = layer.first in kind.layers and len(entry.layout.full) > 1 and is_layered(plan.model, kind)
+        if is_matrix and kind_of(entry, plan.model.architecture).endswith("row"):
+            rows[entry.template] = output_size(entry)
     each = tuple(size * activation_bytes(plan) * workload.tokens for size in rows.values())
     return each * (2 if workload.phase == "train" else 1)
 

@@ -7,6 +7,7 @@ long the exchange took.
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -40,7 +41,7 @@ class WallClock:
 
     def seconds(self, marks: Sequence[float]) -> list[float]:
         """The time from each mark to the next."""
-        return [end - begin for begin, end in zip(marks, marks[1:], strict=False)]
+        return [end - begin for begin, end in itertools.pairwise(marks)]
 
 
 class StreamClock:
@@ -49,13 +50,13 @@ class StreamClock:
     def mark(self) -> Any:
         """An event, which the device records when it comes to it."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()  # type: ignore[no-untyped-call]
+        event.record()
         return event
 
     def seconds(self, marks: Sequence[Any]) -> list[float]:
         """The time from each mark to the next, once the device has come to the last."""
         torch.cuda.synchronize()
-        return [begin.elapsed_time(end) / 1e3 for begin, end in zip(marks, marks[1:], strict=False)]
+        return [begin.elapsed_time(end) / 1e3 for begin, end in itertools.pairwise(marks)]
 
 
 class Meter(Carrier):
@@ -101,14 +102,14 @@ class Meter(Carrier):
         self._marks.append(self._clock.mark())
 
 
-class Living(TorchDispatchMode):
+class Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """How many bytes the tensors have that were made in its block and still live: now, and at most.
 
     Whatever the device; scratch memory inside of a kernel is not seen.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self._known: set[int] = set()
 
@@ -134,4 +135,4 @@ class Living(TorchDispatchMode):
 
 
 def _storage(x: torch.Tensor) -> int:
-    return x.untyped_storage()._cdata
+    return int(x.untyped_storage()._cdata)

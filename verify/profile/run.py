@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -44,7 +44,7 @@ class Request:
     dtype: str | None = None
     memory: int | None = None
     link: float | None = None
-    patience: Patience = Patience()
+    patience: Patience = field(default_factory=Patience)
     widths: tuple[int, ...] = ()
     timeout: float = 600.0
     plan_file: Path | None = None
@@ -210,7 +210,9 @@ def _run(
     except RankError as error:
         if "SIGKILL" in error.message or "OutOfMemory" in error.message or "MemoryError" in error.message:
             what = " or ".join(map(str, workloads))
-            raise ReshardError(f"too little memory: tp {degree} ended at {what}", "a smaller --batch or --seq") from error
+            raise ReshardError(
+                f"too little memory: tp {degree} ended at {what}", "a smaller --batch or --seq"
+            ) from error
         raise
 
 
@@ -316,5 +318,8 @@ def _memory_like(
     other = min(ran, key=lambda each: abs(each - degree))
     number, ranks = found[other][workload]
     like = memory_of(weights, ranks, number, workload, kinds)
-    heads = [plans[each].rank_sizes(0, plan.model.sizes.of({"layer": kinds[0].first})).get("kv", 1) for each in (degree, other)]
+    heads = [
+        plans[each].rank_sizes(0, plan.model.sizes.of({"layer": kinds[0].first})).get("kv", 1)
+        for each in (degree, other)
+    ]
     return replace(like, cache=like.cache * heads[0] // heads[1])

@@ -28,7 +28,7 @@ DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 def skeleton(folder: Path, dtype: str | None = None, plan_file: Path | None = None) -> Model:
-    """The model that the config.json in a folder describes, all its weights of one dtype: the given one, or that of the config.
+    """The model that the config.json in a folder describes, its weights of one dtype: the given or the config's own.
 
     Raises ReshardError if transformers has no class for it or no rules cover it, and for what has no decoder alone.
     """

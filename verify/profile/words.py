@@ -38,19 +38,22 @@ def _node(found: Profile) -> str:
     node = found.node
     if node.device == "cuda":
         return f"{found.device}, {found.backend}, a GPU each"
-    return f"{found.device}, {found.backend}, {plural(node.threads, 'thread')} each, {plural(node.cores, 'core')} in all"
+    return (
+        f"{found.device}, {found.backend}, {plural(node.threads, 'thread')} each, {plural(node.cores, 'core')} in all"
+    )
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
-    cells = [("tp", "tokens/s", "a step", "collectives", "weights", "cache", "activations", "a rank", "fits", "model")]
-    cells += [_cells(row) for row in rows]
-    return align(cells, right=(0, 1, 2, 3, 4, 5, 6, 7, 9), width=None)
+    head = ("tp", "tokens/s", "a step", "collectives", "weights", "cache", "activations", "a rank", "fits", "model")
+    return align([head, *map(_cells, rows)], right=(0, 1, 2, 3, 4, 5, 6, 7, 9), width=None)
 
 
 def _cells(row: Row) -> tuple[str, ...]:
     memory, time = row.memory, row.time
     how = "" if row.measured else "~"
-    speed = (f"{how}{human_rate(row.rate)}", f"{how}{human_time(time.seconds)}", f"{time.share:.0%}") if time else ("–",) * 3
+    speed: tuple[str, ...] = ("–", "–", "–")
+    if time is not None:
+        speed = (f"{how}{human_rate(row.rate)}", f"{how}{human_time(time.seconds)}", f"{time.share:.0%}")
     model = "–" if row.error is None else f"{row.error:+.0%}"
     sizes = map(human_bytes, (memory.weights + memory.gradients, memory.cache, memory.activations, memory.total))
     return (str(row.tp), *speed, *sizes, "yes" if row.fits else "no", model if row.measured else "predicted")
@@ -75,9 +78,7 @@ def _sentence(text: str) -> str:
 
 def human_time(seconds: float) -> str:
     """``1.23 s``, ``45.6 ms``, ``7.8 µs``."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds >= scale:
-            break
+    unit, scale = next((pair for pair in (("s", 1.0), ("ms", 1e-3)) if seconds >= pair[1]), ("µs", 1e-6))
     value = seconds / scale
     return f"{value:.0f} {unit}" if value >= 99.5 else f"{value:.3g} {unit}"
 

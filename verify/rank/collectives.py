@@ -16,7 +16,8 @@ is the same on every rank has the same, complete gradient on every rank.
 ``group`` is a process group of torch.distributed, ``None`` the group of all ranks. Slices are in rank order, and equal
 unless it is said how long they are.
 16-bit tensors are summed in float32 and rounded once, so that the rounding does not grow with the number of ranks;
-unless another carrier (:func:`carried_by`) sums them as they are, as an engine does. Where gloo serves CUDA tensors (more ranks than GPUs), they travel through the CPU.
+unless another carrier (:func:`carried_by`) sums them as they are, as an engine does. Where gloo serves CUDA tensors
+(more ranks than GPUs), they travel through the CPU.
 """
 
 from __future__ import annotations

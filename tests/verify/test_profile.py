@@ -1,0 +1,199 @@
+"""``reshard profile``: what the ranks measure adds up to the model, and the arithmetic beside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from formats.mesh import mesh_of
+from reshard.planning.plan import plan_of
+from reshard.planning.totals import all_reduces
+from tests import store
+from tests.support import LLAMA, command
+from verify.profile.compose import Memory, Part, Time, joined
+from verify.profile.cost import Link, Rates, Work, fit_link, fit_rates, works
+from verify.profile.job import Span, Workload
+from verify.profile.layers import LayerKind, layer_kinds
+from verify.profile.recommend import Row, recommend
+from verify.profile.skeleton import skeleton
+
+CONFIG = {**LLAMA, "hidden_size": 24, "head_dim": 6, "dtype": "bfloat16"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of which there is nothing but the config.json."""
+    made = tmp_path_factory.mktemp("profile")
+    (made / "config.json").write_text(json.dumps(CONFIG))
+    return made
+
+
+def test_two_ranks(folder: Path, fork_server: None) -> None:
+    """The bytes through all-reduces are those that the plan states, in each phase; KV cache and weights by hand."""
+    given = ("--tp", "2", "--batch", "3", "--seq", "8", "--phase", "decode,prefill,train", "--predict-tp", "4")
+    done = command("profile", folder, *given, "--ranks", "2", "--seconds", "0.01", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    plan = plan_of(skeleton(folder), mesh_of(2))
+    forward, backward = all_reduces(plan)
+    assert forward.nbytes == 7 * CONFIG["hidden_size"] * 2
+    measured = {row["phase"]: row for row in found["rows"] if row["tp"] == 2}
+    assert [*measured] == ["decode", "prefill", "train"]
+    for phase, row in measured.items():
+        stated = forward.nbytes + (backward.nbytes if phase == "train" else 0)
+        assert row["all_reduce_bytes_per_token"] == row["all_reduce_bytes_per_token_of_plan"] == stated
+        parts = row["measured"]["parts"]
+        assert {name: part["count"] for name, part in parts.items()} == {"embedding": 1, "layer 0": 3, "head": 1}
+        assert all(part["compute"] > 0 and part["collectives"] > 0 for part in parts.values())
+        total = sum(part["count"] * (part["compute"] + part["collectives"]) for part in parts.values())
+        assert row["measured"]["seconds"] == pytest.approx(total)
+        assert row["tokens_per_second"] == pytest.approx(3 * (1 if phase == "decode" else 8) / total)
+    # 2 of 4 KV heads of 6 numbers, keys and values, in 3 layers, of 3 sequences
+    assert measured["prefill"]["memory"]["cache"] == 3 * 3 * 8 * 2 * 2 * 6 * 2
+    assert measured["decode"]["memory"]["cache"] == 3 * 3 * 9 * 2 * 2 * 6 * 2
+    assert measured["train"]["memory"]["gradients"] == measured["train"]["memory"]["weights"]
+    assert measured["train"]["memory"]["activations"] > 3 * measured["prefill"]["memory"]["activations"]
+    predicted = [row for row in found["rows"] if row["tp"] == 4]
+    assert len(predicted) == 3 and all(row["measured"] is None and row["predicted"]["seconds"] > 0 for row in predicted)
+    assert predicted[0]["memory"]["cache"] * 2 == measured["decode"]["memory"]["cache"]
+    assert found["recommended"]["tp"] in {2, 4}
+
+
+# ------------------------------------------------------------------------------------------------------- arithmetic
+
+
+def test_the_slowest_computes_and_the_last_to_come_sends() -> None:
+    """Of ranks side by side, and of repetitions the middle one."""
+
+    def step(compute: float, wait: float, send: float) -> tuple[Span, ...]:
+        return Span("head", "compute", 0, compute), Span("head", "wait", 0, wait), Span("head", "all-reduce", 64, send)
+
+    first, second = (step(2, 0, 3), step(4, 0, 1), step(6, 9, 9)), (step(1, 1, 2), step(5, 0, 1), step(9, 0, 9))
+    spans, spread = joined([first, second])
+    assert spans == (Span("head", "compute", 0, 5), Span("head", "all-reduce", 64, 2))
+    assert spread > 0 and joined([first[:1]])[1] == 0
+
+
+def test_flops_and_bytes_of_a_llama(folder: Path) -> None:
+    """Counted by hand: hidden 24, 8 heads of 6 on 4 KV heads, an MLP of 24, a vocabulary of 37, in 16 bits."""
+    plan = plan_of(skeleton(folder), mesh_of(1))
+    kinds = layer_kinds(plan.model)
+    assert kinds == (LayerKind(0, 3),)
+    weights = 24 * 48 + 2 * 24 * 24 + 48 * 24 + 3 * 24 * 24
+    decode = works(plan, kinds, Workload("decode", 2, 16))
+    assert decode["layer 0"].flops == 2 * 2 * weights + 2 * 2 * (2 * 16 * 8 * 6)
+    assert decode["layer 0"].nbytes == 2 * weights + 2 * (2 * 16 * 4 * 6) * 2
+    assert decode["head"] == Work(2 * 37 * 24 * 2, 37 * 24 * 2)
+    assert decode["embedding"] == Work(0, 2 * 24 * 2)
+    prefill = works(plan, kinds, Workload("prefill", 2, 16))
+    assert prefill["layer 0"].flops == 32 * (2 * weights + 2 * 16 * 8 * 6)
+    assert works(plan, kinds, Workload("train", 2, 16))["layer 0"].flops == 3 * prefill["layer 0"].flops
+    halves = works(plan_of(plan.model, mesh_of(2)), kinds, Workload("prefill", 2, 16))
+    assert 2 * halves["layer 0"].flops == prefill["layer 0"].flops
+    assert halves["layer 0"].reduced == (32 * 24 * 2,) * 2 and halves["embedding"].reduced == (32 * 24 * 2,)
+    assert halves["head"].gathered == 19 * 2 * 2 and not halves["head"].reduced
+
+
+def test_a_token_goes_to_some_experts() -> None:
+    """Operations of those that it goes to; bytes of all that some token goes to."""
+    model = skeleton(store.checkpoint("mixtral", experts=8))
+    plan, kinds = plan_of(model, mesh_of(1)), layer_kinds(model)
+    one, many = (works(plan, kinds, Workload("decode", batch, 1))["layer 0"] for batch in (1, 1000))
+    chosen = model.sizes.settings["num_experts_per_tok"]
+    experts = 3 * model.sizes.of({})["hidden"] * model.sizes.of({})["ff"]
+    rest = one.flops - 2 * chosen * experts
+    assert 0 < rest < many.flops / 1000
+    assert many.nbytes > 8 * experts * 4 > one.nbytes > chosen * experts * 4
+
+
+def test_rates_are_found_again() -> None:
+    """The rates that made the times; fewer of them where there are few points, and none below zero."""
+    rates = Rates(1e-4, 2e-12, 3e-11)
+    known = [Work(10.0**a, 10.0**b) for a, b in ((6, 9), (9, 6), (12, 7), (3, 3), (11, 10))]
+    found = fit_rates([(work, rates.seconds(work)) for work in known])
+    assert found is not None
+    assert (found.start, found.per_flop, found.per_byte) == pytest.approx((1e-4, 2e-12, 3e-11), rel=1e-3)
+    assert fit_rates([]) is None
+    single = fit_rates([(Work(1e9, 1e3), 2.0)])
+    assert single is not None and single.seconds(Work(1e9, 1e3)) == pytest.approx(2.0)
+    falling = fit_rates([(Work(1e9, 1.0), 1.0), (Work(2e9, 1.0), 0.5)])
+    assert falling is not None and min(falling.start, falling.per_flop, falling.per_byte) >= 0
+
+
+def test_a_link_is_found_again() -> None:
+    """Latency and bandwidth of a ring; more ranks take more steps, and a given bandwidth replaces the fitted one."""
+    link = Link(4, 2e-5, 1e10)
+    sizes = [1 << power for power in range(10, 26, 2)]
+    found = fit_link(4, [(n, link.all_reduce(n)) for n in sizes])
+    assert (found.latency, found.bandwidth) == pytest.approx((2e-5, 1e10), rel=1e-3)
+    assert link.all_reduce(10**10) == pytest.approx(1.5, rel=1e-3)
+    assert link.over(8) == Link(8, pytest.approx(2e-5 * 7 / 3), 1e10) and link.over(8, 4.5e11).bandwidth == 4.5e11
+
+
+def rows(rates: dict[int, float], needs: dict[int, int], share: float = 0.46) -> list[Row]:
+    """Degrees with tokens per second and bytes, of 80 GB a rank."""
+    part = {tp: Time({"head": Part((1 - share) / rate, share / rate, 0)}, {"head": 1}) for tp, rate in rates.items()}
+    work = Workload("decode", 1, 1)
+    return [Row(tp, work, part[tp], None, Memory(needs[tp], 0, 0), 80_000_000_000, 0) for tp in rates]
+
+
+@pytest.mark.parametrize(
+    ("rates", "expected", "reason"),
+    [
+        ((10, 19, 36, 40), 4, "the smallest that fits 80.00 GB a rank; tp 8 spends 46% in collectives and gains 11%"),
+        ((10, 19, 36, 60), 8, "it needs 25.00 GB of 80.00 GB a rank; 1.67 times as fast as tp 4"),
+        (
+            (10, 19, 36, 30),
+            4,
+            "the smallest that fits 80.00 GB a rank; tp 8 spends 46% in collectives and is 17% slower",
+        ),
+    ],
+)
+def test_one_degree_and_its_reason(rates: tuple[float, ...], expected: int, reason: str) -> None:
+    speeds = dict(zip((1, 2, 4, 8), rates, strict=True))
+    needs = {tp: 200_000_000_000 // tp for tp in speeds}
+    found = recommend(rows(speeds, needs))
+    assert (found.tp, found.reason) == (expected, reason)
+
+
+def test_no_degree_fits() -> None:
+    found = recommend(rows({1: 10.0, 2: 20.0}, {1: 400_000_000_000, 2: 200_000_000_000}))
+    assert found.tp is None
+    assert (
+        found.reason == "no degree fits: decode, batch 1, seq 1 at tp 2 needs 200.00 GB a rank, and 80.00 GB are there"
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (("--tp", "3"), "--tp 3 is not possible: 8 attention heads do not divide by 3"),
+        (("--tp", "1", "--predict-tp", "16"), "--tp 16 is not possible: 8 attention heads do not divide by 16"),
+        (("--tp", "8", "--ranks", "2"), "--tp 8: this node has 2 ranks (--ranks)"),
+        (("--device", "cuda"), "--device cuda: torch finds no CUDA device"),
+        (("--phase", "decode,sleep"), "there is no phase 'sleep'; the phases are decode, prefill, train"),
+        (("--tp", "1,two"), "'1,two' is no list of numbers such as 1,2,4 or 1024..16384"),
+        (("--link", "450GB/s"), "--link goes with --predict-tp"),
+        (("--predict-tp", "8", "--link", "450GB"), "'450GB' is not a speed such as 450GB/s"),
+        (("--dtype", "int8"), "--dtype int8 is not possible"),
+        (
+            ("--batch", "1000000", "--seq", "1000000"),
+            "too little memory: tp 1, decode, batch 1000000, seq 1000000 needs",
+        ),
+    ],
+)
+def test_errors_are_one_line(folder: Path, arguments: tuple[str, ...], error: str) -> None:
+    done = command("profile", folder, *(arguments if "--tp" in arguments else ("--tp", "1", *arguments)))
+    first, *hints = done.stderr.splitlines()
+    assert done.returncode == 2 and not done.stdout
+    assert error in first and first.startswith("Error: ") and len(hints) <= 1, done.stderr
+
+
+def test_a_model_with_an_encoder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "is_encoder_decoder": True}))
+    assert "t5 has an encoder beside its decoder" in command("profile", tmp_path).stderr

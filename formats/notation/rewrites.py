@@ -235,7 +235,8 @@ class Page:
     cannot name several, a larger rank has files named as ``parts`` says, with an ``index``. With ``keep``, what no line
     covers keeps its name. The vocabulary is padded to a multiple of ``pad_to`` (0: it is not padded at
     all) and of the degree or, with ``pad_times_degree``, of their product where ``pad_to`` alone does not do, with
-    ``pad_product`` of their product in any case. ``numbered`` has the indices that each rank counts from 0. With
+    ``pad_product`` of their product in any case. With ``free_padding``, what the program itself wrote may be padded to
+    any size, and its padding may hold anything. ``numbered`` has the indices that each rank counts from 0. With
     ``same_ranks``, experts are dealt whole over the ranks of ``tp``. ``engine`` is the engine that ``reshard verify
     --engine`` runs, and ``load_format`` what it calls the format. ``model_types`` are those for which the page is known
     to be right; empty: the names of its lines decide. With ``boxes``, each file says where its pieces begin (see
@@ -269,6 +270,7 @@ class Page:
     index: str | None = None
     pad_times_degree: bool = False
     pad_product: bool = False
+    free_padding: bool = False
     numbered: tuple[str, ...] = ()
     demands: tuple[Demand, ...] = ()
     settings: Settings | None = None
@@ -422,6 +424,7 @@ def read_page(path: Path) -> Page:
             index=document.get("index"),
             pad_times_degree=document.get("pad_times_degree", False),
             pad_product=document.get("pad_product", False),
+            free_padding=document.get("free_padding", False),
             numbered=tuple(document.get("numbered", ())),
             demands=tuple(Demand(read_expression(holds), why) for holds, why in document["demands"].items()),
             settings=_settings(document["config"]) if "config" in document else None,

@@ -144,7 +144,7 @@ def open_program(
                 problems.append((0 if found[0].mesh else 2, error))
                 continue
             try:
-                if manifest is None and page.pad_product:
+                if manifest is None and page.free_padding:
                     padding = padding_of(unboxed(plan, page), ranks if boxes is None else held)
                     plan = program_plan(model, page, each, padding=padding)
                 check_stored(arrangement_of(plan, page, boxes), ranks, path)
@@ -196,7 +196,7 @@ def open_as(path: Path, model: Model) -> Source:
         for mesh in [named] if named else meshes(len(ranks), stages, page, bool(model.expert_axes)):
             try:
                 plan = program_plan(model, page, mesh)
-                if manifest is None and page.pad_product:
+                if manifest is None and page.free_padding:
                     plan = program_plan(model, page, mesh, padding=padding_of(unboxed(plan, page), ranks))
                 arrangement = arrangement_of(plan, page)
                 held = [
@@ -244,7 +244,7 @@ def _boxed_as(
         ranks, boxes = chunks_of(page, training.found, training.parts.model)
     else:
         ranks, boxes = read_boxed(files)
-    if said is None and page.pad_product:
+    if said is None and page.free_padding:
         held = [whole_tensors(ranks, boxes)]
         plan = program_plan(model, page, UNSPLIT, padding=padding_of(unboxed(plan, page), held))
     lacking = {stored.name: dict[int, At]() for stored in arrangement_of(plan, page).stored}

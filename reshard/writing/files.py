@@ -286,7 +286,7 @@ def _atom_jobs(
     """One job an atom, in the order in which the source stores them (see ``reshard.planning.arrangement``)."""
     here, there = arrangements(source, target)
     page = source.page if source.manifest is None else None
-    ways = _Ways(zeros=page is None or not page.pad_product)
+    ways = _Ways(zeros=page is None or not page.free_padding)
     kept = _Kept(source, there, places)
     ranks_of: dict[tuple[Geometry | InBoxes, int], frozenset[int]] = {}
     for atom in kept.atoms if here.dropped or there.dropped else here.placed:

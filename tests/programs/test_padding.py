@@ -1,0 +1,46 @@
+"""What stands in the padding of a vocabulary: zeros, unless a program's page says that it may be anything."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from formats.errors import MismatchError
+from formats.notation.rewrites import page_of, pages
+from reshard.api import merge, split
+from tests.programs.oracles import checkpoint
+from tests.programs.test_oracles import tensors_of
+from tests.support import change_tensor
+
+
+def _with_a_filled_padding(folder: Path) -> Path:
+    """Shards of vLLM's without our manifest; the last row of the vocabulary, which is padding, is not zero."""
+    split(checkpoint("vllm", "llama"), folder, 2, form="vllm")
+    (folder / "reshard.json").unlink()
+    change_tensor(folder / "model-rank-1-part-0.safetensors", "lm_head.weight", at=95 * 64 * 4)
+    return folder
+
+
+def test_padding_that_is_not_zero_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(MismatchError, match="padding"):
+        merge(_with_a_filled_padding(tmp_path / "out"), tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize("free", [True, False])
+def test_what_it_may_hold_does_not_follow_from_its_size(free: bool, tmp_path: Path) -> None:
+    """A page says apart from each other what the vocabulary is padded to, and what may stand there."""
+    folder = _with_a_filled_padding(tmp_path / "out")
+    page = replace(page_of("vllm"), free_padding=free, pad_product=not free, pad_to=96 if not free else 64)
+    with mock.patch.dict(pages(), {"vllm": page}):
+        if not free:
+            with pytest.raises(MismatchError, match="padding"):
+                merge(folder, tmp_path / "merged")
+            return
+        merge(folder, tmp_path / "merged")
+    assert tensors_of((tmp_path / "merged").glob("*.safetensors")) == tensors_of(
+        checkpoint("vllm", "llama").glob("*.safetensors")
+    )

@@ -4,7 +4,8 @@
 
 The headers of DeepSeek-R1 (91,991 tensors) and of Kimi K3 (497,052) are planned from sparse files: true headers, no
 data. DeepSeek-V3 and Kimi K2 in BF16 are laid out as Megatron-Core's distributed checkpoint, from the same: which bytes
-of which file hold which box, and the .metadata that says so. A Llama of 11,000 tiny layers (99,003 tensors in 30 MB) is split, verified and merged. Each command runs in a
+of which file hold which box, and the .metadata that says so. A Llama of 11,000 tiny layers (99,003 tensors in 30 MB) is
+split, verified and merged. Each command runs in a
 process of its own, from the start of Python to its end. Prints for each the smallest processor time of the rounds for
 each tensor (of all its processes; it does not count the time that others take from it), the wall time of that round,
 and the peak resident memory of the largest process. First comes ``--help``: what a command costs before it begins.

@@ -2,8 +2,8 @@
 
 Beside a weight ``out in`` PEFT keeps ``lora_A``, ``r in``, and ``lora_B``, ``out r``: what is added to the weight is
 their product. So A is cut with a weight that is cut along its input, B with one that is cut along its output, and
-either is the same on every rank otherwise. Beside experts that are one tensor, ``expert x y``, A is ``(expert r) x`` and
-B ``y (r expert)``. Source: peft/tuners/lora/layer.py (``ParamWrapper``), peft/utils/save_and_load.py of PEFT 0.17.
+either is the same on every rank otherwise. Beside experts that are one tensor, ``expert x y``, A is ``(expert r) x``
+and B ``y (r expert)``. Source: peft/tuners/lora/layer.py (``ParamWrapper``), peft/utils/save_and_load.py of PEFT 0.17.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from reshard.planning.finer_blocks import with_blocks
 from reshard.planning.model import FullTensor
 from reshard.planning.plan import Plan, make_plan
 from reshard.planning.sizes import AxisSizes
-from reshard.storage.opening_programs import open_program
+from reshard.storage.opening_programs import Folder, open_program
 from reshard.storage.output import unfinished_command
 from reshard.storage.program_source import (
     CONFIG,
@@ -63,11 +63,11 @@ def open_source(
     stamps = stamps_in(path)
     manifest = read_manifest(path / MANIFEST) if (path / MANIFEST).is_file() else None
     if manifest is not None and manifest.form is not None:
-        return open_program(path, where, plan_file, config, stamps, manifest, [page_of(manifest.form)])
+        return open_program(Folder(path, where, stamps, manifest, config, plan_file), [page_of(manifest.form)])
     if is_sharded(path):
         return _open_sharded(path, where, plan_file, stamps)
     if manifest is None and not has_usual_weights(path) and (found := pages_for(path)):
-        return open_program(path, where, plan_file, config, stamps, None, found)
+        return open_program(Folder(path, where, stamps, None, config, plan_file), found)
     is_adapter = has_adapter(path)
     checkpoint = open_adapter(path, config) if is_adapter else open_checkpoint(path)
     architecture = load_architecture(plan_file) if plan_file else find_architecture(checkpoint.config, path)

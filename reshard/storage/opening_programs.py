@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from formats.errors import ReshardError
 from formats.files.boxes import At
 from formats.files.checkpoint import (
     read_weights,
 )
-from formats.files.dcp import read_distributed
+from formats.files.dcp import Distributed, read_distributed
 from formats.files.safetensors import TensorInfo, read_header
 from formats.files.sharded import (
     MANIFEST,
@@ -25,6 +26,8 @@ from formats.files.sharded import (
     read_manifest,
 )
 from formats.files.stamps import Stamp, stamps_in, stamps_of
+from formats.mesh import Mesh
+from formats.notation.architecture import Architecture
 from formats.notation.architecture_document import architecture_from_document
 from formats.notation.architecture_files import find_architecture, load_architecture
 from formats.notation.rewrites import Page, page_of
@@ -80,82 +83,172 @@ def states_of(source: Source) -> Iterator[tuple[Affix, Source]]:
         model = bind(architecture, config, full, known=inferred_sizes(architecture, config, held))
         plan = program_plan(model, page, source.plan.mesh, padding=source.plan.padding or None)
         check_stored(arrangement_of(plan, page, boxes), ranks, source.path)
-        yield affix, dataclasses.replace(source, plan=plan, unsplit=model, ranks=ranks, boxes=boxes, kept={})
+        yield affix, replace(source, plan=plan, unsplit=model, ranks=ranks, boxes=boxes, kept={})
 
 
-def open_program(
-    path: Path,
-    location: str,
-    plan_file: Path | None,
-    config_folder: Path | None,
-    stamps: Mapping[Path, Stamp],
-    manifest: Manifest | None,
-    candidates: Sequence[Page],
-) -> Source:
-    """Open what is stored in a program's format: in the first of ``candidates``, and on the first mesh, that fits."""
-    problems: list[tuple[int, ReshardError]] = []  # 2 if the names are those of the format, 0 if they are of no mesh
-    mesh = manifest.identity.mesh if manifest else None
-    ways = [(of, files) for of in candidates for files in readings(of, path, mesh)]
+@dataclass(frozen=True)
+class Folder:
+    """What is to be opened, and what is known of it before its tensors are read.
+
+    ``config`` is a folder with the config.json that belongs to it, ``plan_file`` the user's plan.
+    """
+
+    path: Path
+    location: str
+    stamps: Mapping[Path, Stamp]
+    manifest: Manifest | None
+    config: Path | None = None
+    plan_file: Path | None = None
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The mesh that its manifest says."""
+        return self.manifest.identity.mesh if self.manifest else None
+
+    def architecture(self, config: Mapping[str, Any]) -> Architecture:
+        """The rules: the user's, those that it was split by, or those of its model type."""
+        if self.plan_file is not None:
+            return load_architecture(self.plan_file)
+        if self.manifest is not None:
+            return architecture_from_document(self.manifest.architecture, "manifest", str(self.path))
+        return find_architecture(config, self.path)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """The tensors in a folder's files, read as a format says: those of each rank, or the boxes in each file."""
+
+    page: Page
+    files: Sequence[ProgramFile]
+    ranks: tuple[Mapping[str, TensorInfo], ...] = ()
+    boxes: Boxes | None = None
+    training: Training | None = None
+
+    @property
+    def held(self) -> Sequence[Mapping[str, TensorInfo]]:
+        """The tensors of each rank; those in boxes as one rank would have them."""
+        return self.ranks if self.boxes is None else [whole_tensors(self.ranks, self.boxes)]
+
+    def meshes(self, model: Model) -> Iterator[Mesh]:
+        """The meshes that so many ranks may be, if no file says which it is."""
+        stages = 1 + max(file.stage for file in self.files)
+        return meshes(len(self.held), stages, self.page, bool(model.expert_axes))
+
+    def plan(self, model: Model, mesh: Mesh, *, is_known: bool) -> Plan:
+        """A model's plan on a mesh, with the padding that the files have, if it is not known. Raises PlanError."""
+        plan = program_plan(model, self.page, mesh)
+        if is_known or not self.page.free_padding:
+            return plan
+        return program_plan(model, self.page, mesh, padding=padding_of(unboxed(plan, self.page), self.held))
+
+
+class _MisfitError(Exception):
+    """Why a folder is not in a format. Of several, that of the highest ``rank`` is told.
+
+    It is 2 if the names are those of the format, and 0 if they are of no mesh.
+    """
+
+    def __init__(self, rank: int, error: ReshardError) -> None:
+        super().__init__(str(error))
+        self.rank, self.error = rank, error
+
+
+@contextlib.contextmanager
+def _misfit(rank: int) -> Iterator[None]:
+    try:
+        yield
+    except ReshardError as error:
+        raise _MisfitError(rank, error) from None
+
+
+def _told(misfits: Sequence[_MisfitError]) -> _MisfitError:
+    return max(misfits, key=lambda misfit: misfit.rank)
+
+
+def open_program(folder: Folder, candidates: Sequence[Page]) -> Source:
+    """Open what is stored in a program's format: in the first of ``candidates``, and on the first mesh, that fits.
+
+    Raises CheckpointError, MismatchError and PlanError.
+    """
+    ways = [(of, files) for of in candidates for files in readings(of, folder.path, folder.mesh)]
     distributed = cache(lambda: read_distributed(ways[0][1][0].path.parent))
     if all(of.is_distributed for of, _ in ways) and len(ways) > 1:
-        likely = likeliest([of for of, _ in ways], path, distributed(), config_folder, plan_file)
+        likely = likeliest([of for of, _ in ways], folder.path, distributed(), folder.config, folder.plan_file)
         ways = [way for way in ways if way[0] in likely]
-    for page, found in ways:
-        check_belonging(found)
-        ranks: tuple[Mapping[str, TensorInfo], ...] = ()
-        boxes: Boxes | None = None
-        training: Training | None = None
+    misfits: list[_MisfitError] = []
+    for page, files in ways:
+        check_belonging(files)
         try:
-            if page.boxes and not page.is_distributed:
-                ranks, boxes = read_boxed(found)
-            elif not page.boxes:
-                ranks = read_ranks(page, found, path)
-        except ReshardError as error:
-            problems.append((1, error))
-            continue
-        config, made = config_of(page, path, config_folder, ranks)
-        architecture = load_architecture(plan_file) if plan_file else find_architecture(config, path)
-        if manifest is not None and plan_file is None:
-            architecture = architecture_from_document(manifest.architecture, "manifest", str(path))
-        stages, named = 1 + max(file.stage for file in found), mesh or found[0].mesh
+            return _open_as_page(folder, page, files, distributed)
+        except _MisfitError as misfit:
+            misfits.append(misfit)
+    raise _told(misfits).error
+
+
+def _open_as_page(
+    folder: Folder, page: Page, files: Sequence[ProgramFile], distributed: Callable[[], Distributed]
+) -> Source:
+    with _misfit(1):
+        stored = _Stored(page, files) if page.is_distributed else _read(page, files, folder.path)
+    config, made = config_of(page, folder.path, folder.config, stored.ranks)
+    architecture = folder.architecture(config)
+    mesh = folder.mesh or files[0].mesh
+    try:
+        if page.is_distributed:
+            stored = _read_chunks(page, files, distributed(), architecture, config)
+        held = stored.held
+        if mesh is not None and page.numbered:
+            mesh, held = numbered_globally(page, mesh, stored.ranks)
+        model = _bound(folder, page, architecture, config, held)
+    except ReshardError as error:
+        has_mesh = all(name != "ep" or architecture.families.get(name) for name, _ in (mesh.degrees if mesh else ()))
+        raise _MisfitError(int(has_mesh), error) from None
+    misfits: list[_MisfitError] = []
+    for each in [mesh] if mesh else stored.meshes(model):
         try:
-            if page.is_distributed:
-                training = training_of(page, distributed(), origins_of(page, architecture, config))
-                ranks, boxes = chunks_of(page, training.found, training.parts.model)
-            held: Sequence[Mapping[str, TensorInfo]] = [whole_tensors(ranks, boxes)] if boxes is not None else ranks
-            if named is not None and page.numbered:
-                named, held = numbered_globally(page, named, ranks)
-            full = full_tensors(manifest)
-            if full is None:
-                full = inferred_tensors(page, architecture, config, held)
-                names = {tensor.name for tensor in full}
-                full += [tensor for tensor in kept_tensors(path / KEPT) if tensor.name not in names]
-            sizes = manifest.identity.sizes if manifest else inferred_sizes(architecture, config, held)
-            model = bind(architecture, config, full, known=sizes)
-        except ReshardError as error:
-            degrees = named.degrees if named else ()
-            has_mesh = all(name != "ep" or architecture.families.get(name) for name, _ in degrees)
-            problems.append((int(has_mesh), error))
+            with _misfit(0 if files[0].mesh else 2):
+                program_plan(model, page, each)
+            with _misfit(2):
+                plan = stored.plan(model, each, is_known=folder.manifest is not None)
+                check_stored(arrangement_of(plan, page, stored.boxes), stored.ranks, folder.path)
+        except _MisfitError as misfit:
+            misfits.append(misfit)
             continue
-        for each in [named] if named else meshes(len(held), stages, page, bool(model.expert_axes)):
-            try:
-                plan = program_plan(model, page, each)
-            except ReshardError as error:
-                problems.append((0 if found[0].mesh else 2, error))
-                continue
-            try:
-                if manifest is None and page.free_padding:
-                    padding = padding_of(unboxed(plan, page), ranks if boxes is None else held)
-                    plan = program_plan(model, page, each, padding=padding)
-                check_stored(arrangement_of(plan, page, boxes), ranks, path)
-            except ReshardError as error:
-                problems.append((2, error))
-                continue
-            check_complete(model, path)
-            return _program_source(
-                path, location, stamps, manifest, page, plan, ranks, made, boxes, files=found, training=training
-            )
-    raise max(problems, key=lambda problem: problem[0])[1]
+        check_complete(model, folder.path)
+        return _program_source(folder, stored, plan, made)
+    raise _told(misfits)
+
+
+def _read(page: Page, files: Sequence[ProgramFile], path: Path) -> _Stored:
+    if not page.boxes:
+        return _Stored(page, files, read_ranks(page, files, path))
+    ranks, boxes = read_boxed(files)
+    return _Stored(page, files, ranks, boxes)
+
+
+def _read_chunks(
+    page: Page, files: Sequence[ProgramFile], found: Distributed, architecture: Architecture, config: Mapping[str, Any]
+) -> _Stored:
+    training = training_of(page, found, origins_of(page, architecture, config))
+    ranks, boxes = chunks_of(page, training.found, training.parts.model)
+    return _Stored(page, files, ranks, boxes, training)
+
+
+def _bound(
+    folder: Folder,
+    page: Page,
+    architecture: Architecture,
+    config: dict[str, Any],
+    held: Sequence[Mapping[str, TensorInfo]],
+) -> Model:
+    """The model whose tensors these are: those that the manifest says, or that the names in the files stand for."""
+    full = full_tensors(folder.manifest)
+    if full is None:
+        full = inferred_tensors(page, architecture, config, held)
+        names = {tensor.name for tensor in full}
+        full += [tensor for tensor in kept_tensors(folder.path / KEPT) if tensor.name not in names]
+    known = folder.manifest.identity.sizes if folder.manifest else inferred_sizes(architecture, config, held)
+    return bind(architecture, config, full, known=known)
 
 
 def is_of_programs(path: Path) -> bool:
@@ -171,106 +264,79 @@ def open_as(path: Path, model: Model) -> Source:
     Of the formats and meshes that it may have, that is taken which the most of its tensors fit. Raises ReshardError if
     files of a rank are missing or cannot be read, or if the model cannot have such shards.
     """
-    stamps = stamps_in(path)
     manifest = read_manifest(path / MANIFEST) if (path / MANIFEST).is_file() else None
+    folder = Folder(path, os.path.realpath(path), stamps_in(path), manifest)
     candidates = [page_of(manifest.form)] if manifest and manifest.form else pages_for(path)
     found: list[_Candidate] = []
     problems: list[ReshardError] = []
-    known = manifest.identity.mesh if manifest else None
-    for page, files in [(of, found) for of in candidates for found in readings(of, path, known)]:
+    for page, files in [(of, found) for of in candidates for found in readings(of, path, folder.mesh)]:
         split = check_belonging(files)
-        if page.boxes:
-            try:
-                found.append(_boxed_as(model, page, files, manifest, split))
-            except ReshardError as error:
-                problems.append(error)
-            continue
+        is_known = manifest is not None or (page.boxes and split is not None)
         try:
-            ranks, stages = read_ranks(page, files, path), 1 + max(file.stage for file in files)
-            named = known or files[0].mesh
-            if named is not None and page.numbered:
-                named, _ = numbered_globally(page, named, ranks)
+            stored, known = _read_of(folder, model, page, files, split)
         except ReshardError as error:
             problems.append(error)
             continue
-        for mesh in [named] if named else meshes(len(ranks), stages, page, bool(model.expert_axes)):
+        for mesh in [known] if known else stored.meshes(model):
             try:
-                plan = program_plan(model, page, mesh)
-                if manifest is None and page.free_padding:
-                    plan = program_plan(model, page, mesh, padding=padding_of(unboxed(plan, page), ranks))
-                arrangement = arrangement_of(plan, page)
-                held = [
-                    {each.name_on(rank): (each.dtype, shape) for each, shape in arrangement.held(rank)}
-                    for rank in range(mesh.size)
-                ]
+                found.append(_candidate(stored, model, mesh, is_known=is_known))
             except ReshardError as error:
                 problems.append(error)
-                continue
-            unlike = sum(
-                held[rank].get(name) != (info.dtype, info.shape)
-                for rank, tensors in enumerate(ranks)
-                for name, info in tensors.items()
-            )
-            found.append(_Candidate(unlike, page, plan, ranks, files))
     if not found:
         raise problems[0]
     best = min(found, key=lambda each: each.unlike)
-    return _program_source(
-        path, os.path.realpath(path), stamps, manifest, best.page, best.plan, best.ranks, {}, best.boxes,
-        files=best.files, lacking=True,
-    )  # fmt: skip
+    return _program_source(folder, best.stored, best.plan, {}, lacking=True)
 
 
 class _Candidate(NamedTuple):
     """A format and a mesh as which a folder may be opened, with the number of tensors that do not fit."""
 
     unlike: int
-    page: Page
+    stored: _Stored
     plan: Plan
-    ranks: tuple[Mapping[str, TensorInfo], ...]
-    files: Sequence[ProgramFile]
-    boxes: Boxes | None = None
 
 
-def _boxed_as(
-    model: Model, page: Page, files: Sequence[ProgramFile], manifest: Manifest | None, split: Identity | None
-) -> _Candidate:
-    """As ``open_as``, of files with boxes: for the mesh that they say if reshard wrote them, else for one rank."""
-    said = manifest.identity if manifest is not None else split
-    plan = program_plan(model, page, said.mesh if said is not None else UNSPLIT)
+def _read_of(
+    folder: Folder, model: Model, page: Page, files: Sequence[ProgramFile], split: Identity | None
+) -> tuple[_Stored, Mesh | None]:
+    """The tensors in a folder's files, and the mesh of the shards of this model that they are, if it is said."""
     if page.is_distributed:
         found = read_distributed(files[0].path.parent)
-        training = training_of(page, found, origins_of(page, model.architecture, model.config))
-        ranks, boxes = chunks_of(page, training.found, training.parts.model)
+        stored = _read_chunks(page, files, found, model.architecture, model.config)
     else:
-        ranks, boxes = read_boxed(files)
-    if said is None and page.free_padding:
-        held = [whole_tensors(ranks, boxes)]
-        plan = program_plan(model, page, UNSPLIT, padding=padding_of(unboxed(plan, page), held))
-    lacking = {stored.name: dict[int, At]() for stored in arrangement_of(plan, page).stored}
-    return _Candidate(len(lacking.keys() ^ boxes.keys()), page, plan, ranks, files, lacking | boxes)
+        stored = _read(page, files, folder.path)
+    mesh = folder.mesh or files[0].mesh
+    if page.boxes:
+        return stored, folder.mesh or (split.mesh if split is not None else UNSPLIT)
+    return stored, numbered_globally(page, mesh, stored.ranks)[0] if mesh is not None and page.numbered else mesh
+
+
+def _candidate(stored: _Stored, model: Model, mesh: Mesh, *, is_known: bool) -> _Candidate:
+    plan, boxes = stored.plan(model, mesh, is_known=is_known), stored.boxes
+    arrangement = arrangement_of(plan, stored.page)
+    if boxes is not None:
+        lacking = {each.name: dict[int, At]() for each in arrangement.stored}
+        return _Candidate(len(lacking.keys() ^ boxes.keys()), replace(stored, boxes={**lacking, **boxes}), plan)
+    held = [
+        {each.name_on(rank): (each.dtype, shape) for each, shape in arrangement.held(rank)} for rank in range(mesh.size)
+    ]
+    unlike = sum(
+        held[rank].get(name) != (info.dtype, info.shape)
+        for rank, tensors in enumerate(stored.ranks)
+        for name, info in tensors.items()
+    )
+    return _Candidate(unlike, stored, plan)
 
 
 def _program_source(
-    path: Path,
-    location: str,
-    stamps: Mapping[Path, Stamp],
-    manifest: Manifest | None,
-    page: Page,
-    plan: Plan,
-    ranks: tuple[Mapping[str, TensorInfo], ...],
-    made: Mapping[str, bytes],
-    boxes: Boxes | None,
-    *,
-    files: Sequence[ProgramFile],
-    training: Training | None = None,
-    lacking: bool = False,
+    folder: Folder, stored: _Stored, plan: Plan, made: Mapping[str, bytes], *, lacking: bool = False
 ) -> Source:
     """What is stored in a program's format, as a source; with ``lacking``, side files may be missing."""
+    path, manifest, page, training = folder.path, folder.manifest, stored.page, stored.training
     expected = {path / f.name: f.checksum for files in manifest.ranks.values() for f in files} if manifest else {}
     kept = {path / KEPT: read_weights(path / KEPT)} if (path / KEPT).is_file() else {}
-    infos: dict[Path, list[TensorInfo]] = {file.path: [] for file in files}
-    held = (*ranks, *(of[0] for of in kept.values()))
+    infos: dict[Path, list[TensorInfo]] = {file.path: [] for file in stored.files}
+    held = (*stored.ranks, *(of[0] for of in kept.values()))
     beside = training.chunks() if training else ()
     for info in itertools.chain(*(tensors.values() for tensors in held), beside):
         infos.setdefault(info.file, []).append(info)
@@ -282,11 +348,12 @@ def _program_source(
     )
     side_files = tuple(file for file in side_files if file.is_file()) if lacking else side_files
     used = [*weights, *side_files, *([path / MANIFEST] if manifest else [])]
+    names = tuple(tensor.name for tensor in plan.model.tensors)
     return Source(
-        path, location, None, plan, plan.model, tuple(tensor.name for tensor in plan.model.tensors), ranks, weights,
-        side_files, None, None, stamps_of(used, path, stamps), page,
-        {name: info for of in kept.values() for name, info in of[0].items()}, manifest, made, boxes,
-        training.parts.words() if training else tuple(left_behind(files)), training,
+        path, folder.location, None, plan, plan.model, names, stored.ranks, weights, side_files, None, None,
+        stamps_of(used, path, folder.stamps), page,
+        {name: info for of in kept.values() for name, info in of[0].items()}, manifest, made, stored.boxes,
+        training.parts.words() if training else tuple(left_behind(stored.files)), training,
     )  # fmt: skip
 
 

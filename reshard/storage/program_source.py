@@ -481,7 +481,7 @@ def padding_of(arrangement: Arrangement, ranks: Sequence[Mapping[str, TensorInfo
 def meshes(count: int, stages: int, page: Page, has_experts: bool) -> Iterator[Mesh]:
     """The meshes that a number of ranks may be, of so many pipeline stages (of equal length, as far as possible)."""
     tp = count // stages
-    if not page.same_ranks or not has_experts:
+    if tp == 1 or not page.same_ranks or not has_experts:
         yield mesh_of(tp, pp=stages)
     if has_experts and tp > 1:
         yield mesh_of(tp, tp, same_ranks=True, pp=stages)

@@ -9,7 +9,7 @@ import time
 from types import TracebackType
 from typing import Any
 
-from reshard.text import human_bytes, human_seconds
+from reshard.text import human_bytes, human_seconds, plural
 
 INTERVAL = 60.0
 """Seconds between two plain lines."""
@@ -39,17 +39,19 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def __call__(self, done: int, total: int) -> None:
-        """Show that ``done`` of ``total`` bytes are written."""
+    def __call__(self, done: int, total: int, again: int = 0) -> None:
+        """Show that ``done`` of ``total`` bytes are written, and that ``again`` requests were made a second time."""
         if self._quiet:
             return
         with self._lock:
             if self._began is None:
                 self._begin(done, total)
             if self._bar is not None:
+                if again:
+                    self._bar.set_postfix_str(f"tried again: {again:,}", refresh=False)
                 self._bar.update(max(0, done - self._bar.n))
             else:
-                self._line(done, total)
+                self._line(done, total, again)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -75,7 +77,7 @@ class Progress:
                 file=sys.stderr,
             )
 
-    def _line(self, done: int, total: int) -> None:
+    def _line(self, done: int, total: int, again: int) -> None:
         now = time.monotonic()
         if self._began is None or now - self._last < INTERVAL:
             return
@@ -86,4 +88,6 @@ class Progress:
         text = f"{self._title}: {human_bytes(done)} of {human_bytes(total)} ({share:.0%}), {human_bytes(rate)}/s"
         if rate > 0:
             text += f", {human_seconds((total - done) / rate)} left"
+        if again:
+            text += f", {plural(again, 'request')} tried again"
         print(text, file=sys.stderr, flush=True)

@@ -57,6 +57,7 @@ def _document(summary: Summary, seconds: float) -> dict[str, Any]:
         "bytes": summary.nbytes,
         "bytes_written": summary.written,
         "bytes_fetched": summary.fetched,
+        "requests_tried_again": summary.tried_again,
         "seconds": round(seconds, 3),
         "note": summary.note,
         "left_behind": list(summary.left_behind),
@@ -80,7 +81,8 @@ def _text(summary: Summary, source: str, seconds: float) -> str:
         if summary.written < summary.nbytes:
             parts.append(f"{human_bytes(summary.nbytes - summary.written)} of that had been written before")
     if summary.fetched:
-        parts.append(f"{human_bytes(summary.fetched)} of the weights were fetched")
+        again = f", {plural(summary.tried_again, 'request')} tried again" if summary.tried_again else ""
+        parts.append(f"{human_bytes(summary.fetched)} of the weights were fetched{again}")
     for axis, (full, padded) in summary.padding.items():
         parts.append(f"{axis} padded from {full:,} to {padded:,} with zeros, which merge strips")
     for axis, unit in summary.mesh.uneven:

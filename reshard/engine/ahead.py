@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from reshard.storage.remote import Read
+from reshard.storage.retries import Traffic, tried_again
 from reshard.storage.source import SourceFile
 from reshard.storage.threads import Threads
 
@@ -55,8 +56,7 @@ class Ahead:
         self._threads = Threads(REQUESTS)
         self._open: dict[SourceFile, Read] = {}
         self._steps: list[Step] = []
-        self.fetched = 0
-        """Bytes that were requested."""
+        self._fetched, self._again = 0, tried_again()
 
     def request(self, wanted: Iterable[tuple[SourceFile, Sequence[Range]]]) -> None:
         """Request the ranges of a step; each entry has those of one tensor. Ranges of local files are left out."""
@@ -66,6 +66,11 @@ class Ahead:
                 found.setdefault(file, []).extend(joined(ranges, GAP))
         step = Step({file: [self._part(file, *part) for part in _cut(ranges)] for file, ranges in found.items()})
         self._steps.append(step)
+
+    @property
+    def traffic(self) -> Traffic:
+        """What was requested so far."""
+        return Traffic(self._fetched, tried_again() - self._again)
 
     @property
     def nbytes(self) -> int:
@@ -106,7 +111,7 @@ class Ahead:
         assert file.remote is not None
         if file not in self._open:
             self._open[file] = file.remote.open()
-        self.fetched += end - begin
+        self._fetched += end - begin
         return Part(begin, end, self._threads.submit(self._open[file], begin, end))
 
 

@@ -22,6 +22,7 @@ from typing import Any
 from formats.errors import CheckpointError
 from formats.files.checksum import PartialSum
 from reshard.engine.reading import Sums, Wanted
+from reshard.storage.retries import Traffic
 from reshard.system import stop_with_parent
 
 _START = (
@@ -52,17 +53,18 @@ class _Finished:
 
 @dataclass(frozen=True)
 class _Progress:
-    """Bytes written since the last report."""
+    """Bytes written since the last report, and what was fetched so far."""
 
     nbytes: int
+    traffic: Traffic
 
 
 @dataclass(frozen=True)
 class _Done:
-    """The last report: the sums of all that was read, and the bytes that were fetched."""
+    """The last report: the sums of all that was read, and what was fetched."""
 
     read: Read
-    fetched: int
+    traffic: Traffic
 
 
 def move_apart(
@@ -88,12 +90,13 @@ def move_apart(
             if isinstance(report, BaseException):
                 raise report
             if isinstance(report, _Progress):
+                sums.traffic = report.traffic
                 progress(report.nbytes)
             else:
                 take(report.read)
                 finished(targets[report.number], report.checksum)
         take(report.read)
-        sums.fetched += report.fetched
+        sums.traffic = report.traffic
 
 
 class _Process:
@@ -159,11 +162,14 @@ def serve(parent: int, requests: int, reports: int) -> None:
             send(_Finished(number, checksum, found))
 
         try:
-            move(jobs, sums, targets, options, finished=finished, progress=lambda nbytes: send(_Progress(nbytes)))
+            move(
+                jobs, sums, targets, options, finished=finished,
+                progress=lambda nbytes: send(_Progress(nbytes, sums.traffic)),
+            )  # fmt: skip
             send(
                 _Done(
                     [(numbers[f], wanted, total) for f, of in sums.of.items() for wanted, total in of.items()],
-                    sums.fetched,
+                    sums.traffic,
                 )
             )
         except SystemExit as stop:  # the parent has stopped this one, and listens no more

@@ -31,6 +31,7 @@ from reshard.engine.jobs import STEP, Job, Options, TargetFile
 from reshard.engine.reading import Bytes, Reader, Sums, Wanted, pieces, ranges
 from reshard.engine.transfer import Copy, Region, Slab, Way
 from reshard.engine.workers import Report, share
+from reshard.storage.retries import Traffic
 from reshard.storage.source import SourceFile, SourcePlace
 from reshard.system import disk_errors, refused, reserve
 
@@ -94,8 +95,8 @@ class _Account:
     """Sums of bytes written, by the target's number."""
     nbytes: int = 0
     """Bytes written."""
-    fetched: int = 0
-    """Bytes requested of files that lie elsewhere."""
+    traffic: Traffic = field(default_factory=Traffic)
+    """What was requested of files that lie elsewhere."""
     runs: dict[int, list[Run]] = field(default_factory=dict)
     """CRC-32s of bytes written, by the target's number, as far as they are needed."""
 
@@ -119,7 +120,7 @@ class _Mover:
         self._busy = mmap.mmap(-1, max(1, len(targets)))
         self._reader = Reader(self._read if options.checksum else None)
         self._account = _Account()
-        self._fetched = 0
+        self._traffic = Traffic()
         self._arena = _Arena()
 
     # -- files
@@ -208,12 +209,13 @@ class _Mover:
 
     def _report(self, report: Report) -> None:
         account, self._account = self._account, _Account()
-        account.fetched, self._fetched = self._reader.fetched - self._fetched, self._reader.fetched
+        now = self._reader.traffic
+        account.traffic, self._traffic = now.since(self._traffic), now
         report(account)
 
     def _take(self, account: _Account) -> None:
         """Add a report to the sums, and finish the files that are complete."""
-        self._sums.fetched += account.fetched
+        self._sums.traffic = self._sums.traffic.plus(account.traffic)
         for (number, wanted), part in account.read.items():
             self._sums.add(self._sources[number], wanted, part)
         for number, runs in account.runs.items():

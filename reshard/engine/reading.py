@@ -14,6 +14,7 @@ from formats.errors import CheckpointError
 from formats.files.checksum import PIECE, Part, PartialSum, file_checksum, sum_part
 from reshard.engine.jobs import TargetPlace
 from reshard.engine.transfer import Region
+from reshard.storage.retries import Traffic
 from reshard.storage.source import SourceFile, SourcePlace
 from reshard.system import refused
 
@@ -41,8 +42,8 @@ class Sums:
 
     def __init__(self, files: Iterable[SourceFile]) -> None:
         self.of: dict[SourceFile, dict[Wanted, PartialSum]] = {file: {} for file in files}
-        self.fetched = 0
-        """Bytes that were requested of files that lie elsewhere."""
+        self.traffic = Traffic()
+        """What was requested of files that lie elsewhere."""
         for file in self.of:
             for offset, content in [*([(0, file.header)] if file.header is not None else []), *file.rest]:
                 part = PartialSum(file.size)
@@ -126,9 +127,9 @@ class Reader:
         return part
 
     @property
-    def fetched(self) -> int:
-        """Bytes that were requested of files that lie elsewhere."""
-        return self._ahead.fetched if self._ahead is not None else 0
+    def traffic(self) -> Traffic:
+        """What was requested of files that lie elsewhere."""
+        return self._ahead.traffic if self._ahead is not None else Traffic()
 
     def close(self) -> None:
         """Close the files."""

@@ -1,7 +1,7 @@
 """Weight files that are not on this machine, read by byte ranges: on the Hub, in a bucket, behind a URL.
 
-The requests are made by ``obstore``, which tries again after a lost connection, a 429 or a 5xx, and takes up a broken
-body where it ended. It is imported only for such a file.
+The requests are made by ``obstore``; those that fail on the way are made again (``reshard.storage.retries``). It is
+imported only for such a file.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from formats.errors import CheckpointError, MismatchError, ReshardError
+from reshard.storage.retries import patience, patiently, status_of
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -24,10 +25,6 @@ if TYPE_CHECKING:
 _ADDRESSES = 8
 """So many addresses of a file are asked for before it is given up."""
 
-PATIENCE = "RESHARD_RETRY_SECONDS"
-"""The environment's variable with the seconds after which a request that failed is not tried again."""
-
-_PATIENCE = "180"
 _FIRST_PATIENCE = 10.0
 _BACKOFF = {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=20), "base": 2}
 _CLIENT = {"timeout": timedelta(seconds=60), "connect_timeout": timedelta(seconds=10), "allow_http": True}
@@ -84,8 +81,12 @@ class StoredFile(Remote):
 
     def open(self) -> Read:
         """Connect to the store."""
-        store = open_store(self.store)
-        return lambda start, stop: _read(store, self.key, start, stop, self.etag, self.address)
+        store = open_store(self.store, once=True)
+
+        def read(start: int, stop: int) -> memoryview:
+            return _read(store, self.key, start, stop, self.etag, self.address, lambda: _signed(store, self))
+
+        return read
 
 
 @dataclass(frozen=True)
@@ -115,18 +116,21 @@ class HubFile(Remote):
         """Connect; the first read asks the Hub where the file lies."""
         lock = threading.Lock()
         found: list[ObjectStore] = []
+        at: list[str] = []
 
         def located(refused: ObjectStore | None) -> ObjectStore:
             with lock:
                 if not found or found[-1] is refused:
-                    found.append(self._located())
+                    url, store = self._located()
+                    at.append(url)
+                    found.append(store)
                 return found[-1]
 
         def read(start: int, stop: int) -> memoryview:
             store = located(None)
             for _ in range(_ADDRESSES):
                 try:
-                    return _read(store, "", start, stop, None, self.address)
+                    return _read(store, "", start, stop, None, self.address, lambda: at[-1])
                 except RefusedError:  # the address has expired
                     store = located(store)
             raise RefusedError(
@@ -136,25 +140,29 @@ class HubFile(Remote):
 
         return read
 
-    def _located(self) -> ObjectStore:
+    def _located(self) -> tuple[str, ObjectStore]:
+        """The address of the content, and the store that it makes."""
         from huggingface_hub import get_hf_file_metadata, hf_hub_url
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
         url = hf_hub_url(self.repo, self.name, revision=self.commit)
         location = get_hf_file_metadata(url, token=self.token, library_name="reshard").location
         ours = location.partition("?")[0] == url.partition("?")[0]
-        return open_store(location, build_hf_headers(token=self.token, library_name="reshard") if ours else {})
+        headers = build_hf_headers(token=self.token, library_name="reshard") if ours else {}
+        return location, open_store(location, headers, once=True)
 
 
 class RefusedError(CheckpointError):
     """The store does not give access to a file."""
 
 
-def open_store(url: str, headers: dict[str, str] | None = None, *, is_first: bool = False) -> ObjectStore:
+def open_store(
+    url: str, headers: dict[str, str] | None = None, *, is_first: bool = False, once: bool = False
+) -> ObjectStore:
     """The store behind a URL. Credentials are taken from where the store's own tools look for them.
 
-    Where this ``is_first`` contact, a server that does not answer is given up soon: the name may be wrong. Raises
-    CheckpointError for a URL that is none.
+    Where this ``is_first`` contact, a server that does not answer is given up soon: the name may be wrong. With
+    ``once`` it does not try a request again by itself. Raises CheckpointError for a URL that is none.
     """
     from obstore.exceptions import BaseError
     from obstore.store import from_url
@@ -162,12 +170,8 @@ def open_store(url: str, headers: dict[str, str] | None = None, *, is_first: boo
     client: dict[str, Any] = dict(_CLIENT)
     if headers:
         client["default_headers"] = headers
-    try:
-        seconds = float(os.environ.get(PATIENCE, _PATIENCE))
-    except ValueError:
-        raise CheckpointError(f"{PATIENCE} is {os.environ[PATIENCE]!r}, which is no number of seconds") from None
-    patience = timedelta(seconds=min(seconds, _FIRST_PATIENCE) if is_first else seconds)
-    retries = {"max_retries": 1000, "backoff": _BACKOFF, "retry_timeout": patience}
+    seconds = timedelta(seconds=min(patience(), _FIRST_PATIENCE) if is_first else patience())
+    retries = {"max_retries": 0 if once else 1000, "backoff": _BACKOFF, "retry_timeout": seconds}
     make: Callable[..., ObjectStore] = from_url
     more = _profile() if url.startswith("s3") else {}
     try:
@@ -213,14 +217,20 @@ def _profiles() -> Iterator[Path]:
         yield Path(os.environ.get(variable) or f"~/.aws/{name}").expanduser()
 
 
-def _read(store: ObjectStore, key: str, start: int, stop: int, etag: str | None, address: str) -> memoryview:
+def _read(
+    store: ObjectStore, key: str, start: int, stop: int, etag: str | None, address: str, url: Callable[[], str | None]
+) -> memoryview:
     from obstore import get
 
     # a weak etag cannot be asked for
     options: Any = {"range": (start, stop)} | ({"if_match": etag} if etag and not etag.startswith("W/") else {})
-    try:
+
+    def request() -> tuple[Any, str | None]:
         answer = get(store, key, options=options)
-        found, there = answer.bytes(), answer.meta.get("e_tag")
+        return answer.bytes(), answer.meta.get("e_tag")
+
+    try:
+        found, there = patiently(request, url)
     except Exception as error:
         raise explain(error, address) from None
     if etag and there and there != etag:
@@ -228,6 +238,21 @@ def _read(store: ObjectStore, key: str, start: int, stop: int, etag: str | None,
     if len(found) != stop - start:
         raise CheckpointError(f"{address}: {len(found)} bytes came where {stop - start} were asked for")
     return memoryview(found)
+
+
+def _signed(store: ObjectStore, file: StoredFile) -> str | None:
+    """An address of an object that any client may read for a minute; None if there is none."""
+    from obstore import sign
+    from obstore.store import HTTPStore
+
+    if isinstance(store, HTTPStore):
+        base, mark, query = file.store.partition("?")
+        return f"{base.rstrip('/')}/{file.key}{mark}{query}"
+    try:
+        make: Callable[..., str] = sign
+        return make(store, "GET", file.key, timedelta(seconds=60))
+    except Exception:  # a store without credentials
+        return None
 
 
 def _replaced(address: str) -> MismatchError:
@@ -240,7 +265,7 @@ def explain(error: Exception, address: str, doing: str = "reading") -> ReshardEr
 
     if isinstance(error, PreconditionError):
         return _replaced(address)
-    status = _status(error)
+    status = status_of(error)
     if isinstance(error, FileNotFoundError) or status == "404":
         return CheckpointError(f"{address} is not there (404)", "check the name; a private one may need credentials")
     if isinstance(error, PermissionDeniedError | UnauthenticatedError) or status in {"401", "403"}:
@@ -254,12 +279,6 @@ def explain(error: Exception, address: str, doing: str = "reading") -> ReshardEr
         f"{doing} {address} failed, and trying again did not help: {first_line(error)}",
         "run the same command again: files that are complete are kept",
     )
-
-
-def _status(error: Exception) -> str | None:
-    """The HTTP status of the answer to the last try."""
-    found = re.search(r"status code: (\d+)", str(error))
-    return found[1] if found else None
 
 
 def first_line(error: Exception) -> str:

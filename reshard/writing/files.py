@@ -46,6 +46,7 @@ from reshard.storage.output import (
     check_space,
     staging_of,
 )
+from reshard.storage.retries import Traffic
 from reshard.storage.source import KEPT, UNSPLIT, Places, Source, SourceFile, SourcePlace, arrangements
 from reshard.storage.upload import Bucket, Uploading
 from reshard.writing.shard_files import ShardFile
@@ -54,11 +55,11 @@ DEFAULT_SHARD_SIZE = 5_000_000_000
 KEPT_RANK = -1
 """The rank, so to speak, of the file with what a program does not keep."""
 
-Progress = Callable[[int, int], None]
-"""Called with the bytes written so far and the total of bytes."""
+Progress = Callable[[int, int, int], None]
+"""Called with the bytes written so far, the total of bytes, and the number of requests that were made again."""
 
 
-def no_progress(done: int, total: int) -> None:
+def no_progress(done: int, total: int, again: int) -> None:
     """Show no progress."""
 
 
@@ -89,6 +90,8 @@ class Summary:
     """
     fetched: int = 0
     """Bytes of weights that were fetched from elsewhere."""
+    tried_again: int = 0
+    """The requests for weights and headers that were made again because an earlier one had failed."""
     left_behind: tuple[str, ...] = ()
     note: str | None = None
 
@@ -125,10 +128,10 @@ def new_file(shard: ShardFile, folder: str, rank: int, header: bytes, *, summed:
 
 @dataclass(frozen=True)
 class Written:
-    """What this run wrote and fetched from elsewhere, in bytes, and the sums of what it read of each source file."""
+    """What this run wrote, in bytes, what it fetched from elsewhere, and the sums of what it read of each file."""
 
     nbytes: int
-    fetched: int
+    traffic: Traffic
     sums: Sums
     files: Sequence[NewFile]
     """All files of the output, also those of other processes."""
@@ -178,12 +181,12 @@ def write_files(
             jobs += _atom_jobs(part.source, part.target, places)
     total = sum(file.size for file in files if staging.writes(file.name))
     todo = sum(f.size for f in files if staging.writes(f.name) and f.name not in staging.finished)
-    done, fetched, sums = total - todo, 0, Sums(source.files.values())
+    done, traffic, sums = total - todo, Traffic(), Sums(source.files.values())
 
     def count(nbytes: int) -> None:
         nonlocal done
         done += nbytes
-        progress(done, total)
+        progress(done, total, traffic.again + sums.traffic.again)
 
     def finished(target: TargetFile, checksum: str | None) -> None:
         number = targets.index(target)
@@ -199,12 +202,12 @@ def write_files(
             for each, name in zip(targets, names, strict=True):
                 each.done = name not in batch or name in staging.finished
             move(jobs, sums, targets, options, finished=finished, progress=count)
-            fetched += sums.fetched
+            traffic = traffic.plus(sums.traffic)
     except MismatchError:
         staging.clear()
         raise
     read = [job.name for job in jobs] if source.arrangement is None else None
-    return Written(todo, fetched, sums, files, source.files_of(read))
+    return Written(todo, traffic, sums, files, source.files_of(read))
 
 
 def _side_by_side(files: Iterable[NewFile]) -> list[NewFile]:
@@ -590,6 +593,13 @@ def check_place(
             raise
         raise PublishedError(f"{out.name} is complete") from None
     check_space(out.folder.parent, max((file.size for file in files), default=0))
+
+
+def done(summary: Summary, written: Written, *, complete: bool) -> Summary:
+    """The summary of a run that has ended."""
+    traffic = written.traffic
+    again = summary.tried_again + traffic.again
+    return replace(summary, written=written.nbytes, complete=complete, fetched=traffic.fetched, tried_again=again)
 
 
 def summed_up(summary: Summary, files: Sequence[NewFile], part: Share | None, dealt: Dealt | None) -> Summary:

@@ -16,6 +16,7 @@ from reshard.planning.plan import Plan, make_plan
 from reshard.storage.access import Access, open_any
 from reshard.storage.opening import open_source
 from reshard.storage.output import PublishedError, tidy
+from reshard.storage.retries import tried_again
 from reshard.storage.source import UNSPLIT, Source
 from reshard.storage.upload import place_of
 from reshard.writing.files import (
@@ -25,6 +26,7 @@ from reshard.writing.files import (
     Summary,
     check_place,
     deal,
+    done,
     new_file,
     no_progress,
     publish_output,
@@ -56,6 +58,7 @@ def merge(
     ``out`` exists only if it is complete. It may be the URL of a place in a bucket.
     """
     (folder, bucket), options = place_of(out, access.cache_dir), options or Options()
+    before = tried_again()
     opened = open_any(shards, access)
     if not opened.is_split:
         raise CheckpointError(
@@ -77,6 +80,7 @@ def merge(
         source_mesh=opened.plan.mesh, mesh=UNSPLIT,
         tensors=len(target.model.tensors), files=len(files), nbytes=total, written=0, padding={}, ranks=(0,),
         complete=False, dry_run=dry_run, left_behind=opened.left_behind,
+        tried_again=tried_again() - before,
     )  # fmt: skip
     summary = summed_up(summary, files, part, dealt)
     task = {"command": "merge", "source": opened.record.id, "files": [[file.name, file.size] for file in files]}
@@ -95,7 +99,7 @@ def merge(
             )  # fmt: skip
     except PublishedError:
         return dataclasses.replace(summary, complete=True)
-    return dataclasses.replace(summary, written=written.nbytes, complete=complete, fetched=written.fetched)
+    return done(summary, written, complete=complete)
 
 
 def _is_merged(out: Path, source: Source, files: Sequence[NewFile]) -> bool:

@@ -39,6 +39,7 @@ from reshard.storage.output import (
     tidy,
     unfinished_command,
 )
+from reshard.storage.retries import tried_again
 from reshard.storage.source import Source
 from reshard.storage.upload import place_of
 from reshard.writing.files import (
@@ -53,6 +54,7 @@ from reshard.writing.files import (
     check_read,
     check_unchanged,
     deal,
+    done,
     new_file,
     no_progress,
     publish_output,
@@ -117,6 +119,7 @@ def split(
         raise PlanError("--part and --rank are two ways to share the work", "give one of them")
     (folder, bucket), options = place_of(out, access.cache_dir), options or Options()
     max_shard_size = max_shard_size or DEFAULT_SHARD_SIZE
+    before = tried_again()
     opened = open_any(source, access)
     page = page_of(form) if form else None
     mesh = (
@@ -160,6 +163,7 @@ def split(
         source_mesh=opened.plan.mesh, mesh=mesh, tensors=len(model.tensors), files=new.count, nbytes=new.nbytes,
         written=0, padding={axis: (full[axis], padded) for axis, padded in target.padding.items()}, ranks=wanted,
         complete=False, dry_run=dry_run, left_behind=new.left_behind,
+        tried_again=tried_again() - before,
         note=page.without_extra_state if page and not extra_state else None,
     )  # fmt: skip
     summary = summed_up(summary, files, part, dealt)
@@ -200,7 +204,7 @@ def split(
                 complete = _publish_ranks(new, opened, written, staging, options)
     except PublishedError:
         return dataclasses.replace(summary, complete=True, ranks=wanted if ranks is None else ())
-    return dataclasses.replace(summary, written=written.nbytes, complete=complete, fetched=written.fetched)
+    return done(summary, written, complete=complete)
 
 
 def wanted_ranks(ranks: Sequence[int] | None, mesh: Mesh) -> tuple[int, ...]:

@@ -45,7 +45,9 @@ def threaded(monkeypatch):
 def test_a_split_and_a_merge_beside_threads(tmp_path, threaded):
     source = write_checkpoint(tmp_path / "source", files=3)
     seen = []
-    summary = split(source, tmp_path / "out", 4, options=FOUR, progress=lambda done, total: seen.append((done, total)))
+    summary = split(
+        source, tmp_path / "out", 4, options=FOUR, progress=lambda done, total, _: seen.append((done, total))
+    )
     split(source, tmp_path / "alone", 4, options=Options(workers=1))
     assert contents(tmp_path / "out") == contents(tmp_path / "alone")
     assert seen[-1] == (summary.nbytes, summary.nbytes) and seen == sorted(seen)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from email.utils import formatdate
 from itertools import pairwise
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -24,6 +25,7 @@ from hypothesis import strategies as st
 from reshard.engine.ahead import joined
 from reshard.storage import upload as uploads
 from reshard.storage.remote import HubFile, StoredFile, without_query
+from reshard.storage.retries import _retry_after
 from reshard.storage.upload import Bucket
 from tests.reshard.hub_server import HubServer
 from tests.reshard.store_server import StoreServer, dropped, shifted, slow, status, truncated, upload, whole
@@ -380,8 +382,49 @@ def test_a_fault_that_passes(fault: str, store: StoreServer, run: Run, checkpoin
     done = run("split", url, tmp_path / "out", "--tp", "2")
     assert done.returncode == 0, done.stderr
     assert not store.faults
+    assert "tried again" in done.stdout or fault == "slow"
     assert command("merge", tmp_path / "out", tmp_path / "merged").returncode == 0
     assert contents(tmp_path / "merged") == contents(checkpoint)
+
+
+@pytest.mark.parametrize("kind", ["s3", "http"])
+@pytest.mark.parametrize("code", [429, 503])
+def test_a_busy_server_is_left_alone_for_as_long_as_it_asks(
+    code: int, kind: str, store: StoreServer, run: Run, checkpoint: Path, tmp_path: Path
+) -> None:
+    url = upload(checkpoint, store, "llama")
+    url = url if kind == "s3" else f"{store.url}/bucket/llama"
+    assert run("split", url, tmp_path / "first", "--tp", "2").returncode == 0  # so that headers are there
+    asked = list[float]()
+    refuse = status(code, Retry_After="1")
+
+    def busy(handler: Any) -> bool:
+        if handler.command == "HEAD":  # which weights there are
+            return False
+        asked.append(time.monotonic())
+        return asked[-1] < asked[0] + 0.9 and refuse(handler)
+
+    store.always = busy
+    done = run("split", url, tmp_path / "out", "--tp", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    assert_same_weights(tmp_path / "out", tmp_path / "first")
+    early = [at for at in asked if at < asked[0] + 0.9]
+    assert max(early) < asked[0] + 0.6, "nothing is asked for while it waits"
+    assert json.loads(done.stdout)["requests_tried_again"] == len(early) - 1  # one of them asked for how long
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds"),
+    [("7", 7), ("x", 0), ("", 0), ("later", 60), (formatdate(0, usegmt=True), 0)],
+)
+def test_retry_after(said: str, seconds: int, store: StoreServer, checkpoint: Path) -> None:
+    upload(checkpoint, store, "llama")
+    said = formatdate(time.time() + 60, usegmt=True) if said == "later" else said
+    store.always = status(503, **({"Retry_After": said} if said else {}))
+    assert abs(_retry_after(f"{store.url}/bucket/llama/model-00001-of-00002.safetensors") - seconds) < 5
+    store.always = None
+    assert _retry_after(f"{store.url}/bucket/llama/model-00001-of-00002.safetensors") == 0
+    assert _retry_after("http://127.0.0.1:9/nobody") == 0
 
 
 @pytest.mark.parametrize(

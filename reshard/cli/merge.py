@@ -56,11 +56,17 @@ def merge_command(
     import_numpy()
     from reshard.api import merge
     from reshard.cli.progress import Progress
+    from reshard.engine.apart import prepared
     from reshard.engine.jobs import Options
 
     access = access_of(revision, token, cache_dir, plan_file, config_folder, quiet=quiet or as_json, download=download)
     started = time.monotonic()
-    with interruptible(dry_run), Progress("merge", how="none" if quiet or as_json else progress) as shown:
+    far = any("://" in str(place) for place in (shards, out)) or not Path(shards).exists()
+    with (
+        prepared(wanted=far and not dry_run),
+        interruptible(dry_run),
+        Progress("merge", how="none" if quiet or as_json else progress) as shown,
+    ):
         summary = merge(
             shards, out, access=access, options=Options(workers=workers, checksum=not no_checksum, fsync=fsync),
             max_shard_size=max_shard_size, overwrite=overwrite, dry_run=dry_run, part=part,

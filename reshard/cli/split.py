@@ -100,6 +100,7 @@ def split_command(
     import_numpy()
     from reshard.api import split
     from reshard.cli.progress import Progress
+    from reshard.engine.apart import prepared
     from reshard.engine.jobs import Options
     from reshard.launcher import share_of_launcher
 
@@ -107,7 +108,12 @@ def split_command(
     access = access_of(revision, token, cache_dir, plan_file, config_folder, quiet=quiet or as_json, download=download)
     padding = padding_of(pad_vocab_to, no_pad_vocab)
     started = time.monotonic()
-    with interruptible(dry_run), Progress("split", how="none" if quiet or as_json else progress) as shown:
+    far = any("://" in str(place) for place in (source, out)) or not Path(source).exists()
+    with (
+        prepared(wanted=far and not dry_run),
+        interruptible(dry_run),
+        Progress("split", how="none" if quiet or as_json else progress) as shown,
+    ):
         summary = split(
             source, out, **degrees.arguments, uneven=uneven, ranks=wanted, access=access, padding=padding,
             options=Options(workers=workers, checksum=not no_checksum, fsync=fsync),

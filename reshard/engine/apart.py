@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from reshard.storage.retries import Traffic
 from reshard.system import stop_with_parent
 
 _START = (
-    "import sys; sys.path[:] = {path!r}; from reshard.engine.apart import serve; serve({parent}, {requests}, {reports})"
+    "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); sys.path[:] = {path!r}; "
+    "from reshard.engine.apart import serve; serve({parent}, {requests}, {reports})"
 )
 
 
@@ -84,7 +85,7 @@ def move_apart(
         for number, wanted, total in read:
             sums.of[files[number]][wanted] = total
 
-    with _Process() as process:
+    with _ready.pop() if _ready else _Process() as process:
         process.send((jobs, sums, targets, options))
         while not isinstance(report := process.receive(), _Done):
             if isinstance(report, BaseException):
@@ -102,7 +103,7 @@ def move_apart(
 class _Process:
     """A fresh Python process that serves one request. A context manager: leaving it ends the process."""
 
-    def __enter__(self) -> _Process:
+    def __init__(self) -> None:
         requests, self._requests = os.pipe()
         self._reports, reports = os.pipe()
         start = _START.format(path=sys.path, parent=os.getpid(), requests=requests, reports=reports)
@@ -115,6 +116,8 @@ class _Process:
             os.close(requests)
             os.close(reports)
         self._input = os.fdopen(self._reports, "rb")
+
+    def __enter__(self) -> _Process:
         return self
 
     def send(self, request: Any) -> None:
@@ -133,6 +136,12 @@ class _Process:
             status = self._child.wait()
             raise CheckpointError(f"the process that moves the bytes ended with status {status}") from None
 
+    def end(self) -> None:
+        """End a process that has served nothing."""
+        self._child.kill()
+        os.close(self._requests)
+        self.__exit__(None)
+
     def __exit__(self, *exception: object) -> None:
         self._input.close()
         if exception[0] is not None:
@@ -140,15 +149,33 @@ class _Process:
         self._child.wait()
 
 
+_ready: list[_Process] = []
+"""A process that was started before it is needed."""
+
+
+@contextlib.contextmanager
+def prepared(*, wanted: bool) -> Iterator[None]:
+    """A block in which ``move_apart`` finds its process started, where that is ``wanted``: it imports meanwhile."""
+    if wanted:
+        _ready.append(_Process())
+    try:
+        yield
+    finally:
+        while _ready:
+            _ready.pop().end()
+
+
 def serve(parent: int, requests: int, reports: int) -> None:
     """Run in the fresh process: read the request from one pipe, move, send reports into the other."""
     from reshard.engine.move import move
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which stops this one
-    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGTERM, _stop)  # Ctrl-C is ignored: it reaches the parent too, which stops this one
     stop_with_parent(parent)
     with os.fdopen(requests, "rb") as pipe:
-        jobs, sums, targets, options = pickle.load(pipe)
+        try:
+            jobs, sums, targets, options = pickle.load(pipe)
+        except EOFError:  # the parent has ended
+            return
     numbers = {file: number for number, file in enumerate(sums.of)}
     with os.fdopen(reports, "wb") as output:
 

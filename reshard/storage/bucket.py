@@ -40,8 +40,11 @@ _REQUESTS = 16
 _NAME = re.compile(r"(?!\.)(?:[^/\0]+/)?(?!\.)[^/\0]+")
 """Weights and side files lie at most one folder deep; no name leads out of the folder."""
 _FILES = (".safetensors", ".json", ".model", ".txt", ".jinja", ".py")
-_WITH_CODE = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
-"""What may name the modules of custom code."""
+_NAMING = {
+    "model.safetensors.index.json", "reshard.json", "config.json", "tokenizer_config.json", "processor_config.json",
+    "preprocessor_config.json",
+}  # fmt: skip
+"""What names other files: weights, shards, the modules of custom code."""
 
 
 def is_url(source: str) -> bool:
@@ -144,13 +147,16 @@ def _by_name(store: ObjectStore, name: str) -> Mapping[str, _Entry]:
     from obstore import get
 
     found = _heads(store, _LISTED_BY_NAME, name)
-    for index in {"model.safetensors.index.json", "reshard.json", *_WITH_CODE} & found.keys():
+
+    def names_in(file: str) -> set[str]:
         try:
-            document = json.loads(bytes(get(store, index).bytes()))
+            return _named(json.loads(bytes(get(store, file).bytes())))
         except Exception as error:
-            raise explain(error, f"{name}/{index}") from None
-        found = {**found, **_heads(store, _named(document) - found.keys(), name)}
-    return found
+            raise explain(error, f"{name}/{file}") from None
+
+    with Threads(len(_NAMING)) as threads:
+        named = set[str]().union(*threads.map(names_in, sorted(_NAMING & found.keys())))
+    return {**found, **_heads(store, named - found.keys(), name)}
 
 
 def _named(document: object) -> set[str]:

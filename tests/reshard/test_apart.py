@@ -112,3 +112,17 @@ def _serving(source: Path) -> list[str]:
         with contextlib.suppress(OSError):
             links.append(str(link.readlink()))
     return [link for link in links if str(source.parent) in link]
+
+
+def test_a_process_that_was_started_before_is_taken_and_one_that_is_not_needed_ends(tmp_path, threaded):
+    source = write_checkpoint(tmp_path / "source", files=3)
+    with apart.prepared(wanted=True):
+        (process,) = apart._ready
+        split(source, tmp_path / "out", 4, options=FOUR)
+        assert apart._ready == [] and process._child.returncode == 0
+    with pytest.raises(CheckpointError), apart.prepared(wanted=True):
+        (process,) = apart._ready
+        split(tmp_path / "nothing", tmp_path / "other", 4)
+    assert apart._ready == [] and process._child.returncode is not None
+    with apart.prepared(wanted=False):
+        assert apart._ready == []

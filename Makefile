@@ -45,6 +45,7 @@ mutants: .venv/ready
 ENGINES ?= .engines
 engines: .venv/ready $(ENGINES)/vllm/ready
 	$(BIN)/python -m benchmarks.engines $(ENGINES)/vllm.jsonl --python $(ENGINES)/vllm/bin/python --faults
+	$(BIN)/python -m benchmarks.launchers
 
 $(ENGINES)/vllm/ready: benchmarks/engines-vllm.txt
 	$(PYTHON) -m venv $(ENGINES)/vllm

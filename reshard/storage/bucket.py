@@ -16,7 +16,7 @@ from formats.files.foreign import is_usable, refuse_foreign
 from reshard.storage.fetched import Fetched, Weights
 from reshard.storage.names import needed_to_plan, side_files, weight_files
 from reshard.storage.output import STATE, not_begun
-from reshard.storage.remote import StoredFile, explain, open_store, without_query
+from reshard.storage.remote import StoredFile, etag_of, explain, open_store, without_query
 from reshard.storage.stand_in import Elsewhere, stand_in
 from reshard.storage.threads import Threads
 from reshard.system import disk_errors
@@ -200,8 +200,7 @@ def _heads(store: ObjectStore, names: Iterable[str], name: str) -> dict[str, _En
 
 
 def _entry(meta: Mapping[str, object]) -> _Entry:
-    etag = meta.get("e_tag")
-    return _Entry(int(str(meta["size"])), str(etag) if etag else None, str(meta["last_modified"]))
+    return _Entry(int(str(meta["size"])), etag_of(meta) or None, str(meta["last_modified"]))
 
 
 def _copy(store: ObjectStore, names: Iterable[str], folder: Path, name: str) -> None:

@@ -10,7 +10,7 @@ import os
 import re
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -227,7 +227,7 @@ def _read(
 
     def request() -> tuple[Any, str | None]:
         answer = get(store, key, options=options)
-        return answer.bytes(), answer.meta.get("e_tag")
+        return answer.bytes(), etag_of(answer.meta)
 
     try:
         found, there = patiently(request, url)
@@ -238,6 +238,12 @@ def _read(
     if len(found) != stop - start:
         raise CheckpointError(f"{address}: {len(found)} bytes came where {stop - start} were asked for")
     return memoryview(found)
+
+
+def etag_of(meta: Mapping[str, Any]) -> str | None:
+    """The etag of an object as HTTP has it, in quotes: Azure's lists leave them out."""
+    etag = meta.get("e_tag")
+    return etag if not etag or etag.endswith('"') else f'"{etag}"'
 
 
 def _signed(store: ObjectStore, file: StoredFile) -> str | None:

@@ -27,7 +27,7 @@ from formats.files.sharded import MANIFEST
 from formats.files.stamps import Stamp
 from reshard.storage.bucket import JOURNAL, UNFINISHED, is_url
 from reshard.storage.output import STATE, Dealt, Finished, PublishedError, Read, Staging, remove_tree
-from reshard.storage.remote import explain, open_store, without_query
+from reshard.storage.remote import etag_of, explain, open_store, without_query
 from reshard.storage.threads import Threads
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Bucket:
         from obstore import list as listing
 
         try:
-            return {meta["path"]: meta.get("e_tag") for metas in listing(self._store) for meta in metas}
+            return {meta["path"]: etag_of(meta) for metas in listing(self._store) for meta in metas}
         except Exception as error:
             raise explain(error, self.name) from None
 
@@ -105,7 +105,7 @@ class Bucket:
         size = content.stat().st_size if isinstance(content, Path) else len(content)
         if meta["size"] != size:
             raise CheckpointError(f"{self.name}/{key} has {meta['size']:,} bytes after {size:,} were written")
-        return meta.get("e_tag")
+        return etag_of(meta)
 
     def delete(self, key: str) -> None:
         """Remove an object, if it is there. Raises CheckpointError."""

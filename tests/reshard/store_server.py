@@ -47,6 +47,8 @@ class StoreServer:
         self.always: Callable[[Any], bool] | None = None
         self.denied = False
         self.requester_pays = False
+        self.lists_bare_etags = False
+        """As Azure does: its lists have etags without quotes, its answers have them with."""
         self.parts: dict[str, dict[int, bytes]] = {}
         handler = type("Handler", (_Handler,), {"store": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -154,10 +156,13 @@ class _Handler(BaseHTTPRequestHandler):
         files = sorted(p for p in root.rglob("*") if p.is_file() and p.relative_to(root).as_posix().startswith(prefix))
         found = "".join(
             f"<Contents><Key>{escape(p.relative_to(root).as_posix())}</Key><Size>{p.stat().st_size}</Size>"
-            f"<LastModified>2026-01-01T00:00:00.000Z</LastModified><ETag>{escape(etag(p))}</ETag></Contents>"
+            f"<LastModified>2026-01-01T00:00:00.000Z</LastModified><ETag>{escape(self.listed(p))}</ETag></Contents>"
             for p in files
         )
         self.reply(200, {}, f"<ListBucketResult><IsTruncated>false</IsTruncated>{found}</ListBucketResult>".encode())
+
+    def listed(self, path: Path) -> str:
+        return etag(path).strip('"') if self.store.lists_bare_etags else etag(path)
 
     def send_object(self, path: Path) -> None:
         if not path.is_file():

@@ -279,10 +279,11 @@ def test_a_bucket_needs_the_disk_for_a_few_files(
     assert not [path for path in (tmp_path / "cache").rglob("*.safetensors") if "uploads" in str(path)]
 
 
-@pytest.mark.parametrize("how", ["--rank", "--part"])
+@pytest.mark.parametrize(("how", "bare"), [("--rank", False), ("--part", False), ("--part", True)])
 def test_processes_share_a_place_in_a_bucket(
-    how: str, store: StoreServer, run: Run, checkpoint: Path, tmp_path: Path
+    how: str, bare: bool, store: StoreServer, run: Run, checkpoint: Path, tmp_path: Path
 ) -> None:
+    store.lists_bare_etags = bare
     url, line = "s3://bucket/shards", ("--tp", "2", "--max-shard-size", "2MB")
     assert command("split", checkpoint, tmp_path / "local", *line).returncode == 0
 
@@ -300,6 +301,7 @@ def test_processes_share_a_place_in_a_bucket(
     before = {path: path.stat().st_mtime_ns for path in (store.root / "shards").rglob("*")}
     late = process(1)
     assert late.returncode == 0 and "is left to write for this process" in late.stdout, late.stdout + late.stderr
+    assert run("merge", url, tmp_path / "merged").returncode == 0
     assert before == {path: path.stat().st_mtime_ns for path in (store.root / "shards").rglob("*")}
 
 

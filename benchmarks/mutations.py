@@ -107,6 +107,8 @@ MUTATIONS = (
     Mutation("reshard", "local = plan.rank_sizes(rank, sizes.of(indices))", "local = sizes.of(indices)", ZOO),
     Mutation("reshard", "both if kind.template in tied else frozenset({stage})", "frozenset({stage})", ZOO),
     # processes: killed, of an engine, of another launcher, on a terminal
+    Mutation("reshard", "if self.writes(name):\n                self.finished[name] = finished",
+             "if False: pass", KILLS),
     Mutation("reshard", "yield not any(self._at_work())", "yield True", PARTS),
     Mutation("reshard", "shutil.disk_usage(self.work).free // 2)", "1 << 60) + (1 << 60)", BUCKETS),
     Mutation("verify", "dist.all_gather_object(results, fn(*args))", "results[rank] = fn(*args)", LAUNCHES),

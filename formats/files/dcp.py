@@ -22,7 +22,7 @@ from typing import IO, NamedTuple
 from formats.documents import is_inside
 from formats.errors import CheckpointError
 from formats.files.boxes import At, check_tiling
-from formats.files.pickles import LARGEST_PICKLE, Global, Inert, Names, kind_of, read_pickle, write_pickle
+from formats.files.pickles import LARGEST_PICKLE, Global, Inert, Names, kind_of, read_pickle, shown, write_pickle
 from formats.files.safetensors import TensorInfo, read_header
 from formats.files.torch_bin import open_archive, place_of
 from formats.files.torch_pickles import DTYPES, TENSORS, Tensor, are_sizes, empty_dict, size_of
@@ -163,9 +163,8 @@ class _Metadata:
             raise self._wrong(f"holds a {kind_of(root)}, not the metadata of a distributed checkpoint")
         version = root.get("version")
         if version not in (None, VERSION):
-            shown = f"{version!r:.40}" if isinstance(version, str) else kind_of(version)
             raise CheckpointError(
-                f"{path} is of version {shown} of torch's distributed checkpoints, version {VERSION!r} is read",
+                f"{path} is of version {shown(version)} of torch's distributed checkpoints, version {VERSION!r} is read",
                 "load it with the torch that wrote it, and save it again",
             )
         self._root = root
@@ -238,7 +237,7 @@ class _Metadata:
         if not isinstance(found, (list, tuple)) or len(found) < 2 or not isinstance(found[0], Global):
             raise self._wrong(f"tensor '{name}' has no dtype")
         if found[1] != "torch.strided":
-            raise self._wrong(f"tensor '{name}' is not stored row by row ({found[1]!r:.40})")
+            raise self._wrong(f"tensor '{name}' is not stored row by row ({shown(found[1])})")
         dtype = DTYPES.get(found[0].path)
         if dtype is None:
             raise self._wrong(f"tensor '{name}' is {found[0].path}, which is not read here")
@@ -260,7 +259,7 @@ class _Metadata:
     def _entries(self, path: str) -> Iterator[tuple[str, Inert]]:
         for name, found in self._named.items():
             if not isinstance(name, str) or not isinstance(found, Inert) or found.path not in (_TENSOR, _BYTES):
-                raise self._wrong(f"its entry for {name!r:.100} is a {kind_of(found)}")
+                raise self._wrong(f"its entry for {shown(name)} is a {kind_of(found)}")
             if found.path == path:
                 yield name, found
 

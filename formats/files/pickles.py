@@ -113,6 +113,11 @@ def kind_of(value: object) -> str:
     return value.path if isinstance(value, (Global, Inert)) else type(value).__name__.strip("_").lower()
 
 
+def shown(value: object) -> str:
+    """A text in quotes, at most 100 characters of it; of anything else, what it is."""
+    return repr(value[:100]) if isinstance(value, str) else f"a {kind_of(value)}"
+
+
 class _Machine:
     """The state of the machine: the pickle, the place in it, the stack, its marks, and the memo."""
 

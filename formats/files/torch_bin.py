@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from formats.errors import CheckpointError
-from formats.files.pickles import LARGEST_PICKLE, Names, kind_of, read_pickle
+from formats.files.pickles import LARGEST_PICKLE, Names, kind_of, read_pickle, shown
 from formats.files.safetensors import TensorInfo
 from formats.files.torch_pickles import TENSORS, Storage, Tensor
 from formats.files.zips import Entry, data_offset, read_directory
@@ -190,7 +190,7 @@ def _state_dict(path: Path, state: object) -> dict[str, Tensor]:
             found[name] = value
         elif _holds_tensor(value):
             raise CheckpointError(
-                f"{path}: entry {name!r:.100} is a {kind_of(value)} with tensors; a state dict maps names to tensors",
+                f"{path}: entry {shown(name)} is a {kind_of(value)} with tensors; a state dict maps names to tensors",
                 "save the state dict alone",
             )
     return found

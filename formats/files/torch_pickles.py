@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from formats.documents import LARGEST
-from formats.files.pickles import Global, Names, RefusedError, kind_of
+from formats.files.pickles import Global, Names, RefusedError, kind_of, shown
 from formats.files.safetensors import DTYPE_BITS, MAX_DIMS
 
 DTYPES: Mapping[str, str] = {
@@ -89,7 +89,7 @@ def _load(persistent: Any) -> Storage:
         raise ValueError("a storage should be described by five values")
     kind, storage, key, _, numel = persistent
     if kind != "storage" or not isinstance(storage, Global) or storage.path not in STORAGES:
-        raise RefusedError(f"a persistent {kind!r:.40}" if isinstance(kind, str) else f"a persistent {kind_of(kind)}")
+        raise RefusedError(f"a persistent {shown(kind)}")
     if not isinstance(key, str) or not are_sizes((numel,)):
         raise ValueError("a storage should have a name and a size")
     return Storage(key, STORAGES[storage.path], numel)

@@ -188,7 +188,7 @@ def left_behind(files: Sequence[ProgramFile]) -> list[str]:
         step = others.get("iteration")
         first = first or (file.path, step)
         if step != first[1]:
-            raise MismatchError(f"{file.path} is of iteration {step}, {first[0]} of iteration {first[1]}")
+            raise MismatchError(f"{file.path} is of iteration {brief(step)}, {first[0]} of iteration {brief(first[1])}")
         found |= dict.fromkeys(name for name, value in others.items() if isinstance(value, str))
     return [*found]
 

@@ -217,6 +217,10 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
         lambda m: setattr(m.state_dict_metadata["x"].properties, "dtype", torch.int32),
         "a chunk of tensor 'x' is F32 [2], .metadata says I32 [2]",
     ),
+    "a number too long to be shown": (
+        lambda m: m.state_dict_metadata.__setitem__(10**5000, 3),
+        "its entry for a int is a int",
+    ),
     "compressed": (
         lambda m: setattr(_entry(m), "transform_descriptors", ["zstd"]),
         "the data of 'w' went through an extension of torch's",
@@ -250,6 +254,17 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
 def test_metadata_that_lies(tmp_path: Path, change: str) -> None:
     how, said = CHANGES[change]
     assert said in changed(small(tmp_path), how)
+
+
+def test_what_is_nested_too_deeply_to_be_shown(tmp_path: Path) -> None:
+    """A list in 5000 lists in the place of a layout, which is the name behind the only call of this function."""
+    folder = small(tmp_path)
+    content, name = (folder / METADATA).read_bytes(), b"torch.strided"
+    assert content.count(name) == 1
+    begin = content.index(b"X\r\0\0\0" + name) if b"X\r\0\0\0" + name in content else content.index(b"\x8c\r" + name)
+    end = content.index(name) + len(name)
+    (folder / METADATA).write_bytes(content[:begin] + b"]" * 5000 + b"a" * 4999 + content[end:])
+    assert "is not stored row by row (a list)" in refusal(folder)
 
 
 def test_a_missing_file(tmp_path: Path) -> None:

@@ -126,10 +126,11 @@ class EngineReport:
         """The answer in a sentence."""
         what = "the same" if self.is_same else "something else"
         is_own = self.runner == self.engine
+        as_from = f"{'as' if self.is_same else 'than'} {'' if is_own else f'{self.runner} '}from the original"
         noise = "its own noise" if is_own else f"the noise of {self.runner}"
         return (
-            f"{self.engine} computes {what} from the shards as {'' if is_own else f'{self.runner} '}from the original: "
-            f"the error is {self.ratio:.3g} times {noise} (the limit is {FACTOR:g})."
+            f"{self.engine} computes {what} from the shards {as_from}: the error is {self.ratio:.3g} times {noise} "
+            f"(the limit is {FACTOR:g})."
         )
 
     def __str__(self) -> str:

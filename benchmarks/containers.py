@@ -1,0 +1,156 @@
+"""Distributed checkpoints against copying the files, against torch's and Megatron-Core's own ways, in one run.
+
+    python -m benchmarks.containers [--gigabytes 2] [--rounds 3] [--folder DIR] [--megatron-python PATH]
+
+Writes a Llama of random bytes. Splits it into reshard's own layout, torch's distributed checkpoint and Megatron-Core's,
+merges these, and has torch and, with the python of an environment that has it, Megatron-Core do the same: ``dcp.save``
+and ``dist_checkpointing.save`` of the tensors in memory, ``dcp.load`` and a save of the tensors. Each is timed in turn
+with ``cp -r``, the order reversed in each round; the first round is not counted. Prints medians, the ratio to ``cp -r``
+of what is read, the range of the ratios in single rounds, and the peak memory of a further run. The import of torch is
+counted, as a user waits for it; the seconds in brackets are those of torch's call alone, without reading the source.
+``--no-checksum`` still has the CRC-32s of the archives, which are the difference between the own layout and the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.checkpoints import write_llama
+from benchmarks.speed import peak_memory, run
+
+_LOAD = """
+import sys, time, warnings
+warnings.simplefilter("ignore")
+from pathlib import Path
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+folder, out = sys.argv[1:]
+def tensors():
+    return {name: each for file in sorted(Path(folder).glob("*.safetensors")) for name, each in load_file(file).items()}
+"""
+DCP_SAVE = f"""{_LOAD}
+state = tensors()
+begin = time.perf_counter()
+dcp.save(state, checkpoint_id=out, no_dist=True)
+print(time.perf_counter() - begin)
+"""
+DCP_LOAD = f"""{_LOAD}
+metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+state = {{name: torch.empty(each.size, dtype=each.properties.dtype) for name, each in metadata.items()}}
+begin = time.perf_counter()
+dcp.load(state, checkpoint_id=folder, no_dist=True)
+print(time.perf_counter() - begin)
+Path(out).mkdir()
+save_file(state, Path(out) / "model.safetensors")
+"""
+MEGATRON_SAVE = f"""{_LOAD}
+import logging, os
+logging.disable(logging.WARNING)
+os.environ |= {{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533", "RANK": "0", "WORLD_SIZE": "1"}}
+torch.distributed.init_process_group("gloo")
+torch.cuda.synchronize = lambda *_: None
+torch.cuda.current_device = lambda: torch.device("cpu")
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing import ShardedTensor
+parallel_state.initialize_model_parallel()
+state = {{name: ShardedTensor.from_rank_offsets(name, each) for name, each in tensors().items()}}
+Path(out).mkdir()
+begin = time.perf_counter()
+dist_checkpointing.save(state, out)
+print(time.perf_counter() - begin)
+"""
+
+
+@dataclass
+class Way:
+    """A command that reads a folder and writes ``out``, and its seconds: of the whole, of a part, and of ``cp -r``."""
+
+    name: str
+    source: Path
+    command: list[str]
+    seconds: list[float] = field(default_factory=list)
+    inside: list[float] = field(default_factory=list)
+    copies: list[float] = field(default_factory=list)
+
+    def time(self, out: Path) -> None:
+        """Run it once."""
+        begin = time.perf_counter()
+        done = subprocess.run(self.command, capture_output=True, text=True, check=False)
+        self.seconds.append(time.perf_counter() - begin)
+        if done.returncode:
+            sys.exit(f"{self.name}: {done.stderr[-2000:]}")
+        if "-c" in self.command:
+            self.inside.append(float(done.stdout.split()[-1]))
+        shutil.rmtree(out)
+
+    def copy(self, out: Path) -> None:
+        """Copy what it reads."""
+        self.copies.append(run(["cp", "-r", str(self.source), str(out)]))
+        shutil.rmtree(out)
+
+    def shown(self, peak: int) -> str:
+        """What was measured, without the first round."""
+        seconds, copies = self.seconds[1:], self.copies[1:]
+        mine, base = statistics.median(seconds), statistics.median(copies)
+        ratios = sorted(a / b for a, b in zip(seconds, copies, strict=True))
+        inside = f"({statistics.median(self.inside[1:]):.2f} s)" if self.inside else ""
+        return (
+            f"{self.name:32} {mine:6.2f} s {inside:9}  cp -r {base:5.2f} s   ratio {mine / base:5.2f}   (per round "
+            f"{ratios[0]:.2f} to {ratios[-1]:.2f})   peak {peak / 1e6:5.0f} MB"
+        )
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=2.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "reshard-benchmark")
+    parser.add_argument("--megatron-python", help="the python of an environment with Megatron-Core")
+    arguments = parser.parse_args()
+    folder: Path = arguments.folder
+    source, out = write_llama(folder / f"llama-{arguments.gigabytes:g}gb", arguments.gigabytes), folder / "out"
+    shutil.rmtree(out, ignore_errors=True)
+    reshard = [sys.executable, "-m", "reshard"]
+    forms = {"dcp": ["--as", "dcp"], "megatron": ["--as", "megatron"]}
+    shards = {name: folder / name for name in forms}
+    ways = [Way("split --tp 4", source, [*reshard, "split", str(source), str(out), "--tp", "4"])]
+    for name, form in forms.items():
+        shutil.rmtree(shards[name], ignore_errors=True)
+        run([*reshard, "split", str(source), str(shards[name]), *form])
+        (shards[name] / "reshard.json").unlink()  # as another program writes it
+        split = [*reshard, "split", str(source), str(out), *form]
+        ways.append(Way(f"split --as {name}", source, split))
+        ways.append(Way(f"split --as {name} --no-checksum", source, [*split, "--no-checksum"]))
+        ways.append(Way(f"merge of {name}", shards[name], [*reshard, "merge", str(shards[name]), str(out)]))
+
+    def script(name: str, read: Path, python: str, code: str) -> Way:
+        return Way(name, read, [python, "-c", code, str(read), str(out)])
+
+    ways.append(script("torch's dcp.save", source, sys.executable, DCP_SAVE))
+    ways.append(script("torch's dcp.load, save_file", shards["dcp"], sys.executable, DCP_LOAD))
+    if arguments.megatron_python:
+        ways.append(script("Megatron-Core's save", source, arguments.megatron_python, MEGATRON_SAVE))
+    for number in range(arguments.rounds + 1):
+        for way in ways:
+            for step in (way.copy, way.time) if number % 2 else (way.time, way.copy):
+                step(out)
+    for way in ways:
+        peak = peak_memory(way.command)
+        shutil.rmtree(out)
+        print(way.shown(peak), flush=True)
+    for made in shards.values():
+        shutil.rmtree(made)
+
+
+if __name__ == "__main__":
+    main()

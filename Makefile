@@ -41,9 +41,12 @@ zoo: .venv/ready
 mutants: .venv/ready
 	$(BIN)/python -m benchmarks.mutations
 
-# shards in the engines that load them, in environments of their own (4 GB): hours
+# shards in the programs that load them, in environments of their own (5 GB): hours
 ENGINES ?= .engines
-engines: .venv/ready $(ENGINES)/vllm/ready
+engines: .venv/ready $(ENGINES)/vllm/ready $(ENGINES)/megatron/ready
+	$(BIN)/python -m benchmarks.load_dcp
+	$(BIN)/python -m benchmarks.engines $(ENGINES)/megatron.jsonl --engine megatron \
+		--python $(ENGINES)/megatron/bin/python --faults
 	$(BIN)/python -m benchmarks.engines $(ENGINES)/vllm.jsonl --python $(ENGINES)/vllm/bin/python --faults
 	$(BIN)/python -m benchmarks.launchers
 
@@ -51,6 +54,12 @@ $(ENGINES)/vllm/ready: benchmarks/engines-vllm.txt
 	$(PYTHON) -m venv $(ENGINES)/vllm
 	$(ENGINES)/vllm/bin/pip install --quiet torch==2.13.0
 	$(ENGINES)/vllm/bin/pip install --quiet --no-deps --requirement $<
+	touch $@
+
+$(ENGINES)/megatron/ready: benchmarks/engines-megatron.txt
+	$(PYTHON) -m venv $(ENGINES)/megatron
+	$(ENGINES)/megatron/bin/pip install --quiet torch==2.13.0
+	$(ENGINES)/megatron/bin/pip install --quiet --no-deps --requirement $<
 	touch $@
 
 bench: .venv/ready

@@ -164,7 +164,7 @@ class _Metadata:
         version = root.get("version")
         if version not in (None, VERSION):
             raise CheckpointError(
-                f"{path} is of version {shown(version)} of torch's distributed checkpoints, version {VERSION!r} is read",
+                f"{path} is of version {shown(version)} of torch's distributed checkpoints, {VERSION!r} is read",
                 "load it with the torch that wrote it, and save it again",
             )
         self._root = root

@@ -14,12 +14,14 @@ from formats.mesh import RANK_FOLDER
 # (tokenizers, chat templates, licences, custom code), and their names cannot be listed in advance.
 # fmt: off
 _NOT_SIDE_FILES = (
-    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".ggml",
+    ".safetensors", ".distcp", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".ggml",
     ".tflite", ".ot", ".mlmodel", ".nemo", ".engine", ".pkl", ".pickle", ".npy", ".npz", ".parquet", ".arrow",
     ".zip", ".tar", ".gz", ".tgz", ".zst", ".7z", ".png", ".jpg", ".jpeg", ".gif", ".webp", ".svg", ".bmp", ".mp4",
     ".mov", ".webm", ".wav", ".mp3", ".flac", ".pdf",
 )
 # fmt: on
+_DISTRIBUTED = ".metadata"
+"""What says which bytes of ``.distcp`` files hold which tensor."""
 
 
 def side_files(listing: Iterable[str]) -> list[str]:
@@ -35,7 +37,8 @@ def side_files(listing: Iterable[str]) -> list[str]:
 
 
 def weight_files(listing: Iterable[str], folder: Path) -> list[str]:
-    """The weight files of a repository: safetensors if there are any, else ``.bin``, else Meta's ``.pth``.
+    """The weight files of a repository: safetensors if there are any, else ``.bin``, else Meta's ``.pth``; of a
+    distributed checkpoint of torch's, ``.distcp``.
 
     If there is an index, only the files that it names. ``folder`` has the side files. Copies of the weights under other
     names (``consolidated.safetensors``, a variant of another dtype) are left out. An unreadable index is ignored here:
@@ -45,7 +48,9 @@ def weight_files(listing: Iterable[str], folder: Path) -> list[str]:
     indices = _indices(listing)
     tensors = [name for name in listing if name.endswith(".safetensors")]
     if _is_split(listing):
-        return sorted(tensors)
+        return sorted(name for name in listing if name.endswith((".safetensors", ".distcp", ".pt", ".pth")))
+    if _DISTRIBUTED in listing:
+        return sorted(name for name in listing if name.endswith(".distcp"))
     named = {file for index in indices for file in _named_by_index(folder / index)}
     whole = {"model.safetensors", "pytorch_model.bin"} & set(tensors or listing)
     if named or whole:
@@ -57,7 +62,7 @@ def weight_files(listing: Iterable[str], folder: Path) -> list[str]:
 def _belongs(name: str, listing: Iterable[str]) -> bool:
     """Whether a file is part of the checkpoint, not a copy for another program (``original/``, ``onnx/``)."""
     if name.startswith("."):
-        return False
+        return name == _DISTRIBUTED
     return "/" not in name or name.startswith("additional_chat_templates/") or _is_split(listing)
 
 
@@ -87,5 +92,5 @@ def _named_by_index(index: Path) -> set[str]:
 
 def needed_to_plan(side: Iterable[str], listing: Iterable[str]) -> list[str]:
     """Those of the side files that are needed to plan: all, for shards, whose manifest is compared with them."""
-    ends = ("config.json", ".index.json", "reshard.json")
+    ends = ("config.json", ".index.json", "reshard.json", _DISTRIBUTED)
     return [name for name in side if _is_split(listing) or name.endswith(ends)]

@@ -27,6 +27,7 @@ from reshard.storage.inspect import inspect
 from tests import store
 from tests.formats.test_dcp import Pieces, halves, save
 from tests.programs.oracles import ORACLES, checkpoint, module
+from tests.reshard.store_server import StoreServer
 from tests.support import command, contents, write_checkpoint
 from verify.forward.launch import run_ranks
 
@@ -458,3 +459,33 @@ def test_an_expert_is_looked_for_in_the_boxes_that_have_it_alone(
     monkeypatch.setattr(InBoxes, "_part", counted)
     merge(tmp_path / "out", tmp_path / "merged")
     assert len(asked) > 20 and all(asked)
+
+
+def test_it_is_read_from_a_bucket(tmp_path: Path) -> None:
+    """Without what reshard writes beside it, as a trainer uploads it; it is downloaded as a whole."""
+    original = store.checkpoint("llama")
+    (tmp_path / "bucket" / "run").mkdir(parents=True)
+    split(original, tmp_path / "bucket" / "run" / "step-5", 2, form="dcp")
+    for file in (tmp_path / "bucket" / "run" / "step-5").iterdir():
+        if file.suffix != ".distcp" and file.name != METADATA:
+            file.unlink()
+    with StoreServer(tmp_path / "bucket") as server:
+        done = command(
+            "merge", "s3://bucket/run/step-5", tmp_path / "merged", "--config", original, "--cache-dir", tmp_path / "cache",
+            **server.environment,
+        )  # fmt: skip
+    assert done.returncode == 0, done
+    assert raw(tmp_path / "merged") == raw(original)
+
+
+@pytest.mark.parametrize("form", ["dcp", "megatron", "megatron-legacy"])
+def test_what_is_written_is_read_from_a_bucket(form: str, tmp_path: Path) -> None:
+    original = store.checkpoint("llama")
+    (tmp_path / "bucket" / "run").mkdir(parents=True)
+    split(original, tmp_path / "bucket" / "run" / "out", 2, form=form)
+    with StoreServer(tmp_path / "bucket") as server:
+        done = command(
+            "merge", "s3://bucket/run/out", tmp_path / "merged", "--cache-dir", tmp_path / "cache", **server.environment
+        )
+    assert done.returncode == 0, done
+    assert contents(tmp_path / "merged") == contents(original)

@@ -23,7 +23,7 @@ from verify.engine.megatron_settings import megatron_settings
 
 RUNNER = (
     STAND_IN
-    + '''
+    + """
 import sys
 request = json.loads(Path(sys.argv[1]).read_text())
 with open("asked.jsonl", "a") as file:
@@ -32,7 +32,7 @@ engine = LLM(request["folder"], "sharded_state", request["dtype"], 2)
 steps = list(engine.generate([{"prompt_token_ids": prompt} for prompt in request["prompts"]], None))
 found = [[[step[token].logprob for token in sorted(step)] for step in each.prompt_logprobs[1:]] for each in steps]
 Path(request["out"]).write_text(json.dumps(found))
-'''
+"""
 )
 
 

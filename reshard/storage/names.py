@@ -14,8 +14,8 @@ from formats.mesh import RANK_FOLDER
 # (tokenizers, chat templates, licences, custom code), and their names cannot be listed in advance.
 # fmt: off
 _NOT_SIDE_FILES = (
-    ".safetensors", ".distcp", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".ggml",
-    ".tflite", ".ot", ".mlmodel", ".nemo", ".engine", ".pkl", ".pickle", ".npy", ".npz", ".parquet", ".arrow",
+    ".safetensors", ".distcp", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf",
+    ".ggml", ".tflite", ".ot", ".mlmodel", ".nemo", ".engine", ".pkl", ".pickle", ".npy", ".npz", ".parquet", ".arrow",
     ".zip", ".tar", ".gz", ".tgz", ".zst", ".7z", ".png", ".jpg", ".jpeg", ".gif", ".webp", ".svg", ".bmp", ".mp4",
     ".mov", ".webm", ".wav", ".mp3", ".flac", ".pdf",
 )

@@ -471,8 +471,8 @@ def test_it_is_read_from_a_bucket(tmp_path: Path) -> None:
             file.unlink()
     with StoreServer(tmp_path / "bucket") as server:
         done = command(
-            "merge", "s3://bucket/run/step-5", tmp_path / "merged", "--config", original, "--cache-dir", tmp_path / "cache",
-            **server.environment,
+            "merge", "s3://bucket/run/step-5", tmp_path / "merged", "--config", original,
+            "--cache-dir", tmp_path / "cache", **server.environment,
         )  # fmt: skip
     assert done.returncode == 0, done
     assert raw(tmp_path / "merged") == raw(original)

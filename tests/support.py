@@ -178,8 +178,10 @@ def assert_boxes_make_up_the_tensors(plan: Plan) -> None:
             continue
         held = np.zeros(layout.padded, int)
         for box in layout.boxes.values():
-            assert box.shape == np.zeros(layout.padded, bool)[_indices(box)].shape
-            held[_indices(box)] += 1
+            own = _indices(box)
+            assert math.prod(box.shape) == held[own].size
+            assert box.shape == held[own].shape or layout.stored != layout.full  # it is stored in one row
+            held[own] += 1
         assert held.min() >= 1, f"{plan.mesh}: no rank has some elements of '{layout.rule}'"
         assert layout.ranks % held.max() == 0 and held.sum() == sum(
             math.prod(box.shape) for box in layout.boxes.values()

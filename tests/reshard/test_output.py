@@ -86,7 +86,7 @@ def test_killed_at_random_moments(command, how, tmp_path):
     expected, out = contents(tmp_path / "reference"), tmp_path / "out"
     moments = random.Random(f"{command}{how}")
     killed = kept = 0
-    for attempt in range(6):
+    for attempt in range(4):
         process = start(command, source, out)
         await_files(process, out)
         if attempt % 2:  # at any moment, or else when a file has just been finished
@@ -114,7 +114,7 @@ def test_killed_at_random_moments(command, how, tmp_path):
                 kept += 1
                 assert (out / name).stat().st_mtime_ns == time_ns, "a finished file is not written again"
         shutil.rmtree(out)
-    assert killed >= 3 and (kept or command == "merge")
+    assert killed >= 2 and (kept or command == "merge")
 
 
 def test_ranks_written_alone_and_at_the_same_time_add_up(tmp_path):

@@ -29,7 +29,15 @@ from reshard.storage.source import Source
 from tests import zoo
 from tests.dequantize import METHODS
 from tests.reshard.test_quantized import CASES, PACKINGS, checkpoint, dequantize, parts
-from tests.support import LLAMA, change_tensor, contents, without_manifest, without_sums, write_checkpoint
+from tests.support import (
+    LLAMA,
+    assert_boxes_make_up_the_tensors,
+    change_tensor,
+    contents,
+    without_manifest,
+    without_sums,
+    write_checkpoint,
+)  # fmt: skip
 from verify.bytes.exact import compare, verify_exact
 
 FAST = Options(fsync=False)
@@ -76,7 +84,9 @@ def test_gpt_oss_goes_to_eight_ranks_in_whole_blocks(mxfp4, tmp_path):
 # experts by name are columns and rows, each of its own
 @pytest.mark.parametrize("name, packing", [case for case in CASES if case.values[1] != PACKINGS[2]])
 def test_uneven_shards_mean_their_part_of_the_model(name, packing, tmp_path):
-    """Of every method: 15 blocks are 8 + 7 and 7 x 2 + 1. Only what cuts no block may be even."""
+    """Of every method: 15 blocks are 8 + 7 and 7 x 2 + 1. Only what cuts no block may be even. The bytes at the most
+    ranks of separate projections, and at the fewest of what is packed or of experts.
+    """
     method = METHODS[name]
     source, ends, plain = checkpoint(tmp_path / "source", method, packing, blocks=15)
     input_first = packing == PACKINGS[3]
@@ -84,16 +94,19 @@ def test_uneven_shards_mean_their_part_of_the_model(name, packing, tmp_path):
     model = open_source(source).model
     degrees = [degree for degree in (2, 4, 8) if refusal(model, "tp", degree, uneven=True) is None]
     assert degrees == ([2, 4, 8] if packing != PACKINGS[1] or method.own_unit is None else degrees) and degrees
-    for degree in {degrees[0], degrees[-1]}:
-        split(source, tmp_path / f"tp{degree}", degree, uneven=True, options=FAST)
-        uneven = open_source(tmp_path / f"tp{degree}").plan.mesh.uneven
-        assert uneven or refusal(model, "tp", degree) is None
-        for rank, expected in enumerate(parts(plain, full, degree, uneven)):
-            found = dequantize(folder(tmp_path / f"tp{degree}", rank, degree), method, ends, input_first)
-            for weight, part in expected.items():
-                assert np.array_equal(found[weight], part), f"{weight} of rank {rank} of {degree}"
-        assert compare(open_source(source), open_source(tmp_path / f"tp{degree}")).verdict == "same"
-    merge(tmp_path / f"tp{degrees[-1]}", tmp_path / "merged", options=FAST)
+    for degree in degrees:
+        assert_boxes_make_up_the_tensors(plan(source, degree, uneven=True))
+    degree = degrees[-1] if packing == PACKINGS[0] else degrees[0]
+    split(source, tmp_path / "out", degree, uneven=True, options=FAST)
+    shards = open_source(tmp_path / "out")
+    uneven = shards.plan.mesh.uneven
+    assert uneven or refusal(model, "tp", degree) is None
+    for rank, expected in enumerate(parts(plain, full, degree, uneven)):
+        found = dequantize(folder(tmp_path / "out", rank, degree), method, ends, input_first)
+        for weight, part in expected.items():
+            assert np.array_equal(found[weight], part), f"{weight} of rank {rank} of {degree}"
+    assert compare(open_source(source), shards).verdict == "same"
+    merge(tmp_path / "out", tmp_path / "merged", options=FAST)
     assert contents(tmp_path / "merged") == contents(source)
 
 
@@ -151,26 +164,23 @@ ROUTES = {
 }
 
 
-@pytest.mark.parametrize("before", ["tp4", "tp8", "ep3-tp4", "ep3"])
-def test_from_any_mesh_to_any_mesh(before, tmp_path):
+@pytest.mark.parametrize(
+    ("method", "packing"), [("gpt-oss", PACKINGS[3]), ("packed-4", PACKINGS[2])], ids=["interleaved", "by-name"]
+)
+def test_from_any_mesh_to_any_mesh(method, packing, tmp_path):
     """Even and uneven ones; experts interleaved, and by name."""
-    for name, source in (
-        ("gpt_oss", checkpoint(tmp_path / "gpt_oss", METHODS["gpt-oss"], PACKINGS[3], blocks=22)[0]),
-        ("qwen3_moe", checkpoint(tmp_path / "qwen3_moe", METHODS["packed-4"], PACKINGS[2], blocks=22)[0]),
-    ):
-        first = tmp_path / f"{name}-{before}"
-        split(source, first, **ROUTES[before], options=FAST)
-        for after, arguments in ROUTES.items():
-            if after == before:
-                continue
-            direct, again = tmp_path / f"{name}-{after}", tmp_path / f"{name}-again-{after}"
-            split(source, direct, **arguments, options=FAST)
-            split(first, again, **arguments, options=FAST)
-            assert without_manifest(again) == without_manifest(direct), (name, after)
-        for rank in range(8):
-            loaded = load(first, 8, rank, uneven=True)
+    source, _, _ = checkpoint(tmp_path / "source", METHODS[method], packing, blocks=22)
+    for name, arguments in ROUTES.items():
+        split(source, tmp_path / name, **arguments, options=FAST)
+    for before in ("tp4", "tp8", "ep3-tp4", "ep3"):
+        for after in ROUTES.keys() - {before}:
+            again = tmp_path / f"{before}-to-{after}"
+            split(tmp_path / before, again, **ROUTES[after], options=FAST)
+            assert without_manifest(again) == without_manifest(tmp_path / after), (before, after)
+        for rank in (0, 7):
+            loaded = load(tmp_path / before, 8, rank, uneven=True)
             found = {n: tuple(tensor.shape) for n, tensor in loaded.items()}
-            assert found == shapes(tmp_path / f"{name}-tp8" if before != "tp8" else first, rank, 8)
+            assert found == shapes(tmp_path / "tp8", rank, 8)
 
 
 def test_experts_over_the_same_ranks_stay_whole(tmp_path):

@@ -51,6 +51,8 @@ KILLS = ("tests/reshard/test_output.py",)
 PARTS = ("tests/reshard/test_parts.py",)
 BUCKETS = ("tests/reshard/test_ranges.py",)
 LAUNCHES = ("tests/verify/test_launch.py",)
+GRADIENTS = ("tests/verify/test_forward.py::test_gradients_are_those_of_the_original",)
+UNEVEN = ("tests/reshard/test_uneven.py",)
 COMMANDS = ("tests/verify/test_cli.py",)
 
 MUTATIONS = (
@@ -68,6 +70,7 @@ MUTATIONS = (
              "place = place * holding.length + index", MOVES),
     Mutation("formats", "first = offset // WORD % WIDTH", "first = 0", SUMS),
     Mutation("formats", "self._columns[: last - WIDTH] += part.columns[WIDTH - first :]", "pass", SUMS),
+    Mutation("formats", "if last <= WIDTH:", "if True:", SUMS),
     # quantization
     Mutation("formats", 'else "groups" if settings.get("desc_act") else', "else", QUANTIZED),
     Mutation("formats", 'return f"stored lead out/{rows} in/{columns}"',
@@ -96,6 +99,11 @@ MUTATIONS = (
     Mutation("verify", "lambda _module, _args, out: self._part(out, dims, indices)",
              "lambda _module, _args, out: out", FORWARD),
     Mutation("verify", "{module for module, rule, _ in self.lines(model) if rule.alone}", "set()", FORWARD),
+    # KV heads that several ranks have, and parts that are not equal
+    Mutation("verify", 'full[torch.meshgrid(*indices, indexing="ij")] += grad.to(wide)',
+             'full[torch.meshgrid(*indices, indexing="ij")] = grad.to(wide)', GRADIENTS),
+    Mutation("formats", "-(-size // (self.unit * self.parts)) * self.unit",
+             "size // (self.unit * self.parts) * self.unit", UNEVEN),
     # the comparison
     Mutation("verify/forward", "return self.ratio <= FACTOR", "return not self.ratio > FACTOR", NOISE),
     Mutation("verify", "floor = FLOOR * torch.finfo(dtype).eps", "floor = 0.0", NOISE),

@@ -15,6 +15,7 @@ from benchmarks.zoo_forward import result, to_markdown
 from formats.errors import ReshardError
 from tests.verify.faults import FAULTS
 from tests.verify.test_exact import EXEMPT
+from tests.verify.test_forward import QUICK
 from verify.forward.compare import ForwardOptions, run_forwards
 from verify.forward.noise import FACTOR
 
@@ -31,7 +32,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_fault_is_seen_and_its_layer_named(model: str, root: Path) -> None:
     cases = damaged(root, model, 2, "float32", ALL)
     assert {case.fault for case in cases} & {*FAULTS} == {*FAULTS} - EXEMPT[model]
-    for found in check(cases):
+    for found in check(cases, QUICK):
         case = found.case
         assert found.refused is None, (case.fault, found.refused)
         assert found.is_named, (case.fault, case.place, found.named, found.ratio)
@@ -46,7 +47,7 @@ def test_what_16_bits_hide_is_seen_in_float32(root: Path) -> None:
         for case in damaged(root, model, 2, "bfloat16", ["lower_precision", "lowest_exponent_bit"])
     ]
     assert len(cases) == 6
-    for found in check(cases, ForwardOptions(dtype="float32")):
+    for found in check(cases, replace(QUICK, dtype="float32")):
         assert found.is_named and found.ratio > CLEAR, (found.case.model, found.case.fault, found.ratio)
 
 

@@ -18,8 +18,8 @@ ORACLES = Path(__file__).parents[1] / "oracles"
 
 @cache
 def module(oracle: str, name: str) -> ModuleType:
-    """A script of an oracle's folder, as a module: each folder has modules of the same names."""
-    folder = ORACLES / oracle
+    """A script of an oracle's folder, or of what several share, as a module: folders have modules of the same names."""
+    folder = next(path for path in (ORACLES / oracle, ORACLES) if (path / f"{name}.py").exists())
     before = {key: sys.modules.pop(key, None) for key in ("fixture", "make_checkpoint", "check", "torchfile")}
     path = sys.path[:]
     sys.path.insert(0, str(folder))
@@ -39,10 +39,11 @@ def module(oracle: str, name: str) -> ModuleType:
 
 def checkpoint(oracle: str, model: str) -> Path:
     """The Hugging Face checkpoint of a fixture, in which every element has a number of its own."""
-    script = module(oracle, "make_checkpoint")
+    script, own = module(oracle, "make_checkpoint"), ORACLES / oracle
+    which = [model] if (own / "make_checkpoint.py").exists() else [str(own), model]
 
     def make(path: Path) -> None:
-        with mock.patch.object(sys, "argv", [script.__file__, model, str(path)]), redirect_stdout(io.StringIO()):
+        with mock.patch.object(sys, "argv", [script.__file__, *which, str(path)]), redirect_stdout(io.StringIO()):
             script.main()
 
     return store.made(f"{oracle}-{model}", make)

@@ -15,7 +15,7 @@ from reshard.storage.opening import open_source
 from reshard.storage.source import KEPT
 from tests.programs.quantized import CASES, METHODS, MODELS, described, make, recorded, source_hash
 from tests.support import command, contents
-from tests.verify.program_faults import sign
+from tests.verify.faults import sign
 from verify.bytes.exact import verify_exact
 
 RECORDED = recorded()

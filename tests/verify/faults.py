@@ -31,9 +31,27 @@ LAYER = 1
 """The layer that most faults damage: neither the first nor the last."""
 
 
+def read(info: TensorInfo) -> Array:
+    """The elements of a tensor, as unsigned integers."""
+    with info.file.open("rb") as file:
+        file.seek(info.offset)
+        return np.frombuffer(file.read(info.nbytes), f"<u{DTYPE_BITS[info.dtype] // 8}").reshape(info.shape)
+
+
+def sign(folder: Path) -> None:
+    """Let the manifest, if there is one, have the checksums of the files as they are."""
+    path = folder / MANIFEST
+    if path.exists():
+        document = json.loads(path.read_text())
+        for rank in document["ranks"]:
+            for file in rank["files"]:
+                file["checksum"] = file_checksum(folder / file["name"])
+        path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+
+
 @dataclass
-class Shards:
-    """A split checkpoint to be damaged, and the full one that it should be. Tensors are arrays of unsigned integers."""
+class Damaged:
+    """Shards to be damaged, and the full checkpoint that they should be; the tensor and rank of what was."""
 
     folder: Path
     original: Source
@@ -42,6 +60,29 @@ class Shards:
     @cached_property
     def source(self) -> Source:
         return open_source(self.folder)
+
+    def local(self, name: str, rank: int) -> Array:
+        """A rank's tensor as it is now."""
+        return read(self.source.ranks[rank][name])
+
+    def write(self, name: str, rank: int, array: Array) -> None:
+        """Put other content in the place of a rank's tensor."""
+        info, before = self.source.ranks[rank][name], self.local(name, rank)
+        assert array.shape == before.shape and array.dtype == before.dtype, (name, array.shape, before.shape)
+        if array.tobytes() == before.tobytes():
+            return
+        with info.file.open("r+b") as file:
+            file.seek(info.offset)
+            file.write(array.tobytes())
+        self.damaged.add((name, rank))
+
+    def sign(self) -> None:
+        """Let the manifest have the checksums of the files as they are."""
+        sign(self.folder)
+
+
+class Shards(Damaged):
+    """A split checkpoint to be damaged: what the notation says of its tensors."""
 
     @property
     def degree(self) -> int:
@@ -72,32 +113,8 @@ class Shards:
 
     def full(self, name: str) -> Array:
         """The tensor as it should be, padded."""
-        layout, array = self.entry(name).layout, _read(self.original.ranks[0][name])
+        layout, array = self.entry(name).layout, read(self.original.ranks[0][name])
         return np.pad(array, [(0, p - n) for p, n in zip(layout.padded, layout.full, strict=True)])
-
-    def local(self, name: str, rank: int) -> Array:
-        """A rank's part of a tensor as it is now."""
-        return _read(self.source.ranks[rank][name])
-
-    def write(self, name: str, rank: int, array: Array) -> None:
-        """Put other content in the place of a rank's part."""
-        info, before = self.source.ranks[rank][name], self.local(name, rank)
-        assert array.shape == before.shape and array.dtype == before.dtype, (name, array.shape, before.shape)
-        if array.tobytes() == before.tobytes():
-            return
-        with info.file.open("r+b") as file:
-            file.seek(info.offset)
-            file.write(array.tobytes())
-        self.damaged.add((name, rank))
-
-    def sign(self) -> None:
-        """Let the manifest have the checksums of the files as they are."""
-        path = self.folder / MANIFEST
-        document = json.loads(path.read_text())
-        for rank in document["ranks"]:
-            for file in rank["files"]:
-                file["checksum"] = file_checksum(self.folder / file["name"])
-        path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
 
     # ------------------------------------------------------------------------------------- what the notation says
 
@@ -134,13 +151,6 @@ class Shards:
         """Reorder a dimension of a rank's part: along axes (in summands with these labels only), or whole summands."""
         order = _order(entry.layout.rule.dims[dim], self.sizes(entry.name, rank), axes or {}, labels, turned)
         self.write(entry.name, rank, self.local(entry.name, rank).take(order, dim))
-
-
-def _read(info: TensorInfo) -> Array:
-    with info.file.open("rb") as file:
-        file.seek(info.offset)
-        content = np.frombuffer(file.read(info.nbytes), f"u{DTYPE_BITS[info.dtype] // 8}")
-    return content.reshape(info.shape)
 
 
 def _labels(dim: Dim) -> frozenset[str]:

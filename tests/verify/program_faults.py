@@ -6,52 +6,23 @@ whose bytes are others now. A fault that does not apply to a model changes nothi
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from formats.files.checksum import file_checksum
-from formats.files.safetensors import DTYPE_BITS, TensorInfo
-from formats.files.sharded import MANIFEST
 from reshard.planning.arrangement import Arrangement
 from reshard.planning.stored import Stored
 from reshard.storage.source import Source
+from tests.verify.faults import Array, Damaged, read, sign
 from verify.bytes.exact import open_shards
 
-Array = np.ndarray[Any, Any]
 
-
-def read(info: TensorInfo) -> Array:
-    with info.file.open("rb") as file:
-        file.seek(info.offset)
-        return np.frombuffer(file.read(info.nbytes), f"<u{DTYPE_BITS[info.dtype] // 8}").reshape(info.shape)
-
-
-def sign(folder: Path) -> None:
-    """Let the manifest have the checksums of the files as they are."""
-    path = folder / MANIFEST
-    if path.exists():
-        document = json.loads(path.read_text())
-        for rank in document["ranks"]:
-            for file in rank["files"]:
-                file["checksum"] = file_checksum(folder / file["name"])
-        path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
-
-
-@dataclass
-class ProgramShards:
-    """Shards in another program's format to be damaged, and the full checkpoint that they should be."""
-
-    folder: Path
-    original: Source
-    damaged: set[tuple[str, int]] = field(default_factory=set)
+class ProgramShards(Damaged):
+    """Shards in another program's format to be damaged: what their arrangement says of them."""
 
     @cached_property
     def source(self) -> Source:
@@ -85,22 +56,8 @@ class ProgramShards:
             if re.search(rf"\.{self.layer}\..*(?:{pattern})", each.name) and each.constant is None:
                 yield each
 
-    def local(self, name: str, rank: int) -> Array:
-        return read(self.source.ranks[rank][name])
-
     def full(self, name: str) -> Array:
         return read(self.original.ranks[0][name])
-
-    def write(self, name: str, rank: int, array: Array) -> None:
-        """Put other content in the place of a rank's tensor."""
-        info, before = self.source.ranks[rank][name], self.local(name, rank)
-        assert array.shape == before.shape and array.dtype == before.dtype, (name, array.shape, before.shape)
-        if array.tobytes() == before.tobytes():
-            return
-        with info.file.open("r+b") as file:
-            file.seek(info.offset)
-            file.write(array.tobytes())
-        self.damaged.add((name, rank))
 
     def rows(self, stored: Stored, rank: int) -> list[int]:
         """How many rows each of the joined tensors has."""

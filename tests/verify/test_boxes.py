@@ -20,7 +20,7 @@ from reshard.storage.opening import open_source
 from reshard.storage.source import Source
 from tests import store
 from tests.support import change_tensor, command
-from tests.verify.program_faults import sign
+from tests.verify.faults import sign
 from tests.verify.test_forward import QUICK, run_all
 from verify.bytes.atoms import ranges_between
 from verify.bytes.exact import open_shards, verify_exact

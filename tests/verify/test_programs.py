@@ -24,7 +24,8 @@ from reshard.storage.source import KEPT, Source
 from tests import store, zoo
 from tests.programs.oracles import ORACLES, checkpoint
 from tests.support import LLAMA, change_tensor, command, llama_tensors
-from tests.verify.program_faults import FAULTS, ProgramShards, inject, read, sign
+from tests.verify.faults import read, sign
+from tests.verify.program_faults import FAULTS, ProgramShards, inject
 from tests.verify.test_exact import MEASURE
 from tests.verify.test_forward import QUICK, run_all
 from verify.bytes.exact import compare, open_shards, verify_exact

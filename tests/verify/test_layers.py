@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -65,16 +66,6 @@ def load(parallel: nn.Module, **weights: Tensor) -> None:
 
 def backward(y: Tensor, seed: int) -> None:
     (y * randn(*y.shape, seed=seed)).sum().backward()
-
-
-def in_batches(case: st.SearchStrategy, size: int = 8) -> Callable:
-    """Run each degree on a few lists of examples, each list in one launch."""
-
-    def decorate(test: Callable) -> Callable:
-        given_batch = given(batch=st.lists(case, min_size=size, max_size=size))(test)
-        return pytest.mark.parametrize("degree", DEGREES)(settings(max_examples=2)(given_batch))
-
-    return decorate
 
 
 # MLP: column, then row
@@ -144,11 +135,6 @@ def mlps(batch: list[MLPCase]) -> None:
         backward(y_here, case.seed)
         close(x_here.grad, x.grad)
         compare_mlps(whole, mlp, lambda p: p.grad)
-
-
-@in_batches(mlp_cases)
-def test_mlp(degree, batch):
-    run_ranks(mlps, degree, batch)
 
 
 # Attention with grouped query heads, and more ranks than KV heads
@@ -228,24 +214,18 @@ def attentions(batch: list[AttentionCase], hidden: int = 6) -> None:
                 close(sum(parts[r] for r in range(n) if r // replicas == rank // replicas), of_kv(p.grad))
 
 
-@pytest.mark.parametrize("degree", DEGREES)
-@settings(max_examples=2)
-@given(data=st.data())
-def test_attention(degree, data):
-    def grouped(draw: st.DrawFn) -> AttentionCase:
-        kv = draw(st.integers(1, 4))
-        group = draw(st.integers(1, 2)) * (degree // math.gcd(kv, degree))
-        return AttentionCase(kv, group, draw(st.integers(1, 4)), draw(st.integers(0, 99)), draw(st.booleans()))
-
-    run_ranks(attentions, degree, data.draw(st.lists(st.composite(grouped)(), min_size=6, max_size=6)))
+@st.composite
+def attention_cases(draw: st.DrawFn, degree: int) -> AttentionCase:
+    kv = draw(st.integers(1, 4))
+    group = draw(st.integers(1, 2)) * (degree // math.gcd(kv, degree))
+    return AttentionCase(kv, group, draw(st.integers(1, 4)), draw(st.integers(0, 99)), draw(st.booleans()))
 
 
-def test_attention_with_two_kv_heads_on_four_ranks():
-    run_ranks(attentions, 4, [AttentionCase(kv=2, group=4, head=3, seed=1, bias=True)])
-
-
-def test_attention_with_one_kv_head_on_three_ranks():
-    run_ranks(attentions, 3, [AttentionCase(kv=1, group=3, head=2, seed=1, bias=False)])
+SHARED = {
+    3: AttentionCase(kv=1, group=3, head=2, seed=1, bias=False),
+    4: AttentionCase(kv=2, group=4, head=3, seed=1, bias=True),
+}
+"""By the degree: one KV head on all ranks, and two of which two ranks have each."""
 
 
 # Vocabulary
@@ -300,11 +280,6 @@ def vocabularies(batch: list[VocabCase]) -> None:
             close(embedding.weight.grad, own(padded, 0))
 
 
-@in_batches(vocab_cases)
-def test_vocabulary(degree, batch):
-    run_ranks(vocabularies, degree, batch)
-
-
 class _Head(nn.Module):
     """A layer for the vocabulary, with the bias outside of it."""
 
@@ -334,11 +309,6 @@ def heads(true_size: int, rows: int) -> None:
         close(mine.grad, torch.cat([full.grad, full.grad.new_zeros(padding, *full.shape[1:])]).chunk(degree)[rank])
 
 
-@pytest.mark.parametrize("degree", DEGREES)
-def test_a_bias_outside_of_the_layer_for_the_vocabulary(degree: int):
-    run_ranks(heads, degree, 11, -(-11 // degree))
-
-
 class _Einsum(nn.Module):
     """Heads that are multiplied by a weight of three dimensions, and what comes behind in the same module."""
 
@@ -363,11 +333,6 @@ def einsums(heads: int) -> None:
     backward(expected, 3)
     for mine, full in zip(part.parameters(), whole.parameters(), strict=True):
         close(mine.grad, full.grad.chunk(degree, 1)[rank])
-
-
-@pytest.mark.parametrize("degree", DEGREES)
-def test_a_weight_whose_results_are_summed_where_it_is_used(degree: int):
-    run_ranks(einsums, degree, 12)
 
 
 def looks_up(ids: list[int], padding_row: int | None) -> tuple[Tensor, Tensor | None]:
@@ -442,9 +407,7 @@ def norms(batch: list[NormCase]) -> None:
                 close(total, part(tensor.grad))
 
 
-@in_batches(st.builds(NormCase, st.integers(1, 5), st.integers(1, 2), st.integers(0, 99)), 3)  # of four norms each
-def test_norms(degree, batch):
-    run_ranks(norms, degree, batch)
+norm_cases = st.builds(NormCase, st.integers(1, 5), st.integers(1, 2), st.integers(0, 99))
 
 
 # Loaded modules of other kinds
@@ -520,12 +483,6 @@ def experts() -> None:
         row_parallel(here, None, elsewhere=["gate"])
 
 
-@pytest.mark.parametrize("degree", DEGREES[:2])
-@pytest.mark.parametrize("work", [conv1ds, experts])
-def test_loaded_modules(degree, work):
-    run_ranks(work, degree)
-
-
 def transformers_modules() -> None:
     from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
     from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
@@ -558,10 +515,6 @@ def transformers_modules() -> None:
     close(row_parallel(conv_here, None)(own(x, -1)), conv(x))
 
 
-def test_modules_of_transformers():
-    run_ranks(transformers_modules, 2)
-
-
 # Data x tensor parallel, and training
 
 
@@ -580,10 +533,6 @@ def mesh_of_data_and_tensor() -> None:
         dist.all_reduce(p.grad, group=data)
         p.grad /= 2
     compare_mlps(whole, mlp, lambda p: p.grad, tensor)
-
-
-def test_a_mesh_of_data_and_tensor_parallel_ranks():
-    run_ranks(mesh_of_data_and_tensor, 4)
 
 
 def training() -> tuple[float, float]:
@@ -609,7 +558,38 @@ def training() -> tuple[float, float]:
     return losses[19], losses[39]
 
 
-@pytest.mark.parametrize("degree", [2, 3])
-def test_twenty_steps_of_training_end_in_the_same_weights(degree):
-    for whole, here in run_ranks(training, degree):
+# All of them, in few launches
+
+
+Work = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+def each(works: Sequence[Work]) -> list[Any]:
+    return [work(*arguments) for work, arguments in works]
+
+
+@pytest.mark.parametrize("degree", DEGREES)
+@settings(max_examples=2)
+@given(data=st.data())
+def test_examples_of_each_layer(degree: int, data: st.DataObject):
+    def some(cases: st.SearchStrategy, count: int) -> list[Any]:
+        return data.draw(st.lists(cases, min_size=count, max_size=count))
+
+    works: list[Work] = [
+        (mlps, (some(mlp_cases, 8),)),
+        (attentions, (some(attention_cases(degree), 6),)),
+        (vocabularies, (some(vocab_cases, 8),)),
+        (norms, (some(norm_cases, 3),)),  # of four norms each
+    ]
+    run_ranks(each, degree, works)
+
+
+@pytest.mark.parametrize("degree", DEGREES)
+def test_modules_as_they_are_loaded(degree: int):
+    """And training: twenty steps end in the same weights. On four ranks, two of them data parallel."""
+    works: list[Work] = [(heads, (11, -(-11 // degree))), (einsums, (12,))]
+    works += [(attentions, ([SHARED[degree]],))] if degree in SHARED else []
+    works += [(conv1ds, ()), (experts, ())] if degree in DEGREES[:2] else [(mesh_of_data_and_tensor, ())]
+    works += [(transformers_modules, ())] if degree == 2 else []
+    for *_, (whole, here) in run_ranks(each, degree, [*works, (training, ())]):
         assert math.isclose(whole, here, rel_tol=1e-12)

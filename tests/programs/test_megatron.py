@@ -39,6 +39,16 @@ def mesh_of_case(case: str) -> dict[str, Any]:
     return {"tp": 1, **found, "same_ranks": same}
 
 
+def _written(case: str) -> tuple[Any, ...]:
+    """What torch_dist depends on: of the mesh, tp alone, which pads the vocabulary."""
+    model, spec, _ = case.split("-", 2)
+    return model, mesh_of_case(case)["tp"], DISTRIBUTED[spec], spec == "te"
+
+
+DISTINCT = [*{_written(case): case for case in reversed(CASES)}.values()]
+"""A case of each torch_dist checkpoint that is another."""
+
+
 def _weights(folder: Path) -> dict[str, bytes]:
     return tensors_of(folder.glob("*.safetensors"))
 
@@ -78,6 +88,8 @@ def test_torch_dist_is_what_megatron_holds_and_comes_back(case: str, tmp_path: P
     original, mesh = checkpoint("megatron", case.split("-")[0]), mesh_of_case(case)
     split(original, tmp_path / "out", mesh["tp"], form=DISTRIBUTED[case.split("-")[1]])
     assert problem("megatron", case, tmp_path / "out") is None
+    if case not in DISTINCT:
+        return
     merge(tmp_path / "out", tmp_path / "merged")
     assert contents(tmp_path / "merged") == contents(original)
     (tmp_path / "out" / "reshard.json").unlink()

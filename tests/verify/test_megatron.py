@@ -11,7 +11,7 @@ from reshard.api import split
 from reshard.storage.opening import open_source
 from reshard.storage.opening_programs import open_as
 from tests.programs.oracles import checkpoint
-from tests.programs.test_megatron import CASES, DISTRIBUTED, FORMS, golden, in_chunks, mesh_of_case
+from tests.programs.test_megatron import CASES, DISTINCT, DISTRIBUTED, FORMS, golden, in_chunks, mesh_of_case
 from verify.bytes.exact import verify_exact
 
 
@@ -27,7 +27,7 @@ def test_legacy_is_the_same_with_and_without_a_manifest(case: str, tmp_path: Pat
     assert found.verdict == "same", found
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", DISTINCT)
 def test_torch_dist_is_the_same_with_and_without_a_manifest(case: str, tmp_path: Path) -> None:
     model, spec, _ = case.split("-", 2)
     original = open_source(checkpoint("megatron", model))

@@ -84,8 +84,7 @@ MUTATIONS = (
     Mutation("verify", "for key in sorted(has.keys() | should.keys())\n", "for key in sorted(should.keys())\n", EXACT),
     # collectives and layers
     Mutation("verify", "return reduce_from_group(grads[0], ctx.group), None", "return grads[0], None", COLLECTIVES),
-    Mutation("verify", "wide = torch.promote_types(x.dtype, torch.float32)\n    total", "wide = x.dtype\n    total",
-             COLLECTIVES),
+    Mutation("verify", "return torch.promote_types(dtype, torch.float32)", "return dtype", COLLECTIVES),
     Mutation("verify", "narrow(dim, sum(lengths[:rank]), lengths[rank])", "narrow(dim, 0, lengths[rank])", COLLECTIVES),
     Mutation("verify", "found.masked_fill(~own.unsqueeze(-1), 0)", "found", LAYERS),
     Mutation("verify", "padding_row - first_row if own_padding", "padding_row if own_padding", LAYERS),

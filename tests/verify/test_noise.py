@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from verify.forward.noise import FACTOR, measure, yardstick
+from verify.forward.noise import FACTOR, Distance, measure, yardstick
 from verify.rank.trace import Places, run
 
 
@@ -54,6 +56,11 @@ def test_noise_is_the_yardstick() -> None:
     assert measure(other, known).ratio < 1.2
     assert measure(exact + 10 * (other - exact), known).ratio == pytest.approx(10, rel=0.1)
     assert measure(exact, known).ratio == 0
+
+
+@pytest.mark.parametrize(("ratio", "is_same"), [(0.0, True), (FACTOR, True), (1.01 * FACTOR, False), (math.nan, False)])
+def test_what_is_no_number_is_not_the_same(ratio: float, is_same: bool) -> None:
+    assert Distance(1.0, 1.0, ratio, "all").is_same == is_same
 
 
 @pytest.mark.parametrize(("at", "worst"), [((5, slice(None)), "token 5"), ((slice(None), 7), "channel 7")])

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from reshard.cli.options import Size, debug_option, hub_options, json_option, plan_option
-from reshard.cli.printing import print_json, print_lines
+from formats.errors import CheckpointError
+from reshard.cli.options import FILE, Size, debug_option, hub_options, json_option, plan_option
+from reshard.cli.printing import print_json, print_lines, print_note
 
 if TYPE_CHECKING:
     from verify.profile.run import Profile, Request
@@ -83,6 +84,9 @@ class Speed(click.ParamType):  # type: ignore[type-arg]  # it takes none before 
 @click.option("--predict-tp", type=Numbers(), metavar="N,..", help="Degrees to predict without running them.")
 @click.option("--link", type=Speed(), metavar="SPEED",
               help="Bandwidth between ranks of predicted degrees, such as 450GB/s; default: as measured.")  # fmt: skip
+@click.option("--widths", type=Numbers(), metavar="A..B",
+              help="Also time an MLP and an attention of these widths, such as 1024..16384.")  # fmt: skip
+@click.option("--report", type=FILE, metavar="FILE", help="Write an HTML page, which needs no network.")
 @click.option("--seconds", type=click.FloatRange(0, min_open=True), default=3.0, show_default=True,
               help="Repeat a measurement for so long, unless its spread is small earlier.")  # fmt: skip
 @click.option("--timeout", type=click.FloatRange(0, min_open=True), default=600.0, show_default=True, metavar="SECONDS",
@@ -94,8 +98,8 @@ class Speed(click.ParamType):  # type: ignore[type-arg]  # it takes none before 
 def profile_command(
     source: str, tp: tuple[int, ...] | None, batch: tuple[int, ...], seq: tuple[int, ...], phase: tuple[str, ...],
     device: str, ranks: int | None, dtype: str | None, memory: int | None, predict_tp: tuple[int, ...] | None,
-    link: float | None, seconds: float, timeout: float, plan_file: Path | None, revision: str | None,
-    token: str | None, cache_dir: Path | None, as_json: bool,
+    link: float | None, widths: tuple[int, ...] | None, report: Path | None, seconds: float, timeout: float,
+    plan_file: Path | None, revision: str | None, token: str | None, cache_dir: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Say which degree of tensor parallelism is fast on this node.
 
@@ -110,14 +114,30 @@ def profile_command(
 
     if link is not None and predict_tp is None:
         raise click.UsageError("--link goes with --predict-tp")
+    if report is not None and not report.absolute().parent.is_dir():
+        raise click.UsageError(f"--report: there is no folder {report.absolute().parent}")
     workloads = tuple(Workload(p, b, s) for p in phase for b in batch for s in seq)
     request = Request(
-        workloads, tp, predict_tp or (), ranks, device, dtype, memory, link, Patience(seconds), (), timeout, plan_file
+        workloads,
+        tp,
+        predict_tp or (),
+        ranks,
+        device,
+        dtype,
+        memory,
+        link,
+        Patience(seconds),
+        widths or (),
+        timeout,
+        plan_file,
     )
     with one_line_when_interrupted(lambda: "reshard: interrupted\n"):
         found = _profile(source, request, revision, token, cache_dir, quiet=as_json)
+    document = {"command": "profile", "source": source, **document_of(found)}
+    if report is not None:
+        _draw(document, report)
     if as_json:
-        print_json({"command": "profile", "source": source, **document_of(found)})
+        print_json(document)
     else:
         print_lines(*text_of(found, source))
 
@@ -132,6 +152,18 @@ def _profile(
     fetched = fetch(source, revision=revision, token=token, cache_dir=cache_dir, quiet=quiet, weights=Weights.HEADERS)
     folder = fetched.path.parent if fetched.path.name == "config.json" else fetched.path
     return profile(folder, request, (lambda _: None) if quiet else _say)
+
+
+def _draw(document: dict[str, Any], file: Path) -> None:
+    """Write the page. Raises CheckpointError."""
+    from reshard.pages.document import write_page
+    from verify.profile.page import page
+
+    try:
+        write_page(file, page(document))
+    except OSError as error:
+        raise CheckpointError(f"cannot write {file}: {error.strerror or error}") from None
+    print_note(f"Drew the profile: {file}")
 
 
 def _say(line: str) -> None:

@@ -70,11 +70,19 @@ def build(
     _fill(model, dtype, device)
     model.tie_weights()
     model.eval()
+    if not _is_aligned(model):
+        model.set_experts_implementation("eager")
     own = modules.split(model)
     plain = Loaded(model, {}, ())
     loaded = parallelise(plain, rank, groups, modules.alone(model), modules.sums(model))
     loaded = Loaded(model, loaded.sources, (), (*loaded.parts, *own), loaded.experts)
     return Blocks(loaded, kept, found[max(found)])
+
+
+def _is_aligned(model: nn.Module) -> bool:
+    """Whether experts may be multiplied together: the kernels for that want rows of whole 16 bytes."""
+    stacks = (parameter for parameter in model.parameters() if parameter.dim() == 3)
+    return all(size * stack.itemsize % 16 == 0 for stack in stacks for size in stack.shape[1:])
 
 
 def _layers(model: Any, rank: Rank) -> dict[int, nn.Module]:

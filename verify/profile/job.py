@@ -10,6 +10,13 @@ from verify.profile.layers import LayerKind
 
 PHASES = ("decode", "prefill", "train")
 
+WIDTH_BLOCKS = ("mlp", "mlp, gathered", "attention")
+"""What is timed at each width (verify/profile/widths.py)."""
+WIDTH_TOKENS = 512
+"""The tokens of one sequence that go through such a block."""
+WIDTH_HEAD = 128
+"""The size of a head of such an attention."""
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -44,7 +51,10 @@ class Patience:
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks of one degree do. ``plan`` has the first layer of each kind alone."""
+    """What the ranks of one degree do. ``plan`` has the first layer of each kind alone.
+
+    ``widths`` are those of the blocks that are timed beside the model, ``free`` the bytes that a rank may take for one.
+    """
 
     plan: Plan
     kinds: tuple[LayerKind, ...]
@@ -55,6 +65,7 @@ class Job:
     threads: int
     patience: Patience
     widths: tuple[int, ...] = ()
+    free: int = 0
 
 
 @dataclass(frozen=True)
@@ -98,7 +109,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class WidthSteps:
-    """Passes through a pair of layers of a width: ``block`` is one of ``verify.profile.widths.BLOCKS``."""
+    """Passes through a pair of layers of a width: ``block`` is one of ``WIDTH_BLOCKS``."""
 
     block: str
     width: int

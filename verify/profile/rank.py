@@ -18,9 +18,11 @@ from verify.profile.blocks import Blocks, build
 from verify.profile.job import Exchange, Found, Job, Measured, Patience, Step, Workload
 from verify.profile.layers import OUTSIDE
 from verify.profile.meter import Living, Meter
+from verify.profile.widths import time_widths
 from verify.rank.collectives import Groups, carried_by
 from verify.rank.gradients import sum_where_ranks_part
 from verify.rank.inputs import running
+from verify.rank.loading import quiet_transformers
 from verify.rank.roles import Rank
 
 _SIZES = tuple(1 << power for power in range(10, 26, 2))
@@ -36,13 +38,16 @@ def run_job(job: Job) -> Found:
     groups, meter = Groups(job.plan.mesh), Meter(device)
     rank = Rank(job.plan, dist.get_rank(), job.plan.model.architecture, job.plan.model.config, job.is_built_in)
     longest = max(workload.seq for workload in job.workloads)
-    with carried_by(meter):
+    with carried_by(meter), quiet_transformers():
         say(f"tp {job.plan.mesh.size}: building one layer of each kind")
         runner = _Runner(build(rank, job.kinds, groups, getattr(torch, job.dtype), device, longest), job, groups, meter)
         measured = tuple(runner.measure(workload) for workload in job.workloads)
         exchanges = tuple(_exchanges(job, device, meter)) if job.plan.mesh.size > 1 else ()
+        widths = tuple(
+            time_widths(job, device, meter, lambda run: repeat(run, meter, job.patience), _agreed) if job.widths else ()
+        )
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return Found(measured, exchanges, (), str(dist.get_backend()), name)
+    return Found(measured, exchanges, widths, str(dist.get_backend()), name)
 
 
 def repeat(run: Callable[[], None], meter: Meter, patience: Patience) -> tuple[Step, ...]:
@@ -95,6 +100,7 @@ class _Runner:
         self._saved: dict[str, int] = {}
         taken = inspect.signature(self._model.forward).parameters
         self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in taken else {}
+        self._cache = "cache_params" if "cache_params" in taken else "past_key_values"  # of Mamba's classes
         self._watch()
 
     def measure(self, workload: Workload) -> Measured:
@@ -124,7 +130,7 @@ class _Runner:
         def run() -> None:
             self._meter.enter(EMBEDDING)
             cache: Any = DynamicCache(config=self._model.config)
-            self._model(input_ids=ids, past_key_values=cache, use_cache=True, **self._last_logits)
+            self._run(ids, cache, **self._last_logits)
             caches[0] = cache
 
         return run, lambda: caches[0]
@@ -135,7 +141,7 @@ class _Runner:
             cache: Any = StaticCache(config=self._model.config, max_cache_len=workload.seq + 1)
         else:
             cache = DynamicCache(config=self._model.config)
-        self._model(input_ids=ids, past_key_values=cache, use_cache=True)
+        self._run(ids, cache)
         self._meter.step()
         _age(cache, workload.seq)
         state = [dict(vars(layer)) for layer in cache.layers]
@@ -147,7 +153,7 @@ class _Runner:
                 if length is not None:
                     layer.cumulative_length.fill_(length)
             self._meter.enter(EMBEDDING)
-            self._model(input_ids=ids, past_key_values=cache, use_cache=True)
+            self._run(ids, cache)
 
         return run, lambda: cache
 
@@ -166,6 +172,9 @@ class _Runner:
             torch.autograd.backward([logits], [grad])
 
         return run, lambda: None
+
+    def _run(self, ids: Tensor, cache: Any, **more: Any) -> None:
+        self._model(input_ids=ids, use_cache=True, **{self._cache: cache}, **more)
 
     def _ids(self, batch: int, seq: int) -> Tensor:
         rows = self._job.plan.model.sizes.of({}).get("vocab") or self._model.config.get_text_config().vocab_size

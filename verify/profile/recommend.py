@@ -1,7 +1,7 @@
 """One degree for a node, and the reason for it. Pure.
 
 It begins with the smallest degree that fits, and takes a larger one if it brings at least half of what its ranks could:
-twice the ranks must be 1.5 times as fast. Of several workloads, the geometric mean counts, and all must fit.
+twice as many ranks must be 1.5 times as fast. Of several workloads, the geometric mean counts, and all must fit.
 """
 
 from __future__ import annotations
@@ -67,21 +67,24 @@ class Recommendation:
 
 
 def recommend(rows: Sequence[Row]) -> Recommendation:
-    """The degree to use for all workloads of these rows."""
-    degrees = sorted({row.tp for row in rows})
-    of = {degree: [row for row in rows if row.tp == degree] for degree in degrees}
+    """The degree to use for all workloads of these rows: of those that ran; of others only if none of these fits."""
+    of: dict[int, list[Row]] = {}
+    for row in rows:
+        of.setdefault(row.tp, []).append(row)
+    degrees = sorted(of)
     fitting = [degree for degree in degrees if all(row.fits and row.rate for row in of[degree])]
+    ran = [degree for degree in fitting if all(row.measured for row in of[degree])]
     if not fitting:
         return Recommendation(None, _none_fits(of[degrees[-1]]))
-    best = fitting[0]
-    for degree in fitting[1:]:
+    among = ran or fitting
+    best = among[0]
+    for degree in among[1:]:
         if _gain(of[best], of[degree]) >= 1 + WORTH * (degree / best - 1):
             best = degree
-    reasons = [_first(best, fitting, degrees, of)]
-    if best != fitting[0]:
-        less = max(degree for degree in fitting if degree < best)
-        reasons.append(f"{_faster(_gain(of[less], of[best]))} tp {less}")
-    more = [degree for degree in fitting if degree > best]
+    reasons = [_memory(best, degrees, of)]
+    less, more = ([d for d in among if d < best], [d for d in fitting if d > best])
+    if less:
+        reasons.append(f"{_gain(of[less[-1]], of[best]):.2f} times as fast as tp {less[-1]}")
     if more:
         reasons.append(_larger(more[0], of[best], of[more[0]]))
     return Recommendation(best, "; ".join(reasons))
@@ -93,23 +96,24 @@ def _gain(few: Sequence[Row], many: Sequence[Row]) -> float:
     return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
-def _first(best: int, fitting: Sequence[int], degrees: Sequence[int], of: dict[int, list[Row]]) -> str:
+def _memory(best: int, degrees: Sequence[int], of: dict[int, list[Row]]) -> str:
+    """Why no smaller degree: it does not fit. Else what the rank needs; how it was found, unless it was measured."""
+    is_measured = all(row.measured for row in of[best])
     capacity = human_bytes(max(row.capacity for row in of[best]))
-    if best == fitting[0] and best != degrees[0]:
-        return f"the smallest that fits {capacity} a rank"
-    need = human_bytes(max(row.memory.total for row in of[best]))
-    return f"it needs {need} of {capacity} a rank"
-
-
-def _faster(gain: float) -> str:
-    return f"{gain:.2f} times as fast as"
+    smaller = [all(row.fits for row in of[degree]) for degree in degrees if degree < best]
+    if smaller and not any(smaller):
+        text = f"the smallest that fits {capacity} a rank"
+    else:
+        text = f"it needs {human_bytes(max(row.memory.total for row in of[best]))} of {capacity} a rank"
+    return text if is_measured else f"{text}, by prediction alone"
 
 
 def _larger(degree: int, few: Sequence[Row], many: Sequence[Row]) -> str:
-    share = max(row.time.share for row in many if row.time)
-    gain = _gain(few, many)
+    share, gain = max(row.time.share for row in many if row.time), _gain(few, many)
     change = f"gains {gain - 1:.0%}" if gain >= 1 else f"is {1 - gain:.0%} slower"
-    return f"tp {degree} spends {share:.0%} in collectives and {change}"
+    how = "spends" if all(row.measured for row in many) else "is predicted to spend"
+    change = change if how == "spends" else change.replace("gains", "gain").replace("is ", "be ")
+    return f"tp {degree} {how} {share:.0%} in collectives and {change}"
 
 
 def _none_fits(rows: Sequence[Row]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 
 from formats.errors import ReshardError
 from formats.mesh import mesh_of
-from reshard.planning.degrees import check_degrees, valid_degrees
+from reshard.planning.degrees import check_degrees, refusal, valid_degrees
 from reshard.planning.model import Model
 from reshard.planning.plan import Plan, plan_of
 from reshard.planning.totals import activation_bytes, all_reduces, rows_of, totals_of
@@ -23,6 +24,7 @@ from verify.profile.cost import Link, Work, communication, fit_link, fit_rates, 
 from verify.profile.job import Found, Job, Patience, Workload
 from verify.profile.layers import LayerKind, layer_kinds, with_layers
 from verify.profile.recommend import Recommendation, Row, recommend
+from verify.profile.width_rows import WidthRow, width_rows
 
 IMPORTED = ("verify.profile.rank", "transformers.models.auto.modeling_auto")
 """What all ranks need, imported once for all."""
@@ -87,6 +89,7 @@ class Profile:
     refused: tuple[tuple[int, str], ...]
     links: tuple[Link, ...]
     exchanges: tuple[tuple[int, tuple[tuple[int, float], ...]], ...]
+    widths: tuple[WidthRow, ...]
     recommended: Recommendation
 
 
@@ -154,8 +157,6 @@ def _machine_memory(key: str) -> int:
 
 def _degrees(model: Model, node: Node, request: Request) -> tuple[list[int], tuple[tuple[int, str], ...]]:
     """The degrees to run, and those that are not possible, with the reason that ``plan`` gives."""
-    from reshard.planning.degrees import refusal
-
     if request.degrees is None:
         valid = valid_degrees(model, limit=node.ranks)
         refused = [(n, refusal(model, "tp", n)) for n in range(1, node.ranks + 1) if n not in valid]
@@ -203,7 +204,7 @@ def _run(
     is_built_in = request.plan_file is None
     job = Job(
         with_layers(plan, kinds), kinds, is_built_in, tuple(workloads), dtype, node.device, node.threads,
-        request.patience, request.widths,
+        request.patience, request.widths, node.free(degree),
     )  # fmt: skip
     try:
         return run_ranks(run_job, degree, job, device=node.device, timeout=request.timeout, progress=progress)
@@ -234,14 +235,14 @@ def _put_together(
     }
     needs = {(degree, workload): works(plan, kinds, workload)
              for degree, plan in plans.items() for workload in request.workloads}  # fmt: skip
+    of_links = {degree: _link(links, degree, request.link if degree not in found else None) for degree in plans}
     rows = []
     for degree, plan in plans.items():
         totals = totals_of(plan, rows_of(plan))
         forward, backward = all_reduces(plan)
         for workload in request.workloads:
             measured = times.get((degree, workload))
-            link = _link(links, degree, request.link if degree not in found else None)
-            predicted = _predict(degree, workload, needs, times, counts_of(kinds), link)
+            predicted = _predict(degree, workload, needs, times, counts_of(kinds), of_links[degree])
             weights = totals.bytes_per_rank
             if measured is not None:
                 number, ranks = found[degree][workload]
@@ -255,19 +256,18 @@ def _put_together(
                     stated * workload.tokens, notes.get((degree, workload), ""),
                 )
             )  # fmt: skip
+    widths = width_rows(of_degree, of_links, request.widths, getattr(torch, str(model.config["dtype"])).itemsize)
     first = next(iter(of_degree.values()), None)
     totals = totals_of(plans[min(plans)], rows_of(plans[min(plans)]))
     return Profile(
         model, kinds, node, str(model.config["dtype"]), first[0].backend if first else "",
         first[0].device if first else "", totals.parameters, tuple(rows), refused, tuple(links.values()),
-        tuple((degree, tuple(each)) for degree, each in exchanges.items()), recommend(rows),
+        tuple((degree, tuple(each)) for degree, each in exchanges.items()), widths, recommend(rows),
     )  # fmt: skip
 
 
 def _exchanges(ranks: Sequence[Found]) -> list[tuple[int, float]]:
     """The bytes of each all-reduce that was timed by itself, and the median of its time."""
-    import statistics
-
     found = []
     for of_ranks in zip(*(rank.exchanges for rank in ranks), strict=True):
         last = [min(times) for times in zip(*(each.seconds for each in of_ranks), strict=True)]

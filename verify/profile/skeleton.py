@@ -23,6 +23,7 @@ from formats.notation.architecture_files import find_architecture, load_architec
 from formats.transformers_modules import concrete_class, model_class, settings_of
 from reshard.planning.binding import bind
 from reshard.planning.model import FullTensor, Model
+from verify.rank.loading import quiet_transformers
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
@@ -73,7 +74,7 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Name on disk and shape of each tensor that transformers would save."""
     try:
         cls = concrete_class(model_class(config), config)
-        with torch.device("meta"), no_init_weights():
+        with quiet_transformers(), torch.device("meta"), no_init_weights():
             model = cls(transformers.AutoConfig.for_model(**settings_of(config)))
         tied = set(getattr(model, "all_tied_weights_keys", None) or {})
         ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()

@@ -11,6 +11,7 @@ from verify.profile.cost import Link
 from verify.profile.job import Workload
 from verify.profile.recommend import Row
 from verify.profile.run import Profile
+from verify.profile.width_rows import WidthRow
 
 _STEP = {"decode": "one token of each sequence", "prefill": "all tokens at once", "train": "forward and backward"}
 
@@ -44,7 +45,18 @@ def _node(found: Profile) -> str:
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
-    head = ("tp", "tokens/s", "a step", "collectives", "weights", "cache", "activations", "a rank", "fits", "model")
+    head = (
+        "tp",
+        "tokens/s",
+        "a step",
+        "collectives",
+        "weights",
+        "cache",
+        "activations",
+        "a rank",
+        "fits",
+        "prediction",
+    )
     return align([head, *map(_cells, rows)], right=(0, 1, 2, 3, 4, 5, 6, 7, 9), width=None)
 
 
@@ -54,9 +66,9 @@ def _cells(row: Row) -> tuple[str, ...]:
     speed: tuple[str, ...] = ("–", "–", "–")
     if time is not None:
         speed = (f"{how}{human_rate(row.rate)}", f"{how}{human_time(time.seconds)}", f"{time.share:.0%}")
-    model = "–" if row.error is None else f"{row.error:+.0%}"
+    error = "–" if row.error is None else f"{row.error:+.0%}"
     sizes = map(human_bytes, (memory.weights + memory.gradients, memory.cache, memory.activations, memory.total))
-    return (str(row.tp), *speed, *sizes, "yes" if row.fits else "no", model if row.measured else "predicted")
+    return (str(row.tp), *speed, *sizes, "yes" if row.fits else "no", error if row.measured else "alone")
 
 
 def _differences(rows: Sequence[Row]) -> Iterator[str]:
@@ -112,6 +124,7 @@ def document_of(found: Profile) -> dict[str, Any]:
         "refused": [{"tp": degree, "reason": why} for degree, why in found.refused],
         "rows": [_row(row) for row in found.rows],
         "all_reduce": [_link(link, dict(found.exchanges).get(link.ranks, ())) for link in found.links],
+        "widths": [_width(row) for row in found.widths],
         "recommended": {"tp": found.recommended.tp, "reason": found.recommended.reason},
     }
 
@@ -153,6 +166,13 @@ def _time(time: Time | None) -> dict[str, Any] | None:
             for name, part in time.parts.items()
         },
     }
+
+
+def _width(row: WidthRow) -> dict[str, Any]:
+    return {
+        "block": row.block, "width": row.width, "tp": row.tp, "tokens_per_second": row.rate, "seconds": row.seconds,
+        "collectives": row.collectives, "measured": row.is_measured,
+    }  # fmt: skip
 
 
 def _link(link: Link, times: Sequence[tuple[int, float]]) -> dict[str, Any]:

@@ -65,10 +65,8 @@ def sum_where_ranks_part(results: Sequence[Tensor], parts: Parts, groups: Groups
             node.register_hook(_summing(apart, groups))
 
 
-_KEEPS_ALL = {
-    f"{name}Backward0" for name in ("Alias", "Clone", "Permute", "T", "ToCopy", "Transpose", "UnsafeView", "View")
-}
-"""Nodes of one input, whose gradient has the same numbers as their own: they may be summed behind as well as before."""
+_KEEPS_ALL = {f"{name}Backward0" for name in ("Alias", "Clone", "Permute", "T", "Transpose", "UnsafeView", "View")}
+"""Nodes of one input whose gradient has the same numbers, of the same dtype: to be summed behind as well as before."""
 
 
 Along = frozenset[str]

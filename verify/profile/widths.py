@@ -1,0 +1,83 @@
+"""The parallel layers by themselves, at any width: an MLP and an attention, column-parallel and then row-parallel.
+
+This is the figure that texts on tensor parallelism end in. ``mlp, gathered`` is the same MLP of two column-parallel
+layers, of which each gathers its outputs: what is saved by following a column-parallel layer with a row-parallel one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from verify.forward.worker import say
+from verify.profile.job import WIDTH_BLOCKS, WIDTH_HEAD, WIDTH_TOKENS, Job, Step, WidthSteps
+from verify.profile.meter import Meter
+from verify.profile.width_rows import numbers_of
+from verify.rank.layers import ColumnParallelLinear, RowParallelLinear
+
+_PATIENCE = 5.0
+"""A pass that is expected to take more than so many times the patience of a measurement is left to be predicted."""
+
+Repeat = Callable[[Callable[[], None]], tuple[Step, ...]]
+
+
+def time_widths(
+    job: Job, device: torch.device, meter: Meter, repeat: Repeat, agreed: Callable[[bool], bool]
+) -> Iterator[WidthSteps]:
+    """Time each block at each width, in increasing order, until a pass takes too long or too much memory."""
+    ranks, dtype = dist.get_world_size(), getattr(torch, job.dtype)
+    for block in WIDTH_BLOCKS:
+        last = 0.0
+        for width in job.widths:
+            weights = numbers_of(block, width) // ranks * dtype.itemsize
+            is_too_much = last * 4 > _PATIENCE * job.patience.seconds or 2 * weights > job.free
+            if width % (WIDTH_HEAD * ranks) or agreed(is_too_much):
+                continue
+            say(f"tp {ranks}: {block}, width {width}")
+            made = _made(block, width, ranks, dtype, device)
+            x = torch.ones(1, WIDTH_TOKENS, width, dtype=dtype, device=device)
+
+            def run(made: nn.Module = made, x: Tensor = x) -> None:
+                meter.enter("block")
+                made(x)
+
+            with torch.no_grad():
+                steps = repeat(run)
+            last = min(sum(span.seconds for span in step) for step in steps)
+            yield WidthSteps(block, width, steps)
+
+
+def _made(block: str, width: int, ranks: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    kind: dict[str, object] = {"bias": False, "group": None, "dtype": dtype, "device": device}
+    if block == "attention":
+        own = [ColumnParallelLinear(width, width // ranks, **kind) for _ in range(3)]  # type: ignore[arg-type]
+        made: nn.Module = _Attention(own, RowParallelLinear(width // ranks, width, **kind))  # type: ignore[arg-type]
+    else:
+        gathers = block != "mlp"
+        up = ColumnParallelLinear(width, 4 * width // ranks, gather_output=gathers, **kind)  # type: ignore[arg-type]
+        down: nn.Module = (
+            ColumnParallelLinear(4 * width, width // ranks, gather_output=True, **kind)  # type: ignore[arg-type]
+            if gathers
+            else RowParallelLinear(4 * width // ranks, width, **kind)  # type: ignore[arg-type]
+        )
+        made = nn.Sequential(up, nn.GELU(), down)
+    for parameter in made.parameters():
+        nn.init.constant_(parameter, 1 / width)
+    return made
+
+
+class _Attention(nn.Module):
+    """Causal attention with as many KV heads as query heads; each rank has some of them."""
+
+    def __init__(self, inputs: list[ColumnParallelLinear], output: RowParallelLinear) -> None:
+        super().__init__()
+        self.inputs, self.output = nn.ModuleList(inputs), output
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (-1, WIDTH_HEAD)).transpose(1, 2) for layer in self.inputs)
+        found: Tensor = self.output(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return found

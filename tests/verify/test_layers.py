@@ -20,9 +20,7 @@ from verify.forward.launch import run_ranks
 from verify.forward.worker import RankError
 from verify.rank.layers import (
     ColumnParallelLinear,
-    ParallelRMSNorm,
     RowParallelLinear,
-    VocabParallelEmbedding,
     column_parallel,
     gather_logits,
     gathered_vectors,
@@ -108,26 +106,31 @@ def whole_mlp(hidden: int, ff: int, bias: bool, seed: int) -> nn.Module:
 def parallel_mlp(whole: nn.Module, group: dist.ProcessGroup | None, gather: bool = False) -> nn.Module:
     up, down, n = whole.up, whole.down, dist.get_world_size(group)
     bias, kind = up.bias is not None, {"group": group, "dtype": torch.float64}
-    mlp = MLP(
-        ColumnParallelLinear(up.in_features, up.out_features // n, bias, gather_output=gather, **kind),
-        RowParallelLinear(down.in_features // n, down.out_features, bias, input_is_parallel=not gather, **kind),
-    )
-    load(mlp.up, **{name: own(p, 0, group) for name, p in up.named_parameters()})
-    load(mlp.down, weight=own(down.weight, 1, group), **({"bias": down.bias} if bias else {}))
-    return mlp
+    first = ColumnParallelLinear(up.in_features, up.out_features // n, bias, gather_output=gather, **kind)
+    if gather:
+        second = ColumnParallelLinear(down.in_features, down.out_features // n, bias, gather_output=True, **kind)
+        load(second, **{name: own(p, 0, group) for name, p in down.named_parameters()})
+    else:
+        second = RowParallelLinear(down.in_features // n, down.out_features, bias, **kind)
+        load(second, weight=own(down.weight, 1, group), **({"bias": down.bias} if bias else {}))
+    load(first, **{name: own(p, 0, group) for name, p in up.named_parameters()})
+    return MLP(first, second)
 
 
 def compare_mlps(whole: nn.Module, mlp: nn.Module, of: Callable[[nn.Parameter], Tensor | None], group=None) -> None:
+    is_row = isinstance(mlp.down, RowParallelLinear)
     for name, p in whole.named_parameters():
-        dim = {"up.weight": 0, "up.bias": 0, "down.weight": 1}.get(name)
+        dim = {"down.weight": 1, "down.bias": None}.get(name, 0) if is_row else 0
         close(of(mlp.get_parameter(name)), of(p) if dim is None else own(of(p), dim, group))
 
 
 def mlps(batch: list[MLPCase]) -> None:
     for case in batch:
-        whole = whole_mlp(case.hidden, case.ff_local * dist.get_world_size(), case.bias, case.seed)
+        n = dist.get_world_size()
+        hidden = case.hidden * n if case.gather else case.hidden
+        whole = whole_mlp(hidden, case.ff_local * n, case.bias, case.seed)
         mlp = parallel_mlp(whole, None, case.gather)
-        x = randn(*case.batch, case.hidden, seed=case.seed).requires_grad_()
+        x = randn(*case.batch, hidden, seed=case.seed).requires_grad_()
         x_here = x.detach().clone().requires_grad_()
         y, y_here = whole(x), mlp(x_here)
         close(y_here, y)
@@ -263,21 +266,17 @@ def vocabularies(batch: list[VocabCase]) -> None:
         logits = F.linear(torch.tanh(F.embedding(ids, whole)), whole)
         backward(logits, case.seed)
 
-        built = VocabParallelEmbedding(
-            case.rows_local, case.dim, first_row=rank * case.rows_local, group=None, dtype=torch.float64
-        )
-        loaded = nn.Embedding(case.rows_local, case.dim, dtype=torch.float64)
-        vocab_parallel(loaded, rank * case.rows_local, None)
-        for embedding in (built, loaded):
-            load(embedding, weight=own(table, 0))
-            close(embedding(ids), F.embedding(ids, whole))
-            head = nn.Linear(case.dim, case.rows_local, bias=False, dtype=torch.float64)
-            head.weight = embedding.weight
-            here = gather_logits(head, None, true_size)(torch.tanh(embedding(ids)))
-            close(here, logits)
-            backward(here, case.seed)
-            padded = torch.cat([whole.grad, torch.zeros(case.padding, case.dim, dtype=torch.float64)])
-            close(embedding.weight.grad, own(padded, 0))
+        embedding = nn.Embedding(case.rows_local, case.dim, dtype=torch.float64)
+        vocab_parallel(embedding, rank * case.rows_local, None)
+        load(embedding, weight=own(table, 0))
+        close(embedding(ids), F.embedding(ids, whole))
+        head = nn.Linear(case.dim, case.rows_local, bias=False, dtype=torch.float64)
+        head.weight = embedding.weight
+        here = gather_logits(head, None, true_size)(torch.tanh(embedding(ids)))
+        close(here, logits)
+        backward(here, case.seed)
+        padded = torch.cat([whole.grad, torch.zeros(case.padding, case.dim, dtype=torch.float64)])
+        close(embedding.weight.grad, own(padded, 0))
 
 
 class _Head(nn.Module):
@@ -378,11 +377,9 @@ def norms(batch: list[NormCase]) -> None:
         replicas = case.replicas if n % case.replicas == 0 else 1
         slices, kind = n // replicas, {"eps": 1e-5, "dtype": torch.float64}
         dim = case.dim_local * slices
-        wholes = [nn.RMSNorm(dim, **kind), nn.RMSNorm(dim, **kind), nn.LayerNorm(dim, **kind), Gemma(dim, **kind)]
-        heres = [
-            ParallelRMSNorm(case.dim_local, group=None, **kind),
-            *(parallel_norm(cls(case.dim_local, **kind), None) for cls in (nn.RMSNorm, nn.LayerNorm, Gemma)),
-        ]
+        classes = (nn.RMSNorm, nn.LayerNorm, Gemma)
+        wholes = [cls(dim, **kind) for cls in classes]
+        heres = [parallel_norm(cls(case.dim_local, **kind), None) for cls in classes]
         for whole, here in zip(wholes, heres, strict=True):
             filled(whole, case.seed)
 

@@ -6,6 +6,7 @@ import inspect
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -256,9 +257,8 @@ def _length(layer: Any) -> int | None:
 def _exchanges(job: Job, device: torch.device, meter: Meter) -> Iterator[Exchange]:
     """Time all-reduces of several sizes."""
     say(f"tp {job.plan.mesh.size}: all-reduces")
-    dtype = getattr(torch, job.dtype)
+    dtype, patience = getattr(torch, job.dtype), replace(job.patience, seconds=job.patience.seconds / 4)
     for nbytes in _SIZES:
         x = torch.ones(nbytes // dtype.itemsize, dtype=dtype, device=device)
-        steps = repeat(lambda x=x: meter.carry("all-reduce", x.nbytes, lambda: dist.all_reduce(x)), meter, job.patience)  # type: ignore[misc]
-        x.fill_(1)
+        steps = repeat(lambda x=x: meter.carry("all-reduce", x.nbytes, lambda: dist.all_reduce(x)), meter, patience)  # type: ignore[misc]
         yield Exchange(nbytes, tuple(span.seconds for step in steps for span in step if span.what == "all-reduce"))

@@ -52,6 +52,11 @@ class Request:
     plan_file: Path | None = None
 
 
+_LESS = "a smaller --batch or --seq, or another --tp"
+_OUT_OF_MEMORY = ("SIGKILL", "OutOfMemory", "MemoryError", "can't allocate memory")
+"""How it shows in a rank that there was no memory left."""
+
+
 @dataclass(frozen=True)
 class Node:
     """Where the ranks run: ``cpu`` or ``cuda``, how many there may be, and what each has."""
@@ -96,6 +101,7 @@ class Profile:
 def profile(folder: Path, request: Request, progress: Callable[[str], None] = lambda _: None) -> Profile:
     """Profile the model of the config.json in a folder. Raises ReshardError."""
     node = node_of(request)
+    progress("reading config.json")
     start_fork_server(*IMPORTED)
     from verify.profile.skeleton import skeleton
 
@@ -118,7 +124,7 @@ def profile(folder: Path, request: Request, progress: Callable[[str], None] = la
             found[degree] = {workload: (number, of_ranks) for number, workload in enumerate(runs)}
     if degrees and not found:
         (degree, workload), why = next(iter(notes.items()))
-        raise ReshardError(f"too little memory: tp {degree}, {workload} {why}", "a smaller --batch or --seq")
+        raise ReshardError(f"too little memory: tp {degree}, {workload} {why}", _LESS)
     return _put_together(model, kinds, node, request, plans, found, notes, refused)
 
 
@@ -206,14 +212,19 @@ def _run(
         with_layers(plan, kinds), kinds, is_built_in, tuple(workloads), dtype, node.device, node.threads,
         request.patience, request.widths, node.free(degree),
     )  # fmt: skip
+    if node.device == "cuda":  # a rank is not to wait for each collective: it would start the next kernels late
+        os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "0")
+    last = [f"tp {degree}"]
+
+    def note(text: str) -> None:
+        last[0] = text
+        progress(text)
+
     try:
-        return run_ranks(run_job, degree, job, device=node.device, timeout=request.timeout, progress=progress)
+        return run_ranks(run_job, degree, job, device=node.device, timeout=request.timeout, progress=note)
     except RankError as error:
-        if "SIGKILL" in error.message or "OutOfMemory" in error.message or "MemoryError" in error.message:
-            what = " or ".join(map(str, workloads))
-            raise ReshardError(
-                f"too little memory: tp {degree} ended at {what}", "a smaller --batch or --seq"
-            ) from error
+        if any(sign in error.message for sign in _OUT_OF_MEMORY):
+            raise ReshardError(f"too little memory: {last[0]}", _LESS) from error
         raise
 
 

@@ -69,7 +69,6 @@ class RowParallelLinear(nn.Linear):
     """A linear layer of which each rank has some of the inputs: ``[..., in_local] -> [..., out]``.
 
     Every rank has the whole bias. It is added once, after the partial products have been summed over the ranks.
-    ``input_is_parallel=False``: the input is ``[..., in_local * ranks]`` on every rank, and each takes its slice.
     """
 
     def __init__(
@@ -79,77 +78,16 @@ class RowParallelLinear(nn.Linear):
         bias: bool = True,
         *,
         group: dist.ProcessGroup | None,
-        input_is_parallel: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features_local, out_features, bias, device=device, dtype=dtype)
         self.group = group
-        self.input_is_parallel = input_is_parallel
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply this rank's part of the input by its columns of the weight, and sum over the ranks."""
-        if not self.input_is_parallel:
-            x = scatter_to_group(x, self.group)
         y = reduce_from_group(F.linear(x, self.weight), self.group)
         return y if self.bias is None else y + self.bias
-
-
-class VocabParallelEmbedding(nn.Embedding):
-    """An embedding of which each rank has ``rows_local`` rows, from ``first_row`` of the vocabulary on."""
-
-    def __init__(
-        self,
-        rows_local: int,
-        dim: int,
-        *,
-        first_row: int,
-        group: dist.ProcessGroup | None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(rows_local, dim, device=device, dtype=dtype)
-        self.group = group
-        self.first_row = first_row
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Look up the ids that this rank has, and sum with what the other ranks found: ``[...] -> [..., dim]``."""
-        return _masked_lookup(super().forward, ids, self.first_row, self.num_embeddings, self.group)
-
-
-class ParallelRMSNorm(nn.Module):
-    """RMSNorm over a dimension that is split, its mean square taken over all ranks: ``[..., dim_local]``, likewise out.
-
-    Computed in float32 at least, as models do. Where heads are replicated, each as often, the mean is the same.
-    """
-
-    def __init__(
-        self,
-        dim_local: int,
-        eps: float = 1e-6,
-        *,
-        group: dist.ProcessGroup | None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim_local, device=device, dtype=dtype))
-        self.eps = eps
-        self.group = group
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise this rank's slice by the root mean square of the whole."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        mean_square = mean_over_group(wide.square().mean(-1, keepdim=True), self.group)
-        return self.weight * (wide * torch.rsqrt(mean_square + self.eps)).to(x.dtype)
-
-
-def mean_over_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Average a statistic over the ranks, for use on each rank's own slice.
-
-    Summed forward, because each rank saw a part; summed backward too, because each rank uses it for a part.
-    """
-    return copy_to_group(reduce_from_group(x, group), group) / dist.get_world_size(group)
 
 
 # Loaded modules. Each function gives a module of this rank's size the parallel behaviour, in place, and returns it.
@@ -327,7 +265,7 @@ def parallel_norm(module: Module, group: dist.ProcessGroup | None) -> Module:
     """Let a norm whose last dimension is split normalise by the statistics of the whole.
 
     Inputs and weights are gathered and the module computes as it would unsharded, then each rank takes its slice: more
-    bytes than :class:`ParallelRMSNorm` sends, but the same for every kind of norm, and to the last bit. Other tensors
+    bytes than the ranks' mean squares would be, but the same for every kind of norm, and to the last bit. Other tensors
     of the input's shape (a gate) are split as it is.
     """
     local = module.forward

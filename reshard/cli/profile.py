@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,8 @@ from reshard.cli.options import FILE, Size, debug_option, hub_options, json_opti
 from reshard.cli.printing import print_json, print_lines, print_note
 
 if TYPE_CHECKING:
-    from verify.profile.run import Profile, Request
+    from verify.profile.job import Request
+    from verify.profile.run import Profile
 
 _PHASES = ("decode", "prefill", "train")
 
@@ -108,9 +110,7 @@ def profile_command(
     that follow the time of the whole model, what a rank holds, and one recommended degree (docs/profile.md).
     """
     from verify.ending import one_line_when_interrupted
-    from verify.profile.job import Patience, Workload
-    from verify.profile.run import Request
-    from verify.profile.words import document_of, text_of
+    from verify.profile.job import Patience, Request, Workload
 
     if link is not None and predict_tp is None:
         raise click.UsageError("--link goes with --predict-tp")
@@ -118,28 +118,12 @@ def profile_command(
         raise click.UsageError(f"--report: there is no folder {report.absolute().parent}")
     workloads = tuple(Workload(p, b, s) for p in phase for b in batch for s in seq)
     request = Request(
-        workloads,
-        tp,
-        predict_tp or (),
-        ranks,
-        device,
-        dtype,
-        memory,
-        link,
-        Patience(seconds),
-        widths or (),
-        timeout,
+        workloads, tp, predict_tp or (), ranks, device, dtype, memory, link, Patience(seconds), widths or (), timeout,
         plan_file,
-    )
+    )  # fmt: skip
     with one_line_when_interrupted(lambda: "reshard: interrupted\n"):
         found = _profile(source, request, revision, token, cache_dir, quiet=as_json)
-    document = {"command": "profile", "source": source, **document_of(found)}
-    if report is not None:
-        _draw(document, report)
-    if as_json:
-        print_json(document)
-    else:
-        print_lines(*text_of(found, source))
+    _print(found, source, report, as_json=as_json)
 
 
 def _profile(
@@ -147,11 +131,26 @@ def _profile(
 ) -> Profile:
     from reshard.storage.fetched import Weights
     from reshard.storage.hub import fetch
-    from verify.profile.run import profile
+
+    say: Callable[[str], None] = (lambda _: None) if quiet else _say
+    say("reading config.json")
+    from verify.profile.run import profile  # it imports torch, which takes a while
 
     fetched = fetch(source, revision=revision, token=token, cache_dir=cache_dir, quiet=quiet, weights=Weights.HEADERS)
     folder = fetched.path.parent if fetched.path.name == "config.json" else fetched.path
-    return profile(folder, request, (lambda _: None) if quiet else _say)
+    return profile(folder, request, say)
+
+
+def _print(found: Profile, source: str, report: Path | None, *, as_json: bool) -> None:
+    from verify.profile.words import document_of, text_of
+
+    document = {"command": "profile", "source": source, **document_of(found)}
+    if report is not None:
+        _draw(document, report)
+    if as_json:
+        print_json(document)
+    else:
+        print_lines(*text_of(found, source))
 
 
 def _draw(document: dict[str, Any], file: Path) -> None:

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -12,10 +20,15 @@ from reshard.planning.plan import plan_of
 from reshard.planning.totals import all_reduces
 from tests import store
 from tests.support import LLAMA, command
+from tests.verify import browser
+from tests.verify.browser import Browser
+from tools.profile_figure import figure
+from verify.forward.worker import RankError
 from verify.profile.compose import Memory, Part, Time, joined
 from verify.profile.cost import Link, Rates, Work, fit_link, fit_rates, works
 from verify.profile.job import Span, Workload
 from verify.profile.layers import LayerKind, layer_kinds
+from verify.profile.page import page
 from verify.profile.recommend import Row, recommend
 from verify.profile.skeleton import skeleton
 
@@ -30,12 +43,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def test_two_ranks(folder: Path, fork_server: None) -> None:
-    """The bytes through all-reduces are those that the plan states, in each phase; KV cache and weights by hand."""
+@pytest.fixture(scope="module")
+def document(folder: Path, fork_server: None) -> dict[str, Any]:
+    """What two ranks measured of everything that there is to measure."""
     given = ("--tp", "2", "--batch", "3", "--seq", "8", "--phase", "decode,prefill,train", "--predict-tp", "4")
-    done = command("profile", folder, *given, "--ranks", "2", "--seconds", "0.01", "--json")
+    more = ("--widths", "256..1024", "--report", folder / "page.html", "--ranks", "2", "--seconds", "0.01", "--json")
+    done = command("profile", folder, *given, *more)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    assert f"Drew the profile: {folder / 'page.html'}" in done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_two_ranks(folder: Path, document: dict[str, Any]) -> None:
+    """The bytes through all-reduces are those that the plan states, in each phase; KV cache and weights by hand."""
+    found = document
     plan = plan_of(skeleton(folder), mesh_of(2))
     forward, backward = all_reduces(plan)
     assert forward.nbytes == 7 * CONFIG["hidden_size"] * 2
@@ -58,7 +80,69 @@ def test_two_ranks(folder: Path, fork_server: None) -> None:
     predicted = [row for row in found["rows"] if row["tp"] == 4]
     assert len(predicted) == 3 and all(row["measured"] is None and row["predicted"]["seconds"] > 0 for row in predicted)
     assert predicted[0]["memory"]["cache"] * 2 == measured["decode"]["memory"]["cache"]
-    assert found["recommended"]["tp"] in {2, 4}
+    assert found["recommended"]["tp"] == 2
+
+
+def test_widths_that_took_too_long_are_predicted(document: dict[str, Any]) -> None:
+    rows = document["widths"]
+    assert {row["block"] for row in rows} == {"mlp", "mlp, gathered", "attention"}
+    assert {(row["width"], row["tp"]) for row in rows} == {(256, 2), (512, 2), (1024, 2), (512, 4), (1024, 4)}
+    assert all(row["tokens_per_second"] == pytest.approx(512 / row["seconds"]) for row in rows)
+    assert all(0 < row["collectives"] < row["seconds"] for row in rows)
+    measured = {(row["block"], row["width"]) for row in rows if row["measured"]}
+    assert measured >= {("mlp", 256), ("attention", 256), ("mlp, gathered", 256)} and ("mlp", 1024) not in measured
+    assert not any(row["measured"] for row in rows if row["tp"] == 4)
+
+
+# ------------------------------------------------------------------------------------------------------------- page
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    program = browser.find()
+    if program is None:
+        pytest.skip("no Chromium on this machine (apt-get install chromium)")
+    with Browser(program, tmp_path_factory.mktemp("browser")) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(400, "dark"), (400, "light"), (1600, "dark"), (1600, "light")])
+@pytest.mark.usefixtures("document")
+def test_page_in_a_browser(width: int, scheme: str, chromium: Browser, folder: Path) -> None:
+    file = folder / "page.html"
+    chromium.open(file, width=width, scheme=scheme)
+    assert max(chromium.evaluate("[document.documentElement.scrollWidth, document.body.scrollWidth]")) <= width
+    asked = [e["params"]["request"]["url"] for e in chromium.events if e["method"] == "Network.requestWillBeSent"]
+    assert asked == [file.as_uri()]
+    assert not [e for e in chromium.events if e["method"] in {"Runtime.exceptionThrown", "Log.entryAdded"}]
+    shown = "[...document.querySelectorAll('svg')].filter(s => s.getBoundingClientRect().width)"
+    assert chromium.evaluate(f"{shown}.length") == 3 * 3 + 1 + 3  # of each phase, of the all-reduces, of each block
+    outside = (
+        f"{shown}.flatMap(s => {{const o = s.getBoundingClientRect(); return [...s.querySelectorAll('.mark,.bar')]"
+        ".filter(m => {const r = m.getBoundingClientRect();"
+        " return r.left < o.left || r.right > o.right || r.top < o.top || r.bottom > o.bottom})}).length"
+    )
+    assert chromium.evaluate(outside) == 0
+    colours = "[...document.querySelectorAll('.mark, .bar')].map(m => getComputedStyle(m).stroke)"
+    assert all(colour.startswith("rgb") for colour in chromium.evaluate(colours))
+
+
+def test_what_the_page_says(document: dict[str, Any]) -> None:
+    text = page({**document, "source": "a <b>model</b>"})
+    assert "a &lt;b&gt;model&lt;/b&gt;" in text and "<b>" not in text and "Use tp 2" in text
+    assert text.count("tp 4: ") >= 6 and text.count("predicted") > 6 and text.count("not measured") == 3
+    none = page({**document, "recommended": {"tp": None, "reason": "no degree fits"}})
+    assert "<h1>No degree fits</h1>" in none
+
+
+def test_the_figure_of_the_docs(document: dict[str, Any]) -> None:
+    """A file by itself: well-formed, with a mark for each row, and nothing to load."""
+    drawn = ElementTree.fromstring(figure(document["widths"]))
+    marks = [e for e in drawn.iter() if e.get("class", "").startswith("mark c") and e.get("class") != "mark c0"]
+    assert len([e for e in drawn.iter("{http://www.w3.org/2000/svg}g") if e.get("class") == "place"]) == len(
+        document["widths"]
+    )
+    assert marks and not {"href", "src"} & {name for e in drawn.iter() for name in e.attrib}
 
 
 # ------------------------------------------------------------------------------------------------------- arithmetic
@@ -189,7 +273,7 @@ def test_no_degree_fits() -> None:
 )
 def test_errors_are_one_line(folder: Path, arguments: tuple[str, ...], error: str) -> None:
     done = command("profile", folder, *(arguments if "--tp" in arguments else ("--tp", "1", *arguments)))
-    first, *hints = done.stderr.splitlines()
+    first, *hints = done.stderr.removeprefix("reading config.json\n").splitlines()
     assert done.returncode == 2 and not done.stdout
     assert error in first and first.startswith("Error: ") and len(hints) <= 1, done.stderr
 
@@ -197,3 +281,42 @@ def test_errors_are_one_line(folder: Path, arguments: tuple[str, ...], error: st
 def test_a_model_with_an_encoder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "is_encoder_decoder": True}))
     assert "t5 has an encoder beside its decoder" in command("profile", tmp_path).stderr
+
+
+def test_interrupted(folder: Path) -> None:
+    """One line, whatever is being imported or run."""
+    run = subprocess.Popen(
+        [sys.executable, "-m", "reshard", "profile", folder, "--tp", "1"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )  # fmt: skip
+    assert run.stderr is not None
+    assert run.stderr.readline() == "reading config.json\n"
+    run.send_signal(signal.SIGINT)
+    out, err = run.communicate(timeout=60)
+    assert (run.returncode, out, err) == (130, "", "reshard: interrupted\n")
+
+
+def test_memory_that_ends_in_a_rank(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the kernel, a GPU's allocator and a CPU's say is one error, which names what ran last."""
+
+    def end(*_: object, progress: Callable[[str], None], **__: object) -> None:
+        progress("tp 1: prefill, batch 2, seq 4")
+        raise RankError("rank 0 of 1 was ended by SIGKILL", rank=0)
+
+    monkeypatch.setattr("verify.profile.run.run_ranks", end)
+    done = command("profile", folder, "--tp", "1")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-2:] == [
+        "Error: too little memory: tp 1: prefill, batch 2, seq 4",
+        "Hint: a smaller --batch or --seq, or another --tp",
+    ]
+
+
+def test_predicted_degrees_are_recommended_only_if_no_other_fits() -> None:
+    known = rows({1: 10.0, 2: 20.0, 4: 40.0}, {1: 10, 2: 10, 4: 10})
+    known[2] = replace(known[2], measured=None, predicted=known[2].measured)
+    assert recommend(known).tp == 2
+    assert recommend(known).reason.endswith("; tp 4 is predicted to spend 46% in collectives and gain 100%")
+    full = [*(replace(row, capacity=9) for row in known[:2]), known[2]]
+    found = recommend(full)
+    assert found.tp == 4 and "by prediction alone" in found.reason

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from reshard.pages.markup import Html, element, joined
 from reshard.text import human_bytes
-from verify.report.plots import both_widths
+from verify.report.plots import WIDTHS, both_widths
 
 COLOURS = 6
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 16, 34, 40
@@ -62,6 +62,11 @@ def line_chart(title: str, lines: Sequence[Line], axes: Axes) -> Html:
         keys.append(("predicted", "predicted"))
     plot = both_widths(lambda name, width: _line_plot(name, width, title, shown, axes))
     return element("figure", element("h3", title), legend(keys), plot)
+
+
+def plain_plot(title: str, lines: Sequence[Line], axes: Axes) -> Html:
+    """The plot for narrow pages by itself, as one SVG element without a legend."""
+    return _line_plot("narrow", WIDTHS["narrow"], title, lines, axes)
 
 
 def legend(keys: Sequence[tuple[str, str]]) -> Html:
@@ -144,11 +149,11 @@ def _line(line: Line, across: _Scale, upward: _Scale, colour: str, number: int, 
         parts.append(element("line", class_=kind, x1=_round(x1), y1=_round(y1), x2=_round(x2), y2=_round(y2)))
     for x, y, point in places:
         kind = f"mark {colour} open" if point.is_predicted else f"mark {colour}"
-        parts.append(_hot(x, y, _mark(x, y, kind, number), line.name, point.numbers, width))
+        parts.append(_hot(x, y, mark(x, y, kind, number), line.name, point.numbers, width))
     return joined(*parts)
 
 
-def _mark(x: float, y: float, kind: str, number: int) -> Html:
+def mark(x: float, y: float, kind: str, number: int) -> Html:
     """A circle, a square, a diamond: not by colour alone."""
     r = _MARK
     if number % 3 == 1:
@@ -184,7 +189,7 @@ def _bar_plot(
     totals = [float(sum(nbytes for _, nbytes in bar.parts)) for bar in bars]
     highest = max(totals)
     is_near = capacity is not None and capacity < 4 * highest
-    most = max(highest, capacity or 0) * 1.05 if is_near else highest
+    most = max(highest, capacity or 0) * 1.08 if is_near else highest * 1.08
     bottom, top = float(_HEIGHT - _BOTTOM), float(_TOP + 22)
     upward = _Scale(totals, bottom, top, is_log=False, most=most)
     drawn = [_grid_line(upward.at(y), human_bytes(y), width) for y in upward.ticks(5)]

@@ -1,9 +1,10 @@
-"""What is measured, as the ranks are told it, and what they found: pure data, which is pickled."""
+"""What is asked for and measured, as the ranks are told it, and what they found: pure data, which is pickled."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from reshard.planning.plan import Plan
 from verify.profile.layers import LayerKind
@@ -47,6 +48,28 @@ class Patience:
     spread: float = 0.03
     least: int = 5
     most: int = 100
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to profile. ``degrees`` is None for all that are possible on ``ranks`` ranks (None: all GPUs, or cores).
+
+    ``predicted`` are degrees that are not run. ``memory`` is what a rank has, in bytes, where that is not this node's;
+    ``link`` the bytes per second of a link between the ranks of predicted degrees. ``timeout`` is in seconds.
+    """
+
+    workloads: tuple[Workload, ...]
+    degrees: tuple[int, ...] | None = None
+    predicted: tuple[int, ...] = ()
+    ranks: int | None = None
+    device: str = "auto"
+    dtype: str | None = None
+    memory: int | None = None
+    link: float | None = None
+    patience: Patience = field(default_factory=Patience)
+    widths: tuple[int, ...] = ()
+    timeout: float = 600.0
+    plan_file: Path | None = None
 
 
 @dataclass(frozen=True)

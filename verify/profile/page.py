@@ -10,7 +10,7 @@ from reshard.pages.document import html_page
 from reshard.pages.markup import Html, element, joined
 from reshard.text import human_bytes
 from verify.profile.charts import Axes, Bar, Line, Point, bar_chart, line_chart
-from verify.profile.words import human_count, human_rate, human_time
+from verify.profile.words import error_text, human_count, human_rate, human_time
 
 Document = Mapping[str, Any]
 
@@ -42,7 +42,7 @@ def _header(document: Document, headline: str) -> Html:
 
 
 def _setting(document: Document) -> Html:
-    kinds = ", ".join(f"{kind['part']} for {kind['count']}" for kind in document["layers"])
+    kinds = ", ".join(f"{kind['part']} ({kind['count']} alike)" for kind in document["layers"])
     pairs = [
         ("model", element("code", document["source"])),
         ("parameters", f"{human_count(document['parameters'])}, {document['dtype']}"),
@@ -139,7 +139,7 @@ def _table(document: Document, rows: Sequence[Document]) -> Html:
 
 
 def _cells(row: Document) -> list[str]:
-    time, memory, error = _time_of(row), row["memory"], row["prediction_error"]
+    time, memory = _time_of(row), row["memory"]
     share = _share(time) if time else None
     return [
         str(row["batch"]), str(row["seq"]), str(row["tp"]),
@@ -148,7 +148,7 @@ def _cells(row: Document) -> list[str]:
         "–" if share is None else _percent(share),
         *(human_bytes(memory[key]) for key in ("weights", "gradients", "cache", "activations", "total")),
         "yes" if row["fits"] else "no",
-        "all of it" if row["measured"] is None else "–" if error is None else f"off by {error:+.0%}",
+        "not measured" if row["measured"] is None else error_text(row["prediction_error"]),
     ]  # fmt: skip
 
 
@@ -163,21 +163,22 @@ def _links(document: Document) -> Html | None:
     for link in links:
         moved = 2 * (link["ranks"] - 1) / link["ranks"]
         known = tuple(
-            Point(each["bytes"], each["seconds"], False, f"{human_bytes(each['bytes'])}: {human_time(each['seconds'])}")
+            Point(each["bytes"], each["seconds"], False, f"{_binary(each['bytes'])}: {human_time(each['seconds'])}")
             for each in link["measured"]
         )
         fitted = tuple(
-            Point(p.x, time, True, f"{human_bytes(p.x)}: {human_time(time)}, as fitted")
+            Point(p.x, time, True, f"{_binary(p.x)}: {human_time(time)}, as fitted")
             for p in known
             for time in [link["latency"] + moved * p.x / link["bandwidth"]]
         )
         lines += [Line(f"{link['ranks']} ranks", known), Line(f"{link['ranks']} ranks, fitted", fitted)]
+    axes = Axes("bytes of a rank", "seconds", _binary, human_time)
     text = (f"{link['ranks']} ranks: {human_time(link['latency'])}, then {human_bytes(link['bandwidth'])}/s."
             for link in links)  # fmt: skip
     return joined(
         element("h2", "All-reduces of this node"),
         element("p", "Fitted to the times by size: latency + 2 (N − 1) / N × bytes / bandwidth. ", " ".join(text)),
-        line_chart("Time of an all-reduce", lines, Axes("bytes of a rank", "seconds", human_bytes, human_time)),
+        element("div", line_chart("Time of an all-reduce", lines, axes), class_="plots"),
     )
 
 
@@ -188,24 +189,26 @@ def _widths(document: Document) -> Html | None:
     return joined(
         element("h2", "Throughput against width"),
         element("p", "One sequence of 512 tokens through one block, forward. The MLP is four times as wide inside."),
-        element("div", *width_charts(rows), class_="plots"),
+        element("div", *(line_chart(title, lines, WIDTH_AXES) for title, lines in width_lines(rows)), class_="plots"),
     )
 
 
-def width_charts(rows: Sequence[Document]) -> Iterator[Html]:
-    """A plot for each block: a line for each degree."""
+def width_lines(rows: Sequence[Document]) -> Iterator[tuple[str, list[Line]]]:
+    """The title of each block's plot, and its lines: one for each degree."""
     titles = {
         "mlp": "MLP, column-parallel and then row-parallel",
-        "mlp, gathered": "MLP, both layers column-parallel and gathered",
+        "mlp, gathered": "MLP, both layers column-parallel",
         "attention": "Attention, heads of 128",
     }
     for block in dict.fromkeys(row["block"] for row in rows):
         of_block = [row for row in rows if row["block"] == block]
-        lines = [
-            Line(f"tp {degree}", tuple(_width_point(row) for row in of_block if row["tp"] == degree))
-            for degree in sorted({row["tp"] for row in of_block})
-        ]
-        yield line_chart(titles[block], lines, Axes("width", "tokens/s", _whole, human_rate))
+        yield (
+            titles[block],
+            [
+                Line(f"tp {degree}", tuple(_width_point(row) for row in of_block if row["tp"] == degree))
+                for degree in sorted({row["tp"] for row in of_block})
+            ],
+        )
 
 
 def _width_point(row: Document) -> Point:
@@ -233,5 +236,13 @@ def _whole(value: float) -> str:
     return f"{value:,.0f}"
 
 
+def _binary(value: float) -> str:
+    """``64 KiB``: the sizes are powers of two."""
+    return f"{value / 1024:.0f} KiB" if value < 1 << 20 else f"{value / (1 << 20):.0f} MiB"
+
+
 def _percent(value: float) -> str:
     return f"{value:.0%}"
+
+
+WIDTH_AXES = Axes("width", "tokens/s", _whole, human_rate)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,35 +21,13 @@ from verify.forward.launch import run_ranks, start_fork_server
 from verify.forward.worker import RankError
 from verify.profile.compose import Memory, Part, Time, counts_of, memory_of, time_of
 from verify.profile.cost import Link, Work, communication, fit_link, fit_rates, nearest, works
-from verify.profile.job import Found, Job, Patience, Workload
+from verify.profile.job import Found, Job, Request, Workload
 from verify.profile.layers import LayerKind, layer_kinds, with_layers
 from verify.profile.recommend import Recommendation, Row, recommend
 from verify.profile.width_rows import WidthRow, width_rows
 
 IMPORTED = ("verify.profile.rank", "transformers.models.auto.modeling_auto")
 """What all ranks need, imported once for all."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """What to profile. ``degrees`` is None for all that are possible on ``ranks`` ranks (None: all GPUs, or cores).
-
-    ``predicted`` are degrees that are not run. ``memory`` is what a rank has, in bytes, where that is not this node's;
-    ``link`` the bytes per second of a link between the ranks of predicted degrees. ``timeout`` is in seconds.
-    """
-
-    workloads: tuple[Workload, ...]
-    degrees: tuple[int, ...] | None = None
-    predicted: tuple[int, ...] = ()
-    ranks: int | None = None
-    device: str = "auto"
-    dtype: str | None = None
-    memory: int | None = None
-    link: float | None = None
-    patience: Patience = field(default_factory=Patience)
-    widths: tuple[int, ...] = ()
-    timeout: float = 600.0
-    plan_file: Path | None = None
 
 
 _LESS = "a smaller --batch or --seq, or another --tp"
@@ -101,7 +79,6 @@ class Profile:
 def profile(folder: Path, request: Request, progress: Callable[[str], None] = lambda _: None) -> Profile:
     """Profile the model of the config.json in a folder. Raises ReshardError."""
     node = node_of(request)
-    progress("reading config.json")
     start_fork_server(*IMPORTED)
     from verify.profile.skeleton import skeleton
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reshard.text import align, human_bytes, plural
 from verify.profile.compose import Time
 from verify.profile.cost import Link
 from verify.profile.job import Workload
 from verify.profile.recommend import Row
-from verify.profile.run import Profile
 from verify.profile.width_rows import WidthRow
+
+if TYPE_CHECKING:
+    from verify.profile.run import Profile
 
 _STEP = {"decode": "one token of each sequence", "prefill": "all tokens at once", "train": "forward and backward"}
 
@@ -31,7 +33,7 @@ def text_of(found: Profile, source: str) -> list[str]:
 
 
 def _model(found: Profile) -> str:
-    kinds = ", ".join(f"{kind.part} for {kind.count}" for kind in found.kinds)
+    kinds = ", ".join(f"{kind.part} ({kind.count} alike)" for kind in found.kinds)
     return f"{human_count(found.parameters)} parameters, {found.dtype}; timed: {kinds}, embedding and head"
 
 
@@ -66,9 +68,14 @@ def _cells(row: Row) -> tuple[str, ...]:
     speed: tuple[str, ...] = ("–", "–", "–")
     if time is not None:
         speed = (f"{how}{human_rate(row.rate)}", f"{how}{human_time(time.seconds)}", f"{time.share:.0%}")
-    error = "–" if row.error is None else f"{row.error:+.0%}"
     sizes = map(human_bytes, (memory.weights + memory.gradients, memory.cache, memory.activations, memory.total))
-    return (str(row.tp), *speed, *sizes, "yes" if row.fits else "no", error if row.measured else "alone")
+    return (
+        str(row.tp),
+        *speed,
+        *sizes,
+        "yes" if row.fits else "no",
+        error_text(row.error) if row.measured else "not measured",
+    )
 
 
 def _differences(rows: Sequence[Row]) -> Iterator[str]:
@@ -86,6 +93,13 @@ def _link_text(link: Link) -> str:
 
 def _sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}."
+
+
+def error_text(error: float | None) -> str:
+    """How far a predicted time is from the measured one, relative to that; a dash for None."""
+    if error is None:
+        return "–"
+    return f"{abs(error):.0%} too {'long' if error > 0 else 'short'}"
 
 
 def human_time(seconds: float) -> str:

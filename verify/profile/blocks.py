@@ -16,6 +16,7 @@ import transformers
 from accelerate import init_empty_weights
 from torch import nn
 from transformers.initialization import no_init_weights
+from transformers.modeling_utils import local_torch_dtype
 
 from formats.errors import CheckpointError
 from formats.transformers_modules import concrete_class, model_class, placements, settings_of
@@ -59,7 +60,7 @@ def build(
         try:
             config = for_input(transformers.AutoConfig.for_model(**settings_of(settings)), tokens)
             cls = concrete_class(model_class(rank.config), rank.config)
-            with no_init_weights(), init_empty_weights(include_buffers=False):
+            with local_torch_dtype(dtype), no_init_weights(), init_empty_weights(include_buffers=False):
                 model = localised(cls, rank, modules, {}, None)(config)
         except (ValueError, KeyError, TypeError, RuntimeError, ImportError, AttributeError) as error:
             text = " ".join(str(error).split())

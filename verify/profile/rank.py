@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import DynamicCache, StaticCache
+from transformers import StaticCache
 
 from verify.forward.worker import rank_device, say
 from verify.profile.blocks import Blocks, build
@@ -121,7 +121,7 @@ class _Runner:
             steps = repeat(run, self._meter, self._job.patience)
         for parameter in self._blocks.model.parameters():
             parameter.grad = None
-        return Measured(steps, cache, max(0, living.peak - inside), self._saved)
+        return Measured(steps, cache, max(0, living.peak - inside), self._saved if grad else {})
 
     # ------------------------------------------------------------------------------------------------------ phases
 
@@ -130,9 +130,7 @@ class _Runner:
 
         def run() -> None:
             self._meter.enter(EMBEDDING)
-            cache: Any = DynamicCache(config=self._model.config)
-            self._run(ids, cache, **self._last_logits)
-            caches[0] = cache
+            caches[0] = self._run(ids, None, **self._last_logits)
 
         return run, lambda: caches[0]
 
@@ -140,9 +138,9 @@ class _Runner:
         ids = self._ids(workload.batch, 1)
         if getattr(self._model, "_can_compile_fullgraph", False):  # it can do with a cache that has its place
             cache: Any = StaticCache(config=self._model.config, max_cache_len=workload.seq + 1)
+            self._run(ids, cache)
         else:
-            cache = DynamicCache(config=self._model.config)
-        self._run(ids, cache)
+            cache = self._run(ids, None)
         self._meter.step()
         _age(cache, workload.seq)
         state = [dict(vars(layer)) for layer in cache.layers]
@@ -174,8 +172,9 @@ class _Runner:
 
         return run, lambda: None
 
-    def _run(self, ids: Tensor, cache: Any, **more: Any) -> None:
-        self._model(input_ids=ids, use_cache=True, **{self._cache: cache}, **more)
+    def _run(self, ids: Tensor, cache: Any, **more: Any) -> Any:
+        """Run the model; the cache that it leaves: the given one, or one of its own making."""
+        return self._model(input_ids=ids, use_cache=True, **{self._cache: cache}, **more)[self._cache]
 
     def _ids(self, batch: int, seq: int) -> Tensor:
         rows = self._job.plan.model.sizes.of({}).get("vocab") or self._model.config.get_text_config().vocab_size

@@ -43,7 +43,9 @@ _MAKES_WHOLE = {"_ReduceBackward", "_GatherBackward"}
 _MAKES_PART = {"_ScatterBackward", "_CopyBackward"}
 
 
-Parts = Iterable[tuple[Tensor, frozenset[str]]]
+Along = frozenset[str]
+"""Dimensions of the mesh."""
+Parts = Iterable[tuple[Tensor, Along]]
 """Tensors that ranks have different parts of, with the mesh dimensions along which they differ."""
 
 
@@ -57,9 +59,9 @@ def sum_where_ranks_part(results: Sequence[Tensor], parts: Parts, groups: Groups
     needs, users = _needs(parted, [x.grad_fn for x in results])
     for node, along in needs.items():
         used = users[node]
-        if _is_alike(used) and not _passes_on(node, used):
+        if _is_summed_once(node, used) and not _passes_on(node, used):
             node.register_prehook(_summing([used[0]], groups))
-        apart = [need if child is not None and not _is_alike(users[child]) else frozenset()
+        apart = [need if child is not None and not _is_summed_once(child, users[child]) else frozenset()
                  for (child, _), need in zip(node.next_functions, along, strict=True)]  # fmt: skip
         if any(apart):
             node.register_hook(_summing(apart, groups))
@@ -67,9 +69,6 @@ def sum_where_ranks_part(results: Sequence[Tensor], parts: Parts, groups: Groups
 
 _KEEPS_ALL = {f"{name}Backward0" for name in ("Alias", "Clone", "Permute", "T", "Transpose", "UnsafeView", "View")}
 """Nodes of one input whose gradient has the same numbers, of the same dtype: to be summed behind as well as before."""
-
-
-Along = frozenset[str]
 
 
 def _needs(
@@ -93,14 +92,17 @@ def _needs(
     return found, used
 
 
-def _is_alike(used: Sequence[frozenset[str]]) -> bool:
-    """Whether all that use a value need the same sum, so that it can be done once."""
-    return len({*used}) == 1 and bool(used[0])
+def _is_summed_once(node: Any, used: Sequence[Along]) -> bool:
+    """Whether all that use a value need the same sum, so that it is done once, on its way into the node.
+
+    Not of a weight: its node outlives the graph, and what is registered there would be done again in the next one.
+    """
+    return len({*used}) == 1 and bool(used[0]) and type(node).__name__ != "AccumulateGrad"
 
 
 def _passes_on(node: Any, used: Sequence[frozenset[str]]) -> bool:
     """Whether a sum that a node's gradient needs is left to the node before it."""
-    return _is_alike(used) and type(node).__name__ in _KEEPS_ALL and node.next_functions[0][0] is not None
+    return _is_summed_once(node, used) and type(node).__name__ in _KEEPS_ALL and node.next_functions[0][0] is not None
 
 
 def parted_along(results: Sequence[Tensor], parts: Parts, groups: Groups) -> list[frozenset[str]]:

@@ -14,6 +14,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 from formats.mesh import mesh_of
 from reshard.planning.plan import plan_of
@@ -26,11 +27,13 @@ from tools.profile_figure import figure
 from verify.forward.worker import RankError
 from verify.profile.compose import Memory, Part, Time, joined
 from verify.profile.cost import Link, Rates, Work, fit_link, fit_rates, works
-from verify.profile.job import Span, Workload
+from verify.profile.job import Job, Patience, Span, Workload
 from verify.profile.layers import LayerKind, layer_kinds
 from verify.profile.page import page
 from verify.profile.recommend import Row, recommend
 from verify.profile.skeleton import skeleton
+from verify.profile.widths import time_widths
+from verify.rank.collectives import Carrier
 
 CONFIG = {**LLAMA, "hidden_size": 24, "head_dim": 6, "dtype": "bfloat16"}
 
@@ -47,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def document(folder: Path, fork_server: None) -> dict[str, Any]:
     """What two ranks measured of everything that there is to measure."""
     given = ("--tp", "2", "--batch", "3", "--seq", "8", "--phase", "decode,prefill,train", "--predict-tp", "4")
-    more = ("--widths", "256..1024", "--report", folder / "page.html", "--ranks", "2", "--seconds", "0.01", "--json")
+    more = ("--widths", "256..512", "--report", folder / "page.html", "--ranks", "2", "--seconds", "0.01", "--json")
     done = command("profile", folder, *given, *more)
     assert done.returncode == 0, done.stderr
     assert f"Drew the profile: {folder / 'page.html'}" in done.stderr
@@ -83,15 +86,32 @@ def test_two_ranks(folder: Path, document: dict[str, Any]) -> None:
     assert found["recommended"]["tp"] == 2
 
 
-def test_widths_that_took_too_long_are_predicted(document: dict[str, Any]) -> None:
+def test_widths(document: dict[str, Any]) -> None:
+    """What the ranks ran was measured, from the narrowest on; other degrees are predicted where heads divide."""
     rows = document["widths"]
     assert {row["block"] for row in rows} == {"mlp", "mlp, gathered", "attention"}
-    assert {(row["width"], row["tp"]) for row in rows} == {(256, 2), (512, 2), (1024, 2), (512, 4), (1024, 4)}
+    assert {(row["width"], row["tp"]) for row in rows} == {(256, 2), (512, 2), (512, 4)}
     assert all(row["tokens_per_second"] == pytest.approx(512 / row["seconds"]) for row in rows)
     assert all(0 < row["collectives"] < row["seconds"] for row in rows)
-    measured = {(row["block"], row["width"]) for row in rows if row["measured"]}
-    assert measured >= {("mlp", 256), ("attention", 256), ("mlp, gathered", 256)} and ("mlp", 1024) not in measured
+    assert all(row["measured"] for row in rows if row["width"] == 256)
     assert not any(row["measured"] for row in rows if row["tp"] == 4)
+
+
+@pytest.mark.parametrize(("free", "expected"), [(1 << 30, [256, 512, 1024]), (8 * 512**2 * 2 * 2, [256, 512])])
+def test_widths_end_before_they_take_too_long(
+    free: int, expected: list[int], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice as wide is expected to take four times as long: no pass of more than 5 times the patience is begun."""
+    monkeypatch.setattr("verify.profile.widths.dist.get_world_size", lambda *_: 1)
+    monkeypatch.setattr("verify.profile.widths.say", lambda _: None)
+    plan, work = plan_of(skeleton(folder), mesh_of(1)), (Workload("decode", 1, 1),)
+    job = Job(plan, (), True, work, "bfloat16", "cpu", 1, Patience(4.0), (256, 512, 1000, 1024, 2048), free)
+    times = iter([0.01, 0.1, 5.1] * 3)  # of the third, four times as long is more than 20 s
+    done = time_widths(
+        job, torch.device("cpu"), Carrier(), lambda _: ((Span("block", "compute", 0, next(times)),),), bool
+    )  # type: ignore[arg-type]
+    found = [(each.block, each.width) for each in done]
+    assert [width for block, width in found if block == "mlp"] == expected
 
 
 # ------------------------------------------------------------------------------------------------------------- page

@@ -76,7 +76,7 @@ def observe(model_type: str, built: Any) -> Observed:
         own = dict(_templates(model))
         found = list(_Conversions(built, own).lines(model))
         packed = {own[source][0] for target, line in found for source in line.get("packed", ())}
-        lines = list(_merged([(target, _public(line)) for target, line in found], packed))
+        lines = list(merged([(target, _public(line)) for target, line in found], packed))
         lines += _tied(built, lines)
         there = {target for target, _ in found} | {line["to"] for line in lines if line.get("also")}
         lacking = [name for name in built.state_dict() if name not in there]
@@ -181,24 +181,25 @@ class _Conversions:
         parent = module.rpartition(".")[0]
         for part, target in zip(parts, targets, strict=True):
             own = f"{parent}.{part.label}_proj.{leaf}"
-            yield target, {"from": [own], "to": self._generalized(target, source, template), "packed": [source]}
+            yield target, {"from": [own], "to": generalized(target, source, template), "packed": [source]}
 
     def _line(self, target: str, sources: Sequence[str], options: Sequence[str]) -> Line:
         templates = [self._own[name][0] for name in sources]
-        to = self._generalized(target, sources[0], templates[0])
+        to = generalized(target, sources[0], templates[0])
         return {"from": templates, "to": to, **dict.fromkeys(options, True)}
 
-    def _generalized(self, target: str, source: str, template: str) -> str:
-        """A name of transformers' with the indices of a template, as far as it has them, in their order."""
-        values = re.findall(r"(?<=\.)[0-9]+(?=\.)", _aligned(source, template))
-        left, segments = [*zip(values, _INDEX.findall(template), strict=False)], target.split(".")
-        for place, segment in enumerate(segments):
-            for number, (value, index) in enumerate(left):
-                if segment == value:
-                    segments[place] = index
-                    del left[: number + 1]
-                    break
-        return ".".join(segments)
+
+def generalized(target: str, source: str, template: str) -> str:
+    """A name of a program's with the indices of a tensor's template, as far as it has them, in their order."""
+    values = re.findall(r"(?<=\.)[0-9]+(?=\.)", _aligned(source, template))
+    left, segments = [*zip(values, _INDEX.findall(template), strict=False)], target.split(".")
+    for place, segment in enumerate(segments):
+        for number, (value, index) in enumerate(left):
+            if segment == value:
+                segments[place] = index
+                del left[: number + 1]
+                break
+    return ".".join(segments)
 
 
 _INDEX = re.compile(r"\{\w+\}")
@@ -211,13 +212,13 @@ def _aligned(source: str, template: str) -> str:
     return ".".join(["", *[value if index.startswith("{") else "" for value, index in ends][::-1], ""])
 
 
-def _merged(lines: Iterable[tuple[str, Line]], packed: set[str]) -> Iterator[Line]:
+def merged(lines: Iterable[tuple[str, Line]], packed: set[str]) -> Iterator[Line]:
     """One line for tensors that differ in indices, with prefixes in the place of many names."""
     found: dict[tuple[str, ...], Line] = {}
     for _, line in lines:
         key = (*line["from"],)
         if found.setdefault(key, line) != line:
-            raise NotExpressibleError(f"'{line['from'][0]}' is '{found[key]['to']}' and '{line['to']}' in transformers")
+            raise NotExpressibleError(f"'{line['from'][0]}' becomes '{found[key]['to']}' and '{line['to']}'")
     plain = {line["from"][0]: line["to"] for line in found.values() if len(line["from"]) == 1 and len(line) == 2}
     plain = {source: to for source, to in plain.items() if _INDEX.findall(source) == _INDEX.findall(to)}
     prefixes = dict(sorted(_prefixes(plain, packed), key=lambda pair: -len(pair[0])))
@@ -274,7 +275,7 @@ def document_of(observed: Sequence[Observed]) -> dict[str, Any]:
     """The file's content: lines with the classes that they are for, and what a page cannot express.
 
     The first class of a model type stands for the type, too. Lines of single tensors come before those of prefixes, of
-    which the longest is the first.
+    which the longest is the first, and those that hold only where a tensor is not there before all.
     """
     types: dict[str, set[str]] = defaultdict(set)
     lines: dict[str, Line] = {}
@@ -287,9 +288,9 @@ def document_of(observed: Sequence[Observed]) -> dict[str, Any]:
             lines[key] = line
             types[key].update(names)
     ordered = sorted((key for key in lines if types[key]), key=lambda key: _rank(lines[key]))
-    groups: list[tuple[list[str], dict[str, list[Line]]]] = []
+    groups: list[tuple[tuple[list[str], bool], dict[str, list[Line]]]] = []
     for key in ordered:
-        line, of = lines[key], sorted(types[key])
+        line, of = lines[key], (sorted(types[key]), "without" in lines[key])
         is_prefix = line["from"][0].endswith("**")
         group = next((tensors for names, tensors in groups if names == of and not is_prefix), None)
         if group is None:
@@ -299,13 +300,13 @@ def document_of(observed: Sequence[Observed]) -> dict[str, Any]:
     return {
         "classes": sorted({one.name for one in observed}),
         "refused": refused,
-        "lines": [{"types": of, "tensors": _short(tensors)} for of, tensors in groups],
+        "lines": [{"types": of, "tensors": _short(tensors)} for (of, _), tensors in groups],
     }
 
 
 def _rank(line: Line) -> tuple[bool, int]:
     prefix = line["from"][0]
-    return (True, -len(prefix)) if prefix.endswith("**") else (False, 0)
+    return (True, -len(prefix)) if prefix.endswith("**") else (False, -("without" in line))
 
 
 def _short(tensors: Mapping[str, Sequence[Line]]) -> dict[str, Any]:

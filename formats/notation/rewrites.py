@@ -17,17 +17,19 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from formats.errors import NotationError, PlanError, brief
 from formats.mesh import Mesh
 from formats.notation.expressions import Expression, read_expression
 
 PAGES = Path(__file__).parents[1] / "programs"
+
+_OfTypes = TypeVar("_OfTypes", "Line", "Constant", "Dropped")
 
 _SPECIAL = re.compile(r"^\*\*\.|\*\*|\*|\{\w+\}")
 
@@ -93,7 +95,8 @@ class Line:
     halves. ``apart`` takes the components of a packed tensor apart, and joins them one after the other. ``dtype`` is
     another dtype, without loss. ``function`` is the one arithmetic that some program does. ``first_rank`` says that of
     equal parts all but the first rank's are zeros, ``whole`` that every rank has all of it, ``every_stage`` that every
-    pipeline stage has it. ``deal`` is the axis that is dealt over ``tp`` in place of those that the model's rules deal.
+    pipeline stage has it. ``deal`` is the axis that is dealt over ``tp`` in place of those that the model's rules deal,
+    ``cut`` the dimension, in equal ranges, or in one of each of its equal ``parts``.
     ``by`` is the axis behind which the sources are joined: each of its indices has a part of all of them. What is
     joined ``evenly`` is divided over ``tp`` in equal ranges, wherever these end. With ``part``, the line covers that
     component of a packed tensor alone; all components must have such lines.
@@ -119,6 +122,8 @@ class Line:
     first_stage: str | None = None
     last_stage: str | None = None
     deal: str | None = None
+    cut: int | None = None
+    parts: int = 1
     by: str | None = None
     part: str | None = None
     evenly: bool = False
@@ -132,7 +137,7 @@ class Line:
 class Constant:
     """Tensors that a program has beside another: ``names`` beside each of its tensors that one of ``beside`` matches.
 
-    The dtype ``model`` is that of the model, as ``config.json`` says it.
+    The dtype ``model`` is that of the model, as ``config.json`` says it. ``types`` are as in a line.
     """
 
     beside: tuple[Pattern, ...]
@@ -141,15 +146,20 @@ class Constant:
     shape: tuple[int, ...]
     value: float
     when: Expression | None = None
+    types: frozenset[str] | None = None
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """Tensors that a program does not store; with ``beyond``, those whose index is at least that size."""
+    """Tensors that a program does not store; with ``beyond``, those whose index is at least that size.
+
+    ``types`` are as in a line.
+    """
 
     found: Pattern
     beyond: Expression | None = None
     when: Expression | None = None
+    types: frozenset[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -241,8 +251,11 @@ class Page:
     --engine`` runs, and ``load_format`` what it calls the format. ``model_types`` are those for which the page is known
     to be right; empty: the names of its lines decide. With ``boxes``, each file says where its pieces begin (see
     ``formats.files.boxes``), and nothing is padded. ``refused`` has the model types of which a page cannot say what the
-    program has, and why; ``classes`` those that are known by their class. A number that ``vectors`` matches is stored
-    as a vector of one.
+    program has, and why; ``classes`` those that are known by their class. ``described`` are those for which the page's
+    own lines, names, constants and the rest do not hold, but the ones of a file that the program wrote. ``builds`` has,
+    where it is known, the program's module for each class of Hugging Face's, and ``compared`` the modules whose tensors
+    were compared. Of some types, ``seen`` has the names of all tensors that were compared, and ``largest`` the largest
+    degree of ``tp``. A number that ``vectors`` matches is stored as a vector of one.
     """
 
     name: str
@@ -290,6 +303,11 @@ class Page:
     """What a reader must be told where these states were not written."""
     classes: frozenset[str] = frozenset()
     refused: Mapping[str, str] = field(default_factory=dict)
+    described: frozenset[str] = frozenset()
+    builds: Mapping[str, str] = field(default_factory=dict)
+    compared: frozenset[str] = frozenset()
+    largest: Mapping[str, int] = field(default_factory=dict)
+    seen: Mapping[str, frozenset[str]] = field(default_factory=dict)
     _uses: dict[str, tuple[Use, ...]] = field(default_factory=dict, repr=False)
     _of: dict[str, Page] = field(default_factory=dict, repr=False)
 
@@ -327,15 +345,35 @@ class Page:
         """The page with the lines for a model of this config alone."""
         kind = self.type_of(config)
         if kind not in self._of:
-            lines = tuple(line for line in self.lines if line.types is None or kind in line.types)
-            self._of[kind] = self if lines == self.lines else replace(self, lines=lines, _uses={}, _of={})
+            own = self
+            if kind in self.described:
+                own = replace(self, names=(), refusals=(), vectors=())
+            self._of[kind] = replace(
+                own,
+                lines=tuple(self._for(kind, self.lines)),
+                constants=tuple(self._for(kind, self.constants)),
+                dropped=tuple(self._for(kind, self.dropped)),
+                _uses={},
+                _of={},
+            )
         return self._of[kind]
+
+    def _for(self, kind: str, entries: Iterable[_OfTypes]) -> Iterator[_OfTypes]:
+        """The entries that hold for a model type: of one that is ``described``, its own alone."""
+        for entry in entries:
+            if kind in entry.types if entry.types is not None else kind not in self.described:
+                yield entry
 
     def type_of(self, config: Mapping[str, Any]) -> str:
         """What ``types`` call a model of this config: the class, if it is one of ``classes``, or else its type."""
-        classes = config.get("architectures")
-        first = str(classes[0]) if isinstance(classes, list) and classes else ""
+        first = self.class_of(config)
         return first if first in self.classes else str(config.get("model_type"))
+
+    @staticmethod
+    def class_of(config: Mapping[str, Any]) -> str:
+        """The class of a model of this config, as ``config.json`` says it; empty: it does not."""
+        classes = config.get("architectures")
+        return str(classes[0]) if isinstance(classes, list) and classes else ""
 
     def uses(self, name: str) -> Sequence[Use]:
         """The lines that cover a tensor's name, in their order."""
@@ -381,6 +419,8 @@ _LINE_KEYS = {
     "first_stage",
     "last_stage",
     "deal",
+    "cut",
+    "parts",
     "by",
     "part",
     "evenly",
@@ -390,14 +430,25 @@ _LINE_KEYS = {
 }
 
 
-def read_page(path: Path) -> Page:
-    """Read a page. Raises PlanError that names the file and what is wrong in it."""
+def read_page(path: Path, types: Mapping[str, Any] | None = None) -> Page:
+    """Read a page, with ``types`` in the place of its file of model types.
+
+    Raises PlanError that names the file and what is wrong in it.
+    """
     try:
         document = _with_base(path)
         lines = [line for target, value in document["tensors"].items() for line in _lines(target, value)]
-        types = path.with_name(document["types"]).read_text(encoding="utf-8") if "types" in document else "{}"
-        of_types = json.loads(types)
+        of_types = types or {}
+        if types is None and "types" in document:
+            of_types = json.loads((PAGES / document["types"]).read_text(encoding="utf-8"))
         lines += lines_of_types(of_types.get("lines", ()))
+        constants = [*document.get("constants", ()), *of_types.get("constants", ())]
+        dropped = [_dropped(name, value) for name, value in document["dropped"].items()]
+        dropped += [
+            replace(_dropped(name, {}), types=frozenset(group["types"]))
+            for group in of_types.get("dropped", ())
+            for name in group["names"]
+        ]
         return Page(
             name=path.stem,
             loaded_by=document["loaded_by"],
@@ -405,8 +456,8 @@ def read_page(path: Path) -> Page:
             files=document["files"],
             lines=tuple(lines),
             names=tuple(_renamings(document["names"])),
-            constants=tuple(_constant(entry) for entry in document.get("constants", [])),
-            dropped=tuple(_dropped(name, value) for name, value in document["dropped"].items()),
+            constants=tuple(map(_constant, constants)),
+            dropped=tuple(dropped),
             keep=document.get("keep", False),
             pad_to=document.get("pad_vocabulary_to", 1),
             same_ranks=document.get("same_ranks", False),
@@ -439,6 +490,11 @@ def read_page(path: Path) -> Page:
             extra_state=tuple(map(Pattern, document.get("extra_state", ()))),
             classes=frozenset(of_types.get("classes", ())),
             refused=of_types.get("refused", {}),
+            described=frozenset(of_types.get("described", ())),
+            builds=of_types.get("builds", {}),
+            compared=frozenset(of_types.get("compared", ())),
+            largest=of_types.get("largest", {}),
+            seen={name: frozenset(group["tensors"]) for group in of_types.get("seen", ()) for name in group["types"]},
         )
     except (NotationError, KeyError, ValueError) as error:
         raise PlanError(f"{path}: {error}") from None
@@ -496,6 +552,8 @@ def _lines(target: str, value: Any) -> Iterator[Line]:
             first_stage=table.get("first_stage"),
             last_stage=table.get("last_stage"),
             deal=table.get("deal"),
+            cut=table.get("cut"),
+            parts=table.get("parts", 1),
             by=table.get("by"),
             part=table.get("part"),
             evenly=table.get("evenly", False),
@@ -538,7 +596,8 @@ def _constant(entry: Mapping[str, Any]) -> Constant:
     names = tuple(Pattern(name) for name in entry["names"])
     shape, beside = tuple(entry.get("shape", ())), entry["beside"]
     patterns = tuple(map(Pattern, beside if isinstance(beside, list) else [beside]))
-    return Constant(patterns, names, entry["dtype"], shape, float(entry["value"]), _condition(entry))
+    types = frozenset(entry["types"]) if "types" in entry else None
+    return Constant(patterns, names, entry["dtype"], shape, float(entry["value"]), _condition(entry), types)
 
 
 def _refusal(name: str, value: Mapping[str, Any]) -> Refusal:

@@ -50,6 +50,7 @@ class Arrangement:
     def __init__(
         self, plan: Plan, taken: Mapping[Kind, Taken], page: Page | None = None, boxes: Boxes | None = None
     ) -> None:
+        page = page.of(plan.model.config) if page else None
         self.plan, self.taken, self.page, self.boxes = plan, taken, page, boxes
         self._laid = plan if boxes is None else make_plan(plan.model, Mesh(), padding=plan.padding)
         self.ranks = plan.mesh.size
@@ -105,6 +106,8 @@ class Arrangement:
             shown = " and ".join(sorted(dtypes))
             raise PlanError(f"'{name}' would be joined from tensors of different dtypes, {shown}")
         portions = tuple(part.portion for part in ordered[:slots])
+        if first.portion.line is not None and first.portion.line.cut is not None:
+            _check_equal(name, ordered[:slots])
         layouts = self._evenly(name, portions, tuple(part.layout for part in ordered))
         key = (portions, layouts, first.dtype)
         if key not in self._geometries:
@@ -201,7 +204,8 @@ class Arrangement:
         if portion.by_index:
             places = (*places, (str(kind.rule.dims[0].axis), int(index or 0)))
         rule, sizes = portion.component.shape, self.plan.model.sizes.of(dict(kind.indices))
-        if portion.line is not None and portion.line.whole:
+        cut = (portion.line.cut, portion.line.parts) if portion.line and portion.line.cut is not None else None
+        if portion.line is not None and (portion.line.whole or cut is not None):
             rule = Shape(tuple(Dim((Summand((length,)),)) for length in rule.sizes(sizes)))
         deal = portion.line.deal if portion.line is not None else None
         model = _dealt_along(self.plan.model, deal) if deal else self.plan.model
@@ -212,9 +216,12 @@ class Arrangement:
             is_dealt = places or stages is not None
             self._owners[owned] = owners_of(self._laid.model, self._laid.mesh, part) if is_dealt else None
         owners = self._owners[owned]
-        key = (rule, kind.indices, part.shape, DTYPE_BITS[kind.dtype] % 8, owners, deal)
+        key = (rule, kind.indices, part.shape, DTYPE_BITS[kind.dtype] % 8, owners, deal, cut)
         if key not in self._layouts:
-            self._layouts[key] = layout_of(model, self._laid.mesh, part, self._laid.padding, owners)
+            layout = layout_of(model, self._laid.mesh, part, self._laid.padding, owners)
+            if cut is not None:
+                layout = _in_ranges(kind.name, layout, portion, self._laid.mesh)
+            self._layouts[key] = layout
         return self._layouts[key]
 
     def _constants(self, constants: Sequence[Constant]) -> Iterator[Stored]:
@@ -280,6 +287,33 @@ def _as_product(run: Run, sizes: Sequence[int]) -> Iterator[tuple[Run, ...]]:
         else:
             raise NotationError(f"a rank would have {run.length} rows from row {run.offset} on, in heads of {inner}")
         yield (outer,) if outer.length else ()
+
+
+def _check_equal(name: str, parts: Sequence[_Part]) -> None:
+    """Raise PlanError if what is cut and joined has unequal sizes: fewer heads of keys, which may be replicated."""
+    sizes = {part.layout.full for part in parts}
+    if len(sizes) > 1:
+        shown = " and ".join(map(str, sorted(sizes)))
+        raise PlanError(f"'{name}' would be joined from tensors of sizes {shown}, which was not compared")
+
+
+def _in_ranges(name: str, layout: Layout, portion: Portion, mesh: Mesh) -> Layout:
+    """The layout of what a line cuts along a dimension, whatever the model's rules say. Raises PlanError."""
+    assert portion.line is not None and portion.line.cut is not None
+    place, parts = sum(portion.component.counts[: portion.line.cut]), portion.line.parts
+    last = place + portion.component.counts[portion.line.cut] - 1
+    while place < last and parts % layout.full[place] == 0:  # a factor counts the parts
+        parts, place = parts // layout.full[place], place + 1
+    degree, length = dict(mesh.degrees).get("tp", 1), layout.full[place]
+    if length % (degree * parts):
+        raise PlanError(f"tensor '{name}' cannot be split over {mesh}: {length} do not divide by {degree * parts}")
+    size, boxes = length // (degree * parts), {}
+    for rank, box in layout.boxes.items():
+        first = mesh.coordinates(rank).get("tp", 0) * size
+        runs = tuple(Run(first + part * degree * size, size) for part in range(parts))
+        dims = (*box.dims[:place], runs if degree > 1 else (Run(0, length),), *box.dims[place + 1 :])
+        boxes[rank] = Box(dims, tuple(sum(run.length for run in dim) for dim in dims))
+    return replace(layout, boxes=boxes, parallel_dims=layout.parallel_dims | {place})
 
 
 def _dealt_along(model: Model, axis: str) -> Model:

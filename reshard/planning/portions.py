@@ -74,9 +74,16 @@ def check_model_type(model: Model, page: Page) -> None:
             "makes of its tensors is not known here",
             f"known are {', '.join(page.model_types)}",
         )
-    why = page.refused.get(page.type_of(model.config))
+    kind = page.type_of(model.config)
+    why = page.refused.get(kind)
+    if why is None and page.compared and kind not in page.compared:
+        module = page.builds.get(page.class_of(model.config))
+        if module is None:
+            why = f"{page.loaded_by} has no module of its own for it"
+        elif module not in page.compared:
+            why = f"what {page.loaded_by} has of it ({module}) was not compared"
     if why is not None:
-        raise PlanError(f"'{page.type_of(model.config)}' has no place in the format '{page.name}': {why}")
+        raise PlanError(f"'{kind}' has no place in the format '{page.name}': {why}")
 
 
 def stored_like(kind: Kind, portions: Taken, other: Taken) -> Taken:
@@ -131,6 +138,7 @@ class _Reading:
 
     def __init__(self, model: Model, page: Page) -> None:
         self.model, self.page = model, page.of(model.config)
+        self._seen = page.seen.get(page.type_of(model.config))
         self.names = {kind: template_of(model.architecture, kind) for kind in model.kinds}
         self._there = frozenset(self.names.values())
         self._beside = _Beside(model, self.page)
@@ -170,7 +178,12 @@ class _Reading:
         return {kind: tuple(map(self._named, candidates[0])) for kind, candidates in found.items()}
 
     def _check(self, kind: Kind) -> None:
-        """Raise PlanError for a tensor that the program cannot have."""
+        """Raise PlanError for a tensor that the program cannot have, or is not known to have."""
+        if self._seen is not None and self.names[kind] not in self._seen:
+            raise PlanError(
+                f"tensor '{kind.name}' has no place in the format '{self.page.name}': no model that was compared with "
+                f"{self.page.loaded_by} has it"
+            )
         for refusal in self.page.refusals:
             if refusal.found.match(self.names[kind]) is None or (refusal.scalars and math.prod(kind.shape) > 1):
                 continue
@@ -364,7 +377,7 @@ def copies_of(model: Model, page: Page) -> dict[Kind, list[str]]:
 def dropped_of(model: Model, page: Page) -> frozenset[str]:
     """The tensors that a program does not store."""
     found: set[str] = set()
-    for dropped in page.dropped:
+    for dropped in page.of(model.config).dropped:
         if dropped.when is not None and not model.sizes.evaluate(dropped.when, {}):
             continue
         end = model.sizes.evaluate(dropped.beyond, {}) if dropped.beyond is not None else 0

@@ -30,6 +30,7 @@ def check_demands(model: Model, page: Page, mesh: Mesh) -> None:
     """Raise PlanError if a program cannot take a model on these ranks."""
 
     check_model_type(model, page)
+    _check_compared(model, page, mesh)
 
     def look_up(name: str) -> Any:
         known = {"ranks": mesh.size, "tp": dict(mesh.degrees).get("tp", 1)}
@@ -41,6 +42,22 @@ def check_demands(model: Model, page: Page, mesh: Mesh) -> None:
                 f"the format '{page.name}' is not possible for {mesh}: {demand.why}",
                 "docs/formats.md says what it can hold; 'reshard formats SOURCE' says which formats are possible",
             )
+
+
+def _check_compared(model: Model, page: Page, mesh: Mesh) -> None:
+    """Raise PlanError for a mesh on which it is not known what a program has of a model of this type."""
+    kind, degrees = page.type_of(model.config), dict(mesh.degrees)
+    if kind in page.described and degrees.keys() - {"tp"}:
+        raise PlanError(
+            f"the format '{page.name}' is not possible for {mesh}: what {page.loaded_by} has of '{kind}' was compared "
+            "with --tp alone"
+        )
+    largest = page.largest.get(kind, degrees.get("tp", 1))
+    if degrees.get("tp", 1) > largest:
+        raise PlanError(
+            f"--tp {degrees['tp']} is not possible with the format '{page.name}': how {page.loaded_by} splits '{kind}' "
+            f"was compared up to --tp {largest}"
+        )
 
 
 def program_plan(

@@ -312,8 +312,14 @@ class Staging:
                 marker.unlink()
 
     def _goes_with(self, label: str) -> bool:
-        """Whether the run that writes another part deals the files of the output as this one does."""
-        return self._dealt is not None and label.startswith("part-") and label.endswith(f"-of-{self._dealt.count}")
+        """Whether the run that writes another part deals the files of the output as this one does.
+
+        Parts are of the same number (``part-0-of-4``), ranks of the same mesh with none in common (``rank-0-1-of-4``).
+        """
+        if self._dealt is None:
+            return False
+        (kind, *numbers, _, count), (own, *mine, _, own_count) = label.split("-"), self._dealt.label.split("-")
+        return (kind, count) == (own, own_count) and not {*numbers} & {*mine}
 
     def _at_work(self) -> Iterator[str]:
         """The parts that other runs are writing."""

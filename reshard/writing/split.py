@@ -44,6 +44,7 @@ from reshard.storage.source import Source
 from reshard.storage.upload import place_of
 from reshard.writing.files import (
     DEFAULT_SHARD_SIZE,
+    KEPT_RANK,
     Further,
     NewFile,
     Progress,
@@ -147,15 +148,20 @@ def split(
     if page is None:
         new = _Ranks(opened, target, wanted if bucket is None else range(mesh.size), max_shard_size)
     else:
-        if ranks is not None:
-            raise PlanError(f"--rank is not possible with the format '{page.name}', which has all ranks in one folder")
-        arrangement = arrangement_of(target, page)
-        new = ProgramFiles(opened, arrangement, page, wanted, max_shard_size, extra_state=extra_state)
+        if ranks is not None and page.boxes:
+            raise PlanError(
+                f"--rank is not possible with the format '{page.name}', which any number of ranks loads",
+                "--part shares its files among processes",
+            )
+        arrangement, everyone = arrangement_of(target, page), tuple(range(mesh.size))
+        new = ProgramFiles(opened, arrangement, page, everyone, max_shard_size, extra_state=extra_state)
     states = new.states if isinstance(new, ProgramFiles) else ()
     files = [file for of in (new, *states) for file in of.files]
     dealt = deal(files, part)
-    if bucket is not None and ranks is not None:  # all ranks are published together: these are a part of one output
-        dealt = Dealt(_label(wanted, mesh), mesh.size, frozenset(file.name for file in files if file.rank in wanted))
+    is_one_output = bucket is not None or page is not None  # all ranks are published together
+    if is_one_output and ranks is not None:
+        mine = {*wanted, *([KEPT_RANK] if 0 in wanted else [])}
+        dealt = Dealt(_label(wanted, mesh), mesh.size, frozenset(file.name for file in files if file.rank in mine))
     full = opened.model.sizes.of({})
     summary = Summary(
         command="re-split" if opened.is_split else "split", source=opened.location,
@@ -169,7 +175,7 @@ def split(
     summary = summed_up(summary, files, part, dealt)
 
     def check() -> None:
-        if bucket is None and ranks is not None:
+        if ranks is not None and not is_one_output:
             _check_ranks(new, opened, folder, overwrite)
         else:
             check_place(
@@ -191,14 +197,14 @@ def split(
         if ranks is not None and not wanted:
             there = read_manifest(folder / MANIFEST).ranks if (folder / MANIFEST).is_file() else {}
             return dataclasses.replace(summary, complete=len(there) == mesh.size)
-        by_rank = page is None and dealt is None and bucket is None
+        by_rank = not is_one_output and dealt is None
         parts = [mesh.folder(rank) for rank in wanted] if by_rank else [""]
         task = new.task | task_of(opened, options)
         with staging_for(folder, bucket, task, parts, opened, files, dealt, options, check) as staging:
             to = new.arrangement if isinstance(new, ProgramFiles) else target
             also = [Further(state.source, state.arrangement, state.files) for state in states]
             written = write_files(opened, to, new.files, staging, options, progress, also)
-            if bucket is not None or ranks is None:
+            if is_one_output or ranks is None:
                 complete = publish_output(opened, written, staging, options, documents, overwrite=overwrite)
             else:
                 complete = _publish_ranks(new, opened, written, staging, options)

@@ -191,12 +191,13 @@ def _page(path: Path, text: str) -> Page:
 def test_a_page_builds_on_another(tmp_path: Path) -> None:
     page = _page(
         tmp_path / "mine.toml",
-        'base = "vllm"\nload = "x"\nconstants = []\n[tensors]\n"**.qkv_proj.*" = false\n"a.*" = "b.*"\n',
+        'base = "vllm"\nload = "x"\nconstants = []\ntypes = false\n[tensors]\n"**.qkv_proj.*" = false\n"a.*" = "b.*"\n',
     )
     base = page_of("vllm")
     assert (page.name, page.load, page.loaded_by, page.constants) == ("mine", "x", base.loaded_by, ())
     assert page.lines[0].target.text == "a.*"
-    assert [line for line in base.lines if line.target.text != "**.qkv_proj.*"] == list(page.lines[1:])
+    kept = [line for line in base.lines if line.types is None and line.target.text != "**.qkv_proj.*"]
+    assert kept == list(page.lines[1:])
 
 
 def test_what_no_base_has_cannot_be_taken_away(tmp_path: Path) -> None:

@@ -1,0 +1,162 @@
+"""vLLM's format for each model type: what vLLM itself holds, from its own observations, or a refusal with the reason.
+
+``tests/oracles/vllm/zoo.json.xz`` has, for each model of the zoo that vLLM 0.32 loads and that is written, a hash of
+what each rank holds (see ``tools/vllm_names.py``).
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from formats.errors import PlanError
+from formats.notation.rewrites import PAGES, page_of, pages, read_page
+from reshard.api import merge, split
+from tests import store, zoo
+from tests.programs.oracles import checkpoint
+from tests.support import command, contents
+from tools.vllm_names import FIXTURE, OUTPUT, UNTIED, hashes_of, held_in, make, shown
+
+PAGE = page_of("vllm")
+HELD: dict[str, dict[str, list[str]]] = json.loads(lzma.decompress(FIXTURE.read_bytes()))
+
+
+def _classes() -> dict[str, str]:
+    """The first model of each set of lines, and of each architecture file: the tests' share of what was compared."""
+    kinds, found = {*zoo.one_of_each()}, {}
+    for name in HELD:
+        entry = zoo.ZOO[name.removesuffix(UNTIED)]
+        if entry.model_type in PAGE.described or name in kinds:
+            found.setdefault(entry.model_type, name)
+    return found
+
+
+def _largest(name: str) -> int:
+    return max(int(tp[2:]) for tp in HELD[name])
+
+
+def _numbered(name: str) -> Path:
+    return store.made(f"{name}-numbered", lambda folder: make(name, folder))
+
+
+@pytest.mark.parametrize("name", sorted(_classes().values()))
+def test_vllm_holds_what_is_written(name: str, tmp_path: Path) -> None:
+    """Names, dtypes, shapes and each element on each rank, at the largest degree that vLLM loaded."""
+    tp = _largest(name)
+    split(_numbered(name), tmp_path / "out", tp, form="vllm")
+    assert hashes_of(held_in(tmp_path / "out"), tp) == HELD[name][f"tp{tp}"]
+
+
+WAYS_BACK = ("cohere2_moe", "bitnet", "flex_olmo", "qwen2_5_vl", "mistral3", "glm", "cohere", "deepseek_v2")
+"""Joined, stacked, renamed and cut in every way that lines have."""
+
+
+@pytest.mark.parametrize("name", WAYS_BACK)
+def test_the_way_back_restores_every_byte(name: str, tmp_path: Path) -> None:
+    original = _numbered(name)
+    split(original, tmp_path / "out", 2, form="vllm")
+    merge(tmp_path / "out", tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(original)
+
+
+def _with(folder: Path, out: Path, **settings: Any) -> Path:
+    """A checkpoint with other entries in config.json."""
+    shutil.copytree(folder, out)
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, **settings}))
+    return out
+
+
+def test_a_class_that_runs_in_a_module_that_was_compared_is_written(tmp_path: Path) -> None:
+    """Kimi K2 has a model type of its own and runs in the module of DeepSeek V3."""
+    plain = checkpoint("vllm", "deepseek_v3")
+    assert PAGE.builds["DeepseekV3ForCausalLM"] in PAGE.compared and "kimi_k2" not in PAGE.compared
+    source = _with(plain, tmp_path / "source", model_type="kimi_k2")
+    for folder in (plain, source):
+        split(folder, tmp_path / f"{folder.name}-out", 2, form="vllm")
+    one, other = (held_in(tmp_path / f"{folder.name}-out") for folder in (plain, source))
+    assert one == other
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"model_type": "kimi_k2", "architectures": ["OtherForCausalLM"]}, "has no module of its own for it"),
+        ({"model_type": "kimi_k2", "architectures": ["ChatGLMModel"]}, "was not compared"),
+    ],
+)
+def test_a_class_that_vllm_has_not_or_that_was_not_compared_is_refused(
+    settings: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    source = _with(checkpoint("vllm", "deepseek_v3"), tmp_path / "source", **settings)
+    with pytest.raises(PlanError, match=f"'kimi_k2' has no place in the format 'vllm': .*{why}"):
+        split(source, tmp_path / "out", 2, form="vllm")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_vllm_does_not_load_is_refused_with_its_reason(tmp_path: Path) -> None:
+    done = command("split", store.checkpoint("albert"), tmp_path / "out", "--tp", "2", "--as", "vllm")
+    assert done.returncode == 2
+    assert "Error: 'AlbertForPreTraining' has no place in the format 'vllm': vLLM does not load it: " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [({"tp": 8}, "was compared up to --tp 4"), ({"tp": 2, "pp": 2}, "was compared with --tp alone")],
+)
+def test_a_mesh_that_was_not_compared_is_refused(arguments: dict[str, int], why: str, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=why):
+        split(store.checkpoint("mistral3"), tmp_path / "out", **arguments, form="vllm")
+
+
+def test_a_tensor_that_no_compared_model_had_is_refused(tmp_path: Path) -> None:
+    """A bias beside a weight: vLLM may have a place for it, or not."""
+    source = shutil.copytree(_numbered("bitnet"), tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    tensors |= {f"model.layers.{layer}.self_attn.o_proj.bias": tensors["model.norm.weight"] for layer in range(3)}
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "attention_bias": True}))
+    with pytest.raises(PlanError, match=r"o_proj.bias' has no place in the format 'vllm': no model that was compared"):
+        split(source, tmp_path / "out", 2, form="vllm")
+
+
+@pytest.mark.parametrize("name", ["mistral3", "mistral3+untied"])
+def test_a_table_that_is_tied_or_not(name: str, tmp_path: Path) -> None:
+    """A line for a tied table does not hold where there is a head."""
+    split(_numbered(name), tmp_path / "out", 2, form="vllm")
+    names = {stored for _, stored in held_in(tmp_path / "out")}
+    both = {"language_model.model.embed_tokens.weight", "language_model.lm_head.weight"}
+    assert names & both == (both if name.endswith(UNTIED) else {"language_model.lm_head.weight"})
+
+
+def test_queries_and_keys_of_unequal_size_are_not_cut_and_joined(tmp_path: Path) -> None:
+    """With fewer heads of keys than ranks vLLM holds each of them on several: more than a range of them."""
+    names = [f"model.layers.{{layer}}.self_attn.{letter}_proj.weight" for letter in "qkv"]
+    line = {"model.layers.{layer}.self_attn.qkv_proj.weight": {"from": names, "cut": 0}}
+    page = read_page(PAGES / "vllm.toml", {"described": ["llama"], "lines": [{"types": ["llama"], "tensors": line}]})
+    with (
+        mock.patch.dict(pages(), {"vllm": page}),
+        pytest.raises(PlanError, match=r"joined from tensors of sizes .* and"),
+    ):
+        split(checkpoint("vllm", "llama_kv2"), tmp_path / "out", 2, form="vllm")
+
+
+def test_the_file_says_of_each_class_one_thing() -> None:
+    known = {*PAGE.compared, *PAGE.refused}
+    assert PAGE.classes <= known
+    assert not PAGE.compared & {*PAGE.refused} and PAGE.described <= PAGE.compared
+    assert PAGE.largest.keys() <= PAGE.described
+    assert not any(module.startswith("transformers:") for module in PAGE.compared), "its classes are of all types"
+
+
+def test_the_docs_have_the_counts() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
+    assert shown(json.loads(OUTPUT.read_text())) in text

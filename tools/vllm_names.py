@@ -1,0 +1,775 @@
+"""Writes ``formats/programs/vllm.json``: what vLLM makes of the tensors of each model type, from vLLM itself.
+
+    python -m tools.vllm_names make FOLDER
+    VLLM_PYTHON tests/oracles/vllm/observe.py FOLDER DUMPS
+    python -m tools.vllm_names write FOLDER DUMPS
+    python -m tools.vllm_names count                  # how many types of each kind
+
+FOLDER gets a checkpoint for each model of ``tests/zoo`` in which each element has a number of its own. vLLM loads them
+on 1, 2 and 4 ranks, and DUMPS gets what each rank holds. A model type whose shards, written by the general rules of
+``vllm.toml``, are equal to that element for element is ``compared``. For each other one, lines are made from where the
+numbers are found, and it is compared again: then it is ``described``. What still differs is ``refused``, with the
+tensor. ``builds`` has vLLM's module for each class of Hugging Face's. The tests' fixture gets a hash for each rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import lzma
+import re
+import shutil
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from formats.errors import ReshardError
+from formats.files.safetensors import build_header, read_header
+from formats.mesh import Mesh
+from formats.notation.architecture_files import built_in_architectures
+from formats.notation.components import components
+from formats.notation.rewrites import PAGES, Page, pages, read_page
+from reshard.api import split
+from reshard.planning.arrangement import arrangement_of
+from reshard.planning.model import Model
+from reshard.planning.portions import template_of
+from reshard.planning.program_plan import plan_for
+from reshard.storage.opening import open_source
+from tools.transformers_names import NotExpressibleError, document_of, generalized, merged
+from tools.transformers_names import Observed as Lines
+
+OUTPUT = PAGES / "vllm.json"
+ORACLES = Path(__file__).parents[1] / "tests" / "oracles" / "vllm"
+FIXTURE = ORACLES / "zoo.json.xz"
+PUBLISHED = json.loads((ORACLES / "published.json").read_text())
+FIRST = 0x3F000000
+"""The first number: as a float32, 0.5. All others are as bits one more than the one before."""
+LAST = 0x3F800000
+DEGREES = (1, 2, 4)
+REFUSED = "refused: "
+_DTYPES = {"float32": "F32", "bfloat16": "BF16", "int64": "I64", "int32": "I32", "bool": "BOOL", "uint8": "U8"}
+
+Line = dict[str, Any]
+Held = Mapping[tuple[int, str], tuple[str, tuple[int, ...], bytes]]
+"""What ranks hold: for a rank and a name, dtype, shape and bytes."""
+
+
+# -- checkpoints
+
+
+UNTIED = "+untied"
+"""Of a model whose table of the vocabulary is tied: the same with a head of its own."""
+HEAD, TABLES = "lm_head.weight", ("embed_tokens.weight", "word_embeddings.weight", "wte.weight")
+
+
+def number(checkpoint: Path, out: Path, *, untied: bool = False) -> None:
+    """Write a checkpoint again, in float32, in which each element has a number of its own; ``untied`` with a head.
+
+    Its config says also what only published ones of its type say (``tests/oracles/vllm/published.json``).
+    """
+    infos = sorted(i for file in checkpoint.glob("*.safetensors") for i in read_header(file).tensors.values())
+    if untied:
+        table = next(info for info in infos if info.name.endswith(TABLES) and len(info.shape) == 2)
+        infos.append(table._replace(name=HEAD))
+    tensors, data, first = [], [], FIRST
+    for info in infos:
+        if info.dtype in {"F32", "BF16", "F16"}:
+            count = int(np.prod(info.shape, dtype=int))
+            tensors.append((info.name, "F32", info.shape))
+            data.append(np.arange(first, first + count, dtype="<u4").tobytes())
+            first += count
+        else:
+            tensors.append((info.name, info.dtype, info.shape))
+            data.append(info.file.read_bytes()[info.offset : info.offset + info.nbytes])
+    if first > LAST:
+        raise ValueError(f"{checkpoint} has more elements than there are numbers")
+    out.mkdir(parents=True)
+    (out / "model.safetensors").write_bytes(build_header(tensors, {"format": "pt"}) + b"".join(data))
+    config = json.loads((checkpoint / "config.json").read_text())
+    published = PUBLISHED["config"].get(config["model_type"], {})
+    more = {key: config.get(value, value) if isinstance(value, str) else value for key, value in published.items()}
+    (out / "config.json").write_text(
+        json.dumps(_untied({**more, **config}) if untied else {**more, **config}, indent=2)
+    )
+
+
+def _untied(config: Mapping[str, Any]) -> dict[str, Any]:
+    found = {key: _untied(value) if isinstance(value, dict) else value for key, value in config.items()}
+    return found | ({"tie_word_embeddings": False} if "tie_word_embeddings" in found or "text_config" in found else {})
+
+
+def is_tied(checkpoint: Path) -> bool:
+    """Whether a checkpoint has a table of the vocabulary, and no head."""
+    names = {name for file in checkpoint.glob("*.safetensors") for name in read_header(file).tensors}
+    return not any(name.endswith(HEAD) for name in names) and any(name.endswith(TABLES) for name in names)
+
+
+def make(name: str, folder: Path) -> None:
+    """Write the checkpoint of a model of the zoo; of some, with heads of the size that vLLM takes them to have."""
+    from tests import zoo
+
+    plain = name.removesuffix(UNTIED)
+    with tempfile.TemporaryDirectory() as scratch:
+        zoo.save(plain, Path(scratch) / plain, settings=PUBLISHED["sizes"].get(plain))
+        number(Path(scratch) / plain, folder, untied=plain != name)
+
+
+# -- what was observed
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model of the zoo, and what vLLM makes of it. ``failed`` has what vLLM could not do, and why."""
+
+    name: str
+    checkpoint: Path
+    dump: Path
+    failed: Mapping[str, str]
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """Its config.json."""
+        found: dict[str, Any] = json.loads((self.checkpoint / "config.json").read_text())
+        return found
+
+    @cached_property
+    def model(self) -> Model:
+        """The checkpoint, bound to its rules."""
+        return open_source(self.checkpoint).model
+
+    @cached_property
+    def built(self) -> dict[str, Any]:
+        """vLLM's module, and the dtype and shape of each of its tensors in a bfloat16 model."""
+        found: dict[str, Any] = json.loads((self.dump / "built.json").read_text())
+        return found
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """The degrees at which vLLM loaded it."""
+        if {"built", "tp1"} & {*self.failed}:
+            return ()
+        return tuple(tp for tp in DEGREES if f"tp{tp}" not in self.failed)
+
+    def held(self, tp: int) -> Held:
+        """What each rank of vLLM holds."""
+        return held_in(self.dump / f"tp{tp}")
+
+
+def held_in(folder: Path) -> Held:
+    """What the files of each rank hold."""
+    found = {}
+    for file in sorted(folder.glob("model-rank-*.safetensors")):
+        content, rank = file.read_bytes(), int(file.name.split("-")[2])
+        for info in read_header(file).tensors.values():
+            found[rank, info.name] = info.dtype, info.shape, content[info.offset : info.offset + info.nbytes]
+    return found
+
+
+def difference(vllm: Held, ours: Held) -> str | None:
+    """The first thing in which two differ."""
+    lacking, more = sorted(vllm.keys() - ours.keys()), sorted(ours.keys() - vllm.keys())
+    if lacking:
+        return f"vLLM has '{lacking[0][1]}', which would not be written"
+    if more:
+        return f"vLLM has no '{more[0][1]}'"
+    for key in sorted(vllm):
+        (dtype, shape, data), (other, form, bytes_) = vllm[key], ours[key]
+        if (dtype, other) == ("BF16", "F32") and shape == form:
+            bytes_ = _cast(bytes_)  # vLLM's loader casts what it reads to its own dtype
+        elif dtype != other:
+            return f"'{key[1]}' is {dtype} in vLLM, and would be {other}"
+        if shape != form:
+            return f"'{key[1]}' is {list(shape)} on a rank of vLLM's, and would be {list(form)}"
+        if data != bytes_ and not _is_rounded(dtype, data, bytes_):
+            return f"'{key[1]}' has other elements in vLLM"
+    return None
+
+
+def _cast(content: bytes) -> bytes:
+    """float32 numbers as bfloat16, rounded to the nearest."""
+    bits = np.frombuffer(content, "<u4")
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()
+
+
+def _is_rounded(dtype: str, one: bytes, other: bytes) -> bool:
+    """Whether float32 numbers are negative and differ by rounding: of ``-exp``, which both compute."""
+    if dtype != "F32":
+        return False
+    a, b = np.frombuffer(one, "<f4"), np.frombuffer(other, "<f4")
+    return bool((a < 0).all() and np.allclose(a, b, rtol=2.0**-22, atol=0))
+
+
+def written(case: Case, page: Page, tp: int) -> Held:
+    """What is written by a page for these ranks. Raises ReshardError."""
+    with mock.patch.dict(pages(), {"vllm": page}), tempfile.TemporaryDirectory() as folder:
+        split(case.checkpoint, Path(folder) / "out", tp, form="vllm")
+        return held_in(Path(folder) / "out")
+
+
+def compare(case: Case, page: Page) -> str | None:
+    """The first difference between what vLLM holds and what is written by a page; None: there is none."""
+    try:
+        arranged = arrangement_of(plan_for(case.model, page, Mesh()), page)
+        ours = {(0, each.name): (_as_bfloat16(each.dtype, each), shape, b"") for each, shape in arranged.held(0)}
+        built = case.built["tensors"]
+        late = {key for key in case.held(1) if key[1] not in built}  # what vLLM registers as it loads
+        want = {(0, name): (_DTYPES[dtype], (*shape,), b"") for name, (dtype, shape) in built.items()}
+        found = difference(want, {key: value for key, value in ours.items() if key not in late})
+    except ReshardError as error:
+        return f"{REFUSED}{error.message}"
+    for tp in case.degrees if found is None else ():
+        try:
+            found = difference(case.held(tp), written(case, page, tp))
+        except ReshardError as error:
+            if tp == 1 or "possible" not in f"{error.message} {error.hint}":
+                return f"{REFUSED}{error.message}"  # else a degree that is refused
+        if found is not None:
+            return f"{found} (tp {tp})"
+    return found
+
+
+def _as_bfloat16(dtype: str, stored: Any) -> str:
+    """The dtype that a tensor of a float32 model has in a bfloat16 one."""
+    if dtype != "F32":
+        return dtype
+    if stored.constant is not None:
+        return "F32" if stored.constant.dtype == "F32" else "BF16"
+    lines = {portion.line.dtype for portion in getattr(stored.geometry, "portions", ()) if portion.line is not None}
+    return "F32" if "F32" in lines else "BF16"
+
+
+# -- lines, from where the numbers are
+
+
+@dataclass(frozen=True)
+class Found:
+    """What vLLM makes of one model: lines, constants and what it leaves out. ``templates`` are the tensors there."""
+
+    lines: Sequence[tuple[str, Line]]
+    constants: Sequence[Mapping[str, Any]]
+    dropped: Sequence[str]
+    templates: frozenset[str]
+
+
+class Reading:
+    """Finds the numbers of a checkpoint in what vLLM holds on one rank."""
+
+    def __init__(self, case: Case, splits: Mapping[str, Line] | None = None) -> None:
+        self._case, self._splits = case, splits or {}
+        self._own = {t.name: (template_of(case.model.architecture, t.kind), t.kind) for t in case.model.tensors}
+        self._sources = {name: np.frombuffer(data, "<u4").reshape(shape)
+                         for (_, name), (dtype, shape, data) in _stored(case.checkpoint) if dtype == "F32"}  # fmt: skip
+        self._integers = {name: (shape, data) for (_, name), (dtype, shape, data) in _stored(case.checkpoint)
+                          if dtype != "F32"}  # fmt: skip
+        filled = sorted((int(of.flat[0]), name) for name, of in self._sources.items() if of.size)
+        self._starts, self._names = np.array([start for start, _ in filled]), [name for _, name in filled]
+        self._end = max((int(of.flat[-1]) for of in self._sources.values() if of.size), default=FIRST) + 1
+        self._parts: dict[str, list[tuple[int, str]]] = defaultdict(list)
+        self._used: set[str] = set()
+        self._seen = np.zeros(self._end - FIRST, dtype=bool)
+
+    @cached_property
+    def left_out(self) -> str | None:
+        """A tensor of which vLLM has some elements, but not all: it reads the config in another way."""
+        for _, (dtype, _, data) in self._case.held(1).items():
+            if dtype == "F32":
+                there = np.frombuffer(data, "<u4")
+                self._seen[there[(there >= FIRST) & (there < self._end)] - FIRST] = True
+        for name, of in self._sources.items():
+            seen = self._seen[of.ravel() - FIRST]
+            if seen.any() and not seen.all():
+                return name
+        return None
+
+    def all(self) -> Found:
+        """All lines. Raises NotExpressibleError."""
+        held, lines, plain = self._case.held(1), list[tuple[str, Line]](), list[str]()
+        constants: dict[str, tuple[str, tuple[int, ...], float]] = {}
+        for (_, name), (dtype, shape, data) in sorted(held.items()):
+            value = self._constant(dtype, data)
+            if value is not None:
+                constants[name] = (dtype, shape, value)
+                continue
+            lines += [(name, line) for line in self._line(name, dtype, shape, data)]
+            plain.append(name)
+        for source, parts in self._parts.items():
+            lines += list(self._apart(source, [target for _, target in sorted(parts)]))
+        dropped = sorted({template for name, (template, _) in self._own.items() if name not in self._used})
+        kept = {template for name, (template, _) in self._own.items() if name in self._used}
+        both = kept & {*dropped}
+        if both:
+            raise NotExpressibleError(f"vLLM has '{min(both)}' of some layers alone")
+        return Found(lines, list(self._constants(constants, plain)), dropped, frozenset(kept | {*dropped}))
+
+    def _constant(self, dtype: str, data: bytes) -> float | None:
+        """The one value of all elements, if it is no number of the checkpoint's."""
+        if dtype != "F32" or not data:
+            return None
+        values = np.frombuffer(data, "<f4")
+        if not (values == values[0]).all() or FIRST <= values[:1].view("<u4")[0] < self._end:
+            return None
+        return float(values[0])
+
+    def _same_integers(self, target: str, shape: tuple[int, ...], data: bytes) -> str | None:
+        """The checkpoint's tensor of these integers; of several, the one whose name ends most as the target's."""
+        same = [name for name, found in self._integers.items() if found == (shape, data)]
+        return max(same, key=lambda name: len(_shared(_backwards(name), _backwards(target))), default=None)
+
+    def _line(self, target: str, dtype: str, shape: tuple[int, ...], data: bytes) -> Iterator[Line]:
+        if dtype != "F32":
+            source = self._same_integers(target, shape, data)
+            if source is None:
+                raise NotExpressibleError(f"vLLM has '{target}' ({dtype}), which is in no checkpoint")
+            self._used.add(source)
+            yield self._made(target, [source], {})
+            return
+        there = np.frombuffer(data, "<u4").reshape(shape)
+        inside = (there >= FIRST) & (there < self._end)
+        if not inside.any():
+            yield self._computed(target, there.view("<f4"))
+            return
+        if not (there[~inside] == 0).all():
+            raise NotExpressibleError(f"vLLM computes '{target}'")
+        numbers = there[inside]
+        owners = np.searchsorted(self._starts, numbers, "right") - 1
+        _, firsts = np.unique(owners, return_index=True)
+        names = [self._names[owners[at]] for at in sorted(firsts)]
+        self._used.update(names)
+        yield from self._joined(target, there, numbers, names)
+
+    def _joined(self, target: str, there: Any, numbers: Any, names: Sequence[str]) -> Iterator[Line]:
+        if len(names) > 1:
+            templates = list(dict.fromkeys(self._own[name][0] for name in names))
+            first = {self._own[name][0]: name for name in reversed(names)}
+            if len(templates) not in {len(names), 1} and len(names) % len(templates):
+                raise NotExpressibleError(f"vLLM has '{target}' of unequal parts")
+            yield self._made(target, [first[template] for template in templates], self._turned(there, names))
+            return
+        (name,) = names
+        source = self._sources[name]
+        if numbers.size < source.size:
+            self._parts[name].append((int(numbers.min()), target))
+        elif (numbers == source.ravel()).all():
+            yield self._made(target, names, {})
+        elif there.ndim > 1 and there.shape == (*source.shape[:-2], *source.shape[:-3:-1]) and (
+            there == source.swapaxes(-1, -2)
+        ).all():  # fmt: skip
+            yield self._made(target, names, {"output_first": True})
+        else:
+            labels = [str(part.label) for part in components(self._own[name][1].rule)]
+            if not labels:
+                raise NotExpressibleError(f"vLLM has '{target}' in another order")
+            yield self._made(target, names, {"apart": labels})
+
+    def _turned(self, there: Any, names: Sequence[str]) -> dict[str, Any]:
+        """Whether what is stacked is stored output first, where Hugging Face has it input first."""
+        source = self._sources[names[0]]
+        at = np.argwhere(there == source.flat[0])[0]
+        is_turned = source.ndim > 1 and source.shape[-1] > 1 and there.ndim > 1 and (
+            at[-1] + 1 >= there.shape[-1] or there[(*at[:-1], at[-1] + 1)] != source.flat[1]
+        )  # fmt: skip
+        return {"output_first": True} if is_turned else {}
+
+    def _computed(self, target: str, there: Any) -> Line:
+        for name, source in self._sources.items():
+            if source.size == there.size and np.allclose(-np.exp(source.view("<f4").ravel()), there.ravel(), 1e-6, 0):
+                self._used.add(name)
+                return self._made(target, [name], {"function": "-exp", "dtype": "F32"})
+        raise NotExpressibleError(f"vLLM has '{target}', which is in no checkpoint")
+
+    def _apart(self, source: str, targets: Sequence[str]) -> Iterator[tuple[str, Line]]:
+        """A packed tensor, the components of which vLLM has as tensors of their own."""
+        template, kind = self._own[source]
+        parts, (module, _, leaf) = components(kind.rule), template.rpartition(".")
+        if len(parts) != len(targets):
+            raise NotExpressibleError(f"'{source}' goes apart into {len(targets)} tensors in vLLM")
+        for part, target in zip(parts, targets, strict=True):
+            own = f"{module.rpartition('.')[0]}.{part.label}_proj.{leaf}"
+            line: Line = {"from": [own], "to": generalized(target, source, template), "packed": [source]}
+            yield target, line
+
+    def _made(self, target: str, sources: Sequence[str], options: Mapping[str, Any]) -> Line:
+        templates = [self._own[name][0] for name in sources]
+        to, more = generalized(target, sources[0], templates[0]), dict(options)
+        if self._case.built["tensors"].get(target, [""])[0] == "float32" and templates and sources[0] in self._sources:
+            more["dtype"] = "F32"
+        more |= self._splits.get(to, {})
+        ends = {name.rpartition(".")[2] for name in (*templates, to)}
+        if len(templates) > 1 and len(ends) == 1 and ends <= {"weight", "bias"} and not more:
+            templates, to = [_any_leaf(name) for name in templates], _any_leaf(to)
+        return {"from": templates, "to": to, **more}
+
+    def _constants(
+        self, found: Mapping[str, tuple[str, tuple[int, ...], float]], stored: Sequence[str]
+    ) -> Iterator[Mapping[str, Any]]:
+        """Constants beside a tensor that is there as often, in the module nearest to them."""
+        general = {name: re.sub(r"(?<=\.)[0-9]+(?=\.)", "{}", name) for name in [*found, *stored]}
+        groups: dict[str, list[str]] = defaultdict(list)
+        for name in found:
+            groups[general[name]].append(name)
+        places: dict[str, set[tuple[str, ...]]] = defaultdict(set)
+        for name in stored:
+            places[general[name]].add(_numbers(name))
+        for template, names in groups.items():
+            wanted = {_numbers(name) for name in names}
+            fits = [other for other, at in places.items() if at == wanted]
+            values = {found[name] for name in names}
+            if not fits or len(values) != 1:
+                raise NotExpressibleError(f"vLLM has '{names[0]}', which is in no checkpoint")
+            beside = max(fits, key=lambda other: (len(_shared(other, template)), other))
+            ((dtype, shape, value),) = values
+            model = (
+                "model" if dtype == "F32" and self._case.built["tensors"].get(names[0], [""])[0] != "float32" else dtype
+            )
+            yield {"beside": _indexed(beside), "names": [_indexed(template)], "dtype": model, "shape": list(shape),
+                   "value": value}  # fmt: skip
+
+
+def _any_leaf(name: str) -> str:
+    """``*`` in the place of ``weight`` and ``bias``: what is joined is joined with its bias."""
+    return f"{name.rpartition('.')[0]}.*"
+
+
+def _stored(folder: Path) -> Iterator[tuple[tuple[int, str], tuple[str, tuple[int, ...], bytes]]]:
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    for info in read_header(file).tensors.values():
+        yield (0, info.name), (info.dtype, info.shape, content[info.offset : info.offset + info.nbytes])
+
+
+def _numbers(name: str) -> tuple[str, ...]:
+    return tuple(re.findall(r"(?<=\.)[0-9]+(?=\.)", name))
+
+
+def _shared(one: str, other: str) -> list[str]:
+    """The segments with which two names begin."""
+    found = []
+    for a, b in zip(one.split("."), other.split("."), strict=False):
+        if a != b:
+            break
+        found.append(a)
+    return found
+
+
+def _backwards(name: str) -> str:
+    return ".".join(reversed(name.split(".")))
+
+
+def _indexed(template: str) -> str:
+    """``{}`` as ``{index0}``, ``{index1}``."""
+    count = iter(range(9))
+    return re.sub(r"\{\}", lambda _: f"{{index{next(count)}}}", template)
+
+
+# -- the file
+
+
+@dataclass
+class Verdict:
+    """What is known of a class of Hugging Face's."""
+
+    names: list[str]
+    module: str
+    lines: Mapping[str, Line] = field(default_factory=dict)
+    constants: Sequence[Mapping[str, Any]] = ()
+    dropped: Sequence[str] = ()
+    seen: frozenset[str] = frozenset()
+    is_described: bool = False
+    largest: int = 1
+    """The largest degree at which vLLM loaded a model of it."""
+    reason: str | None = None
+
+
+def judge(cases: Sequence[Case], names: list[str], page: Page) -> Verdict:
+    """What is known of a class, of all models of it that vLLM loads."""
+    loaded = [case for case in cases if case.degrees]
+    if not loaded:
+        return Verdict(names, "", reason=f"vLLM does not load it: {next(iter(cases[0].failed.values()))[:160]}")
+    module, left = loaded[0].built["module"], {case.name: Reading(case).left_out for case in loaded}
+    loaded = [case for case in loaded if left[case.name] is None]
+    if not loaded:
+        return Verdict(names, module, reason=f"vLLM leaves out elements of '{next(iter(left.values()))}'")
+    found = [compare(case, page) for case in loaded]
+    if None in found and all(why is None or why.startswith(REFUSED) for why in found):
+        return Verdict(names, module)
+    splits: dict[str, Line] = {}
+    for _ in range(2):
+        try:
+            verdict = describe(loaded, names, splits)
+            own = read_page(PAGES / "vllm.toml", to_document([verdict], {}))
+            why = next((why for case in loaded if (why := compare(case, own)) is not None), None)
+            if why is None:
+                return verdict
+            more = {to: line for case in loaded for to, line in _splits_in(case, own)}
+        except (NotExpressibleError, ReshardError) as error:
+            why = f"{error}"
+            break
+        if more.items() <= splits.items():
+            break
+        splits |= more
+    return Verdict(names, module, reason=str(why))
+
+
+def _splits_in(case: Case, page: Page) -> Iterator[tuple[str, Line]]:
+    """What vLLM splits over two ranks otherwise than the model's rules: how, for the names that lines have."""
+    if 2 not in case.degrees:
+        return
+    one, two, own = case.held(1), case.held(2), written(case, page, 2)
+    for target, line in Reading(case).all().lines:
+        whole, part = one[0, target], two.get((0, target), ("", (), b""))
+        if own.get((0, target)) == part:
+            continue
+        to = line["to"].removesuffix("*") + target.rpartition(".")[2] if line["to"].endswith("*") else line["to"]
+        if part == whole:
+            yield to, {"whole": True}
+        elif len(part[1]) == len(whole[1]) and len(line["from"]) == 1:
+            yield from ((to, found) for found in _ranges(whole, part))
+        elif len(part[1]) == len(whole[1]):
+            yield from ((to, {"cut": dim}) for dim in _halved(whole[1], part[1]))
+
+
+def _halved(whole: Sequence[int], part: Sequence[int]) -> list[int]:
+    """The one dimension of which a part has half."""
+    dims = [dim for dim, (a, b) in enumerate(zip(whole, part, strict=True)) if a != b]
+    return dims if len(dims) == 1 and whole[dims[0]] == 2 * part[dims[0]] else []
+
+
+def _ranges(whole: tuple[str, tuple[int, ...], bytes], part: tuple[str, tuple[int, ...], bytes]) -> Iterator[Line]:
+    """How the first of two ranks' part of a tensor is cut: as one range, or as one of each of several equal parts."""
+    for dim in _halved(whole[1], part[1]):
+        for parts in (1, 2, 3):
+            if whole[1][dim] % (2 * parts) == 0:
+                of = np.frombuffer(whole[2], "<u4").reshape(*whole[1][:dim], parts, 2, -1, *whole[1][dim + 1 :])
+                if of.take(0, dim + 1).tobytes() == part[2]:
+                    yield {"cut": dim} | ({"parts": parts} if parts > 1 else {})
+                    return
+
+
+def describe(cases: Sequence[Case], names: list[str], splits: Mapping[str, Line]) -> Verdict:
+    """Lines for all models of a class. Raises NotExpressibleError."""
+    found, packed = [Reading(case, splits).all() for case in cases], set[str]()
+    for one in found:
+        for _, line in one.lines:
+            packed |= {_template_in(cases, source) for source in line.get("packed", ())}
+    twice, single, held = list[Line](), list[tuple[str, Line]](), dict[tuple[str, ...], Line]()
+    for one in found:
+        for target, line in one.lines:
+            public = {key: value for key, value in line.items() if key != "packed"}
+            other = held.setdefault((*public["from"],), public)
+            if other == public:
+                single.append((target, public))
+                continue
+            lacking = _lacking(found, other, public)
+            if lacking is None:
+                raise NotExpressibleError(f"vLLM has '{public['from'][0]}' as '{other['to']}' and '{public['to']}'")
+            first, template = lacking
+            twice.append({**first, "without": template})
+            if first == other:
+                held[(*public["from"],)] = public
+                single = [(each, of) for each, of in single if of != other]
+                single.append((target, public))
+    merged_ = [*twice, *merged(single, packed)]
+    constants = {json.dumps(each, sort_keys=True): each for one in found for each in one.constants}
+    dropped = {template for one in found for template in one.dropped}
+    used = {template for one in found for template in one.templates - {*one.dropped}}
+    if dropped & used:
+        raise NotExpressibleError(f"vLLM has '{min(dropped & used)}' of some models alone")
+    keyed = {json.dumps(line, sort_keys=True): line for line in merged_}
+    seen = frozenset.union(*(one.templates for one in found))
+    largest = max(tp for case in cases for tp in case.degrees)
+    return Verdict(names, cases[0].built["module"], keyed, [*constants.values()], sorted(dropped), seen, True, largest)
+
+
+def _lacking(found: Sequence[Found], one: Line, other: Line) -> tuple[Line, str] | None:
+    """Which of two lines for the same tensors holds only where a tensor is not there, and which tensor."""
+    with_one, with_other = (
+        [each for each in found if any(_same(line, of) for _, line in each.lines)] for of in (one, other)
+    )
+    for line, has, lacks in ((one, with_other, with_one), (other, with_one, with_other)):
+        everywhere = frozenset.intersection(*(each.templates for each in has)) if has else frozenset()
+        nowhere = frozenset.union(*(each.templates for each in lacks)) if lacks else frozenset()
+        if everywhere - nowhere:
+            return line, min(everywhere - nowhere, key=lambda name: (name.count("{"), name))
+    return None
+
+
+def _same(line: Line, other: Line) -> bool:
+    return {key: value for key, value in line.items() if key != "packed"} == other
+
+
+def _template_in(cases: Sequence[Case], source: str) -> str:
+    for case in cases:
+        for tensor in case.model.tensors:
+            if tensor.name == source:
+                return template_of(case.model.architecture, tensor.kind)
+    raise KeyError(source)
+
+
+def to_document(
+    verdicts: Sequence[Verdict], builds: Mapping[str, str], others: frozenset[str] = frozenset()
+) -> dict[str, Any]:
+    """The content of the file. ``others`` are classes and types that other fixtures compare."""
+    described = [each for each in verdicts if each.is_described and each.reason is None]
+    general = [each for each in verdicts if not each.is_described and each.reason is None]
+    lines = document_of([Lines(each.names[0], each.names[-1], each.lines) for each in described])
+    dropped: dict[tuple[str, ...], set[str]] = defaultdict(set)
+    constants: dict[str, set[str]] = defaultdict(set)
+    for each in described:
+        if each.dropped:
+            dropped[(*each.dropped,)].update(each.names)
+        for constant in each.constants:
+            constants[json.dumps(constant, sort_keys=True)].update(each.names)
+    seen: dict[frozenset[str], set[str]] = defaultdict(set)
+    for each in described:
+        seen[each.seen].update(each.names)
+    modules = {each.module for each in general if not each.module.startswith("transformers:")}
+    return {
+        "classes": sorted({each.names[0] for each in verdicts}),
+        "compared": sorted({name for each in [*general, *described] for name in each.names} | modules | {*others}),
+        "described": sorted({name for each in described for name in each.names}),
+        "refused": {name: each.reason for each in verdicts if each.reason for name in each.names if name not in others},
+        "largest": {
+            name: each.largest
+            for each in described
+            if any("cut" in line for line in each.lines.values())
+            for name in each.names
+        },
+        "builds": dict(sorted(builds.items())),
+        "lines": lines["lines"],
+        "seen": [{"tensors": sorted(tensors), "types": sorted(types)} for tensors, types in seen.items()],
+        "constants": [{**json.loads(text), "types": sorted(types)} for text, types in sorted(constants.items())],
+        "dropped": [{"names": [*names], "types": sorted(types)} for names, types in sorted(dropped.items())],
+    }
+
+
+def cases_in(folder: Path, dumps: Path) -> list[Case]:
+    """All models that were observed."""
+    done = sorted(path.parent for path in dumps.glob("*/done"))
+    return [Case(path.name, folder / path.name, path, json.loads((path / "done").read_text())) for path in done]
+
+
+def by_class(cases: Sequence[Case]) -> Iterator[tuple[list[str], list[Case]]]:
+    """The models of each class, and what the class is called: by its name, and the first also by the model type."""
+    groups: dict[str, list[Case]] = defaultdict(list)
+    for case in cases:
+        groups[case.config["architectures"][0]].append(case)
+    first: dict[str, str] = {}
+    for name, of in groups.items():
+        types = {case.config["model_type"] for case in of}
+        own = [kind for kind in sorted(types) if first.setdefault(kind, name) == name]
+        yield [name, *own], of
+
+
+def fixtures() -> Iterator[str]:
+    """The classes and model types of the other fixtures, which the tests compare with what is written."""
+    for file in sorted((ORACLES / "models").glob("*.json")):
+        found = json.loads(file.read_text())
+        if found.get("meshes"):
+            yield found["config"]["architectures"][0]
+            yield found["config"]["model_type"]
+
+
+def is_narrowed(case: Case) -> bool:
+    """Whether vLLM has numbers of this float32 model in bfloat16."""
+    return any(dtype == "BF16" for dtype, _, _ in case.held(1).values())
+
+
+def hashes(case: Case) -> dict[str, list[str]]:
+    """For each degree, a hash of what each rank holds. What is computed is not in it, as it may be rounded."""
+    return {f"tp{tp}": hashes_of(case.held(tp), tp) for tp in case.degrees}
+
+
+def hashes_of(held: Held, ranks: int) -> list[str]:
+    """A hash for each rank over names, dtypes, shapes and elements."""
+    found = []
+    for rank in range(ranks):
+        own = sorted((name, *of) for (at, name), of in held.items() if at == rank)
+        text = hashlib.sha256()
+        for name, dtype, shape, data in own:
+            is_computed = dtype == "F32" and bool((np.frombuffer(data, "<f4") < 0).all())
+            text.update(f"{name} {dtype} {list(shape)} ".encode() + (b"" if is_computed else data))
+        found.append(text.hexdigest()[:16])
+    return found
+
+
+def write(folder: Path, dumps: Path) -> None:
+    """Write the file and the tests' fixture."""
+    registry = json.loads((dumps / "registry.json").read_text())
+    page = read_page(PAGES / "vllm.toml", {"version": registry["version"]})
+    verdicts, fixture = [], {}
+    for names, cases in by_class(cases_in(folder, dumps)):
+        verdict = judge(cases, names, page)
+        verdicts.append(verdict)
+        state = "refused: " + str(verdict.reason) if verdict.reason else ("lines" if verdict.is_described else "rules")
+        print(f"{', '.join(names)}: {state}", flush=True)
+        if verdict.reason is None:
+            fixture |= {case.name: hashes(case) for case in cases if case.degrees and not is_narrowed(case)}
+    document = {"version": registry["version"], **to_document(verdicts, registry["modules"], frozenset(fixtures()))}
+    OUTPUT.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    FIXTURE.write_bytes(lzma.compress(json.dumps(fixture, sort_keys=True).encode()))
+
+
+def counts(document: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """How many model types are written, and how they are known to be right; how many are refused, and why."""
+    types = {*built_in_architectures()}
+    compared, described = {*document["compared"]} & types, {*document["described"]} & types
+    refused = {name: why for name, why in document["refused"].items() if name in types}
+    loads = {name for name, why in refused.items() if "does not load it" not in why}
+    modules = {*document["compared"]} - types
+    same = [name for name, module in document["builds"].items() if module in modules and name not in modules]
+    yield "model types with rules", len(types)
+    yield "of these, vLLM loads a small model", len(compared | loads)
+    yield "written and equal to what vLLM holds", len(compared)
+    yield "- by the general rules of vllm.toml", len(compared - described)
+    yield "- by lines that were made from what vLLM holds", len(described)
+    yield "refused, because something differs", len(loads)
+    yield "refused, because vLLM does not load them", len(refused) - len(loads)
+    yield (
+        "not observed: refused unless their class runs in a module that was compared",
+        len(types - compared - {*refused}),
+    )
+    yield "further classes that run in such a module", len(same)
+
+
+def shown(document: Mapping[str, Any]) -> str:
+    """The counts as a table in Markdown."""
+    rows = [f"| {name} | {count} |" for name, count in counts(document)]
+    return "\n".join(["| | model types |", "|---|---|", *rows]) + "\n"
+
+
+def main() -> None:
+    """Make the checkpoints, write the file, or count what it has."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=["make", "write", "count"])
+    parser.add_argument("folder", type=Path, nargs="?")
+    parser.add_argument("dumps", type=Path, nargs="?")
+    arguments = parser.parse_args()
+    if arguments.action == "make":
+        from tests.zoo import ZOO
+
+        shutil.rmtree(arguments.folder, ignore_errors=True)
+        for name in ZOO:
+            make(name, arguments.folder / name)
+            if is_tied(arguments.folder / name):
+                make(name + UNTIED, arguments.folder / (name + UNTIED))
+                with contextlib.suppress(ReshardError):  # no rule has a head for it
+                    open_source(arguments.folder / (name + UNTIED))
+                    continue
+                shutil.rmtree(arguments.folder / (name + UNTIED))
+    elif arguments.action == "write":
+        write(arguments.folder, arguments.dumps)
+    if arguments.action != "make":
+        print(shown(json.loads(OUTPUT.read_text())))
+
+
+if __name__ == "__main__":
+    main()

@@ -31,7 +31,7 @@ from reshard.storage.source import Source
 from tests import zoo
 from tests.verify.faults import FAULTS, Fault, Shards, exponent_bit
 from verify.forward.compare import ForwardOptions, ForwardReport, run_forwards
-from verify.forward.noise import FACTOR
+from verify.forward.noise import LIMIT
 
 MODELS = ("llama", "gpt2", "mixtral", "phi3", "gpt_neox", "gpt_oss", "deepseek_v3")
 DEGREES = (2, 4)
@@ -177,7 +177,7 @@ class Measured:
             case = least.case
             text += (
                 f"{'Every other' if hidden else 'Every'} fault measures {least.ratio:.3g} or more ({case.model}, tp "
-                f"{case.tp}, {case.dtype}, {case.fault.replace('_', ' ')}); the limit is {FACTOR:g}."
+                f"{case.tp}, {case.dtype}, {case.fault.replace('_', ' ')}); the limit is {LIMIT:g}."
             )
         return text
 
@@ -216,7 +216,7 @@ class Measured:
         if not self.correct:
             return ["Correct shards have not been measured."]
         worst = max(self.correct, key=lambda run: run[-1])
-        alarms = sum(not run[-1] <= FACTOR for run in self.correct)
+        alarms = sum(not run[-1] <= LIMIT for run in self.correct)
         models, degrees, dtypes, seeds = (list(dict.fromkeys(run[i] for run in self.correct)) for i in range(4))
         lines = [
             f"Correct shards: {len(self.correct)} runs over {len(models)} models, tp {' and '.join(map(str, degrees))},"

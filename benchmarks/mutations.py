@@ -104,9 +104,9 @@ MUTATIONS = (
     Mutation("formats", "-(-size // (self.unit * self.parts)) * self.unit",
              "size // (self.unit * self.parts) * self.unit", UNEVEN),
     # the comparison
-    Mutation("verify/forward", "return self.ratio <= FACTOR", "return not self.ratio > FACTOR", NOISE),
+    Mutation("verify/forward", "return self.ratio <= LIMIT", "return not self.ratio > LIMIT", NOISE),
     Mutation("verify", "floor = FLOOR * torch.finfo(dtype).eps", "floor = 0.0", NOISE),
-    Mutation("verify", "if not FACTOR < worst <= SURE:", "if True:", NOISE),
+    Mutation("verify", "if not LIMIT < worst <= SURE:", "if True:", NOISE),
     Mutation("verify", "key=lambda pair: pair[1].ratio) for", "key=lambda pair: -pair[0]) for", NOISE),
     Mutation("verify", "if name in trace.outputs else state.isinf()", "if name in trace.outputs else state.isnan()",
              NOISE),

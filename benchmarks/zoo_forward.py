@@ -28,7 +28,7 @@ from reshard.planning.totals import rows_of
 from reshard.storage.source import Source
 from tests.zoo import ZOO
 from verify.forward.compare import ForwardReport, run_forwards
-from verify.forward.noise import FACTOR
+from verify.forward.noise import LIMIT
 
 RUNS = ((4, "bfloat16"), (8, "float32"), (8, "bfloat16"), (4, "float32"), (2, "bfloat16"), (2, "float32"))
 BEGIN = "<!-- zoo, by python -m benchmarks.zoo_forward -->\n"
@@ -122,7 +122,7 @@ def _summary(results: Sequence[Result]) -> str:
     return (
         f"Of {len(results)} runs over {len({r.model for r in results})} models {len(same)} say that the shards are the "
         f"same model. Half of them have a largest ratio below {ratios[len(ratios) // 2]:.2f}, and {high} one above 2; "
-        f"the limit is {FACTOR:g}."
+        f"the limit is {LIMIT:g}."
     )
 
 

@@ -114,8 +114,10 @@ def kind_of(value: object) -> str:
 
 
 def shown(value: object) -> str:
-    """A text in quotes, at most 100 characters of it; of anything else, what it is."""
-    return repr(value[:100]) if isinstance(value, str) else f"a {kind_of(value)}"
+    """A text in quotes, at most 100 characters of it, or a number of ordinary size; of anything else, what it is."""
+    if isinstance(value, str):
+        return repr(value[:100])
+    return str(value) if isinstance(value, int) and abs(value) < 1 << 63 else f"a {kind_of(value)}"
 
 
 class _Machine:

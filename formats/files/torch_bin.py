@@ -180,6 +180,10 @@ def _content(file: IO[bytes], begin: int, size: int, offset: int, length: int) -
     return os.pread(file.fileno(), min(length, size - offset), begin + offset) if 0 <= offset < size else b""
 
 
+def _what(value: object) -> str:
+    return "a tensor" if isinstance(value, Tensor) else f"a {kind_of(value)} with tensors"
+
+
 def _state_dict(path: Path, state: object) -> dict[str, Tensor]:
     """The tensors of a state dict; what holds no tensor is left out."""
     if not isinstance(state, dict):
@@ -190,7 +194,7 @@ def _state_dict(path: Path, state: object) -> dict[str, Tensor]:
             found[name] = value
         elif _holds_tensor(value):
             raise CheckpointError(
-                f"{path}: entry {shown(name)} is a {kind_of(value)} with tensors; a state dict maps names to tensors",
+                f"{path}: entry {shown(name)} is {_what(value)}; a state dict maps names to tensors",
                 "save the state dict alone",
             )
     return found

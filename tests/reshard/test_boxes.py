@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from formats.errors import MismatchError, PlanError
 from formats.files.boxes import At, check_tiling, whole_shape
 from formats.notation.axes import Run
-from reshard.planning.boxes import _in_two, joined_runs
+from reshard.planning.boxes import in_two, joined_runs
 
 
 @st.composite
@@ -36,9 +36,9 @@ def test_the_runs_of_a_product_have_its_elements(of: list[tuple[list[Run], int]]
 
 
 @given(st.integers(0, 30), st.integers(1, 30), st.integers(1, 8))
-def test_a_run_in_two_is_the_same_run(offset: int, length: int, inner: int) -> None:
+def test_a_runin_two_is_the_same_run(offset: int, length: int, inner: int) -> None:
     try:
-        first, second = _in_two(Run(offset, length), inner)
+        first, second = in_two(Run(offset, length), inner)
     except PlanError:
         assert offset // inner != (offset + length - 1) // inner
         assert offset % inner or length % inner

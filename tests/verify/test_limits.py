@@ -18,7 +18,7 @@ from tests import zoo
 from tests.support import command
 from tests.verify.faults import Shards
 from verify.forward.compare import ForwardOptions, run_forward, run_forwards
-from verify.forward.noise import FACTOR
+from verify.forward.noise import LIMIT
 from verify.forward.worker import RankError
 from verify.report.words import power_in_words
 
@@ -109,7 +109,7 @@ def test_the_power_is_measured_and_said(tmp_path: Path) -> None:
     assert poor.is_same and poor.power is not None and good.is_same and good.power is not None
     assert poor.power.is_poor and 0.09 < poor.power.noise < 0.3
     assert poor.power.noise == max(row.noise for row in poor.layers)
-    assert poor.power.seen_from == FACTOR * poor.power.noise
+    assert poor.power.seen_from == LIMIT * poor.power.noise
     assert poor.power.bias_ratio is not None and poor.power.bias_ratio < 1
     assert not good.power.is_poor and good.power.seen_from < 1e-4
     assert good.power.bias_ratio is not None and good.power.bias_ratio > 1000

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from verify.forward.noise import FACTOR, Distance, measure, yardstick
+from verify.forward.noise import LIMIT, Distance, measure, yardstick
 from verify.rank.trace import Places, run
 
 
@@ -58,7 +58,7 @@ def test_noise_is_the_yardstick() -> None:
     assert measure(exact, known).ratio == 0
 
 
-@pytest.mark.parametrize(("ratio", "is_same"), [(0.0, True), (FACTOR, True), (1.01 * FACTOR, False), (math.nan, False)])
+@pytest.mark.parametrize(("ratio", "is_same"), [(0.0, True), (LIMIT, True), (1.01 * LIMIT, False), (math.nan, False)])
 def test_what_is_no_number_is_not_the_same(ratio: float, is_same: bool) -> None:
     assert Distance(1.0, 1.0, ratio, "all").is_same == is_same
 
@@ -70,7 +70,7 @@ def test_a_fault_of_one_token_or_channel_stands_out(at: tuple[int | slice, int |
     own, wrong = (exact + 1e-6 * torch.randn(64, 80, generator=generator) for _ in range(2))
     wrong[at] += 1e-5
     found = measure(wrong, yardstick(exact, [own], torch.float32))
-    assert found.ratio > FACTOR and found.worst == worst
+    assert found.ratio > LIMIT and found.worst == worst
 
 
 def test_what_is_exact_must_be_exact_and_masks_must_agree() -> None:

@@ -17,7 +17,7 @@ from tests.verify.faults import FAULTS
 from tests.verify.test_exact import EXEMPT
 from tests.verify.test_forward import QUICK
 from verify.forward.compare import ForwardOptions, run_forwards
-from verify.forward.noise import FACTOR
+from verify.forward.noise import LIMIT
 
 MODELS = ("llama", "gpt2", "mixtral")
 CLEAR = 50.0  # what the faults measure at least, in float32: no one of them is seen by luck
@@ -36,7 +36,7 @@ def test_every_fault_is_seen_and_its_layer_named(model: str, root: Path) -> None
         case = found.case
         assert found.refused is None, (case.fault, found.refused)
         assert found.is_named, (case.fault, case.place, found.named, found.ratio)
-        assert found.ratio > CLEAR > FACTOR, (case.fault, found.ratio)
+        assert found.ratio > CLEAR > LIMIT, (case.fault, found.ratio)
 
 
 def test_what_16_bits_hide_is_seen_in_float32(root: Path) -> None:
@@ -59,7 +59,7 @@ def test_correct_shards_raise_no_alarm(seed: int, root: Path) -> None:
     )
     for run, report in zip(runs, reports, strict=True):
         assert report.is_same, (run, report.verdict)
-        assert largest(report) <= FACTOR
+        assert largest(report) <= LIMIT
 
 
 def test_the_zoo_counts_what_is_special_about_a_run(root: Path) -> None:

@@ -30,7 +30,7 @@ from tests.verify.test_exact import MEASURE
 from tests.verify.test_forward import QUICK, run_all
 from verify.bytes.exact import compare, open_shards, verify_exact
 from verify.bytes.exact_report import ExactReport
-from verify.forward.noise import FACTOR
+from verify.forward.noise import LIMIT
 
 VLLM = [
     path.stem
@@ -529,7 +529,7 @@ def test_the_forward_alone_sees_every_fault(damaged: dict[tuple[str, str], Progr
         ratio = max(row.ratio for row in report.layers)
         layer = 2 if fault == "layers_by_one" else damaged[fault, model].layer
         place = "embedding" if fault == "padding_in_the_middle" else f".{layer}."
-        assert not report.is_same and ratio > CLEAR > FACTOR, (fault, model, ratio)
+        assert not report.is_same and ratio > CLEAR > LIMIT, (fault, model, ratio)
         assert report.first is not None and place in f"{report.first}.", (fault, model, report.first)
 
 

@@ -3,7 +3,7 @@
 Three runs on the same tokens: the original in transformers, in float32 (the exact values); the original in the engine;
 the shards in the engine, at their degree. The engine's *noise* is how far its run of the original is from the exact
 values, the *error* how far its run of the shards is from its run of the original. Both are root mean squares over the
-log-probabilities of all tokens at all positions. The error must be within ``FACTOR`` times the noise.
+log-probabilities of all tokens at all positions. The error must be within ``LIMIT`` times the noise.
 
 Megatron-Core loads no Hugging Face checkpoint, so transformers runs the original in its place: its run in the dtype of
 the engine's stands for the engine's, and the exact values are those in the next wider dtype.
@@ -36,7 +36,7 @@ from reshard.planning.stages import with_stages
 from reshard.storage.source import Source
 from verify.ending import temporary_folder
 from verify.engine.megatron_settings import megatron_settings
-from verify.forward.noise import FACTOR
+from verify.forward.noise import LIMIT
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class EngineReport:
     @property
     def is_same(self) -> bool:
         """Whether the error is within the noise. Not so of NaN."""
-        return self.ratio <= FACTOR
+        return self.ratio <= LIMIT
 
     @property
     def verdict(self) -> str:
@@ -130,7 +130,7 @@ class EngineReport:
         noise = "its own noise" if is_own else f"the noise of {self.runner}"
         return (
             f"{self.engine} computes {what} from the shards {as_from}: the error is {self.ratio:.3g} times {noise} "
-            f"(the limit is {FACTOR:g})."
+            f"(the limit is {LIMIT:g})."
         )
 
     def __str__(self) -> str:

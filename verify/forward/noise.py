@@ -3,7 +3,7 @@
 The same tokens go through the original in its own dtype, the original in higher precision, and the shards in the
 original's dtype. At each place in the model the *noise* is how far the first is from the second, the *error* how
 far the third is from the second. Sharding changes the order of sums and so the rounding, but not its size: the
-error must stay within ``FACTOR`` times the noise.
+error must stay within ``LIMIT`` times the noise.
 
 One run in the own dtype is one draw of the rounding, and says little of the token whose rounding happened to
 cancel, or of the one where a norm of something tiny magnifies it. So the rounding is drawn a few times more (see
@@ -24,12 +24,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-FACTOR = 4.0
+LIMIT = 4.0
 """Error over noise up to which shards are the same model.
 
 Over the models of the zoo, at 2, 4 and 8 ranks, in float32 and bfloat16, correct shards measure at most about 1.9 (and
-2.3 where layers share their weights, 2.6 in linear attention, which divides by norms of almost nothing); faults that
-change what is computed, from 6 up.
+2.3 where layers share their weights, 2.6 in linear attention, which divides by norms of almost nothing). Faults measure
+6 and more, but for two kinds that are hardly larger than rounding (docs/verification.md).
 """
 
 SURE = 20.0
@@ -59,7 +59,7 @@ class Distance:
     @property
     def is_same(self) -> bool:
         """Whether the error is within the noise. Not so of NaN."""
-        return self.ratio <= FACTOR
+        return self.ratio <= LIMIT
 
 
 @dataclass(frozen=True)

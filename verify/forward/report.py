@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from verify.forward.job import Failure, Job, Logits, Result, dtype_name
-from verify.forward.noise import FACTOR, FLOOR, Distance
+from verify.forward.noise import FLOOR, LIMIT, Distance
 
 POOR = 0.25
 """The part of the values that a fault may change unseen, from which on the power of a run is called poor."""
@@ -101,7 +101,7 @@ def report_of(job: Job, results: Sequence[Result], device: str) -> ForwardReport
         first=place,
         failure=result.failure,
         power=power,
-        factor=FACTOR,
+        factor=LIMIT,
         layers=layers,
         gradients=gradients,
         logits=firsts[-1].logits,
@@ -140,8 +140,8 @@ def _worst(found: Sequence[Sequence[tuple[str, Distance]]], ranks: Sequence[int]
 def _power(job: Job, layers: Sequence[Row], biases: Sequence[tuple[str, float]]) -> Power:
     noisiest = max(layers, key=lambda row: row.noise)
     least = min(biases, key=lambda found: found[1], default=None)
-    seen_from = FACTOR * max(noisiest.noise, FLOOR * torch.finfo(job.dtype).eps)
-    is_poor = seen_from > POOR or (least is not None and least[1] <= FACTOR)
+    seen_from = LIMIT * max(noisiest.noise, FLOOR * torch.finfo(job.dtype).eps)
+    is_poor = seen_from > POOR or (least is not None and least[1] <= LIMIT)
     return Power(
         noise=noisiest.noise,
         place=noisiest.name,
@@ -163,7 +163,7 @@ def _verdict(
         what = "gradient of" if first in gradients else "error at"
         parts.append(
             f"the {what} '{first.name}' is {first.ratio:.3g} times the original's own rounding noise (at most "
-            f"{FACTOR:g} is rounding), worst in {first.worst} on rank {first.rank}."
+            f"{LIMIT:g} is rounding), worst in {first.worst} on rank {first.rank}."
         )
     if failure is not None:
         parts.append(_failure_in_words(failure))

@@ -23,7 +23,7 @@ from verify.ending import temporary_folder
 from verify.forward.failure import UnlikeError, failure_of, is_of_model
 from verify.forward.foreign import write_rank
 from verify.forward.job import Job, Logits, Mismatch, Reference, Result
-from verify.forward.noise import FACTOR, SURE, Distance, Yardstick, measure
+from verify.forward.noise import LIMIT, SURE, Distance, Yardstick, measure
 from verify.forward.original import places_of, reference_of
 from verify.forward.worker import RankAnswer, rank_device, say
 from verify.rank.collectives import Groups
@@ -66,7 +66,7 @@ class _Ranks:
 def _run_job(job: Job, ranks: _Ranks, references: Path | None) -> Result:
     """Run a comparison, and once more if it is an alarm that the tail of the rounding may have raised."""
     result, worst = _run_once(job, ranks, references)
-    if not FACTOR < worst <= SURE:
+    if not LIMIT < worst <= SURE:
         return result
     say("that is little more than rounding: once more, with more draws of it")
     options = dataclasses.replace(job.options, draws=_MORE * (job.options.draws + 1) - 1)

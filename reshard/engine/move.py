@@ -45,7 +45,7 @@ AHEAD = 64 << 20
 """About so many bytes of remote files are requested before the steps that read them are carried out."""
 
 
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -128,6 +128,7 @@ class _Mover:
     def _start(self, target: TargetFile) -> None:
         """Create a target file of full size and write its header."""
         with disk_errors(target.staged):
+            target.staged.unlink(missing_ok=True)  # a run that was killed may still be writing to it
             target.descriptor = os.open(target.staged, _FLAGS, 0o666)
             reserve(target.descriptor, target.size)
         for offset, content in ((0, target.header), *target.fixed):

@@ -185,6 +185,9 @@ class Staging:
                         self._leave()
                         raise
                     self._adopt_or_clear()
+                    for lock in self._locks:
+                        lock.write(self._task.name)
+                        lock.flush()
                 for part in self.parts:
                     self._load_journal(part)
             except BaseException:
@@ -244,6 +247,7 @@ class Staging:
             if lock is None:
                 what = f"{self._label(part)} of {self.out}" if self._dealt else f"{self.out / part}"
                 raise CheckpointError(f"another run is writing {what}", "wait for it, or stop it")
+            lock.truncate(0)
             self._locks.append(lock)
 
     def _label(self, part: str) -> str:
@@ -294,7 +298,7 @@ class Staging:
         built = [entry for entry in self.work.iterdir() if not entry.name.startswith(STATE)]
         if self._task.exists():
             for other in self._at_work():
-                if self.parts == ("",) and not self._goes_with(other):
+                if not self._goes_with(other):
                     raise CheckpointError(
                         f"another run is writing {other} of {self.out}",
                         "wait for it, or start all processes with the same number of parts",
@@ -302,8 +306,12 @@ class Staging:
             for entry in (p for root in built for p in (root, *root.rglob("*")) if p.is_symlink()):
                 entry.unlink()  # reshard makes no links, and must not write through one
             return
-        if built:
-            self._check_nobody_else_writes()
+        for other in self._at_work():
+            if _text_of(self.work / f"{STATE}lock-{other}") not in {
+                "",
+                self._task.name,
+            }:  # without one, it waits for us
+                raise self._written_else()
         for entry in (*built, *self.work.glob(f"{STATE}journal-*")):
             remove_tree(entry)
         self._task.touch()
@@ -316,7 +324,9 @@ class Staging:
 
         Parts are of the same number (``part-0-of-4``), ranks of the same mesh with none in common (``rank-0-1-of-4``).
         """
-        if self._dealt is None:
+        if self.parts != ("",):  # folders of ranks: only beside others of their kind
+            return label != "root" and not label.startswith("part-")
+        if self._dealt is None or label == "root":
             return False
         (kind, *numbers, _, count), (own, *mine, _, own_count) = label.split("-"), self._dealt.label.split("-")
         return (kind, count) == (own, own_count) and not {*numbers} & {*mine}
@@ -331,9 +341,12 @@ class Staging:
 
     def _check_nobody_else_writes(self) -> None:
         if any(self._at_work()):
-            raise CheckpointError(
-                f"another run is writing something else to {self.out}", "wait for it, or choose another folder"
-            )
+            raise self._written_else()
+
+    def _written_else(self) -> CheckpointError:
+        return CheckpointError(
+            f"another run is writing something else to {self.out}", "wait for it, or choose another folder"
+        )
 
     def writes(self, name: str) -> bool:
         """Whether this run writes a file of the output, and no other process does."""
@@ -355,10 +368,11 @@ class Staging:
                 self._note(journal, name, finished)
         journal.flush()
 
-    def _found_in(self, journals: Iterable[Path], *, trusted: bool = False) -> Iterator[tuple[str, Finished]]:
+    def _found_in(self, journals: Iterable[Path], *, of_all: bool = False) -> Iterator[tuple[str, Finished]]:
         """The finished files in journals of runs with the same inputs and parts, if they are as they were.
 
-        What was written before a restart of the machine must have its checksum; with ``trusted`` it is left out.
+        What was written before a restart of the machine must have its checksum. With ``of_all``, those that other
+        processes write are among them, and what another machine has written is taken as it says.
         """
         for path in journals:
             with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
@@ -366,17 +380,17 @@ class Staging:
                 inputs = [read_stamp(document, "") for document in begin["inputs"]]
                 if begin["parts"] != list(self.parts) or not _are_same(inputs, self._inputs):
                     continue
-                is_safe = begin["boot"] == boot_id() is not None or (trusted and begin["host"] != _host())
+                is_safe = begin["boot"] == boot_id() is not None or (of_all and begin["host"] != _host())
                 for entry in entries:
-                    checked = is_safe or (not trusted and self._has_checksum(entry))
+                    checked = is_safe or ((of_all or self.writes(entry["name"])) and self._has_checksum(entry))
                     if _is_untouched(self.work / entry["name"], entry) and checked:
                         reads = tuple(Read(of, frozenset(targets), total) for of, targets, total in entry["reads"])
                         yield entry["name"], Finished(entry["size"], entry["checksum"], reads)
 
     def _has_checksum(self, entry: Mapping[str, Any]) -> bool:
         path = self.work / entry["name"]
-        is_mine = self.writes(entry["name"]) and _is_untouched(path, entry)
-        return is_mine and entry["checksum"] is not None and file_checksum(path) == entry["checksum"]
+        is_there = entry["checksum"] is not None and _is_untouched(path, entry)
+        return is_there and file_checksum(path) == entry["checksum"]
 
     def _note(self, journal: IO[str], name: str, finished: Finished) -> None:
         entry = {"name": name, "size": finished.size, "checksum": finished.checksum, "state": _state(self.work / name)}
@@ -385,6 +399,14 @@ class Staging:
 
     def clear(self) -> None:
         """Remove what was built, because it cannot be trusted: all of it, or else the part of this process."""
+        if self.parts != ("",):
+            lock = self._lock("lock-task", wait=True)
+            assert lock is not None
+            with lock:
+                mine = [self.work / name for part in self.parts for name in (f"{STATE}journal-{part}", part)]
+                for path in mine if any(self._at_work()) else [self.work]:
+                    remove_tree(path)
+            return
         if self._dealt is None or not self._journals:
             remove_tree(self.work)
             return
@@ -456,7 +478,7 @@ class Staging:
         assert lock is not None
         with lock:
             self._unlock()  # whoever comes next must not wait for this process
-            self.finished |= self._found_in(sorted(self.work.glob(f"{STATE}journal-*")), trusted=True)
+            self.finished |= self._found_in(sorted(self.work.glob(f"{STATE}journal-*")), of_all=True)
             yield not any(self._at_work())
 
     @contextlib.contextmanager
@@ -496,6 +518,12 @@ class Staging:
         self._unlock()
         remove_tree(self.work)
 
+    def remove_if_last(self) -> None:
+        """Remove the staging folder, unless another run is writing there. To be called while ``publishing``."""
+        self._unlock()
+        if not any(self._at_work()):
+            remove_tree(self.work)
+
     def _sync(self, path: Path) -> None:
         if not self._fsync:
             return
@@ -529,6 +557,10 @@ def check_output(out: Path, sources: Sequence[Path], *, overwrite: bool, begun: 
         raise CheckpointError(f"{out.parent}: no such folder", "make it first")
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise CheckpointError(f"{out} exists and is not a folder")
+    if out.is_mount():
+        raise CheckpointError(
+            f"{out} is the root of a file system, which cannot be replaced", f"give a folder in it, as {out / 'model'}"
+        )
     check_staging(out)
     if begun or not out.exists() or not any(out.iterdir()):
         return
@@ -578,7 +610,11 @@ def remove_tree(path: Path) -> None:
                 shutil.rmtree(entry, ignore_errors=True)
             else:
                 entry.unlink(missing_ok=True)
-        path.rmdir()
+        try:
+            path.rmdir()
+        except OSError as error:
+            if error.errno not in {errno.ENOTEMPTY, errno.EEXIST}:  # another run begins there at this moment
+                raise
 
 
 def _remove_state(out: Path) -> None:
@@ -596,6 +632,12 @@ def _appeared(out: Path) -> CheckpointError:
 def _open_new(path: Path, mode: str) -> IO[Any]:
     """Open a file for writing; raises OSError if it is a link."""
     return open(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
+
+
+def _text_of(path: Path) -> str:
+    with contextlib.suppress(FileNotFoundError):
+        return path.read_text()
+    return ""
 
 
 def _is_locked(path: Path) -> bool:

@@ -288,9 +288,9 @@ def explain(error: Exception, address: str, doing: str = "reading") -> ReshardEr
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error, with no query of a URL in it: that may be a signature."""
+    """The first line of an error, with no query of a URL and no user in it: they may be secrets."""
     line = str(error).partition("\n")[0]
-    return re.sub(r"(\w+://[^\s?]*)\?\S*", r"\1", line)
+    return re.sub(r"//[^/@\s]*@", "//", re.sub(r"(\w+://[^\s?]*)\?\S*", r"\1", line))
 
 
 def without_query(url: str) -> str:

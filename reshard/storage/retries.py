@@ -116,6 +116,7 @@ def _ask(url: Callable[[], str | None]) -> None:
 
 def _retry_after(url: str) -> float:
     """The seconds for which a server wants to be left alone; 0, if it does not say so."""
+    import http.client
     import urllib.request
     from email.utils import parsedate_to_datetime
     from urllib.error import HTTPError
@@ -128,7 +129,7 @@ def _retry_after(url: str) -> float:
         said = answer.headers.get("Retry-After", "")
         if str(answer.code) not in _BUSY or not said:
             return 0.0
-    except OSError:
+    except (OSError, http.client.HTTPException, ValueError):
         return 0.0
     try:
         return max(0.0, float(said) if said.isdigit() else parsedate_to_datetime(said).timestamp() - time.time())

@@ -164,6 +164,8 @@ class Uploading(Staging):
         super().__enter__()
         there = self._bucket.there()
         if UNFINISHED not in there:
+            if there.keys() & set(_LAST):
+                self._check()  # another process may have published meanwhile
             self._bucket.put(UNFINISHED, b"reshard writes here; the same command again finishes it")
             for name in there.keys() & set(_LAST):
                 self._bucket.delete(name)
@@ -177,6 +179,8 @@ class Uploading(Staging):
         return self
 
     def __exit__(self, *exception: object) -> None:
+        for upload in self._uploads:
+            upload.cancel()
         self._threads.close()
         super().__exit__(*exception)
 
@@ -244,8 +248,12 @@ class Uploading(Staging):
         there = self._bucket.there()
         self.finished |= ((name, _finished(entry)) for name, entry in self._uploaded(there))
         if UNFINISHED not in there:
-            self.remove_work()
-            raise PublishedError(f"{self._bucket.name} is complete")
+            try:
+                self._check()
+            except PublishedError:
+                self.remove_work()
+                raise
+            raise CheckpointError(f"{self._bucket.name} was published or removed by another run", "run it again")
         self._unlock()
         yield True
 

@@ -46,6 +46,7 @@ from reshard.storage.output import (
     check_space,
     staging_of,
 )
+from reshard.storage.remote import without_query
 from reshard.storage.retries import Traffic
 from reshard.storage.source import KEPT, UNSPLIT, Places, Source, SourceFile, SourcePlace, arrangements
 from reshard.storage.upload import Bucket, Uploading
@@ -585,6 +586,11 @@ def check_place(
     if dealt is not None and overwrite:
         raise PlanError(
             f"--overwrite is not possible where several processes write to {out.name}", "remove what is there first"
+        )
+    here, there = f"{out.name}/", f"{without_query(source.location).rstrip('/')}/"
+    if "://" in there and (here.startswith(there) or there.startswith(here)):
+        raise CheckpointError(
+            f"{out.name} and {there[:-1]} are the same place, or one lies in the other", "choose another place"
         )
     try:
         out.check(overwrite=overwrite)

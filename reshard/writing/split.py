@@ -393,6 +393,6 @@ def _publish_ranks(
         merged = dataclasses.replace(manifest, ranks=known | dict(manifest.ranks))
         staging.put(MANIFEST, manifest_text(merged).encode())
         complete = len(merged.ranks) == mesh.size
-    if complete:
-        staging.remove_work()
+        if complete:
+            staging.remove_if_last()
     return complete

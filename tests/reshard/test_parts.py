@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from formats.errors import CheckpointError, MismatchError, ReshardError
 from reshard.api import merge, split
 from reshard.launcher import Share
+from reshard.storage import output
 from reshard.storage.output import STATE, Staging, staging_of
 from reshard.writing import files as writing
 from tests import store
@@ -291,3 +292,72 @@ def test_what_a_program_does_not_keep_is_a_file_too(model: str, form: str, tmp_p
     for index in range(2):
         merge(tmp_path / "out", tmp_path / "merged", part=Share(index, 2))
     assert contents(tmp_path / "merged") == contents(source)
+
+
+@pytest.mark.parametrize("ranks", [False, True])
+def test_ranks_are_not_written_beside_the_whole(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: bool
+) -> None:
+    monkeypatch.setattr(output, "PATIENCE", 0)
+    out, arguments = tmp_path / "out", ({"ranks": [0]} if ranks else {"part": Share(0, 2)})
+    whole = staging_while_split(monkeypatch, checkpoint, out, lambda: split(checkpoint, out, 2, **arguments))
+    assert isinstance(whole, CheckpointError) and "another run is writing" in str(whole)
+    assert not staging_of(out).exists() and len(list(out.glob("rank-*"))) == 2
+
+
+def test_the_first_of_two_that_replace_ranks_leaves_the_work_of_the_other(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    split(checkpoint, out, 2)
+
+    def other() -> None:
+        split(checkpoint, out, 2, ranks=[1], overwrite=True)
+        assert written(out), "what rank 0 has written is still there"
+
+    error = staging_while_split(monkeypatch, checkpoint, out, other, ranks=[0], overwrite=True)
+    assert error is None and not staging_of(out).exists()
+    merge(out, tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(checkpoint)
+
+
+def staging_while_split(
+    monkeypatch: pytest.MonkeyPatch, checkpoint: Path, out: Path, other: Callable[[], object], **arguments: Any
+) -> Exception | None:
+    """Split, and run something else when the first file is finished; its error."""
+    note, raised = Staging.note_finished, list[Exception | None]()
+
+    def finished(self: Staging, *of: Any) -> None:
+        note(self, *of)
+        if not raised:
+            raised.append(None)
+            try:
+                other()
+            except CheckpointError as error:
+                raised[0] = error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Staging, "note_finished", finished)
+        split(checkpoint, out, 2, **arguments)
+    return raised[0]
+
+
+def test_a_rank_that_cannot_be_trusted_leaves_the_work_of_another(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+
+    def other() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr("reshard.writing.split.check_unchanged", changed)
+            with pytest.raises(MismatchError, match="changed"):
+                split(checkpoint, out, 2, ranks=[1])
+        assert written(out) and not any("rank-01" in name for name in written(out))
+
+    assert staging_while_split(monkeypatch, checkpoint, out, other, ranks=[0]) is None
+    assert [path.name for path in out.glob("rank-*")] == ["rank-00-of-02"]
+
+
+def changed(source: object, staging: Staging) -> None:
+    staging.clear()
+    raise MismatchError("a source file was changed")

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from reshard.engine.ahead import joined
 from reshard.storage import upload as uploads
-from reshard.storage.remote import HubFile, StoredFile, without_query
+from reshard.storage.remote import HubFile, StoredFile, first_line, without_query
 from reshard.storage.retries import _retry_after
 from reshard.storage.upload import Bucket
 from tests.reshard.hub_server import HubServer
@@ -429,6 +429,8 @@ def test_retry_after(said: str, seconds: int, store: StoreServer, checkpoint: Pa
     store.always = None
     assert _retry_after(f"{store.url}/bucket/llama/model-00001-of-00002.safetensors") == 0
     assert _retry_after("http://127.0.0.1:9/nobody") == 0
+    assert _retry_after("http://user:secret@127.0.0.1:9/a file?sig=secret") == 0
+    assert "secret" not in first_line(ValueError("no port in 'https://user:secret@host/file?sig=secret'"))
 
 
 @pytest.mark.parametrize(

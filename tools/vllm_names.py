@@ -640,7 +640,7 @@ def to_document(
         "largest": {
             name: each.largest
             for each in described
-            if any("cut" in line for line in each.lines.values())
+            if each.largest < max(DEGREES) or any("cut" in line for line in each.lines.values())
             for name in each.names
         },
         "builds": dict(sorted(builds.items())),

@@ -116,6 +116,13 @@ def test_a_mesh_that_was_not_compared_is_refused(arguments: dict[str, int], why:
         split(store.checkpoint("mistral3"), tmp_path / "out", **arguments, form="vllm")
 
 
+def test_a_degree_that_was_not_compared_is_refused() -> None:
+    """At one rank nothing shows how vLLM splits what lines describe."""
+    for kind, name in _classes().items():
+        if kind in PAGE.described and _largest(name) < 4:
+            assert PAGE.largest[kind] == _largest(name), kind
+
+
 def test_a_tensor_that_no_compared_model_had_is_refused(tmp_path: Path) -> None:
     """A bias beside a weight: vLLM may have a place for it, or not."""
     source = shutil.copytree(_numbered("bitnet"), tmp_path / "source")

@@ -197,19 +197,26 @@ def run_original(
     if not options.engine.loads_original:
         dtype = getattr(torch, options.dtype)
         exact = _in_transformers(original, prompts, torch.float64 if dtype == torch.float32 else torch.float32)
-        return Baseline(options, size, prompts, exact, _in_transformers(original, prompts, dtype))
+        whole = _in_transformers(original, prompts, dtype)
+        _check_power(exact, whole, "transformers")
+        return Baseline(options, size, prompts, exact, whole)
     exact = _in_transformers(original, prompts, torch.float32)
     with temporary_folder("reshard-engine-") as folder:
         progress(f"original in {options.name}")
         whole = _run(original, {"load_format": "auto"}, Mesh(), prompts, size, options, folder)
+    _check_power(exact, whole, options.name)
+    return Baseline(options, size, prompts, exact, whole)
+
+
+def _check_power(exact: torch.Tensor, whole: torch.Tensor, runner: str) -> None:
+    """Raise CheckpointError if the original itself differs so much that nothing can be seen of its shards."""
     spread, noise = float(exact.std()), _distance(whole, exact)
     if not noise <= LOUD * spread:
         raise CheckpointError(
-            f"{options.name} computes something else than transformers from the original itself: its log-probabilities "
+            f"{runner} computes something else than transformers from the original itself: its log-probabilities "
             f"differ by {noise:.2g}, and they spread over {spread:.2g}",
-            "give --dtype float32; a bug of the engine's, or of transformers', hides whether the shards are right",
+            "give --dtype float32; rounding, or a bug of one of them, hides whether the shards are right",
         )
-    return Baseline(options, size, prompts, exact, whole)
 
 
 def run_shards(

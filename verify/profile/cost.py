@@ -104,7 +104,8 @@ def _of_attention(plan: Plan, layer: LayerKind, workload: Workload) -> Work:
         return Work()
     seen = float(workload.seq)
     window, types = plan.model.sizes.settings.get("sliding_window"), plan.model.sizes.settings.get("layer_types")
-    if window and (types is None or "sliding" in str(types[layer.first])):
+    is_used = plan.model.sizes.settings.get("use_sliding_window") is not False
+    if window and is_used and (types is None or "sliding" in str(types[layer.first])):
         seen = min(seen, window)
     kv, head = sizes.get("kv", 1), sizes["head"]
     queries, values = kv * sizes.get("group", 1), sizes.get("vdim", head)

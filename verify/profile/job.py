@@ -9,8 +9,6 @@ from pathlib import Path
 from reshard.planning.plan import Plan
 from verify.profile.layers import LayerKind
 
-PHASES = ("decode", "prefill", "train")
-
 WIDTH_BLOCKS = ("mlp", "mlp, gathered", "attention")
 """What is timed at each width (verify/profile/widths.py)."""
 WIDTH_TOKENS = 512

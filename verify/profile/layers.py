@@ -55,16 +55,6 @@ def _type_of(settings: Mapping[str, object], layer: int) -> str:
     return str(types[layer]) if isinstance(types, Sequence) and layer < len(types) else ""
 
 
-def of_part(model: Model, kind: Kind, kinds: Sequence[LayerKind]) -> list[str]:
-    """The parts of a measurement that have tensors of a kind; of what stands outside of the layers, the one it is in.
-
-    A tied embedding is in both.
-    """
-    if is_layered(model, kind):
-        return [each.part for each in kinds if each.first in kind.layers]
-    return [OUTSIDE[0]]
-
-
 def with_layers(plan: Plan, kinds: Sequence[LayerKind]) -> Plan:
     """The same plan for a model that has only the first layer of each kind, under its own number."""
     kept = {kind.first for kind in kinds}

@@ -117,6 +117,8 @@ def _larger(degree: int, few: Sequence[Row], many: Sequence[Row]) -> str:
 
 
 def _none_fits(rows: Sequence[Row]) -> str:
+    if all(row.fits for row in rows):
+        return "no degree could be run, or predicted, for all that was asked"
     worst = max(rows, key=lambda row: row.memory.total - row.capacity)
     need, there = human_bytes(worst.memory.total), human_bytes(worst.capacity)
     return f"no degree fits: {worst.workload} at tp {worst.tp} needs {need} a rank, and {there} are there"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 from collections.abc import Callable, Sequence
@@ -11,10 +12,12 @@ from pathlib import Path
 import torch
 
 from formats.errors import ReshardError
+from formats.files.safetensors import DTYPE_BITS
 from formats.mesh import mesh_of
 from reshard.planning.degrees import check_degrees, refusal, valid_degrees
 from reshard.planning.model import Model
 from reshard.planning.plan import Plan, plan_of
+from reshard.planning.stages import is_layered
 from reshard.planning.totals import activation_bytes, all_reduces, rows_of, totals_of
 from reshard.text import human_bytes
 from verify.forward.launch import run_ranks, start_fork_server
@@ -162,10 +165,13 @@ def _predicted(model: Model, request: Request) -> tuple[int, ...]:
 
 def _needed_here(plan: Plan, kinds: Sequence[LayerKind], workload: Workload) -> int:
     """About how many bytes one rank takes to run a workload with one layer of each kind."""
-    parts = works(plan, kinds, Workload("prefill", 1, 1))
-    rows = rows_of(plan)
-    outside = sum(row.bytes_per_rank for row in rows if "{" not in row.name)
-    weights = outside + sum(int(parts[kind.part].nbytes) for kind in kinds)
+    outside = sum(row.bytes_per_rank for row in rows_of(plan) if "{" not in row.name)
+    weights = outside + sum(
+        math.prod(entry.layout.boxes[0].shape) * kind.count // len(kind.layers) * DTYPE_BITS[entry.dtype] // 8
+        for kind, entry in plan.laid.items()
+        for layer in kinds
+        if 0 in entry.layout.boxes and layer.first in kind.layers and is_layered(plan.model, kind)
+    )
     cost = works(plan, kinds, workload)
     sizes, width = plan.rank_sizes(0, plan.model.sizes.of({})), activation_bytes(plan)
     widest = sizes.get("ff", 0) * 3 + sizes.get("hidden", 0) * 8
@@ -300,14 +306,18 @@ def _memory_like(
     found: dict[int, dict[Workload, tuple[int, list[Found]]]], kinds: Sequence[LayerKind],
 ) -> Memory:  # fmt: skip
     """What a rank would hold at a degree that was not run: the cache by its KV heads, activations as at the nearest."""
-    ran = [other for other, runs in found.items() if workload in runs]
+    ran = [other for other, runs in found.items() if any(each.phase == workload.phase for each in runs)]
     if not ran:
         return Memory(weights, 0, 0, weights if workload.phase == "train" else 0)
-    other = min(ran, key=lambda each: abs(each - degree))
-    number, ranks = found[other][workload]
-    like = memory_of(weights, ranks, number, workload, kinds)
+    other = min(ran, key=lambda each: (workload not in found[each], abs(each - degree)))
+    similar = (each for each in found[other] if each.phase == workload.phase)
+    measured = workload if workload in found[other] else max(similar, key=lambda each: each.batch * each.seq)
+    number, ranks = found[other][measured]
+    like = memory_of(weights, ranks, number, measured, kinds)
+    more = max(1.0, workload.batch * workload.seq / (measured.batch * measured.seq))
     heads = [
         plans[each].rank_sizes(0, plan.model.sizes.of({"layer": kinds[0].first})).get("kv", 1)
         for each in (degree, other)
     ]
-    return replace(like, cache=like.cache * heads[0] // heads[1])
+    cache = int(like.cache * more * heads[0] / heads[1])
+    return replace(like, cache=cache, activations=int(like.activations * more))

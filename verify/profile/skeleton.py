@@ -81,7 +81,17 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         saved = ((key, tensor) for key, tensor in model.state_dict().items() if key not in tied)
         state = {key: tensor for key, tensor in saved if not any(re.search(pattern, key) for pattern in ignored)}
         return {key: tuple(tensor.shape) for key, tensor in revert_weight_conversion(model, state).items()}
-    except (ValueError, KeyError, TypeError, RuntimeError, ImportError, AttributeError, StrictDataclassError) as error:
+    except (
+        ValueError,
+        TypeError,
+        RuntimeError,
+        ImportError,
+        AttributeError,
+        ArithmeticError,
+        LookupError,
+        AssertionError,
+        StrictDataclassError,
+    ) as error:
         text = " ".join(str(error).split())
         raise CheckpointError(
             f"config.json: transformers builds no model of it: {type(error).__name__}: {text}"

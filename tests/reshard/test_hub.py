@@ -399,7 +399,9 @@ def test_folder_comes_before_a_repository_of_the_same_name(hub: HubServer, clien
 
 
 @pytest.mark.parametrize("source", ["./a", "../a", "/a", "~/a", "a/b/c", "a/b/", "a\\b", "a b", "org/a@v1", "", "a--b"])
-def test_path_that_does_not_exist(source: str) -> None:
+def test_path_that_does_not_exist(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     with pytest.raises(CheckpointError, match="no such folder"):
         fetch(source)
 

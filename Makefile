@@ -1,7 +1,8 @@
 # Needs Python 3.11 or later and nothing else: the first command makes .venv. PYTHON=python3.12 chooses another Python.
 PYTHON ?= python3
 BIN := .venv/bin
-JOBS ?= 2
+# Two cores are busy with three: tests wait for processes that they start
+JOBS ?= 3
 
 .PHONY: demo test fuzz zoo mutants engines check format docs bench clean
 

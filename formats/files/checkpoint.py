@@ -15,7 +15,7 @@ from formats.documents import MAX_CONFIG, MAX_INDEX, is_inside, json_object, rea
 from formats.errors import CheckpointError, brief
 from formats.files.foreign import is_adapter, names_in, refuse_foreign
 from formats.files.safetensors import Header, TensorInfo, read_header
-from formats.quantization.settings import quantization_settings
+from formats.quantization.settings import quantization_settings, without_quantization
 from formats.regular_files import open_file, unreadable
 
 #: Endings of files that hold weights in some format; such files are never side files.
@@ -27,7 +27,6 @@ WEIGHT_SUFFIXES = (
 MODEL, _SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 _BIN, _BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-_QUANTIZED = ("quantization_config", "compression_config")
 _MODELOPT = "hf_quant_config.json"
 _SAMPLES = 1024
 _SAMPLE = 64
@@ -125,7 +124,7 @@ def open_adapter(path: Path, base: Path | None) -> Checkpoint:
         )
     files, tensors, aliases = _read_files(path, (ADAPTER,))
     side_files = tuple(file for file in find_side_files(path) if file.is_file())
-    settings = {key: value for key, value in read_config(config).items() if key not in _QUANTIZED}
+    settings = without_quantization(read_config(config))
     settings["peft_config"] = read_config(path / ADAPTER_CONFIG)
     return Checkpoint(path, settings, tensors, aliases, files, None, None, side_files)
 

@@ -31,6 +31,11 @@ def quantization_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**found, **inner}
 
 
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The same config without the settings of quantization at its top."""
+    return {key: value for key, value in config.items() if key not in _KEYS}
+
+
 def with_setting(config: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
     """The same config with another value of a setting, in the place where ``quantization_settings`` found it."""
     place = _place(config, _DEEPEST) or ()

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
 
@@ -20,6 +19,7 @@ from formats.documents import read_config
 from formats.errors import CheckpointError, ReshardError
 from formats.notation.architecture import Architecture
 from formats.notation.architecture_files import find_architecture, load_architecture
+from formats.quantization.settings import without_quantization
 from formats.transformers_modules import concrete_class, model_class, settings_of
 from reshard.planning.binding import bind
 from reshard.planning.model import FullTensor, Model
@@ -51,14 +51,13 @@ def dtype_of(config: Mapping[str, Any]) -> str:
     return next((str(name).removeprefix("torch.") for name in named if name), "bfloat16")
 
 
-_QUANTIZED = ("quantization_config", "compression_config")
 _DTYPES = ("dtype", "torch_dtype")
 
 
 def _plain(settings: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """The same settings without quantization, and with one dtype wherever they state any."""
-    kept = {key: value for key, value in settings.items() if key not in _QUANTIZED}
-    nested = {key: _plain(value, dtype) if isinstance(value, dict) else value for key, value in kept.items()}
+    kept = without_quantization(settings).items()
+    nested = {key: _plain(value, dtype) if isinstance(value, dict) else value for key, value in kept}
     return {key: dtype if key in _DTYPES and isinstance(value, str) else value for key, value in nested.items()}
 
 
@@ -81,17 +80,7 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         saved = ((key, tensor) for key, tensor in model.state_dict().items() if key not in tied)
         state = {key: tensor for key, tensor in saved if not any(re.search(pattern, key) for pattern in ignored)}
         return {key: tuple(tensor.shape) for key, tensor in revert_weight_conversion(model, state).items()}
-    except (
-        ValueError,
-        TypeError,
-        RuntimeError,
-        ImportError,
-        AttributeError,
-        ArithmeticError,
-        LookupError,
-        AssertionError,
-        StrictDataclassError,
-    ) as error:
+    except Exception as error:  # whatever the constructors of transformers raise
         text = " ".join(str(error).split())
         raise CheckpointError(
             f"config.json: transformers builds no model of it: {type(error).__name__}: {text}"

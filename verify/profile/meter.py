@@ -11,6 +11,7 @@ import itertools
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -44,18 +45,37 @@ class WallClock:
         return [end - begin for begin, end in itertools.pairwise(marks)]
 
 
-class StreamClock:
-    """The clock of a GPU's current stream."""
+class Event(Protocol):
+    """What ``torch.cuda.Event(enable_timing=True)`` is."""
 
-    def mark(self) -> Any:
+    def record(self) -> None:
+        """Let the current stream note the time when it comes to here."""
+
+    def elapsed_time(self, end: Any) -> float:
+        """Milliseconds from this event to a later one; both must have happened."""
+
+
+def _cuda_event() -> Event:
+    made: Callable[..., Event] = torch.cuda.Event
+    return made(enable_timing=True)
+
+
+@dataclass(frozen=True)
+class StreamClock:
+    """The clock of a GPU's current stream: ``event`` makes a mark, ``wait`` waits until the GPU has done all."""
+
+    event: Callable[[], Event] = _cuda_event
+    wait: Callable[[], None] = torch.cuda.synchronize
+
+    def mark(self) -> Event:
         """An event, which the device records when it comes to it."""
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = self.event()
         event.record()
         return event
 
-    def seconds(self, marks: Sequence[Any]) -> list[float]:
+    def seconds(self, marks: Sequence[Event]) -> list[float]:
         """The time from each mark to the next, once the device has come to the last."""
-        torch.cuda.synchronize()
+        self.wait()
         return [begin.elapsed_time(end) / 1e3 for begin, end in itertools.pairwise(marks)]
 
 
@@ -105,33 +125,51 @@ class Meter(Carrier):
 class Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """How many bytes the tensors have that were made in its block and still live: now, and at most.
 
-    Whatever the device; scratch memory inside of a kernel is not seen.
+    Whatever the device; scratch memory inside of a kernel is not seen. What is left out (:meth:`leave_out`) counts at
+    no time, also not before that was said.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.peak = 0
-        self._known: set[int] = set()
+        self.now = 0
+        self._changes: list[tuple[int, int]] = []  # the number of a storage, and the bytes that come or go with it
+        self._known: dict[int, tuple[int, int]] = {}  # of each storage that lives, its number and its bytes
+        self._left_out: set[int] = set()
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that lived at once."""
+        counted = (change for number, change in self._changes if number not in self._left_out)
+        return max(itertools.accumulate(counted), default=0)
+
+    def leave_out(self, x: torch.Tensor) -> None:
+        """Do not count a tensor: another account has it."""
+        number, size = self._known.pop(_storage(x), (0, 0))
+        if number:
+            self._left_out.add(number)
+            self.now -= size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         given = {_storage(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         for x in tree_leaves(result):
-            if isinstance(x, torch.Tensor) and _storage(x) not in given | self._known:
+            if isinstance(x, torch.Tensor) and _storage(x) not in given and _storage(x) not in self._known:
                 self._add(x)
         return result
 
     def _add(self, x: torch.Tensor) -> None:
-        storage, key = x.untyped_storage(), _storage(x)
+        storage, key, number = x.untyped_storage(), _storage(x), len(self._changes) + 1
         size = storage.nbytes()
-        self._known.add(key)
+        self._known[key] = number, size
+        self._changes.append((number, size))
         self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._remove, key, size)
+        weakref.finalize(storage, self._remove, key, number, size)
 
-    def _remove(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.now -= size
+    def _remove(self, key: int, number: int, size: int) -> None:
+        self._changes.append((number, -size))
+        if self._known.get(key) == (number, size):
+            del self._known[key]
+            self.now -= size
 
 
 def _storage(x: torch.Tensor) -> int:

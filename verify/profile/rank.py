@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,6 +99,9 @@ class _Runner:
         self._model = running(blocks.model)
         self._device = next(blocks.model.parameters()).device
         self._living: Living | None = None
+        for parameter in blocks.model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._leave_out_gradient)
         self._saved: dict[str, int] = {}
         taken = inspect.signature(self._model.forward).parameters
         self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in taken else {}
@@ -211,6 +215,11 @@ class _Runner:
 
         return hook
 
+    def _leave_out_gradient(self, parameter: Tensor) -> None:
+        """Gradients are no activations: they are as large as the weights, whose account has them."""
+        if self._living is not None and parameter.grad is not None:
+            self._living.leave_out(parameter.grad)
+
     def _cache_bytes(self, cache: Any) -> dict[str, int]:
         """The bytes that each kind of layer keeps for later tokens."""
         if cache is None:
@@ -258,6 +267,7 @@ def _exchanges(job: Job, device: torch.device, meter: Meter) -> Iterator[Exchang
     say(f"tp {job.plan.mesh.size}: all-reduces")
     dtype, patience = getattr(torch, job.dtype), replace(job.patience, seconds=job.patience.seconds / 4)
     for nbytes in _SIZES:
-        x = torch.ones(nbytes // dtype.itemsize, dtype=dtype, device=device)
-        steps = repeat(lambda x=x: meter.carry("all-reduce", x.nbytes, lambda: dist.all_reduce(x)), meter, patience)  # type: ignore[misc]
+        x = torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=device)  # ones would grow until they are infinite
+        send = partial(meter.carry, "all-reduce", x.nbytes, partial(dist.all_reduce, x))
+        steps = repeat(send, meter, patience)
         yield Exchange(nbytes, tuple(span.seconds for step in steps for span in step if span.what == "all-reduce"))

@@ -7,6 +7,7 @@ layers, of which each gathers its outputs: what is saved by following a column-p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -52,19 +53,16 @@ def time_widths(
 
 
 def _made(block: str, width: int, ranks: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    kind: dict[str, object] = {"bias": False, "group": None, "dtype": dtype, "device": device}
+    column = partial(ColumnParallelLinear, bias=False, group=None, dtype=dtype, device=device)
+    row = partial(RowParallelLinear, bias=False, group=None, dtype=dtype, device=device)
+    made: nn.Module
     if block == "attention":
-        own = [ColumnParallelLinear(width, width // ranks, **kind) for _ in range(3)]  # type: ignore[arg-type]
-        made: nn.Module = _Attention(own, RowParallelLinear(width // ranks, width, **kind))  # type: ignore[arg-type]
+        made = _Attention([column(width, width // ranks) for _ in range(3)], row(width // ranks, width))
+    elif block == "mlp":
+        made = nn.Sequential(column(width, 4 * width // ranks), nn.GELU(), row(4 * width // ranks, width))
     else:
-        gathers = block != "mlp"
-        up = ColumnParallelLinear(width, 4 * width // ranks, gather_output=gathers, **kind)  # type: ignore[arg-type]
-        down: nn.Module = (
-            ColumnParallelLinear(4 * width, width // ranks, gather_output=True, **kind)  # type: ignore[arg-type]
-            if gathers
-            else RowParallelLinear(4 * width // ranks, width, **kind)  # type: ignore[arg-type]
-        )
-        made = nn.Sequential(up, nn.GELU(), down)
+        up = column(width, 4 * width // ranks, gather_output=True)
+        made = nn.Sequential(up, nn.GELU(), column(4 * width, width // ranks, gather_output=True))
     for parameter in made.parameters():
         nn.init.constant_(parameter, 1 / width)
     return made

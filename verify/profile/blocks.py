@@ -6,6 +6,7 @@ on what the layer before them returned.
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -115,19 +116,27 @@ def _pass_on(others: Sequence[nn.Module], kept: Sequence[nn.Module]) -> None:
         module.forward = lambda *_, **__: last[0]
 
 
-def _fill(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+def _fill(model: Any, dtype: torch.dtype, device: torch.device) -> None:
     """Give every weight random values, the same on all ranks where they have the same; vectors are ones."""
     new: dict[int, nn.Parameter] = {}
+    kept = _kept_in_float32(model, dtype)
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
             if id(parameter) not in new:
-                made = _random(f"{path}.{name}", parameter, dtype, device)
+                is_wide = kept is not None and kept.search(f"{path}.{name}") is not None
+                made = _random(f"{path}.{name}", parameter, torch.float32 if is_wide else dtype, device)
                 new[id(parameter)] = nn.Parameter(made, requires_grad=made.is_floating_point())
             module._parameters[name] = new[id(parameter)]
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else _random_buffer(buffer, device)
+
+
+def _kept_in_float32(model: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
+    """The names of modules and weights that transformers loads in float32 where others are of a 16-bit dtype."""
+    names = model._get_dtype_plan(dtype)
+    return re.compile("|".join(rf"(?:^|\.)(?:{name})(?:$|\.)" for name in names)) if names else None
 
 
 def _random(name: str, like: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -58,7 +59,7 @@ def works(plan: Plan, kinds: Sequence[LayerKind], workload: Workload) -> dict[st
     found = {part: Work() for part in (EMBEDDING, *(kind.part for kind in kinds), HEAD)}
     for kind in plan.model.kinds:
         entry = plan.laid[kind]
-        if not is_layered(plan.model, kind) or len(entry.layout.full) < 2 or 0 not in entry.layout.boxes:
+        if not is_layered(plan.model, kind) or not _is_multiplied(entry) or 0 not in entry.layout.boxes:
             continue
         for each in kinds:
             if each.first in kind.layers:
@@ -67,6 +68,11 @@ def works(plan: Plan, kinds: Sequence[LayerKind], workload: Workload) -> dict[st
         found[each.part] += _of_attention(plan, each, workload)
         found[each.part] += Work(reduced=_messages(plan, each, workload))
     return _with_vocabulary(plan, found, workload)
+
+
+def _is_multiplied(entry: Entry) -> bool:
+    """Whether activations are multiplied by a tensor as by a matrix: not a bias or a norm, of experts or heads too."""
+    return len(entry.layout.full) > 1 and not re.search(r"norm|bias", entry.template.rpartition(".layers.")[2])
 
 
 def _passes(workload: Workload) -> int:
@@ -86,34 +92,62 @@ def _of_weight(plan: Plan, kind: Kind, entry: Entry, workload: Workload) -> Work
 
 def _share_of_experts(plan: Plan, entry: Entry) -> float | None:
     """The share of the experts that a token goes to, for a weight of experts."""
-    if not kind_of(entry, plan.model.architecture).startswith("expert"):
+    axes = {*plan.model.expert_axes, "expert"}
+    if not any(axis in entry.layout.rule.axes or f"{{{axis}}}" in entry.template for axis in axes):
         return None
     sizes, settings = plan.model.sizes, plan.model.sizes.settings
     match = plan.model.architecture.match(entry.name)
     known = sizes.of(match.indices if match else {})
-    count = max((known[axis] for axis in plan.model.expert_axes if axis in known), default=0)
+    count = max((known[axis] for axis in axes if axis in known), default=0)
     chosen = next((settings[key] for key in _CHOSEN if isinstance(settings.get(key), int)), None)
     return min(1.0, chosen / count) if chosen and count else None
 
 
+@dataclass(frozen=True)
+class _Heads:
+    """The heads of an attention on one rank: of queries, of keys and values, and how wide a key and a value are."""
+
+    queries: int
+    pairs: int
+    key: int
+    value: int
+
+
+def _heads_of(plan: Plan, layer: LayerKind) -> _Heads | None:
+    """The heads of a layer's attention: of the axes that formats/architectures call ``kv group head``, or ``heads``
+    with ``nope rope vdim`` in latent attention; in front of them ``g`` or ``s`` where a layer of full or windowed
+    attention has others.
+    """
+    sizes = plan.rank_sizes(0, plan.model.sizes.of({"layer": layer.first}))
+    weights = [set(kind.axes) for kind in plan.model.kinds if layer.first in kind.layers]
+    for begin in ("", "g", "s"):
+        kv, group, head, heads, nope, rope, value = (
+            begin + axis for axis in ("kv", "group", "head", "heads", "nope", "rope", "vdim")
+        )
+        if any({kv, head} <= axes for axes in weights):
+            own = sizes[value] if any({kv, value} <= axes for axes in weights) else sizes[head]
+            return _Heads(sizes[kv] * sizes.get(group, 1), sizes[kv], sizes[head], own)
+        if any({heads, nope} <= axes for axes in weights):
+            return _Heads(sizes[heads], sizes[heads], sizes[nope] + sizes.get(rope, 0), sizes[value])
+    return None
+
+
 def _of_attention(plan: Plan, layer: LayerKind, workload: Workload) -> Work:
     """Scores and values of the heads of one rank, over the tokens that a token sees, and the reading of the cache."""
-    sizes = plan.rank_sizes(0, plan.model.sizes.of({"layer": layer.first}))
-    inside = [kind for kind in plan.model.kinds if layer.first in kind.layers and "head" in kind.axes]
-    if not inside or "head" not in sizes:
+    heads = _heads_of(plan, layer)
+    if heads is None:
         return Work()
     seen = float(workload.seq)
     window, types = plan.model.sizes.settings.get("sliding_window"), plan.model.sizes.settings.get("layer_types")
     is_used = plan.model.sizes.settings.get("use_sliding_window") is not False
     if window and is_used and (types is None or "sliding" in str(types[layer.first])):
         seen = min(seen, window)
-    kv, head = sizes.get("kv", 1), sizes["head"]
-    queries, values = kv * sizes.get("group", 1), sizes.get("vdim", head)
-    cache = workload.batch * seen * kv * (head + values) * activation_bytes(plan)
+    width = heads.key + heads.value
+    cache = workload.batch * seen * heads.pairs * width * activation_bytes(plan)
     if workload.phase == "decode":
-        return Work(2.0 * workload.batch * seen * queries * (head + values), cache)
+        return Work(2.0 * workload.batch * seen * heads.queries * width, cache)
     # A token sees those before it: half of all, on average.
-    return Work(workload.tokens * seen * queries * (head + values) * _passes(workload), cache)
+    return Work(workload.tokens * seen * heads.queries * width * _passes(workload), cache)
 
 
 def _messages(plan: Plan, layer: LayerKind, workload: Workload) -> tuple[int, ...]:

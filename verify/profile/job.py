@@ -37,6 +37,10 @@ class Workload:
         """The tokens that one step computes."""
         return self.batch * (1 if self.phase == "decode" else self.seq)
 
+    def takes_as_much_as(self, other: Workload) -> bool:
+        """Whether it takes at least the memory of another of the same phase."""
+        return self.phase == other.phase and self.batch >= other.batch and self.seq >= other.seq
+
 
 @dataclass(frozen=True)
 class Patience:

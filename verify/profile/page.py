@@ -133,8 +133,10 @@ def _table(document: Document, rows: Sequence[Document]) -> Html:
         lines.append(element("tr", *(element("td", cells[i], class_="number" if i != 11 else None) for i in shown),
                              class_=kind))  # fmt: skip
     table = element("table", element("thead", head), element("tbody", *lines))
-    notes = (element("p", f"tp {r['tp']}, batch {r['batch']}, seq {r['seq']} was not run: {r['note']}.", class_="muted")
-             for r in rows if r["note"])  # fmt: skip
+    notes = (
+        element("p", f"tp {r['tp']}, batch {r['batch']}, seq {r['seq']} was not run: {r['not_run']}.", class_="muted")
+        for r in rows if r["not_run"]
+    )  # fmt: skip
     return joined(element("div", table, class_="scroll", tabindex=0), *notes)
 
 

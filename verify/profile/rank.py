@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import StaticCache
 
+from formats.errors import ReshardError
 from verify.forward.worker import rank_device, say
 from verify.profile.blocks import Blocks, build
 from verify.profile.job import Exchange, Found, Job, Measured, Patience, Step, Workload
@@ -52,13 +53,13 @@ def run_job(job: Job) -> Found:
     return Found(measured, exchanges, widths, str(dist.get_backend()), name)
 
 
-def repeat(run: Callable[[], None], meter: Meter, patience: Patience) -> tuple[Step, ...]:
+def repeat(run: Callable[[], None], meter: Meter, patience: Patience, warm_ups: int = 2) -> tuple[Step, ...]:
     """Run something again and again, all ranks together: the spans of each run but those that only warm up.
 
     Rank 0 decides when it is enough: the middle half of its times lies close together, or patience is over.
     """
     steps: list[Step] = []
-    for _ in range(2):
+    for _ in range(warm_ups):
         started = time.monotonic()
         run()
         meter.step()
@@ -74,7 +75,8 @@ def repeat(run: Callable[[], None], meter: Meter, patience: Patience) -> tuple[S
 
 
 def _is_enough(steps: Sequence[Step], seconds: float, patience: Patience) -> bool:
-    if len(steps) >= patience.most or (len(steps) >= min(3, patience.least) and seconds > patience.seconds):
+    few = 2 if seconds > patience.seconds * len(steps) else 3  # runs that are long by themselves vary little
+    if len(steps) >= patience.most or (len(steps) >= min(few, patience.least) and seconds > patience.seconds):
         return True
     if len(steps) < max(2, patience.least):
         return False
@@ -110,19 +112,25 @@ class _Runner:
 
     def measure(self, workload: Workload) -> Measured:
         """Time a workload on this rank, and see what memory it takes."""
-        say(f"tp {self._job.plan.mesh.size}: {workload}")
+        doing, patience = f"tp {self._job.plan.mesh.size}: {workload}", self._job.patience
+        say(doing)
         grad = workload.phase == "train"
         with torch.set_grad_enabled(grad):
             prepare = {"decode": self._decode, "prefill": self._prefill, "train": self._train}[workload.phase]
             run, cache_of = prepare(workload)
             self._saved = {}
+            started = time.monotonic()
             with Living() as self._living:
                 run()
             living, self._living = self._living, None
             self._meter.step()
+            seconds = time.monotonic() - started
+            is_long = _agreed(seconds > patience.seconds)
+            if is_long:
+                say(f"{doing}: a run takes {seconds:.0f} s, and two more follow")
             cache = self._cache_bytes(cache_of())
             inside = sum(cache.values()) if workload.phase == "prefill" else 0
-            steps = repeat(run, self._meter, self._job.patience)
+            steps = repeat(run, self._meter, patience, warm_ups=0 if is_long else 2)
         for parameter in self._blocks.model.parameters():
             parameter.grad = None
         return Measured(steps, cache, max(0, living.peak - inside), self._saved if grad else {})
@@ -145,6 +153,9 @@ class _Runner:
             self._run(ids, cache)
         else:
             cache = self._run(ids, None)
+        if not hasattr(cache, "layers"):
+            what = type(self._model).__name__
+            raise ReshardError(f"decode is not possible: {what} keeps no keys and values by layers", "--phase prefill")
         self._meter.step()
         _age(cache, workload.seq)
         state = [dict(vars(layer)) for layer in cache.layers]
@@ -167,7 +178,7 @@ class _Runner:
             for parameter in self._blocks.model.parameters():
                 parameter.grad = None
             meter.enter(EMBEDDING)
-            logits = model(input_ids=ids, use_cache=False).logits
+            logits = model(input_ids=ids, use_cache=False)[0]
             meter.enter("")
             sum_where_ranks_part([logits], self._blocks.loaded.parts, self._groups)
             grad = torch.full_like(logits, 1 / logits.numel())
@@ -177,8 +188,9 @@ class _Runner:
         return run, lambda: None
 
     def _run(self, ids: Tensor, cache: Any, **more: Any) -> Any:
-        """Run the model; the cache that it leaves: the given one, or one of its own making."""
-        return self._model(input_ids=ids, use_cache=True, **{self._cache: cache}, **more)[self._cache]
+        """Run the model; the cache that it leaves: the given one, or one of its own making. None if it keeps none."""
+        given = {} if cache is None else {self._cache: cache}
+        return getattr(self._model(input_ids=ids, use_cache=True, **given, **more), self._cache, None)
 
     def _ids(self, batch: int, seq: int) -> Tensor:
         rows = self._job.plan.model.sizes.of({}).get("vocab") or self._model.config.get_text_config().vocab_size
@@ -222,7 +234,7 @@ class _Runner:
 
     def _cache_bytes(self, cache: Any) -> dict[str, int]:
         """The bytes that each kind of layer keeps for later tokens."""
-        if cache is None:
+        if not hasattr(cache, "layers"):
             return {}
         return {kind.part: _nbytes(vars(cache.layers[kind.first]).values()) for kind in self._job.kinds}
 

@@ -19,11 +19,18 @@ WORTH = 0.5
 
 
 @dataclass(frozen=True)
+class NotRun:
+    """Why a workload was not run at a degree; ``ran_out``: the ranks have not the memory even for a part of it."""
+
+    why: str
+    ran_out: bool
+
+
+@dataclass(frozen=True)
 class Row:
     """A degree and a workload: the time as measured and as the model of the cost has it, and what a rank holds.
 
-    ``capacity`` is the memory that a rank has, ``stated`` the bytes of a step's all-reduces by the plan, ``note`` why
-    it was not measured.
+    ``capacity`` is the memory that a rank has, ``stated`` the bytes of a step's all-reduces by the plan.
     """
 
     tp: int
@@ -33,7 +40,7 @@ class Row:
     memory: Memory
     capacity: int
     stated: int
-    note: str = ""
+    not_run: NotRun | None = None
 
     @property
     def time(self) -> Time | None:
@@ -43,7 +50,7 @@ class Row:
     @property
     def fits(self) -> bool:
         """Whether a rank has the memory."""
-        return self.memory.total <= self.capacity
+        return self.memory.total <= self.capacity and not (self.not_run and self.not_run.ran_out)
 
     @property
     def rate(self) -> float:

@@ -26,7 +26,7 @@ from verify.profile.compose import Memory, Part, Time, counts_of, memory_of, tim
 from verify.profile.cost import Link, Work, communication, fit_link, fit_rates, nearest, works
 from verify.profile.job import Found, Job, Request, Workload
 from verify.profile.layers import LayerKind, layer_kinds, with_layers
-from verify.profile.recommend import Recommendation, Row, recommend
+from verify.profile.recommend import NotRun, Recommendation, Row, recommend
 from verify.profile.width_rows import WidthRow, width_rows
 
 IMPORTED = ("verify.profile.rank", "transformers.models.auto.modeling_auto")
@@ -34,8 +34,16 @@ IMPORTED = ("verify.profile.rank", "transformers.models.auto.modeling_auto")
 
 
 _LESS = "a smaller --batch or --seq, or another --tp"
-_OUT_OF_MEMORY = ("SIGKILL", "OutOfMemory", "MemoryError", "can't allocate memory")
+_OUT_OF_MEMORY = ("SIGKILL", "out of memory", "MemoryError", "can't allocate memory")
 """How it shows in a rank that there was no memory left."""
+
+
+class _MemoryRanOut(Exception):  # noqa: N818
+    """Memory ran out in a rank while a workload ran; None: before or after that."""
+
+    def __init__(self, workload: Workload | None) -> None:
+        super().__init__()
+        self.workload = workload
 
 
 @dataclass(frozen=True)
@@ -54,10 +62,12 @@ class Node:
         return _machine_memory("MemTotal") // degree
 
     def free(self, degree: int) -> int:
-        """The bytes that a rank may take now."""
-        if self.device == "cuda":
-            return min(torch.cuda.mem_get_info(i)[0] for i in range(min(degree, self.ranks)))
-        return _machine_memory("MemAvailable") // degree
+        """The bytes that a rank may take now, at most.
+
+        On a GPU those of the whole: to ask for the free ones, this process would have to take some of each. A rank
+        that needs more ends with an error, which is told (``_run``). On a CPU the kernel may end another process.
+        """
+        return self.memory(degree) if self.device == "cuda" else _machine_memory("MemAvailable") // degree
 
 
 @dataclass(frozen=True)
@@ -90,22 +100,17 @@ def profile(folder: Path, request: Request, progress: Callable[[str], None] = la
     degrees, refused = _degrees(model, node, request)
     plans = {degree: plan_of(model, mesh_of(degree)) for degree in sorted({*degrees, *_predicted(model, request)})}
     found: dict[int, dict[Workload, tuple[int, list[Found]]]] = {}
-    notes: dict[tuple[int, Workload], str] = {}
+    not_run: dict[tuple[int, Workload], NotRun] = {}
     for degree in degrees:
-        runs = []
-        for workload in request.workloads:
-            need, free = _needed_here(plans[degree], kinds, workload), node.free(degree)
-            if need > free:
-                notes[degree, workload] = f"needs {human_bytes(need)} a rank to be run, {human_bytes(free)} are free"
-            else:
-                runs.append(workload)
-        if runs:
-            of_ranks = _run(plans[degree], kinds, runs, node, request, progress)
-            found[degree] = {workload: (number, of_ranks) for number, workload in enumerate(runs)}
+        of_ranks, missing = _run_what_fits(plans[degree], kinds, node, request, progress)
+        ran = [workload for workload in request.workloads if workload not in missing]
+        not_run |= {(degree, workload): why for workload, why in missing.items()}
+        if ran:
+            found[degree] = {workload: (number, of_ranks) for number, workload in enumerate(ran)}
     if degrees and not found:
-        (degree, workload), why = next(iter(notes.items()))
-        raise ReshardError(f"too little memory: tp {degree}, {workload} {why}", _LESS)
-    return _put_together(model, kinds, node, request, plans, found, notes, refused)
+        (degree, workload), each = next(iter(not_run.items()))
+        raise ReshardError(f"too little memory: tp {degree}, {workload}: {each.why}", _LESS)
+    return _put_together(model, kinds, node, request, plans, found, not_run, refused)
 
 
 # ------------------------------------------------------------------------------------------------- what can be run
@@ -182,11 +187,35 @@ def _needed_here(plan: Plan, kinds: Sequence[LayerKind], workload: Workload) -> 
     return weights * (2 if train else 1) + activations + logits + cache
 
 
+def _run_what_fits(
+    plan: Plan, kinds: tuple[LayerKind, ...], node: Node, request: Request, progress: Callable[[str], None]
+) -> tuple[list[Found], dict[Workload, NotRun]]:
+    """Run at one degree what there is memory for, and say of the other workloads why they did not run.
+
+    Where memory runs out nevertheless, all ranks end. The others are then run again, without what takes as much.
+    """
+    missing: dict[Workload, NotRun] = {}
+    for workload in request.workloads:
+        need, free = _needed_here(plan, kinds, workload), node.free(plan.mesh.size)
+        if need > free:
+            why = f"needs {human_bytes(need)} a rank to be run, {human_bytes(free)} are free"
+            missing[workload] = NotRun(why, ran_out=False)
+    while runs := [workload for workload in request.workloads if workload not in missing]:
+        try:
+            return _run(plan, kinds, runs, node, request, progress), missing
+        except _MemoryRanOut as error:
+            last = error.workload
+            why = "memory ran out" if last is None else f"memory ran out at {last}"
+            gone = runs if last is None else [each for each in runs if each.takes_as_much_as(last)]
+            missing |= dict.fromkeys(gone, NotRun(why, ran_out=request.memory is None))
+    return [], missing
+
+
 def _run(
     plan: Plan, kinds: tuple[LayerKind, ...], workloads: Sequence[Workload], node: Node, request: Request,
     progress: Callable[[str], None],
 ) -> list[Found]:  # fmt: skip
-    """Run the ranks of one degree. Raises ReshardError that names degree and workloads where memory runs out."""
+    """Run the ranks of one degree. Raises RankError, and _MemoryRanOut with the workload at which memory ran out."""
     from verify.profile.rank import run_job
 
     dtype, degree = str(plan.model.config["dtype"]), plan.mesh.size
@@ -206,9 +235,11 @@ def _run(
     try:
         return run_ranks(run_job, degree, job, device=node.device, timeout=request.timeout, progress=note)
     except RankError as error:
-        if any(sign in error.message for sign in _OUT_OF_MEMORY):
-            raise ReshardError(f"too little memory: {last[0]}", _LESS) from error
-        raise
+        if not any(sign in error.message for sign in _OUT_OF_MEMORY):
+            raise
+        _, _, doing = last[0].partition(": ")
+        workload = next((each for each in workloads if doing.partition(": ")[0] == str(each)), None)
+        raise _MemoryRanOut(workload) from error
 
 
 # --------------------------------------------------------------------------------------------------- the whole model
@@ -216,7 +247,7 @@ def _run(
 
 def _put_together(
     model: Model, kinds: tuple[LayerKind, ...], node: Node, request: Request, plans: dict[int, Plan],
-    found: dict[int, dict[Workload, tuple[int, list[Found]]]], notes: dict[tuple[int, Workload], str],
+    found: dict[int, dict[Workload, tuple[int, list[Found]]]], not_run: dict[tuple[int, Workload], NotRun],
     refused: tuple[tuple[int, str], ...],
 ) -> Profile:  # fmt: skip
     of_degree = {degree: next(iter(runs.values()))[1] for degree, runs in found.items()}
@@ -247,7 +278,7 @@ def _put_together(
             rows.append(
                 Row(
                     degree, workload, measured, predicted, memory, request.memory or node.memory(degree),
-                    stated * workload.tokens, notes.get((degree, workload), ""),
+                    stated * workload.tokens, not_run.get((degree, workload)),
                 )
             )  # fmt: skip
     widths = width_rows(of_degree, of_links, request.widths, getattr(torch, str(model.config["dtype"])).itemsize)

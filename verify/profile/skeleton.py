@@ -17,7 +17,6 @@ from transformers.initialization import no_init_weights
 
 from formats.documents import read_config
 from formats.errors import CheckpointError, ReshardError
-from formats.notation.architecture import Architecture
 from formats.notation.architecture_files import find_architecture, load_architecture
 from formats.quantization.settings import without_quantization
 from formats.transformers_modules import concrete_class, model_class, settings_of
@@ -31,7 +30,7 @@ DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 def skeleton(folder: Path, dtype: str | None = None, plan_file: Path | None = None) -> Model:
     """The model that the config.json in a folder describes, its weights of one dtype: the given or the config's own.
 
-    Raises ReshardError if transformers has no class for it or no rules cover it, and for what has no decoder alone.
+    Raises ReshardError if transformers has no class for it or no rules cover it, and for an encoder beside a decoder.
     """
     config = read_config(folder / "config.json")
     name = dtype or dtype_of(config)
@@ -39,7 +38,7 @@ def skeleton(folder: Path, dtype: str | None = None, plan_file: Path | None = No
         raise ReshardError(f"--dtype {name} is not possible", ", ".join(DTYPES))
     plain = {**_plain(config, name), "dtype": name}
     architecture = load_architecture(plan_file) if plan_file else find_architecture(plain, folder)
-    _check_decoder(plain, architecture)
+    _check_one_stack(plain)
     tensors = [FullTensor(key, DTYPES[name], shape, "config.json") for key, shape in _shapes(plain).items()]
     return bind(architecture, plain, tensors)
 
@@ -61,12 +60,10 @@ def _plain(settings: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     return {key: dtype if key in _DTYPES and isinstance(value, str) else value for key, value in nested.items()}
 
 
-def _check_decoder(config: Mapping[str, Any], architecture: Architecture) -> None:
+def _check_one_stack(config: Mapping[str, Any]) -> None:
     if config.get("is_encoder_decoder"):
         what = config.get("model_type", "this model")
-        raise ReshardError(f"profile runs language models of decoder layers: {what} has an encoder beside its decoder")
-    if architecture.layers.text != "layer":
-        raise ReshardError(f"profile runs decoder layers, and the rules '{architecture.name}' have others")
+        raise ReshardError(f"profile runs one stack of layers: {what} has an encoder beside its decoder")
 
 
 def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

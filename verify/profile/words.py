@@ -25,7 +25,7 @@ def text_of(found: Profile, source: str) -> list[str]:
     for workload in dict.fromkeys(row.workload for row in found.rows):
         rows = [row for row in found.rows if row.workload == workload]
         lines += ["", f"{workload}: {_STEP[workload.phase]}", *_table(rows)]
-        lines += [f"tp {row.tp} was not run: {row.note}" for row in rows if row.note]
+        lines += [f"tp {row.tp} was not run: {row.not_run.why}" for row in rows if row.not_run]
         lines += _differences(rows)
     lines += ["", *(_link_text(link) for link in found.links)]
     degree = found.recommended.tp
@@ -159,7 +159,7 @@ def _row(row: Row) -> dict[str, Any]:
         "fits": row.fits,
         "all_reduce_bytes_per_token": row.measured.reduced / row.workload.tokens if row.measured else None,
         "all_reduce_bytes_per_token_of_plan": row.stated / row.workload.tokens,
-        "note": row.note,
+        "not_run": row.not_run.why if row.not_run else None,
     }  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from tools.profile_figure import figure
 from verify.forward.worker import RankError
 from verify.profile.compose import Memory, Part, Time, joined
 from verify.profile.cost import Link, Rates, Work, fit_link, fit_rates, works
-from verify.profile.job import Job, Patience, Span, Workload
+from verify.profile.job import Found, Job, Measured, Patience, Span, Workload
 from verify.profile.layers import LayerKind, layer_kinds
 from verify.profile.page import page
 from verify.profile.recommend import Row, recommend
@@ -151,7 +151,9 @@ def test_what_the_page_says(document: dict[str, Any]) -> None:
     text = page({**document, "source": "a <b>model</b>"})
     assert "a &lt;b&gt;model&lt;/b&gt;" in text and "<b>" not in text and "Use tp 2" in text
     assert text.count("tp 4: ") >= 6 and text.count("predicted") > 6 and text.count("not measured") == 3
-    none = page({**document, "recommended": {"tp": None, "reason": "no degree fits"}})
+    alone = [{"phase": "decode", "batch": 3, "seq": 8, "tp": 4}]
+    none = page({**document, "recommended": {"tp": None, "reason": "no degree fits", "alone": alone}})
+    assert "For decode, batch 3, seq 8 alone: tp 4." in none
     assert "<h1>No degree fits</h1>" in none
 
 
@@ -246,7 +248,11 @@ def rows(rates: dict[int, float], needs: dict[int, int], share: float = 0.46) ->
 @pytest.mark.parametrize(
     ("rates", "expected", "reason"),
     [
-        ((10, 19, 36, 40), 4, "the smallest that fits 80.00 GB a rank; tp 8 spends 46% in collectives and gains 11%"),
+        (
+            (10, 19, 36, 40),
+            4,
+            "the smallest that fits 80.00 GB a rank; tp 8 spends 46% in collectives and gains 11% of a possible 100%",
+        ),
         ((10, 19, 36, 60), 8, "it needs 25.00 GB of 80.00 GB a rank; 1.67 times as fast as tp 4"),
         (
             (10, 19, 36, 30),
@@ -287,7 +293,7 @@ def test_no_degree_fits() -> None:
         (("--dtype", "int8"), "--dtype int8 is not possible"),
         (
             ("--batch", "1000000", "--seq", "1000000"),
-            "too little memory: tp 1, decode, batch 1000000, seq 1000000 needs",
+            "too little memory: tp 1, decode, batch 1000000, seq 1000000: needs",
         ),
     ],
 )
@@ -316,27 +322,64 @@ def test_interrupted(folder: Path) -> None:
     assert (run.returncode, out, err) == (130, "", "reshard: interrupted\n")
 
 
-def test_memory_that_ends_in_a_rank(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the kernel, a GPU's allocator and a CPU's say is one error, which names what ran last."""
+def without_memory(monkeypatch: pytest.MonkeyPatch, least: int, message: str) -> list[list[str]]:
+    """Let runs of at least so many sequences run out of memory; what was asked of the ranks in each attempt."""
+    asked: list[list[str]] = []
 
-    def end(*_: object, progress: Callable[[str], None], **__: object) -> None:
-        progress("tp 1: prefill, batch 2, seq 4")
-        raise RankError("rank 0 of 1 was ended by SIGKILL", rank=0)
+    def run(_: object, degree: int, job: Job, *, progress: Callable[[str], None], **__: object) -> list[Found]:
+        asked.append([str(workload) for workload in job.workloads])
+        for workload in job.workloads:
+            progress(f"tp {degree}: {workload}")
+            if workload.batch >= least:
+                progress(f"tp {degree}: {workload}: a run takes 4 s, and two more follow")
+                raise RankError(message, rank=0)
+        parts = ("embedding", *(kind.part for kind in job.kinds), "head")
+        step = tuple(Span(part, "compute", 0, 1.0) for part in parts)
+        return [Found(tuple(Measured((step,), {}, 0, {}) for _ in job.workloads), (), (), "gloo", "cpu")] * degree
 
-    monkeypatch.setattr("verify.profile.run.run_ranks", end)
-    done = command("profile", folder, "--tp", "1")
+    monkeypatch.setattr("verify.profile.run.run_ranks", run)
+    return asked
+
+
+@pytest.mark.parametrize("message", ["rank 0 of 1 was ended by SIGKILL", "torch.OutOfMemoryError: CUDA out of memory"])
+def test_memory_that_ends_in_a_rank(message: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the kernel, a GPU's allocator and a CPU's say is one thing; what takes less runs nevertheless."""
+    asked = without_memory(monkeypatch, least=4, message=message)
+    done = command("profile", folder, "--tp", "1", "--batch", "2,4,8", "--seq", "4", "--phase", "prefill,decode")
+    assert done.returncode == 0, done.stderr
+    names = [f"{phase}, batch {batch}, seq 4" for phase in ("prefill", "decode") for batch in (2, 4, 8)]
+    assert asked == [names, [names[0], *names[3:]], [names[0], names[3]]]
+    assert done.stdout.count("tp 1 was not run: memory ran out at prefill, batch 4, seq 4") == 2
+    assert done.stdout.count("tp 1 was not run: memory ran out at decode, batch 4, seq 4") == 2
+    assert "Recommended: none." in done.stdout
+
+
+def test_no_memory_for_anything(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_memory(monkeypatch, least=1, message="rank 0 of 1 was ended by SIGKILL")
+    done = command("profile", folder, "--tp", "1", "--phase", "prefill", "--batch", "2", "--seq", "4")
     assert done.returncode == 2
     assert done.stderr.splitlines()[-2:] == [
-        "Error: too little memory: tp 1: prefill, batch 2, seq 4",
+        "Error: too little memory: tp 1, prefill, batch 2, seq 4: memory ran out at prefill, batch 2, seq 4",
         "Hint: a smaller --batch or --seq, or another --tp",
     ]
+
+
+def test_a_workload_that_asks_for_another_degree() -> None:
+    """Together the phases gain 1.5 times by each doubling; one of them more, one less."""
+    fast, slow = rows({1: 10.0, 2: 20.0}, {1: 1, 2: 1}), rows({1: 10.0, 2: 10.5}, {1: 1, 2: 1})
+    other = Workload("prefill", 1, 1)
+    found = recommend([*fast, *(replace(row, workload=other) for row in slow)])
+    assert (found.tp, found.alone) == (1, ((Workload("decode", 1, 1), 2),))
+    assert recommend(fast).alone == ()
 
 
 def test_predicted_degrees_are_recommended_only_if_no_other_fits() -> None:
     known = rows({1: 10.0, 2: 20.0, 4: 40.0}, {1: 10, 2: 10, 4: 10})
     known[2] = replace(known[2], measured=None, predicted=known[2].measured)
     assert recommend(known).tp == 2
-    assert recommend(known).reason.endswith("; tp 4 is predicted to spend 46% in collectives and gain 100%")
+    assert recommend(known).reason.endswith(
+        "; tp 4 is predicted to spend 46% in collectives and gain 100% of a possible 100%"
+    )
     full = [*(replace(row, capacity=9) for row in known[:2]), known[2]]
     found = recommend(full)
     assert found.tp == 4 and "by prediction alone" in found.reason

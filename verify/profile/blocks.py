@@ -68,8 +68,9 @@ def build(
             raise CheckpointError(f"transformers builds no model of a rank's sizes: {text}") from error
     found = _layers(model, rank)
     kept = {kind.part: found[kind.first] for kind in kinds}
-    _pass_on([module for module in found.values() if module not in kept.values()], [*kept.values()])
-    _fill(model, dtype, device)
+    others = [module for module in found.values() if module not in kept.values()]
+    _pass_on(others, [*kept.values()])
+    _fill(model, others, dtype, device)
     model.tie_weights()
     model.eval()
     if not _is_aligned(model):
@@ -100,7 +101,7 @@ def _layers(model: Any, rank: Rank) -> dict[int, nn.Module]:
 
 
 def _pass_on(others: Sequence[nn.Module], kept: Sequence[nn.Module]) -> None:
-    """Let layers return what the last of those that compute returned, and have no weights."""
+    """Let layers return what the last of those that compute returned. Their weights stay without values."""
     last: list[Any] = [None]
 
     def keep(_: nn.Module, __: Any, output: Any) -> None:
@@ -109,18 +110,20 @@ def _pass_on(others: Sequence[nn.Module], kept: Sequence[nn.Module]) -> None:
     for module in kept:
         module.register_forward_hook(keep)
     for module in others:
-        for inner in module.modules():
-            inner._parameters.clear()
-            inner._buffers.clear()
-        module._modules.clear()
         module.forward = lambda *_, **__: last[0]
 
 
-def _fill(model: Any, dtype: torch.dtype, device: torch.device) -> None:
-    """Give every weight random values, the same on all ranks where they have the same; vectors are ones."""
+def _fill(model: Any, others: Sequence[nn.Module], dtype: torch.dtype, device: torch.device) -> None:
+    """Give every weight random values, but none to other layers: the same on all ranks where they have the same.
+
+    Vectors are ones.
+    """
+    without = {inner for module in others for inner in module.modules()}
     new: dict[int, nn.Parameter] = {}
     kept = _kept_in_float32(model, dtype)
     for path, module in model.named_modules():
+        if module in without:
+            continue
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue

@@ -37,8 +37,10 @@ def _header(document: Document, headline: str) -> Html:
         element("p", "reshard profile", class_="muted"),
         element("h1", headline),
         element("p", f"{found['reason'][:1].upper()}{found['reason'][1:]}."),
+        *(element("p", f"For {each['phase']}, batch {each['batch']}, seq {each['seq']} alone: tp {each['tp']}.")
+          for each in found["alone"]),
         class_=None if found["tp"] else "none",
-    )
+    )  # fmt: skip
 
 
 def _setting(document: Document) -> Html:

@@ -7,7 +7,7 @@ twice as many ranks must be 1.5 times as fast. Of several workloads, the geometr
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from reshard.text import human_bytes
@@ -67,10 +67,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """A degree (None: none fits), and why this one."""
+    """A degree (None: none fits), and why this one; ``alone``: workloads that by themselves ask for another."""
 
     tp: int | None
     reason: str
+    alone: tuple[tuple[Workload, int], ...] = ()
 
 
 def recommend(rows: Sequence[Row]) -> Recommendation:
@@ -78,23 +79,30 @@ def recommend(rows: Sequence[Row]) -> Recommendation:
     of: dict[int, list[Row]] = {}
     for row in rows:
         of.setdefault(row.tp, []).append(row)
-    degrees = sorted(of)
-    fitting = [degree for degree in degrees if all(row.fits and row.rate for row in of[degree])]
+    fitting = [degree for degree in sorted(of) if all(row.fits and row.rate for row in of[degree])]
     ran = [degree for degree in fitting if all(row.measured for row in of[degree])]
     if not fitting:
-        return Recommendation(None, _none_fits(of[degrees[-1]]))
+        return Recommendation(None, _none_fits(of[max(of)]))
     among = ran or fitting
-    best = among[0]
-    for degree in among[1:]:
-        if _gain(of[best], of[degree]) >= 1 + WORTH * (degree / best - 1):
-            best = degree
-    reasons = [_memory(best, degrees, of)]
+    best = _best(among, of)
+    reasons = [_memory(best, sorted(of), of)]
     less, more = ([d for d in among if d < best], [d for d in fitting if d > best])
     if less:
         reasons.append(f"{_gain(of[less[-1]], of[best]):.2f} times as fast as tp {less[-1]}")
     if more:
         reasons.append(_larger(more[0], of[best], of[more[0]]))
-    return Recommendation(best, "; ".join(reasons))
+    each = ((rows[0].workload, _best(among, dict(zip(of, ([row] for row in rows), strict=True))))
+            for rows in zip(*of.values(), strict=True))  # fmt: skip
+    return Recommendation(best, "; ".join(reasons), tuple((work, degree) for work, degree in each if degree != best))
+
+
+def _best(degrees: Sequence[int], of: Mapping[int, Sequence[Row]]) -> int:
+    """The smallest of these degrees, in increasing order, unless a larger one is worth its ranks."""
+    best = degrees[0]
+    for degree in degrees[1:]:
+        if _gain(of[best], of[degree]) >= 1 + WORTH * (degree / best - 1):
+            best = degree
+    return best
 
 
 def _gain(few: Sequence[Row], many: Sequence[Row]) -> float:
@@ -117,7 +125,8 @@ def _memory(best: int, degrees: Sequence[int], of: dict[int, list[Row]]) -> str:
 
 def _larger(degree: int, few: Sequence[Row], many: Sequence[Row]) -> str:
     share, gain = max(row.time.share for row in many if row.time), _gain(few, many)
-    change = f"gains {gain - 1:.0%}" if gain >= 1 else f"is {1 - gain:.0%} slower"
+    possible = degree / few[0].tp - 1
+    change = f"gains {gain - 1:.0%} of a possible {possible:.0%}" if gain >= 1 else f"is {1 - gain:.0%} slower"
     how = "spends" if all(row.measured for row in many) else "is predicted to spend"
     change = change if how == "spends" else change.replace("gains", "gain").replace("is ", "be ")
     return f"tp {degree} {how} {share:.0%} in collectives and {change}"

@@ -28,8 +28,9 @@ def text_of(found: Profile, source: str) -> list[str]:
         lines += [f"tp {row.tp} was not run: {row.not_run.why}" for row in rows if row.not_run]
         lines += _differences(rows)
     lines += ["", *(_link_text(link) for link in found.links)]
-    degree = found.recommended.tp
-    return [*lines, f"Recommended: {f'tp {degree}' if degree else 'none'}. {_sentence(found.recommended.reason)}"]
+    best = found.recommended
+    lines.append(f"Recommended: {f'tp {best.tp}' if best.tp else 'none'}. {_sentence(best.reason)}")
+    return [*lines, *(f"For {workload} alone: tp {degree}." for workload, degree in best.alone)]
 
 
 def _model(found: Profile) -> str:
@@ -139,7 +140,11 @@ def document_of(found: Profile) -> dict[str, Any]:
         "rows": [_row(row) for row in found.rows],
         "all_reduce": [_link(link, dict(found.exchanges).get(link.ranks, ())) for link in found.links],
         "widths": [_width(row) for row in found.widths],
-        "recommended": {"tp": found.recommended.tp, "reason": found.recommended.reason},
+        "recommended": {
+            "tp": found.recommended.tp,
+            "reason": found.recommended.reason,
+            "alone": [{**_workload(work), "tp": degree} for work, degree in found.recommended.alone],
+        },
     }
 
 

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
+from formats.errors import ReshardError
 from formats.mesh import mesh_of
 from reshard.planning.plan import plan_of
+from tests import zoo
 from tests.support import LLAMA
+from verify.profile.blocks import build
 from verify.profile.compose import memory_of
-from verify.profile.job import Job, Patience, Workload
+from verify.profile.cost import works
+from verify.profile.job import Job, Patience, Span, Workload
 from verify.profile.layers import layer_kinds, with_layers
-from verify.profile.meter import Living
-from verify.profile.rank import run_job
+from verify.profile.meter import Living, Meter, StreamClock
+from verify.profile.rank import repeat, run_job
 from verify.profile.skeleton import skeleton
+from verify.rank.collectives import Groups
+from verify.rank.roles import Rank
 
 
 @pytest.fixture
@@ -37,6 +47,131 @@ def job_of(folder: Path, config: dict[str, Any], *workloads: Workload) -> Job:
     kinds = layer_kinds(plan.model)
     dtype = str(plan.model.config["dtype"])
     return Job(with_layers(plan, kinds), kinds, True, workloads, dtype, "cpu", 1, Patience(0.001, 0.5, 1, 1))
+
+
+def job_of_zoo(name: str, folder: Path, *workloads: Workload) -> Job:
+    with torch.device("meta"):
+        model = zoo.ZOO[name].build(None, {}, None)
+    config = json.loads(model.config.to_json_string())
+    return job_of(folder, {**config, "architectures": [type(model).__name__], "dtype": "float32"}, *workloads)
+
+
+# ------------------------------------------------------------------------------------------------------------ models
+
+
+@pytest.mark.parametrize("name", ["bert-pretraining", "gpt2-base", "zamba2", "bart-causal"])
+def test_models_of_other_kinds(name: str, tmp_path: Path, one_rank: None) -> None:
+    """Without a cache, without logits, with layers that share weights, with layers that are called otherwise."""
+    job = job_of_zoo(name, tmp_path, Workload("prefill", 2, 4), Workload("train", 2, 4))
+    prefill, train = run_job(job).measured
+    assert bool(sum(prefill.cache.values())) == (name != "bert-pretraining")
+    assert prefill.activations > 0 and set(train.saved) == {kind.part for kind in job.kinds}
+
+
+def test_decode_without_a_cache(tmp_path: Path, one_rank: None) -> None:
+    with pytest.raises(ReshardError, match="decode is not possible: BertForMaskedLM keeps no keys and values"):
+        run_job(job_of_zoo("bert", tmp_path, Workload("decode", 1, 4)))
+
+
+@pytest.mark.parametrize("name", ["phi3", "gpt2", "mixtral", "deepseek_v3", "gpt_oss", "qwen3_next", "gemma4_text"])
+def test_operations_are_those_that_torch_counts(name: str, tmp_path: Path, one_rank: None) -> None:
+    """All multiplications of matrices in each kind of layer, and in the head. Torch counts the scores of all pairs of
+    tokens, the model of the cost those of a token and the ones before it: half of them. Layers with a recurrence
+    (Qwen 3 Next's) are left out.
+    """
+    workload = Workload("prefill", 2, 8)
+    job = job_of_zoo(name, tmp_path, workload)
+    rank = Rank(job.plan, 0, job.plan.model.architecture, job.plan.model.config, True)
+    blocks = build(rank, job.kinds, Groups(job.plan.mesh), torch.float32, torch.device("cpu"), 8)
+    if hasattr(blocks.model, "set_experts_implementation"):
+        blocks.model.set_experts_implementation("eager")  # the fused ones are not counted
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
+        blocks.model(input_ids=torch.zeros(2, 8, dtype=torch.long), use_cache=False)
+    counts = {path.partition(".")[2]: {str(op): n for op, n in found.items()}
+              for path, found in counter.get_flop_counts().items()}  # fmt: skip
+    paths = {module: path for path, module in blocks.model.named_modules()}
+    found, checked = works(job.plan, job.kinds, workload), 0
+    for part, module in blocks.layers.items():
+        ops = counts[paths[module]]
+        if "aten.convolution" not in ops:
+            checked += 1
+            assert found[part].flops == pytest.approx(sum(ops.values()) - ops["aten.bmm"] / 2, rel=1e-12), part
+    assert checked
+    train = works(job.plan, job.kinds, Workload("train", 2, 8))
+    head = next(counts[paths[module]] for module in blocks.model.modules() if module is blocks.model.lm_head)
+    assert train["head"].flops == 3 * sum(head.values())
+
+
+# ----------------------------------------------------------------------------------------------------------- clocks
+
+
+@dataclass
+class FakeGpu:
+    """A device that does what it is told later, in order: kernels take their time, events note it."""
+
+    now: float = 0.0
+    queue: list[Callable[[], None]] = field(default_factory=list)
+
+    def kernel(self, milliseconds: float) -> None:
+        def do() -> None:
+            self.now += milliseconds
+
+        self.queue.append(do)
+
+    def wait(self) -> None:
+        for do in self.queue:
+            do()
+        self.queue.clear()
+
+    def event(self) -> FakeEvent:
+        return FakeEvent(self)
+
+
+class FakeEvent:
+    """As torch.cuda.Event: a time that is known only once the device has come to it."""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        self.gpu = gpu
+        self.time: float | None = None
+
+    def record(self) -> None:
+        def do() -> None:
+            self.time = self.gpu.now
+
+        self.gpu.queue.append(do)
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        assert self.time is not None and end.time is not None, "asked before the device has come to it"
+        return end.time - self.time
+
+
+def test_a_step_on_a_gpu(one_rank: None) -> None:
+    """Spans are cut where the device comes to the marks; nothing waits before the step is over."""
+    gpu = FakeGpu()
+    meter = Meter(torch.device("cuda"), StreamClock(gpu.event, gpu.wait))
+    for _ in range(2):
+        meter.enter("embedding")
+        gpu.kernel(3)
+        meter.carry("all-reduce", 64, lambda: gpu.kernel(2))
+        gpu.kernel(1)
+        meter.enter("layer 0")
+        gpu.kernel(5)
+        assert len(gpu.queue) == 4 + 4 and gpu.now in {0, 11}
+        assert meter.step() == (
+            Span("embedding", "compute", 0, pytest.approx(3e-3)),
+            Span("embedding", "all-reduce", 64, pytest.approx(2e-3)),
+            Span("embedding", "compute", 0, pytest.approx(1e-3)),
+            Span("layer 0", "compute", 0, pytest.approx(5e-3)),
+        )
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(0.06, 2), (0.014, 3), (0.0, 100)])
+def test_how_often_a_run_is_timed(seconds: float, expected: int, one_rank: None) -> None:
+    """Twice if one takes longer than the patience of 20 ms, three times if it takes most of it."""
+    meter = Meter(torch.device("cpu"))
+    steps = repeat(lambda: sleep(seconds), meter, Patience(seconds=0.02 if seconds else 9, spread=-1.0), warm_ups=0)
+    assert len(steps) == expected
 
 
 # ----------------------------------------------------------------------------------------------------------- memory

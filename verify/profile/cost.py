@@ -171,6 +171,7 @@ def _with_vocabulary(plan: Plan, found: dict[str, Work], workload: Workload) -> 
     ]  # fmt: skip
     if not tables:
         return found
+    tables = [entry for entry in tables if "hidden" in entry.layout.rule.axes] or tables  # others are beside them
     first, last, width = tables[0], tables[-1], activation_bytes(plan)
     hidden = min(first.layout.full)
     looked_up = hidden * width * workload.tokens

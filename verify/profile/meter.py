@@ -85,8 +85,8 @@ class Meter(Carrier):
     Tensors are summed in their own dtype, as engines do.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._clock: Clock = StreamClock() if device.type == "cuda" else WallClock()
+    def __init__(self, device: torch.device, clock: Clock | None = None) -> None:
+        self._clock: Clock = clock or (StreamClock() if device.type == "cuda" else WallClock())
         self._meets = device.type != "cuda" and dist.get_world_size() > 1
         self._labels: list[tuple[str, str, int]] = []
         self._marks: list[Any] = []

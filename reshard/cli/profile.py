@@ -138,6 +138,8 @@ def _profile(
 
     fetched = fetch(source, revision=revision, token=token, cache_dir=cache_dir, quiet=quiet, weights=Weights.HEADERS)
     folder = fetched.path.parent if fetched.path.name == "config.json" else fetched.path
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: not a folder", "give the folder that holds config.json, or that file")
     return profile(folder, request, say)
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -27,10 +28,11 @@ from tools.profile_figure import figure
 from verify.forward.worker import RankError
 from verify.profile.compose import Memory, Part, Time, joined
 from verify.profile.cost import Link, Rates, Work, fit_link, fit_rates, works
-from verify.profile.job import Found, Job, Measured, Patience, Span, Workload
+from verify.profile.job import Found, Job, Measured, Patience, Request, Span, Workload
 from verify.profile.layers import LayerKind, layer_kinds
 from verify.profile.page import page
 from verify.profile.recommend import Row, recommend
+from verify.profile.run import node_of
 from verify.profile.skeleton import skeleton
 from verify.profile.widths import time_widths
 from verify.rank.collectives import Carrier
@@ -309,6 +311,13 @@ def test_a_model_with_an_encoder_is_refused(tmp_path: Path) -> None:
     assert "t5 has an encoder beside its decoder" in command("profile", tmp_path).stderr
 
 
+def test_a_file_that_is_no_config_json(tmp_path: Path) -> None:
+    (tmp_path / "llama.json").write_text("{}")
+    assert "llama.json: not a folder\nHint: give the folder that holds config.json, or that file" in command(
+        "profile", tmp_path / "llama.json"
+    ).stderr  # fmt: skip
+
+
 def test_interrupted(folder: Path) -> None:
     """One line, whatever is being imported or run."""
     run = subprocess.Popen(
@@ -320,6 +329,31 @@ def test_interrupted(folder: Path) -> None:
     run.send_signal(signal.SIGINT)
     out, err = run.communicate(timeout=60)
     assert (run.returncode, out, err) == (130, "", "reshard: interrupted\n")
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch says of a node with two GPUs; whoever takes memory of one in this process fails."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: including_emulation)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda i: SimpleNamespace(total_memory=1000 - i))
+
+
+def test_a_node_with_gpus(two_gpus: None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank a GPU, and no more; the memory of the smaller one; the dtype that they have."""
+    assert node_of(Request(())).ranks == 2 and node_of(Request((), ranks=1)).ranks == 1
+    assert [node_of(Request(())).memory(degree) for degree in (1, 2, 16)] == [1000, 999, 999]
+    assert node_of(Request((), device="cpu")).device == "cpu"
+    for arguments, error in (
+        (("--ranks", "3"), "--ranks 3: this node has 2 GPUs"),
+        (("--tp", "4", "--dtype", "float16"), "--tp 4: this node has 2 GPUs"),
+        (("--tp", "2"), "these GPUs do not compute in bfloat16"),
+    ):
+        assert f"Error: {error}" in command("profile", folder, *arguments).stderr
+    without_memory(monkeypatch, least=4, message="torch.OutOfMemoryError: CUDA out of memory")
+    done = command("profile", folder, "--dtype", "float16", "--batch", "1,4", "--phase", "prefill", "--seq", "1")
+    assert done.returncode == 2 and "too little memory: tp 1, prefill, batch 1, seq 1: needs" in done.stderr
 
 
 def without_memory(monkeypatch: pytest.MonkeyPatch, least: int, message: str) -> list[list[str]]:

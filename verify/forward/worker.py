@@ -193,14 +193,15 @@ def _join_group(device: str, timeout: float) -> None:
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_ranks))
-    backend = "gloo"
+    backend, own = "gloo", None
     if device != "cpu":
         torch.cuda.set_device(rank_device(device))
         if local_ranks <= torch.cuda.device_count():
-            backend = "nccl"
+            # The ranks connect here, and not in the first collective; a barrier knows its GPU.
+            backend, own = "nccl", rank_device(device)
             # A collective that times out is then an exception in the rank, not the end of its process.
             os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout), device_id=own)
 
 
 def _meet_at_the_end() -> None:

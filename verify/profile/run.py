@@ -96,6 +96,8 @@ def profile(folder: Path, request: Request, progress: Callable[[str], None] = la
     from verify.profile.skeleton import skeleton
 
     model = skeleton(folder, request.dtype, request.plan_file)
+    if node.device == "cuda" and model.config["dtype"] == "bfloat16" and not torch.cuda.is_bf16_supported(False):
+        raise ReshardError("these GPUs do not compute in bfloat16, and would imitate it", "--dtype float16")
     kinds = layer_kinds(model)
     degrees, refused = _degrees(model, node, request)
     plans = {degree: plan_of(model, mesh_of(degree)) for degree in sorted({*degrees, *_predicted(model, request)})}

@@ -7,7 +7,9 @@ import json
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +18,7 @@ from formats.files.foreign import is_usable, refuse_foreign
 from reshard.storage.fetched import Fetched, Weights
 from reshard.storage.names import needed_to_plan, side_files, weight_files
 from reshard.storage.output import STATE, not_begun
-from reshard.storage.remote import StoredFile, etag_of, explain, open_store, without_query
+from reshard.storage.remote import StoredFile, ask, etag_of, explain, open_store, without_query
 from reshard.storage.stand_in import Elsewhere, stand_in
 from reshard.storage.threads import Threads
 from reshard.system import disk_errors
@@ -64,11 +66,11 @@ def fetch_stored(url: str, wanted: Weights, cache: Path) -> Fetched:
 
     Folders are kept in ``cache``, one for each state of the checkpoint. Raises CheckpointError.
     """
-    store, name = open_store(url, is_first=True), without_query(url).rstrip("/")
-    entries = _entries(store, name)
+    store, name = open_store(url, once=True), without_query(url).rstrip("/")
+    entries = _entries(store, url)
     if UNFINISHED in entries:
         raise CheckpointError(
-            f"{name} is unfinished output{_progress(store, entries, name)}",
+            f"{name} is unfinished output{_progress(store, entries, url)}",
             "run the command that wrote it again: it goes on",
         )
     sizes = {file: entry.size for file, entry in entries.items()}
@@ -76,11 +78,10 @@ def fetch_stored(url: str, wanted: Weights, cache: Path) -> Fetched:
     if wanted is Weights.HEADERS:
         side = needed_to_plan(side, sizes)
     states = json.dumps([url, *sorted((file, e.size, e.etag, e.modified) for file, e in entries.items())])
-    store = open_store(url)
     folder = cache / "reshard" / wanted.value / hashlib.sha256(states.encode()).hexdigest()[:32]
     with disk_errors(folder):
         aside = folder.with_name(f"{folder.name}-side")
-        sides = stand_in(aside, {}, lambda at: _copy(store, side, at, name), name, sampled=False)
+        sides = stand_in(aside, {}, lambda at: _copy(store, side, at, url), name, sampled=False)
         weights = weight_files(sizes, sides)
         if not any(is_usable(file, sizes) for file in weights):
             refuse_foreign(name, sizes)
@@ -101,62 +102,63 @@ def fetch_stored(url: str, wanted: Weights, cache: Path) -> Fetched:
 
         def fill(at: Path) -> None:
             shutil.copytree(sides, at, dirs_exist_ok=True)
-            _copy(store, whole, at, name)
+            _copy(open_store(url), whole, at, url)
 
         stand_in(folder, there, fill, name, sampled=wanted is Weights.RANGES)
     remote = {file: elsewhere.remote for file, elsewhere in there.items()}
     return Fetched(folder, name, None, headers_only=bool(there), remote=remote)
 
 
-def _entries(store: ObjectStore, name: str) -> Mapping[str, _Entry]:
+def _entries(store: ObjectStore, url: str) -> Mapping[str, _Entry]:
     """The files of a folder of a store. Raises CheckpointError."""
     from obstore import list as listing
-    from obstore.exceptions import BaseError
     from obstore.store import HTTPStore
 
     if isinstance(store, HTTPStore):
-        return _by_name(store, name)
-    try:
-        found = [meta for metas in listing(store) for meta in metas]
-    except (BaseError, OSError) as error:
-        raise explain(error, name) from None
+        return _by_name(store, url)
+    found = ask(store, url, "", lambda: [meta for metas in listing(store) for meta in metas], is_first=True)
     return {
-        meta["path"]: _entry(meta) for meta in found if meta["path"].startswith(STATE) or _NAME.fullmatch(meta["path"])
+        meta["path"]: _entry(meta)
+        for meta in found
+        if meta["path"].startswith((UNFINISHED, JOURNAL)) or _NAME.fullmatch(meta["path"])
     }
 
 
-def _progress(store: ObjectStore, entries: Iterable[str], name: str) -> str:
+def _progress(store: ObjectStore, entries: Iterable[str], url: str) -> str:
     """How far the processes are that write to a place, by their journals there: text that follows a sentence."""
-    from obstore import get
-
     done: dict[str, tuple[int, int]] = {}
     for key in (key for key in entries if key.startswith(JOURNAL)):
-        try:
-            journal = json.loads(bytes(get(store, key).bytes()))
+        content = ask(store, url, key, partial(_content, store, key))
+        with suppress(ValueError, KeyError, TypeError):
+            journal = json.loads(content or b"")
             done[key.removeprefix(JOURNAL)] = len(journal["entries"]), int(journal["files"])
-        except (ValueError, KeyError, TypeError, FileNotFoundError):
-            continue
-        except Exception as error:
-            raise explain(error, f"{name}/{key}") from None
     said = [f"{label} has {here} of its {whole} files" for label, (here, whole) in sorted(done.items())]
     return ": " + ", ".join([*said, *(f"{label} has none" for label in not_begun(done))]) if said else ""
 
 
-def _by_name(store: ObjectStore, name: str) -> Mapping[str, _Entry]:
-    """The files of a folder that cannot be listed: those that usually are there, and those that an index names."""
+def _content(store: ObjectStore, key: str) -> bytes | None:
+    """The content of a small object; None, if it is not there."""
     from obstore import get
 
-    found = _heads(store, _LISTED_BY_NAME, name)
+    try:
+        return bytes(get(store, key).bytes())
+    except FileNotFoundError:
+        return None
+
+
+def _by_name(store: ObjectStore, url: str) -> Mapping[str, _Entry]:
+    """The files of a folder that cannot be listed: those that usually are there, and those that an index names."""
+    found = _heads(store, _LISTED_BY_NAME, url)
 
     def names_in(file: str) -> set[str]:
         try:
-            return _named(json.loads(bytes(get(store, file).bytes())))
-        except Exception as error:
-            raise explain(error, f"{name}/{file}") from None
+            return _named(json.loads(ask(store, url, file, lambda: _content(store, file)) or b""))
+        except ValueError as error:
+            raise explain(error, f"{without_query(url).rstrip('/')}/{file}") from None
 
     with Threads(len(_NAMING)) as threads:
         named = set[str]().union(*threads.map(names_in, sorted(_NAMING & found.keys())))
-    return {**found, **_heads(store, named - found.keys(), name)}
+    return {**found, **_heads(store, named - found.keys(), url)}
 
 
 def _named(document: object) -> set[str]:
@@ -183,7 +185,7 @@ def _modules(auto_map: object) -> Iterator[str]:
                 yield each.partition(".")[0]
 
 
-def _heads(store: ObjectStore, names: Iterable[str], name: str) -> dict[str, _Entry]:
+def _heads(store: ObjectStore, names: Iterable[str], url: str) -> dict[str, _Entry]:
     """Those of the files that are there."""
     from obstore import head
 
@@ -192,31 +194,30 @@ def _heads(store: ObjectStore, names: Iterable[str], name: str) -> dict[str, _En
             return file, _entry(head(store, file))
         except FileNotFoundError:
             return None
-        except Exception as error:
-            raise explain(error, f"{name}/{file}") from None
 
     with Threads(_REQUESTS) as threads:
-        return dict(found for found in threads.map(look, names) if found is not None)
+        found = threads.map(lambda file: ask(store, url, file, lambda: look(file), is_first=True), names)
+        return dict(each for each in found if each is not None)
 
 
 def _entry(meta: Mapping[str, object]) -> _Entry:
     return _Entry(int(str(meta["size"])), etag_of(meta) or None, str(meta["last_modified"]))
 
 
-def _copy(store: ObjectStore, names: Iterable[str], folder: Path, name: str) -> None:
+def _copy(store: ObjectStore, names: Iterable[str], folder: Path, url: str) -> None:
     """Download files into a folder."""
     from obstore import get
-    from obstore.exceptions import BaseError
 
     def copy(file: str) -> None:
         path = folder / file
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
+
+        def request() -> None:
             with path.open("wb") as opened:
                 for chunk in get(store, file).stream():
                     opened.write(chunk)
-        except (BaseError, FileNotFoundError, PermissionError) as error:
-            raise explain(error, f"{name}/{file}") from None
+
+        ask(store, url, file, request)
 
     with Threads(_REQUESTS) as threads:
         threads.map(copy, names)

@@ -14,7 +14,8 @@ A folder ``OUT.partial`` without a task file was not made by reshard, and is ref
 
 Several processes may deal the files of one output among them (``--part``). Each locks its part and has a journal of its
 own; the one that finds all files finished, and no other process at work, publishes. Which process wrote a file does not
-matter: so a part can be written again by any later run, of any number of processes.
+matter: so a part can be written again by any later run, of any number of processes. An empty file stays in such an
+output, ``PUBLISHED`` and the name of the task: by it a process that comes late knows that nothing is left to do.
 
 Guarantees: POSIX rename is atomic. A later run keeps a finished file if its state (size, time, inode) is unchanged. A
 restart of the machine may lose written bytes; after one, the checksum must be right too. Published output survives a
@@ -48,6 +49,8 @@ STATE = ".reshard-"
 """Names in a staging folder that begin so are not part of the output."""
 
 TASK = f"{STATE}task-"
+PUBLISHED = f"{STATE}published-"
+"""Begins the name of an empty file in an output that several processes have written; the name of their task follows."""
 _MARKER = re.compile(re.escape(TASK) + "[a-z]+-[0-9a-f]{32}")
 _REPLACED_OUTPUT, _REPLACED_RANK = f"{STATE}replaced-output", f"{STATE}replaced-rank"
 PATIENCE = 2.0
@@ -91,10 +94,15 @@ def check_staging(out: Path) -> None:
             )
 
 
-def _task_name(task: Mapping[str, Any]) -> str:
-    # The name has the digest, and the file is empty: to remove a file with content takes 0.2 s on a busy disk.
+def task_name(task: Mapping[str, Any]) -> str:
+    """The name of a task, a JSON document: its command and its digest."""
     digest = blake2b(json.dumps(task, sort_keys=True).encode(), digest_size=16).hexdigest()
-    return f"{TASK}{task['command']}-{digest}"
+    return f"{task['command']}-{digest}"
+
+
+def is_published(out: Path, task: Mapping[str, Any]) -> bool:
+    """Whether an output is what several processes have made of this task."""
+    return (out / f"{PUBLISHED}{task_name(task)}").is_file()
 
 
 @dataclass(frozen=True)
@@ -168,7 +176,9 @@ class Staging:
         self.work = staging_of(out)
         self._inputs = tuple(inputs)
         self._dealt = dealt
-        self._task = self.work / _task_name(task)
+        self._name = task_name(task)
+        # The name has the digest, and the file is empty: to remove a file with content takes 0.2 s on a busy disk.
+        self._task = self.work / f"{TASK}{self._name}"
         self._locks: list[IO[str]] = []
         self._journals: dict[str, IO[str]] = {}
         self.finished: dict[str, Finished] = {}
@@ -450,6 +460,8 @@ class Staging:
         both are in the staging folder, and the next run with the same output renames the old one back.
         """
         with disk_errors(self.out):
+            if self._dealt is not None:
+                (self.work / f"{PUBLISHED}{self._name}").touch()
             self._sync_folders(self.work)
             if self.out.exists() and any(self.out.iterdir()):
                 if not overwrite:
@@ -619,7 +631,8 @@ def remove_tree(path: Path) -> None:
 
 def _remove_state(out: Path) -> None:
     """Remove the staging files from a published output; the task file last, because ``tidy`` looks for it."""
-    for entry in sorted(out.glob(f"{STATE}*"), key=lambda entry: entry.name.startswith(TASK)):
+    found = (entry for entry in out.glob(f"{STATE}*") if not entry.name.startswith(PUBLISHED))
+    for entry in sorted(found, key=lambda entry: entry.name.startswith(TASK)):
         remove_tree(entry)
 
 

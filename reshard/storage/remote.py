@@ -13,14 +13,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from formats.errors import CheckpointError, MismatchError, ReshardError
 from reshard.storage.retries import patience, patiently, status_of
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
+
+T = TypeVar("T")
 
 _ADDRESSES = 8
 """So many addresses of a file are asked for before it is given up."""
@@ -84,7 +87,8 @@ class StoredFile(Remote):
         store = open_store(self.store, once=True)
 
         def read(start: int, stop: int) -> memoryview:
-            return _read(store, self.key, start, stop, self.etag, self.address, lambda: _signed(store, self))
+            url = partial(signed, store, self.store, self.key)
+            return _read(store, self.key, start, stop, self.etag, self.address, url)
 
         return read
 
@@ -156,13 +160,10 @@ class RefusedError(CheckpointError):
     """The store does not give access to a file."""
 
 
-def open_store(
-    url: str, headers: dict[str, str] | None = None, *, is_first: bool = False, once: bool = False
-) -> ObjectStore:
+def open_store(url: str, headers: dict[str, str] | None = None, *, once: bool = False) -> ObjectStore:
     """The store behind a URL. Credentials are taken from where the store's own tools look for them.
 
-    Where this ``is_first`` contact, a server that does not answer is given up soon: the name may be wrong. With
-    ``once`` it does not try a request again by itself. Raises CheckpointError for a URL that is none.
+    With ``once`` it does not try a request again by itself. Raises CheckpointError for a URL that is none.
     """
     from obstore.exceptions import BaseError
     from obstore.store import from_url
@@ -170,7 +171,7 @@ def open_store(
     client: dict[str, Any] = dict(_CLIENT)
     if headers:
         client["default_headers"] = headers
-    seconds = timedelta(seconds=min(patience(), _FIRST_PATIENCE) if is_first else patience())
+    seconds = timedelta(seconds=patience())
     retries = {"max_retries": 0 if once else 1000, "backoff": _BACKOFF, "retry_timeout": seconds}
     make: Callable[..., ObjectStore] = from_url
     more = _profile() if url.startswith("s3") else {}
@@ -246,17 +247,17 @@ def etag_of(meta: Mapping[str, Any]) -> str | None:
     return etag if not etag or etag.endswith('"') else f'"{etag}"'
 
 
-def _signed(store: ObjectStore, file: StoredFile) -> str | None:
+def signed(store: ObjectStore, url: str, key: str) -> str | None:
     """An address of an object that any client may read for a minute; None if there is none."""
     from obstore import sign
     from obstore.store import HTTPStore
 
     if isinstance(store, HTTPStore):
-        base, mark, query = file.store.partition("?")
-        return f"{base.rstrip('/')}/{file.key}{mark}{query}"
+        base, mark, query = url.partition("?")
+        return f"{base.rstrip('/')}/{key}{mark}{query}"
     try:
         make: Callable[..., str] = sign
-        return make(store, "GET", file.key, timedelta(seconds=60))
+        return make(store, "GET", key, timedelta(seconds=60))
     except Exception:  # a store without credentials
         return None
 
@@ -291,6 +292,23 @@ def first_line(error: Exception) -> str:
     """The first line of an error, with no query of a URL and no user in it: they may be secrets."""
     line = str(error).partition("\n")[0]
     return re.sub(r"//[^/@\s]*@", "//", re.sub(r"(\w+://[^\s?]*)\?\S*", r"\1", line))
+
+
+def ask(
+    store: ObjectStore, url: str, key: str, request: Callable[[], T], doing: str = "reading", *, is_first: bool = False
+) -> T:
+    """The result of a request for an object of a store (the store itself without ``key``), made until it succeeds.
+
+    A first contact is given up soon: the name may be wrong. Raises CheckpointError.
+    """
+    seconds = min(patience(), _FIRST_PATIENCE) if is_first else None
+    try:
+        return patiently(request, lambda: signed(store, url, key), seconds)
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of this machine's disk
+            raise
+        name = without_query(url).rstrip("/")
+        raise explain(error, f"{name}/{key}" if key else name, doing) from None
 
 
 def without_query(url: str) -> str:

@@ -1,7 +1,7 @@
 """Tries a request again that failed on the way: with growing pauses, or after as long as the server asks for.
 
 ``obstore`` tries again by itself too, but reads no ``Retry-After``, and does not say how often it did. So it does this
-for the few requests by which a source is opened, and what is here for the many that read its weights.
+only for the parts of a large object that is written or copied as a whole, and what is here for all other requests.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ def tried_again() -> int:
     return _shared.again
 
 
-def patiently(request: Callable[[], T], url: Callable[[], str | None]) -> T:
+def patiently(request: Callable[[], T], url: Callable[[], str | None], seconds: float | None = None) -> T:
     """The result of a request; after a failure on the way (lost connections, 408, 429, 5xx) it is made again.
 
     ``url`` gives an address at which the server of the request can be asked how long it wants to be left alone, if
-    there is one. Raises the request's last error.
+    there is one. After ``seconds`` (by default ``patience()``) the request's last error is raised.
     """
-    give_up, pause = time.monotonic() + patience(), _FIRST_PAUSE
+    give_up, pause = time.monotonic() + (patience() if seconds is None else seconds), _FIRST_PAUSE
     while True:
         time.sleep(max(0.0, min(_shared.not_before, give_up) - time.monotonic()))
         try:

@@ -1,143 +1,42 @@
 """Publishes an output in a bucket: a few files at a time are built in a folder here, and uploaded.
 
 The files that make a folder a checkpoint (``config.json``, the index, the manifest) come last, so that a reader never
-takes a part of it for a checkpoint. While an upload is unfinished, an object ``.reshard-unfinished`` says so. A journal
-object for each process has the files that it has uploaded, with their etags: a run that was stopped goes on, on any
-machine, and what has not changed since stays.
+takes a part of it for a checkpoint. While an upload is unfinished, an object ``.reshard-unfinished`` says so, and whose
+task it is. A journal object for each process has the files that it has uploaded, with their etags: a run that was
+stopped goes on, on any machine, and what has not changed since stays.
+
+Where a checkpoint is to be replaced, the files are uploaded under names of the task's own (``NEW``), and are copied to
+theirs within the store when all are there: until then the old checkpoint is whole.
+
+Who uploads asks before and after each file whether the place is still its task's. A store has no lock: a file that was
+on its way when another task published is seen afterwards, and the place is then marked as unfinished.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import shutil
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import cached_property
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from formats.documents import json_bytes
 from formats.errors import CheckpointError
-from formats.files.sharded import MANIFEST
 from formats.files.stamps import Stamp
-from reshard.storage.bucket import JOURNAL, UNFINISHED, is_url
-from reshard.storage.output import STATE, Dealt, Finished, PublishedError, Read, Staging, remove_tree
-from reshard.storage.remote import etag_of, explain, open_store, without_query
+from reshard.storage.bucket import JOURNAL, UNFINISHED
+from reshard.storage.output import PUBLISHED, STATE, Dealt, Finished, PublishedError, Read, Staging, remove_tree
+from reshard.storage.place import LAST, NEW, Bucket, journals
 from reshard.storage.threads import Threads
 
-if TYPE_CHECKING:
-    from obstore.store import ObjectStore
-
-_LAST = ("config.json", "model.safetensors.index.json", MANIFEST)
 _FILES = 4
 """Files that are uploaded at the same time; each in several parts."""
 
 ROOM = 64 << 30
 """Bytes of files that are built here at a time, if the disk has twice as much left."""
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """A place for an output in a bucket, and the folder in which it is built."""
-
-    url: str
-    folder: Path
-    cache: Path
-    """Where what is read of a bucket is kept."""
-
-    @property
-    def name(self) -> str:
-        """What messages call it."""
-        return without_query(self.url).rstrip("/")
-
-    def read_journal(self, key: str) -> dict[str, Any]:
-        """A journal; empty, if it is not there any more or cannot be understood."""
-        from obstore import get
-
-        try:
-            document = json.loads(bytes(get(self._store, key).bytes()))
-        except (FileNotFoundError, ValueError):
-            return {}
-        except Exception as error:
-            raise explain(error, f"{self.name}/{key}") from None
-        return document if isinstance(document, dict) else {}
-
-    @cached_property
-    def _store(self) -> ObjectStore:
-        return open_store(self.url)
-
-    def check(self, *, overwrite: bool) -> None:
-        """Raise CheckpointError if something is there that may not be replaced, or if the place cannot be read."""
-        there = self.there()
-        if not there or UNFINISHED in there:
-            return
-        if not there.keys() & set(_LAST):
-            raise CheckpointError(
-                f"{self.name} holds '{min(there)}' and is not a checkpoint, so it is not overwritten",
-                "choose another place",
-            )
-        if not overwrite:
-            raise CheckpointError(f"{self.name} exists", "remove it, choose another place, or pass --overwrite")
-
-    def there(self) -> dict[str, str | None]:
-        """The objects below the place, with their etags."""
-        from obstore import list as listing
-
-        try:
-            return {meta["path"]: etag_of(meta) for metas in listing(self._store) for meta in metas}
-        except Exception as error:
-            raise explain(error, self.name) from None
-
-    def put(self, key: str, content: bytes | Path) -> str | None:
-        """Write an object, a large file in several parts; returns its etag. Raises CheckpointError."""
-        from obstore import head, put
-
-        try:
-            put(self._store, key, content)
-            meta = head(self._store, key)
-        except Exception as error:
-            raise explain(error, f"{self.name}/{key}", "writing") from None
-        size = content.stat().st_size if isinstance(content, Path) else len(content)
-        if meta["size"] != size:
-            raise CheckpointError(f"{self.name}/{key} has {meta['size']:,} bytes after {size:,} were written")
-        return etag_of(meta)
-
-    def delete(self, key: str) -> None:
-        """Remove an object, if it is there. Raises CheckpointError."""
-        from obstore import delete
-
-        with suppress(FileNotFoundError):
-            try:
-                delete(self._store, key)
-            except FileNotFoundError:
-                raise
-            except Exception as error:
-                raise explain(error, f"{self.name}/{key}", "removing") from None
-
-
-def place_of(out: str | Path, cache_dir: Path | None) -> tuple[Path, Bucket | None]:
-    """The folder in which an output is built, and its place in a bucket, if ``out`` is a URL.
-
-    Raises CheckpointError for a web server.
-    """
-    if not isinstance(out, str) or "://" not in out:
-        return Path(out), None
-    if not is_url(out):
-        raise CheckpointError(f"{without_query(out)}: no such kind of store", "give s3://, gs://, az:// or a folder")
-    if out.startswith("http"):
-        raise CheckpointError(f"{without_query(out)} is on a web server, which takes no files", "give a bucket's URL")
-    from huggingface_hub import constants
-
-    assets = cache_dir / "assets" if cache_dir else Path(constants.HF_ASSETS_CACHE)
-    folder = assets / "reshard" / "uploads"
-    folder.mkdir(parents=True, exist_ok=True)
-    built = folder / hashlib.sha256(out.rstrip("/").encode()).hexdigest()[:32]
-    return built, Bucket(out, built, assets)
 
 
 class Uploading(Staging):
@@ -154,21 +53,36 @@ class Uploading(Staging):
         folder = bucket.folder.with_name(f"{bucket.folder.name}-{dealt.label}")
         super().__init__(folder, task, [""], inputs, fsync=False, check=check, dealt=dealt)
         self._bucket, self._mine = bucket, dealt
-        self._digest = self._task.name.removeprefix(STATE)
-        self._threads = Threads(_FILES)
+        self._aside = ""
+        """What the keys of uploaded files begin with, until they replace those of an older checkpoint."""
+        self._threads: Threads | None = None
         self._entries: dict[str, dict[str, Any]] = {}
         self._lock_entries = Lock()
         self._uploads: list[Future[None]] = []
 
     def __enter__(self) -> Uploading:
         super().__enter__()
-        there = self._bucket.there()
-        if UNFINISHED not in there:
-            if there.keys() & set(_LAST):
-                self._check()  # another process may have published meanwhile
-            self._bucket.put(UNFINISHED, b"reshard writes here; the same command again finishes it")
-            for name in there.keys() & set(_LAST):
-                self._bucket.delete(name)
+        try:
+            self._begin()
+        except BaseException:
+            self.__exit__(*sys.exc_info())
+            raise
+        return self
+
+    def _begin(self) -> None:
+        there, own = self._bucket.there(), f"{NEW}{self._name}/"
+        is_checkpoint = UNFINISHED not in there and not there.keys().isdisjoint(LAST)
+        if is_checkpoint:
+            self._check()  # another process may have published meanwhile
+        if is_checkpoint or any(key.startswith(own) for key in there):
+            self._aside = own
+        if not is_checkpoint and self._bucket.task() != self._name:
+            self._bucket.begin(self._name, is_mine=UNFINISHED in there)
+            self._check_ours()
+        for key in there:
+            if key.startswith(NEW) and not key.startswith(own):  # of a task that was stopped
+                self._bucket.delete(key)
+        self._threads = Threads(_FILES)
         local = set(self.finished)
         for name, entry in self._uploaded(there):
             if self.writes(name):
@@ -176,13 +90,51 @@ class Uploading(Staging):
                 self.finished[name] = _finished(entry)
         for name in local - self._entries.keys():
             self._upload_soon(name)
-        return self
 
     def __exit__(self, *exception: object) -> None:
         for upload in self._uploads:
             upload.cancel()
-        self._threads.close()
+        if self._threads is not None:
+            self._threads.close()
         super().__exit__(*exception)
+        if isinstance(exception[1], PublishedError):
+            remove_tree(self.work)
+
+    def _key(self, name: str) -> str:
+        """What a file is called in the bucket while it is not published."""
+        return f"{self._aside}{name}.incomplete" if self._aside else name
+
+    # -- whose place it is
+
+    def _check_ours(self) -> None:
+        """Raise CheckpointError if the place is no longer this task's, PublishedError if others have finished it."""
+        task = self._bucket.task()
+        if task == self._name:
+            return
+        if task is not None:
+            raise CheckpointError(
+                f"another run is writing something else to {self._bucket.name}",
+                "wait for it, or choose another place",
+            )
+        self._check()
+        raise CheckpointError(f"{self._bucket.name} was published or removed by another run", "run it again")
+
+    def _check_still_ours(self, name: str) -> None:
+        """The same after a file was uploaded; marks the place as unfinished if another task has published meanwhile."""
+        try:
+            self._check_ours()
+        except CheckpointError:
+            there = self._bucket.there()
+            if UNFINISHED in there or f"{PUBLISHED}{self._name}" in there or there.keys().isdisjoint(LAST):
+                raise
+            self._bucket.begin("")
+            raise CheckpointError(
+                f"another run published {self._bucket.name} while {name} was uploaded there, so it may hold files of "
+                f"both and is marked as unfinished",
+                "run the command again whose output it is to be",
+            ) from None
+
+    # -- uploading
 
     def batches(self, files: Iterable[tuple[str, int]]) -> Iterator[frozenset[str]]:
         """As many files at a time as there is room for here; each batch is uploaded before the next is written."""
@@ -202,13 +154,19 @@ class Uploading(Staging):
     def note_finished(self, part: str, name: str, finished: Finished) -> None:
         """Upload a completed file."""
         super().note_finished(part, name, finished)
+        self._raise_failed()
         self._upload_soon(name)
 
     def _upload_soon(self, name: str) -> None:
+        assert self._threads is not None
         self._uploads.append(self._threads.submit(self._upload, name))
 
     def _upload(self, name: str) -> None:
-        etag = self._bucket.put(name, self.work / name)
+        if not self._aside:
+            self._check_ours()
+        etag = self._bucket.put(self._key(name), self.work / name)
+        if not self._aside:
+            self._check_still_ours(name)
         entry = _entry(name, self.finished[name], etag)
         with self._lock_entries:
             self._entries[name] = entry
@@ -216,65 +174,95 @@ class Uploading(Staging):
         (self.work / name).unlink()
 
     def _put_journal(self) -> None:
-        document = {"task": self._digest, "files": len(self._mine.files), "entries": [*self._entries.values()]}
-        self._bucket.put(f"{JOURNAL}{self._mine.label}", json_bytes(document))
+        document = {"task": self._name, "files": len(self._mine.files), "entries": [*self._entries.values()]}
+        self._bucket.put(f"{self._aside}{JOURNAL}{self._mine.label}", json_bytes(document))
 
     def _wait(self) -> None:
-        """Wait for all uploads. Raises the error of one that failed."""
-        begun, self._uploads = self._uploads, []
-        wait(begun)
-        for upload in begun:
-            upload.result()
+        """Wait for all uploads. Raises the error of one that failed; what has not begun by then is not uploaded."""
+        wait(self._uploads, return_when=FIRST_EXCEPTION)
+        self._raise_failed()
+        self._uploads.clear()
+
+    def _raise_failed(self) -> None:
+        """Raise the error of an upload that has failed."""
+        for upload in self._uploads:
+            if upload.done():
+                upload.result()
 
     def _uploaded(self, there: Mapping[str, str | None]) -> Iterator[tuple[str, dict[str, Any]]]:
         """The files of this task that any process has uploaded, if they are still what it has uploaded."""
-        for journal in map(self._bucket.read_journal, _journals(there)):
-            if journal.get("task") == self._digest:
-                entries = (entry for entry in journal["entries"] if there.get(entry["name"]) == entry["etag"])
-                yield from ((entry["name"], entry) for entry in entries)
+        for journal in map(self._bucket.read, journals(there, self._aside)):
+            entries = journal["entries"] if journal.get("task") == self._name else ()
+            for entry in entries:
+                if there.get(self._key(entry["name"])) == entry["etag"]:
+                    yield entry["name"], entry
 
     def clear(self) -> None:
         """Remove what was built, and forget what was uploaded, because it cannot be trusted."""
         wait(self._uploads)
-        mine = [f"{JOURNAL}{self._mine.label}"]
-        for key in mine if self._journals else _journals(self._bucket.there()):
+        mine = [f"{self._aside}{JOURNAL}{self._mine.label}"]
+        for key in mine if self._journals else journals(self._bucket.there(), self._aside):
             self._bucket.delete(key)
         remove_tree(self.work)
+
+    # -- publishing
 
     @contextmanager
     def last(self) -> Iterator[bool]:
         """Whether the files of all processes are in the bucket. Raises PublishedError if another has published them."""
         self._wait()
-        there = self._bucket.there()
-        self.finished |= ((name, _finished(entry)) for name, entry in self._uploaded(there))
-        if UNFINISHED not in there:
-            try:
-                self._check()
-            except PublishedError:
-                self.remove_work()
-                raise
-            raise CheckpointError(f"{self._bucket.name} was published or removed by another run", "run it again")
+        if not self._aside:
+            self._check_ours()
+        self._check_uploaded()
         self._unlock()
         yield True
 
+    def _check_uploaded(self) -> None:
+        """Take over what all processes have uploaded. Raises CheckpointError if some of it is not there any more."""
+        uploaded = dict(self._uploaded(self._bucket.there()))
+        gone = (self._entries.keys() | self.finished.keys()) - uploaded.keys()
+        if gone:
+            raise CheckpointError(
+                f"{self._bucket.name}/{min(gone)} was replaced or removed by another run",
+                "run the same command again when nobody else writes there",
+            )
+        self.finished |= {name: _finished(entry) for name, entry in uploaded.items()}
+
     def publish_all(self, *, overwrite: bool) -> None:
-        """Upload the small files; those that make a folder a checkpoint come last."""
+        """Upload the small files; those that make a folder a checkpoint come last.
+
+        With an older checkpoint there, these are removed first, and the new weights are copied to its place.
+        """
         files = {path.relative_to(self.work).as_posix(): path for path in _files(self.work)}
+        if self._aside:
+            self._bucket.begin(self._name)
+            self._check_ours()
         there = self._bucket.there()
-        self._threads.map(lambda name: self._bucket.put(name, files[name]), sorted(files.keys() - set(_LAST)))
-        journals = _journals(there)
-        for name in there.keys() - files.keys() - self.finished.keys() - {UNFINISHED, *journals}:
-            self._bucket.delete(name)
-        for name in (each for each in _LAST if each in files):
+        own = {key for key in there if key.startswith(self._aside or JOURNAL)}
+        published = f"{PUBLISHED}{self._name}"
+        old = there.keys() - files.keys() - self.finished.keys() - own - {UNFINISHED, published}
+        if self._aside:
+            self._all(self._bucket.delete, there.keys() & {*LAST})
+            self._all(self._move_in, self.finished)
+        self._all(lambda name: self._bucket.put(name, files[name]), files.keys() - {*LAST})
+        self._bucket.put(published, b"")
+        self._all(self._bucket.delete, old)
+        self._check_ours()
+        for name in (each for each in LAST if each in files):
             self._bucket.put(name, files[name])
-        for name in (UNFINISHED, *journals):
-            self._bucket.delete(name)
+        self._check_uploaded()
+        self._bucket.delete(UNFINISHED)
+        self._all(self._bucket.delete, own)
         self.remove_work()
 
+    def _all(self, function: Callable[[str], object], names: Iterable[str]) -> None:
+        """Call a function for all names, a few at a time."""
+        assert self._threads is not None
+        self._threads.map(function, sorted(names))
 
-def _journals(there: Iterable[str]) -> list[str]:
-    """The journals among the objects of a bucket."""
-    return [key for key in there if key.startswith(JOURNAL)]
+    def _move_in(self, name: str) -> None:
+        self._check_ours()
+        self._bucket.copy(self._key(name), name)
 
 
 def _entry(name: str, finished: Finished, etag: str | None) -> dict[str, Any]:

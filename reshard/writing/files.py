@@ -34,8 +34,6 @@ from reshard.planning.geometry import Geometry
 from reshard.planning.plan import Layout, Plan, make_plan
 from reshard.planning.portions import Portion, stored_like, unchanged
 from reshard.planning.stored import Atom, Placed, Stored
-from reshard.storage.bucket import fetch_stored
-from reshard.storage.fetched import Weights
 from reshard.storage.output import (
     Dealt,
     Finished,
@@ -44,12 +42,14 @@ from reshard.storage.output import (
     Staging,
     check_output,
     check_space,
+    is_published,
     staging_of,
 )
+from reshard.storage.place import Bucket
 from reshard.storage.remote import without_query
 from reshard.storage.retries import Traffic
 from reshard.storage.source import KEPT, UNSPLIT, Places, Source, SourceFile, SourcePlace, arrangements
-from reshard.storage.upload import Bucket, Uploading
+from reshard.storage.upload import Uploading
 from reshard.writing.shard_files import ShardFile
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
@@ -568,17 +568,16 @@ def check_place(
     source: Source,
     files: Sequence[NewFile],
     dealt: Dealt | None,
-    is_same: Callable[[Path], bool],
+    task: Mapping[str, Any],
     *,
     overwrite: bool,
 ) -> None:
     """Check that the files can be written to an output, and that the disk has room.
 
-    Raises CheckpointError; PublishedError if other processes have finished it. ``is_same`` says whether an output is
-    what this run would make.
+    Raises CheckpointError; PublishedError if other processes have finished this ``task``.
     """
     if isinstance(out, Path):
-        if dealt is not None and not overwrite and is_same(out):
+        if dealt is not None and not overwrite and is_published(out, task):
             raise PublishedError(f"{out} is complete")
         check_output(out, [source.path], overwrite=overwrite)
         check_space(out.parent, sum(file.size for file in files) - already_staged(out))
@@ -592,12 +591,7 @@ def check_place(
         raise CheckpointError(
             f"{out.name} and {there[:-1]} are the same place, or one lies in the other", "choose another place"
         )
-    try:
-        out.check(overwrite=overwrite)
-    except CheckpointError:
-        if dealt is None or not is_same(fetch_stored(out.url, Weights.RANGES, out.cache).path):
-            raise
-        raise PublishedError(f"{out.name} is complete") from None
+    out.check(task, overwrite=overwrite, is_shared=dealt is not None)
     check_space(out.folder.parent, max((file.size for file in files), default=0))
 
 

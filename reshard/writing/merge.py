@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 
-from formats.errors import CheckpointError, MismatchError, ReshardError
+from formats.errors import CheckpointError, MismatchError
 from formats.files.safetensors import TensorInfo, build_header, tensor_bytes
 from formats.files.sharded import MANIFEST
 from reshard.engine.jobs import Options
@@ -14,11 +13,10 @@ from reshard.launcher import Share
 from reshard.planning.model import in_order
 from reshard.planning.plan import Plan, make_plan
 from reshard.storage.access import Access, open_any
-from reshard.storage.opening import open_source
 from reshard.storage.output import PublishedError, tidy
+from reshard.storage.place import place_of
 from reshard.storage.retries import tried_again
 from reshard.storage.source import UNSPLIT, Source
-from reshard.storage.upload import place_of
 from reshard.writing.files import (
     DEFAULT_SHARD_SIZE,
     NewFile,
@@ -68,12 +66,12 @@ def merge(
     files, documents = _full_checkpoint(opened, target, max_shard_size)
     total = sum(file.size for file in files)
 
+    task = {"command": "merge", "source": opened.record.id, "files": [[file.name, file.size] for file in files]}
+    task |= task_of(opened, options)
     dealt = deal(files, part)
 
     def check() -> None:
-        check_place(
-            bucket or folder, opened, files, dealt, lambda there: _is_merged(there, opened, files), overwrite=overwrite
-        )
+        check_place(bucket or folder, opened, files, dealt, task, overwrite=overwrite)
 
     summary = Summary(
         command="merge", source=opened.location, out=bucket.name if bucket else folder,
@@ -83,8 +81,6 @@ def merge(
         tried_again=tried_again() - before,
     )  # fmt: skip
     summary = summed_up(summary, files, part, dealt)
-    task = {"command": "merge", "source": opened.record.id, "files": [[file.name, file.size] for file in files]}
-    task |= task_of(opened, options)
     if not dry_run:
         tidy(folder)
     try:
@@ -100,16 +96,6 @@ def merge(
     except PublishedError:
         return dataclasses.replace(summary, complete=True)
     return done(summary, written, complete=complete)
-
-
-def _is_merged(out: Path, source: Source, files: Sequence[NewFile]) -> bool:
-    """Whether an output is what this merge makes, by the sizes of its files and the fingerprint of its weights."""
-    try:
-        found = open_source(out)
-        sizes = {file.name: file.size for file in found.files.values()}
-        return sizes == {file.name: file.size for file in files} and found.record.id == source.record.id
-    except ReshardError:
-        return False
 
 
 def _full_checkpoint(source: Source, plan: Plan, max_shard_size: int | None) -> tuple[list[NewFile], dict[str, bytes]]:

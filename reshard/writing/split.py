@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.documents import json_bytes
-from formats.errors import CheckpointError, PlanError, ReshardError
+from formats.errors import CheckpointError, PlanError
 from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, MODEL
 from formats.files.checksum import checksum
 from formats.files.safetensors import build_header, tensor_bytes
@@ -39,9 +39,9 @@ from reshard.storage.output import (
     tidy,
     unfinished_command,
 )
+from reshard.storage.place import place_of
 from reshard.storage.retries import tried_again
 from reshard.storage.source import Source
-from reshard.storage.upload import place_of
 from reshard.writing.files import (
     DEFAULT_SHARD_SIZE,
     KEPT_RANK,
@@ -173,15 +173,13 @@ def split(
         note=page.without_extra_state if page and not extra_state else None,
     )  # fmt: skip
     summary = summed_up(summary, files, part, dealt)
+    task = new.task | task_of(opened, options)
 
     def check() -> None:
         if ranks is not None and not is_one_output:
             _check_ranks(new, opened, folder, overwrite)
         else:
-            check_place(
-                bucket or folder, opened, files, dealt, lambda there: _is_split(new, opened, there),
-                overwrite=overwrite,
-            )  # fmt: skip
+            check_place(bucket or folder, opened, files, dealt, task, overwrite=overwrite)
 
     def documents(sums: Sums) -> dict[str, bytes]:
         side_files = opened.read_side_files()
@@ -199,7 +197,6 @@ def split(
             return dataclasses.replace(summary, complete=len(there) == mesh.size)
         by_rank = not is_one_output and dealt is None
         parts = [mesh.folder(rank) for rank in wanted] if by_rank else [""]
-        task = new.task | task_of(opened, options)
         with staging_for(folder, bucket, task, parts, opened, files, dealt, options, check) as staging:
             to = new.arrangement if isinstance(new, ProgramFiles) else target
             also = [Further(state.source, state.arrangement, state.files) for state in states]
@@ -247,16 +244,6 @@ def _check_ranks(new: _Ranks | ProgramFiles, source: Source, out: Path, overwrit
                 raise
             time.sleep(0.01)  # another run may be at publishing its first rank
     check_space(out.parent, new.nbytes - already_staged(out, [new.plan.mesh.folder(rank) for rank in new.ranks]))
-
-
-def _is_split(new: _Ranks | ProgramFiles, source: Source, out: Path) -> bool:
-    """Whether an output is what this split makes, by its manifest."""
-    try:
-        existing, mine = read_manifest(out / MANIFEST), new.manifest({}, source.read_side_files())
-        _check_same_run(existing, mine, out)
-    except ReshardError:
-        return False
-    return existing.form == mine.form and existing.ranks.keys() == set(new.ranks)
 
 
 def _check_begun(new: _Ranks | ProgramFiles, source: Source, out: Path, overwrite: bool) -> None:

@@ -46,6 +46,12 @@ class StoreServer:
         """What is done with the next requests for weights; True: the answer is complete."""
         self.always: Callable[[Any], bool] | None = None
         self.denied = False
+        self.busy_until = 0.0
+        """By ``time.time()``; until then every request is answered with 503 and the seconds that are left."""
+        self.refused = 0
+        """The requests that were answered so."""
+        self.before_put: Callable[[str], None] | None = None
+        """Called with the key of each object that is put as a whole or copied, before that is done."""
         self.requester_pays = False
         self.lists_bare_etags = False
         """As Azure does: its lists have etags without quotes, its answers have them with."""
@@ -139,6 +145,8 @@ class _Handler(BaseHTTPRequestHandler):
         store.requests.append(Request(self.command, path, self.headers.get("Range")))
         bucket, _, key = path.lstrip("/").partition("/")
         paid = self.headers.get("x-amz-request-payer") == "requester"
+        if self.is_refused():
+            return None
         if store.denied or (store.requester_pays and not paid):
             return self.reply(403, {}, b"<Error><Code>AccessDenied</Code></Error>")
         if bucket != "bucket":
@@ -150,6 +158,14 @@ class _Handler(BaseHTTPRequestHandler):
             if fault is not None and fault(self):
                 return None
         return self.send_object(store.root / key)
+
+    def is_refused(self) -> bool:
+        """Whether the server is busy; then this has answered."""
+        left = self.store.busy_until - time.time()
+        if left > 0:
+            self.store.refused += 1
+            self.reply(503, {"Retry-After": str(-int(-left // 1))}, b"<Error/>")
+        return left > 0
 
     def list(self, prefix: str) -> None:
         root = self.store.root
@@ -181,8 +197,28 @@ class _Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         key, query = unquote(url.path).lstrip("/").partition("/")[2], parse_qs(url.query)
         self.store.requests.append(Request("PUT", unquote(url.path), None))
-        content = self.rfile.read(int(self.headers["Content-Length"]))
-        if self.store.faults and key.endswith(WEIGHTS) and self.store.faults.popleft()(self):
+        content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.is_refused():
+            return
+        if (
+            self.store.faults
+            and key.removesuffix(".incomplete").endswith(WEIGHTS)
+            and self.store.faults.popleft()(self)
+        ):
+            return
+        if self.store.before_put is not None:
+            self.store.before_put(key)
+        if self.store.denied:
+            self.reply(403, {}, b"<Error><Code>AccessDenied</Code></Error>")
+            return
+        if self.headers.get("If-None-Match") == "*" and (self.store.root / key).exists():
+            self.reply(412, {}, b"<Error><Code>PreconditionFailed</Code></Error>")
+            return
+        if (source := self.headers.get("x-amz-copy-source")) is not None:
+            path = self.store.root / unquote(source).lstrip("/").partition("/")[2]
+            self.put(key, path.read_bytes())
+            body = f"<CopyObjectResult><ETag>{escape(etag(path))}</ETag></CopyObjectResult>"
+            self.reply(200, {}, body.encode())
             return
         if "uploadId" in query:
             self.store.parts[query["uploadId"][0]][int(query["partNumber"][0])] = content

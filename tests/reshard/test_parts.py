@@ -25,7 +25,7 @@ from reshard.storage.output import STATE, Staging, staging_of
 from reshard.writing import files as writing
 from tests import store
 from tests.forked import Forked
-from tests.support import change_tensor, command, contents, write_checkpoint
+from tests.support import change_tensor, command, result_of, write_checkpoint
 
 FORMS = ["transformers", "dcp", "vllm", "megatron", None]
 
@@ -71,7 +71,7 @@ def test_parts_add_up_to_what_one_process_writes(form: str | None, checkpoint: P
         split(checkpoint, out, 2, form=form, max_shard_size=3000, part=Share(index, 3)).complete for index in (2, 0, 1)
     ]
     assert complete == [False, False, True]
-    assert contents(out) == contents(tmp_path / "one") and not staging_of(out).exists()
+    assert result_of(out) == result_of(tmp_path / "one") and not staging_of(out).exists()
 
 
 @pytest.mark.parametrize("count", [2, 9])  # more processes than files, too
@@ -84,7 +84,7 @@ def test_a_merge_in_parts_reads_each_byte_once(
     monkeypatch.setattr(writing, "checksum_of", again)
     done = [merge(shards, tmp_path / "out", part=Share(index, count)) for index in range(count)]
     assert [summary.complete for summary in done][-1] and sum(each.files for each in done) == 5
-    assert contents(tmp_path / "out") == contents(checkpoint)
+    assert result_of(tmp_path / "out") == result_of(checkpoint)
 
 
 def test_all_at_the_same_time(checkpoint: Path, shards: Path, tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_all_at_the_same_time(checkpoint: Path, shards: Path, tmp_path: Path) ->
         with ThreadPoolExecutor(4) as pool:
             done = [pool.submit(merge, shards, out, part=Share(index, 4)) for index in range(4)]
         assert [each.result().complete for each in done].count(True) >= 1
-        assert contents(out) == contents(checkpoint) and not staging_of(out).exists()
+        assert result_of(out) == result_of(checkpoint) and not staging_of(out).exists()
         shutil.rmtree(out)
 
 
@@ -111,7 +111,7 @@ def test_who_is_still_at_work_publishes(
 
     monkeypatch.setattr(Staging, "note_finished", finished)
     assert merge(shards, out, part=Share(1, 2)).complete and seen == [False]
-    assert contents(out) == contents(checkpoint)
+    assert result_of(out) == result_of(checkpoint)
 
 
 # --- what goes wrong -------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def test_a_killed_process_is_named_and_redone_by_the_same_command(
     done = merge(shards, out, part=Share(0, 2))
     assert done.complete and done.written < done.nbytes
     assert {name: (out / name).stat().st_mtime_ns for name in before} == before
-    assert contents(out) == contents(checkpoint)
+    assert result_of(out) == result_of(checkpoint)
 
 
 def test_what_has_not_begun_is_named(shards: Path, tmp_path: Path) -> None:
@@ -172,12 +172,12 @@ def test_another_number_of_processes_goes_on(checkpoint: Path, shards: Path, tmp
     first = written(out)
     again = [merge(shards, out, part=Share(index, 3)) for index in range(3)]
     assert again[-1].complete and sum(each.nbytes - each.written for each in again) > 0
-    assert contents(out) == contents(checkpoint)
+    assert result_of(out) == result_of(checkpoint)
     shutil.rmtree(out)
     merge(shards, out, part=Share(0, 2))
     alone = merge(shards, out)
     assert alone.complete and alone.written < alone.nbytes and first
-    assert contents(out) == contents(checkpoint)
+    assert result_of(out) == result_of(checkpoint)
 
 
 def test_who_comes_late_has_nothing_to_do(checkpoint: Path, shards: Path, tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_a_part_of_an_earlier_state_of_the_source_is_not_taken(checkpoint: Path,
     done = split(source, out, **arguments, part=Share(0, 2))
     assert done.complete and done.written == done.nbytes
     split(source, tmp_path / "one", **arguments)
-    assert contents(out) == contents(tmp_path / "one")
+    assert result_of(out) == result_of(tmp_path / "one")
 
 
 def test_a_part_that_was_damaged_is_written_again(shards: Path, checkpoint: Path, tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_a_part_that_was_damaged_is_written_again(shards: Path, checkpoint: Path
     (tmp_path / "copy").replace(path)
     assert not merge(shards, out, part=Share(1, 2)).complete
     assert merge(shards, out, part=Share(0, 2)).complete
-    assert contents(out) == contents(checkpoint)
+    assert result_of(out) == result_of(checkpoint)
 
 
 @pytest.mark.parametrize("form", [None, "vllm"])
@@ -288,10 +288,10 @@ def test_what_a_program_does_not_keep_is_a_file_too(model: str, form: str, tmp_p
     split(source, tmp_path / "one", 2, form=form)
     for index in range(3):
         split(source, tmp_path / "out", 2, form=form, part=Share(index, 3))
-    assert contents(tmp_path / "out") == contents(tmp_path / "one")
+    assert result_of(tmp_path / "out") == result_of(tmp_path / "one")
     for index in range(2):
         merge(tmp_path / "out", tmp_path / "merged", part=Share(index, 2))
-    assert contents(tmp_path / "merged") == contents(source)
+    assert result_of(tmp_path / "merged") == result_of(source)
 
 
 @pytest.mark.parametrize("ranks", [False, True])
@@ -318,7 +318,7 @@ def test_the_first_of_two_that_replace_ranks_leaves_the_work_of_the_other(
     error = staging_while_split(monkeypatch, checkpoint, out, other, ranks=[0], overwrite=True)
     assert error is None and not staging_of(out).exists()
     merge(out, tmp_path / "merged")
-    assert contents(tmp_path / "merged") == contents(checkpoint)
+    assert result_of(tmp_path / "merged") == result_of(checkpoint)
 
 
 def staging_while_split(

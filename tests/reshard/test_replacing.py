@@ -1,0 +1,279 @@
+"""Outputs in a bucket that are replaced, or that two tasks write: a reader finds one of them whole, or is told."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from formats.errors import CheckpointError, ReshardError
+from reshard.api import merge, split
+from reshard.launcher import Share
+from reshard.storage import retries
+from reshard.storage.access import Access
+from reshard.storage.bucket import UNFINISHED
+from reshard.storage.output import PUBLISHED, Dealt
+from reshard.storage.place import NEW, Bucket, place_of
+from reshard.storage.upload import Uploading
+from tests.reshard.store_server import StoreServer, status
+from tests.support import change_tensor, command, result_of, write_checkpoint
+
+URL = "s3://bucket/out"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("replacing") / "llama", files=2)
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreServer]:
+    (tmp_path / "bucket").mkdir()
+    with StoreServer(tmp_path / "bucket") as server:
+        for name, value in (server.environment | {"RESHARD_RETRY_SECONDS": "5"}).items():
+            monkeypatch.setenv(name, value)
+        yield server
+
+
+@pytest.fixture
+def access(tmp_path: Path) -> Access:
+    return Access(cache_dir=tmp_path / "cache")
+
+
+def local(checkpoint: Path, folder: Path, tp: int) -> dict[str, bytes]:
+    split(checkpoint, folder, tp)
+    return result_of(folder)
+
+
+def state(store: StoreServer, tmp_path: Path) -> str:
+    """What reshard finds at the place: old (two ranks), new (one rank), unfinished."""
+    done = command("inspect", URL, "--cache-dir", tmp_path / "seen")
+    if "is unfinished output" in done.stderr:
+        return "unfinished"
+    assert done.returncode == 0, done.stderr
+    return {2: "old", 1: "new"}[json.loads((store.root / "out/reshard.json").read_text())["mesh"]["tp"]]
+
+
+def test_a_stopped_run_leaves_the_old_checkpoint(
+    store: StoreServer, access: Access, checkpoint: Path, tmp_path: Path
+) -> None:
+    split(checkpoint, URL, 2, access=access)
+    old = result_of(store.root / "out")
+    store.faults.append(status(403))
+    with pytest.raises(CheckpointError, match="refused"):
+        split(checkpoint, URL, 1, access=access, overwrite=True, max_shard_size=20_000)
+    left = result_of(store.root / "out")
+    assert {name: data for name, data in left.items() if not name.startswith(NEW)} == old
+    assert all(name.endswith(".incomplete") or ".reshard-journal-" in name for name in left.keys() - old.keys())
+    assert state(store, tmp_path) == "old"
+    assert command("merge", URL, tmp_path / "merged", "--cache-dir", tmp_path / "seen").returncode == 0
+    before = set(left)
+    store.requests.clear()
+    split(checkpoint, URL, 1, access=access, overwrite=True, max_shard_size=20_000)
+    assert state(store, tmp_path) == "new" and not any(NEW in name for name in result_of(store.root / "out"))
+    sent = {request.path.removeprefix("/bucket/out/") for request in store.requests if request.method == "PUT"}
+    assert not sent & {name for name in before if name.endswith(".incomplete")}  # what was there is not sent again
+    split(checkpoint, tmp_path / "local", 1, max_shard_size=20_000)
+    assert result_of(store.root / "out") == result_of(tmp_path / "local")
+
+
+def test_at_every_moment_the_old_or_the_new_or_unfinished(
+    store: StoreServer, access: Access, checkpoint: Path, tmp_path: Path
+) -> None:
+    split(checkpoint, URL, 2, access=access)
+    old, new = local(checkpoint, tmp_path / "old", 2), local(checkpoint, tmp_path / "new", 1)
+    found = []
+
+    def look(_: str) -> None:
+        there = {path.relative_to(store.root / "out").as_posix(): path for path in (store.root / "out").rglob("*")}
+        here = {n: p.read_bytes() for n, p in there.items() if p.is_file() and not n.startswith(".reshard-")}
+        is_whole = "old" if here == old else "new" if here == new else None
+        found.append("unfinished" if UNFINISHED in there else is_whole)
+
+    store.before_put = look
+    split(checkpoint, URL, 1, access=access, overwrite=True)
+    look("")
+    assert list(dict.fromkeys(found)) == ["old", "unfinished", "new"]
+
+
+@pytest.mark.parametrize("moment", ["config.json", "rank-00-of-01/model.safetensors", "reshard.json"])
+def test_stopped_while_the_old_is_replaced(
+    moment: str, store: StoreServer, access: Access, checkpoint: Path, tmp_path: Path
+) -> None:
+    split(checkpoint, URL, 2, access=access)
+
+    def stop(key: str) -> None:
+        if key == f"out/{moment}":
+            store.denied = True
+
+    store.before_put = stop
+    with pytest.raises(ReshardError):
+        split(checkpoint, URL, 1, access=access, overwrite=True)
+    store.before_put, store.denied = None, False
+    assert state(store, tmp_path) == "unfinished"
+    split(checkpoint, URL, 1, access=access, overwrite=True)
+    assert result_of(store.root / "out") == local(checkpoint, tmp_path / "local", 1)
+
+
+def test_a_process_of_another_task_stops_before_it_uploads(
+    store: StoreServer, access: Access, checkpoint: Path, tmp_path: Path
+) -> None:
+    """The other has begun, and finished, while this one was writing here."""
+    first = Uploading.note_finished
+
+    def later(self: Uploading, *arguments: Any) -> None:
+        Uploading.note_finished = first  # type: ignore[method-assign]
+        split(checkpoint, URL, 2, access=Access(cache_dir=tmp_path / "other"))
+        first(self, *arguments)
+
+    Uploading.note_finished = later  # type: ignore[method-assign]
+    try:
+        with pytest.raises(CheckpointError, match=r"out exists|published or removed"):
+            split(checkpoint, URL, 1, access=access)
+    finally:
+        Uploading.note_finished = first  # type: ignore[method-assign]
+    assert result_of(store.root / "out") == local(checkpoint, tmp_path / "local", 2)
+    assert state(store, tmp_path) == "old"
+
+
+def test_a_file_that_came_after_another_task_had_published_is_said(
+    store: StoreServer, access: Access, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Between the look and the upload there is a moment; the upload is followed by another look."""
+
+    def late(key: str) -> None:
+        if key.endswith(".safetensors"):
+            store.before_put = None
+            split(checkpoint, URL, 2, access=Access(cache_dir=tmp_path / "other"))
+
+    store.before_put = late
+    with pytest.raises(CheckpointError, match="marked as unfinished"):
+        split(checkpoint, URL, 1, access=access)
+    assert state(store, tmp_path) == "unfinished"
+    split(checkpoint, URL, 2, access=access)
+    assert result_of(store.root / "out") == local(checkpoint, tmp_path / "local", 2)
+
+
+def test_the_same_file_again_after_its_task_was_published_changes_nothing(
+    store: StoreServer, access: Access, checkpoint: Path, tmp_path: Path
+) -> None:
+    def late(key: str) -> None:
+        if key.endswith(".safetensors"):
+            store.before_put = None
+            split(checkpoint, URL, 1, access=Access(cache_dir=tmp_path / "other"))
+
+    store.before_put = late
+    with pytest.raises(CheckpointError, match="out exists"):
+        split(checkpoint, URL, 1, access=access)
+    assert state(store, tmp_path) == "new"
+
+
+def test_a_file_that_was_replaced_is_not_published(
+    store: StoreServer, access: Access, checkpoint: Path, tmp_path: Path
+) -> None:
+    def replace(key: str) -> None:
+        if key == "out/reshard.json":
+            (store.root / "out/rank-00-of-01/model.safetensors").write_bytes(b"of another")
+
+    store.before_put = replace
+    with pytest.raises(CheckpointError, match=r"model.safetensors was replaced or removed by another run"):
+        split(checkpoint, URL, 1, access=access)
+    store.before_put = None
+    assert state(store, tmp_path) == "unfinished"
+
+
+def test_what_a_stopped_task_left_beside_the_old_is_removed(
+    store: StoreServer, access: Access, checkpoint: Path, tmp_path: Path
+) -> None:
+    split(checkpoint, URL, 2, access=access)
+    store.faults.append(status(403))
+    with pytest.raises(CheckpointError, match="refused"):
+        split(checkpoint, URL, 1, access=access, overwrite=True, max_shard_size=20_000)
+    assert any(name.startswith(NEW) for name in result_of(store.root / "out"))
+    split(checkpoint, URL, 1, access=access, overwrite=True)
+    assert result_of(store.root / "out") == local(checkpoint, tmp_path / "local", 1)
+
+
+# --- what leaves nothing behind --------------------------------------------------------------------------------------
+
+
+def uploading(url: str, cache: Path) -> Uploading:
+    bucket = place_of(url, cache)[1]
+    assert isinstance(bucket, Bucket)
+    return Uploading(bucket, {"command": "split"}, (), Dealt("part-0-of-1", 1, frozenset()), check=lambda: None)
+
+
+def test_what_cannot_begin_leaves_no_threads(store: StoreServer, tmp_path: Path) -> None:
+    store.denied, before = True, threading.active_count()
+    with pytest.raises(CheckpointError), uploading(URL, tmp_path):
+        pass
+    give_up = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < give_up:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
+def test_who_stops_waiting_cancels_what_has_not_begun(store: StoreServer, tmp_path: Path) -> None:
+    go, done = threading.Event(), list[int]()
+    with pytest.raises(ZeroDivisionError), uploading(URL, tmp_path) as staging:
+        assert staging._threads is not None
+        staging._uploads = [staging._threads.submit(lambda: 1 // 0)]
+        staging._uploads += [staging._threads.submit(lambda: bool(go.wait(10)) and done.append(1)) for _ in range(9)]
+        staging._wait()
+    go.set()
+    time.sleep(0.1)
+    assert len(done) <= 4
+
+
+# --- who comes late --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_a_bucket", [False, True])
+def test_another_model_of_the_same_fingerprint_is_not_taken_for_this_one(
+    in_a_bucket: bool, store: StoreServer, access: Access, checkpoint: Path, tmp_path: Path
+) -> None:
+    """It differs in bytes that the fingerprint does not take."""
+    split(checkpoint, tmp_path / "shards", 2)
+    other = write_checkpoint(tmp_path / "other", files=2)
+    change_tensor(other / "model-00001-of-00002.safetensors", "model.layers.0.mlp.up_proj.weight")
+    split(other, tmp_path / "others", 2)
+    out: str | Path = URL if in_a_bucket else tmp_path / "out"
+    for index in (0, 1):
+        merge(tmp_path / "others", out, part=Share(index, 2), access=access)
+    assert merge(tmp_path / "others", out, part=Share(0, 2), access=access).complete
+    with pytest.raises(CheckpointError, match="out exists"):
+        merge(tmp_path / "shards", out, part=Share(0, 2), access=access)
+
+
+def test_an_output_of_several_processes_says_whose_it_is(checkpoint: Path, tmp_path: Path) -> None:
+    split(checkpoint, tmp_path / "shards", 2)
+    for index in (0, 1):
+        merge(tmp_path / "shards", tmp_path / "out", part=Share(index, 2))
+    (said,) = (path.name for path in (tmp_path / "out").iterdir() if path.name.startswith("."))
+    assert said.startswith(f"{PUBLISHED}merge-")
+    split(tmp_path / "out", tmp_path / "again", 2)
+    assert not list((tmp_path / "again").glob(".*"))
+    merge(tmp_path / "shards", tmp_path / "out", overwrite=True)
+    assert not list((tmp_path / "out").glob(".*"))
+
+
+# --- a server that asks to be left alone -----------------------------------------------------------------------------
+
+
+def test_opening_and_uploading_wait_for_as_long_as_the_server_asks(
+    store: StoreServer, access: Access, checkpoint: Path
+) -> None:
+    def busy(key: str) -> None:
+        if key.endswith((UNFINISHED, "config.json")) and store.refused < 6:
+            store.busy_until = time.time() + 1
+
+    store.busy_until, store.before_put = time.time() + 1, busy
+    begun = retries.tried_again()
+    split(checkpoint, URL, 2, access=access)
+    assert 3 <= store.refused <= 9  # each time a request or a few, and one that asks how long
+    assert retries.tried_again() > begun

@@ -1,5 +1,7 @@
 """A bucket of one's own on 127.0.0.1: as much of S3's HTTP API as clients need, over a folder; and a plain web server.
 
+Google's XML API is nearly the same, so it is a bucket of Google's too (``google``).
+
     with StoreServer(folder) as store:
         command("split", "s3://bucket/llama", "out", "--tp", "2", **store.environment)
 
@@ -10,6 +12,7 @@ checked. ``faults`` are answers to the next requests for objects with weights, i
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import shutil
 import socket
@@ -74,6 +77,13 @@ class StoreServer:
             "AWS_REGION": "us-east-1",
             "NO_PROXY": "127.0.0.1",
         }
+
+    def google(self, file: Path) -> dict[str, str]:
+        """The environment for ``gs://bucket``; its account is written to a file."""
+        names = ("client_email", "private_key", "private_key_id")
+        account = {"gcs_base_url": self.url, "disable_oauth": True} | dict.fromkeys(names, "")
+        file.write_text(json.dumps(account))
+        return {"GOOGLE_SERVICE_ACCOUNT": str(file), "NO_PROXY": "127.0.0.1"}
 
     def __enter__(self) -> StoreServer:
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
@@ -211,10 +221,11 @@ class _Handler(BaseHTTPRequestHandler):
         if self.store.denied:
             self.reply(403, {}, b"<Error><Code>AccessDenied</Code></Error>")
             return
-        if self.headers.get("If-None-Match") == "*" and (self.store.root / key).exists():
+        is_new = self.headers.get("If-None-Match") == "*" or self.headers.get("x-goog-if-generation-match") == "0"
+        if is_new and (self.store.root / key).exists():
             self.reply(412, {}, b"<Error><Code>PreconditionFailed</Code></Error>")
             return
-        if (source := self.headers.get("x-amz-copy-source")) is not None:
+        if (source := self.headers.get("x-amz-copy-source") or self.headers.get("x-goog-copy-source")) is not None:
             path = self.store.root / unquote(source).lstrip("/").partition("/")[2]
             self.put(key, path.read_bytes())
             body = f"<CopyObjectResult><ETag>{escape(etag(path))}</ETag></CopyObjectResult>"

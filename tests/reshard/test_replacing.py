@@ -199,6 +199,21 @@ def test_what_a_stopped_task_left_beside_the_old_is_removed(
     assert result_of(store.root / "out") == local(checkpoint, tmp_path / "local", 1)
 
 
+def test_a_bucket_of_googles(
+    store: StoreServer, access: Access, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in store.google(tmp_path / "account.json").items():
+        monkeypatch.setenv(name, value)
+    url = URL.replace("s3:", "gs:")
+    split(checkpoint, url, 2, access=access)
+    assert result_of(store.root / "out") == local(checkpoint, tmp_path / "old", 2)
+    split(url, url.replace("out", "again"), 1, access=access)
+    split(checkpoint, url, 1, access=access, overwrite=True)
+    assert result_of(store.root / "out") == local(checkpoint, tmp_path / "new", 1)
+    merge(url.replace("out", "again"), tmp_path / "merged", access=access)
+    assert result_of(tmp_path / "merged") == result_of(checkpoint)
+
+
 # --- what leaves nothing behind --------------------------------------------------------------------------------------
 
 

@@ -74,9 +74,10 @@ def verify_command(
     """Prove that SHARDS are the model ORIGINAL: compare the bytes, then run the model and compare its outputs.
 
     ORIGINAL is the full checkpoint: a folder, a Hub id or a URL. SHARDS is the folder that 'reshard split' wrote, or
-    one that another program wrote in a format that 'reshard formats' lists, or its URL. What lies elsewhere is
-    downloaded into the cache first. Comparing bytes needs no GPU and no torch. The forward pass starts as many
-    processes as there are ranks. Exit code 0: the same, 1: different, 2: could not be checked.
+    one that another program wrote in a format that 'reshard formats' lists, or its URL or Hub id. What lies elsewhere
+    is read where it is with --exact-only, and else downloaded into the cache first. Comparing bytes needs no GPU and no
+    torch. The forward pass starts as many processes as there are ranks. Exit code 0: the same, 1: different, 2: could
+    not be checked.
 
     Under a launcher of your own: torchrun --nproc-per-node N -m verify ORIGINAL SHARDS. Only the first rank prints.
     (torchrun itself exits with 1 for every code but 0.)
@@ -152,26 +153,28 @@ def _attempt(answer: Answer, access: Access, crew: Crew | None = None) -> None:
     """Open both checkpoints and prove; what cannot be checked becomes the answer's error."""
     from reshard.storage.access import open_any
     from reshard.storage.fetched import Weights
+    from reshard.storage.hub import fetch
     from verify.bytes.exact import open_shards
     from verify.prove import prove
 
+    is_run = answer.wants_forward or answer.engine_options is not None
+    weights = Weights.FILES if is_run or access.download else Weights.RANGES
     try:
-        original = open_any(answer.original, access, Weights.FILES)
-        shards = open_shards(_folder_of(answer.shards, access), original, plan_file=access.plan_file)
-        is_silent = access.quiet or (crew is not None and not crew.is_first)
-        prove(answer, original, shards, access.plan_file, _Display(is_silent), crew)
+        original = open_any(answer.original, access, weights)
+        place = fetch(
+            answer.shards, token=access.token, cache_dir=access.cache_dir, weights=weights, quiet=access.quiet
+        )
+        with place.named():
+            shards = open_shards(place.path, original, plan_file=access.plan_file, remote=place.remote)
+            is_silent = access.quiet or (crew is not None and not crew.is_first)
+            prove(answer, original, shards, access.plan_file, _Display(is_silent), crew)
+        if answer.exact is not None:
+            named = {str(place.path): place.repo or str(place.path), str(original.path): original.location}
+            answer.exact = answer.exact.calling(named)
     except ReshardError as error:
         if tracebacks_are_wanted():
             print_traceback()
         answer.error = error
-
-
-def _folder_of(shards: str, access: Access) -> Path:
-    """The folder of the shards; of shards in a bucket, a copy in the cache."""
-    from reshard.storage.bucket import is_url
-    from reshard.storage.hub import fetch
-
-    return fetch(shards, cache_dir=access.cache_dir).path if is_url(shards) else Path(shards)
 
 
 def _finish(answer: Answer, report: Path | None, *, as_json: bool, quiet: bool) -> int:

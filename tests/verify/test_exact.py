@@ -35,6 +35,7 @@ from verify.bytes import exact_report, views
 from verify.bytes import tensors as comparing
 from verify.bytes.exact import verify_exact
 from verify.bytes.exact_report import ExactReport
+from verify.bytes.reading import Files
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MODELS = ("llama", "phi3", "gpt_neox", "gpt2", "mixtral", "gpt_oss", "deepseek_v3")
@@ -437,12 +438,12 @@ def test_any_layout_and_any_byte(data: st.DataObject, tmp_path_factory: pytest.T
         one_source: Any = _Tensors((one,))
         sources: Any = _Tensors(tuple(parts))
         ranks = {"w": range(len(parts))}
-        assert comparing.compare_bytes(one_source, sources, plan, ranks, lambda *_: None, 2).damages == ()
+        assert comparing.compare_bytes(one_source, sources, plan, ranks, lambda *_: None, 2, Files()).damages == ()
         info = parts[wrong]["w"]
         content = bytearray(info.file.read_bytes())
         content[info.offset + at] ^= 255
         info.file.write_bytes(content)
-        report = comparing.compare_bytes(one_source, sources, plan, ranks, lambda *_: None, 2)
+        report = comparing.compare_bytes(one_source, sources, plan, ranks, lambda *_: None, 2, Files())
     finally:
         views.CHUNK, comparing.SMALL = before, small
     assert report.damages == (exact_report.Damage("w", wrong, 1, 1),)

@@ -7,9 +7,10 @@ ranks' parts of it, as bytes, so that NaN payloads and the sign of zero count. M
 
 from __future__ import annotations
 
-import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 from formats.errors import CheckpointError, PlanError, ReshardError
 from formats.files.sharded import is_sharded
@@ -17,10 +18,12 @@ from reshard.planning.finer_blocks import with_blocks
 from reshard.planning.plan import Plan, make_plan
 from reshard.storage.opening import open_source
 from reshard.storage.opening_programs import is_of_programs, open_as
-from reshard.storage.source import Source
+from reshard.storage.remote import Remote
+from reshard.storage.source import Source, read_elsewhere
 from verify.bytes import folder
 from verify.bytes.exact_report import ExactReport
 from verify.bytes.program import compare_program
+from verify.bytes.reading import Files
 from verify.bytes.structure import Structure, check_derived
 from verify.bytes.tensors import Progress, compare_bytes, no_progress
 
@@ -36,8 +39,11 @@ def verify_exact(
     return shards if isinstance(shards, ExactReport) else compare(original, shards, progress)
 
 
-def open_shards(path: Path, original: Source, *, plan_file: Path | None = None) -> Source | ExactReport:
-    """Open shards. If they are inconsistent, returns a report with the reason.
+def open_shards(
+    path: Path, original: Source, *, plan_file: Path | None = None, remote: Mapping[str, Remote] = MappingProxyType({})
+) -> Source | ExactReport:
+    """Open shards; ``remote`` has those of their files that lie elsewhere, by name. If they are inconsistent, returns a
+    report with the reason.
 
     What another program has written is opened as shards of ``original``, whatever is in it. Raises ReshardError if the
     folder does not have shards, or cannot be read.
@@ -45,7 +51,8 @@ def open_shards(path: Path, original: Source, *, plan_file: Path | None = None) 
     is_of_program = False
     try:
         is_of_program = is_of_programs(path)
-        return open_as(path, original.model) if is_of_program else open_source(path, plan_file=plan_file)
+        opened = open_as(path, original.model) if is_of_program else open_source(path, plan_file=plan_file)
+        return read_elsewhere(opened, remote) if remote else opened
     except ReshardError as error:
         reason = error.__context__
         unreadable = isinstance(reason, OSError) and not isinstance(reason, FileNotFoundError)
@@ -74,16 +81,16 @@ def compare(
         return ExactReport(str(shards.plan.mesh), ranks, 0, 0, problems=(error.message,))
     found = Structure(original, shards, plan)
     found.check()
-    derived = check_derived(original, shards, plan, found.comparable)
+    files = Files(original, shards)
+    derived = check_derived(original, shards, plan, found.comparable, files)
     compared = derived.compared
     left = {name: [r for r in ranks if r not in compared.get(name, ())] for name, ranks in found.comparable.items()}
     left = {name: ranks for name, ranks in left.items() if ranks}
     found.problems += derived.problems
-    workers = workers or min(4, os.cpu_count() or 1)
     sums = folder.begun_sums(original, shards)
-    bytes_found = compare_bytes(original, shards, plan, left, progress, workers, sums)
+    bytes_found = compare_bytes(original, shards, plan, left, progress, workers or files.workers, files, sums)
     damaged = {shards.ranks[damage.rank][damage.tensor].file for damage in bytes_found.damages}
-    found.problems += folder.wrong_checksums(original, shards, sums, damaged)
+    found.problems += folder.wrong_checksums(original, shards, sums, damaged, files)
     return replace(
         bytes_found,
         missing=tuple(found.missing),

@@ -17,7 +17,7 @@ from formats.documents import MAX_MANIFEST, sound, strict_json
 from formats.errors import CheckpointError, brief
 from formats.files.boxes import OFFSETS_KEY, boxes_metadata, read_boxes
 from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, MODEL
-from formats.files.checksum import PartialSum, checksum, file_checksum, sum_part
+from formats.files.checksum import PIECE, PartialSum, checksum, file_checksum, sum_part
 from formats.files.dcp import METADATA, object_bytes
 from formats.files.safetensors import TensorInfo, read_header, tensor_bytes
 from formats.files.sharded import (
@@ -35,9 +35,11 @@ from formats.regular_files import read_file
 from reshard.planning.model import Kind, in_order
 from reshard.planning.plan import Plan
 from reshard.planning.program_config import program_config
+from reshard.storage.output import PUBLISHED, STATE
 from reshard.storage.program_source import program_files
 from reshard.storage.source import KEPT, Source
 from reshard.writing.shard_files import partition
+from verify.bytes.reading import Files
 
 INDEX = "model.safetensors.index.json"
 
@@ -82,7 +84,8 @@ def extra_entries(root: Path, expected: Iterable[str]) -> Iterator[str]:
 def _extra(root: Path, folder: str, files: set[str], folders: set[str]) -> Iterator[str]:
     for entry in sorted((root / folder).iterdir()):
         name = entry.relative_to(root).as_posix()
-        if not folder and entry.name.startswith(".") and not entry.name.startswith(".reshard-"):
+        is_staged = entry.name.startswith(STATE) and not entry.name.startswith(PUBLISHED)
+        if not folder and entry.name.startswith(".") and not is_staged:
             continue
         if name in folders and entry.is_dir():
             yield from _extra(root, name, files, folders)
@@ -184,7 +187,11 @@ def begun_sums(original: Source, shards: Source) -> dict[Path, PartialSum]:
 
 
 def wrong_checksums(
-    original: Source, shards: Source, sums: Mapping[Path, PartialSum], damaged: Iterable[Path]
+    original: Source,
+    shards: Source,
+    sums: Mapping[Path, PartialSum],
+    damaged: Iterable[Path],
+    files: Files,
 ) -> Iterator[str]:
     """The wrong checksums in the manifest, one line each.
 
@@ -201,7 +208,7 @@ def wrong_checksums(
             continue
         begun = sums.get(path)
         if begun is None or not begun.is_complete or begun.value() != value:
-            found = _summed(path)
+            found = _summed(path, files)
             if found != value:
                 yield f"{MANIFEST}: the checksum of {path} is {found}, not {brief(value)}"
 
@@ -217,11 +224,13 @@ def _said(original: Source, shards: Source) -> dict[Path, str | None]:
     }
 
 
-def _summed(path: Path) -> str:
-    try:
-        return file_checksum(path)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+def _summed(path: Path, files: Files) -> str:
+    size = path.stat().st_size
+    total = PartialSum(size)
+    for begin in range(0, size, PIECE):
+        content = files.read(path, begin, min(PIECE, size - begin))
+        total.add(begin, content.size, sum_part(content, begin))
+    return total.value()
 
 
 # -------------------------------------------------------------------------------------------------- order and headers

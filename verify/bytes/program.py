@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,6 +19,7 @@ from reshard.writing.shard_files import partition
 from verify.bytes import folder
 from verify.bytes.boxes import check_boxes, ranks_of
 from verify.bytes.exact_report import ConfigDifference, ExactReport
+from verify.bytes.reading import Files
 from verify.bytes.stored import Comparison, Parts
 from verify.bytes.structure import config_differences
 from verify.bytes.tensors import Progress
@@ -39,9 +39,10 @@ def compare_program(original: Source, shards: Source, progress: Progress, worker
     except ReshardError as error:
         return ExactReport(str(shards.plan.mesh), len(shards.ranks), 0, 0, problems=(error.message,))
     sums = folder.begun_sums(original, shards)
-    comparison = Comparison(original, shards, arrangement, found.comparable, progress, sums)
-    report = comparison.run(workers or min(4, os.cpu_count() or 1))
-    found.problems += folder.wrong_checksums(original, shards, sums, comparison.damaged)
+    files = Files(original, shards)
+    comparison = Comparison(original, shards, arrangement, found.comparable, progress, sums, files)
+    report = comparison.run(workers or files.workers)
+    found.problems += folder.wrong_checksums(original, shards, sums, comparison.damaged, files)
     if shards.boxes is not None and found.of_any_mesh:
         report = replace(report, mesh="of no stated mesh", ranks=len({*ranks_of(shards)}))
     return replace(

@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from formats.errors import CheckpointError, PlanError
+from formats.errors import PlanError
 from formats.files.boxes import At
 from formats.files.checksum import PIECE, PartialSum, sum_part
 from formats.files.safetensors import DTYPE_BITS, TensorInfo
-from formats.regular_files import open_file, unreadable
 from reshard.planning.arrangement import Arrangement
 from reshard.planning.boxes import InBoxes
 from reshard.planning.geometry import Geometry
@@ -34,14 +31,12 @@ from reshard.storage.source import Source
 from verify.bytes.atoms import Block, Part, part_in_box, part_of
 from verify.bytes.boxes import ranks_of
 from verify.bytes.exact_report import Damage, ExactReport, FirstDifference
+from verify.bytes.reading import Files
 from verify.bytes.tensors import Progress, Shared
 from verify.bytes.views import Array
 
 WINDOW = 4 << 20
 """Of a file, so many bytes are read at a time."""
-
-OPEN = 64
-"""So many files stay open."""
 
 
 class Parts:
@@ -86,43 +81,13 @@ class Strided(NamedTuple):
     item: int
 
 
-class Files:
-    """Files of which pieces are read; those that were used last stay open."""
-
-    def __init__(self) -> None:
-        self._open: OrderedDict[Path, BinaryIO] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def read(self, path: Path, begin: int, nbytes: int) -> Array:
-        """Bytes of a file. Raises CheckpointError if it cannot be read, or has become shorter."""
-        found, done = np.empty(nbytes, np.uint8), 0
-        try:
-            file = self._file(path)
-            while done < nbytes:
-                count = os.preadv(file.fileno(), [found[done:].data], begin + done)
-                if not count:
-                    raise CheckpointError(f"{path} became shorter while it was read")
-                done += count
-        except OSError as error:
-            raise unreadable(path, error) from None
-        return found
-
-    def tile(self, path: Path, of: Strided, cut: tuple[slice, ...]) -> Array:
-        """Some of the elements, as unsigned integers. Raises CheckpointError."""
-        shape = tuple(piece.stop - piece.start for piece in cut)
-        begin = of.begin + sum(piece.start * step for piece, step in zip(cut, of.steps, strict=True))
-        nbytes = sum((n - 1) * step for n, step in zip(shape, of.steps, strict=True)) + of.item
-        data = self.read(path, begin, nbytes if math.prod(shape) else 0)
-        return np.ndarray(shape, f"<u{of.item}", data.data, 0, of.steps)
-
-    def _file(self, path: Path) -> BinaryIO:
-        with self._lock:
-            if path not in self._open:
-                self._open[path] = open_file(path)
-                if len(self._open) > OPEN:
-                    self._open.popitem(last=False)
-            self._open.move_to_end(path)
-            return self._open[path]
+def tile(files: Files, path: Path, of: Strided, cut: tuple[slice, ...]) -> Array:
+    """Some of the elements, as unsigned integers. Raises CheckpointError."""
+    shape = tuple(piece.stop - piece.start for piece in cut)
+    begin = of.begin + sum(piece.start * step for piece, step in zip(cut, of.steps, strict=True))
+    nbytes = sum((n - 1) * step for n, step in zip(shape, of.steps, strict=True)) + of.item
+    data = files.read(path, begin, nbytes if math.prod(shape) else 0)
+    return np.ndarray(shape, f"<u{of.item}", data.data, 0, of.steps)
 
 
 class _Pair(NamedTuple):
@@ -153,11 +118,12 @@ class Comparison:
         held: Mapping[str, Sequence[int]],
         progress: Progress,
         sums: Mapping[Path, PartialSum],
+        files: Files,
     ) -> None:
         self._original, self._shards, self._arrangement, self._held = original, shards, arrangement, held
-        self._parts, self._files, self._sums, self._progress = Parts(arrangement), Files(), sums, progress
-        files = {file: n for n, file in enumerate(sorted({info.file for info in original.ranks[0].values()}))}
-        ordered = sorted(original.ranks[0].values(), key=lambda info: (files[info.file], info.offset))
+        self._parts, self._files, self._sums, self._progress = Parts(arrangement), files, sums, progress
+        numbers = {file: n for n, file in enumerate(sorted({info.file for info in original.ranks[0].values()}))}
+        ordered = sorted(original.ranks[0].values(), key=lambda info: (numbers[info.file], info.offset))
         self._numbers = {info.name: number for number, info in enumerate(ordered)}
         self._ranks = ranks_of(shards)
         self._lock = threading.Lock()
@@ -279,10 +245,10 @@ class Comparison:
         pattern = _pattern(pair.constant, pair.dtype)
         done = 0
         for cut in _tiles(theirs.shape, [theirs.steps, *([ours.steps] if ours is not None else [])]):
-            right = self._files.tile(pair.shard.file, theirs, cut)
+            right = tile(self._files, pair.shard.file, theirs, cut)
             left = None
             if ours is not None and pair.original is not None:
-                left = self._files.tile(pair.original.file, ours, cut)
+                left = tile(self._files, pair.original.file, ours, cut)
             done += right.nbytes
             if left is None:
                 differing = None if not (right != pattern).any() else right != pattern

@@ -16,8 +16,9 @@ from reshard.planning.rank_config import rank_config
 from reshard.storage.source import Source
 from verify.bytes import folder
 from verify.bytes.exact_report import ConfigDifference
+from verify.bytes.reading import Files
 from verify.bytes.scales import differing, refined
-from verify.bytes.stated_shapes import Statements, says
+from verify.bytes.stated_shapes import says
 from verify.rules import flat, with_sound_config
 
 
@@ -29,36 +30,40 @@ class Derived:
     compared: Mapping[str, frozenset[int]]
 
 
-def check_derived(original: Source, shards: Source, plan: Plan, comparable: Mapping[str, Sequence[int]]) -> Derived:
+def check_derived(
+    original: Source, shards: Source, plan: Plan, comparable: Mapping[str, Sequence[int]], files: Files
+) -> Derived:
     """Compare scales with smaller scale blocks, and tensors that state a weight's local shape."""
     problems: list[str] = []
     compared: dict[str, frozenset[int]] = {}
-    with Statements() as statements:
-        for before, after in zip(original.plan.model.tensors, plan.model.tensors, strict=True):
-            name, ranks = after.name, comparable.get(after.name, ())
-            if not ranks:
-                continue
-            entry, coarse = plan.laid[after.kind], original.plan.laid[before.kind].layout
-            if coarse.full != entry.layout.full:
-                compared[name] = frozenset(ranks)
-                expected = refined(original.ranks[0][name], coarse, entry.layout)
-                for rank in ranks:
-                    problems += _wrong_scales(shards.ranks[rank][name], expected, entry.layout, rank)
-            elif entry.stated is not None:
-                stated, info = entry.stated, original.ranks[0][name]
-                whole = statements.read(info)
-                compared[name] = frozenset(rank for rank in ranks if stated.boxes[rank].shape != stated.stored)
-                for rank in sorted(compared[name]):
-                    shard, shape = shards.ranks[rank][name], list(stated.boxes[rank].shape)
-                    if not says(statements.read(shard), whole, info.dtype, shape):
-                        problems.append(
-                            f"{shard.file}: tensor '{name}' is not the original's with the shape {shape} in it"
-                        )
+    for before, after in zip(original.plan.model.tensors, plan.model.tensors, strict=True):
+        name, ranks = after.name, comparable.get(after.name, ())
+        if not ranks:
+            continue
+        entry, coarse = plan.laid[after.kind], original.plan.laid[before.kind].layout
+        if coarse.full != entry.layout.full:
+            compared[name] = frozenset(ranks)
+            expected = refined(original.ranks[0][name], coarse, entry.layout, files)
+            for rank in ranks:
+                problems += _wrong_scales(shards.ranks[rank][name], expected, entry.layout, rank, files)
+        elif entry.stated is not None:
+            stated, info = entry.stated, original.ranks[0][name]
+            whole = _content(files, info)
+            compared[name] = frozenset(rank for rank in ranks if stated.boxes[rank].shape != stated.stored)
+            for rank in sorted(compared[name]):
+                shard, shape = shards.ranks[rank][name], list(stated.boxes[rank].shape)
+                if not says(_content(files, shard), whole, info.dtype, shape):
+                    problems.append(f"{shard.file}: tensor '{name}' is not the original's with the shape {shape} in it")
     return Derived(tuple(problems), compared)
 
 
-def _wrong_scales(info: TensorInfo, expected: Any, layout: Layout, rank: int) -> Iterator[str]:
-    wrong = list(differing(info, expected, layout, rank))
+def _content(files: Files, info: TensorInfo) -> bytes:
+    """All bytes of a tensor."""
+    return files.read(info.file, info.offset, info.nbytes).tobytes()
+
+
+def _wrong_scales(info: TensorInfo, expected: Any, layout: Layout, rank: int, files: Files) -> Iterator[str]:
+    wrong = list(differing(info, expected, layout, rank, files))
     if wrong:
         place = list(map(int, wrong[0]))
         yield f"{info.file}: {len(wrong)} scales of '{info.name}' are not the original's, first at {place}"

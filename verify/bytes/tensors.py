@@ -10,17 +10,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from formats.errors import CheckpointError
 from formats.files.checksum import PartialSum, sum_part
 from formats.files.safetensors import DTYPE_BITS, TensorInfo
 from reshard.planning.model import Kind
 from reshard.planning.plan import Layout, Plan
 from reshard.storage.source import Source
 from verify.bytes.exact_report import Damage, ExactReport, FirstDifference
+from verify.bytes.reading import Files
 from verify.bytes.views import CHUNK, Array, Piece, View, flat_index
 
 SMALL = 1 << 14
@@ -66,6 +66,7 @@ def compare_bytes(
     comparable: Mapping[str, Sequence[int]],
     progress: Progress,
     workers: int,
+    files: Files,
     sums: Mapping[Path, PartialSum] = MappingProxyType({}),
 ) -> ExactReport:
     """Compare the bytes of the ``comparable`` ranks of each tensor; the report has only ``first`` and ``damages``.
@@ -75,7 +76,7 @@ def compare_bytes(
     """
     tensors = _tensors(original, shards, plan, comparable)
     total = sum(info.nbytes for tensor in tensors for info in tensor.shards if info is not None)
-    tally = _Tally(total, progress, sums)
+    tally = _Tally(total, progress, sums, files)
     todo = Shared(_todo(tensors))
     stopped = threading.Event()
 
@@ -163,8 +164,8 @@ class Shared(Generic[T]):
 class _Tally:
     """The results of all threads."""
 
-    def __init__(self, total: int, progress: Progress, sums: Mapping[Path, PartialSum]) -> None:
-        self.total, self.done, self.sums = total, 0, sums
+    def __init__(self, total: int, progress: Progress, sums: Mapping[Path, PartialSum], files: Files) -> None:
+        self.total, self.done, self.sums, self.files = total, 0, sums, files
         self.first: tuple[tuple[int, int, int], FirstDifference] | None = None
         self.damages: dict[tuple[int, str, int], tuple[int, int]] = {}
         self._progress, self._lock = progress, threading.Lock()
@@ -233,25 +234,18 @@ class _Runs:
 
 
 class _Worker:
-    """One thread's buffers and open files."""
+    """One thread's buffers and sums."""
 
     def __init__(self, tally: _Tally, *, sums: bool = True) -> None:
         self._tally, self._summed = tally, tally.sums if sums else {}
         self._buffers: dict[str, Array] = {}
-        self._files: dict[Path, Any] = {}
         self._sums: dict[Path, PartialSum] = {}
 
     def __enter__(self) -> _Worker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._close()
         self._tally.summed(self._sums)
-
-    def _close(self) -> None:
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
 
     def _read(self, use: str, info: TensorInfo, offset: int, nbytes: int) -> Array:
         """``nbytes`` of a tensor from its byte ``offset``, in the buffer of this name."""
@@ -263,21 +257,7 @@ class _Worker:
 
     def _fill(self, path: Path, offset: int, buffer: Array) -> None:
         """Fill the buffer from ``offset`` of a file, and add to the file's sum, if it is wanted."""
-        try:
-            if path not in self._files:
-                if len(self._files) >= 64:
-                    self._close()
-                self._files[path] = path.open("rb", buffering=0)
-            file = self._files[path]
-            file.seek(offset)
-            view, done = buffer.data, 0
-            while done < buffer.size:
-                count = file.readinto(view[done:])
-                if not count:
-                    raise CheckpointError(f"{path} became shorter while it was read")
-                done += count
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+        self._tally.files.fill(path, offset, buffer)
         if path in self._summed:
             if path not in self._sums:
                 self._sums[path] = PartialSum(self._summed[path].size)

@@ -28,7 +28,8 @@ from reshard.planning.plan import Box, Plan
 from reshard.planning.rank_config import rank_config
 from reshard.planning.stored import Boxes, Placed
 from verify.bytes.atoms import Block
-from verify.bytes.stored import Files, Parts, strided
+from verify.bytes.reading import Files
+from verify.bytes.stored import Parts, strided, tile
 from verify.rules import with_sound_config
 
 _NONE = np.zeros(0, np.intp)
@@ -119,7 +120,7 @@ class _Held:
         info = self._ranks[rank][placed.stored.name_on(rank)]
         bits = 8 * info.nbytes // max(1, math.prod(info.shape))
         of = strided(info.offset, block.shape, block.shard, block.shard_strides, bits)
-        return self._files.tile(info.file, of, tuple(slice(0, length) for length in of.shape))
+        return tile(self._files, info.file, of, tuple(slice(0, length) for length in of.shape))
 
 
 def _put(

@@ -7,12 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from formats.errors import PlanError
 from reshard.launcher import Share, share_of_launcher
-from tests.support import command, contents, write_checkpoint
+from tests.support import LLAMA, command, contents, write_checkpoint
 
 VARIABLES = [
     ({"RANK": "2", "WORLD_SIZE": "4", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, Share(2, 4)),
@@ -96,6 +97,33 @@ def test_the_same_command_again_writes_what_a_lost_process_did_not(tmp_path: Pat
     assert "missing      0, 1" in command("inspect", out).stdout.replace("missing     ", "missing      ")
     assert "none is left to write" in process(1)
     assert "The result is" in process(0) and "none is left to write" in process(0)
+
+
+@pytest.mark.parametrize("launcher", ["Kubernetes", "SkyPilot"])
+def test_the_job_files_of_the_documentation(launcher: str, tmp_path: Path) -> None:
+    """Their command lines, with the variables that the launcher sets in each process."""
+    text = (Path(__file__).parents[2] / "docs/cluster.md").read_text()
+    job = yaml.safe_load(text.split(f"\n{launcher}:\n")[1].split("```yaml\n")[1].split("```")[0])
+    if launcher == "Kubernetes":
+        spec = job["spec"]
+        (container,) = spec["template"]["spec"]["containers"]
+        count, line = spec["completions"], container["command"]
+        own = {each["name"]: each["value"] for each in container["env"]}
+        assert spec["parallelism"] == count == int(own["RESHARD_PROCESSES"])
+        variables = [own | {"JOB_COMPLETION_INDEX": str(index)} for index in range(count)]
+    else:
+        count, line = job["num_nodes"], job["run"].split()
+        own = {"SKYPILOT_NUM_NODES": str(count), "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_TASK_ID": "1"}
+        variables = [own | {"SKYPILOT_NODE_RANK": str(index)} for index in range(count)]
+    sizes = {"num_attention_heads": 16, "num_key_value_heads": 16, "intermediate_size": 32}
+    source = write_checkpoint(tmp_path / "llama", config=LLAMA | sizes)
+    stands_for = {"org/model": str(source), "/shared/out": str(tmp_path / "out")}
+    assert line[0] == "reshard" and stands_for.keys() <= set(line)
+    for environment in variables:
+        done = command(*(stands_for.get(word, word) for word in line[1:]), **environment)
+        assert done.returncode == 0, done.stderr
+    assert "The result is" in done.stdout
+    assert command("verify", source, tmp_path / "out", "--exact-only").returncode == 0
 
 
 def test_auto_goes_alone(tmp_path: Path) -> None:

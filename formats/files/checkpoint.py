@@ -27,7 +27,7 @@ WEIGHT_SUFFIXES = (
 MODEL, _SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 _BIN, _BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-_MODELOPT = "hf_quant_config.json"
+MODELOPT = "hf_quant_config.json"
 _SAMPLES = 1024
 _SAMPLE = 64
 
@@ -271,7 +271,7 @@ def with_modelopt(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     modelopt/torch/export/unified_export_hf.py; vLLM, model_executor/layers/quantization/modelopt.py. Raises
     CheckpointError if it is damaged.
     """
-    path = folder / _MODELOPT
+    path = folder / MODELOPT
     if quantization_settings(config) or not path.is_file():
         return config
     _, found = read_document(path, MAX_CONFIG, json_object)

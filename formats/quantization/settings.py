@@ -32,8 +32,12 @@ def quantization_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same config without the settings of quantization at its top."""
-    return {key: value for key, value in config.items() if key not in _KEYS}
+    """The same config without the settings of quantization, at its top and in its sections."""
+    return {
+        key: without_quantization(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key not in _KEYS
+    }
 
 
 def with_setting(config: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:

@@ -118,6 +118,11 @@ hub_options = together(
     click.option("--token", metavar="TOKEN", help="Token for the Hub; default: HF_TOKEN, or that of 'hf auth login'."),
     click.option("--cache-dir", type=PATH, metavar="DIR", help="The Hub's cache; default: HF_HUB_CACHE."),
 )
+dequantize_option = click.option(
+    "--dequantize", is_flag=True,
+    help="Take weights of 8-bit floats (fp8) as if the checkpoint were in BF16: number times scale, as DeepSeek's own "
+    "script computes it."
+)  # fmt: skip
 download_option = click.option(
     "--download",
     is_flag=True,
@@ -180,13 +185,14 @@ def access_of(
     *,
     quiet: bool,
     download: bool = False,
+    dequantize: bool = False,
 ) -> Access:
     """How to reach a source, by the options of ``hub_options``, ``plan_option`` and ``config_option``."""
     from reshard.storage.access import Access
 
     return Access(
         revision=revision, token=token, cache_dir=cache_dir, plan_file=plan_file, quiet=quiet, config=config,
-        download=download,
+        download=download, dequantize=dequantize,
     )  # fmt: skip
 
 

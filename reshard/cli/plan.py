@@ -17,6 +17,7 @@ from reshard.cli.options import (
     config_option,
     debug_option,
     degrees_of,
+    dequantize_option,
     hub_options,
     json_option,
     mesh_options,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 @padding_options
 @plan_option
 @config_option
+@dequantize_option
 @hub_options
 @json_option
 @debug_option
@@ -58,7 +60,7 @@ def plan_command(
     source: str, tp: int | None, ep: int | None, pp: int | None, pp_layers: tuple[int, ...] | None, same_ranks: bool,
     uneven: bool, save_file: Path | None, draft_file: Path | None, form: str | None, tp_plan: bool, report: Path | None,
     pad_vocab_to: int | None, no_pad_vocab: bool, plan_file: Path | None, config_folder: Path | None,
-    revision: str | None, token: str | None, cache_dir: Path | None, as_json: bool,
+    revision: str | None, token: str | None, cache_dir: Path | None, as_json: bool, dequantize: bool,
 ) -> None:  # fmt: skip
     """Show what a split of SOURCE would do, tensor by tensor, from the headers alone.
 
@@ -89,7 +91,7 @@ def plan_command(
         raise click.UsageError("--report goes with --tp, --ep or --pp, without --as and --tp-plan")
     if report is not None and not report.absolute().parent.is_dir():
         raise click.UsageError(f"--report: there is no folder {report.absolute().parent}")
-    access = access_of(revision, token, cache_dir, plan_file, config_folder, quiet=as_json)
+    access = access_of(revision, token, cache_dir, plan_file, config_folder, quiet=as_json, dequantize=dequantize)
     try:
         opened = open_any(source, access, Weights.HEADERS)
     except PlanError as error:
@@ -171,10 +173,10 @@ def _print_plan(plan: Plan, opened: Source, source: str, as_json: bool) -> None:
     rows = rows_of(plan)
     totals = totals_of(plan, rows)
     ends = (0, plan.mesh.size - 1)
-    download = max(download_of(opened, plan, rank) for rank in ends) if opened.is_elsewhere else None
+    download = max(download_of(opened, plan, rank) for rank in ends) if opened.is_elsewhere else 0
     if not as_json:
         table = format_table(rows, terminal_width())
-        print_lines(_title(plan.model, source), "", *table, "", *totals_lines(plan, totals, download))
+        print_lines(_title(plan.model, source), "", *table, "", *totals_lines(plan, totals, download or None))
         return
     passes = {"forward": totals.forward, "backward": totals.backward}
     print_json(
@@ -192,7 +194,7 @@ def _print_plan(plan: Plan, opened: Source, source: str, as_json: bool) -> None:
             "bytes_per_rank": totals.bytes_per_rank,
             "bytes_per_rank_least": totals.bytes_least,
             "bytes_replicated_per_rank": totals.replicated,
-            "download_per_rank": download,
+            "download_per_rank": download or None,
             "all_reduce_per_token": {name: {"count": p.count, "bytes": p.nbytes} for name, p in passes.items()},
         }
     )

@@ -15,6 +15,7 @@ from reshard.cli.options import (
     access_of,
     config_option,
     degrees_of,
+    dequantize_option,
     download_option,
     hub_options,
     mesh_options,
@@ -62,6 +63,7 @@ def _is_for_any_mesh(form: str) -> bool:
 @click.option(
     "--extra-state", is_flag=True, help="With --as megatron: also an empty _extra_state for each of its modules."
 )
+@dequantize_option
 @part_option
 @padding_options
 @plan_option
@@ -78,6 +80,7 @@ def split_command(
     pad_vocab_to: int | None, no_pad_vocab: bool, plan_file: Path | None, config_folder: Path | None,
     revision: str | None, token: str | None, cache_dir: Path | None, download: bool, overwrite: bool, fsync: bool,
     no_checksum: bool, workers: int | None, dry_run: bool, progress: str, as_json: bool, quiet: bool, extra_state: bool,
+    dequantize: bool,
 ) -> None:  # fmt: skip
     """Split SOURCE into N ranks, one folder each, under OUT.
 
@@ -105,10 +108,13 @@ def split_command(
     from reshard.launcher import share_of_launcher
 
     wanted = share_of_launcher() if None in ranks else [rank for rank in ranks if rank is not None] or None
-    access = access_of(revision, token, cache_dir, plan_file, config_folder, quiet=quiet or as_json, download=download)
+    access = access_of(
+        revision, token, cache_dir, plan_file, config_folder, quiet=quiet or as_json, download=download,
+        dequantize=dequantize,
+    )  # fmt: skip
     padding = padding_of(pad_vocab_to, no_pad_vocab)
     started = time.monotonic()
-    far = any("://" in str(place) for place in (source, out)) or not Path(source).exists()
+    far = dequantize or any("://" in str(place) for place in (source, out)) or not Path(source).exists()
     with (
         prepared(wanted=far and not dry_run),
         interruptible(dry_run),

@@ -16,12 +16,21 @@ import click
 from formats.errors import ReshardError
 from formats.mesh import Mesh, mesh_of
 from reshard.cli.errors import print_error, print_traceback, tracebacks_are_wanted
-from reshard.cli.options import FILE, access_of, config_option, debug_option, hub_options, json_option
+from reshard.cli.options import (
+    FILE,
+    access_of,
+    config_option,
+    debug_option,
+    dequantize_option,
+    hub_options,
+    json_option,
+)
 from reshard.cli.printing import print_json, print_lines
 from reshard.cli.progress import Progress, bars_are_wanted
 
 if TYPE_CHECKING:
     from reshard.storage.access import Access
+    from reshard.storage.source import Source
     from verify.forward.crew import Crew
     from verify.report.answer import Answer
 
@@ -61,6 +70,7 @@ def _meshes(_: click.Context, option: click.Parameter, texts: tuple[str, ...]) -
 @click.option("--report", type=FILE, metavar="FILE", help="Write an HTML page, which needs no network.")
 @click.option("--plan", "plan_file", type=FILE, metavar="FILE", help="The plan file that the shards were split by.")
 @config_option
+@dequantize_option
 @hub_options
 @json_option
 @click.option("-q", "--quiet", is_flag=True, help="No progress and no summary: print same, different or unchecked.")
@@ -69,7 +79,7 @@ def verify_command(
     original: str, shards: str, exact_only: bool, device: str, dtype: str | None, batch: int, seq: int, seed: int,
     prompt: str | None, backward: bool, streamed: bool, timeout: float, engine: str | None, engine_python: str | None,
     engine_mesh: tuple[Mesh, ...], report: Path | None, plan_file: Path | None, config_folder: Path | None,
-    revision: str | None, token: str | None, cache_dir: Path | None, as_json: bool, quiet: bool,
+    revision: str | None, token: str | None, cache_dir: Path | None, as_json: bool, quiet: bool, dequantize: bool,
 ) -> int:  # fmt: skip
     """Prove that SHARDS are the model ORIGINAL: compare the bytes, then run the model and compare its outputs.
 
@@ -90,6 +100,11 @@ def verify_command(
     for option, given in (("--engine-python", engine_python), ("--engine-mesh", engine_mesh)):
         if given and engine is None:
             raise click.UsageError(f"{option} goes with --engine")
+    if dequantize and (not exact_only or engine is not None):
+        raise click.UsageError(
+            "--dequantize goes with --exact-only: to run the model, write the dequantized checkpoint with "
+            "'split ORIGINAL OUT --as huggingface --dequantize', and give that as ORIGINAL"
+        )
     settings = {
         "device": device, "dtype": dtype, "batch": batch, "seq": seq, "seed": seed, "prompt": prompt,
         "backward": backward, "streamed": streamed, "timeout": timeout,
@@ -98,7 +113,9 @@ def verify_command(
     if engine is not None:
         wanted = {"name": engine, "python": engine_python, "dtype": dtype, "seed": seed, "meshes": engine_mesh}
         answer.engine_options = {key: value for key, value in wanted.items() if value is not None}
-    access = access_of(revision, token, cache_dir, plan_file, config_folder, quiet=quiet or as_json)
+    access = access_of(
+        revision, token, cache_dir, plan_file, config_folder, quiet=quiet or as_json, dequantize=dequantize
+    )
 
     def finish() -> int:
         return _finish(answer, report, as_json=as_json, quiet=quiet)
@@ -155,6 +172,7 @@ def _attempt(answer: Answer, access: Access, crew: Crew | None = None) -> None:
     from reshard.storage.fetched import Weights
     from reshard.storage.hub import fetch
     from verify.bytes.exact import open_shards
+    from verify.bytes.exact_report import ExactReport
     from verify.prove import prove
 
     is_run = answer.wants_forward or answer.engine_options is not None
@@ -168,6 +186,10 @@ def _attempt(answer: Answer, access: Access, crew: Crew | None = None) -> None:
             shards = open_shards(place.path, original, plan_file=access.plan_file, remote=place.remote)
             is_silent = access.quiet or (crew is not None and not crew.is_first)
             prove(answer, original, shards, access.plan_file, _Display(is_silent), crew)
+        if answer.exit_code == 1 and not isinstance(shards, ExactReport) and _lost_quantization(original, shards):
+            answer.notes.append(
+                "The original is quantized, these are not. If they were split with --dequantize, give it here, too."
+            )
         if answer.exact is not None:
             named = {str(place.path): place.repo or str(place.path), str(original.path): original.location}
             answer.exact = answer.exact.calling(named)
@@ -175,6 +197,13 @@ def _attempt(answer: Answer, access: Access, crew: Crew | None = None) -> None:
         if tracebacks_are_wanted():
             print_traceback()
         answer.error = error
+
+
+def _lost_quantization(original: Source, shards: Source) -> bool:
+    """Whether the original's config has settings of quantization, and the shards' has none."""
+    from formats.quantization.settings import quantization_settings
+
+    return bool(quantization_settings(original.model.config)) and not quantization_settings(shards.read_config())
 
 
 def _finish(answer: Answer, report: Path | None, *, as_json: bool, quiet: bool) -> int:

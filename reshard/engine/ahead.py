@@ -111,7 +111,7 @@ class Ahead:
         assert file.remote is not None
         if file not in self._open:
             self._open[file] = file.remote.open()
-        self._fetched += end - begin
+        self._fetched += file.remote.over_network(end - begin)
         return Part(begin, end, self._threads.submit(self._open[file], begin, end))
 
 

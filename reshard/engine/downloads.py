@@ -30,6 +30,11 @@ def download_of(source: Source, target: Plan, rank: int) -> int:
                 place = places(region.rank)
                 if place is not None and place.file.remote is not None:
                     found.setdefault(place.file, []).extend(joined(needed(place, region), GAP))
-            known[key] = sum(end - begin for ranges in found.values() for begin, end in joined(ranges, 0))
+            known[key] = sum(
+                file.remote.over_network(end - begin)
+                for file, ranges in found.items()
+                for begin, end in joined(ranges, 0)
+                if file.remote is not None
+            )
         total += known[key]
     return total

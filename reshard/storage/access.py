@@ -9,7 +9,7 @@ from formats.errors import CheckpointError
 from formats.files.sharded import METADATA_KEY
 from formats.notation.architecture import Architecture
 from reshard.storage.fetched import Weights
-from reshard.storage.hub import fetch
+from reshard.storage.hub import assets_folder, fetch
 from reshard.storage.opening import lines_of, open_source
 from reshard.storage.source import Source, read_elsewhere
 
@@ -19,7 +19,8 @@ class Access:
     """How to open a source: Hub revision, token and cache, and the user's own plan file.
 
     ``config`` is a folder with the config.json of a model in another program's format. With ``download`` the weights of
-    a Hub id are downloaded into the cache, not read where they are.
+    a Hub id are downloaded into the cache, not read where they are. With ``dequantize`` weights of 8-bit floats are
+    read as if they were in bfloat16.
     """
 
     revision: str | None = None
@@ -29,6 +30,7 @@ class Access:
     quiet: bool = False
     config: Path | None = None
     download: bool = False
+    dequantize: bool = False
 
 
 def open_any(source: str | Path, access: Access, weights: Weights = Weights.RANGES) -> Source:
@@ -37,6 +39,10 @@ def open_any(source: str | Path, access: Access, weights: Weights = Weights.RANG
         str(source), revision=access.revision, token=access.token, cache_dir=access.cache_dir, quiet=access.quiet,
         weights=Weights.FILES if access.download and weights is Weights.RANGES else weights,
     )  # fmt: skip
+    if access.dequantize:
+        from reshard.storage.dequantized import dequantized  # numpy
+
+        fetched = dequantized(fetched, weights, assets_folder(access.cache_dir))
     with fetched.named():
         opened = open_source(
             fetched.path, location=fetched.repo, commit=fetched.commit, plan_file=access.plan_file, config=access.config

@@ -88,9 +88,7 @@ def fetch(
     if path.is_symlink():
         raise CheckpointError(f"{source} is a link to {path.readlink()}, which is not there")
     if is_url(source) and not re.match(r"https?://(www\.)?(huggingface\.co|hf\.co)/", source):
-        from huggingface_hub import constants
-
-        return fetch_stored(source, weights, cache_dir / "assets" if cache_dir else Path(constants.HF_ASSETS_CACHE))
+        return fetch_stored(source, weights, assets_folder(cache_dir))
     if not _may_be_repo(source):
         raise CheckpointError(f"no such folder: {source or '(empty)'}", _hint_for_path(source))
     request = _Request(source, revision, token, cache_dir, quiet)
@@ -101,6 +99,15 @@ def fetch(
             raise
         except Exception as error:
             raise _explain(error, request) from error
+
+
+def assets_folder(cache_dir: Path | None) -> Path:
+    """Where what is no repository of the Hub is kept: in ``cache_dir``, or where the Hub's library keeps such files."""
+    if cache_dir is not None:
+        return cache_dir / "assets"
+    from huggingface_hub import constants
+
+    return Path(constants.HF_ASSETS_CACHE)
 
 
 # --- the download --------------------------------------------------------------------------------------------------

@@ -58,6 +58,18 @@ class Remote(ABC):
     def address(self) -> str:
         """What messages call the file; it holds no secret."""
 
+    @property
+    def folder(self) -> Path | None:
+        """The folder on this machine that it lies in; None if it lies elsewhere."""
+        return None
+
+    def over_network(self, nbytes: int) -> int:
+        """What is fetched for so many bytes of it."""
+        return nbytes
+
+    def check_unchanged(self) -> None:  # noqa: B027  # each answer of a server says it
+        """Raise MismatchError if it is known to be no longer as it was found."""
+
     @abstractmethod
     def open(self) -> Read:
         """Connect to it. Raises CheckpointError."""

@@ -157,8 +157,17 @@ class Source:
         """The config.json that belongs to it. Raises CheckpointError."""
         return dict(json.loads(self.made[CONFIG])) if CONFIG in self.made else read_config(self.path / CONFIG)
 
+    @property
+    def folders(self) -> list[Path]:
+        """The folders on this machine that it is read from: no output may lie there."""
+        remotes = (file.remote for file in self.files.values())
+        return [self.path, *{remote.folder for remote in remotes if remote and remote.folder}]
+
     def check_unchanged(self) -> None:
         """Raise MismatchError if a file is no longer in the state in which it was opened."""
+        for file in self.files.values():
+            if file.remote is not None:
+                file.remote.check_unchanged()
         for path, stamp in self.stamps.items():
             if not path.exists() or stamp_of(path, stamp.name).open_state != stamp.open_state:
                 raise MismatchError(
@@ -172,7 +181,7 @@ class Source:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether weights are read from another machine."""
+        """Whether weights are read from another machine, or computed."""
         return any(file.remote is not None for file in self.files.values())
 
     @property

@@ -34,6 +34,7 @@ from reshard.planning.geometry import Geometry
 from reshard.planning.plan import Layout, Plan, make_plan
 from reshard.planning.portions import Portion, stored_like, unchanged
 from reshard.planning.stored import Atom, Placed, Stored
+from reshard.storage.access import Access
 from reshard.storage.output import (
     Dealt,
     Finished,
@@ -118,6 +119,12 @@ class NewFile:
     """Other bytes that come from no source, with their offsets."""
     crcs: tuple[Crc, ...] = ()
     """What is known when all else is written."""
+
+
+def noted(access: Access, note: str | None = None) -> str | None:
+    """What a reader of the output must know: that it was dequantized, and ``note``."""
+    notes = ["weights in fp8 were dequantized to BF16"] if access.dequantize else []
+    return ". ".join([*notes, *([note] if note else [])]) or None
 
 
 def new_file(shard: ShardFile, folder: str, rank: int, header: bytes, *, summed: bool = True) -> NewFile:
@@ -579,7 +586,7 @@ def check_place(
     if isinstance(out, Path):
         if dealt is not None and not overwrite and is_published(out, task):
             raise PublishedError(f"{out} is complete")
-        check_output(out, [source.path], overwrite=overwrite)
+        check_output(out, source.folders, overwrite=overwrite)
         check_space(out.parent, sum(file.size for file in files) - already_staged(out))
         return
     if dealt is not None and overwrite:

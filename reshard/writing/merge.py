@@ -27,6 +27,7 @@ from reshard.writing.files import (
     done,
     new_file,
     no_progress,
+    noted,
     publish_output,
     staging_for,
     summed_up,
@@ -51,14 +52,15 @@ def merge(
     """Merge shards into one full Hugging Face checkpoint.
 
     The original files are restored byte for byte, as the manifest describes them. With ``max_shard_size`` (bytes), or
-    without a manifest, or if the original was not safetensors, new files of at most this size are written. With
+    without a manifest, or if the original was not safetensors, new files of at most this size are written. A full
+    checkpoint is taken to be dequantized (``Access.dequantize``) alone. With
     ``part`` this process writes its share of the files, and the last of all processes publishes. Raises ReshardError;
     ``out`` exists only if it is complete. It may be the URL of a place in a bucket.
     """
     (folder, bucket), options = place_of(out, access.cache_dir), options or Options()
     before = tried_again()
     opened = open_any(shards, access)
-    if not opened.is_split:
+    if not opened.is_split and not access.dequantize:
         raise CheckpointError(
             f"{shards} is a full checkpoint, there is nothing to merge", "give the folder that 'reshard split' wrote"
         )
@@ -77,7 +79,7 @@ def merge(
         command="merge", source=opened.location, out=bucket.name if bucket else folder,
         source_mesh=opened.plan.mesh, mesh=UNSPLIT,
         tensors=len(target.model.tensors), files=len(files), nbytes=total, written=0, padding={}, ranks=(0,),
-        complete=False, dry_run=dry_run, left_behind=opened.left_behind,
+        complete=False, dry_run=dry_run, left_behind=opened.left_behind, note=noted(access),
         tried_again=tried_again() - before,
     )  # fmt: skip
     summary = summed_up(summary, files, part, dealt)

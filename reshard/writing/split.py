@@ -58,6 +58,7 @@ from reshard.writing.files import (
     done,
     new_file,
     no_progress,
+    noted,
     publish_output,
     record_with_sums,
     staging_for,
@@ -170,7 +171,7 @@ def split(
         written=0, padding={axis: (full[axis], padded) for axis, padded in target.padding.items()}, ranks=wanted,
         complete=False, dry_run=dry_run, left_behind=new.left_behind,
         tried_again=tried_again() - before,
-        note=page.without_extra_state if page and not extra_state else None,
+        note=noted(access, page.without_extra_state if page and not extra_state else None),
     )  # fmt: skip
     summary = summed_up(summary, files, part, dealt)
     task = new.task | task_of(opened, options)
@@ -237,7 +238,7 @@ def _check_ranks(new: _Ranks | ProgramFiles, source: Source, out: Path, overwrit
             if (out / MANIFEST).is_file():
                 _check_begun(new, source, out, overwrite)
             else:
-                check_output(out, [source.path], overwrite=overwrite, begun=_is_only_rank_folders(out))
+                check_output(out, source.folders, overwrite=overwrite, begun=_is_only_rank_folders(out))
             break
         except CheckpointError:
             if time.monotonic() > give_up:
@@ -249,7 +250,7 @@ def _check_ranks(new: _Ranks | ProgramFiles, source: Source, out: Path, overwrit
 def _check_begun(new: _Ranks | ProgramFiles, source: Source, out: Path, overwrite: bool) -> None:
     """Raise CheckpointError unless the ranks of this run may be added to those in an output."""
     existing = read_manifest(out / MANIFEST)
-    check_output(out, [source.path], overwrite=True)
+    check_output(out, source.folders, overwrite=True)
     _check_same_run(existing, new.manifest({}, source.read_side_files()), out)
     present = [rank for rank in new.ranks if rank in existing.ranks]
     if present and not overwrite:

@@ -18,6 +18,7 @@ from formats.errors import CheckpointError
 from formats.regular_files import open_file, unreadable
 from reshard.storage.remote import Read
 from reshard.storage.source import Source, SourceFile
+from verify.bytes.dequantized import opened
 from verify.bytes.views import Array
 
 OPEN = 64
@@ -113,7 +114,7 @@ class _Blocks:
         with self._lock:
             if self._opened is None:
                 assert self._file.remote is not None
-                self._opened = self._file.remote.open()
+                self._opened = opened(self._file.remote)
         begin = number * BLOCK
         if begin >= self._file.size:
             raise CheckpointError(f"{self._file.shown} has no byte {begin}")

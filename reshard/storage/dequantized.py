@@ -1,0 +1,291 @@
+"""A quantized checkpoint as if it lay dequantized elsewhere: files whose bytes are computed when they are read.
+
+Such a file (``DequantizedFile``) is read by ranges like one on the Hub, so the engine needs to know nothing of it. A
+folder stands in for the checkpoint (see ``reshard.storage.stand_in``): with the headers that the dequantized files
+would have, a ``config.json`` without the settings of quantization, and an index without the scales.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from formats.documents import json_bytes
+from formats.errors import CheckpointError, MismatchError
+from formats.files.checkpoint import MODELOPT, Checkpoint, WeightFile, open_checkpoint
+from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header, tensor_bytes
+from formats.files.sharded import is_sharded
+from formats.quantization.dequantizing import DTYPE, Grid, Scaled, dequantize, scaled_weights, scales_from
+from formats.quantization.settings import without_quantization
+from formats.regular_files import open_file, unreadable
+from reshard.storage.fetched import Fetched, Weights
+from reshard.storage.remote import Read, Remote
+from reshard.storage.stand_in import Elsewhere, stand_in
+from reshard.system import disk_errors
+
+_KEPT = 64
+"""The scales of so many weights are kept for the next range of the same weight."""
+
+_VERSION = 1
+"""Of the folders that stand in: another one is made where this has changed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalFile(Remote):
+    """A file on this machine, in the state in which it was found."""
+
+    path: Path
+    size: int
+    mtime_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, path: Path) -> LocalFile:
+        """The file as it is now. Raises CheckpointError if it cannot be read."""
+        try:
+            found = path.stat()
+        except OSError as error:
+            raise unreadable(path, error) from error
+        return cls(path, found.st_size, found.st_mtime_ns, found.st_ino)
+
+    @property
+    def identity(self) -> str:
+        """Size, time and inode."""
+        return f"{self.size}:{self.mtime_ns}:{self.inode}"
+
+    @property
+    def address(self) -> str:
+        """The path."""
+        return str(self.path)
+
+    @property
+    def folder(self) -> Path:
+        """The folder that it lies in."""
+        return self.path.parent
+
+    def over_network(self, nbytes: int) -> int:
+        """Nothing is fetched."""
+        return 0
+
+    def check_unchanged(self) -> None:
+        """Raise MismatchError if the file is no longer as it was found."""
+        if LocalFile.of(self.path) != self:
+            raise MismatchError(
+                f"{self.path} was changed while it was read", "run the command again when nobody writes there"
+            )
+
+    def open(self) -> Read:
+        """Open the file."""
+        self.check_unchanged()
+        file = open_file(self.path)
+
+        def read(start: int, stop: int) -> memoryview:
+            try:
+                found = os.pread(file.fileno(), stop - start, start)
+            except OSError as error:
+                raise unreadable(self.path, error) from error
+            if len(found) != stop - start:
+                raise CheckpointError(f"{self.path} ended at byte {start + len(found)} while it was read")
+            return memoryview(found)
+
+        return read
+
+
+class Scales(NamedTuple):
+    """The scales of a weight: their file, by its number, their place in it, their dtype, and where they apply."""
+
+    file: int
+    begin: int
+    end: int
+    dtype: str
+    grid: Grid
+
+
+class Piece(NamedTuple):
+    """A tensor of a dequantized file, up to byte ``end`` there; ``source`` is the first byte of what it is made of."""
+
+    begin: int
+    end: int
+    source: int
+    scales: Scales | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DequantizedFile(Remote):
+    """A file of weights that is computed from one of ``files``, number ``number``, and from scales in any of them."""
+
+    header: bytes
+    pieces: tuple[Piece, ...]
+    files: tuple[Remote, ...]
+    number: int
+
+    @property
+    def identity(self) -> str:
+        """A digest of what names the files that it is made of."""
+        used = sorted({self.number, *(piece.scales.file for piece in self.pieces if piece.scales)})
+        found = hashlib.sha256(json.dumps([_VERSION, *(self.files[number].identity for number in used)]).encode())
+        return f"dequantized:{found.hexdigest()[:32]}"
+
+    @property
+    def address(self) -> str:
+        """That of the quantized file."""
+        return self.files[self.number].address
+
+    @property
+    def folder(self) -> Path | None:
+        """That of the quantized file."""
+        return self.files[self.number].folder
+
+    @cached_property
+    def size(self) -> int:
+        """In bytes."""
+        return self.pieces[-1].end if self.pieces else len(self.header)
+
+    def over_network(self, nbytes: int) -> int:
+        """About what is fetched for so many bytes of it: a byte for an element that has two here."""
+        return self.files[self.number].over_network(nbytes // 2)
+
+    def check_unchanged(self) -> None:
+        """Raise MismatchError if a file that it is made of has changed."""
+        for file in self.files:
+            file.check_unchanged()
+
+    def open(self) -> Read:
+        """Open the files that it is made of, each when it is needed."""
+        return self.read_with(scales_from, dequantize)
+
+    def read_with(
+        self, read_scales: Callable[[memoryview, str, Grid], NDArray[Any]],
+        compute: Callable[[NDArray[np.uint8], int, Grid, NDArray[Any]], NDArray[np.uint16]],
+    ) -> Read:  # fmt: skip
+        """The same with another arithmetic than ``dequantize``: verify has one of its own."""
+        lock = threading.Lock()
+        opened = dict[int, Read]()
+        ends = [piece.end for piece in self.pieces]
+
+        def file(number: int) -> Read:
+            with lock:
+                if number not in opened:
+                    opened[number] = self.files[number].open()
+                return opened[number]
+
+        @lru_cache(maxsize=_KEPT)
+        def scales_of(of: Scales) -> NDArray[Any]:
+            return read_scales(file(of.file)(of.begin, of.end), of.dtype, of.grid)
+
+        def read(start: int, stop: int) -> memoryview:
+            found = bytearray(stop - start)
+            if start < len(self.header):
+                found[: len(self.header) - start] = self.header[start:stop]
+            for piece in self.pieces[bisect_right(ends, start) :]:
+                if piece.begin >= stop:
+                    break
+                begin, end = max(start, piece.begin) - piece.begin, min(stop, piece.end) - piece.begin
+                at = piece.begin + begin - start
+                if piece.scales is None:
+                    content = file(self.number)(piece.source + begin, piece.source + end)
+                else:
+                    first, last = begin // 2, -(-end // 2)  # a range may begin or end within an element
+                    codes = np.frombuffer(file(self.number)(piece.source + first, piece.source + last), np.uint8)
+                    numbers = compute(codes, first, piece.scales.grid, scales_of(piece.scales))
+                    content = numbers.astype("<u2", copy=False).view(np.uint8).data[begin - 2 * first :][: end - begin]
+                found[at : at + end - begin] = content
+            return memoryview(found)
+
+        return read
+
+
+def dequantized(fetched: Fetched, weights: Weights, cache: Path) -> Fetched:
+    """A checkpoint as if its weights were in bfloat16. ``cache`` keeps the folder that stands in for it.
+
+    Raises CheckpointError for what is no full checkpoint in safetensors, or not quantized; PlanError for what cannot be
+    dequantized.
+    """
+    name = f"{fetched.repo or os.path.realpath(fetched.path)} (dequantized)"
+    with fetched.named():
+        if is_sharded(fetched.path):
+            raise CheckpointError(f"{fetched.path} is split: only a full checkpoint is dequantized", "merge it first")
+        checkpoint = open_checkpoint(fetched.path)
+        if any(file.header is None for file in checkpoint.files):
+            raise CheckpointError(f"{fetched.path}: only safetensors are dequantized")
+        scaled, gone = scaled_weights(checkpoint.config, checkpoint.tensors)
+        if not scaled:
+            raise CheckpointError(f"{fetched.path} has no weights of 8-bit floats", "leave --dequantize out")
+        files = [fetched.remote.get(file.name) or LocalFile.of(file.path) for file in checkpoint.files]
+        made = dict(_files(checkpoint, scaled, gone, files))
+    sampled = weights is not Weights.HEADERS
+    states = json.dumps([_VERSION, name, sampled, *((file, of.identity) for file, of in made.items())])
+    states += json.dumps([(file.name, LocalFile.of(file).identity) for file in checkpoint.side_files])
+    folder = cache / "reshard" / "dequantized" / hashlib.sha256(states.encode()).hexdigest()[:32]
+    with disk_errors(folder):
+        there = {file: Elsewhere(of, of.size) for file, of in made.items()}
+        stand_in(folder, there, lambda at: _fill(at, checkpoint, made), name, sampled=sampled)
+    return Fetched(folder, name, fetched.commit, headers_only=True, remote=made)
+
+
+def _files(
+    checkpoint: Checkpoint, scaled: Mapping[str, Scaled], gone: set[str], files: Sequence[Remote]
+) -> Iterator[tuple[str, DequantizedFile]]:
+    """The dequantized files, by the names of those that they are made of; a file of nothing but scales is none."""
+    numbers = {file.path: number for number, file in enumerate(checkpoint.files)}
+    held: dict[Path, list[TensorInfo]] = {file.path: [] for file in checkpoint.files}
+    for info in checkpoint.tensors.values():
+        if info.name not in gone:
+            held[info.file].append(info)
+    for file in checkpoint.files:
+        if held[file.path]:
+            yield file.name, _file(file, held[file.path], scaled, files, numbers)
+
+
+def _file(
+    file: WeightFile, tensors: Sequence[TensorInfo], scaled: Mapping[str, Scaled], files: Sequence[Remote],
+    numbers: Mapping[Path, int],
+) -> DequantizedFile:  # fmt: skip
+    """A dequantized file: its tensors by descending size of an element, as they are to be aligned."""
+    kinds = [(DTYPE if info.name in scaled else info.dtype, info) for info in tensors]
+    kinds.sort(key=lambda kind: -DTYPE_BITS[kind[0]])
+    header = build_header([(info.name, dtype, info.shape) for dtype, info in kinds], file.metadata)
+    pieces, begin = list[Piece](), len(header)
+    for dtype, info in kinds:
+        end = begin + tensor_bytes(info.name, dtype, info.shape)
+        of, scales = scaled.get(info.name), None
+        if of is not None:
+            at = of.scale.offset
+            scales = Scales(numbers[of.scale.file], at, at + of.scale.nbytes, of.scale.dtype, of.grid)
+        if end > begin:
+            pieces.append(Piece(begin, end, info.offset, scales))
+        begin = end
+    return DequantizedFile(header, tuple(pieces), tuple(files), numbers[file.path])
+
+
+def _fill(folder: Path, checkpoint: Checkpoint, made: Mapping[str, DequantizedFile]) -> None:
+    """Put the side files and the index into a folder."""
+    for path in checkpoint.side_files:
+        target = folder / path.relative_to(checkpoint.path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if path.name != MODELOPT:
+            shutil.copyfile(path, target)
+    (folder / "config.json").write_bytes(json_bytes(without_quantization(checkpoint.config)) + b"\n")
+    if checkpoint.index_name is not None:
+        (folder / checkpoint.index_name).write_bytes(_index(checkpoint, made))
+
+
+def _index(checkpoint: Checkpoint, made: Mapping[str, DequantizedFile]) -> bytes:
+    """The index without what is gone."""
+    there = {name for file in made.values() for name in json.loads(file.header[8:]) if name != "__metadata__"}
+    document: dict[str, Any] = json.loads(checkpoint.index or b"{}")
+    weight_map = {name: file for name, file in document["weight_map"].items() if name in there}
+    total = sum(file.size - len(file.header) for file in made.values())
+    return json_bytes({"metadata": {"total_size": total}, "weight_map": weight_map}) + b"\n"

@@ -1,0 +1,306 @@
+"""``--dequantize``: weights of 8-bit floats, taken as if the checkpoint were in bfloat16."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from formats.documents import json_bytes
+from formats.errors import MismatchError, ReshardError
+from formats.files.safetensors import build_header, read_header
+from formats.quantization.dequantizing import Grid, dequantize, scales_from
+from reshard.api import Access, load, merge, split
+from reshard.engine.jobs import Options
+from reshard.storage.access import open_any
+from tests import store
+from tests.dequantize import METHODS
+from tests.reshard.test_quantized import PACKINGS, checkpoint
+from tests.reshard.test_quantized import dequantize as by_definition
+from tests.support import command, contents
+from verify.bytes import dequantized as proof
+
+ONE = Options(workers=1)
+BLOCK = 16, 32
+PLAIN = ("embed_tokens.weight", "norm.weight", "lm_head.weight", "mlp.gate.weight", "eh_proj.weight")
+
+
+def quantized(original: Path, folder: Path, files: int = 2) -> Path:
+    """The same model with weights of 8-bit floats in blocks, in several files, the scales not beside their weights."""
+    tensors, found = load_file(original / "model.safetensors"), {}
+    rng = np.random.default_rng(1)
+    for name, tensor in tensors.items():
+        if tensor.dim() != 2 or name.endswith(PLAIN):
+            found[name] = tensor
+            continue
+        grid = tuple(-(-size // block) for size, block in zip(tensor.shape, BLOCK, strict=True))
+        scale = torch.from_numpy(rng.uniform(0.001, 0.01, grid).astype(np.float32))
+        wide = scale.repeat_interleave(BLOCK[0], 0).repeat_interleave(BLOCK[1], 1)[: len(tensor), : tensor.shape[1]]
+        found[name] = (tensor.float() / wide).clamp(-448, 448).to(torch.float8_e4m3fn)
+        found[f"{name}_scale_inv"] = scale
+    folder.mkdir()
+    names = sorted(found, key=lambda name: (name.endswith("_scale_inv"), name))
+    weight_map = {}
+    for i in range(files):
+        part = names[len(names) * i // files : len(names) * (i + 1) // files]
+        file = f"model-{i + 1:05d}-of-{files:05d}.safetensors"
+        save_file({name: found[name].contiguous() for name in part}, folder / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    config = json.loads((original / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [*BLOCK]}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def by_torch(folder: Path) -> dict[str, torch.Tensor]:
+    """What DeepSeek's script makes of a checkpoint: number times scale in float32, stored as bfloat16."""
+    tensors = {
+        name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()
+    }
+    found = {}
+    for name, tensor in tensors.items():
+        if name.endswith("_scale_inv"):
+            continue
+        scale = tensors.get(f"{name}_scale_inv")
+        if scale is not None:
+            wide = scale.repeat_interleave(BLOCK[0], 0).repeat_interleave(BLOCK[1], 1)
+            tensor = (tensor.float() * wide[: len(tensor), : tensor.shape[1]]).to(torch.bfloat16)
+        found[name] = tensor
+    return found
+
+
+@pytest.fixture(scope="module")
+def source() -> Path:
+    return store.made("deepseek_v3-fp8", lambda at: quantized(store.checkpoint("deepseek_v3", "bfloat16"), at))
+
+
+@pytest.fixture(scope="module")
+def plain(source: Path) -> Path:
+    """The same, dequantized by torch, in the same files."""
+
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        found, weight_map = by_torch(source), {}
+        for file in sorted(source.glob("*.safetensors")):
+            part = {name: found[name] for name in read_header(file).tensors if name in found}
+            kinds = [(name, {2: "BF16", 4: "F32"}[of.element_size()], tuple(of.shape)) for name, of in part.items()]
+            kinds.sort(key=lambda kind: kind[1] != "F32")
+            data = b"".join(part[name].view(torch.uint8).numpy().tobytes() for name, *_ in kinds)
+            (folder / file.name).write_bytes(build_header(kinds, {"format": "pt"}) + data)
+            weight_map |= dict.fromkeys(part, file.name)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        config = json.loads((source / "config.json").read_text())
+        del config["quantization_config"]
+        (folder / "config.json").write_bytes(json_bytes(config) + b"\n")
+        (folder / "tokenizer.json").write_text("{}")
+
+    return store.made("deepseek_v3-dequantized", make)
+
+
+def access(folder: Path) -> Access:
+    return Access(cache_dir=folder / "cache", dequantize=True)
+
+
+# ------------------------------------------------------------------------------------------------------- arithmetic
+
+
+@pytest.mark.parametrize("begin", [0, 1, 69, 70, 1399])
+def test_each_element_is_that_of_torch(begin: int) -> None:
+    """All 256 numbers, scales of all sizes and ties, from any element on."""
+    rows, columns = 40, 70
+    rng = np.random.default_rng(begin)
+    codes = rng.integers(0, 256, (rows, columns), np.uint8)
+    scale = (2.0 ** rng.uniform(-140, 128, (3, 3))).astype(np.float32)
+    scale[0] = np.float32(1) + np.float32(2.0**-8) * np.array([1, 3, 5])  # products halfway between two bfloat16s
+    wide = torch.from_numpy(scale).repeat_interleave(16, 0).repeat_interleave(32, 1)[:rows, :columns]
+    should = (torch.from_numpy(codes).view(torch.float8_e4m3fn).float() * wide).to(torch.bfloat16)
+    grid = Grid(rows, columns, 16, 32)
+    found = dequantize(
+        codes.reshape(-1)[begin:1400], begin, grid, scales_from(memoryview(scale.tobytes()), "F32", grid)
+    )
+    words, nan = should.view(torch.int16).numpy().view(np.uint16).reshape(-1)[begin:1400], found & 0x7FFF > 0x7F80
+    assert np.array_equal(nan, should.isnan().numpy().reshape(-1)[begin:1400])
+    assert np.array_equal(found[~nan], words[~nan])
+
+
+# -------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def test_one_full_checkpoint_is_what_torch_makes(source: Path, plain: Path, tmp_path: Path) -> None:
+    split(source, tmp_path / "out", form="huggingface", access=access(tmp_path), options=ONE)
+    found, should = contents(tmp_path / "out"), contents(plain)
+    mine, theirs = (json.loads(of.pop("model.safetensors.index.json")) for of in (found, should))
+    assert found == should
+    assert mine["weight_map"] == theirs["weight_map"]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"tp": 2},
+        {"form": "megatron"},
+        {"tp": 2, "form": "megatron-legacy"},
+        {"tp": 2, "ep": 2, "form": "vllm", "same_ranks": True},
+    ],
+)
+def test_shards_are_those_of_the_dequantized_checkpoint(how: dict, source: Path, plain: Path, tmp_path: Path) -> None:
+    split(source, tmp_path / "out", **how, access=access(tmp_path), options=Options(workers=2))
+    split(plain, tmp_path / "should", **how, options=ONE)
+    found, should = contents(tmp_path / "out"), contents(tmp_path / "should")
+    mine, theirs = (json.loads(of.pop("reshard.json")) for of in (found, should))
+    assert found == should
+    assert (mine["ranks"], mine["source"]["id"]) == (theirs["ranks"], theirs["source"]["id"])
+    merge(tmp_path / "out", tmp_path / "merged", options=ONE)
+    for name in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"):
+        assert (tmp_path / "merged" / name).read_bytes() == (plain / name).read_bytes()
+
+
+def test_a_rank_without_files(source: Path, plain: Path, tmp_path: Path) -> None:
+    found, should = load(source, 2, 1, access=access(tmp_path)), load(plain, 2, 1)
+    assert found.keys() == should.keys()
+    assert all(torch.equal(found[name], should[name]) for name in should)
+
+
+def test_verify_computes_the_original_anew(source: Path, tmp_path: Path) -> None:
+    given = "--cache-dir", tmp_path / "cache", "--dequantize"
+    for form in ([], ["--as", "megatron-legacy"]):
+        out = tmp_path / f"out{len(form)}"
+        done = command("split", source, out, "--tp", "2", *form, *given)
+        assert "Weights in fp8 were dequantized to BF16" in done.stdout
+        assert command("verify", source, out, "--exact-only", "-q", *given).stdout == "same\n"
+        file = next(iter(sorted(out.rglob("*.safetensors" if not form else "*.pt"))))
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+        assert command("verify", source, out, "--exact-only", "-q", *given).stdout == "different\n"
+    without = command("verify", source, tmp_path / "out0", "--exact-only")
+    assert without.returncode == 1
+    assert "If they were split with --dequantize, give it here, too." in without.stdout
+    refused = command("verify", source, tmp_path / "out0", *given)
+    assert refused.returncode == 2
+    assert "--dequantize goes with --exact-only" in refused.stderr
+
+
+def test_the_arithmetic_of_the_proof_is_its_own() -> None:
+    """Both kinds of arithmetic say the same of all numbers, dtypes of scales and kinds of grids, and from any element
+    on; and that of the proof sees a fault."""
+    rng = np.random.default_rng(3)
+    for dtype, width in (("F32", 4), ("BF16", 2), ("F16", 2), ("F8_E8M0", 1)):
+        for rows, *block in ((40, 16, 32), (20, 16, 32), (40, 1, 70), (40, 40, 1), (40, 40, 70)):
+            grid = Grid(rows, 70, *block)
+            codes = rng.integers(0, 256, 2800, np.uint8)
+            count = math.prod(grid.shape) * (40 // grid.rows)
+            content = memoryview(rng.integers(0, 256, count * width, np.uint8).tobytes())
+            begin = int(rng.integers(0, 2000))
+            found = dequantize(codes[begin:], begin, grid, scales_from(content, dtype, grid))
+            should = proof._bits(codes[begin:], begin, grid, proof._scales(content, dtype, grid))
+            assert np.array_equal(found, should), (dtype, grid)
+
+
+SINGLE = {
+    "float8-tensor", "float8-channel", "float8-block", "fp8-block", "fp8-block-scale", "w8a8-fp8", "mxfp8",
+    "fp8-tensor", "fp8-static", "fbgemm", "modelopt-fp8", "modelopt-fp8-channel", "no-config-fp8", "quark-fp8",
+    "fused-fp8-block", "fused-fp8-expert", "fused-modelopt-fp8",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*METHODS])
+def test_each_method_is_dequantized_or_refused(name: str, tmp_path: Path) -> None:
+    """What the independent description of a method says, in float32, rounded to bfloat16 by torch."""
+    method = METHODS[name]
+    source, ends, _ = checkpoint(tmp_path / "source", method, PACKINGS[3] if method.fused else PACKINGS[0])
+    if name not in SINGLE:
+        with pytest.raises(ReshardError, match=r"cannot be dequantized|no weights of 8-bit floats") as error:
+            open_any(source, access(tmp_path))
+        assert error.value.hint
+        return
+    should = by_definition(source, method, ends, method.fused)
+    found = load(source, access=access(tmp_path))
+    plain = load(source)
+    for weight, values in should.items():
+        expected = torch.from_numpy(np.ascontiguousarray(values))
+        assert torch.equal(found[weight], expected.to(torch.bfloat16)), weight
+    others = plain.keys() - should.keys()
+    assert all(torch.equal(found[n].view(torch.int16), plain[n].view(torch.int16)) for n in others & found.keys())
+    gone = {suffix for suffixes in ends.values() for suffix in suffixes}
+    assert all(name.endswith(tuple(gone)) for name in others - found.keys())
+
+
+# ------------------------------------------------------------------------------------------------------------- refused
+
+
+def test_it_is_said_how(source: Path, tmp_path: Path) -> None:
+    done = command("split", source, tmp_path / "out", "--as", "megatron")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 2
+    assert "with --dequantize, weights in fp8 are taken as BF16" in done.stderr
+
+
+@pytest.mark.parametrize("what", ["split", "plain", "bin"])
+def test_what_cannot_be_dequantized(what: str, source: Path, tmp_path: Path) -> None:
+    given = tmp_path / "given"
+    if what == "split":
+        split(source, given, ep=2, options=ONE)
+    elif what == "plain":
+        given = store.checkpoint("deepseek_v3", "bfloat16")
+    else:
+        given.mkdir()
+        torch.save({"model.norm.weight": torch.ones(2)}, given / "pytorch_model.bin")
+        shutil.copyfile(source / "config.json", given / "config.json")
+    done = command("split", given, tmp_path / "out", "--as", "megatron", "--dequantize", "--cache-dir", tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("Error: ")
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_source_is_not_written_over(source: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(source, tmp_path / "copy")
+    for out in (copy, copy / "out"):
+        done = command(
+            "split", copy, out, "--tp", "2", "--dequantize", "--overwrite", "--cache-dir", tmp_path / "cache"
+        )
+        assert "are the same folder, or one lies in the other" in done.stderr
+    assert contents(copy) == contents(source)
+
+
+def test_a_source_that_changes_is_seen(source: Path, tmp_path: Path) -> None:
+    """While it is read, and between two runs: then another folder stands in for it."""
+    copy = shutil.copytree(source, tmp_path / "copy")
+    opened = open_any(copy, access(tmp_path))
+    before = opened.record.id
+    file = next(iter(copy.glob("*.safetensors")))
+    data = file.read_bytes()
+    file.write_bytes(data[:-4] + bytes(4))
+    os.utime(file, (1, 1))
+    with pytest.raises(MismatchError, match="was changed while it was read"):
+        opened.check_unchanged()
+    remote = next(of.remote for of in opened.files.values() if of.remote and of.remote.address == str(file))
+    with pytest.raises(MismatchError, match="was changed while it was read"):
+        pickle.loads(pickle.dumps(remote)).open()(0, 1 << 20)
+    again = open_any(copy, access(tmp_path))
+    again.check_unchanged()
+    assert (again.path != opened.path, again.record.id != "", before != "") == (True, True, True)
+
+
+def test_odd_ranges_of_a_file(source: Path, plain: Path, tmp_path: Path) -> None:
+    """The engine asks for any bytes, also for half an element."""
+    opened = open_any(source, access(tmp_path))
+    (file,) = [of for of in opened.files.values() if of.name.startswith("model-00001")]
+    data = (plain / file.name).read_bytes()
+    assert file.remote is not None
+    read = file.remote.open()
+    rng = np.random.default_rng(0)
+    for begin in (0, 1, *rng.integers(0, len(data) - 1, 40).tolist()):
+        end = int(rng.integers(begin + 1, min(begin + 20000, len(data)) + 1))
+        assert bytes(read(begin, end)) == data[begin:end]

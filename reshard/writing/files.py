@@ -124,7 +124,7 @@ class NewFile:
 def noted(access: Access, note: str | None = None) -> str | None:
     """What a reader of the output must know: that it was dequantized, and ``note``."""
     notes = ["weights in fp8 were dequantized to BF16"] if access.dequantize else []
-    return ". ".join([*notes, *([note] if note else [])]) or None
+    return "; ".join([*notes, *([note] if note else [])]) or None
 
 
 def new_file(shard: ShardFile, folder: str, rank: int, header: bytes, *, summed: bool = True) -> NewFile:

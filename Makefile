@@ -44,8 +44,9 @@ mutants: .venv/ready
 
 # shards in the programs that load them, in environments of their own (5 GB): hours
 ENGINES ?= .engines
-engines: .venv/ready $(ENGINES)/vllm/ready $(ENGINES)/megatron/ready
+engines: .venv/ready $(ENGINES)/vllm/ready $(ENGINES)/megatron/ready $(ENGINES)/torchtitan/ready
 	$(BIN)/python -m benchmarks.load_dcp
+	$(ENGINES)/torchtitan/bin/python -m benchmarks.load_torchtitan
 	$(BIN)/python -m benchmarks.engines $(ENGINES)/megatron.jsonl --engine megatron \
 		--python $(ENGINES)/megatron/bin/python --faults
 	$(BIN)/python -m benchmarks.engines $(ENGINES)/vllm.jsonl --python $(ENGINES)/vllm/bin/python --faults
@@ -61,6 +62,12 @@ $(ENGINES)/megatron/ready: benchmarks/engines-megatron.txt
 	$(PYTHON) -m venv $(ENGINES)/megatron
 	$(ENGINES)/megatron/bin/pip install --quiet torch==2.13.0
 	$(ENGINES)/megatron/bin/pip install --quiet --no-deps --requirement $<
+	touch $@
+
+$(ENGINES)/torchtitan/ready: benchmarks/engines-torchtitan.txt
+	$(PYTHON) -m venv $(ENGINES)/torchtitan
+	$(ENGINES)/torchtitan/bin/pip install --quiet --constraint constraints.txt --editable '.[verify]'
+	$(ENGINES)/torchtitan/bin/pip install --quiet --no-deps --requirement $<
 	touch $@
 
 bench: .venv/ready

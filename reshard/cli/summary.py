@@ -88,7 +88,7 @@ def _text(summary: Summary, source: str, seconds: float) -> str:
     for axis, unit in summary.mesh.uneven:
         parts.append(f"the last ranks have less of {axis}, which goes in units of {unit:,}")
     if summary.left_behind:
-        parts.append(f"left behind: {', '.join(summary.left_behind)}, which belong to the training of the model")
+        parts.append(f"left behind: {', '.join(summary.left_behind)}, which the output has no place for")
     parts += [summary.note] if summary.note else []
     parts.append(f"nothing was written to {summary.out}" if summary.dry_run else _where(summary))
     return ". ".join(part[0].upper() + part[1:] for part in parts) + "."

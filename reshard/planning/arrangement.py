@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from formats.errors import MismatchError, NotationError, PlanError
+from formats.files.boxes import At
 from formats.files.safetensors import DTYPE_BITS
 from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture import is_index
@@ -231,8 +232,15 @@ class Arrangement:
                 continue
             for each in self.stored:
                 found = next((found for of in constant.beside if (found := of.match(each.name)) is not None), None)
-                for name in constant.names if found is not None else ():
-                    yield Stored(name.fill(found or {}), self._dtype(constant), each.geometry, (), constant)
+                if found is None:
+                    continue
+                if constant.count is not None:
+                    constant = replace(constant, shape=(int(sizes.evaluate(constant.count, {})),), count=None)
+                for pattern in constant.names:
+                    name, geometry = pattern.fill(found), each.geometry
+                    if isinstance(geometry, InBoxes):
+                        geometry = InBoxes(geometry.whole, (self.boxes or {}).get(name, {}), self.ranks)
+                    yield Stored(name, self._dtype(constant), geometry, (), constant)
 
     def _dtype(self, constant: Constant) -> str:
         if constant.dtype != "model":
@@ -336,8 +344,17 @@ def arrangement_of(plan: Plan, page: Page, boxes: Boxes | None = None) -> Arrang
     """
     if page.boxes and boxes is None:
         stored = unboxed(plan, page).stored
-        boxes = {each.name: boxes_on(each.geometry) for each in stored if isinstance(each.geometry, Geometry)}
+        boxes = {each.name: _boxes_of(each) for each in stored}
     return Arrangement(plan, uses_of(plan.model, page), page, boxes)
+
+
+def _boxes_of(stored: Stored) -> Mapping[int, At]:
+    assert isinstance(stored.geometry, Geometry)
+    boxes = boxes_on(stored.geometry)
+    if stored.constant is None:
+        return boxes
+    shape = stored.constant.shape
+    return {min(boxes): At((0,) * len(shape), shape)}
 
 
 def unboxed(plan: Plan, page: Page) -> Arrangement:

@@ -23,6 +23,7 @@ class Origins:
     def __init__(self, page: Page, architecture: Architecture, sizes: AxisSizes, config: Mapping[str, object]) -> None:
         self._page, self._architecture, self._sizes = page.of(config), architecture, sizes
         self._packed = dict(self._packed_lines())
+        self._constants = [each for each in self._page.constants if each.when is None or sizes.evaluate(each.when, {})]
         self._there: set[str] = set()
 
     def of(self, stored: Iterable[str]) -> dict[str, str]:
@@ -33,7 +34,7 @@ class Origins:
         stored, found = list(stored), dict[str, str]()
         self._there = {old for name in stored for old in self._old_names(name)}
         for name in stored:
-            if any(_beside(constant.names, name) for constant in self._page.constants):
+            if any(_beside(constant.names, name) for constant in self._constants):
                 continue
             sources = next((sources for old in self._old_names(name) if (sources := self._sources(old))), None)
             if sources is None:
@@ -46,7 +47,8 @@ class Origins:
 
     def knows(self, name: str) -> bool:
         """Whether the page has a tensor of this name, of whatever is stored beside it."""
-        return any(self._sources(old) for old in self._old_names(name))
+        is_constant = any(_beside(constant.names, name) for constant in self._constants)
+        return is_constant or any(self._sources(old) for old in self._old_names(name))
 
     def _packed_lines(self) -> Iterator[tuple[str, str]]:
         """For the name of each component of a packed tensor, in lines of the architecture, the packed tensor's."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -60,6 +62,22 @@ class Stored(NamedTuple):
     def name_on(self, rank: int) -> str:
         """Its name on a rank."""
         return self.naming.on(rank) if self.naming else self.name
+
+    def constant_bytes(self, shape: tuple[int, ...]) -> bytes:
+        """The content of a constant of a shape."""
+        assert self.constant is not None
+        one = {
+            "F32": struct.pack("<f", self.constant.value),
+            "F16": struct.pack("<e", self.constant.value),
+            "BF16": struct.pack("<f", self.constant.value)[2:],  # of a short number, such as 1
+        }[self.dtype]
+        return one * math.prod(shape)
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor, of one that is stored in boxes."""
+        assert isinstance(self.geometry, InBoxes)
+        return self.constant.shape if self.constant else self.geometry.whole.shape(0) or ()
 
 
 class Placed(NamedTuple):

@@ -8,6 +8,7 @@ from pathlib import Path
 from formats.errors import CheckpointError
 from formats.files.sharded import METADATA_KEY
 from formats.notation.architecture import Architecture
+from reshard.storage.constants import with_unlike_constants
 from reshard.storage.fetched import Weights
 from reshard.storage.hub import assets_folder, fetch
 from reshard.storage.opening import lines_of, open_source
@@ -48,7 +49,8 @@ def open_any(source: str | Path, access: Access, weights: Weights = Weights.RANG
             fetched.path, location=fetched.repo, commit=fetched.commit, plan_file=access.plan_file, config=access.config
         )
         _refuse_one_rank(opened)
-    return read_elsewhere(opened, fetched.remote) if fetched.remote else opened
+    opened = read_elsewhere(opened, fetched.remote) if fetched.remote else opened
+    return opened if weights is Weights.HEADERS else with_unlike_constants(opened)
 
 
 def lines_of_any(source: str | Path, access: Access) -> Architecture:

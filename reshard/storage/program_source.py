@@ -24,7 +24,6 @@ from formats.notation.architecture_files import find_architecture, load_architec
 from formats.notation.rewrites import Page, Pattern, pages
 from formats.regular_files import read_file
 from reshard.planning.arrangement import Arrangement
-from reshard.planning.boxes import InBoxes
 from reshard.planning.inverse import Origins
 from reshard.planning.model import FullTensor
 from reshard.planning.program_config import made_config
@@ -271,9 +270,10 @@ def _check_boxes(arrangement: Arrangement, ranks: Sequence[Mapping[str, TensorIn
     assert arrangement.boxes is not None
     lacking = set(arrangement.boxes)
     for stored in arrangement.stored:
-        assert isinstance(stored.geometry, InBoxes)
-        lacking.remove(stored.name)
-        check_tiling(stored.name, arrangement.boxes[stored.name], stored.geometry.whole.shape(0) or (), path)
+        lacking.discard(stored.name)
+        if stored.constant is not None and not arrangement.boxes.get(stored.name):
+            continue  # whoever wrote it did without
+        check_tiling(stored.name, arrangement.boxes[stored.name], stored.whole_shape, path)
         infos = (tensors[stored.name] for tensors in ranks if stored.name in tensors)
         other = next((info for info in infos if info.dtype != stored.dtype), None)
         if other is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import struct
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,7 +23,7 @@ from reshard.planning.arrangement import Arrangement, arrangement_of
 from reshard.planning.program_config import made_config, program_config
 from reshard.planning.program_plan import program_plan
 from reshard.planning.stacks import prefixed, stacked, stacks_for
-from reshard.planning.stored import Placed, Stored
+from reshard.planning.stored import Placed
 from reshard.storage.distributed_source import Affix, Training
 from reshard.storage.opening_programs import states_of
 from reshard.storage.output import Staging
@@ -99,7 +98,7 @@ class ProgramFiles:
         tensors = [
             (each.name_on(rank), each.dtype, shape, tensor_bytes(each.name, each.dtype, shape)) for each, shape in held
         ]
-        constants = {each.name: _values(each) for each, _ in held if each.constant}
+        constants = {each.name: each.constant_bytes(shape) for each, shape in held if each.constant}
         zeros = {each.name for each, _ in held if each.atoms and Placed(each, 0).is_zero(rank)}
         constants |= {name: bytes(size) for name, _, _, size in tensors if name in zeros}
         shards: Sequence[ShardFile] = partition(tensors, self.max_shard_size if self.page.has_parts else 1 << 62)
@@ -267,15 +266,3 @@ class ProgramFiles:
             self.identity, record, self.source.rules, self.max_shard_size, side, ranks, self.source.inputs,
             self.page.name,
         )  # fmt: skip
-
-
-def _values(stored: Stored) -> bytes:
-    """The bytes of a constant tensor."""
-    constant = stored.constant
-    assert constant is not None
-    one = {
-        "F32": struct.pack("<f", constant.value),
-        "F16": struct.pack("<e", constant.value),
-        "BF16": struct.pack("<f", constant.value)[2:],  # of a short number, such as 1
-    }[stored.dtype]
-    return one * (tensor_bytes(stored.name, stored.dtype, constant.shape) // len(one))

@@ -73,7 +73,7 @@ def test_what_torch_wrote_on_several_ranks_is_merged(case: str, tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     assert raw(tmp_path / "merged") == raw(folder / "hf")
     assert (tmp_path / "merged" / "config.json").read_bytes() == (folder / "hf" / "config.json").read_bytes()
-    said = "Left behind: optim, rng, step, which belong to the training of the model."
+    said = "Left behind: optim, rng, step, which the output has no place for."
     assert (said in done.stdout) == (case == "fsdp_adam")
 
 

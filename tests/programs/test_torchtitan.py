@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from formats.errors import PlanError
-from reshard.api import split
+from reshard.api import Access, merge, split
 from tests import store
 from tests.formats.test_dcp import save
 from tests.programs.test_dcp import bits, merge_with_config, raw, recorded
+from verify.bytes.exact import verify_exact
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")
 
@@ -24,8 +26,18 @@ MODULES = {
     "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm", "self_attn.o_proj": "attention.wo",
     "self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm", "mlp.gate": "moe.router.gate",
     "mlp.gate_proj": "feed_forward.w1", "mlp.down_proj": "feed_forward.w2", "mlp.up_proj": "feed_forward.w3",
+    "mlp.router": "moe.router.gate", "self_attn.q_a_proj": "attention.wq_a", "self_attn.q_b_proj": "attention.wq_b",
+    "self_attn.q_a_layernorm": "attention.q_norm", "self_attn.kv_a_proj_with_mqa": "attention.wkv_a",
+    "self_attn.kv_a_layernorm": "attention.kv_norm", "self_attn.kv_b_proj": "attention.wkv_b",
+    "mlp.shared_experts.gate_proj": "moe.shared_experts.w1", "mlp.shared_experts.down_proj": "moe.shared_experts.w2",
+    "mlp.shared_experts.up_proj": "moe.shared_experts.w3",
 }  # fmt: skip
 EXPERTS = {"gate_proj": "w1_EFD", "down_proj": "w2_EDF", "up_proj": "w3_EFD"}
+FUSED = {
+    "gate_up_proj": "mlp1_weight_EGD", "gate_up_proj_bias": "mlp1_bias_EG", "down_proj": "mlp2_weight_EDF",
+    "down_proj_bias": "mlp2_bias_ED",
+}  # fmt: skip
+BIAS = "expert_bias_E"
 
 
 def in_pairs(weight: torch.Tensor, heads: int) -> torch.Tensor:
@@ -41,13 +53,20 @@ def of_torchtitan(folder: Path, qkv: str, head: str) -> dict[str, torch.Tensor]:
     found: dict[str, Any] = {}
     experts: dict[str, dict[int, torch.Tensor]] = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
-        module = name.removesuffix(".weight")
+        module, leaf = name.rsplit(".", 1)
         if module in TABLES or module == "lm_head":
             found[f"{TABLES.get(module, head)}.weight"] = tensor
             continue
         _, _, layer, rest = module.split(".", 3)
-        if rest in MODULES:
-            found[f"layers.{layer}.{MODULES[rest]}.weight"] = tensor
+        if leaf == "e_score_correction_bias":
+            found[f"layers.{layer}.moe.{BIAS}"] = tensor.float()
+        elif leaf == "sinks":
+            found[f"layers.{layer}.attention.sinks"] = tensor
+        elif rest in MODULES:
+            found[f"layers.{layer}.{MODULES[rest]}.{leaf}"] = tensor
+        elif rest == "mlp.experts":  # input first, with Hugging Face
+            output_first = tensor.mT.contiguous() if tensor.dim() == 3 else tensor
+            found[f"layers.{layer}.moe.routed_experts.inner_experts.{FUSED[leaf]}"] = output_first
         elif ".experts." in rest:
             number, which = rest.split(".")[-2:]
             key = f"layers.{layer}.moe.routed_experts.inner_experts.{EXPERTS[which]}"
@@ -56,7 +75,9 @@ def of_torchtitan(folder: Path, qkv: str, head: str) -> dict[str, torch.Tensor]:
             letter = rest.removeprefix("self_attn.")[0]
             is_rotated = config["model_type"] == "llama" and letter in heads
             rows = in_pairs(tensor, heads[letter]) if is_rotated else tensor
-            found[f"layers.{layer}.attention.{qkv}w{letter}.weight"] = rows
+            found[f"layers.{layer}.attention.{qkv}w{letter}.{leaf}"] = rows
+        if rest in {"mlp.gate", "mlp.router"} and leaf == "weight":
+            found.setdefault(f"layers.{layer}.moe.{BIAS}", torch.zeros(tensor.shape[0]))
     if f"{head}.weight" not in found:
         found[f"{head}.weight"] = found["tok_embeddings.weight"]
     return found | {key: torch.stack([of[i] for i in range(len(of))]) for key, of in experts.items()}
@@ -68,6 +89,9 @@ def of_torchtitan(folder: Path, qkv: str, head: str) -> dict[str, torch.Tensor]:
         ("torchtitan", "llama", "qkv_linear.", "lm_head"),
         ("torchtitan", "qwen3", "qkv_linear.", "lm_head"),
         ("torchtitan", "qwen3_moe", "qkv_linear.", "lm_head"),
+        ("torchtitan", "deepseek_v3", "", "lm_head"),
+        ("torchtitan", "deepseek_v2-no-q-lora", "", "lm_head"),
+        ("torchtitan", "gpt_oss", "qkv_linear.", "lm_head"),
         ("torchtitan-0.2", "llama", "", "output"),
     ],
 )
@@ -82,6 +106,31 @@ def test_it_is_what_torchtitan_holds(form: str, name: str, qkv: str, head: str, 
     merge_with_config(folder, tmp_path / "merged", original)
     merged, whole = raw(tmp_path / "merged"), raw(original)
     assert {key: merged[key] for key in whole} == whole
+
+
+def test_a_bias_that_hugging_face_has_no_place_for_is_named(tmp_path: Path) -> None:
+    original, config = store.checkpoint("qwen3_moe"), tmp_path / "config"
+    wanted = of_torchtitan(original, "qkv_linear.", "lm_head")
+    shutil.copytree(original, config, ignore=shutil.ignore_patterns("*.safetensors"))
+    for folder, change in (("zero", 0.0), ("trained", 0.5)):
+        state = {key: tensor + change if key.endswith(BIAS) else tensor for key, tensor in wanted.items()}
+        saved = save(tmp_path / folder, {"model": state})
+        summary = merge(saved, tmp_path / f"{folder}-merged", access=Access(config=config))
+        assert summary.left_behind == (("layers.*.moe.expert_bias_E",) if change else ())
+    without = {key: tensor for key, tensor in wanted.items() if not key.endswith(BIAS)}  # load_balance_coeff = None
+    saved = save(tmp_path / "without", {"model": without})
+    assert merge(saved, tmp_path / "without-merged", access=Access(config=config)).left_behind == ()
+    assert raw(tmp_path / "without-merged") == raw(tmp_path / "trained-merged") == raw(tmp_path / "zero-merged")
+
+
+def test_verify_compares_the_bias(tmp_path: Path) -> None:
+    original = store.checkpoint("qwen3_moe")
+    state = of_torchtitan(original, "qkv_linear.", "lm_head")
+    folder = save(tmp_path / "good", state)
+    assert verify_exact(store.source("qwen3_moe"), folder).verdict == "same"
+    changed = save(tmp_path / "bad", state | {f"layers.0.moe.{BIAS}": torch.ones(5)})
+    report = verify_exact(store.source("qwen3_moe"), changed)
+    assert report.first is not None and BIAS in str(report.first)
 
 
 def test_other_models_are_refused(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from formats.files.boxes import At
 from reshard.planning.arrangement import Arrangement, arrangement_of
-from reshard.planning.boxes import InBoxes
 from reshard.planning.stored import Stored
 from reshard.storage.program_source import ProgramFile, check_belonging, program_files
 from reshard.storage.source import Source
@@ -104,9 +103,7 @@ class _Boxes:
 
     @property
     def _shape(self) -> tuple[int, ...]:
-        geometry = self.stored.geometry
-        assert isinstance(geometry, InBoxes)
-        return geometry.whole.shape(0) or ()
+        return self.stored.whole_shape
 
     def _file(self, number: int) -> str:
         return str(self.shards.ranks[number][self.stored.name].file)

@@ -14,6 +14,7 @@ import json
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from transformers.utils.logging import disable_progress_bar
 
 from reshard.api import Access, merge, split
 from tests import zoo
@@ -207,6 +209,8 @@ def _check(name: str, root: Path) -> list[str]:
 
 def main() -> None:
     """Check each model."""
+    warnings.simplefilter("ignore")
+    disable_progress_bar()
     failures = 0
     for name in sys.argv[1:] or MODELS:
         with tempfile.TemporaryDirectory(prefix="reshard-torchtitan-") as temporary:

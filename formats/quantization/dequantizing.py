@@ -9,14 +9,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from formats.errors import PlanError
-from formats.files.safetensors import TensorInfo
 from formats.quantization.companions import OF_ATTENTION, is_of_activations
 from formats.quantization.methods import scheme_of
 from formats.quantization.settings import method_of, quantization_settings
@@ -44,16 +42,26 @@ class Grid(NamedTuple):
         return -(-self.rows // self.block_rows), -(-self.columns // self.block_columns)
 
 
-@dataclass(frozen=True)
-class Scaled:
-    """A weight of 8-bit floats, its scales, and where these apply."""
+class Tensor(Protocol):
+    """A tensor of a checkpoint."""
 
-    weight: TensorInfo
-    scale: TensorInfo
+    @property
+    def dtype(self) -> str:
+        """As in safetensors."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """In elements."""
+
+
+class Scaled(NamedTuple):
+    """The scales of a weight of 8-bit floats: their tensor's name, and where they apply."""
+
+    scale: str
     grid: Grid
 
 
-def scaled_weights(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> tuple[dict[str, Scaled], set[str]]:
+def scaled_weights(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[dict[str, Scaled], set[str]]:
     """The weights of a checkpoint that can be dequantized, by name, and the names of what is then of no use.
 
     Raises PlanError, which names the tensor, for a checkpoint with anything else that is quantized.
@@ -71,7 +79,7 @@ def scaled_weights(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo])
         is_scale = info.dtype in _SCALES and name.endswith(_SUFFIXES) and companion.weight not in found
         if weight is None or weight is info or weight.dtype != PACKED or not is_scale:
             raise _refused(name, config, f"{info.dtype} beside {'none' if weight is None else weight.dtype}")
-        found[companion.weight] = Scaled(weight, info, _grid(weight, info, companion.patterns, config))
+        found[companion.weight] = Scaled(name, _grid(companion.weight, weight, name, info, companion.patterns, config))
         gone.add(name)
     for name, info in tensors.items():
         if info.dtype.startswith("F8") and name not in found and name not in gone:
@@ -87,15 +95,17 @@ def _refused(name: str, config: Mapping[str, Any], what: str) -> PlanError:
     )
 
 
-def _grid(weight: TensorInfo, scale: TensorInfo, patterns: Sequence[str], config: Mapping[str, Any]) -> Grid:
+def _grid(
+    name: str, weight: Tensor, scale_name: str, scale: Tensor, patterns: Sequence[str], config: Mapping[str, Any]
+) -> Grid:
     """Where the scales of a weight apply, by their shape and the patterns that they may have."""
     *outer, rows, columns = (1,) * (2 - len(weight.shape)) + weight.shape
     said = [(int(match[1] or 1), int(match[2])) for text in patterns if (match := _BLOCKS.search(text))]
-    ways = 1 if weight.name.endswith(".weight") else -1  # fused experts may be stored input first
+    ways = 1 if name.endswith(".weight") else -1  # fused experts may be stored input first
     lead, blocks = tuple(outer), {way for block in said for way in (block, block[::ways])}
     fit = [block for block in blocks if scale.shape == (*lead, *Grid(rows, columns, *block).shape)]
     if len(fit) > 1:
-        raise _refused(scale.name, config, f"blocks of {fit[0]} or of {fit[1]}")
+        raise _refused(scale_name, config, f"blocks of {fit[0]} or of {fit[1]}")
     for block in (*fit, (1, columns), (rows, columns), (rows, 1)):
         grid = Grid(rows, columns, *block)
         shapes = {(*lead, *grid.shape)}
@@ -106,7 +116,7 @@ def _grid(weight: TensorInfo, scale: TensorInfo, patterns: Sequence[str], config
     if math.prod(scale.shape) == 1:
         every = max(1, math.prod(lead) * rows)
         return Grid(every, columns, every, columns)
-    raise _refused(scale.name, config, f"{list(scale.shape)} for {list(weight.shape)}")
+    raise _refused(scale_name, config, f"{list(scale.shape)} for {list(weight.shape)}")
 
 
 def _table() -> NDArray[np.float32]:

@@ -244,30 +244,29 @@ def _files(
     for info in checkpoint.tensors.values():
         if info.name not in gone:
             held[info.file].append(info)
+    scales = dict[str, Scales]()
+    for name, of in scaled.items():
+        at = checkpoint.tensors[of.scale]
+        scales[name] = Scales(numbers[at.file], at.offset, at.offset + at.nbytes, at.dtype, of.grid)
     for file in checkpoint.files:
         if held[file.path]:
-            yield file.name, _file(file, held[file.path], scaled, files, numbers)
+            yield file.name, _file(file, held[file.path], scales, files, numbers[file.path])
 
 
 def _file(
-    file: WeightFile, tensors: Sequence[TensorInfo], scaled: Mapping[str, Scaled], files: Sequence[Remote],
-    numbers: Mapping[Path, int],
-) -> DequantizedFile:  # fmt: skip
+    file: WeightFile, tensors: Sequence[TensorInfo], scales: Mapping[str, Scales], files: Sequence[Remote], number: int
+) -> DequantizedFile:
     """A dequantized file: its tensors by descending size of an element, as they are to be aligned."""
-    kinds = [(DTYPE if info.name in scaled else info.dtype, info) for info in tensors]
+    kinds = [(DTYPE if info.name in scales else info.dtype, info) for info in tensors]
     kinds.sort(key=lambda kind: -DTYPE_BITS[kind[0]])
     header = build_header([(info.name, dtype, info.shape) for dtype, info in kinds], file.metadata)
     pieces, begin = list[Piece](), len(header)
     for dtype, info in kinds:
         end = begin + tensor_bytes(info.name, dtype, info.shape)
-        of, scales = scaled.get(info.name), None
-        if of is not None:
-            at = of.scale.offset
-            scales = Scales(numbers[of.scale.file], at, at + of.scale.nbytes, of.scale.dtype, of.grid)
         if end > begin:
-            pieces.append(Piece(begin, end, info.offset, scales))
+            pieces.append(Piece(begin, end, info.offset, scales.get(info.name)))
         begin = end
-    return DequantizedFile(header, tuple(pieces), tuple(files), numbers[file.path])
+    return DequantizedFile(header, tuple(pieces), tuple(files), number)
 
 
 def _fill(folder: Path, checkpoint: Checkpoint, made: Mapping[str, DequantizedFile]) -> None:

@@ -2,6 +2,7 @@
 
     python -m tools.vllm_names make FOLDER
     VLLM_PYTHON tests/oracles/vllm/observe.py FOLDER DUMPS
+    python -m tools.vllm_names more FOLDER DUMPS      # and observe again
     python -m tools.vllm_names write FOLDER DUMPS
     python -m tools.vllm_names count                  # how many types of each kind
 
@@ -10,6 +11,10 @@ on 1, 2 and 4 ranks, and DUMPS gets what each rank holds. A model type whose sha
 ``vllm.toml``, are equal to that element for element is ``compared``. For each other one, lines are made from where the
 numbers are found, and it is compared again: then it is ``described``. What still differs is ``refused``, with the
 tensor. ``builds`` has vLLM's module for each class of Hugging Face's. The tests' fixture gets a hash for each rank.
+
+Some tensors vLLM holds in bfloat16 whatever the model's dtype, and there numbers that lie near each other become one.
+``more`` adds checkpoints of such a model in which the elements have the *digits* of their numbers, one digit a
+checkpoint, which bfloat16 holds exactly. Elements that agree in every digit are the same element.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ import shutil
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -71,10 +76,29 @@ UNTIED = "+untied"
 HEAD, TABLES = "lm_head.weight", ("embed_tokens.weight", "word_embeddings.weight", "wte.weight")
 
 
-def number(checkpoint: Path, out: Path, *, untied: bool = False) -> None:
+DIGIT = "+digit"
+"""Of a model of which vLLM holds tensors in bfloat16: the same with one digit of each number."""
+DIGITS = re.compile(re.escape(DIGIT) + r"([0-9]+)$")
+BITS = 7
+"""What a digit has: as many as bfloat16's mantissa."""
+
+
+def digits_of(numbers: Any, place: int) -> Any:
+    """The digit of numbers at a place, from 0, as float32 numbers from ``FIRST`` on that bfloat16 holds exactly."""
+    return (FIRST + (((numbers - FIRST) >> (BITS * place) & (2**BITS - 1)) << 16)).astype("<u4")
+
+
+def places_of(checkpoint: Path) -> int:
+    """How many digits the numbers of a checkpoint have."""
+    infos = [i for file in checkpoint.glob("*.safetensors") for i in read_header(file).tensors.values()]
+    return -(-sum(int(np.prod(i.shape, dtype=int)) for i in infos if i.dtype == "F32").bit_length() // BITS)
+
+
+def number(checkpoint: Path, out: Path, *, untied: bool = False, digit: int | None = None) -> None:
     """Write a checkpoint again, in float32, in which each element has a number of its own; ``untied`` with a head.
 
-    Its config says also what only published ones of its type say (``tests/oracles/vllm/published.json``).
+    With ``digit``, each element has this digit of its number instead. The config says also what only published ones of
+    its type say (``tests/oracles/vllm/published.json``).
     """
     infos = sorted(i for file in checkpoint.glob("*.safetensors") for i in read_header(file).tensors.values())
     if untied:
@@ -85,7 +109,8 @@ def number(checkpoint: Path, out: Path, *, untied: bool = False) -> None:
         if info.dtype in {"F32", "BF16", "F16"}:
             count = int(np.prod(info.shape, dtype=int))
             tensors.append((info.name, "F32", info.shape))
-            data.append(np.arange(first, first + count, dtype="<u4").tobytes())
+            numbers = np.arange(first, first + count, dtype="<u4")
+            data.append((numbers if digit is None else digits_of(numbers, digit)).tobytes())
             first += count
         else:
             tensors.append((info.name, info.dtype, info.shape))
@@ -117,10 +142,11 @@ def make(name: str, folder: Path) -> None:
     """Write the checkpoint of a model of the zoo; of some, with heads of the size that vLLM takes them to have."""
     from tests import zoo
 
-    plain = name.removesuffix(UNTIED)
+    digit, whole = DIGITS.search(name), DIGITS.sub("", name)
+    plain = whole.removesuffix(UNTIED)
     with tempfile.TemporaryDirectory() as scratch:
         zoo.save(plain, Path(scratch) / plain, settings=PUBLISHED["sizes"].get(plain))
-        number(Path(scratch) / plain, folder, untied=plain != name)
+        number(Path(scratch) / plain, folder, untied=plain != whole, digit=int(digit[1]) if digit else None)
 
 
 # -- what was observed
@@ -128,12 +154,16 @@ def make(name: str, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """A model of the zoo, and what vLLM makes of it. ``failed`` has what vLLM could not do, and why."""
+    """A model of the zoo, and what vLLM makes of it. ``failed`` has what vLLM could not do, and why.
+
+    ``digits`` are the same model with a digit of each number, from the lowest.
+    """
 
     name: str
     checkpoint: Path
     dump: Path
     failed: Mapping[str, str]
+    digits: tuple[Case, ...] = ()
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -184,7 +214,7 @@ def difference(vllm: Held, ours: Held) -> str | None:
     for key in sorted(vllm):
         (dtype, shape, data), (other, form, bytes_) = vllm[key], ours[key]
         if (dtype, other) == ("BF16", "F32") and shape == form:
-            bytes_ = _cast(bytes_)  # vLLM's loader casts what it reads to its own dtype
+            bytes_ = _cast(bytes_)  # vLLM's loader casts what it reads to its own dtype; ``digits`` show the order
         elif dtype != other:
             return f"'{key[1]}' is {dtype} in vLLM, and would be {other}"
         if shape != form:
@@ -226,15 +256,26 @@ def compare(case: Case, page: Page) -> str | None:
         found = difference(want, {key: value for key, value in ours.items() if key not in late})
     except ReshardError as error:
         return f"{REFUSED}{error.message}"
-    for tp in case.degrees if found is None else ():
+    found = found or _compare_held(case, page)
+    if found is not None or not case.degrees or not is_narrowed(case):
+        return found
+    if len(case.digits) < places_of(case.checkpoint) or any(digit.degrees != case.degrees for digit in case.digits):
+        return f"{REFUSED}vLLM holds numbers of it in bfloat16, and not all of their digits were observed"
+    return next((why for digit in case.digits if (why := _compare_held(digit, page)) is not None), None)
+
+
+def _compare_held(case: Case, page: Page) -> str | None:
+    """The first difference between what ranks of vLLM hold and what is written for them."""
+    for tp in case.degrees:
         try:
             found = difference(case.held(tp), written(case, page, tp))
         except ReshardError as error:
             if tp == 1 or "possible" not in f"{error.message} {error.hint}":
                 return f"{REFUSED}{error.message}"  # else a degree that is refused
+            continue
         if found is not None:
             return f"{found} (tp {tp})"
-    return found
+    return None
 
 
 def _as_bfloat16(dtype: str, stored: Any) -> str:
@@ -615,9 +656,10 @@ def _template_in(cases: Sequence[Case], source: str) -> str:
 
 
 def to_document(
-    verdicts: Sequence[Verdict], builds: Mapping[str, str], others: frozenset[str] = frozenset()
+    verdicts: Sequence[Verdict], builds: Mapping[str, str], others: Mapping[str, Sequence[str]] | None = None
 ) -> dict[str, Any]:
-    """The content of the file. ``others`` are classes and types that other fixtures compare."""
+    """The content of the file. ``others`` are classes and types that other fixtures compare, and on which meshes."""
+    others = others or {}
     described = [each for each in verdicts if each.is_described and each.reason is None]
     general = [each for each in verdicts if not each.is_described and each.reason is None]
     lines = document_of([Lines(each.names[0], each.names[-1], each.lines) for each in described])
@@ -635,14 +677,8 @@ def to_document(
     return {
         "classes": sorted({each.names[0] for each in verdicts}),
         "compared": sorted({name for each in [*general, *described] for name in each.names} | modules | {*others}),
-        "described": sorted({name for each in described for name in each.names}),
+        "meshes": {name: _meshes(each, others.get(name, ())) for each in described for name in each.names},
         "refused": {name: each.reason for each in verdicts if each.reason for name in each.names if name not in others},
-        "largest": {
-            name: each.largest
-            for each in described
-            if each.largest < max(DEGREES) or any("cut" in line for line in each.lines.values())
-            for name in each.names
-        },
         "builds": dict(sorted(builds.items())),
         "lines": lines["lines"],
         "seen": [{"tensors": sorted(tensors), "types": sorted(types)} for tensors, types in seen.items()],
@@ -652,9 +688,15 @@ def to_document(
 
 
 def cases_in(folder: Path, dumps: Path) -> list[Case]:
-    """All models that were observed."""
-    done = sorted(path.parent for path in dumps.glob("*/done"))
-    return [Case(path.name, folder / path.name, path, json.loads((path / "done").read_text())) for path in done]
+    """All models that were observed, each with its digits."""
+    found, digits = list[Case](), defaultdict[str, list[Case]](list)
+    for path in sorted(done.parent for done in dumps.glob("*/done")):
+        case = Case(path.name, folder / path.name, path, json.loads((path / "done").read_text()))
+        if DIGITS.search(case.name):
+            digits[DIGITS.sub("", case.name)].append(case)
+        else:
+            found.append(case)
+    return [replace(case, digits=tuple(digits[case.name])) for case in found]
 
 
 def by_class(cases: Sequence[Case]) -> Iterator[tuple[list[str], list[Case]]]:
@@ -669,13 +711,26 @@ def by_class(cases: Sequence[Case]) -> Iterator[tuple[list[str], list[Case]]]:
         yield [name, *own], of
 
 
-def fixtures() -> Iterator[str]:
-    """The classes and model types of the other fixtures, which the tests compare with what is written."""
+def _meshes(verdict: Verdict, others: Sequence[str]) -> dict[str, int | None]:
+    """The largest degree of each dimension of a mesh that was compared; None: lines say nothing of how it splits."""
+    found = {"tp": verdict.largest}
+    for mesh in others:
+        degrees = dict(re.findall(r"([a-z]+)([0-9]*)", mesh))
+        for dimension, degree in degrees.items():  # "tp2-ep": the experts of two ranks, on the same two
+            found[dimension] = max(found.get(dimension, 1), int(degree or degrees["tp"]))
+    is_general = found["tp"] >= max(DEGREES) and not any("cut" in line for line in verdict.lines.values())
+    return {**found, "tp": None if is_general else found["tp"]}
+
+
+def fixtures() -> dict[str, list[str]]:
+    """The classes and model types of the other fixtures, with the meshes on which the tests compare them."""
+    found: dict[str, list[str]] = defaultdict(list)
     for file in sorted((ORACLES / "models").glob("*.json")):
-        found = json.loads(file.read_text())
-        if found.get("meshes"):
-            yield found["config"]["architectures"][0]
-            yield found["config"]["model_type"]
+        fixture = json.loads(file.read_text())
+        for name in (fixture["config"]["architectures"][0], fixture["config"]["model_type"]):
+            if fixture.get("meshes"):
+                found[name] += fixture["meshes"]
+    return found
 
 
 def is_narrowed(case: Case) -> bool:
@@ -692,13 +747,20 @@ def hashes_of(held: Held, ranks: int) -> list[str]:
     """A hash for each rank over names, dtypes, shapes and elements."""
     found = []
     for rank in range(ranks):
-        own = sorted((name, *of) for (at, name), of in held.items() if at == rank)
+        own = sorted((name, *_widened(*of)) for (at, name), of in held.items() if at == rank)
         text = hashlib.sha256()
         for name, dtype, shape, data in own:
             is_computed = dtype == "F32" and bool((np.frombuffer(data, "<f4") < 0).all())
             text.update(f"{name} {dtype} {list(shape)} ".encode() + (b"" if is_computed else data))
         found.append(text.hexdigest()[:16])
     return found
+
+
+def _widened(dtype: str, shape: tuple[int, ...], data: bytes) -> tuple[str, tuple[int, ...], bytes]:
+    """bfloat16 as float32, which has each of its numbers."""
+    if dtype != "BF16":
+        return dtype, shape, data
+    return "F32", shape, (np.frombuffer(data, "<u2").astype("<u4") << 16).tobytes()
 
 
 def write(folder: Path, dumps: Path) -> None:
@@ -712,8 +774,10 @@ def write(folder: Path, dumps: Path) -> None:
         state = "refused: " + str(verdict.reason) if verdict.reason else ("lines" if verdict.is_described else "rules")
         print(f"{', '.join(names)}: {state}", flush=True)
         if verdict.reason is None:
-            fixture |= {case.name: hashes(case) for case in cases if case.degrees and not is_narrowed(case)}
-    document = {"version": registry["version"], **to_document(verdicts, registry["modules"], frozenset(fixtures()))}
+            for case in cases:
+                of = case.digits if case.degrees and is_narrowed(case) else [case]
+                fixture |= {each.name: hashes(each) for each in of if each.degrees}
+    document = {"version": registry["version"], **to_document(verdicts, registry["modules"], fixtures())}
     OUTPUT.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     FIXTURE.write_bytes(lzma.compress(json.dumps(fixture, sort_keys=True).encode()))
 
@@ -721,7 +785,7 @@ def write(folder: Path, dumps: Path) -> None:
 def counts(document: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     """How many model types are written, and how they are known to be right; how many are refused, and why."""
     types = {*built_in_architectures()}
-    compared, described = {*document["compared"]} & types, {*document["described"]} & types
+    compared, described = {*document["compared"]} & types, {*document["meshes"]} & types
     refused = {name: why for name, why in document["refused"].items() if name in types}
     loads = {name for name, why in refused.items() if "does not load it" not in why}
     modules = {*document["compared"]} - types
@@ -746,28 +810,37 @@ def shown(document: Mapping[str, Any]) -> str:
     return "\n".join(["| | model types |", "|---|---|", *rows]) + "\n"
 
 
+def make_all(folder: Path) -> None:
+    """Write the checkpoints of all models of the zoo; of those with a tied table also with a head of its own."""
+    from tests.zoo import ZOO
+
+    shutil.rmtree(folder, ignore_errors=True)
+    for name in ZOO:
+        make(name, folder / name)
+        if is_tied(folder / name):
+            make(name + UNTIED, folder / (name + UNTIED))
+            with contextlib.suppress(ReshardError):  # no rule has a head for it
+                open_source(folder / (name + UNTIED))
+                continue
+            shutil.rmtree(folder / (name + UNTIED))
+
+
 def main() -> None:
-    """Make the checkpoints, write the file, or count what it has."""
+    """Make the checkpoints, those of digits, write the file, or count what it has."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=["make", "write", "count"])
+    parser.add_argument("action", choices=["make", "more", "write", "count"])
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("dumps", type=Path, nargs="?")
     arguments = parser.parse_args()
     if arguments.action == "make":
-        from tests.zoo import ZOO
-
-        shutil.rmtree(arguments.folder, ignore_errors=True)
-        for name in ZOO:
-            make(name, arguments.folder / name)
-            if is_tied(arguments.folder / name):
-                make(name + UNTIED, arguments.folder / (name + UNTIED))
-                with contextlib.suppress(ReshardError):  # no rule has a head for it
-                    open_source(arguments.folder / (name + UNTIED))
-                    continue
-                shutil.rmtree(arguments.folder / (name + UNTIED))
+        make_all(arguments.folder)
+    elif arguments.action == "more":
+        for case in cases_in(arguments.folder, arguments.dumps):
+            for place in range(places_of(case.checkpoint)) if case.degrees and is_narrowed(case) else ():
+                make(f"{case.name}{DIGIT}{place}", arguments.folder / f"{case.name}{DIGIT}{place}")
     elif arguments.action == "write":
         write(arguments.folder, arguments.dumps)
-    if arguments.action != "make":
+    if arguments.action in {"write", "count"}:
         print(shown(json.loads(OUTPUT.read_text())))
 
 

@@ -256,8 +256,9 @@ class Page:
     program has, and why; ``classes`` those that are known by their class. ``described`` are those for which the page's
     own lines, names, constants and the rest do not hold, but the ones of a file that the program wrote. ``builds`` has,
     where it is known, the program's module for each class of Hugging Face's, and ``compared`` the modules whose tensors
-    were compared. Of some types, ``seen`` has the names of all tensors that were compared, and ``largest`` the largest
-    degree of ``tp``. A number that ``vectors`` matches is stored as a vector of one.
+    were compared. Of those that are ``described``, ``seen`` has the names of all tensors that were compared, and
+    ``meshes`` the largest degree of each dimension of a mesh that was (None: any degree of it follows from the model's
+    rules). A number that ``vectors`` matches is stored as a vector of one.
     """
 
     name: str
@@ -305,13 +306,17 @@ class Page:
     """What a reader must be told where these states were not written."""
     classes: frozenset[str] = frozenset()
     refused: Mapping[str, str] = field(default_factory=dict)
-    described: frozenset[str] = frozenset()
     builds: Mapping[str, str] = field(default_factory=dict)
     compared: frozenset[str] = frozenset()
-    largest: Mapping[str, int] = field(default_factory=dict)
+    meshes: Mapping[str, Mapping[str, int | None]] = field(default_factory=dict)
     seen: Mapping[str, frozenset[str]] = field(default_factory=dict)
     _uses: dict[str, tuple[Use, ...]] = field(default_factory=dict, repr=False)
     _of: dict[str, Page] = field(default_factory=dict, repr=False)
+
+    @property
+    def described(self) -> frozenset[str]:
+        """The types with lines of their own."""
+        return frozenset(self.meshes)
 
     @property
     def has_parts(self) -> bool:
@@ -348,7 +353,7 @@ class Page:
         kind = self.type_of(config)
         if kind not in self._of:
             own = self
-            if kind in self.described:
+            if kind in self.meshes:
                 own = replace(self, names=(), refusals=(), vectors=())
             self._of[kind] = replace(
                 own,
@@ -363,7 +368,7 @@ class Page:
     def _for(self, kind: str, entries: Iterable[_OfTypes]) -> Iterator[_OfTypes]:
         """The entries that hold for a model type: of one that is ``described``, its own alone."""
         for entry in entries:
-            if kind in entry.types if entry.types is not None else kind not in self.described:
+            if kind in entry.types if entry.types is not None else kind not in self.meshes:
                 yield entry
 
     def type_of(self, config: Mapping[str, Any]) -> str:
@@ -492,10 +497,9 @@ def read_page(path: Path, types: Mapping[str, Any] | None = None) -> Page:
             extra_state=tuple(map(Pattern, document.get("extra_state", ()))),
             classes=frozenset(of_types.get("classes", ())),
             refused=of_types.get("refused", {}),
-            described=frozenset(of_types.get("described", ())),
             builds=of_types.get("builds", {}),
             compared=frozenset(of_types.get("compared", ())),
-            largest=of_types.get("largest", {}),
+            meshes=of_types.get("meshes", {}),
             seen={name: frozenset(group["tensors"]) for group in of_types.get("seen", ()) for name in group["types"]},
         )
     except (NotationError, KeyError, ValueError) as error:

@@ -46,18 +46,22 @@ def check_demands(model: Model, page: Page, mesh: Mesh) -> None:
 
 def _check_compared(model: Model, page: Page, mesh: Mesh) -> None:
     """Raise PlanError for a mesh on which it is not known what a program has of a model of this type."""
-    kind, degrees = page.type_of(model.config), dict(mesh.degrees)
-    if kind in page.described and degrees.keys() - {"tp"}:
-        raise PlanError(
-            f"the format '{page.name}' is not possible for {mesh}: what {page.loaded_by} has of '{kind}' was compared "
-            "with --tp alone"
-        )
-    largest = page.largest.get(kind, degrees.get("tp", 1))
-    if degrees.get("tp", 1) > largest:
-        raise PlanError(
-            f"--tp {degrees['tp']} is not possible with the format '{page.name}': how {page.loaded_by} splits '{kind}' "
-            f"was compared up to --tp {largest}"
-        )
+    kind = page.type_of(model.config)
+    if kind not in page.meshes:
+        return
+    compared = page.meshes[kind]
+    for dimension, degree in mesh.degrees:
+        if dimension not in compared:
+            raise PlanError(
+                f"the format '{page.name}' is not possible for {mesh}: what {page.loaded_by} has of '{kind}' was "
+                f"compared with {' and '.join(f'--{name}' for name in compared)} alone"
+            )
+        largest = compared[dimension]
+        if largest is not None and degree > largest:
+            raise PlanError(
+                f"--{dimension} {degree} is not possible with the format '{page.name}': how {page.loaded_by} splits "
+                f"'{kind}' was compared up to --{dimension} {largest}"
+            )
 
 
 def program_plan(

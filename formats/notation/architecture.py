@@ -103,6 +103,8 @@ class Architecture:
     _root: _Node = field(repr=False, compare=False, default_factory=_Node)
     _stage_root: _Node = field(repr=False, compare=False, default_factory=_Node)
     _module_root: _Node = field(repr=False, compare=False, default_factory=_Node)
+    templates: dict[tuple[str, str], str] = field(init=False, repr=False, compare=False, default_factory=dict)
+    """What ``reshard.planning.portions.template_of`` has found: it is asked for the same names again and again."""
 
     def match(self, name: str) -> Match | None:
         """The line that covers a tensor of this name, or None."""

@@ -334,6 +334,13 @@ def apart_by_lines(model: Model, page: Page) -> Model:
 
 def template_of(architecture: Architecture, kind: Kind) -> str:
     """The name of a kind's tensors with its indices as ``{layer}``, in the architecture's own spelling."""
+    key = kind.name, kind.template
+    if key not in architecture.templates:
+        architecture.templates[key] = _template_of(architecture, kind)
+    return architecture.templates[key]
+
+
+def _template_of(architecture: Architecture, kind: Kind) -> str:
     general = _general(architecture, kind.name, rest=kind.template.endswith("*"))
     if general == kind.template or _is_same_line(architecture, kind):
         return kind.template

@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from email.utils import formatdate
+from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -193,14 +194,18 @@ class _Handler(BaseHTTPRequestHandler):
     def send_object(self, path: Path) -> None:
         if not path.is_file():
             return self.reply(404, {}, b"<Error><Code>NoSuchKey</Code></Error>")
-        data, code, headers = path.read_bytes(), 200, {"ETag": etag(path), "Last-Modified": formatdate(0, usegmt=True)}
+        code, headers = 200, {"ETag": etag(path), "Last-Modified": formatdate(0, usegmt=True)}
         if self.headers.get("If-Match") not in (None, headers["ETag"]):
             return self.reply(412, {}, b"<Error><Code>PreconditionFailed</Code></Error>")
         found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or "")
+        size = path.stat().st_size
+        start, stop = 0, size
         if found and not self.ignores_range:
-            start, stop = int(found[1]), min(int(found[2]) + 1, len(data))
-            headers["Content-Range"] = f"bytes {start + self.shift}-{stop - 1 + self.shift}/{len(data)}"
-            data, code = data[start:stop], 206
+            start, stop, code = int(found[1]), min(int(found[2]) + 1, size), 206
+            headers["Content-Range"] = f"bytes {start + self.shift}-{stop - 1 + self.shift}/{size}"
+        with path.open("rb") as file:
+            file.seek(start)
+            data = file.read(max(0, stop - start)) if self.command != "HEAD" else bytes(stop - start)
         return self.reply(code, headers, data)
 
     def do_PUT(self) -> None:
@@ -297,6 +302,12 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def etag(path: Path) -> str:
+    found = path.stat()
+    return _etag(path, found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size)
+
+
+@lru_cache(maxsize=1000)
+def _etag(path: Path, *_: int) -> str:
     return f'"{hashlib.md5(path.read_bytes()).hexdigest()}"'
 
 

@@ -156,8 +156,7 @@ def test_a_killed_rank_is_finished_by_the_same_command(tmp_path):
         process.send_signal(signal.SIGKILL)
         process.wait()
         assert not is_finished(out) or without_sums(out) == expected
-    for rank in range(4):
-        process = start("split", source, out, rank)
+    for process in [start("split", source, out, rank) for rank in range(4)]:
         assert process.wait() == 0 or "exists" in process.stderr, process.stderr
     assert without_sums(out) == expected
 

@@ -550,7 +550,7 @@ def test_errors_name_what_the_user_named(
     assert_refused(done, "no-such-model", out=tmp_path / "out")
     assert "cache" not in done.stderr
     (store.root / "llama" / "model-00002-of-00002.safetensors").write_bytes(b"")
-    said = run("inspect", url)
+    said = run("inspect", url, RESHARD_RETRY_SECONDS="0.5")
     assert said.returncode != 0 and "cache" not in said.stdout + said.stderr, said.stdout + said.stderr
 
 

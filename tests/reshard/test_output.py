@@ -28,18 +28,22 @@ from tests.support import contents, without_sums, write_checkpoint
 pytestmark = pytest.mark.usefixtures("fork_server")
 
 
-def slowly(command: str, source: Path, out: Path, *ranks: int) -> None:
-    """Split or merge, in small steps."""
+def slowly(command: str, source: Path, out: Path, *ranks: int, patience: float | None = None) -> None:
+    """Split or merge, in small steps; with ``patience``, wait so many seconds for other runs."""
+    import reshard.writing.split
     import tests.slow  # noqa: F401
 
+    if patience is not None:
+        reshard.writing.split.PATIENCE = patience
     if command == "split":
         split(source, out, 4, max_shard_size=2500, ranks=list(ranks) or None)
     else:
         merge(source, out)
 
 
-def start(command: str, source: Path, out: Path, *ranks: int) -> Forked:
-    return Forked((partial(slowly, command, source, out, *ranks), os.environ), out.parent, out.parent)
+def start(command: str, source: Path, out: Path, *ranks: int, patience: float | None = None) -> Forked:
+    run = partial(slowly, command, source, out, *ranks, patience=patience)
+    return Forked((run, os.environ), out.parent, out.parent)
 
 
 def await_files(process: Forked, out: Path) -> float:
@@ -156,7 +160,8 @@ def test_a_killed_rank_is_finished_by_the_same_command(tmp_path):
         process.send_signal(signal.SIGKILL)
         process.wait()
         assert not is_finished(out) or without_sums(out) == expected
-    for process in [start("split", source, out, rank) for rank in range(4)]:
+    for rank in range(4):
+        process = start("split", source, out, rank, patience=0.1)
         assert process.wait() == 0 or "exists" in process.stderr, process.stderr
     assert without_sums(out) == expected
 

@@ -42,7 +42,7 @@ from formats.files.safetensors import build_header, read_header
 from formats.mesh import Mesh
 from formats.notation.architecture_files import built_in_architectures
 from formats.notation.components import components
-from formats.notation.rewrites import PAGES, Page, pages, read_page
+from formats.notation.rewrites import PAGES, READ, Page, read_page
 from reshard.api import split
 from reshard.planning.arrangement import arrangement_of
 from reshard.planning.model import Model
@@ -240,7 +240,7 @@ def _is_rounded(dtype: str, one: bytes, other: bytes) -> bool:
 
 def written(case: Case, page: Page, tp: int) -> Held:
     """What is written by a page for these ranks. Raises ReshardError."""
-    with mock.patch.dict(pages(), {"vllm": page}), tempfile.TemporaryDirectory() as folder:
+    with mock.patch.dict(READ, {"vllm": page}), tempfile.TemporaryDirectory() as folder:
         split(case.checkpoint, Path(folder) / "out", tp, form="vllm")
         return held_in(Path(folder) / "out")
 

@@ -397,18 +397,27 @@ class Page:
                     yield Use(line, number, line.target.fill(found), found[stacked] if stacked else None)
 
 
-@cache
+READ: dict[str, Page] = {}
+"""The pages that were read, by name: one is read when it is asked for."""
+
+
 def pages() -> Mapping[str, Page]:
     """The formats of programs, by name."""
-    return {path.stem: read_page(path) for path in sorted(PAGES.glob("*.toml"), key=lambda path: path.stem)}
+    return {name: page_of(name) for name in _names()}
 
 
 def page_of(name: str) -> Page:
     """The format of a name. Raises PlanError."""
-    found = pages().get(name)
-    if found is None:
-        raise PlanError(f"'{name}' is no format that is written here", f"known formats: {', '.join(pages())}")
-    return found
+    if name not in READ:
+        if name not in _names():
+            raise PlanError(f"'{name}' is no format that is written here", f"known formats: {', '.join(_names())}")
+        READ[name] = read_page(PAGES / f"{name}.toml")
+    return READ[name]
+
+
+@cache
+def _names() -> Sequence[str]:
+    return sorted(path.stem for path in PAGES.glob("*.toml"))
 
 
 _LINE_KEYS = {

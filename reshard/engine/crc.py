@@ -1,6 +1,11 @@
 """CRC-32s of parts of a file, made of those of its pieces, in whatever order and by whichever process they are written.
 
 Source: ``crc32_combine`` in zlib 1.3 (``crc32.c``): polynomials over two elements, modulo that of CRC-32.
+
+A large piece is folded before zlib sees it. Where the polynomial of CRC-32 divides x^n + x^k + 1, it divides
+x^(64n) + x^(64k) + 1, too: squaring a sum squares each of its terms. So a word of 64 bits counts as much as the same
+word n - k and n words further on together, and is added there instead. numpy adds without carry (xor) six times faster
+than zlib takes a CRC-32, so that all takes less than half of the time.
 """
 
 from __future__ import annotations
@@ -11,11 +16,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
 
+import numpy as np
+
 from formats.files.torch_zip import Crc
 
 SMALLEST = 1 << 14
 """Bytes of a piece that is worth a CRC-32 of its own. What is written in smaller pieces is read once more instead."""
 _POLYNOMIAL = 0xEDB88320
+_ONES = 0xFFFFFFFF
+FOLDED = 1 << 19
+"""Bytes of the smallest piece that is folded."""
+FOLDS = ((91639, 41678, 0), (8036, 4182, 3674, 0))
+"""The exponents of polynomials that CRC-32's divides: the shortest with three terms, the square of one with four."""
 
 
 class Run(NamedTuple):
@@ -41,9 +53,26 @@ def add_run(runs: list[Run], begin: int, data: memoryview, *, is_whole: bool) ->
     """Add the CRC-32 of a piece to the last of the runs, if it goes on, or else as one more, if it is not too small."""
     last = runs[-1] if runs else None
     if last is not None and last.end == begin:
-        runs[-1] = Run(last.begin, begin + len(data), zlib.crc32(data, last.value))
+        runs[-1] = Run(last.begin, begin + len(data), crc32(data, last.value))
     elif is_whole or len(data) >= SMALLEST:
-        runs.append(Run(begin, begin + len(data), zlib.crc32(data)))
+        runs.append(Run(begin, begin + len(data), crc32(data)))
+
+
+def crc32(data: memoryview, value: int = 0) -> int:
+    """What ``zlib.crc32`` returns: the CRC-32 of bytes behind others whose CRC-32 is ``value``."""
+    if len(data) < FOLDED:
+        return zlib.crc32(data, value)
+    size = len(data) // 8 * 8
+    words, first = np.frombuffer(data[:size], dtype=np.uint64).copy(), 0
+    for length, *terms in FOLDS:
+        while (left := words.size - first - length) > 0:
+            count = min(left, length - terms[0])  # none of these is added to another of them
+            for term in terms:
+                begin = first + length - term
+                words[begin : begin + count] ^= words[first : first + count]
+            first += count
+    rest = zlib.crc32(words[first:].data.cast("B"), _ONES) ^ _ONES  # as if nothing stood before it, not even the ones
+    return zlib.crc32(data[size:], rest ^ _product(_power(size), value ^ _ONES) ^ _ONES)
 
 
 def joined(crc: Crc, runs: Iterable[Run]) -> int | None:

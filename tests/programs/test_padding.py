@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from formats.errors import MismatchError
-from formats.notation.rewrites import page_of, pages
+from formats.notation.rewrites import READ, page_of
 from reshard.api import merge, split
 from tests.programs.oracles import checkpoint
 from tests.programs.test_oracles import tensors_of
@@ -35,7 +35,7 @@ def test_what_it_may_hold_does_not_follow_from_its_size(free: bool, tmp_path: Pa
     """A page says apart from each other what the vocabulary is padded to, and what may stand there."""
     folder = _with_a_filled_padding(tmp_path / "out")
     page = replace(page_of("vllm"), free_padding=free, pad_product=not free, pad_to=96 if not free else 64)
-    with mock.patch.dict(pages(), {"vllm": page}):
+    with mock.patch.dict(READ, {"vllm": page}):
         if not free:
             with pytest.raises(MismatchError, match="padding"):
                 merge(folder, tmp_path / "merged")

@@ -17,7 +17,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from formats.errors import PlanError
-from formats.notation.rewrites import PAGES, page_of, pages, read_page
+from formats.notation.rewrites import PAGES, READ, page_of, read_page
 from reshard.api import merge, split
 from tests import store, zoo
 from tests.programs.oracles import checkpoint
@@ -156,7 +156,7 @@ def test_queries_and_keys_of_unequal_size_are_not_cut_and_joined(tmp_path: Path)
         PAGES / "vllm.toml", {"meshes": {"llama": {"tp": None}}, "lines": [{"types": ["llama"], "tensors": line}]}
     )
     with (
-        mock.patch.dict(pages(), {"vllm": page}),
+        mock.patch.dict(READ, {"vllm": page}),
         pytest.raises(PlanError, match=r"joined from tensors of sizes .* and"),
     ):
         split(checkpoint("vllm", "llama_kv2"), tmp_path / "out", 2, form="vllm")

@@ -1,14 +1,16 @@
 """Distributed checkpoints against copying the files, against torch's and Megatron-Core's own ways, in one run.
 
-    python -m benchmarks.containers [--gigabytes 2] [--rounds 3] [--folder DIR] [--megatron-python PATH]
+    python -m benchmarks.containers [--gigabytes 2] [--rounds 3] [--folder DIR] [--megatron-python PATH] [--only WORD…]
 
-Writes a Llama of random bytes. Splits it into reshard's own layout, torch's distributed checkpoint and Megatron-Core's,
-merges these, and has torch and, with the python of an environment that has it, Megatron-Core do the same: ``dcp.save``
-and ``dist_checkpointing.save`` of the tensors in memory, ``dcp.load`` and a save of the tensors. Each is timed in turn
-with ``cp -r``, the order reversed in each round; the first round is not counted. Prints medians, the ratio to ``cp -r``
-of what is read, the range of the ratios in single rounds, and the peak memory of a further run. The import of torch is
-counted, as a user waits for it; the seconds in brackets are those of torch's call alone, without reading the source.
+Writes a Llama of random bytes. Splits it into reshard's own layout, torch's distributed checkpoint, Megatron-Core's and
+transformers', merges these, and has torch and, with the python of an environment that has it, Megatron-Core do the
+same: ``dcp.save`` and ``dist_checkpointing.save`` of the tensors in memory, ``dcp.load`` and a save of the tensors,
+``dcp_to_torch_save``, ``consolidate_safetensors_files``. Each is timed in turn with ``cp -r``, the order reversed in
+each round; the first round is not counted. Prints medians, the ratio to ``cp -r`` of what is read, the range of the
+ratios in single rounds, seconds of processors, and the peak memory of a further run. The import of torch is counted, as
+a user waits for it; the seconds in brackets are those of torch's call alone, without reading the source.
 ``--no-checksum`` still has the CRC-32s of the archives, which are the difference between the own layout and the others.
+``--only`` takes the ways with one of these words in their names.
 """
 
 from __future__ import annotations
@@ -16,15 +18,13 @@ from __future__ import annotations
 import argparse
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.checkpoints import write_llama
-from benchmarks.speed import peak_memory, run
+from benchmarks.speed import Took, compared, peak_memory, run, took
 
 _LOAD = """
 import sys, time, warnings
@@ -52,6 +52,22 @@ print(time.perf_counter() - begin)
 Path(out).mkdir()
 save_file(state, Path(out) / "model.safetensors")
 """
+DCP_TO_TORCH = f"""{_LOAD}
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+Path(out).mkdir()
+begin = time.perf_counter()
+dcp_to_torch_save(folder, Path(out) / "model.pt")
+print(time.perf_counter() - begin)
+"""
+CONSOLIDATE = f"""{_LOAD}
+from safetensors import safe_open
+from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
+names = {{name for file in Path(folder).glob("*.safetensors") for name in safe_open(file, "pt").keys()}}
+Path(out).mkdir()
+begin = time.perf_counter()
+consolidate_safetensors_files(folder, out, dict.fromkeys(names, 1), num_threads=2)
+print(time.perf_counter() - begin)
+"""
 MEGATRON_SAVE = f"""{_LOAD}
 import logging, os
 logging.disable(logging.WARNING)
@@ -72,41 +88,30 @@ print(time.perf_counter() - begin)
 
 @dataclass
 class Way:
-    """A command that reads a folder and writes ``out``, and its seconds: of the whole, of a part, and of ``cp -r``."""
+    """A command that reads a folder and writes ``out``: what it took, and what ``cp -r`` did."""
 
     name: str
     source: Path
     command: list[str]
-    seconds: list[float] = field(default_factory=list)
-    inside: list[float] = field(default_factory=list)
-    copies: list[float] = field(default_factory=list)
+    runs: list[Took] = field(default_factory=list)
+    copies: list[Took] = field(default_factory=list)
 
     def time(self, out: Path) -> None:
         """Run it once."""
-        begin = time.perf_counter()
-        done = subprocess.run(self.command, capture_output=True, text=True, check=False)
-        self.seconds.append(time.perf_counter() - begin)
-        if done.returncode:
-            sys.exit(f"{self.name}: {done.stderr[-2000:]}")
-        if "-c" in self.command:
-            self.inside.append(float(done.stdout.split()[-1]))
+        self.runs.append(took(self.command))
         shutil.rmtree(out)
 
     def copy(self, out: Path) -> None:
         """Copy what it reads."""
-        self.copies.append(run(["cp", "-r", str(self.source), str(out)]))
+        self.copies.append(took(["cp", "-r", str(self.source), str(out)]))
         shutil.rmtree(out)
 
     def shown(self, peak: int) -> str:
         """What was measured, without the first round."""
-        seconds, copies = self.seconds[1:], self.copies[1:]
-        mine, base = statistics.median(seconds), statistics.median(copies)
-        ratios = sorted(a / b for a, b in zip(seconds, copies, strict=True))
-        inside = f"({statistics.median(self.inside[1:]):.2f} s)" if self.inside else ""
-        return (
-            f"{self.name:32} {mine:6.2f} s {inside:9}  cp -r {base:5.2f} s   ratio {mine / base:5.2f}   (per round "
-            f"{ratios[0]:.2f} to {ratios[-1]:.2f})   peak {peak / 1e6:5.0f} MB"
-        )
+        inside = ""
+        if "-c" in self.command:
+            inside = f" ({statistics.median(float(each.printed.split()[-1]) for each in self.runs[1:]):.2f} s)"
+        return compared(self.name, self.runs, self.copies, peak, f"{inside:9}")
 
 
 def main() -> None:
@@ -116,12 +121,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "reshard-benchmark")
     parser.add_argument("--megatron-python", help="the python of an environment with Megatron-Core")
+    parser.add_argument("--only", nargs="*", default=[], help="words of the names of what is measured")
     arguments = parser.parse_args()
     folder: Path = arguments.folder
     source, out = write_llama(folder / f"llama-{arguments.gigabytes:g}gb", arguments.gigabytes), folder / "out"
     shutil.rmtree(out, ignore_errors=True)
     reshard = [sys.executable, "-m", "reshard"]
     forms = {"dcp": ["--as", "dcp"], "megatron": ["--as", "megatron"]}
+    forms["transformers"] = ["--as", "transformers", "--tp", "4"]
     shards = {name: folder / name for name in forms}
     ways = [Way("split --tp 4", source, [*reshard, "split", str(source), str(out), "--tp", "4"])]
     for name, form in forms.items():
@@ -130,7 +137,8 @@ def main() -> None:
         (shards[name] / "reshard.json").unlink()  # as another program writes it
         split = [*reshard, "split", str(source), str(out), *form]
         ways.append(Way(f"split --as {name}", source, split))
-        ways.append(Way(f"split --as {name} --no-checksum", source, [*split, "--no-checksum"]))
+        if name != "transformers":
+            ways.append(Way(f"split --as {name} --no-checksum", source, [*split, "--no-checksum"]))
         ways.append(Way(f"merge of {name}", shards[name], [*reshard, "merge", str(shards[name]), str(out)]))
 
     def script(name: str, read: Path, python: str, code: str) -> Way:
@@ -138,8 +146,11 @@ def main() -> None:
 
     ways.append(script("torch's dcp.save", source, sys.executable, DCP_SAVE))
     ways.append(script("torch's dcp.load, save_file", shards["dcp"], sys.executable, DCP_LOAD))
+    ways.append(script("torch's dcp_to_torch_save", shards["dcp"], sys.executable, DCP_TO_TORCH))
+    ways.append(script("torch's consolidation", shards["transformers"], sys.executable, CONSOLIDATE))
     if arguments.megatron_python:
         ways.append(script("Megatron-Core's save", source, arguments.megatron_python, MEGATRON_SAVE))
+    ways = [way for way in ways if not arguments.only or any(word in way.name for word in arguments.only)]
     for number in range(arguments.rounds + 1):
         for way in ways:
             for step in (way.copy, way.time) if number % 2 else (way.time, way.copy):

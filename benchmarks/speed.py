@@ -2,17 +2,20 @@
 
     python -m benchmarks.speed [--gigabytes 4] [--rounds 5] [--folder DIR] [--script] [--as vllm]
 
-Prints for each operation the median of the seconds, the ratio to ``cp -r`` (timed alternately), and the peak resident
-memory (of a further run on Linux: the sum of the peaks of all its processes, in which pages that they share count
-several times). Outputs are removed after each round; the page cache is warm. ``--as`` is for another program's format.
-``--script`` also times the script that everybody writes, with ``safe_open`` and ``save_file``.
+Prints for each operation the median of the seconds, the ratio to ``cp -r`` (timed alternately), the seconds of
+processors, which say more where others use the machine, too, and the peak resident memory (of a further run on Linux:
+the sum of the peaks of all its processes, in which pages that they share count several times). Outputs are removed
+after each round; the page cache is warm. ``--as`` is for another program's format. ``--script`` also times the script
+that everybody writes, with ``safe_open`` and ``save_file``.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import re
+import resource
 import shutil
 import statistics
 import subprocess
@@ -20,8 +23,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.checkpoints import write_llama
+
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # a program that is installed is compiled once, not at each start
 
 NAIVE = """
 import sys, torch
@@ -49,13 +55,32 @@ for rank in range(tp):
 """
 
 
+class Took(NamedTuple):
+    """Seconds of wall time, seconds of all processors, and what the command printed."""
+
+    seconds: float
+    processors: float
+    printed: str
+
+
+def took(command: list[str]) -> Took:
+    """Run a command to its end."""
+    begin, before = time.perf_counter(), _of_processors()
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)[:500]}: exit status {done.returncode}: {done.stderr[-2000:]}")
+    return Took(time.perf_counter() - begin, _of_processors() - before, done.stdout)
+
+
+def _of_processors() -> float:
+    """Seconds of processors that all processes used that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def run(command: list[str]) -> float:
     """Run a command to its end; the seconds of wall time that it took."""
-    begin = time.perf_counter()
-    status = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
-    if status:
-        sys.exit(f"{' '.join(command)}: exit status {status}")
-    return time.perf_counter() - begin
+    return took(command).seconds
 
 
 def peak_memory(command: list[str]) -> int:
@@ -81,23 +106,27 @@ def remove(made: Path) -> None:
 def compare(name: str, source: Path, command: list[str], out: Path, rounds: int) -> None:
     """Time a command and ``cp -r`` of its source, alternately, and print both."""
     copy = out.with_name("copy")
-    ours: list[float] = []
-    theirs: list[float] = []
+    ours, theirs = list[Took](), list[Took]()
     both = [(theirs, ["cp", "-r", str(source), str(copy)], copy), (ours, command, out)]
     for _ in range(rounds + 1):
-        for seconds, timed, made in both:
-            seconds.append(run(timed))
+        for of, timed, made in both:
+            of.append(took(timed))
             remove(made)
         both.reverse()  # each takes the memory that the one before it has given back
-    del ours[0], theirs[0]  # the first round warms the page cache
     peak = peak_memory(command)
     remove(out)
-    mine, base = statistics.median(ours), statistics.median(theirs)
-    ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
-    print(
-        f"{name:16} {mine:6.2f} s   cp -r {base:6.2f} s   ratio {mine / base:5.2f}"
-        f"   (per round {ratios[0]:.2f} to {ratios[-1]:.2f})   peak {peak / 1e6:5.0f} MB",
-        flush=True,
+    print(compared(name, ours, theirs, peak), flush=True)
+
+
+def compared(name: str, ours: list[Took], theirs: list[Took], peak: int, beside: str = "") -> str:
+    """A line: a command, and copying the same bytes. The first round is left out, as it warms the page cache."""
+    ratios = sorted(a.seconds / b.seconds for a, b in zip(ours[1:], theirs[1:], strict=True))
+    mine, base = (statistics.median(each.seconds for each in of[1:]) for of in (ours, theirs))
+    processors, copying = (statistics.median(each.processors for each in of[1:]) for of in (ours, theirs))
+    return (
+        f"{name:32} {mine:6.2f} s{beside}   cp -r {base:5.2f} s   ratio {mine / base:5.2f}   (per round "
+        f"{ratios[0]:.2f} to {ratios[-1]:.2f})   processors {processors:.2f} s, cp -r {copying:.2f} s   "
+        f"peak {peak / 1e6:5.0f} MB"
     )
 
 

@@ -11,9 +11,9 @@ from reshard.engine.jobs import Options
 from reshard.planning.plan import Padding, Plan, plan_of
 from reshard.storage.access import Access, open_any
 from reshard.storage.fetched import Weights
-from reshard.writing.files import Summary
 from reshard.writing.merge import merge
 from reshard.writing.split import split, wanted_ranks
+from reshard.writing.summary import Summary
 
 if TYPE_CHECKING:
     import torch

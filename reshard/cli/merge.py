@@ -70,6 +70,6 @@ def merge_command(
         summary = merge(
             shards, out, access=access, options=Options(workers=workers, checksum=not no_checksum, fsync=fsync),
             max_shard_size=max_shard_size, overwrite=overwrite, dry_run=dry_run, part=part,
-            progress=shown,
+            progress=shown.moving,
         )  # fmt: skip
     print_summary(summary, shards, time.monotonic() - started, as_json=as_json, quiet=quiet)

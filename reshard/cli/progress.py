@@ -6,10 +6,14 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.text import human_bytes, human_seconds, plural
+
+if TYPE_CHECKING:
+    from reshard.writing.progress import State
 
 INTERVAL = 60.0
 """Seconds between two plain lines."""
@@ -22,8 +26,16 @@ def bars_are_wanted() -> bool:
     return sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
+class Measure(NamedTuple):
+    """How many bytes of how many are done, and what is done with them; ``""`` where there is one measure alone."""
+
+    what: str
+    done: int
+    total: int
+
+
 class Progress:
-    """A context manager that any thread calls with the bytes that are done and the bytes in all.
+    """A context manager that any thread calls with how far it is.
 
     ``how`` is ``bar``, ``log`` (plain lines), ``none``, or ``auto``: a bar where stderr is a terminal, else lines.
     """
@@ -32,62 +44,77 @@ class Progress:
         self._title, self._quiet = title, how == "none"
         self._has_bar = how == "bar" or (how == "auto" and bars_are_wanted())
         self._lock = threading.Lock()
-        self._bar: Any = None
-        self._began: tuple[float, int] | None = None
-        self._last = 0.0
+        self._bars: dict[str, Any] = {}
+        self._began: dict[str, tuple[float, int]] = {}
+        self._last = time.monotonic()
 
     def __enter__(self) -> Progress:
         return self
 
-    def __call__(self, done: int, total: int, again: int = 0) -> None:
-        """Show that ``done`` of ``total`` bytes are written, and that ``again`` requests were made a second time."""
+    def __call__(self, done: int, total: int) -> None:
+        """Show that ``done`` of ``total`` bytes are done."""
+        self.show([Measure("", done, total)])
+
+    def moving(self, state: State) -> None:
+        """Show how far a split or merge is: reading and writing, each by itself."""
+        reading, writing = Measure("reading", state.read, state.to_read), Measure("writing", *state[2:4])
+        self.show([reading, writing] if state.to_read else [], state.again)
+
+    def show(self, measures: Sequence[Measure], again: int = 0) -> None:
+        """Show how far each of these is, and that ``again`` requests were made a second time."""
         if self._quiet:
             return
         with self._lock:
-            if self._began is None:
-                self._begin(done, total)
-            if self._bar is not None:
-                if again:
-                    self._bar.set_postfix_str(f"tried again: {again:,}", refresh=False)
-                self._bar.update(max(0, done - self._bar.n))
-            else:
-                self._line(done, total, again)
+            for measure in measures:
+                if measure.what not in self._began:
+                    self._begin(measure)
+            if self._has_bar:
+                self._draw(measures, again)
+            elif measures and time.monotonic() - self._last >= INTERVAL:
+                self._last = time.monotonic()
+                text = f"{self._title}: {'; '.join(map(self._text, measures))}"
+                text += f"; {plural(again, 'request')} tried again" if again else ""
+                print(text, file=sys.stderr, flush=True)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._bar is not None:
-            self._bar.leave = False
-            self._bar.close()
+        for bar in reversed(self._bars.values()):
+            bar.leave = False
+            bar.close()
 
-    def _begin(self, done: int, total: int) -> None:
-        self._began = (time.monotonic(), done)
-        self._last = time.monotonic()
+    def _begin(self, measure: Measure) -> None:
+        if not self._began:
+            self._last = time.monotonic()
+        self._began[measure.what] = (time.monotonic(), measure.done)
         if self._has_bar:
             from tqdm import tqdm
 
             tqdm.monitor_interval = 0  # it would start a thread, in a process that forks
-            self._bar = tqdm(
-                desc=self._title,
-                total=total,
-                initial=done,
+            self._bars[measure.what] = tqdm(
+                desc=f"{self._title}, {measure.what}" if measure.what else self._title,
+                total=measure.total,
+                initial=measure.done,
+                position=len(self._bars),
                 unit="B",
                 unit_scale=True,
                 dynamic_ncols=True,
                 file=sys.stderr,
             )
 
-    def _line(self, done: int, total: int, again: int) -> None:
-        now = time.monotonic()
-        if self._began is None or now - self._last < INTERVAL:
-            return
-        self._last = now
-        started, first = self._began
-        rate = (done - first) / (now - started)
+    def _draw(self, measures: Sequence[Measure], again: int) -> None:
+        for measure in measures:
+            bar = self._bars[measure.what]
+            if again and measure is measures[0]:
+                bar.set_postfix_str(f"tried again: {again:,}", refresh=False)
+            bar.total = measure.total
+            bar.update(max(0, measure.done - bar.n))
+
+    def _text(self, measure: Measure) -> str:
+        what, done, total = measure
+        started, first = self._began[what]
+        rate = (done - first) / max(time.monotonic() - started, 1e-9)
         share = done / total if total else 1.0
-        text = f"{self._title}: {human_bytes(done)} of {human_bytes(total)} ({share:.0%}), {human_bytes(rate)}/s"
-        if rate > 0:
-            text += f", {human_seconds((total - done) / rate)} left"
-        if again:
-            text += f", {plural(again, 'request')} tried again"
-        print(text, file=sys.stderr, flush=True)
+        text = f"{what} {human_bytes(done)}" if what else human_bytes(done)
+        text += f" of {human_bytes(total)} ({share:.0%}), {human_bytes(rate)}/s"
+        return f"{text}, {human_seconds((total - done) / rate)} left" if rate > 0 else text

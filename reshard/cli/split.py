@@ -124,6 +124,6 @@ def split_command(
             source, out, **degrees.arguments, uneven=uneven, ranks=wanted, access=access, padding=padding,
             options=Options(workers=workers, checksum=not no_checksum, fsync=fsync),
             max_shard_size=max_shard_size, refine_blocks=refine_blocks, overwrite=overwrite, dry_run=dry_run, form=form,
-            extra_state=extra_state, part=part, progress=shown,
+            extra_state=extra_state, part=part, progress=shown.moving,
         )  # fmt: skip
     print_summary(summary, source, time.monotonic() - started, as_json=as_json, quiet=quiet)

@@ -14,6 +14,11 @@ from reshard.text import human_bytes, plural
 
 if TYPE_CHECKING:
     from reshard.api import Summary
+    from reshard.writing.summary import Spent
+
+
+LONG = 1.0
+"""Seconds of a run that is worth a line on where the time went."""
 
 
 def import_numpy() -> None:
@@ -39,6 +44,8 @@ def print_summary(summary: Summary, source: str, seconds: float, *, as_json: boo
         print_path(summary.out)
     else:
         print_lines(_text(summary, source, seconds))
+        if summary.spent is not None and seconds >= LONG:
+            print_lines(time_text(summary))
 
 
 def _document(summary: Summary, seconds: float) -> dict[str, Any]:
@@ -59,10 +66,30 @@ def _document(summary: Summary, seconds: float) -> dict[str, Any]:
         "bytes_fetched": summary.fetched,
         "requests_tried_again": summary.tried_again,
         "seconds": round(seconds, 3),
+        "time": _time(summary.spent) if summary.spent else None,
         "note": summary.note,
         "left_behind": list(summary.left_behind),
         "padding": {axis: {"size": size, "padded": padded} for axis, (size, padded) in summary.padding.items()},
     }
+
+
+def _time(spent: Spent) -> dict[str, Any]:
+    """Where the time went: of the run in seconds, and of the processes that moved bytes, each counted by itself."""
+    phases = {key: round(getattr(spent, key), 3) for key in ("opening", "moving", "publishing")}
+    return {**phases, "processes": {key: round(value, 3) for key, value in spent.processes._asdict().items()}}
+
+
+def time_text(summary: Summary) -> str:
+    """One line: the seconds of each phase, and what the processes did while bytes were moved."""
+    spent = summary.spent
+    assert spent is not None
+    reading = "waiting for the source" if summary.fetched else "reading"
+    shares = {reading if what == "reading" else what: value for what, value in spent.processes._asdict().items()}
+    total = sum(shares.values())
+    text = f"Time: opening {spent.opening:.1f} s, moving {spent.moving:.1f} s"
+    if total:
+        text += f" ({', '.join(f'{what} {value / total:.0%}' for what, value in shares.items())})"
+    return f"{text}, publishing {spent.publishing:.1f} s."
 
 
 def _text(summary: Summary, source: str, seconds: float) -> str:

@@ -22,6 +22,7 @@ from typing import Any
 from formats.errors import CheckpointError
 from formats.files.checksum import PartialSum
 from reshard.engine.reading import Sums, Wanted
+from reshard.engine.times import Moved
 from reshard.storage.retries import Traffic
 from reshard.system import stop_with_parent
 
@@ -54,9 +55,9 @@ class _Finished:
 
 @dataclass(frozen=True)
 class _Progress:
-    """Bytes written since the last report, and what was fetched so far."""
+    """What was moved since the last report, and what was fetched so far."""
 
-    nbytes: int
+    moved: Moved
     traffic: Traffic
 
 
@@ -75,7 +76,7 @@ def move_apart(
     options: Any,
     *,
     finished: Callable[[Any, str | None], None],
-    progress: Callable[[int], None],
+    progress: Callable[[Moved], None],
 ) -> None:
     """Run ``reshard.engine.move.move`` in another process, with the same arguments and the same errors."""
 
@@ -92,7 +93,7 @@ def move_apart(
                 raise report
             if isinstance(report, _Progress):
                 sums.traffic = report.traffic
-                progress(report.nbytes)
+                progress(report.moved)
             else:
                 take(report.read)
                 finished(targets[report.number], report.checksum)
@@ -191,7 +192,7 @@ def serve(parent: int, requests: int, reports: int) -> None:
         try:
             move(
                 jobs, sums, targets, options, finished=finished,
-                progress=lambda nbytes: send(_Progress(nbytes, sums.traffic)),
+                progress=lambda moved: send(_Progress(moved, sums.traffic)),
             )  # fmt: skip
             send(
                 _Done(

@@ -9,7 +9,6 @@ the others report."""
 from __future__ import annotations
 
 import contextlib
-import itertools
 import mmap
 import os
 import zlib
@@ -17,7 +16,6 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import TypeVar
 
 import numpy as np
@@ -26,10 +24,12 @@ from formats.errors import MismatchError
 from formats.files.checksum import PIECE, Part, PartialSum, sum_part
 from reshard.engine.apart import has_threads, move_apart
 from reshard.engine.crc import Run, add_run, joined, parts_within
-from reshard.engine.gathering import TOGETHER, Runs
+from reshard.engine.gathering import Runs
 from reshard.engine.jobs import STEP, Job, Options, TargetFile
 from reshard.engine.reading import Bytes, Reader, Sums, Wanted, pieces, ranges
-from reshard.engine.transfer import Copy, Region, Slab, Way
+from reshard.engine.steps import Stretch, Window, stretches_of, windows
+from reshard.engine.times import Clock, Moved
+from reshard.engine.transfer import Copy, Region, Slab
 from reshard.engine.workers import Report, share
 from reshard.storage.retries import Traffic
 from reshard.storage.source import SourceFile, SourcePlace
@@ -58,11 +58,11 @@ def move(
     options: Options,
     *,
     finished: Callable[[TargetFile, str | None], None],
-    progress: Callable[[int], None] = lambda nbytes: None,
+    progress: Callable[[Moved], None] = lambda moved: None,
 ) -> None:
     """Carry out jobs in order, from the files of ``sums`` to ``targets``. Adds what is read to ``sums``.
 
-    ``finished`` is called with each complete target file and its checksum, ``progress`` with the bytes written since
+    ``finished`` is called with each complete target file and its checksum, ``progress`` with what was moved since
     its last call. Raises CheckpointError if a file cannot be read or written; MismatchError if replicas differ or
     padding is not zero. Before any error or KeyboardInterrupt leaves this function, the processes have ended, the files
     are closed, and unfinished files are removed.
@@ -95,6 +95,8 @@ class _Account:
     """Sums of bytes written, by the target's number."""
     nbytes: int = 0
     """Bytes written."""
+    moved: Moved = field(default_factory=Moved)
+    """The same, what was read, and the time of it."""
     traffic: Traffic = field(default_factory=Traffic)
     """What was requested of files that lie elsewhere."""
     runs: dict[int, list[Run]] = field(default_factory=dict)
@@ -109,7 +111,7 @@ class _Mover:
         targets: Sequence[TargetFile],
         jobs: Sequence[Job],
         finished: Callable[[TargetFile, str | None], None],
-        progress: Callable[[int], None],
+        progress: Callable[[Moved], None],
     ) -> None:
         self._options, self._sums, self._targets, self._jobs = options, sums, targets, jobs
         self._sources = list(sums.of)
@@ -118,9 +120,10 @@ class _Mover:
         self._numbers = {file: number for number, file in enumerate(targets)}
         self._wanted: Wanted = frozenset()
         self._busy = mmap.mmap(-1, max(1, len(targets)))
-        self._reader = Reader(self._read if options.checksum else None)
+        self._clock = Clock()
+        self._reader = Reader(self._read if options.checksum else None, self._clock)
         self._account = _Account()
-        self._traffic = Traffic()
+        self._traffic, self._bytes_read = Traffic(), 0
         self._arena = _Arena()
 
     # -- files
@@ -131,6 +134,7 @@ class _Mover:
             target.staged.unlink(missing_ok=True)  # a run that was killed may still be writing to it
             target.descriptor = os.open(target.staged, _FLAGS, 0o666)
             reserve(target.descriptor, target.size)
+        self._clock.lap("writing")
         for offset, content in ((0, target.header), *target.fixed):
             self._write_piece(target, offset, np.frombuffer(content, dtype=np.uint8))
 
@@ -165,14 +169,15 @@ class _Mover:
                 self._start(target)
         self._report(self._take)
         count = _processes(self._jobs, self._options)
-        stretches = [_Stretch(part) for part in _stretches(self._jobs, count)]
+        stretches = [Stretch(part, STEP) for part in stretches_of(self._jobs, count)]
         try:
             share(count, lambda number, report: self._work(stretches[number:] + stretches[:number], report), self._take)
         finally:
             for stretch in stretches:
                 stretch.close()
 
-    def _work(self, stretches: Sequence[_Stretch], report: Report) -> None:
+    def _work(self, stretches: Sequence[Stretch], report: Report) -> None:
+        self._clock.start()
         try:
             for stretch in stretches:
                 for steps in self._requested(stretch.draw()):
@@ -212,6 +217,8 @@ class _Mover:
         account, self._account = self._account, _Account()
         now = self._reader.traffic
         account.traffic, self._traffic = now.since(self._traffic), now
+        read, self._bytes_read = self._reader.nbytes - self._bytes_read, self._reader.nbytes
+        account.moved = Moved(read, account.nbytes, self._clock.take())
         report(account)
 
     def _take(self, account: _Account) -> None:
@@ -228,7 +235,7 @@ class _Mover:
                 self._write_crcs(file)
             if file.sum.is_complete:
                 self._finish(file)
-        self._progress(account.nbytes)
+        self._progress(account.moved)
 
     def _write_crcs(self, target: TargetFile) -> None:
         """Write the CRC-32s of a file's parts. A part that was written in small pieces is read once more for it."""
@@ -246,7 +253,7 @@ class _Mover:
                 for offset in crc.places:
                     os.pwrite(target.descriptor, content, offset)
                     target.sum.add(offset, 4, sum_part(content, offset) if self._options.sums(target) else None)
-        self._progress(target.late)
+        self._progress(Moved(written=target.late))
 
     def _carry_out_together(self, steps: Sequence[tuple[Job, Slab]]) -> None:
         """Move small tensors: neighbours in a file are read or written with one call."""
@@ -269,10 +276,12 @@ class _Mover:
         for job, slab, read, written in ready:
             found = {rank: span.data for rank, span in read.items()}
             check_slab(job, slab, found)
+            self._clock.lap("checking")
             for rank, span in written:
                 block = span.data
                 for copy in slab.copies_to[rank]:
                     block[copy.target_slices] = copy.block(found)
+        self._clock.lap("arranging")
         for part in filled:
             self._write_piece(self._targets[part.key], part.begin, part.data)
 
@@ -286,6 +295,7 @@ class _Mover:
             return
         read = {region.rank: self._reader.read(job.source(region.rank), region, arena.take) for region in slab.reads}
         check_slab(job, slab, read)
+        self._clock.lap("checking")
         if slab.is_flat:
             self._write_flat(job, slab, read)
         else:
@@ -308,7 +318,7 @@ class _Mover:
         for region in slab.reads:
             place = job.source(region.rank)
 
-            def move(window: _Window, source: SourcePlace = place, start: int = region.offset) -> None:
+            def move(window: Window, source: SourcePlace = place, start: int = region.offset) -> None:
                 if not self._want(job, (copy.target for copy in window.copies)):
                     return
                 self._arena.clear()
@@ -326,8 +336,8 @@ class _Mover:
                     for offset, at, length in ranges(place, begin, data.size):
                         self._write_piece(place.file, offset, data[at : at + length])
 
-            windows = _windows([copy for copy in slab.copies if copy.source == region.rank], PIECE)
-            self._one_by_one(job, ((window.copies[0].target, window) for window in windows), move)
+            found = windows([copy for copy in slab.copies if copy.source == region.rank], PIECE)
+            self._one_by_one(job, ((window.copies[0].target, window) for window in found), move)
         for copy in slab.copies:
             if copy.source is None:
                 self._write_zeros(job, copy, starts[copy.target])
@@ -375,6 +385,7 @@ class _Mover:
             for copy in slab.copies:
                 if copy.target == region.rank:
                     block[copy.target_slices] = copy.block(read)
+            self._clock.lap("arranging")
             self._write(job, region.rank, region.offset, block.reshape(-1))
 
         left = [(region.rank, region) for region in slab.writes if not self._is_done(job, region.rank)]
@@ -393,6 +404,7 @@ class _Mover:
             part = None
         elif part is None or not part.fits(offset):
             part = sum_part(data, offset)
+            self._clock.lap("checking")
         position, size, view = 0, data.size, data.data
         try:
             while position < size:
@@ -400,9 +412,11 @@ class _Mover:
                 position += os.pwrite(target.descriptor, view[position:end], offset + position)
         except OSError as error:
             raise refused("write", target.path, error) from error
+        self._clock.lap("writing")
         for begin, end, is_whole in parts_within(target.crcs, offset, size) if target.crcs else ():
             runs = self._account.runs.setdefault(self._numbers[target], [])
             add_run(runs, begin, view[begin - offset : end - offset], is_whole=is_whole)
+            self._clock.lap("checking")
         self._account.nbytes += size
         _sum_of(self._account.written, self._numbers[target], target.size).add(offset, size, part)
         return part
@@ -418,95 +432,6 @@ def _sum_of(sums: dict[K, PartialSum], key: K, size: int) -> PartialSum:
     if found is None:
         found = sums[key] = PartialSum(size)
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Window:
-    """Bytes ``begin`` to ``end`` of a source's region, and the copies that want all of them."""
-
-    begin: int
-    end: int
-    copies: Sequence[Copy]
-
-
-def _windows(copies: Sequence[Copy], size: int) -> Iterator[_Window]:
-    """The wanted parts of a source's region, of at most ``size`` bytes each."""
-    held = [copy.source_slices[0] for copy in copies]
-    bounds = sorted({bound for part in held for bound in (part.start, part.stop)})
-    wanted: list[list[Copy]] = [[] for _ in bounds]
-    for copy, part in zip(copies, held, strict=True):
-        for i in range(bisect_left(bounds, part.start), bisect_left(bounds, part.stop)):
-            wanted[i].append(copy)
-    for (first, last), found in zip(itertools.pairwise(bounds), wanted, strict=False):
-        if found:
-            for begin in range(first, last, size):
-                yield _Window(begin, min(begin + size, last), found)
-
-
-class _Stretch:
-    """Neighbouring jobs, from which processes draw steps. A pipe holds the number of the next step."""
-
-    _LENGTH = 8
-    _FEW = 256 << 20
-    """The steps of a tensor of at most so many bytes are kept for the next tensor with the same way."""
-
-    def __init__(self, jobs: Sequence[Job]) -> None:
-        self._jobs = jobs
-        self._kept: Callable[[Way], Sequence[Slab]] = lru_cache(maxsize=32)(lambda way: tuple(way.slabs(STEP)))
-        self._reads, self._writes = os.pipe()
-        self._put(0)
-
-    def draw(self) -> Iterator[Sequence[tuple[Job, Slab]]]:
-        """The steps that this process draws; no other process draws them. Small tensors share a step."""
-        drawn = self._next()
-        for number, steps in enumerate(self._steps()):
-            if number == drawn:
-                yield list(steps)
-                drawn = self._next()
-
-    def _steps(self) -> Iterator[Iterable[tuple[Job, Slab]]]:
-        for is_small, jobs in itertools.groupby(self._jobs, lambda job: job.is_small):
-            for together in _together(jobs) if is_small else ([job] for job in jobs):
-                steps = ((job, slab) for job in together for slab in self._slabs(job))
-                yield from [steps] if is_small else ([step] for step in steps)
-
-    def _slabs(self, job: Job) -> Iterable[Slab]:
-        return self._kept(job.transfer) if job.nbytes <= self._FEW else job.transfer.slabs(STEP)
-
-    def _next(self) -> int:
-        number = int.from_bytes(os.read(self._reads, self._LENGTH), "little")
-        self._put(number + 1)
-        return number
-
-    def _put(self, number: int) -> None:
-        os.write(self._writes, number.to_bytes(self._LENGTH, "little"))
-
-    def close(self) -> None:
-        """Close the pipe."""
-        os.close(self._reads)
-        os.close(self._writes)
-
-
-def _stretches(jobs: Sequence[Job], count: int) -> Iterator[Sequence[Job]]:
-    """Cut a sequence of jobs into ``count`` parts of about equal work."""
-    ends = list(itertools.accumulate(job.work for job in jobs))
-    total = ends[-1] if ends else 0
-    cuts = [bisect_left(ends, total * i // count) for i in range(count)] + [len(jobs)]
-    return (jobs[first:last] for first, last in itertools.pairwise(cuts))
-
-
-def _together(jobs: Iterable[Job]) -> Iterator[Sequence[Job]]:
-    """Groups of small tensors that are moved together."""
-    found: list[Job] = []
-    room = TOGETHER
-    for job in jobs:
-        found.append(job)
-        room -= job.nbytes
-        if room <= 0:
-            yield found
-            found, room = [], TOGETHER
-    if found:
-        yield found
 
 
 class _Arena:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from formats.errors import CheckpointError
 from formats.files.checksum import PIECE, Part, PartialSum, file_checksum, sum_part
 from reshard.engine.jobs import TargetPlace
+from reshard.engine.times import Clock
 from reshard.engine.transfer import Region
 from reshard.storage.retries import Traffic
 from reshard.storage.source import SourceFile, SourcePlace
@@ -71,11 +72,14 @@ class Reader:
     """Reads regions of source files, each file opened once. What was requested of a remote file comes from ``ahead``.
 
     ``summed`` is called with file, offset, length and sum of what is read; parts of rows (``Region.wanted``) are not
-    summed.
+    summed. ``nbytes`` counts the bytes that were read, ``clock`` what it took to read and to sum them.
     """
 
-    def __init__(self, summed: Callable[[SourceFile, int, int, Part], None] | None = None) -> None:
-        self._summed = summed
+    def __init__(
+        self, summed: Callable[[SourceFile, int, int, Part], None] | None = None, clock: Clock | None = None
+    ) -> None:
+        self._summed, self._clock = summed, clock or Clock()
+        self.nbytes = 0
         self._descriptors: dict[Path, int] = {}
         self._ahead: Ahead | None = None
 
@@ -103,6 +107,7 @@ class Reader:
                     first = row + run.offset
                     for offset, at, length in ranges(place, region.offset + first, run.length):
                         self._fill(place.file, offset, data.data[first + at : first + at + length])
+            self._clock.lap("reading")
         return data.reshape(region.shape)
 
     def request(self, wanted: Iterable[tuple[SourcePlace, Region]]) -> None:
@@ -120,10 +125,12 @@ class Reader:
     def fill(self, data: Bytes, file: SourceFile, offset: int) -> Part | None:
         """Fill ``data`` from ``offset`` of a file; returns its sum, or None without ``summed``."""
         self._fill(file, offset, data.data)
+        self._clock.lap("reading")
         if self._summed is None:
             return None
         part = sum_part(data, offset)
         self._summed(file, offset, data.size, part)
+        self._clock.lap("checking")
         return part
 
     @property
@@ -140,6 +147,7 @@ class Reader:
             self._ahead.close()
 
     def _fill(self, file: SourceFile, offset: int, view: memoryview) -> None:
+        self.nbytes += len(view)
         if file.remote is not None:
             self.ahead.fill(file, offset, view)
             return

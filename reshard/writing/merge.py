@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
 
 from formats.errors import CheckpointError, MismatchError
@@ -20,21 +21,18 @@ from reshard.storage.source import UNSPLIT, Source
 from reshard.writing.files import (
     DEFAULT_SHARD_SIZE,
     NewFile,
-    Progress,
-    Summary,
     check_place,
     deal,
-    done,
     new_file,
-    no_progress,
     noted,
-    publish_output,
     staging_for,
-    summed_up,
     task_of,
     write_files,
 )
+from reshard.writing.progress import Progress, no_progress
+from reshard.writing.publishing import publish_output
 from reshard.writing.shard_files import index_text, partition
+from reshard.writing.summary import Summary, done, summed_up
 
 
 def merge(
@@ -57,6 +55,7 @@ def merge(
     ``part`` this process writes its share of the files, and the last of all processes publishes. Raises ReshardError;
     ``out`` exists only if it is complete. It may be the URL of a place in a bucket.
     """
+    began = time.monotonic()
     (folder, bucket), options = place_of(out, access.cache_dir), options or Options()
     before = tried_again()
     opened = open_any(shards, access)
@@ -97,7 +96,7 @@ def merge(
             )  # fmt: skip
     except PublishedError:
         return dataclasses.replace(summary, complete=True)
-    return done(summary, written, complete=complete)
+    return done(summary, written, complete=complete, began=began)
 
 
 def _full_checkpoint(source: Source, plan: Plan, max_shard_size: int | None) -> tuple[list[NewFile], dict[str, bytes]]:

@@ -29,7 +29,9 @@ from reshard.storage.opening_programs import states_of
 from reshard.storage.output import Staging
 from reshard.storage.program_source import DISTCP
 from reshard.storage.source import KEPT, Source
-from reshard.writing.files import KEPT_RANK, NewFile, new_file, record_with_sums
+from reshard.writing.files import NewFile, new_file
+from reshard.writing.jobs import KEPT_RANK
+from reshard.writing.publishing import record_with_sums
 from reshard.writing.shard_files import ShardFile, index_text, partition
 
 

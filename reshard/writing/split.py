@@ -44,31 +44,25 @@ from reshard.storage.retries import tried_again
 from reshard.storage.source import Source
 from reshard.writing.files import (
     DEFAULT_SHARD_SIZE,
-    KEPT_RANK,
     Further,
     NewFile,
-    Progress,
-    Summary,
     Written,
     already_staged,
     check_place,
-    check_read,
-    check_unchanged,
     deal,
-    done,
     new_file,
-    no_progress,
     noted,
-    publish_output,
-    record_with_sums,
     staging_for,
-    summed_up,
     task_of,
     write_files,
 )
+from reshard.writing.jobs import KEPT_RANK
 from reshard.writing.merge import merge
 from reshard.writing.program import ProgramFiles
+from reshard.writing.progress import Progress, no_progress
+from reshard.writing.publishing import check_read, check_unchanged, publish_output, record_with_sums
 from reshard.writing.shard_files import ShardFile, index_text, partition
+from reshard.writing.summary import Summary, done, summed_up
 
 HUGGING_FACE = "huggingface"
 """The name of Hugging Face's own form, among those of other programs."""
@@ -119,6 +113,7 @@ def split(
         )  # fmt: skip
     if part is not None and ranks is not None:
         raise PlanError("--part and --rank are two ways to share the work", "give one of them")
+    began = time.monotonic()
     (folder, bucket), options = place_of(out, access.cache_dir), options or Options()
     max_shard_size = max_shard_size or DEFAULT_SHARD_SIZE
     before = tried_again()
@@ -208,7 +203,7 @@ def split(
                 complete = _publish_ranks(new, opened, written, staging, options)
     except PublishedError:
         return dataclasses.replace(summary, complete=True, ranks=wanted if ranks is None else ())
-    return done(summary, written, complete=complete)
+    return done(summary, written, complete=complete, began=began)
 
 
 def wanted_ranks(ranks: Sequence[int] | None, mesh: Mesh) -> tuple[int, ...]:

@@ -45,12 +45,12 @@ def threaded(monkeypatch):
 def test_a_split_and_a_merge_beside_threads(tmp_path, threaded):
     source = write_checkpoint(tmp_path / "source", files=3)
     seen = []
-    summary = split(
-        source, tmp_path / "out", 4, options=FOUR, progress=lambda done, total, _: seen.append((done, total))
-    )
+    summary = split(source, tmp_path / "out", 4, options=FOUR, progress=seen.append)
     split(source, tmp_path / "alone", 4, options=Options(workers=1))
     assert contents(tmp_path / "out") == contents(tmp_path / "alone")
-    assert seen[-1] == (summary.nbytes, summary.nbytes) and seen == sorted(seen)
+    last = seen[-1]
+    assert last.written == last.to_write == summary.nbytes and last.read == last.to_read and seen == sorted(seen)
+    assert summary.spent.processes.reading > 0 and summary.spent.processes.writing > 0
     split(tmp_path / "out", tmp_path / "out2", 2, options=FOUR)
     merge(tmp_path / "out2", tmp_path / "merged", options=FOUR)
     assert contents(tmp_path / "merged") == contents(source)

@@ -18,6 +18,7 @@ from reshard.engine.jobs import Options
 from reshard.storage.inspect import inspect
 from reshard.storage.output import STATE, Staging
 from reshard.writing import files as writing
+from reshard.writing import publishing
 from tests.support import change_tensor, contents, without_manifest, write_checkpoint
 
 ONE = Options(workers=1)
@@ -339,7 +340,7 @@ def test_a_resumed_merge_keeps_what_is_finished_and_reads_it_no_more(tmp_path, m
     def again(path):
         raise AssertionError(f"{path} is read a second time for its checksum")
 
-    monkeypatch.setattr(writing, "checksum_of", again)
+    monkeypatch.setattr(publishing, "checksum_of", again)
     summary = merge(tmp_path / "shards", tmp_path / "out", options=ONE)
     assert 0 < summary.written < summary.nbytes
     assert contents(tmp_path / "out") == contents(source)

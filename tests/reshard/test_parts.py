@@ -22,7 +22,7 @@ from reshard.api import merge, split
 from reshard.launcher import Share
 from reshard.storage import output
 from reshard.storage.output import STATE, Staging, staging_of
-from reshard.writing import files as writing
+from reshard.writing import publishing
 from tests import store
 from tests.forked import Forked
 from tests.support import change_tensor, command, result_of, write_checkpoint
@@ -81,7 +81,7 @@ def test_a_merge_in_parts_reads_each_byte_once(
     def again(file: object) -> str:
         raise AssertionError(f"{file} is read again for its checksum")
 
-    monkeypatch.setattr(writing, "checksum_of", again)
+    monkeypatch.setattr(publishing, "checksum_of", again)
     done = [merge(shards, tmp_path / "out", part=Share(index, count)) for index in range(count)]
     assert [summary.complete for summary in done][-1] and sum(each.files for each in done) == 5
     assert result_of(tmp_path / "out") == result_of(checkpoint)

@@ -537,7 +537,7 @@ def test_the_size_of_a_step_changes_nothing(tmp_path, monkeypatch, steps, piece,
     sizes = {
         "move.STEP": steps,
         "jobs.SMALL": small,
-        "move.TOGETHER": steps,
+        "steps.TOGETHER": steps,
         "move.WRITE": write,
         "reading.PIECE": piece,
         "move.PIECE": piece,

@@ -1,0 +1,82 @@
+"""What a split or merge did, and where the time went."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from formats.mesh import Mesh
+from reshard.engine.times import Times
+from reshard.launcher import Share
+from reshard.storage.output import (
+    Dealt,
+)
+from reshard.writing.files import NewFile, Written
+
+
+class Spent(NamedTuple):
+    """Where the time went, in seconds. ``processes`` divides what the processes needed, each by itself, to move."""
+
+    opening: float
+    """Opening the source, with any download of it, and planning."""
+    moving: float
+    """Reading and writing weight files."""
+    publishing: float
+    """All that comes after that, and uploading."""
+    processes: Times
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a split or merge did, or would do with ``dry_run``.
+
+    ``nbytes`` is the size of all weight files in bytes, ``written`` the part that this run wrote. ``padding`` has the
+    size before and after for each padded axis. ``left_behind`` names what the source has beside the model,
+    ``note`` what a reader of the output must know.
+    """
+
+    command: str
+    source: str
+    out: Path | str
+    source_mesh: Mesh
+    mesh: Mesh
+    tensors: int
+    files: int
+    nbytes: int
+    written: int
+    padding: Mapping[str, tuple[int, int]]
+    ranks: tuple[int, ...]
+    complete: bool
+    dry_run: bool
+    part: Share | None = None
+    """Which part of the files this is, where several processes deal them among them; ``files`` and ``nbytes`` are its.
+    """
+    fetched: int = 0
+    """Bytes of weights that were fetched from elsewhere."""
+    tried_again: int = 0
+    """The requests for weights and headers that were made again because an earlier one had failed."""
+    left_behind: tuple[str, ...] = ()
+    note: str | None = None
+    spent: Spent | None = None
+    """None if nothing was to be written."""
+
+
+def done(summary: Summary, written: Written, *, complete: bool, began: float) -> Summary:
+    """The summary of a run that has ended, and had begun at this time (``time.monotonic``)."""
+    traffic, opening = written.traffic, written.began - began
+    spent = Spent(opening, written.moving, time.monotonic() - began - opening - written.moving, written.times)
+    return replace(
+        summary, written=written.nbytes, complete=complete, fetched=traffic.fetched,
+        tried_again=summary.tried_again + traffic.again, spent=spent,
+    )  # fmt: skip
+
+
+def summed_up(summary: Summary, files: Sequence[NewFile], part: Share | None, dealt: Dealt | None) -> Summary:
+    """The summary of a process that writes a part of an output."""
+    if dealt is None:
+        return summary
+    mine = [file for file in files if file.name in dealt.files]
+    return replace(summary, part=part, files=len(mine), nbytes=sum(file.size for file in mine))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,8 +13,11 @@ from formats.mesh import Mesh
 from reshard.api import Options, merge, split
 from reshard.cli import progress, summary
 from reshard.cli.progress import Progress
+from reshard.engine.jobs import TargetFile
+from reshard.engine.move import _Mover, move
 from reshard.engine.reading import Sums
 from reshard.engine.times import Moved, Times
+from reshard.engine.transfer import Copy
 from reshard.launcher import Share
 from reshard.storage.retries import Traffic
 from reshard.writing.progress import Count, State
@@ -154,3 +159,51 @@ def test_batches_of_files_read_what_is_left() -> None:
         count.end()
     assert seen == [State(5, 0, 20, 30, 1), State(10, 5, 30, 30, 3)]
     assert count.moved == Moved(10, 20, Times(reading=2.0)) and count.traffic.again == 3
+
+
+@pytest.mark.parametrize("form", [None, "vllm", "dcp"])
+@pytest.mark.parametrize("small", [300, 1 << 16])
+def test_each_second_counts_for_what_it_was_needed_for(
+    form: str | None, small: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock that goes on only when something is done, and by another time for each."""
+    monkeypatch.setattr("reshard.engine.jobs.SMALL", small)
+    seconds, now = dict.fromkeys(Times._fields, 0.0), [0.0]
+    monkeypatch.setattr("reshard.engine.times.perf_counter", lambda: now[0])
+
+    def takes(place: str, what: str, length: float) -> None:
+        module, _, name = place.rpartition(".")
+        owner = import_module(module) if module else Copy
+        real = getattr(owner, name)
+
+        def slower(*arguments: Any, **named: Any) -> Any:
+            now[0] += length
+            seconds["writing" if at_the_end else what] += length
+            return real(*arguments, **named)
+
+        monkeypatch.setattr(owner, name, slower)
+
+    def move_files(*arguments: Any, **named: Any) -> None:
+        seconds.update(dict.fromkeys(seconds, 0.0))  # the headers were summed before
+        move(*arguments, **named)
+
+    def write_crcs(mover: _Mover, target: TargetFile) -> None:
+        at_the_end.append(target)
+        write(mover, target)
+        at_the_end.clear()
+
+    at_the_end, write = list[TargetFile](), _Mover._write_crcs
+    monkeypatch.setattr("reshard.writing.files.move", move_files)
+    monkeypatch.setattr(_Mover, "_write_crcs", write_crcs)
+
+    takes("os.preadv", "reading", 1.0)
+    takes("os.pwrite", "writing", 100.0)
+    takes("reshard.engine.reading.sum_part", "checking", 1e4)
+    takes("reshard.engine.move.sum_part", "checking", 1e4)
+    takes("reshard.engine.move.check_slab", "checking", 1e6)
+    takes("reshard.engine.move.add_run", "checking", 1e8)
+    takes("block", "arranging", 1e10)
+    source = write_checkpoint(tmp_path / "source", files=2)
+    done = split(source, tmp_path / "out", 2, form=form, options=Options(workers=1))
+    assert done.spent is not None and done.spent.processes._asdict() == seconds
+    assert all(seconds.values())

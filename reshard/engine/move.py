@@ -175,6 +175,7 @@ class _Mover:
         finally:
             for stretch in stretches:
                 stretch.close()
+        self._progress(Moved(times=self._clock.take()))
 
     def _work(self, stretches: Sequence[Stretch], report: Report) -> None:
         self._clock.start()
@@ -220,6 +221,7 @@ class _Mover:
         read, self._bytes_read = self._reader.nbytes - self._bytes_read, self._reader.nbytes
         account.moved = Moved(read, account.nbytes, self._clock.take())
         report(account)
+        self._clock.lap("writing")  # without workers, this is where files are finished
 
     def _take(self, account: _Account) -> None:
         """Add a report to the sums, and finish the files that are complete."""
@@ -281,7 +283,7 @@ class _Mover:
                 block = span.data
                 for copy in slab.copies_to[rank]:
                     block[copy.target_slices] = copy.block(found)
-        self._clock.lap("arranging")
+            self._clock.lap("arranging")
         for part in filled:
             self._write_piece(self._targets[part.key], part.begin, part.data)
 

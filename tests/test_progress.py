@@ -95,6 +95,7 @@ def test_all_that_is_to_be_read_is_read(
     seen: list[State] = []
     whole = split(source, tmp_path / "whole", 4, form=form, options=options, progress=seen.append)
     assert seen == sorted(seen) and seen[-1][2:] == (whole.nbytes, whole.nbytes, 0)
+    assert seen[0][:2] == (0, 0) and seen[0].written > 0, "headers are written first"
     assert 0.9 * size < seen[-1].to_read == seen[-1].read < size, "each byte but the headers once"
 
     def stop(state: State) -> None:
@@ -112,6 +113,10 @@ def test_all_that_is_to_be_read_is_read(
     mine = Share(0, 2)
     split(source, tmp_path / "part", 4, form=form, options=options, part=mine, progress=seen.append)
     assert seen[-1].written == seen[-1].to_write and 0 < seen[-1].read == seen[-1].to_read <= before
+    if form is None:
+        seen.clear()
+        split(source, tmp_path / "one", 4, ranks=[1], options=options, progress=seen.append)
+        assert seen[-1].written == seen[-1].to_write and 0 < seen[-1].read == seen[-1].to_read < before
     seen.clear()
     merged = merge(tmp_path / "whole", tmp_path / "merged", options=options, progress=seen.append)
     assert seen[-1].read == seen[-1].to_read > 0 and seen[-1].written == merged.nbytes
@@ -148,8 +153,9 @@ def test_the_line_says_what_the_processes_waited_for() -> None:
     assert line(0, Times()) == "Time: opening 0.4 s, moving 12.3 s, publishing 1.0 s."
 
 
-def test_batches_of_files_read_what_is_left() -> None:
+def test_batches_of_files_read_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is uploaded is written a few files at a time, and what two batches need is read twice."""
+    monkeypatch.setattr("reshard.writing.progress.bytes_to_read", lambda jobs, left: 7)
     seen: list[State] = []
     count = Count([], 10, 30, seen.append)
     for again in (1, 2):
@@ -157,7 +163,7 @@ def test_batches_of_files_read_what_is_left() -> None:
         sums.traffic = Traffic(again=again)
         count(Moved(read=5, written=10, times=Times(reading=1.0)))
         count.end()
-    assert seen == [State(5, 0, 20, 30, 1), State(10, 5, 30, 30, 3)]
+    assert seen == [State(5, 7, 20, 30, 1), State(10, 12, 30, 30, 3)]
     assert count.moved == Moved(10, 20, Times(reading=2.0)) and count.traffic.again == 3
 
 
@@ -204,6 +210,7 @@ def test_each_second_counts_for_what_it_was_needed_for(
     takes("reshard.engine.move.add_run", "checking", 1e8)
     takes("block", "arranging", 1e10)
     source = write_checkpoint(tmp_path / "source", files=2)
-    done = split(source, tmp_path / "out", 2, form=form, options=Options(workers=1))
+    ranks = [1] if form is None else None  # of row-parallel weights, it reads parts of rows
+    done = split(source, tmp_path / "out", 2, form=form, ranks=ranks, options=Options(workers=1))
     assert done.spent is not None and done.spent.processes._asdict() == seconds
     assert all(seconds.values())

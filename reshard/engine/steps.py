@@ -127,11 +127,12 @@ def _read_for(way: Way, is_small: bool) -> Counter[frozenset[int]]:
                 for window in windows([copy for copy in slab.copies if copy.source == region.rank], region.nbytes):
                     found[frozenset([copy.target for copy in window.copies])] += window.end - window.begin
         else:
-            found[frozenset([region.rank for region in slab.writes])] += sum(map(_read, slab.reads))
+            of_slab = (region.nbytes if is_small else _nbytes_read(region) for region in slab.reads)
+            found[frozenset([region.rank for region in slab.writes])] += sum(of_slab)
     return found
 
 
-def _read(region: Region) -> int:
+def _nbytes_read(region: Region) -> int:
     if region.wanted is None:
         return region.nbytes
     return region.nbytes // region.shape[-1] * sum(run.length for run in region.wanted)

@@ -12,6 +12,7 @@ checked. ``faults`` are answers to the next requests for objects with weights, i
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 import shutil
@@ -60,6 +61,7 @@ class StoreServer:
         self.lists_bare_etags = False
         """As Azure does: its lists have etags without quotes, its answers have them with."""
         self.parts: dict[str, dict[int, bytes]] = {}
+        self.numbers = itertools.count()
         handler = type("Handler", (_Handler,), {"store": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._server.daemon_threads = True
@@ -253,7 +255,7 @@ class _Handler(BaseHTTPRequestHandler):
             deleted = "".join(f"<Deleted><Key>{name}</Key></Deleted>" for name in names)
             body = f"<DeleteResult>{deleted}</DeleteResult>"
         elif "uploads" in query:
-            name = f"upload-{len(self.store.parts)}"
+            name = f"upload-{next(self.store.numbers)}"
             self.store.parts[name] = {}
             body = f"<InitiateMultipartUploadResult><UploadId>{name}</UploadId></InitiateMultipartUploadResult>"
         else:

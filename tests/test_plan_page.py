@@ -22,7 +22,8 @@ CASES = {
     "phi3": ("phi3", {"tp": 4}),
     "mqa": ("llama", {"tp": 8}),
     "stages": ("deepseek_v3", {"tp": 2, "pp": 2}),
-    "experts": ("mixtral", {"tp": 1, "ep": 2}),
+    "experts": ("mixtral", {"tp": 2, "ep": 2}),
+    "biases": ("gpt_oss", {"tp": 2}),
     "whole": ("gpt2", {"tp": 1}),
 }
 
@@ -66,13 +67,45 @@ def test_what_it_says() -> None:
     text = page_named("phi3")
     assert "a &lt;b&gt;phi3&lt;/b&gt; on 4 ranks, tp 4" in text and "<b>" not in text and "no &lt;3&gt; heads" in text
     assert re.findall(r'class="part">(\w+)<', text) == ["q", "k", "v", "gate", "up"]
-    assert text.count("⊕ all-reduce, ") == 2 and "padding with zeros" in text and "on every rank" in text
+    assert text.count("⊕ all-reduce, ") == 3 and "padding with zeros" in text and "on every rank" in text
     assert "Layers 0 to 2" in text
     stages = page_named("stages")
     assert "Pipeline stages" in stages and "stage 1" in stages and "Layers 1 to 2" in stages
+    assert "Layers 1 to 2, as on stage 0" in stages and "on every rank of a stage" in stages
     assert "all-reduce, " not in page_named("whole")
     shared = page_named("mqa")
     assert "on ranks 0, 1" in shared
+
+
+def drawn(name: str, block: str) -> list[str]:
+    """The weights and marks of a block, in the order in which they are drawn."""
+    text = page_named(name).partition(f"<h3>{block}")[2].partition("<h3>")[0]
+    marks = re.findall(r'class="name">([^<]*)<|class="arrow"[^>]*>([^<]*)<|class="(reduce)"', text)
+    return [next(filter(None, found)) for found in marks]
+
+
+def test_the_order_is_that_of_a_token() -> None:
+    """Attention before experts, norms before what they feed, what is summed last, whatever the rules' own order."""
+    assert drawn("stages", "Before the layers") == ["model.embed_tokens", "reduce"]
+    assert drawn("stages", "After the layers") == ["model.norm", "lm_head"]
+    attention = ["q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"]
+    assert drawn("stages", "Layer 0") == [
+        "input_layernorm", "x →", *(f"self_attn.{name}" for name in attention), "→", "self_attn.o_proj", "reduce",
+        "post_attention_layernorm", "x →", "mlp.gate_proj", "mlp.up_proj", "→", "mlp.down_proj", "reduce",
+    ]  # fmt: skip
+    assert drawn("experts", "Layers 0 to 2")[-9:] == [
+        "post_attention_layernorm", "x →", "block_sparse_moe.gate", "6 experts",
+        *(f"block_sparse_moe.experts.{{expert}}.w{i}" for i in (1, 3)), "→",
+        "block_sparse_moe.experts.{expert}.w2", "reduce",
+    ]  # fmt: skip
+    assert "3 on ranks 0, 1; 3 on ranks 2, 3" in page_named("experts")
+
+
+def test_a_bias_of_experts_is_not_summed() -> None:
+    """It has two dimensions, and the second is cut: it is a column-parallel weight's."""
+    found = drawn("biases", "Layers 0 to 2")
+    assert found.count("reduce") == 2 and found[-4:-1] == ["→", "mlp.experts.down_proj", "reduce"]
+    assert "expert column · 6x80" in page_named("biases")
 
 
 def test_command(tmp_path: Path) -> None:

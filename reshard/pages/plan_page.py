@@ -6,6 +6,7 @@ The page needs nothing else: no network, no script, no font.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,16 @@ from reshard.pages.document import html_page
 from reshard.pages.markup import Html, element, joined
 from reshard.planning.model import Kind
 from reshard.planning.plan import Entry, Layout, Plan
-from reshard.planning.stages import layers_at
-from reshard.planning.totals import activation_bytes, kind_of, output_size, rows_of, totals_of
+from reshard.planning.stages import is_layered, layers_at
+from reshard.planning.totals import (
+    activation_bytes,
+    copies_of,
+    is_summed,
+    kind_of,
+    output_size,
+    rows_of,
+    totals_of,
+)
 from reshard.text import human_bytes, plural
 
 LONGEST = 220
@@ -81,7 +90,8 @@ def _introduction(plan: Plan) -> Html:
             "Each rectangle is a weight: outputs from top to bottom, inputs from left to right, those of one picture "
             "to one scale. A colour is what one rank holds. A weight that is cut from top to bottom (column-parallel) "
             "takes the whole input and gives a rank a part of the outputs; the next one is cut from left to right "
-            "(row-parallel): it takes just that part, and the ranks add up what comes out, in one all-reduce.",
+            "(row-parallel): it takes just that part, and the ranks add up what comes out, in one all-reduce. x is the "
+            "whole input, which every rank has.",
         ),
         element("p", "Point at a part to see which rows and columns it is, and of which rank.", class_="muted"),
     )
@@ -89,23 +99,82 @@ def _introduction(plan: Plan) -> Html:
 
 def _blocks(plan: Plan) -> list[tuple[str, list[Kind]]]:
     """What is drawn: what stands outside of the layers, and one layer of each kind, named by all that are like it."""
-    order = {template: number for number, template in enumerate(plan.model.architecture.tensors)}
+    architecture = plan.model.architecture
+    order = {template: number for number, template in enumerate(architecture.tensors)}
     laid = sorted(plan.laid, key=lambda kind: order.get(kind.template, len(order)))
-    outside = [kind for kind in laid if not kind.layers]
-    layers = sorted({layer for kind in laid for layer in kind.layers})
+    stacks: dict[str, list[Kind]] = {}
+    for kind in laid:
+        stacks.setdefault(_stack(plan, kind), []).append(kind)
+    outside = stacks.pop("", [])
+    behind = [where is not None and where.text == "last" for where in (architecture.stage_of(k.name) for k in outside)]
+    first, last = ([k for k, is_behind in zip(outside, behind, strict=True) if is_behind is wanted]
+                   for wanted in (False, True))  # fmt: skip
+    drawn = [each for stack, kinds in stacks.items() for each in _layers_of(plan, stack, kinds)]
+    named = [("Before the layers", _one_of_each(plan, first)), *drawn, ("After the layers", _one_of_each(plan, last))]
+    return [(name, kinds) for name, kinds in named if kinds]
+
+
+def _stack(plan: Plan, kind: Kind) -> str:
+    """The name of the layers that a tensor is in, as ``Layer`` or, of a tower's, ``visual.blocks``; empty: in none."""
+    if is_layered(plan.model, kind):
+        return "Layer"
+    return kind.template.partition(".{")[0] if kind.layers else ""
+
+
+def _layers_of(plan: Plan, stack: str, laid: Sequence[Kind]) -> Iterator[tuple[str, list[Kind]]]:
+    """One layer of each kind of a stack."""
     alike: dict[tuple[Kind, ...], list[int]] = {}
-    for layer in layers:
+    for layer in sorted({layer for kind in laid for layer in kind.layers}):
         alike.setdefault(tuple(kind for kind in laid if layer in kind.layers), []).append(layer)
     shapes: dict[tuple[object, ...], tuple[tuple[Kind, ...], list[int]]] = {}
     for kinds, found in alike.items():
         key = tuple((kind.template, plan.laid[kind].layout.rule, kind.shape, kind.dtype) for kind in kinds)
         shapes.setdefault(key, (kinds, []))[1].extend(found)
-    drawn = [(_layers(found), _one_of_each(plan, kinds)) for kinds, found in shapes.values()]
-    begin = min((order.get(kind.template, 0) for kind in laid if kind.layers), default=len(order))
-    first = [kind for kind in outside if order.get(kind.template, len(order)) < begin]
-    last = [kind for kind in outside if kind not in first]
-    named = [("Before the layers", _one_of_each(plan, first)), *drawn, ("After the layers", _one_of_each(plan, last))]
-    return [(name, kinds) for name, kinds in named if kinds]
+    for kinds, found in shapes.values():
+        stages = sorted({min(kind.stages) for kind in kinds if kind.stages})
+        where = f", as on stage {stages[0]}" if stages else ""
+        yield f"{_layers(stack, found)}{where}", _one_of_each(plan, kinds)
+
+
+_ATTENTION = re.compile(r"att|mixer|mamba|conv|ssm|linear|recurrent|temporal|lru|qkv")
+_SECOND_NORM = re.compile(r"post|pre_f|pre_m|ffn|feed|mlp|ff|2")
+
+
+def _modules(plan: Plan, kinds: Sequence[Kind]) -> list[list[Kind]]:
+    """The weights of a layer in the order in which a token comes to them: those of the attention, or what stands in
+    its place, and those of the MLP, or the experts; in each, the norm first, and last what the ranks add up.
+    """
+    if not any(kind.layers for kind in kinds):
+        return [[*kinds]]
+    architecture = plan.model.architecture
+    stems = {kind: _stem(kind) for kind in kinds}
+    summed = {stems[kind] for kind in kinds if is_summed(plan.laid[kind], architecture)}
+    modules = {kind: stem.rpartition(".")[0] for kind, stem in stems.items()}
+    shared = {module for module in modules.values() if module}
+    whole = {
+        module for module in shared if all(plan.laid[k].layout.is_replicated for k in kinds if modules[k] == module)
+    }
+    places = [*dict.fromkeys(modules.values())]
+
+    def row(kind: Kind) -> int:
+        first = stems[kind].partition(".")[0]
+        if not modules[kind] and len(kind.shape) < 2:
+            return 1 if _SECOND_NORM.search(first) else 0
+        return 0 if _ATTENTION.search(first) else 1
+
+    def place(kind: Kind) -> tuple[object, ...]:
+        module = modules[kind]
+        is_router = bool(module) and plan.laid[kind].layout.is_replicated and stems[kind] not in summed
+        return bool(module), module not in whole, places.index(module), stems[kind] in summed, not is_router
+
+    rows = [sorted((kind for kind in kinds if row(kind) == number), key=place) for number in (0, 1)]
+    return [found for found in rows if found]
+
+
+def _stem(kind: Kind) -> str:
+    """The name of a weight in its layer, or of the weight that it is the bias of."""
+    inner = kind.template.partition("{layer}.")[2] or kind.template
+    return re.sub(r"[._](weight|bias)$", "", inner)
 
 
 def _one_of_each(plan: Plan, kinds: Sequence[Kind]) -> list[Kind]:
@@ -117,8 +186,8 @@ def _one_of_each(plan: Plan, kinds: Sequence[Kind]) -> list[Kind]:
     return [*found.values()]
 
 
-def _layers(numbers: Sequence[int]) -> str:
-    """``Layer 3``, ``Layers 0 to 2, 5``."""
+def _layers(stack: str, numbers: Sequence[int]) -> str:
+    """``Layer 3``, ``Layers 0 to 2, 5``, ``visual.blocks 0 to 26``."""
     ordered = sorted(numbers)
     runs: list[list[int]] = []
     for number in ordered:
@@ -128,7 +197,8 @@ def _layers(numbers: Sequence[int]) -> str:
             runs.append([number])
     shown = [str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
     more = ", …" if len(shown) > 8 else ""
-    return f"{'Layer' if len(ordered) == 1 else 'Layers'} {', '.join(shown[:8])}{more}"
+    several = "s" if stack == "Layer" and len(ordered) > 1 else ""
+    return f"{stack}{several} {', '.join(shown[:8])}{more}"
 
 
 class _Picture:
@@ -136,6 +206,8 @@ class _Picture:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
+        size = plan.mesh.size // plan.mesh.pp
+        self._stages = [frozenset(range(first, first + size)) for first in range(0, plan.mesh.size, size)]
         self._shared: dict[Ranks, str] = {}
         self._scale = 1.0
 
@@ -151,13 +223,13 @@ class _Picture:
         """The fill of what these ranks hold."""
         if len(ranks) == 1:
             return self.colour(next(iter(ranks)))
+        ranks = self._stages[0] if ranks in self._stages else ranks
         return f"url(#{self._shared.setdefault(ranks, f'shared-{len(self._shared)}')})"
 
     def patterns(self) -> Iterator[Html]:
         """Stripes for what several ranks hold: of their colours, or grey where all do."""
-        everyone = frozenset(range(self._plan.mesh.size))
         for ranks, name in self._shared.items():
-            is_all = ranks == everyone or len(ranks) > 8
+            is_all = ranks in self._stages or len(ranks) > 8
             colours = [] if is_all else [self.colour(rank) for rank in sorted(ranks)]
             width = 6 if is_all else 5 * len(colours)
             ground = element("rect", width=width, height=width, class_="ground")
@@ -170,14 +242,13 @@ class _Picture:
 
     def legend(self) -> Iterator[Html]:
         """What the colours mean."""
-        everyone = frozenset(range(self._plan.mesh.size))
         for rank in range(min(self._plan.mesh.size, 16)):
             yield self._key(self.colour(rank), f"rank {rank}")
         if self._plan.mesh.size > 16:
             yield element("span", f"… to rank {self._plan.mesh.size - 1}")
         for ranks, name in self._shared.items():
-            if ranks == everyone:
-                yield self._key(f"url(#{name})", "on every rank")
+            if ranks in self._stages:
+                yield self._key(f"url(#{name})", f"on every rank{' of a stage' if len(self._stages) > 1 else ''}")
             elif len(self._shared) <= 12:
                 yield self._key(f"url(#{name})", f"on ranks {', '.join(map(str, sorted(ranks)))}")
         if self._plan.padding:
@@ -191,21 +262,54 @@ class _Picture:
 
     def block(self, name: str, kinds: Sequence[Kind]) -> Html:
         """A figure: the weights in their order, arrows to the row-parallel ones, a mark at each all-reduce."""
-        plan, pieces = self._plan, list[Html]()
-        self._scale = LONGEST / max(side for kind in kinds for side in _sides(plan.laid[kind].layout).lengths)
+        self._scale = LONGEST / max(side for kind in kinds for side in _sides(self._plan.laid[kind].layout).lengths)
+        rows = (element("div", *self._row(found), class_="flow") for found in _modules(self._plan, kinds))
+        return element("figure", element("h3", name), *rows)
+
+    def _row(self, kinds: Sequence[Kind]) -> Iterator[Html]:
+        plan, architecture = self._plan, self._plan.model.architecture
+        begin = next((kind for kind in kinds if kind.layers and len(kind.shape) > 1), None)
+        experts = next((kind for kind in kinds if kind.places), None)
         for kind in kinds:
             entry = plan.laid[kind]
-            what = kind_of(entry, plan.model.architecture)
-            is_row = what.endswith("row") and len(entry.layout.full) > 1
-            if is_row:
-                pieces.append(element("span", "→", class_="arrow", title="each rank keeps its part"))
-            pieces.append(self._weight(kind, entry, what))
-            if is_row and plan.mesh.size > 1:
+            what = kind_of(entry, architecture)
+            if what == "whole" and frozenset(entry.layout.boxes) in self._stages:
+                what = "replicated"
+            sums = is_summed(entry, architecture) and plan.mesh.size > 1
+            if kind is begin and plan.mesh.size > 1:
+                yield element("span", "x →", class_="arrow", title="the same input on every rank")
+            if kind is experts:
+                yield self._experts(kind)
+            if sums:
+                yield element("span", "→", class_="arrow", title="each rank keeps its part")
+            yield self._weight(kind, entry, what)
+            if sums:
                 nbytes = human_bytes(output_size(entry) * activation_bytes(plan))
-                pieces.append(element("span", f"⊕ all-reduce, {nbytes} a token", class_="reduce"))
+                yield element("span", f"⊕ all-reduce, {nbytes} a token", class_="reduce")
             elif what == "vocabulary" and "embed" in kind.name and plan.mesh.size > 1:
-                pieces.append(element("span", "⊕ all-reduce", class_="reduce"))
-        return element("figure", element("h3", name), element("div", *pieces, class_="flow"))
+                nbytes = human_bytes(min(entry.layout.full) * activation_bytes(plan))
+                yield element("span", f"⊕ all-reduce, {nbytes} a token", class_="reduce")
+
+    def _experts(self, kind: Kind) -> Html:
+        """Which ranks have which experts, where each expert is a tensor of its own."""
+        counts: dict[Ranks, int] = {}
+        of_layer = (
+            other for other in self._plan.laid if other.template == kind.template and other.layers & kind.layers
+        )
+        for other in of_layer:
+            ranks = frozenset(self._plan.laid[other].layout.boxes)
+            counts[ranks] = counts.get(ranks, 0) + other.count // max(1, len(other.layers))
+        wide, high, left, parts = 120 / sum(counts.values()), 16, 0.0, list[Html]()
+        for ranks, count in counts.items():
+            box = {"x": f"{left:.1f}", "y": 0, "width": f"{count * wide:.1f}", "height": high}
+            title = element("title", f"{plural(count, 'expert')} on {_ranks(ranks)}")
+            parts.append(element("rect", title, **box, fill=self.fill(ranks), class_="cell"))
+            left += count * wide
+        text = "; ".join(f"{count} on {_ranks(ranks)}" for ranks, count in [*counts.items()][:4])
+        more = "; …" if len(counts) > 4 else ""
+        caption = element("figcaption", element("span", f"{sum(counts.values())} experts", class_="name"), text, more)
+        drawing = element("svg", *parts, viewBox=f"0 0 120 {high}", width="120", height=high, role="img")
+        return element("figure", drawing, caption, class_="weight")
 
     def _weight(self, kind: Kind, entry: Entry, what: str) -> Html:
         layout, sides = entry.layout, _sides(entry.layout)
@@ -220,8 +324,10 @@ class _Picture:
             viewBox=f"0 0 {width:.1f} {height:.1f}", width=f"{width:.1f}", height=f"{height:.1f}", role="img",
         )  # fmt: skip
         times = f", {kind.count} of them" if kind.count > max(1, len(kind.layers)) else ""
+        copies = max(copies_of(layout, min(layout.boxes)))
+        shared = f", parts on {copies} ranks" if 1 < copies < len(layout.boxes) else ""
         caption = element(
-            "figcaption", element("span", name, class_="name"), f"{what} · {shape}{sides.note}{times} ",
+            "figcaption", element("span", name, class_="name"), f"{what} · {shape}{sides.note}{times}{shared} ",
             element("code", layout.rule),
         )  # fmt: skip
         return element("figure", drawing, caption, class_="weight")
@@ -235,11 +341,16 @@ class _Picture:
             "width": f"{max(THINNEST if widths * self._scale <= THINNEST else 0.5, right.length * self._scale):.2f}",
             "height": f"{max(THINNEST if heights * self._scale <= THINNEST else 0.5, down.length * self._scale):.2f}",
         }
-        holders = f"rank {min(ranks)}" if len(ranks) == 1 else f"ranks {', '.join(map(str, sorted(ranks)))}"
-        place = f"{holders}: {_extent('rows', down)}, {_extent('columns', right)}"
+        place = f"{_ranks(ranks)}: {_extent('rows', down)}, {_extent('columns', right)}"
         if down.offset >= sides.full[0] or right.offset >= sides.full[1]:
             return element("rect", element("title", f"padding with zeros, {place}"), **box, class_="padding")
-        return element("rect", element("title", f"{place}\n{hover}"), **box, fill=self.fill(ranks), class_="cell")
+        return element(
+            "rect",
+            element("title", f"{place}\n{hover}"),
+            **box,
+            fill=self.fill(ranks),
+            class_="thin cell" if min(float(box["width"]), float(box["height"])) < 4 else "cell",
+        )
 
     def _labels(self, layout: Layout, sides: _Sides, width: float) -> Iterator[Html]:
         """The names of what is packed, and lines between."""
@@ -332,6 +443,10 @@ def _extent(what: str, run: Run) -> str:
     return f"{what} {run.offset:,} to {run.end - 1:,}"
 
 
+def _ranks(ranks: Ranks) -> str:
+    return f"rank {min(ranks)}" if len(ranks) == 1 else f"ranks {', '.join(map(str, sorted(ranks)))}"
+
+
 def _small(content: Html) -> Html:
     return element("svg", content, viewBox="0 0 16 16", aria_hidden="true")
 
@@ -344,7 +459,7 @@ def _stages(plan: Plan) -> Html | None:
     for stage in range(plan.mesh.pp):
         first = stage * ranks
         where = f"ranks {first} to {first + ranks - 1}" if ranks > 1 else f"rank {first}"
-        cells = (f"stage {stage}", where, _layers(layers_at(plan.mesh, stage)))
+        cells = (f"stage {stage}", where, _layers("Layer", layers_at(plan.mesh, stage)))
         rows.append(element("tr", *(element("td", cell) for cell in cells)))
     return joined(element("h2", "Pipeline stages"), element("table", element("tbody", *rows)))
 

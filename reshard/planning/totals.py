@@ -99,7 +99,14 @@ def _plain_kind(entry: Entry, architecture: Architecture) -> str:
         return "vocabulary"
     if axes <= {axis for family in architecture.families.get("ep", ()) for axis in family}:
         return "whole"
-    return "row" if layout.rule.input_dims & layout.parallel_dims else "column"
+    is_bias = entry.name.endswith(("_bias", ".bias"))  # of experts, it has two dimensions
+    return "row" if layout.rule.input_dims & layout.parallel_dims and not is_bias else "column"
+
+
+def is_summed(entry: Entry, architecture: Architecture) -> bool:
+    """Whether the ranks add up what a weight puts out: it is row-parallel, and no bias and no scale."""
+    is_weight = len(entry.layout.full) > 1 and not entry.name.endswith(_SCALES)
+    return is_weight and _plain_kind(entry, architecture) == "row"
 
 
 def output_size(entry: Entry) -> int:
@@ -237,7 +244,7 @@ def all_reduces(plan: Plan) -> tuple[AllReduce, AllReduce]:
         if layout.is_replicated or len(layout.full) < 2 or entry.name.endswith(_SCALES):
             continue
         kind = _plain_kind(entry, architecture)
-        if kind == "row":
+        if is_summed(entry, architecture):
             blocks[entry.template, found.layers] = output_size(entry)
         elif kind == "vocabulary":
             vocabulary[entry.template] = max(n for i, n in enumerate(layout.full) if i not in layout.parallel_dims)

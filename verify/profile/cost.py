@@ -20,7 +20,7 @@ from formats.files.safetensors import DTYPE_BITS
 from reshard.planning.model import Kind
 from reshard.planning.plan import Entry, Plan
 from reshard.planning.stages import is_layered
-from reshard.planning.totals import activation_bytes, kind_of, output_size
+from reshard.planning.totals import activation_bytes, is_summed, output_size
 from verify.profile.job import Workload
 from verify.profile.layers import OUTSIDE, LayerKind
 
@@ -155,8 +155,8 @@ def _messages(plan: Plan, layer: LayerKind, workload: Workload) -> tuple[int, ..
     rows: dict[str, int] = {}
     for kind in plan.model.kinds:
         entry = plan.laid[kind]
-        is_matrix = layer.first in kind.layers and len(entry.layout.full) > 1 and is_layered(plan.model, kind)
-        if is_matrix and kind_of(entry, plan.model.architecture).endswith("row"):
+        is_here = layer.first in kind.layers and is_layered(plan.model, kind)
+        if is_here and is_summed(entry, plan.model.architecture):
             rows[entry.template] = output_size(entry)
     each = tuple(size * activation_bytes(plan) * workload.tokens for size in rows.values())
     return each * (2 if workload.phase == "train" else 1)

@@ -184,6 +184,31 @@ class Renaming:
 
 
 @dataclass(frozen=True)
+class Further:
+    """Tensors whose index (of ``found``) is at least ``beyond``: they are called ``new``, with an index from 0.
+
+    With ``one_stage``, why a program cannot have them on several pipeline stages.
+    """
+
+    found: Pattern
+    new: Pattern
+    beyond: Expression
+    one_stage: str | None = None
+
+    @property
+    def index(self) -> str:
+        """The index that is at least ``beyond``."""
+        (old,) = self.found.indices - self.new.indices
+        return old
+
+    @property
+    def new_index(self) -> str:
+        """The index that counts from 0."""
+        (new,) = self.new.indices - self.found.indices
+        return new
+
+
+@dataclass(frozen=True)
 class Stack:
     """Tensors that differ in an index (``of``) and are one in the program's files, under ``name``, along a dimension.
 
@@ -296,6 +321,8 @@ class Page:
     """Tensors of no use that older files have."""
     boxes: bool = False
     stacks: tuple[Stack, ...] = ()
+    further: tuple[Further, ...] = ()
+    """What is called otherwise behind the model's last layer; of several, the first that covers a name."""
     saved: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Files that torch.save writes, with what is in each."""
     documents: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -500,6 +527,7 @@ def read_page(path: Path, types: Mapping[str, Any] | None = None) -> Page:
             ignored=tuple(map(Pattern, document.get("ignored", ()))),
             boxes=document.get("boxes", False),
             stacks=tuple(_stack(of, value) for of, value in document["stacks"].items()),
+            further=tuple(_further(found, value) for found, value in document["further"].items()),
             saved=document.get("saved", {}),
             documents=document.get("documents", {}),
             without_extra_state=document.get("without_extra_state"),
@@ -533,7 +561,7 @@ def _with_base(path: Path) -> dict[str, Any]:
     return {key: value for key, value in {**below, **document}.items() if value is not False}
 
 
-_TABLES = ("tensors", "names", "dropped", "demands", "refused", "stacks")
+_TABLES = ("tensors", "names", "dropped", "demands", "refused", "stacks", "further")
 
 
 def _without(inherited: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
@@ -626,6 +654,14 @@ def _stack(of: str, value: Any) -> Stack:
     if stack.of.stars != stack.name.stars or len(stack.of.indices - stack.name.indices) != 1:
         raise NotationError(f"'{of}' should have one index more than '{stack.name.text}'")
     return stack
+
+
+def _further(found: str, value: Mapping[str, Any]) -> Further:
+    further = Further(Pattern(found), Pattern(value["to"]), read_expression(value["beyond"]), value.get("one_stage"))
+    one, other = further.found, further.new
+    if one.stars != other.stars or len(one.indices - other.indices) != 1 or len(other.indices - one.indices) != 1:
+        raise NotationError(f"'{found}' and '{other.text}' should differ in one index")
+    return further
 
 
 def _dropped(name: str, value: Any) -> Dropped:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,26 +42,21 @@ class Grid(NamedTuple):
         return -(-self.rows // self.block_rows), -(-self.columns // self.block_columns)
 
 
-class Tensor(Protocol):
-    """A tensor of a checkpoint."""
+class Stored(NamedTuple):
+    """A tensor's dtype and shape on disk."""
 
-    @property
-    def dtype(self) -> str:
-        """As in safetensors."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """In elements."""
+    dtype: str
+    shape: tuple[int, ...]
 
 
 class Scaled(NamedTuple):
-    """The scales of a weight of 8-bit floats: their tensor's name, and where they apply."""
+    """The name of a weight's scales, and where they apply."""
 
     scale: str
     grid: Grid
 
 
-def scaled_weights(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[dict[str, Scaled], set[str]]:
+def scaled_weights(config: Mapping[str, Any], tensors: Mapping[str, Stored]) -> tuple[dict[str, Scaled], set[str]]:
     """The weights of a checkpoint that can be dequantized, by name, and the names of what is then of no use.
 
     Raises PlanError, which names the tensor, for a checkpoint with anything else that is quantized.
@@ -79,7 +74,11 @@ def scaled_weights(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> 
         is_scale = info.dtype in _SCALES and name.endswith(_SUFFIXES) and companion.weight not in found
         if weight is None or weight is info or weight.dtype != PACKED or not is_scale:
             raise _refused(name, config, f"{info.dtype} beside {'none' if weight is None else weight.dtype}")
-        found[companion.weight] = Scaled(name, _grid(companion.weight, weight, name, info, companion.patterns, config))
+        is_fused = not companion.weight.endswith(".weight")
+        grid = _grid(weight.shape, info.shape, companion.patterns, is_fused=is_fused)
+        if grid is None:
+            raise _refused(name, config, f"{list(info.shape)} for {list(weight.shape)}")
+        found[companion.weight] = Scaled(name, grid)
         gone.add(name)
     for name, info in tensors.items():
         if info.dtype.startswith("F8") and name not in found and name not in gone:
@@ -95,28 +94,29 @@ def _refused(name: str, config: Mapping[str, Any], what: str) -> PlanError:
     )
 
 
-def _grid(
-    name: str, weight: Tensor, scale_name: str, scale: Tensor, patterns: Sequence[str], config: Mapping[str, Any]
-) -> Grid:
-    """Where the scales of a weight apply, by their shape and the patterns that they may have."""
-    *outer, rows, columns = (1,) * (2 - len(weight.shape)) + weight.shape
+def _grid(weight: tuple[int, ...], scale: tuple[int, ...], patterns: Sequence[str], *, is_fused: bool) -> Grid | None:
+    """Where the scales of a weight apply, by their shapes and the patterns that scales may have; None: it is not known.
+
+    Fused experts may be stored input first, and blocks with them.
+    """
+    *outer, rows, columns = (1,) * (2 - len(weight)) + weight
     said = [(int(match[1] or 1), int(match[2])) for text in patterns if (match := _BLOCKS.search(text))]
-    ways = 1 if name.endswith(".weight") else -1  # fused experts may be stored input first
-    lead, blocks = tuple(outer), {way for block in said for way in (block, block[::ways])}
-    fit = [block for block in blocks if scale.shape == (*lead, *Grid(rows, columns, *block).shape)]
+    blocks = {way for block in said for way in ((block, block[::-1]) if is_fused else (block,))}
+    lead = tuple(outer)
+    fit = [block for block in blocks if scale == (*lead, *Grid(rows, columns, *block).shape)]
     if len(fit) > 1:
-        raise _refused(scale_name, config, f"blocks of {fit[0]} or of {fit[1]}")
+        return None
     for block in (*fit, (1, columns), (rows, columns), (rows, 1)):
         grid = Grid(rows, columns, *block)
         shapes = {(*lead, *grid.shape)}
         shapes |= {(*lead, rows)} if block == (1, columns) else set()
         shapes |= {lead} if block == (rows, columns) else set()
-        if scale.shape in shapes:
+        if scale in shapes:
             return grid
-    if math.prod(scale.shape) == 1:
-        every = max(1, math.prod(lead) * rows)
-        return Grid(every, columns, every, columns)
-    raise _refused(scale_name, config, f"{list(scale.shape)} for {list(weight.shape)}")
+    if math.prod(scale) != 1:
+        return None
+    every = max(1, math.prod(lead) * rows)
+    return Grid(every, columns, every, columns)
 
 
 def _table() -> NDArray[np.float32]:

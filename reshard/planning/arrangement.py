@@ -20,7 +20,7 @@ from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture import is_index
 from formats.notation.axes import Dim, Run, Shape, Summand
 from formats.notation.components import whole
-from formats.notation.rewrites import Constant, Page
+from formats.notation.rewrites import Constant, Further, Page
 from reshard.planning.boxes import InBoxes, boxes_on
 from reshard.planning.geometry import Geometry
 from reshard.planning.model import BoundTensor, Kind, Model
@@ -116,7 +116,9 @@ class Arrangement:
         whole_one = self._geometries[key]
         geometry = whole_one if self.boxes is None else self._in_boxes(name, whole_one, self.boxes)
         atoms = tuple(part.atom for part in ordered)
-        return Stored(name, first.dtype, geometry, atoms, naming=self._naming(first.portion, first.at))
+        return Stored(
+            name, first.dtype, geometry, atoms, naming=self._naming(first.atom.tensor, first.portion, first.at)
+        )
 
     def _evenly(self, name: str, portions: tuple[Portion, ...], layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
         """The layouts of what is joined, where its ranks have equal ranges of it."""
@@ -151,9 +153,10 @@ class Arrangement:
                     layout = self._layout(tensor.kind, portion, None)
                     yield self._join(name, {(0, 0): _Part(Atom(tensor.name), portion, layout, tensor.dtype, at)})
 
-    def _naming(self, portion: Portion, at: Mapping[str, int]) -> Naming | None:
+    def _naming(self, tensor: str, portion: Portion, at: Mapping[str, int]) -> Naming | None:
         """The name of a stored tensor on each rank, if it is not the same on all."""
-        mesh, target = self.plan.mesh, str(portion.target)
+        mesh = self.plan.mesh
+        target, at = self._placed_further(tensor, str(portion.target), at)
         own = {"first": portion.line.first_stage, "last": portion.line.last_stage} if portion.line else {}
         is_staged = mesh.pp > 1 and any(own.values())
         if self.boxes is not None or not (is_staged or (self._firsts and any(f"{{{axis}}}" in target for axis in at))):
@@ -193,7 +196,28 @@ class Arrangement:
         if "{number" in portion.target:
             numbers = (segment for segment in tensor.name.split(".") if is_index(segment))
             at |= {f"number{i}": int(number) for i, number in enumerate(numbers)}
-        return filled(portion.target, at), place, at
+        target, places = self._placed_further(tensor.name, portion.target, at)
+        return filled(target, places), place, places
+
+    def _placed_further(self, tensor: str, target: str, at: Mapping[str, int]) -> tuple[str, Mapping[str, int]]:
+        """The program's name and the indices in it, where layers behind the last are called otherwise."""
+        for further in self.page.further if self.page else ():
+            words = further.found.match(target)
+            end = self._ends.get(further)
+            if words is None or end is None or at.get(further.index, -1) < end:
+                continue
+            if further.one_stage is not None and self.plan.mesh.pp > 1:
+                raise PlanError(f"tensor '{tensor}' has no place on several stages: {further.one_stage}")
+            words = {**words, further.new_index: f"{{{further.new_index}}}"}
+            return further.new.fill(words), {**at, further.new_index: at[further.index] - end}
+        return target, at
+
+    @cached_property
+    def _ends(self) -> Mapping[Further, int]:
+        """The first index that is called otherwise."""
+        sizes = self.plan.model.sizes
+        found = {each: sizes.evaluate(each.beyond, {}) for each in (self.page.further if self.page else ())}
+        return {each: int(end) for each, end in found.items() if end is not None}
 
     def _axes(self, kind: Kind) -> tuple[str, ...]:
         if kind not in self._index_axes:

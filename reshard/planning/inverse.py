@@ -62,7 +62,11 @@ class Origins:
                         yield name, template
 
     def _old_names(self, name: str) -> Iterator[str]:
-        """A name before it was renamed."""
+        """The names that a tensor may have had before it was renamed."""
+        for earlier in (*self._before_the_end(name), name):
+            yield from self._before_renaming(earlier)
+
+    def _before_renaming(self, name: str) -> Iterator[str]:
         for renaming in self._page.names:
             found = renaming.new.match(name)
             if found is not None and (renaming.when is None or self._sizes.evaluate(renaming.when, {})):
@@ -71,6 +75,13 @@ class Origins:
                     yield old
         if self._first_renaming(name) is None:
             yield name
+
+    def _before_the_end(self, name: str) -> Iterator[str]:
+        """The names that a tensor of a layer behind the last may have by the lines for all layers."""
+        for further in self._page.further:
+            words, end = further.new.match(name), self._sizes.evaluate(further.beyond, {})
+            if words is not None and end is not None:
+                yield further.found.fill({**words, further.index: str(int(words[further.new_index]) + end)})
 
     def _first_renaming(self, name: str) -> object:
         for renaming in self._page.names:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from formats.files.safetensors import tensor_bytes
+from formats.notation.rewrites import Pattern
 from reshard.planning.arrangement import Arrangement
 from reshard.planning.portions import Portion, template_of
 from reshard.planning.stored import Stored
@@ -61,8 +62,13 @@ def _source_name(template: str, portion: Portion) -> str:
 
 
 def _general(stored: Stored) -> str:
-    if stored.constant is None and stored.geometry.portions[0].target is not None:
-        return str(stored.geometry.portions[0].target)
+    target = stored.geometry.portions[0].target if stored.constant is None else None
+    if stored.naming is not None and len({*stored.naming.targets}) == 1:
+        target = stored.naming.targets[0]
+    elif target is not None and Pattern(target).match(stored.name) is None:
+        target = None
+    if target is not None:
+        return target
     return re.sub(r"(?<=\.)[0-9]+(?=\.)", "*", stored.name)
 
 

@@ -27,7 +27,7 @@ from formats.errors import CheckpointError, MismatchError
 from formats.files.checkpoint import MODELOPT, Checkpoint, WeightFile, open_checkpoint
 from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header, tensor_bytes
 from formats.files.sharded import is_sharded
-from formats.quantization.dequantizing import DTYPE, Grid, Scaled, dequantize, scaled_weights, scales_from
+from formats.quantization.dequantizing import DTYPE, Grid, Scaled, Stored, dequantize, scaled_weights, scales_from
 from formats.quantization.settings import without_quantization
 from formats.regular_files import open_file, unreadable
 from reshard.storage.fetched import Fetched, Weights
@@ -220,7 +220,8 @@ def dequantized(fetched: Fetched, weights: Weights, cache: Path) -> Fetched:
         checkpoint = open_checkpoint(fetched.path)
         if any(file.header is None for file in checkpoint.files):
             raise CheckpointError(f"{fetched.path}: only safetensors are dequantized")
-        scaled, gone = scaled_weights(checkpoint.config, checkpoint.tensors)
+        kinds = {name: Stored(info.dtype, info.shape) for name, info in checkpoint.tensors.items()}
+        scaled, gone = scaled_weights(checkpoint.config, kinds)
         if not scaled:
             raise CheckpointError(f"{fetched.path} has no weights of 8-bit floats", "leave --dequantize out")
         files = [fetched.remote.get(file.name) or LocalFile.of(file.path) for file in checkpoint.files]
@@ -244,13 +245,19 @@ def _files(
     for info in checkpoint.tensors.values():
         if info.name not in gone:
             held[info.file].append(info)
-    scales = dict[str, Scales]()
-    for name, of in scaled.items():
-        at = checkpoint.tensors[of.scale]
-        scales[name] = Scales(numbers[at.file], at.offset, at.offset + at.nbytes, at.dtype, of.grid)
     for file in checkpoint.files:
         if held[file.path]:
+            scales = {
+                info.name: _scales(checkpoint, scaled[info.name], numbers)
+                for info in held[file.path]
+                if info.name in scaled
+            }
             yield file.name, _file(file, held[file.path], scales, files, numbers[file.path])
+
+
+def _scales(checkpoint: Checkpoint, of: Scaled, numbers: Mapping[Path, int]) -> Scales:
+    info = checkpoint.tensors[of.scale]
+    return Scales(numbers[info.file], info.offset, info.offset + info.nbytes, info.dtype, of.grid)
 
 
 def _file(

@@ -21,7 +21,7 @@ from formats.files.sharded import MANIFEST, METADATA_KEY, Identity, Manifest, Sh
 from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture import Architecture
 from formats.notation.architecture_files import find_architecture, load_architecture
-from formats.notation.rewrites import Page, Pattern, pages
+from formats.notation.rewrites import Further, Page, Pattern, pages
 from formats.regular_files import read_file
 from reshard.planning.arrangement import Arrangement
 from reshard.planning.inverse import Origins
@@ -319,6 +319,7 @@ def numbered_globally(
     """
     targets = [*(renaming.new for renaming in page.names), *(line.target for line in page.lines)]
     lines = [target for target in targets if target.indices & {*page.numbered}]
+    lines = [*(behind for further in page.further for line in lines if (behind := _behind(further, line))), *lines]
     found = [{name: _first_match(lines, name) for name in rank} for rank in ranks]
     counts = [_counts(matches.values()) for matches in found]
     layers: list[int] = []
@@ -329,10 +330,17 @@ def numbered_globally(
         layers += of
     named = []
     for number, (rank, matches) in enumerate(zip(ranks, found, strict=True)):
-        first = {axis: mesh.coordinates(number).get("ep", 0) * count for axis, count in counts[number].items()}
+        held = {axis: count for axis, count in counts[number].items() if axis in page.numbered}
+        first = {axis: mesh.coordinates(number).get("ep", 0) * count for axis, count in held.items()}
         first[LAYER] = sum(layers[: mesh.stage(number)])
         named.append({_shifted(name, matches[name], first): info for name, info in rank.items()})
     return dataclasses.replace(mesh, stages=tuple(layers)) if mesh.pp > 1 else mesh, named
+
+
+def _behind(further: Further, line: Pattern) -> Pattern | None:
+    """The names of a line's tensors behind the last layer."""
+    words = further.found.match(line.text)
+    return Pattern(further.new.fill({**words, further.new_index: f"{{{further.new_index}}}"})) if words else None
 
 
 _Match = tuple[Pattern, Mapping[str, str]]
@@ -356,7 +364,7 @@ def _shifted(name: str, match: _Match | None, first: Mapping[str, int]) -> str:
     if match is None:
         return name
     line, words = match
-    return line.fill({**words, **{axis: str(int(words[axis]) + first[axis]) for axis in line.indices}})
+    return line.fill({**words, **{axis: str(int(words[axis]) + first.get(axis, 0)) for axis in line.indices}})
 
 
 def check_belonging(files: Sequence[ProgramFile]) -> Identity | None:

@@ -55,6 +55,7 @@ def build(request: dict[str, Any], padded: int) -> Any:
     from megatron.core.models.gpt import GPTModel  # type: ignore[import-not-found]
     from megatron.core.models.gpt.gpt_layer_specs import (  # type: ignore[import-not-found]
         get_gpt_decoder_block_spec,
+        get_gpt_mtp_block_spec,
     )
     from megatron.core.transformer import transformer_config  # type: ignore[import-not-found]
 
@@ -62,14 +63,19 @@ def build(request: dict[str, Any], padded: int) -> Any:
     given, dtype = dict(settings["config"]), getattr(torch, request["dtype"])
     given["activation_func"] = getattr(torch.nn.functional, given["activation_func"])
     config = getattr(transformer_config, settings["class"])(
-        **ON_A_CPU, **given, **_layout(request["stages"]), params_dtype=dtype, pipeline_dtype=dtype,
+        **ON_A_CPU, **given, **_layout(request["stages"], given.get("mtp_num_layers", 0)),
+        params_dtype=dtype, pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16, tensor_model_parallel_size=request["tp"],
         pipeline_model_parallel_size=request["pp"], expert_model_parallel_size=request["ep"],
         expert_tensor_parallel_size=request["etp"], moe_grouped_gemm=settings["form"]["grouped"],
     )  # fmt: skip
+    is_te = settings["form"]["transformer_engine"]
+    layers = get_gpt_decoder_block_spec(config, is_te)
+    further = get_gpt_mtp_block_spec(config, layers, is_te) if config.mtp_num_layers else None
     model = GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_decoder_block_spec(config, settings["form"]["transformer_engine"]),
+        transformer_layer_spec=layers,
+        mtp_block_spec=further,
         vocab_size=padded,
         max_sequence_length=len(request["prompts"][0]),
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -82,13 +88,13 @@ def build(request: dict[str, Any], padded: int) -> Any:
     return model
 
 
-def _layout(stages: list[int]) -> dict[str, Any]:
+def _layout(stages: list[int], further: int) -> dict[str, Any]:
     """How Megatron-Core is told the layers of stages that are not of one length."""
     if len({*stages}) < 2:
         return {}
     layout = [["decoder"] * count for count in stages]
     layout[0].insert(0, "embedding")
-    layout[-1].append("loss")
+    layout[-1] += ["mtp"] * further + ["loss"]
     return {"pipeline_model_parallel_layout": layout}
 
 
@@ -164,6 +170,7 @@ def forward(model: Any, request: dict[str, Any]) -> Tensor | None:
         dist.recv(hidden, dist.get_rank() - stride)
         model.set_input_tensor(hidden)
     mask = torch.ones(1, 1, length, length).triu(1).bool()
+    model.mtp_process, model.config.mtp_num_layers = False, None  # without labels, Megatron-Core does not run them
     out: Tensor = model(tokens, torch.arange(length).expand(batch, length), mask)
     if not parallel_state.is_pipeline_last_stage():
         dist.send(out.contiguous(), dist.get_rank() + stride)
@@ -184,12 +191,12 @@ def run_rank(rank: int, world: int, request: dict[str, Any], rendezvous: str) ->
         expert_model_parallel_size=request["ep"], expert_tensor_parallel_size=request["etp"],
     )  # fmt: skip
     model = load(request)
+    if request["save"] is not None:
+        save(model, request)
     logits = forward(model, request)
     if logits is not None and rank % (world // request["pp"]) == 0:
         found = logits[:, :-1, : request["vocabulary"]].double().log_softmax(-1)
         Path(request["out"]).write_text(json.dumps(found.tolist()), encoding="utf-8")
-    if request["save"] is not None:
-        save(model, request)
     dist.barrier()
     dist.destroy_process_group()
 

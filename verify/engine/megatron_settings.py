@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,20 @@ def megatron_settings(model: Model, page: Page) -> dict[str, Any]:
     layers = range(value(data["config"]["num_layers"]))
     config = {key: value(text) for key, text in data["config"].items()}
     config |= {key: [value(text, layer=layer) for layer in layers] for key, text in data["layers"].items()}
+    further = 1 + max(_layers(model), default=-1) - len(layers)
+    if further > 0:
+        config["mtp_num_layers"] = further
     return {
         "class": next(name for holds, name in data["classes"].items() if value(holds)),
         "config": {key: found for key, found in config.items() if found is not None and found != [None] * len(layers)},
         "model": {key: value(text) for key, text in data["model"].items()},
         "form": data["forms"][page.name],
     }
+
+
+def _layers(model: Model) -> Iterator[int]:
+    """The layers that a model has tensors of; those that predict further tokens come behind the others."""
+    axes = {kind: [*model.architecture.index_places(kind.name)] for kind in model.kinds}
+    for tensor in model.tensors:
+        at = dict(zip(axes[tensor.kind], tensor.at, strict=True))
+        yield at.get(model.architecture.layers.text, -1)

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ from reshard.cli.progress import Progress, bars_are_wanted
 if TYPE_CHECKING:
     from reshard.storage.access import Access
     from reshard.storage.source import Source
+    from verify.bytes.exact_report import ExactReport
     from verify.forward.crew import Crew
     from verify.report.answer import Answer
 
@@ -172,7 +173,6 @@ def _attempt(answer: Answer, access: Access, crew: Crew | None = None) -> None:
     from reshard.storage.fetched import Weights
     from reshard.storage.hub import fetch
     from verify.bytes.exact import open_shards
-    from verify.bytes.exact_report import ExactReport
     from verify.prove import prove
 
     is_run = answer.wants_forward or answer.engine_options is not None
@@ -186,7 +186,7 @@ def _attempt(answer: Answer, access: Access, crew: Crew | None = None) -> None:
             shards = open_shards(place.path, original, plan_file=access.plan_file, remote=place.remote)
             is_silent = access.quiet or (crew is not None and not crew.is_first)
             prove(answer, original, shards, access.plan_file, _Display(is_silent), crew)
-        if answer.exit_code == 1 and not isinstance(shards, ExactReport) and _lost_quantization(original, shards):
+        if answer.exit_code == 1 and _lost_quantization(original, place.path, shards):
             answer.notes.append(
                 "The original is quantized, these are not. If they were split with --dequantize, give it here, too."
             )
@@ -199,11 +199,18 @@ def _attempt(answer: Answer, access: Access, crew: Crew | None = None) -> None:
         answer.error = error
 
 
-def _lost_quantization(original: Source, shards: Source) -> bool:
-    """Whether the original's config has settings of quantization, and the shards' has none."""
+def _lost_quantization(original: Source, path: Path, shards: Source | ExactReport) -> bool:
+    """Whether the original's config has settings of quantization, and that of the shards in ``path`` has none."""
+    from formats.documents import read_config
     from formats.quantization.settings import quantization_settings
+    from reshard.storage.source import Source
 
-    return bool(quantization_settings(original.model.config)) and not quantization_settings(shards.read_config())
+    if not quantization_settings(original.model.config):
+        return False
+    with suppress(ReshardError):  # it was said what is wrong with them
+        config = shards.read_config() if isinstance(shards, Source) else read_config(path / "config.json")
+        return not quantization_settings(config)
+    return False
 
 
 def _finish(answer: Answer, report: Path | None, *, as_json: bool, quiet: bool) -> int:

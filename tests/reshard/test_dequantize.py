@@ -183,9 +183,9 @@ def test_verify_computes_the_original_anew(source: Path, tmp_path: Path) -> None
         data[len(data) // 2] ^= 1
         file.write_bytes(data)
         assert command("verify", source, out, "--exact-only", "-q", *given).stdout == "different\n"
-    without = command("verify", source, tmp_path / "out0", "--exact-only")
-    assert without.returncode == 1
-    assert "If they were split with --dequantize, give it here, too." in without.stdout
+        without = command("verify", source, out, "--exact-only")
+        assert without.returncode == 1
+        assert "If they were split with --dequantize, give it here, too." in without.stdout
     refused = command("verify", source, tmp_path / "out0", *given)
     assert refused.returncode == 2
     assert "--dequantize goes with --exact-only" in refused.stderr

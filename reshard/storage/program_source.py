@@ -304,7 +304,11 @@ def read_ranks(page: Page, files: Sequence[ProgramFile], where: Path) -> tuple[d
             name = f" ({page.file_name(mesh, rank, 0)})" if mesh else ""
             hint = "bring the folders of all ranks together"
             if mesh is not None and dict(mesh.degrees).get("ep", 1) > 1:
-                hint += "; with --expert-tensor-parallel-size 1, they are read where tp and ep are equal"
+                hint += (
+                    "; experts that are divided otherwise than the rest (--expert-tensor-parallel-size) are read if that "
+                    "is 1, and tp and ep are equal or one divides the other; save others with --ckpt-format torch_dist, "
+                    "which is read on any mesh"
+                )
             raise CheckpointError(f"{where}: the files of rank {rank} of {len(ranks)} are missing{name}", hint)
     return tuple(ranks)
 

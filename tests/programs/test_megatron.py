@@ -496,3 +496,37 @@ def test_inspect_says_what_there_is(form: str, tmp_path: Path) -> None:
         assert found["complete"] and found["format"] == form and found["files"] == len(weights), found
         assert not found["problems"] and found["bytes"] > 500_000
         (tmp_path / "out" / "reshard.json").unlink(missing_ok=True)
+
+
+def test_experts_of_another_degree_are_refused(tmp_path: Path) -> None:
+    """tp 4, ep 2, experts over 2 ranks each (``etp``): rank r has the experts of r // 2, and a half of each of them.
+
+    Megatron-Core 0.16.1 names the files of such a run so: 00_000, 01_000, 02_001, 03_001.
+    """
+    import torch
+
+    original, out = checkpoint("megatron", "mixtral"), tmp_path / "out"
+    split(original, tmp_path / "dense", 4, ep=2, form="megatron-legacy")
+    split(original, tmp_path / "experts", 2, ep=2, form="megatron-legacy")
+    out.mkdir()
+    shutil.copyfile(original / "config.json", out / "config.json")
+    (out / "latest_checkpointed_iteration.txt").write_text("release")
+    for rank in range(4):
+        files = [
+            tmp_path / of / f"release/mp_rank_{tp:02d}_{rank // 2:03d}/model_optim_rng.pt"
+            for of, tp in (("dense", rank), ("experts", rank % 2))
+        ]
+        dense, experts = (torch.load(file, weights_only=True) for file in files)
+        dense["model"] |= {name: part for name, part in experts["model"].items() if ".experts." in name}
+        target = out / f"release/mp_rank_{rank:02d}_{rank // 2:03d}"
+        target.mkdir(parents=True)
+        torch.save(dense, target / "model_optim_rng.pt")
+    done = command("merge", out, tmp_path / "merged")
+    assert done.returncode == 2 and "the files of rank 2 of 8 are missing" in done.stderr
+    assert "--expert-tensor-parallel-size" in done.stderr and "--ckpt-format torch_dist" in done.stderr
+    for tp in range(4):  # a full grid of such files
+        here, there = (out / f"release/mp_rank_{tp:02d}_{ep:03d}" for ep in (tp // 2, 1 - tp // 2))
+        shutil.copytree(here, there)
+    done = command("merge", out, tmp_path / "merged")
+    assert done.returncode == 1 and "linear_fc1.weight0' is F32 [56, 64], rank 0 of ep 2 x tp 4 has" in done.stderr
+    assert not (tmp_path / "merged").exists()

@@ -305,9 +305,8 @@ def read_ranks(page: Page, files: Sequence[ProgramFile], where: Path) -> tuple[d
             hint = "bring the folders of all ranks together"
             if mesh is not None and dict(mesh.degrees).get("ep", 1) > 1:
                 hint += (
-                    "; experts that are divided otherwise than the rest (--expert-tensor-parallel-size) are read if that "
-                    "is 1, and tp and ep are equal or one divides the other; save others with --ckpt-format torch_dist, "
-                    "which is read on any mesh"
+                    "; with another --expert-tensor-parallel-size than tp, they are read if it is 1, and tp and ep are "
+                    "equal or one divides the other: save others with --ckpt-format torch_dist, which is for any mesh"
                 )
             raise CheckpointError(f"{where}: the files of rank {rank} of {len(ranks)} are missing{name}", hint)
     return tuple(ranks)

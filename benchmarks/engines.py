@@ -114,6 +114,7 @@ _MESHES: Mapping[str, Sequence[Degrees]] = {
     "qwen2_moe": ({"tp": 2},),
     "deepseek_v2": ({"tp": 2},),
     "deepseek_v3": ({"tp": 2}, {"ep": 2}),
+    "deepseek_v3-mtp": ({"tp": 2, "pp": 2},),
     "glm4_moe": ({"tp": 2},),
 }
 """On which meshes one folder of Megatron-Core's is loaded."""
@@ -127,6 +128,7 @@ _OTHER_FORMS = (
     Case("mixtral", "megatron-legacy-sequential", {"ep": 2}),
     Case("mixtral", "megatron-legacy-local", {"tp": 2}),
     Case("deepseek_v3", "megatron-legacy", {"tp": 2}),
+    Case("deepseek_v3-mtp", "megatron-legacy", {"tp": 2}),
 )
 
 ENGINE_CASES: Mapping[str, Sequence[Case]] = {
@@ -179,7 +181,8 @@ def checkpoint(root: Path, name: str) -> Path:
     folder = root / name
     if not folder.exists():
         more = {"num_key_value_heads": 2} if name == "llama-kv2" else {}
-        zoo.save(name.removesuffix("-kv2"), folder, settings={**SIZES, **more})
+        sizes = {} if name.endswith("-mtp") else SIZES  # its layer that predicts a further token has sizes of its own
+        zoo.save(name.removesuffix("-kv2"), folder, settings={**sizes, **more})
     return folder
 
 

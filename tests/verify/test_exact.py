@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -458,6 +458,7 @@ class _Tensors:
     """The part of a source that the byte comparison looks at."""
 
     ranks: tuple[Any, ...]
+    files: ClassVar[dict[Path, Any]] = {}
 
 
 def _saved(path: Path, dtype: str, content: np.ndarray[Any, Any]) -> Any:

@@ -23,6 +23,7 @@ from reshard.engine.jobs import Options
 from reshard.storage.access import open_any
 from tests import store
 from tests.dequantize import METHODS
+from tests.reshard.store_server import StoreServer
 from tests.reshard.test_quantized import PACKINGS, checkpoint
 from tests.reshard.test_quantized import dequantize as by_definition
 from tests.support import command, contents
@@ -304,3 +305,19 @@ def test_odd_ranges_of_a_file(source: Path, plain: Path, tmp_path: Path) -> None
     for begin in (0, 1, *rng.integers(0, len(data) - 1, 40).tolist()):
         end = int(rng.integers(begin + 1, min(begin + 20000, len(data)) + 1))
         assert bytes(read(begin, end)) == data[begin:end]
+
+
+def test_a_checkpoint_in_a_bucket(source: Path, plain: Path, tmp_path: Path) -> None:
+    """Ranges of the quantized files are fetched, about half as many bytes as are written."""
+    shutil.copytree(source, tmp_path / "store/model")
+    with StoreServer(tmp_path / "store") as server:
+        given = "--tp", "2", "--dequantize", "--cache-dir", tmp_path / "cache", "--json"
+        done = command("split", "s3://bucket/model", tmp_path / "out", *given, **server.environment)
+    assert done.returncode == 0, done.stderr
+    split(plain, tmp_path / "should", 2, options=ONE)
+    found, should = contents(tmp_path / "out"), contents(tmp_path / "should")
+    mine, theirs = (json.loads(of.pop("reshard.json")) for of in (found, should))
+    assert found == should and mine["ranks"] == theirs["ranks"]
+    assert mine["source"]["location"] == "s3://bucket/model (dequantized)"
+    report = json.loads(done.stdout)
+    assert report["bytes"] // 4 < report["bytes_fetched"] < report["bytes"]

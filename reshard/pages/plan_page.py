@@ -29,7 +29,7 @@ from reshard.planning.totals import (
 from reshard.text import human_bytes, plural
 
 LONGEST = 220
-"""Units of the drawing for the longest side of the weights of one picture."""
+"""Units of the drawing for the longest side of the weights of one row."""
 THINNEST = 6
 LINE = 11
 """Units that a line of text takes."""
@@ -87,7 +87,7 @@ def _introduction(plan: Plan) -> Html:
     return joined(
         element(
             "p",
-            "Each rectangle is a weight: outputs from top to bottom, inputs from left to right, those of one picture "
+            "Each rectangle is a weight: outputs from top to bottom, inputs from left to right, those of one row "
             "to one scale. A colour is what one rank holds. A weight that is cut from top to bottom (column-parallel) "
             "takes the whole input and gives a rank a part of the outputs; the next one is cut from left to right "
             "(row-parallel): it takes just that part, and the ranks add up what comes out, in one all-reduce. x is the "
@@ -164,7 +164,8 @@ def _modules(plan: Plan, kinds: Sequence[Kind]) -> list[list[Kind]]:
 
     def place(kind: Kind) -> tuple[object, ...]:
         module = modules[kind]
-        is_router = bool(module) and plan.laid[kind].layout.is_replicated and stems[kind] not in summed
+        is_whole = len(kind.shape) > 1 and plan.laid[kind].layout.is_replicated
+        is_router = bool(module) and is_whole and stems[kind] not in summed
         return bool(module), module not in whole, places.index(module), stems[kind] in summed, not is_router
 
     rows = [sorted((kind for kind in kinds if row(kind) == number), key=place) for number in (0, 1)]
@@ -173,8 +174,12 @@ def _modules(plan: Plan, kinds: Sequence[Kind]) -> list[list[Kind]]:
 
 def _stem(kind: Kind) -> str:
     """The name of a weight in its layer, or of the weight that it is the bias of."""
-    inner = kind.template.partition("{layer}.")[2] or kind.template
-    return re.sub(r"[._](weight|bias)$", "", inner)
+    return re.sub(r"[._](weight|bias)$", "", _in_layer(kind))
+
+
+def _in_layer(kind: Kind) -> str:
+    """The name of a tensor in its layer; of one that is in no layer, the whole name."""
+    return re.sub(r"^[^{]*\{\w+\}\.", "", kind.template) if kind.layers else kind.template
 
 
 def _one_of_each(plan: Plan, kinds: Sequence[Kind]) -> list[Kind]:
@@ -262,13 +267,14 @@ class _Picture:
 
     def block(self, name: str, kinds: Sequence[Kind]) -> Html:
         """A figure: the weights in their order, arrows to the row-parallel ones, a mark at each all-reduce."""
-        self._scale = LONGEST / max(side for kind in kinds for side in _sides(self._plan.laid[kind].layout).lengths)
         rows = (element("div", *self._row(found), class_="flow") for found in _modules(self._plan, kinds))
         return element("figure", element("h3", name), *rows)
 
     def _row(self, kinds: Sequence[Kind]) -> Iterator[Html]:
         plan, architecture = self._plan, self._plan.model.architecture
-        begin = next((kind for kind in kinds if kind.layers and len(kind.shape) > 1), None)
+        self._scale = LONGEST / max(side for kind in kinds for side in _sides(plan.laid[kind].layout).lengths)
+        is_cut = any(plan.laid[kind].layout.parallel_dims for kind in kinds)
+        begin = next((kind for kind in kinds if is_cut and kind.layers and len(kind.shape) > 1), None)
         experts = next((kind for kind in kinds if kind.places), None)
         for kind in kinds:
             entry = plan.laid[kind]
@@ -316,7 +322,7 @@ class _Picture:
         height, width = (max(THINNEST, length * self._scale) for length in sides.lengths)
         shape = "x".join(map(str, layout.stored)) or "one number"
         local = "x".join(map(str, layout.boxes[min(layout.boxes)].shape))
-        name = kind.template.removesuffix(".weight").rpartition("{layer}.")[2]
+        name = _in_layer(kind).removesuffix(".weight")
         hover = f"{kind.name}\n{layout.rule}\n{shape}; {local} on a rank"
         cells = [self._cell(part, ranks, sides, hover) for part, ranks in _cells(sides) if ranks]
         drawing = element(

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import sleep
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ from verify.profile.cost import works
 from verify.profile.job import Job, Patience, Span, Workload
 from verify.profile.layers import layer_kinds, with_layers
 from verify.profile.meter import Living, Meter, StreamClock
-from verify.profile.rank import repeat, run_job
+from verify.profile.rank import is_enough, run_job
 from verify.profile.skeleton import skeleton
 from verify.rank.collectives import Groups
 from verify.rank.roles import Rank
@@ -166,12 +165,15 @@ def test_a_step_on_a_gpu(one_rank: None) -> None:
         )
 
 
-@pytest.mark.parametrize(("seconds", "expected"), [(0.06, 2), (0.014, 3), (0.0, 100)])
-def test_how_often_a_run_is_timed(seconds: float, expected: int, one_rank: None) -> None:
-    """Twice if one takes longer than the patience of 20 ms, three times if it takes most of it."""
-    meter = Meter(torch.device("cpu"))
-    steps = repeat(lambda: sleep(seconds), meter, Patience(seconds=0.02 if seconds else 9, spread=-1.0), warm_ups=0)
-    assert len(steps) == expected
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [([4.0] * 9, 2), ([2.0] * 9, 3), ([0.1, 0.9] * 9, 7), ([0.1] * 9, 5), ([0.01, 0.02] * 100, 100)],
+    ids=["longer than the patience of 3 s", "most of it", "spread", "alike", "many"],
+)
+def test_how_often_a_run_is_timed(seconds: list[float], expected: int) -> None:
+    steps = [(Span("head", "compute", 0, time),) for time in seconds]
+    counts = range(1, len(steps) + 1)
+    assert next(n for n in counts if is_enough(steps[:n], sum(seconds[:n]), Patience(seconds=3.0))) == expected
 
 
 # ----------------------------------------------------------------------------------------------------------- memory

@@ -70,11 +70,12 @@ def repeat(run: Callable[[], None], meter: Meter, patience: Patience, warm_ups: 
         dist.barrier()
         run()
         steps.append(meter.step())
-        if _agreed(_is_enough(steps, time.monotonic() - started, patience)):
+        if _agreed(is_enough(steps, time.monotonic() - started, patience)):
             return tuple(steps)
 
 
-def _is_enough(steps: Sequence[Step], seconds: float, patience: Patience) -> bool:
+def is_enough(steps: Sequence[Step], seconds: float, patience: Patience) -> bool:
+    """Whether runs that took so long in all are enough: patience is over, or the middle half of them lies together."""
     few = 2 if seconds > patience.seconds * len(steps) else 3  # runs that are long by themselves vary little
     if len(steps) >= patience.most or (len(steps) >= min(few, patience.least) and seconds > patience.seconds):
         return True

@@ -285,7 +285,10 @@ def test_no_degree_fits() -> None:
     ("arguments", "error"),
     [
         (("--tp", "3"), "--tp 3 is not possible: 8 attention heads do not divide by 3"),
-        (("--tp", "1", "--predict-tp", "16"), "--tp 16 is not possible: 8 attention heads do not divide by 16"),
+        (
+            ("--tp", "1", "--predict-tp", "16"),
+            "Error: --predict-tp 16 is not possible: 8 attention heads do not divide by 16",
+        ),
         (("--tp", "8", "--ranks", "2"), "--tp 8: this node has 2 ranks (--ranks)"),
         (("--device", "cuda"), "--device cuda: torch finds no CUDA device"),
         (("--phase", "decode,sleep"), "there is no phase 'sleep'; the phases are decode, prefill, train"),
@@ -309,6 +312,18 @@ def test_errors_are_one_line(folder: Path, arguments: tuple[str, ...], error: st
 def test_a_model_with_an_encoder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "is_encoder_decoder": True}))
     assert "t5 has an encoder beside its decoder" in command("profile", tmp_path).stderr
+
+
+def test_what_a_model_cannot_do_is_no_failure_of_a_rank(tmp_path: Path, fork_server: None) -> None:
+    config = {"architectures": ["BertForMaskedLM"], "model_type": "bert", "hidden_size": 24, "num_hidden_layers": 2}
+    sizes = {"num_attention_heads": 4, "intermediate_size": 16, "vocab_size": 37, "dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **sizes}))
+    done = command("profile", tmp_path, "--tp", "1", "--phase", "decode")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-2:] == [
+        "Error: decode is not possible: BertForMaskedLM keeps no keys and values by layers",
+        "Hint: --phase prefill",
+    ]
 
 
 def test_a_file_that_is_no_config_json(tmp_path: Path) -> None:

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from transformers import StaticCache
 
 from formats.errors import ReshardError
-from verify.forward.worker import rank_device, say
+from verify.forward.worker import RankAnswer, rank_device, say
 from verify.profile.blocks import Blocks, build
 from verify.profile.job import Exchange, Found, Job, Measured, Patience, Step, Workload
 from verify.profile.layers import OUTSIDE
 from verify.profile.meter import Living, Meter
 from verify.profile.widths import time_widths
+from verify.profile.words import human_time
 from verify.rank.collectives import Groups, carried_by
 from verify.rank.gradients import sum_where_ranks_part
 from verify.rank.inputs import running
@@ -32,6 +33,14 @@ _SIZES = tuple(1 << power for power in range(10, 26, 2))
 """Bytes of the all-reduces that are timed by themselves: 1 KiB to 16 MiB."""
 
 EMBEDDING, HEAD = OUTSIDE
+
+
+def answer_job(job: Job) -> Found:
+    """As ``run_job``; what a model cannot do is no failure of a rank: raises RankAnswer with the ReshardError."""
+    try:
+        return run_job(job)
+    except ReshardError as error:
+        raise RankAnswer(error) from error
 
 
 def run_job(job: Job) -> Found:
@@ -128,7 +137,7 @@ class _Runner:
             seconds = time.monotonic() - started
             is_long = _agreed(seconds > patience.seconds)
             if is_long:
-                say(f"{doing}: a run takes {seconds:.0f} s, and two more follow")
+                say(f"{doing}: a run takes {human_time(seconds)}, and two more follow")
             cache = self._cache_bytes(cache_of())
             inside = sum(cache.values()) if workload.phase == "prefill" else 0
             steps = repeat(run, self._meter, patience, warm_ups=0 if is_long else 2)

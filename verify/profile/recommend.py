@@ -128,8 +128,9 @@ def _larger(degree: int, few: Sequence[Row], many: Sequence[Row]) -> str:
     possible = degree / few[0].tp - 1
     change = f"gains {gain - 1:.0%} of a possible {possible:.0%}" if gain >= 1 else f"is {1 - gain:.0%} slower"
     how = "spends" if all(row.measured for row in many) else "is predicted to spend"
+    most = "up to " if len(many) > 1 else ""
     change = change if how == "spends" else change.replace("gains", "gain").replace("is ", "be ")
-    return f"tp {degree} {how} {share:.0%} in collectives and {change}"
+    return f"tp {degree} {how} {most}{share:.0%} in collectives and {change}"
 
 
 def _none_fits(rows: Sequence[Row]) -> str:

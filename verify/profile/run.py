@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from formats.errors import ReshardError
+from formats.errors import PlanError, ReshardError
 from formats.files.safetensors import DTYPE_BITS
 from formats.mesh import mesh_of
 from reshard.planning.degrees import check_degrees, refusal, valid_degrees
@@ -21,7 +21,7 @@ from reshard.planning.stages import is_layered
 from reshard.planning.totals import activation_bytes, all_reduces, rows_of, totals_of
 from reshard.text import human_bytes
 from verify.forward.launch import run_ranks, start_fork_server
-from verify.forward.worker import RankError
+from verify.forward.worker import RankAnswer, RankError
 from verify.profile.compose import Memory, Part, Time, counts_of, memory_of, time_of
 from verify.profile.cost import Link, Work, communication, fit_link, fit_rates, nearest, works
 from verify.profile.job import Found, Job, Request, Workload
@@ -166,7 +166,10 @@ def _degrees(model: Model, node: Node, request: Request) -> tuple[list[int], tup
 
 def _predicted(model: Model, request: Request) -> tuple[int, ...]:
     for degree in request.predicted:
-        check_degrees(model, mesh_of(degree))
+        try:
+            check_degrees(model, mesh_of(degree))
+        except PlanError as error:
+            raise PlanError(error.message.replace("--tp", "--predict-tp", 1), error.hint) from error
     return request.predicted
 
 
@@ -217,8 +220,8 @@ def _run(
     plan: Plan, kinds: tuple[LayerKind, ...], workloads: Sequence[Workload], node: Node, request: Request,
     progress: Callable[[str], None],
 ) -> list[Found]:  # fmt: skip
-    """Run the ranks of one degree. Raises RankError, and _MemoryRanOut with the workload at which memory ran out."""
-    from verify.profile.rank import run_job
+    """Run the ranks of one degree. Raises ReshardError, and _MemoryRanOut with the workload at which memory ran out."""
+    from verify.profile.rank import answer_job
 
     dtype, degree = str(plan.model.config["dtype"]), plan.mesh.size
     is_built_in = request.plan_file is None
@@ -235,7 +238,9 @@ def _run(
         progress(text)
 
     try:
-        return run_ranks(run_job, degree, job, device=node.device, timeout=request.timeout, progress=note)
+        return run_ranks(answer_job, degree, job, device=node.device, timeout=request.timeout, progress=note)
+    except RankAnswer as answer:
+        raise answer.value from None
     except RankError as error:
         if not any(sign in error.message for sign in _OUT_OF_MEMORY):
             raise

@@ -63,9 +63,8 @@ def summary(results: dict[str, dict[str, str]]) -> list[str]:
     types = {name: ZOO[name].model_type for name in results}
     ran = {phase: {name for name, of in results.items() if not of[phase]} for phase in PHASES}
     any_phase = set[str]().union(*ran.values())
-    lines = [
-        f"{len(built_in_architectures())} model types have rules, {len({*types.values()})} of them a small model, {len(results)} in all"
-    ]
+    all_types, tried = len(built_in_architectures()), len({*types.values()})
+    lines = [f"{all_types} model types have rules; {len(results)} small models of {tried} types were tried"]
     for what, names in (("some phase", any_phase), *ran.items()):
         lines.append(f"{what}: {len(names)} models of {len({types[name] for name in names})} types")
     errors = Counter(re.sub(r"'[^']*'|\b[\w-]*(?=(?:For|LMHead|Model)\w*\b)", "…", of["prefill"] or of["decode"])

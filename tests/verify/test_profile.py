@@ -295,6 +295,7 @@ def test_no_degree_fits() -> None:
         (("--tp", "1,two"), "'1,two' is no list of numbers such as 1,2,4 or 1024..16384"),
         (("--link", "450GB/s"), "--link goes with --predict-tp"),
         (("--predict-tp", "8", "--link", "450GB"), "'450GB' is not a speed such as 450GB/s"),
+        (("--widths", "128,200"), "--widths: 200 is not possible"),
         (("--dtype", "int8"), "--dtype int8 is not possible"),
         (
             ("--batch", "1000000", "--seq", "1000000"),

@@ -121,7 +121,8 @@ def start_fork_server(*modules: str) -> bool:
     atexit.unregister(_end_idle_fork_server)  # it may have been asked for before
     atexit.register(_end_idle_fork_server)
     try:
-        with _variable("RESHARD_FORK_SERVER", str(_server_file())):
+        # CUDA cannot be used in a fork of a process that has used it; asked by NVML, an import may look for GPUs.
+        with _variable("RESHARD_FORK_SERVER", str(_server_file())), _variable("PYTORCH_NVML_BASED_CUDA_CHECK", "1"):
             forkserver.ensure_running()
     except OSError as error:  # as where the name of its socket would be longer than a socket's may be
         where = f"the ranks' socket cannot be in {tempfile.gettempdir()}: {error.strerror or error}"

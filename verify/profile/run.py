@@ -24,7 +24,7 @@ from verify.forward.launch import run_ranks, start_fork_server
 from verify.forward.worker import RankAnswer, RankError
 from verify.profile.compose import Memory, Part, Time, counts_of, memory_of, time_of
 from verify.profile.cost import Link, Work, communication, fit_link, fit_rates, nearest, works
-from verify.profile.job import Found, Job, Request, Workload
+from verify.profile.job import WIDTH_HEAD, Found, Job, Request, Workload
 from verify.profile.layers import LayerKind, layer_kinds, with_layers
 from verify.profile.recommend import NotRun, Recommendation, Row, recommend
 from verify.profile.width_rows import WidthRow, width_rows
@@ -92,6 +92,8 @@ class Profile:
 def profile(folder: Path, request: Request, progress: Callable[[str], None] = lambda _: None) -> Profile:
     """Profile the model of the config.json in a folder. Raises ReshardError."""
     node = node_of(request)
+    if odd := [width for width in request.widths if width % WIDTH_HEAD]:
+        raise ReshardError(f"--widths: {odd[0]} is not possible", f"multiples of {WIDTH_HEAD}, the size of a head")
     start_fork_server(*IMPORTED)
     from verify.profile.skeleton import skeleton
 

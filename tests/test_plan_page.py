@@ -14,7 +14,7 @@ from reshard.pages.plan_page import Degree, plan_page
 from reshard.planning.plan import Plan, plan_of
 from reshard.storage.access import Access, open_any
 from tests import store
-from tests.support import command
+from tests.support import LLAMA, command, write_checkpoint
 from tests.verify import browser
 from tests.verify.browser import Browser
 
@@ -101,11 +101,30 @@ def test_the_order_is_that_of_a_token() -> None:
     assert "3 on ranks 0, 1; 3 on ranks 2, 3" in page_named("experts")
 
 
+def test_a_tower_has_layers_of_its_own() -> None:
+    """They are on every rank, and none of the language model's."""
+    plan = plan_of(open_any(store.checkpoint("qwen3_vl"), Access()).model, mesh_of(2))
+    found = re.findall(r"<h3>([^<]*)<", plan_page(plan, "tower", []))
+    assert found[:2] == ["Before the layers", "Layers 0 to 2"] and found[-1] == "After the layers"
+    assert found[2].startswith("model.visual.blocks 0")
+
+
 def test_a_bias_of_experts_is_not_summed() -> None:
     """It has two dimensions, and the second is cut: it is a column-parallel weight's."""
     found = drawn("biases", "Layers 0 to 2")
     assert found.count("reduce") == 2 and found[-4:-1] == ["→", "mlp.experts.down_proj", "reduce"]
     assert "expert column · 6x80" in page_named("biases")
+
+
+def test_the_shape_on_each_rank(tmp_path: Path) -> None:
+    """22 rows of an MLP on 8 ranks: the last has 1, the others have 3."""
+    config = {**LLAMA, "hidden_size": 24, "intermediate_size": 22}
+    source = open_any(write_checkpoint(tmp_path / "model", config=config), Access())
+    plan = plan_of(source.model, mesh_of(8), uneven=True)
+    text = plan_page(plan, "uneven", [])
+    assert all(
+        f"up_proj.weight\nff hidden\n22x24; {1 if rank == 7 else 3}x24 on rank {rank}<" in text for rank in range(8)
+    )
 
 
 def test_command(tmp_path: Path) -> None:

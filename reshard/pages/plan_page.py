@@ -321,10 +321,14 @@ class _Picture:
         layout, sides = entry.layout, _sides(entry.layout)
         height, width = (max(THINNEST, length * self._scale) for length in sides.lengths)
         shape = "x".join(map(str, layout.stored)) or "one number"
-        local = "x".join(map(str, layout.boxes[min(layout.boxes)].shape))
         name = _in_layer(kind).removesuffix(".weight")
-        hover = f"{kind.name}\n{layout.rule}\n{shape}; {local} on a rank"
-        cells = [self._cell(part, ranks, sides, hover) for part, ranks in _cells(sides) if ranks]
+        hover = f"{kind.name}\n{layout.rule}\n{shape}"
+        local = {rank: "x".join(map(str, box.shape)) or "one number" for rank, box in layout.boxes.items()}
+        cells = [
+            self._cell(part, ranks, sides, f"{hover}; {local[min(ranks)]} on {_ranks(ranks)}")
+            for part, ranks in _cells(sides)
+            if ranks
+        ]
         drawing = element(
             "svg", element("title", hover), *cells, *self._labels(layout, sides, width),
             viewBox=f"0 0 {width:.1f} {height:.1f}", width=f"{width:.1f}", height=f"{height:.1f}", role="img",

@@ -87,7 +87,7 @@ class Speed(click.ParamType):  # type: ignore[type-arg]  # it takes none before 
 @click.option("--link", type=Speed(), metavar="SPEED",
               help="Bandwidth between ranks of predicted degrees, such as 450GB/s; default: as measured.")  # fmt: skip
 @click.option("--widths", type=Numbers(), metavar="A..B",
-              help="Also time an MLP and an attention of these widths, such as 1024..16384.")  # fmt: skip
+              help="Also time an MLP and an attention of these widths, multiples of 128: 1024..16384.")  # fmt: skip
 @click.option("--report", type=FILE, metavar="FILE", help="Write an HTML page, which needs no network.")
 @click.option("--seconds", type=click.FloatRange(0, min_open=True), default=3.0, show_default=True,
               help="Repeat a measurement for so long, unless its spread is small earlier.")  # fmt: skip

@@ -31,7 +31,7 @@ from verify.profile.cost import Link, Rates, Work, fit_link, fit_rates, works
 from verify.profile.job import Found, Job, Measured, Patience, Request, Span, Workload
 from verify.profile.layers import LayerKind, layer_kinds
 from verify.profile.page import page
-from verify.profile.recommend import Row, recommend
+from verify.profile.recommend import NotRun, Row, recommend
 from verify.profile.run import node_of
 from verify.profile.skeleton import skeleton
 from verify.profile.widths import time_widths
@@ -268,6 +268,23 @@ def test_one_degree_and_its_reason(rates: tuple[float, ...], expected: int, reas
     needs = {tp: 200_000_000_000 // tp for tp in speeds}
     found = recommend(rows(speeds, needs))
     assert (found.tp, found.reason) == (expected, reason)
+
+
+def test_no_degree_is_faster() -> None:
+    """Of equal ones, the smallest; what is slower is no gain."""
+    assert recommend(rows(dict.fromkeys((1, 2, 4, 8), 10.0), dict.fromkeys((1, 2, 4, 8), 7))).tp == 1
+    found = recommend(rows({1: 10.0, 2: 5.0}, {1: 7, 2: 7}))
+    assert (found.tp, found.reason) == (
+        1, "it needs 7 B of 80.00 GB a rank; tp 2 spends 46% in collectives and is 50% slower"
+    )  # fmt: skip
+
+
+def test_a_degree_without_memory_even_for_a_part_does_not_fit() -> None:
+    """Whatever the account of the whole says."""
+    first, second = rows({1: 10.0, 2: 5.0}, {1: 7, 2: 7})
+    missing = replace(first, measured=None, predicted=first.measured, not_run=NotRun("memory ran out", ran_out=True))
+    assert not missing.fits and recommend([missing, second]).tp == 2
+    assert replace(missing, not_run=NotRun("too little is free", ran_out=False)).fits
 
 
 def test_no_degree_fits() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,11 +49,11 @@ def job_of(folder: Path, config: dict[str, Any], *workloads: Workload) -> Job:
     return Job(with_layers(plan, kinds), kinds, True, workloads, dtype, "cpu", 1, Patience(0.001, 0.5, 1, 1))
 
 
-def job_of_zoo(name: str, folder: Path, *workloads: Workload) -> Job:
+def job_of_zoo(name: str, folder: Path, *workloads: Workload, dtype: str = "float32") -> Job:
     with torch.device("meta"):
         model = zoo.ZOO[name].build(None, {}, None)
     config = json.loads(model.config.to_json_string())
-    return job_of(folder, {**config, "architectures": [type(model).__name__], "dtype": "float32"}, *workloads)
+    return job_of(folder, {**config, "architectures": [type(model).__name__], "dtype": dtype}, *workloads)
 
 
 # ------------------------------------------------------------------------------------------------------------ models
@@ -65,6 +66,11 @@ def test_models_of_other_kinds(name: str, tmp_path: Path, one_rank: None) -> Non
     prefill, train = run_job(job).measured
     assert bool(sum(prefill.cache.values())) == (name != "bert-pretraining")
     assert prefill.activations > 0 and set(train.saved) == {kind.part for kind in job.kinds}
+
+
+def test_weights_that_stay_in_float32(tmp_path: Path, one_rank: None) -> None:
+    """Inkling 2 routes in float32, whatever the dtype of the model."""
+    run_job(job_of_zoo("inkling2_text", tmp_path, Workload("prefill", 1, 4), dtype="bfloat16"))
 
 
 def test_decode_without_a_cache(tmp_path: Path, one_rank: None) -> None:
@@ -82,6 +88,9 @@ def test_operations_are_those_that_torch_counts(name: str, tmp_path: Path, one_r
     job = job_of_zoo(name, tmp_path, workload)
     rank = Rank(job.plan, 0, job.plan.model.architecture, job.plan.model.config, True)
     blocks = build(rank, job.kinds, Groups(job.plan.mesh), torch.float32, torch.device("cpu"), 8)
+    kept = {each for module in blocks.layers.values() for each in module.parameters()}
+    layered = {p for path, p in blocks.model.named_parameters() if re.search(r"\b(layers|h)\.\d", path)}
+    assert kept <= layered and all(parameter.is_meta == (parameter not in kept) for parameter in layered)
     if hasattr(blocks.model, "set_experts_implementation"):
         blocks.model.set_experts_implementation("eager")  # the fused ones are not counted
     counter = FlopCounterMode(display=False)

@@ -24,7 +24,7 @@ from formats.notation.rewrites import Constant, Further, Page
 from reshard.planning.boxes import InBoxes, boxes_on
 from reshard.planning.geometry import Geometry
 from reshard.planning.model import BoundTensor, Kind, Model
-from reshard.planning.plan import Box, Layout, Plan, layout_of, make_plan, owners_of
+from reshard.planning.plan import Box, Layout, Plan, layout_of, owners_of
 from reshard.planning.portions import Portion, Taken, copies_of, dropped_of, kept_whole, uses_of
 from reshard.planning.shares import shares_of
 from reshard.planning.stages import layers_at
@@ -53,13 +53,11 @@ class Arrangement:
     ) -> None:
         page = page.of(plan.model.config) if page else None
         self.plan, self.taken, self.page, self.boxes = plan, taken, page, boxes
-        self._laid = plan if boxes is None else make_plan(plan.model, Mesh(), padding=plan.padding)
+        self._laid = plan if boxes is None else plan.unsplit
         self.ranks = plan.mesh.size
         if boxes is not None:
             self.ranks = 1 + max((number for found in boxes.values() for number in found), default=-1)
         self.dropped = dropped_of(plan.model, page) if page else frozenset()
-        self._layouts: dict[tuple[object, ...], Layout] = {}
-        self._owners: dict[tuple[object, ...], frozenset[int] | None] = {}
         self._geometries: dict[tuple[object, ...], Geometry] = {}
         self._boxed: dict[tuple[object, ...], InBoxes] = {}
         self._even: dict[tuple[object, ...], tuple[Layout, ...]] = {}
@@ -237,17 +235,17 @@ class Arrangement:
         stages = None if portion.line is not None and portion.line.every_stage else kind.stages
         owned = (places, kind.indices, rule.axes, stages)
         part = replace(kind, rule=rule, shape=rule.sizes(sizes), places=places, stages=stages)
-        if owned not in self._owners:
+        if owned not in self._laid.owners:
             is_dealt = places or stages is not None
-            self._owners[owned] = owners_of(self._laid.model, self._laid.mesh, part) if is_dealt else None
-        owners = self._owners[owned]
+            self._laid.owners[owned] = owners_of(self._laid.model, self._laid.mesh, part) if is_dealt else None
+        owners = self._laid.owners[owned]
         key = (rule, kind.indices, part.shape, DTYPE_BITS[kind.dtype] % 8, owners, deal, cut)
-        if key not in self._layouts:
+        if key not in self._laid.layouts:
             layout = layout_of(model, self._laid.mesh, part, self._laid.padding, owners)
             if cut is not None:
                 layout = _in_ranges(kind.name, layout, portion, self._laid.mesh)
-            self._layouts[key] = layout
-        return self._layouts[key]
+            self._laid.layouts[key] = layout
+        return self._laid.layouts[key]
 
     def _constants(self, constants: Sequence[Constant]) -> Iterator[Stored]:
         sizes = self.plan.model.sizes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -104,6 +104,16 @@ class Plan:
     padding: Mapping[str, int]
     laid: Mapping[Kind, Entry]
     """The first tensor of each kind."""
+    layouts: dict[tuple[object, ...], Layout] = field(init=False, repr=False, compare=False, default_factory=dict)
+    owners: dict[tuple[object, ...], frozenset[int] | None] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
+    """What arrangements of it have found of parts of its tensors: there are several of one plan."""
+
+    @cached_property
+    def unsplit(self) -> Plan:
+        """The same padded sizes on one rank."""
+        return make_plan(self.model, Mesh(), padding=self.padding)
 
     @cached_property
     def entries(self) -> Mapping[str, Entry]:

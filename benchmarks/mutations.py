@@ -21,8 +21,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
-COPIED = ("formats", "reshard", "verify", "tests", "benchmarks", "docs", "README.md", "pyproject.toml")
+COPIED = ("formats", "reshard", "verify", "tests", "tools", "benchmarks", "docs", "README.md", "pyproject.toml")
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ LAUNCHES = ("tests/verify/test_launch.py",)
 GRADIENTS = ("tests/verify/test_forward.py::test_gradients_are_those_of_the_original",)
 UNEVEN = ("tests/reshard/test_uneven.py",)
 COMMANDS = ("tests/verify/test_cli.py",)
+VLLM = ("tests/programs/test_vllm.py", "tests/programs/test_vllm_names.py")
+PROFILE = ("tests/verify/test_profile.py",)
 
 MUTATIONS = (
     # the notation
@@ -120,6 +124,20 @@ MUTATIONS = (
     Mutation("reshard", "shutil.disk_usage(self.work).free // 2)", "1 << 60) + (1 << 60)", BUCKETS),
     Mutation("verify", "dist.all_gather_object(results, fn(*args))", "results[rank] = fn(*args)", LAUNCHES),
     Mutation("reshard", "            show()\n\n    thread", "            pass\n\n    thread", COMMANDS),
+    # parts, uploads, requests that are made again
+    Mutation("reshard", "loads[least] += sizes[number] + 1", "loads[least] += 1",
+             ("tests/reshard/test_launcher.py", *PARTS)),
+    Mutation("reshard", '== entry["etag"]', "is not None", BUCKETS),
+    Mutation("reshard", 'in {"408", "429"} or status.startswith("5")', 'in {"408", "429"}', BUCKETS),
+    Mutation("reshard", "min(_retry_after(address), patience())", "0.0", BUCKETS),
+    # what vLLM was compared with
+    Mutation("reshard", "if largest is not None and degree > largest:", "if False:", VLLM),
+    Mutation("reshard", "if dimension not in compared:", "if False:", VLLM),
+    Mutation("tools", "(BITS * place) & (2**BITS - 1)", "BITS & (2**BITS - 1)", VLLM),
+    # what a plan keeps for its arrangements, and the memory that a degree needs
+    Mutation("reshard", "DTYPE_BITS[kind.dtype] % 8, owners, deal, cut)", "DTYPE_BITS[kind.dtype] % 8, deal, cut)",
+             ("tests/programs/test_oracles.py", "tests/programs/test_megatron.py")),
+    Mutation("verify", "return self.memory.total <= self.capacity", "return True", PROFILE),
 )  # fmt: skip
 
 
@@ -133,12 +151,17 @@ def place_of(mutation: Mutation, root: Path) -> Path:
 
 
 def failed(root: Path, tests: tuple[str, ...]) -> str | None:
-    """The first test that fails in a copy of the repository, None if all pass."""
+    """The first test that fails in a copy of the repository, None if all pass.
+
+    Raises RuntimeError if the tests cannot be collected: that shows nothing.
+    """
     environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     if done.returncode == 0:
         return None
+    if done.returncode == pytest.ExitCode.INTERRUPTED:
+        raise RuntimeError(f"{' '.join(tests)} could not be collected:\n{done.stdout[-2000:]}")
     found = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
     return found[1] if found else f"pytest ended with {done.returncode}"
 

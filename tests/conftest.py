@@ -70,7 +70,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         store.end()
 
 
-LONG = ("test_forward", "test_experts", "test_encoder_decoder", "test_stages_forward", "test_power", "test_cli",
+LONG = ("test_forward", "test_experts", "test_encoder_decoder", "test_stages_forward", "test_faults", "test_cli",
         "test_launch", "test_engine", "test_output", "test_limits", "test_quantized_forward")  # fmt: skip
 """Files with tests of many seconds: run first, so that at the end no process waits long for another's last test."""
 

@@ -4,6 +4,8 @@ In ``(q: kv group head + k: kv head + v: kv head) hidden`` each label names a co
 dimension may stand before the components (each KV head has its own q, k and v in ``(kv (q: group + k: 1 + v: 1) head)
 hidden``) and behind them. A component's own shape has one dimension for each factor, in the order in which the elements
 are stored, so that another order is a permutation of dimensions.
+
+Only formats of other programs need components. What a rank owns of a packed tensor follows from ``axes.py`` alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Binds a checkpoint to an architecture: finds the rule of every tensor, and checks it against the shape on disk."""
+"""Binds a checkpoint to an architecture: finds the rule of every tensor, and checks it against the shape on disk.
+
+No packing is known here, nor anywhere else in code: a packing is a line in ``formats/architectures/``. Whether all
+tensors are there that must be is asked in ``completeness.py``.
+"""
 
 from __future__ import annotations
 

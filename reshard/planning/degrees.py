@@ -1,4 +1,9 @@
-"""Which degrees are possible, and why others are not."""
+"""Which degrees are possible, and why others are not: the one place that decides it.
+
+All commands refuse a degree with what is found here; ``sweep.py`` asks for one degree after the other. The words of a
+refusal are in ``reasons.py``, what a rank owns at a degree that is possible in ``formats/notation/axes.py``. What only
+another program's format cannot hold is refused in ``program_plan.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The plan: what each rank of a mesh owns of every tensor of a model."""
+"""The plan: what each rank of a mesh owns of every tensor of a model.
+
+The runs of one dimension come from ``formats/notation/axes.py``, the rule of each tensor from ``binding.py``, and
+whether the degrees are possible from ``degrees.py``. Of another program's tensors it says nothing: ``arrangement.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The share of each axis on each rank of a mesh."""
+"""The share of each axis on each rank of a mesh.
+
+How a family absorbs a degree is in ``formats/notation/axes.py`` (``deal``); here the families of a model are taken one
+by one.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Which degrees a model allows, and why not the others: what ``reshard plan`` without a degree answers.
 
-Pure: computed from a model.
+Pure: computed from a model. Which degrees are tried is said here; whether one is possible, in ``degrees.py``.
 """
 
 from __future__ import annotations

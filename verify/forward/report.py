@@ -1,4 +1,7 @@
-"""What the comparison of shards with their original says: measured at each place, and in words."""
+"""What the comparison of shards with their original says: measured at each place, and in words.
+
+The limit is in ``noise.py``, with its reason. What a command makes of this, beside the bytes, is ``verify/report``.
+"""
 
 from __future__ import annotations
 

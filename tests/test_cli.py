@@ -669,28 +669,26 @@ def test_hub_id(model: Path, tp4: Path, tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------------- what is not loaded
 
 
-def imported(*arguments: str | Path) -> set[str]:
-    """The modules that a process has loaded once it has carried out a command."""
+def imported(*commands: Sequence[str | Path]) -> set[str]:
+    """The modules that a process has loaded once it has carried out some commands."""
     code = (
         "import sys; from reshard.cli.commands import cli; from reshard.cli.errors import run_to_exit_code; "
-        "code = run_to_exit_code(cli, sys.argv[1:]); "
-        "print(*sys.modules, file=sys.stderr); sys.exit(code)"
+        "codes = [run_to_exit_code(cli, line.split('|')) for line in sys.argv[1:]]; "
+        "print(*sys.modules, file=sys.stderr); sys.exit(max(codes))"
     )
-    command = [sys.executable, "-c", code, *map(str, arguments)]
+    command = [sys.executable, "-c", code, *("|".join(map(str, arguments)) for arguments in commands)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return {name.partition(".")[0] for name in done.stderr.split()}
 
 
 def test_help_loads_nothing_heavy() -> None:
-    assert not imported("--help") & {"numpy", "torch", "huggingface_hub", "safetensors", "tqdm", "asyncio"}
+    assert not imported(["--help"]) & {"numpy", "torch", "huggingface_hub", "safetensors", "tqdm", "asyncio"}
 
 
 def test_torch_is_not_loaded(model: Path, tp4: Path, tmp_path: Path) -> None:
     heavy = {"torch", "transformers", "huggingface_hub"}
-    assert not imported("split", model, tmp_path / "out", "--tp", "4") & heavy
-    assert not imported("merge", tp4, tmp_path / "merged") & heavy
-    assert not imported("plan", model, "--tp", "4") & heavy
-    assert not imported("inspect", tp4) & heavy
+    split, merge = ["split", model, tmp_path / "out", "--tp", "4"], ["merge", tp4, tmp_path / "merged"]
+    assert not imported(split, merge, ["plan", model, "--tp", "4"], ["inspect", tp4]) & heavy
 
 
 def test_numpy_starts_no_threads(model: Path, tp4: Path, tmp_path: Path) -> None:

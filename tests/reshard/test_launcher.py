@@ -131,3 +131,12 @@ def test_auto_goes_alone(tmp_path: Path) -> None:
         "split", write_checkpoint(tmp_path / "llama"), tmp_path / "o", "--tp", "2", "--rank", "auto", "--rank", "0"
     )
     assert done.returncode == 2 and "--rank auto goes without other ranks" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dealt"),
+    [([8, 4, 4], [{0}, {1, 2}]), ([0, 0], [{0}, {1}]), ([1, 2, 3, 4], [{0, 3}, {1, 2}]), ([5], [{0}, set()])],
+)
+def test_pieces_of_work_are_dealt_by_their_sizes(sizes: list[int], dealt: list[set[int]]) -> None:
+    """Not by their number: who has a large file gets fewer small ones; empty ones are dealt, too."""
+    assert [Share(index, 2).of_sizes(sizes) for index in range(2)] == dealt

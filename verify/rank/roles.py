@@ -108,10 +108,12 @@ def dealt_axes(plan: Plan, entry: Entry) -> frozenset[str]:
     return frozenset(axis for axis, share in shares.items() if share.parts > 1) & entry_axes(plan, entry)
 
 
-def kind_of(plan: Plan, entry: Entry) -> Kind:
-    """What the parallel dimension of a tensor is to its module. That experts are dealt does not count."""
+def kind_of(plan: Plan, entry: Entry, dealt: frozenset[str]) -> Kind:
+    """What the parallel dimension of a tensor with these ``dealt_axes`` is to its module. That experts are dealt does
+    not count.
+    """
     rule, experts = entry.layout.rule, plan.model.expert_axes
-    dealt = dealt_axes(plan, entry) - experts
+    dealt -= experts
     leading = 0
     while leading < len(rule.dims) - 1 and rule.dims[leading].axis in experts:
         leading += 1
@@ -134,7 +136,8 @@ def roles(plan: Plan, sources: Mapping[str, tuple[str, ...]]) -> dict[str, Role]
     for name, entry in plan.entries.items():
         alike = entry.template, id(entry.layout)
         if alike not in known:
-            known[alike] = kind_of(plan, entry), dealt_axes(plan, entry)
+            dealt = dealt_axes(plan, entry)
+            known[alike] = kind_of(plan, entry, dealt), dealt
         of_entries[name] = known[alike]
     consumed = frozenset[str]().union(*(dealt for kind, dealt in known.values() if kind is Kind.ROW))
     rules = {entry.layout.rule for entry in plan.entries.values()}
@@ -162,8 +165,8 @@ def experts_along(mesh: Mesh) -> frozenset[str]:
 
 def expert_shares(rank: Rank, sources: Mapping[str, tuple[str, ...]]) -> dict[str, Share]:
     """What a rank has of the experts in each parameter of which it has not all."""
-    plan, found = rank.plan, {}
-    for parameter, names in sources.items():
+    plan, found = rank.plan, dict[str, Share]()
+    for parameter, names in sources.items() if plan.model.expert_axes else ():
         entry = plan.entries[names[0]]
         for axis in dealt_axes(plan, entry) & plan.model.expert_axes:
             found[parameter] = entry_shares(plan, entry, rank.rank)[axis]

@@ -20,6 +20,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -114,6 +115,38 @@ class Way:
         return compared(self.name, self.runs, self.copies, peak, f"{inside:9}")
 
 
+RESHARD = [sys.executable, "-m", "reshard"]
+FORMS = {
+    "dcp": ["--as", "dcp"],
+    "megatron": ["--as", "megatron"],
+    "transformers": ["--as", "transformers", "--tp", "4"],
+}
+
+
+def _ways(source: Path, shards: Mapping[str, Path], out: Path, megatron_python: str | None) -> Iterator[Way]:
+    yield Way("split --tp 4", source, [*RESHARD, "split", str(source), str(out), "--tp", "4"])
+    for name, form in FORMS.items():
+        split = [*RESHARD, "split", str(source), str(out), *form]
+        yield Way(f"split --as {name}", source, split)
+        if name != "transformers":
+            yield Way(f"split --as {name} --no-checksum", source, [*split, "--no-checksum"])
+        yield Way(f"merge of {name}", shards[name], [*RESHARD, "merge", str(shards[name]), str(out)])
+
+    def script(name: str, read: Path, python: str, code: str) -> Way:
+        return Way(name, read, [python, "-c", code, str(read), str(out)])
+
+    yield script("torch's dcp.save", source, sys.executable, DCP_SAVE)
+    yield script("torch's dcp.load, save_file", shards["dcp"], sys.executable, DCP_LOAD)
+    yield script("torch's dcp_to_torch_save", shards["dcp"], sys.executable, DCP_TO_TORCH)
+    yield script("torch's consolidation", shards["transformers"], sys.executable, CONSOLIDATE)
+    if megatron_python:
+        yield script("Megatron-Core's save", source, megatron_python, MEGATRON_SAVE)
+
+
+def _is_wanted(way: Way, words: Sequence[str]) -> bool:
+    return not words or any(word in way.name for word in words)
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -126,31 +159,13 @@ def main() -> None:
     folder: Path = arguments.folder
     source, out = write_llama(folder / f"llama-{arguments.gigabytes:g}gb", arguments.gigabytes), folder / "out"
     shutil.rmtree(out, ignore_errors=True)
-    reshard = [sys.executable, "-m", "reshard"]
-    forms = {"dcp": ["--as", "dcp"], "megatron": ["--as", "megatron"]}
-    forms["transformers"] = ["--as", "transformers", "--tp", "4"]
-    shards = {name: folder / name for name in forms}
-    ways = [Way("split --tp 4", source, [*reshard, "split", str(source), str(out), "--tp", "4"])]
-    for name, form in forms.items():
-        shutil.rmtree(shards[name], ignore_errors=True)
-        run([*reshard, "split", str(source), str(shards[name]), *form])
-        (shards[name] / "reshard.json").unlink()  # as another program writes it
-        split = [*reshard, "split", str(source), str(out), *form]
-        ways.append(Way(f"split --as {name}", source, split))
-        if name != "transformers":
-            ways.append(Way(f"split --as {name} --no-checksum", source, [*split, "--no-checksum"]))
-        ways.append(Way(f"merge of {name}", shards[name], [*reshard, "merge", str(shards[name]), str(out)]))
-
-    def script(name: str, read: Path, python: str, code: str) -> Way:
-        return Way(name, read, [python, "-c", code, str(read), str(out)])
-
-    ways.append(script("torch's dcp.save", source, sys.executable, DCP_SAVE))
-    ways.append(script("torch's dcp.load, save_file", shards["dcp"], sys.executable, DCP_LOAD))
-    ways.append(script("torch's dcp_to_torch_save", shards["dcp"], sys.executable, DCP_TO_TORCH))
-    ways.append(script("torch's consolidation", shards["transformers"], sys.executable, CONSOLIDATE))
-    if arguments.megatron_python:
-        ways.append(script("Megatron-Core's save", source, arguments.megatron_python, MEGATRON_SAVE))
-    ways = [way for way in ways if not arguments.only or any(word in way.name for word in arguments.only)]
+    shards = {name: folder / name for name in FORMS}
+    ways = [way for way in _ways(source, shards, out, arguments.megatron_python) if _is_wanted(way, arguments.only)]
+    made = {name: place for name, place in shards.items() if any(way.source == place for way in ways)}
+    for name, place in made.items():
+        shutil.rmtree(place, ignore_errors=True)
+        run([*RESHARD, "split", str(source), str(place), *FORMS[name]])
+        (place / "reshard.json").unlink()  # as another program writes it
     for number in range(arguments.rounds + 1):
         for way in ways:
             for step in (way.copy, way.time) if number % 2 else (way.time, way.copy):
@@ -159,8 +174,8 @@ def main() -> None:
         peak = peak_memory(way.command)
         shutil.rmtree(out)
         print(way.shown(peak), flush=True)
-    for made in shards.values():
-        shutil.rmtree(made)
+    for place in made.values():
+        shutil.rmtree(place)
 
 
 if __name__ == "__main__":

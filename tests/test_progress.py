@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,25 @@ def test_where_the_time_went(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert done.stdout.splitlines()[-1].startswith("Time: opening 0.")
     dry = command("split", source, tmp_path / "dry", "--tp", "2", "--dry-run", "--json")
     assert json.loads(dry.stdout)["time"] is None
+
+
+def test_a_process_with_a_slow_source_reports_between_its_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step may take minutes, and the line a minute is made of what the processes report."""
+    now, read, seen = [0.0], os.preadv, list[State]()
+
+    def slow(*arguments: Any) -> int:
+        now[0] += 6.0
+        return read(*arguments)
+
+    monkeypatch.setattr(os, "preadv", slow)
+    monkeypatch.setattr("reshard.engine.times.perf_counter", lambda: now[0])
+    monkeypatch.setattr("reshard.engine.jobs.SMALL", 0)
+    source = write_checkpoint(tmp_path / "source")
+    split(source, tmp_path / "out", 2, options=Options(workers=1), progress=seen.append)
+    assert len({state.read for state in seen}) > 0.9 * now[0] / 6.0 > 30
+    assert seen == sorted(seen) and seen[-1].read == seen[-1].to_read
 
 
 def test_the_line_says_what_the_processes_waited_for() -> None:

@@ -41,6 +41,9 @@ pages of memory, which a virtual machine may first have to get from its host: up
 """
 
 
+SECONDS = 5.0
+"""A process whose source is slow reports after as many seconds, or when it has read the next piece."""
+
 AHEAD = 64 << 20
 """About so many bytes of remote files are requested before the steps that read them are carried out."""
 
@@ -124,6 +127,8 @@ class _Mover:
         self._reader = Reader(self._read if options.checksum else None, self._clock)
         self._account = _Account()
         self._traffic, self._bytes_read = Traffic(), 0
+        self._send: Report = self._take
+        self._reported = self._clock.last
         self._arena = _Arena()
 
     # -- files
@@ -179,6 +184,7 @@ class _Mover:
 
     def _work(self, stretches: Sequence[Stretch], report: Report) -> None:
         self._clock.start()
+        self._send, self._reported = report, self._clock.last
         try:
             for stretch in stretches:
                 for steps in self._requested(stretch.draw()):
@@ -186,8 +192,7 @@ class _Mover:
                         self._carry_out_together(steps)
                     else:
                         self._carry_out(*steps[0])
-                    if self._account.nbytes >= STEP:
-                        self._report(report)
+                    self._report_if_due()
         finally:
             self._report(report)
 
@@ -214,6 +219,10 @@ class _Mover:
             if not slab.writes or not all(job.target(region.rank).file.done for region in slab.writes):
                 yield from ((job.source(region.rank), region) for region in slab.reads)
 
+    def _report_if_due(self) -> None:
+        if self._account.nbytes >= STEP or self._clock.last - self._reported >= SECONDS:
+            self._report(self._send)
+
     def _report(self, report: Report) -> None:
         account, self._account = self._account, _Account()
         now = self._reader.traffic
@@ -222,6 +231,7 @@ class _Mover:
         account.moved = Moved(read, account.nbytes, self._clock.take())
         report(account)
         self._clock.lap("writing")  # without workers, this is where files are finished
+        self._reported = self._clock.last
 
     def _take(self, account: _Account) -> None:
         """Add a report to the sums, and finish the files that are complete."""
@@ -356,6 +366,7 @@ class _Mover:
             self._busy[number] = 1
             move(waiting.popleft()[1])
             self._busy[number] = 0
+            self._report_if_due()
 
     def _write_zeros(self, job: Job, copy: Copy, offset: int) -> None:
         if self._is_done(job, copy.target):

@@ -44,14 +44,14 @@ class Clock:
         self.start()
 
     def start(self) -> None:
-        """Begin anew."""
-        self._last, self._seconds = perf_counter(), dict[What, float]()
+        """Begin anew. ``last`` is the time of the last lap."""
+        self.last, self._seconds = perf_counter(), dict[What, float]()
 
     def lap(self, what: What) -> None:
         """Count the time since the last lap."""
         now = perf_counter()
-        self._seconds[what] = self._seconds.get(what, 0.0) + now - self._last
-        self._last = now
+        self._seconds[what] = self._seconds.get(what, 0.0) + now - self.last
+        self.last = now
 
     def take(self) -> Times:
         """What was counted since the last time."""

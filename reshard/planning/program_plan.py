@@ -54,13 +54,15 @@ def _check_compared(model: Model, page: Page, mesh: Mesh) -> None:
         if dimension not in compared:
             raise PlanError(
                 f"the format '{page.name}' is not possible for {mesh}: what {page.loaded_by} has of '{kind}' was "
-                f"compared with {' and '.join(f'--{name}' for name in compared)} alone"
+                f"compared with {' and '.join(f'--{name}' for name in compared)} alone",
+                f"leave out --{dimension}, or write another format",
             )
         largest = compared[dimension]
         if largest is not None and degree > largest:
             raise PlanError(
                 f"--{dimension} {degree} is not possible with the format '{page.name}': how {page.loaded_by} splits "
-                f"'{kind}' was compared up to --{dimension} {largest}"
+                f"'{kind}' was compared up to --{dimension} {largest}",
+                f"give --{dimension} {largest} or less, or write another format",
             )
 
 

@@ -1,0 +1,30 @@
+"""What a plan and an architecture keep of what they were asked is of this plan and this architecture alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from formats.mesh import Mesh, mesh_of
+from formats.notation.rewrites import page_of
+from reshard.planning.arrangement import arrangement_of
+from reshard.planning.plan import make_plan
+from reshard.planning.portions import template_of
+from tests import store
+
+
+def test_a_plan_with_other_padding_computes_its_own_layouts() -> None:
+    model = store.source("llama").model
+    plan = make_plan(model, mesh_of(2))
+    first, second = (arrangement_of(plan, page_of("vllm")) for _ in range(2))
+    assert plan.layouts and {id(each) for each in plan.layouts.values()} >= {
+        id(layout) for each in second.stored for layout in getattr(each.geometry, "layouts", ())
+    }
+    assert [each.geometry.shape(1) for each in first.stored] == [each.geometry.shape(1) for each in second.stored]
+    assert not replace(plan, padding={}).layouts and not replace(plan, padding={}).owners
+    assert plan.unsplit.mesh == Mesh() and plan.unsplit.padding == plan.padding
+
+
+def test_another_architecture_has_its_own_templates() -> None:
+    model = store.source("llama").model
+    assert {template_of(model.architecture, kind) for kind in model.kinds} <= {*model.architecture.templates.values()}
+    assert not replace(model.architecture, prefixes=()).templates

@@ -126,13 +126,15 @@ def _entries(store: ObjectStore, url: str) -> Mapping[str, _Entry]:
 
 def _progress(store: ObjectStore, entries: Iterable[str], url: str) -> str:
     """How far the processes are that write to a place, by their journals there: text that follows a sentence."""
-    done: dict[str, tuple[int, int]] = {}
+    done: dict[str, tuple[set[str], int]] = {}
     for key in (key for key in entries if key.startswith(JOURNAL)):
         content = ask(store, url, key, partial(_content, store, key))
         with suppress(ValueError, KeyError, TypeError):
             journal = json.loads(content or b"")
-            done[key.removeprefix(JOURNAL)] = len(journal["entries"]), int(journal["files"])
-    said = [f"{label} has {here} of its {whole} files" for label, (here, whole) in sorted(done.items())]
+            label = key.removeprefix(JOURNAL).partition(".")[0]
+            names = {str(entry["name"]) for entry in journal["entries"]} | done.get(label, (set[str](), 0))[0]
+            done[label] = names, int(journal["files"])
+    said = [f"{label} has {len(here)} of its {whole} files" for label, (here, whole) in sorted(done.items())]
     return ": " + ", ".join([*said, *(f"{label} has none" for label in not_begun(done))]) if said else ""
 
 

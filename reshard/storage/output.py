@@ -173,6 +173,8 @@ class Staging:
         dealt: Dealt | None = None,
     ) -> None:
         self.out, self.parts, self._fsync, self._check = out, tuple(parts), fsync, check
+        self.shown = str(out)
+        """What messages call the output."""
         self.work = staging_of(out)
         self._inputs = tuple(inputs)
         self._dealt = dealt
@@ -255,7 +257,7 @@ class Staging:
             while (lock := self._lock(f"lock-{self._label(part)}", wait=False)) is None and time.monotonic() < give_up:
                 time.sleep(0.01)
             if lock is None:
-                what = f"{self._label(part)} of {self.out}" if self._dealt else f"{self.out / part}"
+                what = f"{self._label(part)} of {self.shown}" if self._dealt else f"{self.out / part}"
                 raise CheckpointError(f"another run is writing {what}", "wait for it, or stop it")
             lock.truncate(0)
             self._locks.append(lock)
@@ -310,7 +312,7 @@ class Staging:
             for other in self._at_work():
                 if not self._goes_with(other):
                     raise CheckpointError(
-                        f"another run is writing {other} of {self.out}",
+                        f"another run is writing {other} of {self.shown}",
                         "wait for it, or start all processes with the same number of parts",
                     )
             for entry in (p for root in built for p in (root, *root.rglob("*")) if p.is_symlink()):
@@ -355,7 +357,7 @@ class Staging:
 
     def _written_else(self) -> CheckpointError:
         return CheckpointError(
-            f"another run is writing something else to {self.out}", "wait for it, or choose another folder"
+            f"another run is writing something else to {self.shown}", "wait for it, or choose another folder"
         )
 
     def writes(self, name: str) -> bool:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from formats.documents import json_bytes
 from formats.errors import CheckpointError
@@ -33,6 +33,13 @@ _COPIED = 5 << 30
 """S3 copies an object of at most so many bytes by one request."""
 
 T = TypeVar("T")
+
+
+class Owner(NamedTuple):
+    """The task whose output is unfinished at a place (an empty text: nobody's), and the state of what says so."""
+
+    task: str
+    version: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -140,37 +147,52 @@ class Bucket:
 
         self._ask("removing", key, request)
 
+    def note(self, key: str, content: bytes) -> None:
+        """Write a small object, which others may replace at any time. Raises CheckpointError."""
+        from obstore import put
+
+        self._ask("writing", key, lambda: put(self._store, key, content, use_multipart=False))
+
     # -- whose it is while it is unfinished
 
-    def task(self) -> str | None:
-        """The task of those who write here, as the object says that says that the place is unfinished; None without it.
+    def owner(self) -> Owner | None:
+        """The task of those who write here, by the object that says that the place is unfinished; None without it."""
+        from obstore import get
 
-        An empty text, if it names none.
-        """
-        content = self._content(UNFINISHED)
-        return None if content is None else str(_document(content).get("task", ""))
+        def request() -> Owner | None:
+            try:
+                answer = get(self._store, UNFINISHED)
+            except FileNotFoundError:
+                return None
+            content, meta = bytes(answer.bytes()), answer.meta
+            version = {name: str(meta.get(name)) for name in ("e_tag", "version") if meta.get(name) is not None}
+            return Owner(str(_document(content).get("task", "")), version)
 
-    def begin(self, task: str, *, is_mine: bool = False) -> bool:
-        """Say that a task's output is unfinished here; where nobody has said so yet, unless the place ``is_mine``.
+        return self._ask("reading", UNFINISHED, request)
+
+    def begin(self, task: str, over: Owner | None = None) -> bool:
+        """Say that a task's output is unfinished here, if nobody says so, or still the owner ``over`` whom it replaces.
 
         Returns whether the place is the task's now.
         """
         from obstore import put
-        from obstore.exceptions import AlreadyExistsError, NotSupportedError
+        from obstore.exceptions import AlreadyExistsError, NotSupportedError, PreconditionError
 
         says = "reshard writes here; the same command again finishes it"
         content = json_bytes({"task": task, "says": says})
 
         def request() -> None:
+            mode: Any = "create" if over is None else dict(over.version)
             try:
-                put(self._store, UNFINISHED, content, mode="overwrite" if is_mine else "create")
-            except AlreadyExistsError:
+                put(self._store, UNFINISHED, content, mode=mode)
+            except (AlreadyExistsError, PreconditionError, FileNotFoundError):
                 return
             except NotSupportedError:
                 put(self._store, UNFINISHED, content)
 
         self._ask("writing", UNFINISHED, request)
-        return self.task() == task
+        owner = self.owner()
+        return owner is not None and owner.task == task
 
 
 def place_of(out: str | Path, cache_dir: Path | None) -> tuple[Path, Bucket | None]:

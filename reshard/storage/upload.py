@@ -14,6 +14,7 @@ on its way when another task published is seen afterwards, and the place is then
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections import deque
@@ -35,6 +36,8 @@ from reshard.storage.threads import Threads
 _FILES = 4
 """Files that are uploaded at the same time; each in several parts."""
 
+_TRIES = 5
+
 ROOM = 64 << 30
 """Bytes of files that are built here at a time, if the disk has twice as much left."""
 
@@ -52,7 +55,8 @@ class Uploading(Staging):
     ) -> None:  # fmt: skip
         folder = bucket.folder.with_name(f"{bucket.folder.name}-{dealt.label}")
         super().__init__(folder, task, [""], inputs, fsync=False, check=check, dealt=dealt)
-        self._bucket, self._mine = bucket, dealt
+        self._bucket, self._mine, self._number = bucket, dealt, os.urandom(4).hex()
+        self.shown = bucket.name
         self._aside = ""
         """What the keys of uploaded files begin with, until they replace those of an older checkpoint."""
         self._threads: Threads | None = None
@@ -70,15 +74,7 @@ class Uploading(Staging):
         return self
 
     def _begin(self) -> None:
-        there, own = self._bucket.there(), f"{NEW}{self._name}/"
-        is_checkpoint = UNFINISHED not in there and not there.keys().isdisjoint(LAST)
-        if is_checkpoint:
-            self._check()  # another process may have published meanwhile
-        if is_checkpoint or any(key.startswith(own) for key in there):
-            self._aside = own
-        if not is_checkpoint and self._bucket.task() != self._name:
-            self._bucket.begin(self._name, is_mine=UNFINISHED in there)
-            self._check_ours()
+        there, own = self._claim_place(), f"{NEW}{self._name}/"
         for key in there:
             if key.startswith(NEW) and not key.startswith(own):  # of a task that was stopped
                 self._bucket.delete(key)
@@ -90,6 +86,26 @@ class Uploading(Staging):
                 self.finished[name] = _finished(entry)
         for name in local - self._entries.keys():
             self._upload_soon(name)
+
+    def _claim_place(self) -> dict[str, str | None]:
+        """Make the place this task's, unless a checkpoint is to be replaced there; returns what is there."""
+        own = f"{NEW}{self._name}/"
+        for _ in range(_TRIES):
+            owner = self._bucket.owner()
+            there = self._bucket.there()  # after it: who has published since then is seen
+            is_checkpoint = owner is None and not there.keys().isdisjoint(LAST)
+            if is_checkpoint:
+                self._check()  # another process may have published meanwhile
+            self._aside = own if is_checkpoint or any(key.startswith(own) for key in there) else ""
+            is_ours = is_checkpoint or (owner is not None and owner.task == self._name)
+            if is_ours or self._bucket.begin(self._name, owner):
+                return there
+        raise self._written_by_others()
+
+    def _written_by_others(self) -> CheckpointError:
+        return CheckpointError(
+            f"another run is writing something else to {self._bucket.name}", "wait for it, or choose another place"
+        )
 
     def __exit__(self, *exception: object) -> None:
         for upload in self._uploads:
@@ -108,14 +124,11 @@ class Uploading(Staging):
 
     def _check_ours(self) -> None:
         """Raise CheckpointError if the place is no longer this task's, PublishedError if others have finished it."""
-        task = self._bucket.task()
-        if task == self._name:
+        owner = self._bucket.owner()
+        if owner is not None and owner.task == self._name:
             return
-        if task is not None:
-            raise CheckpointError(
-                f"another run is writing something else to {self._bucket.name}",
-                "wait for it, or choose another place",
-            )
+        if owner is not None:
+            raise self._written_by_others()
         self._check()
         raise CheckpointError(f"{self._bucket.name} was published or removed by another run", "run it again")
 
@@ -175,7 +188,12 @@ class Uploading(Staging):
 
     def _put_journal(self) -> None:
         document = {"task": self._name, "files": len(self._mine.files), "entries": [*self._entries.values()]}
-        self._bucket.put(f"{self._aside}{JOURNAL}{self._mine.label}", json_bytes(document))
+        self._bucket.note(self._journal, json_bytes(document))
+
+    @property
+    def _journal(self) -> str:
+        """The key of this process's journal; another run of the same part may be at work, on another machine."""
+        return f"{self._aside}{JOURNAL}{self._mine.label}.{self._number}"
 
     def _wait(self) -> None:
         """Wait for all uploads. Raises the error of one that failed; what has not begun by then is not uploaded."""
@@ -200,8 +218,9 @@ class Uploading(Staging):
     def clear(self) -> None:
         """Remove what was built, and forget what was uploaded, because it cannot be trusted."""
         wait(self._uploads)
-        mine = [f"{self._aside}{JOURNAL}{self._mine.label}"]
-        for key in mine if self._journals else journals(self._bucket.there(), self._aside):
+        all_of = journals(self._bucket.there(), self._aside)
+        mine = [key for key in all_of if key.startswith(f"{self._aside}{JOURNAL}{self._mine.label}.")]
+        for key in mine if self._journals else all_of:
             self._bucket.delete(key)
         remove_tree(self.work)
 

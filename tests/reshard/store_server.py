@@ -229,7 +229,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.reply(403, {}, b"<Error><Code>AccessDenied</Code></Error>")
             return
         is_new = self.headers.get("If-None-Match") == "*" or self.headers.get("x-goog-if-generation-match") == "0"
-        if is_new and (self.store.root / key).exists():
+        there = self.store.root / key
+        match = self.headers.get("If-Match")
+        if (is_new and there.exists()) or (match is not None and not (there.exists() and etag(there) == match)):
             self.reply(412, {}, b"<Error><Code>PreconditionFailed</Code></Error>")
             return
         if (source := self.headers.get("x-amz-copy-source") or self.headers.get("x-goog-copy-source")) is not None:
@@ -276,8 +278,9 @@ class _Handler(BaseHTTPRequestHandler):
     def put(self, key: str, content: bytes) -> None:
         path = self.store.root / key
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.with_name(path.name + ".new").write_bytes(content)
-        path.with_name(path.name + ".new").rename(path)
+        new = path.with_name(f"{path.name}.new{next(self.store.numbers)}")
+        new.write_bytes(content)
+        new.rename(path)
 
     def reply(self, code: int, headers: dict[str, str], body: bytes) -> None:
         self.send_response(code)

@@ -214,6 +214,35 @@ def test_a_bucket_of_googles(
     assert result_of(tmp_path / "merged") == result_of(checkpoint)
 
 
+def test_who_takes_over_sees_that_another_has_published_meanwhile(
+    store: StoreServer, access: Access, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (store.root / "out").mkdir()
+    (store.root / "out" / UNFINISHED).write_text('{"task": "of a run that was stopped"}')
+    begin = Bucket.begin
+
+    def later(self: Bucket, *arguments: Any) -> bool:
+        monkeypatch.undo()
+        for name, value in (store.environment | {"RESHARD_RETRY_SECONDS": "5"}).items():
+            monkeypatch.setenv(name, value)
+        split(checkpoint, URL, 2, access=Access(cache_dir=tmp_path / "other"))
+        return begin(self, *arguments)
+
+    monkeypatch.setattr(Bucket, "begin", later)
+    with pytest.raises(CheckpointError, match="out exists"):
+        split(checkpoint, URL, 1, access=access)
+    assert result_of(store.root / "out") == local(checkpoint, tmp_path / "local", 2)
+    assert state(store, tmp_path) == "old"
+
+
+def test_two_of_one_task_have_a_journal_each(store: StoreServer, tmp_path: Path) -> None:
+    """On two machines; on one, the second is told by the name that was given."""
+    with uploading(URL, tmp_path / "one") as first, uploading(URL, tmp_path / "two") as second:
+        assert first._journal != second._journal
+        with pytest.raises(CheckpointError, match="another run is writing part-0-of-1 of s3://bucket/out"):
+            uploading(URL, tmp_path / "one").__enter__()
+
+
 # --- what leaves nothing behind --------------------------------------------------------------------------------------
 
 

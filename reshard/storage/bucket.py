@@ -127,8 +127,11 @@ def _entries(store: ObjectStore, url: str) -> Mapping[str, _Entry]:
 def _progress(store: ObjectStore, entries: Iterable[str], url: str) -> str:
     """How far the processes are that write to a place, by their journals there: text that follows a sentence."""
     done: dict[str, tuple[set[str], int]] = {}
+    owner = _task(ask(store, url, UNFINISHED, partial(_content, store, UNFINISHED)))
     for key in (key for key in entries if key.startswith(JOURNAL)):
         content = ask(store, url, key, partial(_content, store, key))
+        if _task(content) != owner:
+            continue
         with suppress(ValueError, KeyError, TypeError):
             journal = json.loads(content or b"")
             label = key.removeprefix(JOURNAL).partition(".")[0]
@@ -146,6 +149,13 @@ def _content(store: ObjectStore, key: str) -> bytes | None:
         return bytes(get(store, key).bytes())
     except FileNotFoundError:
         return None
+
+
+def _task(content: bytes | None) -> str:
+    """The task that an object of ours names; an empty text, if it names none."""
+    with suppress(ValueError, KeyError, TypeError):
+        return str(json.loads(content or b"")["task"])
+    return ""
 
 
 def _by_name(store: ObjectStore, url: str) -> Mapping[str, _Entry]:

@@ -241,6 +241,8 @@ class Uploading(Staging):
         uploaded = dict(self._uploaded(self._bucket.there()))
         gone = (self._entries.keys() | self.finished.keys()) - uploaded.keys()
         if gone:
+            if not self._aside:
+                self._check_ours()
             raise CheckpointError(
                 f"{self._bucket.name}/{min(gone)} was replaced or removed by another run",
                 "run the same command again when nobody else writes there",
@@ -261,11 +263,11 @@ class Uploading(Staging):
         published = f"{PUBLISHED}{self._name}"
         old = there.keys() - files.keys() - self.finished.keys() - own - {UNFINISHED, published}
         if self._aside:
-            self._all(self._bucket.delete, there.keys() & {*LAST})
+            self._all(self._remove_old, there.keys() & {*LAST})
             self._all(self._move_in, self.finished)
         self._all(lambda name: self._bucket.put(name, files[name]), files.keys() - {*LAST})
         self._bucket.put(published, b"")
-        self._all(self._bucket.delete, old)
+        self._all(self._remove_old, old)
         self._check_ours()
         for name in (each for each in LAST if each in files):
             self._bucket.put(name, files[name])
@@ -278,6 +280,10 @@ class Uploading(Staging):
         """Call a function for all names, a few at a time."""
         assert self._threads is not None
         self._threads.map(function, sorted(names))
+
+    def _remove_old(self, name: str) -> None:
+        self._check_ours()  # else it may be of those who have taken over
+        self._bucket.delete(name)
 
     def _move_in(self, name: str) -> None:
         self._check_ours()

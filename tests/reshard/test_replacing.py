@@ -235,6 +235,28 @@ def test_who_takes_over_sees_that_another_has_published_meanwhile(
     assert state(store, tmp_path) == "old"
 
 
+def test_who_was_overtaken_removes_nothing_of_the_others(
+    store: StoreServer, access: Access, checkpoint: Path, tmp_path: Path
+) -> None:
+    def overtake(key: str) -> None:
+        if PUBLISHED in key:
+            store.before_put = None
+            store.faults.append(status(403))
+            with pytest.raises(CheckpointError, match="refused"):
+                split(checkpoint, URL, 2, access=other, max_shard_size=20_000)
+
+    other = Access(cache_dir=tmp_path / "other")
+    store.before_put = overtake
+    with pytest.raises(CheckpointError, match="another run is writing something else to s3://bucket/out"):
+        split(checkpoint, URL, 1, access=access)
+    there = {name for name in result_of(store.root / "out") if name.startswith("rank-") and "of-02" in name}
+    assert there
+    said = command("inspect", URL, "--cache-dir", tmp_path / "seen").stderr
+    assert f"part-0-of-1 has {len(there)} of its " in said and "has 1 of its 1" not in said, said
+    split(checkpoint, URL, 2, access=other, max_shard_size=20_000)
+    assert state(store, tmp_path) == "old"
+
+
 def test_two_of_one_task_have_a_journal_each(store: StoreServer, tmp_path: Path) -> None:
     """On two machines; on one, the second is told by the name that was given."""
     with uploading(URL, tmp_path / "one") as first, uploading(URL, tmp_path / "two") as second:

@@ -21,7 +21,7 @@ import numpy as np
 from formats.files.safetensors import build_header, read_header, tensor_bytes
 from reshard.__main__ import main
 from reshard.planning.plan import Box, Plan
-from reshard.storage.output import PUBLISHED
+from reshard.storage.marks import PUBLISHED
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 20, "intermediate_size": 24,

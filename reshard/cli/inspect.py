@@ -29,7 +29,7 @@ def inspect_command(path: str, revision: str | None, token: str | None, cache_di
     unfinished output (OUT.partial). The exit code is 0 if it is complete and 1 if it is not.
     """
     from reshard.storage.inspect import inspect
-    from reshard.storage.output import staging_of
+    from reshard.storage.marks import staging_of
 
     place, name = Path(path).expanduser(), None
     if not place.exists() and not staging_of(place).exists():

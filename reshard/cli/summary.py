@@ -139,7 +139,7 @@ def _where(summary: Summary) -> str:
     if summary.complete:
         return f"the result is {summary.out}"
     if summary.part is not None:
-        from reshard.storage.output import staging_of
+        from reshard.storage.marks import staging_of
 
         place = staging_of(summary.out) if isinstance(summary.out, Path) else summary.out
         return f"other parts are still missing: see 'reshard inspect {place}'"

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 from formats.errors import CheckpointError
 from formats.files.foreign import is_usable, refuse_foreign
 from reshard.storage.fetched import Fetched, Weights
+from reshard.storage.marks import STATE
 from reshard.storage.names import needed_to_plan, side_files, weight_files
-from reshard.storage.output import STATE, not_begun
+from reshard.storage.parts import not_begun
 from reshard.storage.remote import StoredFile, ask, etag_of, explain, open_store, without_query
 from reshard.storage.stand_in import Elsewhere, stand_in
 from reshard.storage.threads import Threads

@@ -33,7 +33,8 @@ from formats.files.sharded import (
 from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture_files import built_in_file
 from formats.notation.rewrites import Page, page_of
-from reshard.storage.output import SUFFIX, parts_of, staging_of, unfinished_command
+from reshard.storage.marks import SUFFIX, staging_of, unfinished_command
+from reshard.storage.parts import parts_of
 from reshard.storage.program_source import pages_for, program_files, tensors_in, weights_folder
 
 if TYPE_CHECKING:

@@ -35,8 +35,8 @@ from reshard.planning.finer_blocks import with_blocks
 from reshard.planning.model import FullTensor
 from reshard.planning.plan import Plan, make_plan
 from reshard.planning.sizes import AxisSizes
+from reshard.storage.marks import unfinished_command
 from reshard.storage.opening_programs import Folder, open_program
-from reshard.storage.output import unfinished_command
 from reshard.storage.program_source import (
     CONFIG,
     pages_for,

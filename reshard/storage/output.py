@@ -27,129 +27,39 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import os
-import platform
-import re
-import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from hashlib import blake2b
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from formats.errors import CheckpointError, ReshardError
-from formats.files.checksum import checksum, file_checksum
-from formats.files.sharded import MANIFEST, FileRecord
-from formats.files.stamps import Stamp, read_stamp
-from reshard.system import boot_id, disk_errors
+from formats.files.checksum import checksum
+from formats.files.sharded import FileRecord
+from formats.files.stamps import Stamp
+from reshard.storage.journal import Finished, Journals
+from reshard.storage.marks import (
+    PUBLISHED,
+    STATE,
+    TASK,
+    check_staging,
+    markers,
+    open_new,
+    remove_state,
+    remove_tree,
+    staging_of,
+    task_name,
+)
+from reshard.storage.parts import Dealt, is_locked
+from reshard.system import disk_errors
 
-STATE = ".reshard-"
-"""Names in a staging folder that begin so are not part of the output."""
-
-TASK = f"{STATE}task-"
-PUBLISHED = f"{STATE}published-"
-"""Begins the name of an empty file in an output that several processes have written; the name of their task follows."""
-_MARKER = re.compile(re.escape(TASK) + "[a-z]+-[0-9a-f]{32}")
 _REPLACED_OUTPUT, _REPLACED_RANK = f"{STATE}replaced-output", f"{STATE}replaced-rank"
 PATIENCE = 2.0
 """Seconds to wait for a lock: the processes of a killed run hold it until they have ended."""
 
-SUFFIX = ".partial"
-
-
-def staging_of(out: Path) -> Path:
-    """The folder in which an output is built."""
-    return out.with_name(out.name + SUFFIX)
-
-
-def unfinished_command(path: Path) -> str | None:
-    """The command whose staging folder this is; None for any other path."""
-    if not path.name.endswith(SUFFIX):
-        return None
-    return next((marker.name.removeprefix(TASK).rpartition("-")[0] for marker in _markers(path)), None)
-
-
-def _markers(work: Path) -> list[Path]:
-    """The task files in a folder: they show that reshard made it."""
-    return [p for p in work.glob(f"{TASK}*") if _MARKER.fullmatch(p.name) and p.is_file() and not p.is_symlink()]
-
-
-def check_staging(out: Path) -> None:
-    """Raise CheckpointError if the staging path is in use by something else. Changes nothing, follows no link."""
-    work, hint = staging_of(out), "move it away, or choose another output folder"
-    if work.is_symlink():
-        raise CheckpointError(f"{work} is a link, and {out.name} would be built there", hint)
-    if not work.exists():
-        return
-    if not work.is_dir():
-        raise CheckpointError(f"{work} is a file, and {out.name} would be built there", hint)
-    # A run marks the folder before it puts anything else there, and removes the mark last. Other runs may do so now.
-    with contextlib.suppress(FileNotFoundError):
-        other = next((entry for entry in work.iterdir() if not entry.name.startswith(STATE)), None)
-        if other is not None and not _markers(work) and os.path.lexists(other):
-            raise CheckpointError(
-                f"{work} holds '{other.name}' and was not made by reshard, and {out.name} would be built there", hint
-            )
-
-
-def task_name(task: Mapping[str, Any]) -> str:
-    """The name of a task, a JSON document: its command and its digest."""
-    digest = blake2b(json.dumps(task, sort_keys=True).encode(), digest_size=16).hexdigest()
-    return f"{task['command']}-{digest}"
-
-
-def is_published(out: Path, task: Mapping[str, Any]) -> bool:
-    """Whether an output is what several processes have made of this task."""
-    return (out / f"{PUBLISHED}{task_name(task)}").is_file()
-
-
-@dataclass(frozen=True)
-class Read:
-    """The sum (see ``PartialSum.to_text``) of the bytes of a source file that were read for exactly these targets.
-
-    Files are named relative to the source and to the output.
-    """
-
-    source: str
-    targets: frozenset[str]
-    sum: str
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A file that this run or an earlier one has completed: its size in bytes, its checksum, its source bytes."""
-
-    size: int
-    checksum: str | None
-    reads: tuple[Read, ...] = ()
-
 
 class PublishedError(ReshardError):
     """The output is there already: other processes have finished what this one was to do."""
-
-
-@dataclass(frozen=True)
-class Dealt:
-    """The files of an output that one of several processes writes.
-
-    ``label`` is what messages, locks and journals call this part (``part-0-of-4``); ``count`` is the number of parts.
-    """
-
-    label: str
-    count: int
-    files: frozenset[str]
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a process is with its part of an output: files finished, of how many, and whether it is at work."""
-
-    part: str
-    finished: int
-    files: int
-    running: bool
 
 
 class Staging:
@@ -176,7 +86,7 @@ class Staging:
         self.shown = str(out)
         """What messages call the output."""
         self.work = staging_of(out)
-        self._inputs = tuple(inputs)
+        self._journal_files = Journals(self.work, tuple(inputs), self.parts)
         self._dealt = dealt
         self._name = task_name(task)
         # The name has the digest, and the file is empty: to remove a file with content takes 0.2 s on a busy disk.
@@ -282,7 +192,7 @@ class Staging:
         while True:
             self._claim()
             try:
-                lock = _open_new(path, "a")
+                lock = open_new(path, "a")
             except FileNotFoundError:  # the folder has been removed meanwhile
                 continue
             try:
@@ -324,10 +234,10 @@ class Staging:
                 self._task.name,
             }:  # without one, it waits for us
                 raise self._written_else()
-        for entry in (*built, *self.work.glob(f"{STATE}journal-*")):
+        for entry in (*built, *self._journal_files.all()):
             remove_tree(entry)
         self._task.touch()
-        for marker in _markers(self.work):
+        for marker in markers(self.work):
             if marker != self._task:
                 marker.unlink()
 
@@ -348,7 +258,7 @@ class Staging:
         mine = {self._label(part) for part in self.parts}
         for path in self.work.glob(f"{STATE}lock-*"):
             label = path.name.removeprefix(f"{STATE}lock-")
-            if label not in mine and label != "task" and _is_locked(path):
+            if label not in mine and label != "task" and is_locked(path):
                 yield label
 
     def _check_nobody_else_writes(self) -> None:
@@ -366,48 +276,15 @@ class Staging:
 
     def _load_journal(self, part: str) -> None:
         """Keep the finished files of an earlier run with the same inputs and parts, and begin a new journal."""
-        path = self.work / f"{STATE}journal-{self._label(part)}"
-        for name, finished in self._found_in([path] if part else sorted(self.work.glob(f"{STATE}journal-*"))):
+        label, journals = self._label(part), self._journal_files
+        for name, finished in journals.found([journals.path(label)] if part else journals.all(), self.writes):
             if self.writes(name):
                 self.finished[name] = finished
-        path.unlink(missing_ok=True)
-        journal = self._journals[part] = _open_new(path, "a")
-        begin: dict[str, Any] = {"inputs": [stamp.to_document() for stamp in self._inputs], "parts": self.parts}
-        begin |= {"boot": boot_id(), "host": _host()} | ({"files": len(self._dealt.files)} if self._dealt else {})
-        journal.write(json.dumps(begin) + "\n")
+        journal = self._journals[part] = journals.begin(label, len(self._dealt.files) if self._dealt else None)
         for name, finished in self.finished.items():
             if part in ("", name.partition("/")[0]):
-                self._note(journal, name, finished)
+                journals.note(journal, name, finished)
         journal.flush()
-
-    def _found_in(self, journals: Iterable[Path], *, of_all: bool = False) -> Iterator[tuple[str, Finished]]:
-        """The finished files in journals of runs with the same inputs and parts, if they are as they were.
-
-        What was written before a restart of the machine must have its checksum. With ``of_all``, those that other
-        processes write are among them, and what another machine has written is taken as it says.
-        """
-        for path in journals:
-            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-                begin, *entries = _read_journal(path)
-                inputs = [read_stamp(document, "") for document in begin["inputs"]]
-                if begin["parts"] != list(self.parts) or not _are_same(inputs, self._inputs):
-                    continue
-                is_safe = begin["boot"] == boot_id() is not None or (of_all and begin["host"] != _host())
-                for entry in entries:
-                    checked = is_safe or ((of_all or self.writes(entry["name"])) and self._has_checksum(entry))
-                    if _is_untouched(self.work / entry["name"], entry) and checked:
-                        reads = tuple(Read(of, frozenset(targets), total) for of, targets, total in entry["reads"])
-                        yield entry["name"], Finished(entry["size"], entry["checksum"], reads)
-
-    def _has_checksum(self, entry: Mapping[str, Any]) -> bool:
-        path = self.work / entry["name"]
-        is_there = entry["checksum"] is not None and _is_untouched(path, entry)
-        return is_there and file_checksum(path) == entry["checksum"]
-
-    def _note(self, journal: IO[str], name: str, finished: Finished) -> None:
-        entry = {"name": name, "size": finished.size, "checksum": finished.checksum, "state": _state(self.work / name)}
-        entry["reads"] = [[read.source, sorted(read.targets), read.sum] for read in finished.reads]
-        journal.write(json.dumps(entry) + "\n")
 
     def clear(self) -> None:
         """Remove what was built, because it cannot be trusted: all of it, or else the part of this process."""
@@ -415,14 +292,14 @@ class Staging:
             lock = self._lock("lock-task", wait=True)
             assert lock is not None
             with lock:
-                mine = [self.work / name for part in self.parts for name in (f"{STATE}journal-{part}", part)]
+                mine = [self.work / name for part in self.parts for name in (self._journal_files.path(part).name, part)]
                 for path in mine if any(self._at_work()) else [self.work]:
                     remove_tree(path)
             return
         if self._dealt is None or not self._journals:
             remove_tree(self.work)
             return
-        for name in (f"{STATE}journal-{self._dealt.label}", *self._dealt.files):
+        for name in (self._journal_files.path(self._dealt.label).name, *self._dealt.files):
             (self.work / name).unlink(missing_ok=True)
 
     # -- writing
@@ -441,14 +318,14 @@ class Staging:
         """Add a completed file to the journal."""
         self.finished[name] = finished
         journal = self._journals["" if self._dealt else part]
-        self._note(journal, name, finished)
+        self._journal_files.note(journal, name, finished)
         journal.flush()
 
     def write(self, name: str, content: bytes) -> FileRecord:
         """Write a small file, and return its record. Raises CheckpointError."""
         path = self.path(name)
         with disk_errors(path):
-            with _open_new(path, "wb") as file:
+            with open_new(path, "wb") as file:
                 file.write(content)
             self._sync(path)
         return FileRecord(name, len(content), checksum(content))
@@ -476,7 +353,7 @@ class Staging:
                     raise _appeared(self.out) from error
                 raise
             self._unlock()
-            _remove_state(self.out)
+            remove_state(self.out)
             self._sync(self.out.parent)
 
     @contextlib.contextmanager
@@ -492,7 +369,7 @@ class Staging:
         assert lock is not None
         with lock:
             self._unlock()  # whoever comes next must not wait for this process
-            self.finished |= self._found_in(sorted(self.work.glob(f"{STATE}journal-*")), of_all=True)
+            self.finished |= self._journal_files.found(self._journal_files.all(), self.writes, of_all=True)
             yield not any(self._at_work())
 
     @contextlib.contextmanager
@@ -521,7 +398,7 @@ class Staging:
         path = self.out / name
         path.parent.mkdir(parents=True, exist_ok=True)
         staged = path.with_name(".reshard.incomplete")  # a suffix could make the name too long
-        with _open_new(staged, "wb") as file:
+        with open_new(staged, "wb") as file:
             file.write(content)
         self._sync(staged)
         staged.replace(path)
@@ -553,163 +430,16 @@ class Staging:
                 self._sync(Path(folder))
 
 
-def check_output(out: Path, sources: Sequence[Path], *, overwrite: bool, begun: bool = False) -> None:
-    """Raise CheckpointError if the output exists, or if it or its staging folder overlaps with a source folder.
-
-    An output may exist with ``overwrite``, or if an earlier run has ``begun`` it. Changes nothing.
-    """
-    for place in (out, staging_of(out)):
-        target = Path(os.path.realpath(place))  # Path.resolve fails on a link to itself
-        for source in sources:
-            other = Path(os.path.realpath(source))
-            if target == other or target in other.parents or other in target.parents:
-                what = f"{out} and {source} are the same folder, or one lies in the other"
-                if place != out:
-                    what = f"{out} would be built in {place}, which is the source {source}, or around or in it"
-                raise CheckpointError(what, "choose another output folder")
-    if not out.parent.is_dir():
-        raise CheckpointError(f"{out.parent}: no such folder", "make it first")
-    if out.is_symlink() or (out.exists() and not out.is_dir()):
-        raise CheckpointError(f"{out} exists and is not a folder")
-    if out.is_mount():
-        raise CheckpointError(
-            f"{out} is the root of a file system, which cannot be replaced", f"give a folder in it, as {out / 'model'}"
-        )
-    check_staging(out)
-    if begun or not out.exists() or not any(out.iterdir()):
-        return
-    if not any((out / name).exists() for name in (MANIFEST, "config.json")):
-        raise CheckpointError(
-            f"{out} exists but is not a checkpoint, so it is not overwritten", "choose another folder"
-        )
-    if not overwrite:
-        raise CheckpointError(f"{out} exists", "remove it, choose another folder, or pass --overwrite")
-
-
-def tidy(out: Path) -> None:
-    """Remove the staging files that a run left in its output because it was killed right after publishing."""
-    if out.is_symlink() or not out.is_dir() or not _markers(out):
-        return
-    with contextlib.ExitStack() as locks:
-        for path in out.glob(f"{STATE}lock-*"):
-            lock = locks.enter_context(_open_new(path, "a"))
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:  # the run is still removing them
-                return
-        _remove_state(out)
-
-
-def check_space(folder: Path, needed: int) -> None:
-    """Raise CheckpointError if the disk has less free space than ``needed`` bytes."""
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise CheckpointError(
-            f"{folder}: {needed:,} bytes are needed and {free:,} are free", "free some space, or write to another disk"
-        )
-
-
-def remove_tree(path: Path) -> None:
-    """Remove a file, a link or a folder.
-
-    The task file of a staging folder goes last: if a run is killed here, the rest is still known as reshard's.
-    """
-    if path.is_symlink() or not path.is_dir():
-        path.unlink(missing_ok=True)
-        return
-    with contextlib.suppress(FileNotFoundError):
-        entries = sorted(path.iterdir(), key=lambda entry: (entry.name.startswith(STATE), entry.name.startswith(TASK)))
-        for entry in entries:
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry, ignore_errors=True)
-            else:
-                entry.unlink(missing_ok=True)
-        try:
-            path.rmdir()
-        except OSError as error:
-            if error.errno not in {errno.ENOTEMPTY, errno.EEXIST}:  # another run begins there at this moment
-                raise
-
-
-def _remove_state(out: Path) -> None:
-    """Remove the staging files from a published output; the task file last, because ``tidy`` looks for it."""
-    found = (entry for entry in out.glob(f"{STATE}*") if not entry.name.startswith(PUBLISHED))
-    for entry in sorted(found, key=lambda entry: entry.name.startswith(TASK)):
-        remove_tree(entry)
-
-
 def _appeared(out: Path) -> CheckpointError:
     return CheckpointError(
         f"{out} appeared while it was being built", "move it away or pass --overwrite, and run the same command again"
     )
 
 
-def _open_new(path: Path, mode: str) -> IO[Any]:
-    """Open a file for writing; raises OSError if it is a link."""
-    return open(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
-
-
 def _text_of(path: Path) -> str:
     with contextlib.suppress(FileNotFoundError):
         return path.read_text()
     return ""
-
-
-def _is_locked(path: Path) -> bool:
-    """Whether another process holds a lock. Two that ask at the same time do not see each other."""
-    with contextlib.suppress(OSError), path.open("r+") as lock:  # over NFS only what may be written can be locked
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
-
-
-def _read_journal(path: Path) -> list[Any]:
-    """The lines of a journal; none, if there is no such file."""
-    lines = path.read_text().splitlines() if path.is_file() and not path.is_symlink() else []
-    return [json.loads(line) for line in lines if line.endswith("}")]
-
-
-def _is_untouched(path: Path, entry: Mapping[str, Any]) -> bool:
-    return path.is_file() and not path.is_symlink() and _state(path) == entry["state"]
-
-
-def parts_of(work: Path) -> list[Progress]:
-    """The parts of an unfinished output that several processes write; none, if one process writes it."""
-    found = dict[str, Progress]()
-    for path in sorted(work.glob(f"{STATE}lock-part-*")):
-        label = path.name.removeprefix(f"{STATE}lock-")
-        begin: dict[str, Any] = {}
-        entries: list[Any] = []
-        with contextlib.suppress(ValueError):
-            begin, *entries = _read_journal(work / f"{STATE}journal-{label}")
-        found[label] = Progress(label, len(entries), int(begin.get("files", 0)), _is_locked(path))
-    return [*found.values(), *(Progress(label, 0, 0, running=False) for label in not_begun(found))]
-
-
-def not_begun(labels: Collection[str]) -> list[str]:
-    """The parts of an output (``part-0-of-4``) that are missing, given those of which something is known."""
-    counts = {int(label.rpartition("-")[2]) for label in labels if label.startswith("part-")}
-    all_of = (f"part-{index}-of-{count}" for count in sorted(counts) for index in range(count))
-    return [label for label in all_of if label not in labels]
-
-
-def _state(path: Path) -> list[int]:
-    found = path.stat()
-    return [found.st_size, found.st_mtime_ns, found.st_ino]
-
-
-def _are_same(before: Sequence[Stamp], now: Sequence[Stamp]) -> bool:
-    """Whether files are the same; those that another machine saw, as far as can be told."""
-    return len(before) == len(now) and all(
-        one.closed_state == other.closed_state or (one.host != other.host and one.is_same(other))
-        for one, other in zip(before, now, strict=True)
-    )
-
-
-def _host() -> str:
-    return platform.node()
 
 
 def _free_name(path: Path) -> Path:

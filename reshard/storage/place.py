@@ -15,7 +15,8 @@ from formats.documents import json_bytes
 from formats.errors import CheckpointError
 from formats.files.sharded import MANIFEST
 from reshard.storage.bucket import JOURNAL, UNFINISHED, is_url
-from reshard.storage.output import PUBLISHED, STATE, PublishedError, task_name
+from reshard.storage.marks import PUBLISHED, STATE, task_name
+from reshard.storage.output import PublishedError
 from reshard.storage.remote import ask, etag_of, open_store, without_query
 
 if TYPE_CHECKING:

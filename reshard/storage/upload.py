@@ -29,7 +29,10 @@ from formats.documents import json_bytes
 from formats.errors import CheckpointError
 from formats.files.stamps import Stamp
 from reshard.storage.bucket import JOURNAL, UNFINISHED
-from reshard.storage.output import PUBLISHED, STATE, Dealt, Finished, PublishedError, Read, Staging, remove_tree
+from reshard.storage.journal import Finished, Read
+from reshard.storage.marks import PUBLISHED, STATE, remove_tree
+from reshard.storage.output import PublishedError, Staging
+from reshard.storage.parts import Dealt
 from reshard.storage.place import LAST, NEW, Bucket, journals
 from reshard.storage.threads import Threads
 

@@ -23,17 +23,11 @@ from reshard.launcher import Share
 from reshard.planning.arrangement import Arrangement
 from reshard.planning.plan import Plan
 from reshard.storage.access import Access
-from reshard.storage.output import (
-    Dealt,
-    Finished,
-    PublishedError,
-    Read,
-    Staging,
-    check_output,
-    check_space,
-    is_published,
-    staging_of,
-)
+from reshard.storage.journal import Finished, Read
+from reshard.storage.marks import is_published, staging_of
+from reshard.storage.output import PublishedError, Staging
+from reshard.storage.parts import Dealt
+from reshard.storage.permission import check_output, check_space
 from reshard.storage.place import Bucket
 from reshard.storage.remote import without_query
 from reshard.storage.retries import Traffic

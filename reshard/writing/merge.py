@@ -14,7 +14,8 @@ from reshard.launcher import Share
 from reshard.planning.model import in_order
 from reshard.planning.plan import Plan, make_plan
 from reshard.storage.access import Access, open_any
-from reshard.storage.output import PublishedError, tidy
+from reshard.storage.marks import tidy
+from reshard.storage.output import PublishedError
 from reshard.storage.place import place_of
 from reshard.storage.retries import tried_again
 from reshard.storage.source import UNSPLIT, Source

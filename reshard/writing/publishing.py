@@ -13,7 +13,8 @@ from formats.files.sharded import SourceRecord
 from reshard.engine.jobs import Options
 from reshard.engine.reading import Reader, Sums, checksum_of
 from reshard.planning.stored import Placed, Stored
-from reshard.storage.output import Read, Staging
+from reshard.storage.journal import Read
+from reshard.storage.output import Staging
 from reshard.storage.source import Source, SourceFile
 from reshard.writing.files import NewFile, Written
 

@@ -28,17 +28,10 @@ from reshard.planning.plan import Padding, Plan, make_plan
 from reshard.planning.program_plan import plan_for
 from reshard.planning.rank_config import rank_config
 from reshard.storage.access import Access, open_any
-from reshard.storage.output import (
-    PATIENCE,
-    Dealt,
-    PublishedError,
-    Staging,
-    check_output,
-    check_space,
-    staging_of,
-    tidy,
-    unfinished_command,
-)
+from reshard.storage.marks import staging_of, tidy, unfinished_command
+from reshard.storage.output import PATIENCE, PublishedError, Staging
+from reshard.storage.parts import Dealt
+from reshard.storage.permission import check_output, check_space
 from reshard.storage.place import place_of
 from reshard.storage.retries import tried_again
 from reshard.storage.source import Source

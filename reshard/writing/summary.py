@@ -11,7 +11,7 @@ from typing import NamedTuple
 from formats.mesh import Mesh
 from reshard.engine.times import Times
 from reshard.launcher import Share
-from reshard.storage.output import Dealt
+from reshard.storage.parts import Dealt
 from reshard.writing.files import NewFile, Written
 
 

@@ -10,7 +10,7 @@ import pytest
 from formats.errors import CheckpointError, PlanError
 from reshard.api import merge, split
 from reshard.launcher import Share
-from reshard.storage.output import staging_of
+from reshard.storage.marks import staging_of
 from tests.programs.oracles import checkpoint
 from tests.support import command, contents, result_of
 

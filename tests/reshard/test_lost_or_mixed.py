@@ -16,7 +16,8 @@ from formats.files.stamps import Stamp, stamp_of
 from reshard.api import load, merge, split
 from reshard.engine.jobs import Options
 from reshard.storage.inspect import inspect
-from reshard.storage.output import STATE, Staging
+from reshard.storage.marks import STATE
+from reshard.storage.output import Staging
 from reshard.writing import files as writing
 from reshard.writing import publishing
 from tests.support import change_tensor, contents, without_manifest, write_checkpoint
@@ -367,7 +368,7 @@ def test_after_a_restart_of_the_machine_finished_files_are_read_again(tmp_path, 
     with lost.open("r+b") as file:
         file.write(b"\0" * before.st_size)
     os.utime(lost, ns=(before.st_atime_ns, before.st_mtime_ns))
-    monkeypatch.setattr("reshard.storage.output.boot_id", lambda: "another")
+    monkeypatch.setattr("reshard.storage.journal.boot_id", lambda: "another")
     split(source, tmp_path / "out", 2, max_shard_size=2500)
     assert contents(tmp_path / "out") == contents(tmp_path / "expected")
     assert inode in {path.stat().st_ino for path in (tmp_path / "out").rglob("*.safetensors")}

@@ -20,8 +20,9 @@ from formats.errors import CheckpointError, MismatchError, PlanError
 from reshard.api import merge, split
 from reshard.engine.jobs import Options
 from reshard.storage import output
+from reshard.storage.marks import STATE
 from reshard.storage.opening import open_source
-from reshard.storage.output import STATE, Staging
+from reshard.storage.output import Staging
 from tests.forked import Forked
 from tests.support import contents, without_sums, write_checkpoint
 

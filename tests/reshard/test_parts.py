@@ -21,7 +21,8 @@ from formats.errors import CheckpointError, MismatchError, ReshardError
 from reshard.api import merge, split
 from reshard.launcher import Share
 from reshard.storage import output
-from reshard.storage.output import STATE, Staging, staging_of
+from reshard.storage.marks import STATE, staging_of
+from reshard.storage.output import Staging
 from reshard.writing import publishing
 from tests import store
 from tests.forked import Forked

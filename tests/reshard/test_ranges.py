@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from reshard.engine.ahead import joined
 from reshard.storage import upload as uploads
-from reshard.storage.output import PUBLISHED
+from reshard.storage.marks import PUBLISHED
 from reshard.storage.place import Bucket
 from reshard.storage.remote import HubFile, StoredFile, first_line, without_query
 from reshard.storage.retries import _retry_after

@@ -17,7 +17,8 @@ from reshard.launcher import Share
 from reshard.storage import retries
 from reshard.storage.access import Access
 from reshard.storage.bucket import UNFINISHED
-from reshard.storage.output import PUBLISHED, Dealt
+from reshard.storage.marks import PUBLISHED
+from reshard.storage.parts import Dealt
 from reshard.storage.place import NEW, Bucket, place_of
 from reshard.storage.upload import Uploading
 from tests.reshard.store_server import StoreServer, status
@@ -236,19 +237,20 @@ def test_who_takes_over_sees_that_another_has_published_meanwhile(
 
 
 def test_who_was_overtaken_removes_nothing_of_the_others(
-    store: StoreServer, access: Access, checkpoint: Path, tmp_path: Path
+    store: StoreServer, access: Access, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def overtake(key: str) -> None:
-        if PUBLISHED in key:
-            store.before_put = None
-            store.faults.append(status(403))
-            with pytest.raises(CheckpointError, match="refused"):
-                split(checkpoint, URL, 2, access=other, max_shard_size=20_000)
+    publish, other = Uploading.publish_all, Access(cache_dir=tmp_path / "other")
 
-    other = Access(cache_dir=tmp_path / "other")
-    store.before_put = overtake
+    def overtaken(self: Uploading, *, overwrite: bool) -> None:
+        store.faults.append(status(403))
+        with pytest.raises(CheckpointError, match="refused"):
+            split(checkpoint, URL, 2, access=other, max_shard_size=20_000)
+        publish(self, overwrite=overwrite)
+
+    monkeypatch.setattr(Uploading, "publish_all", overtaken)
     with pytest.raises(CheckpointError, match="another run is writing something else to s3://bucket/out"):
         split(checkpoint, URL, 1, access=access)
+    monkeypatch.setattr(Uploading, "publish_all", publish)
     there = {name for name in result_of(store.root / "out") if name.startswith("rank-") and "of-02" in name}
     assert there
     said = command("inspect", URL, "--cache-dir", tmp_path / "seen").stderr

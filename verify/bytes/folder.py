@@ -35,7 +35,7 @@ from formats.regular_files import read_file
 from reshard.planning.model import Kind, in_order
 from reshard.planning.plan import Plan
 from reshard.planning.program_config import program_config
-from reshard.storage.output import PUBLISHED, STATE
+from reshard.storage.marks import PUBLISHED, STATE
 from reshard.storage.program_source import program_files
 from reshard.storage.source import KEPT, Source
 from reshard.writing.shard_files import partition

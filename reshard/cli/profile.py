@@ -12,6 +12,7 @@ import click
 from formats.errors import CheckpointError
 from reshard.cli.options import FILE, Size, debug_option, hub_options, json_option, plan_option
 from reshard.cli.printing import print_json, print_lines, print_note
+from reshard.text import shown
 
 if TYPE_CHECKING:
     from verify.profile.job import Request
@@ -123,7 +124,7 @@ def profile_command(
     )  # fmt: skip
     with one_line_when_interrupted(lambda: "reshard: interrupted\n"):
         found = _profile(source, request, revision, token, cache_dir, quiet=as_json)
-    _print(found, source, report, as_json=as_json)
+    _print(found, shown(source), report, as_json=as_json)
 
 
 def _profile(

@@ -27,6 +27,7 @@ from reshard.cli.options import (
 )
 from reshard.cli.printing import print_json, print_lines
 from reshard.cli.progress import Progress, bars_are_wanted
+from reshard.text import shown
 
 if TYPE_CHECKING:
     from reshard.storage.access import Access
@@ -110,7 +111,7 @@ def verify_command(
         "device": device, "dtype": dtype, "batch": batch, "seq": seq, "seed": seed, "prompt": prompt,
         "backward": backward, "streamed": streamed, "timeout": timeout,
     }  # fmt: skip
-    answer = Answer(original, shards, {"exact_only": True} if exact_only else settings)
+    answer = Answer(shown(original), shown(shards), {"exact_only": True} if exact_only else settings)
     if engine is not None:
         wanted = {"name": engine, "python": engine_python, "dtype": dtype, "seed": seed, "meshes": engine_mesh}
         answer.engine_options = {key: value for key, value in wanted.items() if value is not None}
@@ -123,11 +124,11 @@ def verify_command(
 
     with one_line_when_interrupted(_interrupted):
         if not _is_launched() or (exact_only and os.environ["RANK"] == "0"):
-            _attempt(answer, access)
+            _attempt(answer, access, (original, shards))
             return finish()
         if exact_only:
             return 0  # the first rank compares the bytes and speaks
-        return _verify_as_rank(answer, access, finish)
+        return _verify_as_rank(answer, access, (original, shards), finish)
 
 
 def _interrupted() -> str:
@@ -142,7 +143,7 @@ def _is_launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def _verify_as_rank(answer: Answer, access: Access, finish: Callable[[], int]) -> int:
+def _verify_as_rank(answer: Answer, access: Access, places: tuple[str, str], finish: Callable[[], int]) -> int:
     """As one of a launcher's ranks: the first compares the bytes and speaks for all, the others wait for its word."""
     from verify.forward.crew import Crew
 
@@ -157,7 +158,7 @@ def _verify_as_rank(answer: Answer, access: Access, finish: Callable[[], int]) -
         return finish()
 
     crew = Crew(give_up)
-    _attempt(answer, access, crew)
+    _attempt(answer, access, places, crew)
     failed = answer.forward if answer.forward is not None and answer.forward.failure is not None else None
     if not crew.is_first:
         crew.leave(answer.error or failed)
@@ -167,7 +168,7 @@ def _verify_as_rank(answer: Answer, access: Access, finish: Callable[[], int]) -
     return code
 
 
-def _attempt(answer: Answer, access: Access, crew: Crew | None = None) -> None:
+def _attempt(answer: Answer, access: Access, places: tuple[str, str], crew: Crew | None = None) -> None:
     """Open both checkpoints and prove; what cannot be checked becomes the answer's error."""
     from reshard.storage.access import open_any
     from reshard.storage.fetched import Weights
@@ -178,10 +179,8 @@ def _attempt(answer: Answer, access: Access, crew: Crew | None = None) -> None:
     is_run = answer.wants_forward or answer.engine_options is not None
     weights = Weights.FILES if is_run or access.download else Weights.RANGES
     try:
-        original = open_any(answer.original, access, weights)
-        place = fetch(
-            answer.shards, token=access.token, cache_dir=access.cache_dir, weights=weights, quiet=access.quiet
-        )
+        original = open_any(places[0], access, weights)
+        place = fetch(places[1], token=access.token, cache_dir=access.cache_dir, weights=weights, quiet=access.quiet)
         with place.named():
             shards = open_shards(place.path, original, plan_file=access.plan_file, remote=place.remote)
             is_silent = access.quiet or (crew is not None and not crew.is_first)

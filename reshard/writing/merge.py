@@ -19,6 +19,7 @@ from reshard.storage.output import PublishedError
 from reshard.storage.place import place_of
 from reshard.storage.retries import tried_again
 from reshard.storage.source import UNSPLIT, Source
+from reshard.text import shown
 from reshard.writing.files import (
     DEFAULT_SHARD_SIZE,
     NewFile,
@@ -62,7 +63,8 @@ def merge(
     opened = open_any(shards, access)
     if not opened.is_split and not access.dequantize:
         raise CheckpointError(
-            f"{shards} is a full checkpoint, there is nothing to merge", "give the folder that 'reshard split' wrote"
+            f"{shown(shards)} is a full checkpoint, there is nothing to merge",
+            "give the folder that 'reshard split' wrote",
         )
     target = make_plan(opened.model, UNSPLIT)
     files, documents = _full_checkpoint(opened, target, max_shard_size)

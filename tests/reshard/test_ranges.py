@@ -595,6 +595,25 @@ def test_an_expired_address_of_the_hub_is_asked_for_again(checkpoint: Path, tmp_
     assert result_of(tmp_path / "merged") == result_of(checkpoint)
 
 
+def test_no_command_shows_or_writes_the_query_of_a_url(
+    store: StoreServer, run: Run, checkpoint: Path, tmp_path: Path
+) -> None:
+    """It may be a signature, and pages and JSON are passed on."""
+    upload(checkpoint, store, "llama")
+    url, page = f"{store.url}/bucket/llama?X-Amz-Signature=secret", tmp_path / "page.html"
+    assert run("split", url, tmp_path / "out", "--tp", "2", "--json").returncode == 0
+    for line in (
+        ("inspect", url), ("inspect", url, "--json"), ("plan", url), ("plan", url, "--json"),
+        ("plan", url, "--tp", "2", "--report", page), ("plan", url, "--tp", "2", "--as", "vllm"),
+        ("verify", url, tmp_path / "out", "--exact-only", "--json", "--report", page),
+        ("verify", checkpoint, url, "--exact-only", "--json"), ("merge", url, tmp_path / "merged"),
+    ):  # fmt: skip
+        done = run(*line)
+        written = page.read_text() if page.exists() else ""
+        assert done.stdout + done.stderr and "secret" not in done.stdout + done.stderr + written, line
+    assert not [name for name, data in result_of(tmp_path / "out").items() if b"secret" in data]
+
+
 def test_no_secret_is_shown() -> None:
     stored = StoredFile("https://user:word@host/folder?X-Signature=secret", "a.safetensors", None, "now")
     on_hub = HubFile("org/name", "a.safetensors", "main", "etag", "secret")

@@ -276,14 +276,24 @@ def uploading(url: str, cache: Path) -> Uploading:
     return Uploading(bucket, {"command": "split"}, (), Dealt("part-0-of-1", 1, frozenset()), check=lambda: None)
 
 
-def test_what_cannot_begin_leaves_no_threads(store: StoreServer, tmp_path: Path) -> None:
-    store.denied, before = True, threading.active_count()
-    with pytest.raises(CheckpointError), uploading(URL, tmp_path):
-        pass
+def test_what_cannot_begin_leaves_no_threads_and_no_lock(
+    store: StoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> None:
+        raise CheckpointError("the journals cannot be read")
+
+    before = threading.active_count()
+    with monkeypatch.context() as patch:
+        patch.setattr(Uploading, "_uploaded", failing)
+        kept = uploading(URL, tmp_path)
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            kept.__enter__()
     give_up = time.monotonic() + 5
     while threading.active_count() > before and time.monotonic() < give_up:
         time.sleep(0.01)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
+    with uploading(URL, tmp_path):
+        pass
 
 
 def test_who_stops_waiting_cancels_what_has_not_begun(store: StoreServer, tmp_path: Path) -> None:

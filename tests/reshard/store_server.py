@@ -197,6 +197,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not path.is_file():
             return self.reply(404, {}, b"<Error><Code>NoSuchKey</Code></Error>")
         code, headers = 200, {"ETag": etag(path), "Last-Modified": formatdate(0, usegmt=True)}
+        headers["x-goog-generation"] = generation_of(path)
         if self.headers.get("If-Match") not in (None, headers["ETag"]):
             return self.reply(412, {}, b"<Error><Code>PreconditionFailed</Code></Error>")
         found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or "")
@@ -231,7 +232,10 @@ class _Handler(BaseHTTPRequestHandler):
         is_new = self.headers.get("If-None-Match") == "*" or self.headers.get("x-goog-if-generation-match") == "0"
         there = self.store.root / key
         match = self.headers.get("If-Match")
-        if (is_new and there.exists()) or (match is not None and not (there.exists() and etag(there) == match)):
+        generation = self.headers.get("x-goog-if-generation-match", "0")
+        is_other = match is not None and not (there.exists() and etag(there) == match)
+        is_other |= generation != "0" and not (there.exists() and generation_of(there) == generation)
+        if (is_new and there.exists()) or is_other:
             self.reply(412, {}, b"<Error><Code>PreconditionFailed</Code></Error>")
             return
         if (source := self.headers.get("x-amz-copy-source") or self.headers.get("x-goog-copy-source")) is not None:
@@ -314,6 +318,10 @@ def etag(path: Path) -> str:
 @lru_cache(maxsize=1000)
 def _etag(path: Path, *_: int) -> str:
     return f'"{hashlib.md5(path.read_bytes()).hexdigest()}"'
+
+
+def generation_of(path: Path) -> str:
+    return str(path.stat().st_mtime_ns)
 
 
 def upload(folder: Path, server: StoreServer, name: str) -> str:

@@ -259,6 +259,19 @@ def test_who_was_overtaken_removes_nothing_of_the_others(
     assert state(store, tmp_path) == "old"
 
 
+@pytest.mark.parametrize("kind", ["s3", "gs"])
+def test_a_place_goes_to_the_first_and_then_only_from_the_owner_that_was_seen(
+    kind: str, store: StoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in store.google(tmp_path / "account.json").items():
+        monkeypatch.setenv(name, value)
+    bucket = place_of(URL.replace("s3", kind), tmp_path)[1]
+    assert isinstance(bucket, Bucket)
+    assert bucket.begin("a") and not bucket.begin("b")
+    seen = bucket.owner()
+    assert seen is not None and bucket.begin("b", seen) and not bucket.begin("c", seen)
+
+
 def test_two_of_one_task_have_a_journal_each(store: StoreServer, tmp_path: Path) -> None:
     """On two machines; on one, the second is told by the name that was given."""
     with uploading(URL, tmp_path / "one") as first, uploading(URL, tmp_path / "two") as second:
@@ -282,16 +295,19 @@ def test_what_cannot_begin_leaves_no_threads_and_no_lock(
     def failing(*_: object) -> None:
         raise CheckpointError("the journals cannot be read")
 
-    before = threading.active_count()
+    def working() -> int:
+        return sum("(_work)" in thread.name for thread in threading.enumerate())
+
+    before = working()
     with monkeypatch.context() as patch:
         patch.setattr(Uploading, "_uploaded", failing)
         kept = uploading(URL, tmp_path)
         with pytest.raises(CheckpointError, match="cannot be read"):
             kept.__enter__()
     give_up = time.monotonic() + 5
-    while threading.active_count() > before and time.monotonic() < give_up:
+    while working() > before and time.monotonic() < give_up:
         time.sleep(0.01)
-    assert threading.active_count() <= before
+    assert working() == before
     with uploading(URL, tmp_path):
         pass
 

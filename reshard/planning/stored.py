@@ -63,9 +63,10 @@ class Stored(NamedTuple):
         """Its name on a rank."""
         return self.naming.on(rank) if self.naming else self.name
 
-    def constant_bytes(self, shape: tuple[int, ...]) -> bytes:
-        """The content of a constant of a shape."""
+    def constant_bytes(self, shape: tuple[int, ...] | None = None) -> bytes:
+        """The content of a constant; of a part of it, with a shape."""
         assert self.constant is not None
+        shape = self.constant.shape if shape is None else shape
         one = {
             "F32": struct.pack("<f", self.constant.value),
             "F16": struct.pack("<e", self.constant.value),

@@ -14,18 +14,29 @@ from reshard.storage.source import Source, SourceFile
 def with_unlike_constants(source: Source) -> Source:
     """The source, with each constant that has another value as left behind, for Hugging Face has no place for it.
 
-    Constants are a few numbers each. Raises CheckpointError if a file cannot be read.
+    ``constants`` of the source has its content, where it is one, for a split into the same format. Constants are a few
+    numbers each. Raises CheckpointError if a file cannot be read.
     """
-    if source.arrangement is None or source.manifest is not None:  # with one, the values are those that were written
+    if source.arrangement is None:
         return source
     constants = {each.name: each for each in source.arrangement.stored if each.constant is not None}
-    unlike: dict[str, None] = {}
+    unlike: dict[str, set[bytes]] = {}
     for rank, tensors in enumerate(source.ranks):
         here = {each.name_on(rank): each for each in constants.values()}
         for name, info in tensors.items():
-            if name in here and _content(source.files[info.file], info) != here[name].constant_bytes(info.shape):
-                unlike[".".join("*" if part.isdecimal() else part for part in name.split("."))] = None
-    return dataclasses.replace(source, left_behind=(*source.left_behind, *unlike))
+            if name in here:
+                content, each = _content(source.files[info.file], info), here[name]
+                if content != each.constant_bytes(info.shape):
+                    unlike.setdefault(each.name, set()).add(content)
+    one = {name: min(found) for name, found in unlike.items() if len(found) == 1}
+    whole = {name: content for name, content in one.items() if len(content) == len(constants[name].constant_bytes())}
+    left = dict.fromkeys(map(in_general, unlike))
+    return dataclasses.replace(source, left_behind=(*source.left_behind, *left), constants=whole)
+
+
+def in_general(name: str) -> str:
+    """A name with a star for each number."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
 def _content(file: SourceFile, info: TensorInfo) -> bytes:

@@ -131,6 +131,8 @@ class Source:
     """What its files have beside the model, in a few words."""
     training: Training | None = None
     """What a trainer saved beside the model, where it can be re-sharded with it."""
+    constants: Mapping[str, bytes] = field(default_factory=dict)
+    """What is stored in the place of constants of its format, where that has another value."""
 
     @cached_property
     def arrangement(self) -> Arrangement | None:

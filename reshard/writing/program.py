@@ -24,6 +24,7 @@ from reshard.planning.program_config import made_config, program_config
 from reshard.planning.program_plan import program_plan
 from reshard.planning.stacks import prefixed, stacked, stacks_for
 from reshard.planning.stored import Placed
+from reshard.storage.constants import in_general
 from reshard.storage.distributed_source import Affix, Training
 from reshard.storage.opening_programs import states_of
 from reshard.storage.output import Staging
@@ -52,8 +53,13 @@ class ProgramFiles:
     ) -> None:
         """``state`` is the kind of states that are written, of which ``written`` files of each rank are there."""
         self._state, self._written = state, Counter[int]() if written is None else written
-        training = source.training if source.page is not None and source.page.name == page.name else None
-        self.left_behind = source.left_behind if training is None else ()
+        is_same = source.page is not None and source.page.name == page.name
+        training = source.training if is_same else None
+        self._constants = source.constants if is_same and state is None else {}
+        carried, of_constants = {*map(in_general, self._constants)}, {*map(in_general, source.constants)}
+        self.left_behind = tuple(
+            each for each in source.left_behind if each not in carried and (training is None or each in of_constants)
+        )
         self._names = self._stored_names(training)
         self._others = list(training.archives()) if training is not None and state is None else []
         self.extra_state, self._stacks = extra_state, stacks_for(page, arrangement.plan.model)
@@ -100,7 +106,11 @@ class ProgramFiles:
         tensors = [
             (each.name_on(rank), each.dtype, shape, tensor_bytes(each.name, each.dtype, shape)) for each, shape in held
         ]
-        constants = {each.name: each.constant_bytes(shape) for each, shape in held if each.constant}
+        constants = {
+            each.name_on(rank): self._constants.get(each.name) or each.constant_bytes(shape)
+            for each, shape in held
+            if each.constant
+        }
         zeros = {each.name for each, _ in held if each.atoms and Placed(each, 0).is_zero(rank)}
         constants |= {name: bytes(size) for name, _, _, size in tensors if name in zeros}
         shards: Sequence[ShardFile] = partition(tensors, self.max_shard_size if self.page.has_parts else 1 << 62)

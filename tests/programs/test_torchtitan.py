@@ -132,6 +132,20 @@ def test_a_bias_that_hugging_face_has_no_place_for_is_named(tmp_path: Path) -> N
     assert raw(tmp_path / "without-merged") == raw(tmp_path / "trained-merged") == raw(tmp_path / "zero-merged")
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_trained_bias_stays_in_the_same_format(tp: int, tmp_path: Path) -> None:
+    original = store.checkpoint("qwen3_moe")
+    state: dict[str, Any] = of_torchtitan(original, "qkv_linear.", "lm_head")
+    state |= {key: torch.rand(len(tensor)) for key, tensor in state.items() if key.endswith(BIAS)}
+    saved = save(tmp_path / "trained", state)
+    summary = split(saved, tmp_path / "again", tp, form="torchtitan", access=Access(config=original))
+    assert summary.left_behind == ()
+    found: dict[str, Any] = {key: torch.zeros_like(each) for key, each in state.items()}
+    dcp.load(found, checkpoint_id=tmp_path / "again", no_dist=True)
+    assert bits(found) == bits(state)
+    assert merge(tmp_path / "again", tmp_path / "merged").left_behind == ("layers.*.moe.expert_bias_E",)
+
+
 def test_verify_compares_the_bias(tmp_path: Path) -> None:
     original = store.checkpoint("qwen3_moe")
     state = of_torchtitan(original, "qkv_linear.", "lm_head")

@@ -31,6 +31,13 @@ def human_seconds(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
+def human_time(seconds: float) -> str:
+    """``1.23 s``, ``45.6 ms``, ``7.8 µs``."""
+    unit, scale = next((pair for pair in (("s", 1.0), ("ms", 1e-3)) if seconds >= pair[1]), ("µs", 1e-6))
+    value = seconds / scale
+    return f"{value:.0f} {unit}" if value >= 99.5 else f"{value:.3g} {unit}"
+
+
 def plural(count: int, word: str) -> str:
     """``1 file``, ``2 files``."""
     return f"{count:,} {word}{'' if count == 1 else 's'}"

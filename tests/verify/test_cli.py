@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import itertools
 import os
 import pty
 import re
@@ -170,9 +171,8 @@ def test_interrupted_at_any_moment(
         env={**os.environ, "TMPDIR": str(tmp_path)},
     )  # fmt: skip
     assert process.stderr is not None
-    lines = iter(process.stderr.readline, "")
-    while not next(lines).startswith(phase):
-        pass
+    seen = [*itertools.takewhile(lambda line: not line.startswith(phase), iter(process.stderr.readline, ""))]
+    assert process.poll() is None, seen
     time.sleep(seconds)
     os.killpg(process.pid, how)
     *before, last = process.stderr.readlines()

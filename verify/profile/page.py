@@ -8,9 +8,9 @@ from typing import Any
 
 from reshard.pages.document import html_page
 from reshard.pages.markup import Html, element, joined
-from reshard.text import human_bytes
+from reshard.text import human_bytes, human_time
 from verify.profile.charts import Axes, Bar, Line, Point, bar_chart, line_chart
-from verify.profile.words import error_text, human_count, human_rate, human_time
+from verify.profile.words import error_text, human_count, human_rate
 
 Document = Mapping[str, Any]
 

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from transformers import StaticCache
 
 from formats.errors import ReshardError
+from reshard.text import human_time
 from verify.forward.worker import RankAnswer, rank_device, say
 from verify.profile.blocks import Blocks, build
 from verify.profile.job import Exchange, Found, Job, Measured, Patience, Step, Workload
 from verify.profile.layers import OUTSIDE
 from verify.profile.meter import Living, Meter
 from verify.profile.widths import time_widths
-from verify.profile.words import human_time
 from verify.rank.collectives import Groups, carried_by
 from verify.rank.gradients import sum_where_ranks_part
 from verify.rank.inputs import running

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from reshard.text import align, human_bytes, plural
+from reshard.text import align, human_bytes, human_time, plural
 from verify.profile.compose import Time
 from verify.profile.cost import Link
 from verify.profile.job import Workload
@@ -101,13 +101,6 @@ def error_text(error: float | None) -> str:
     if error is None:
         return "–"
     return f"{abs(error):.0%} too {'long' if error > 0 else 'short'}"
-
-
-def human_time(seconds: float) -> str:
-    """``1.23 s``, ``45.6 ms``, ``7.8 µs``."""
-    unit, scale = next((pair for pair in (("s", 1.0), ("ms", 1e-3)) if seconds >= pair[1]), ("µs", 1e-6))
-    value = seconds / scale
-    return f"{value:.0f} {unit}" if value >= 99.5 else f"{value:.3g} {unit}"
 
 
 def human_rate(rate: float) -> str:

@@ -213,7 +213,7 @@ def difference(vllm: Held, ours: Held) -> str | None:
         return f"vLLM has no '{more[0][1]}'"
     for key in sorted(vllm):
         (dtype, shape, data), (other, form, bytes_) = vllm[key], ours[key]
-        if (dtype, other) == ("BF16", "F32") and shape == form:
+        if (dtype, other) == ("BF16", "F32") and shape == form and data:
             bytes_ = _cast(bytes_)  # vLLM's loader casts what it reads to its own dtype; ``digits`` show the order
         elif dtype != other:
             return f"'{key[1]}' is {dtype} in vLLM, and would be {other}"

@@ -137,8 +137,8 @@ class Line:
 class Constant:
     """Tensors that a program has beside another: ``names`` beside each of its tensors that one of ``beside`` matches.
 
-    The dtype ``model`` is that of the model, as ``config.json`` says it. ``count``, if any, is the length of a vector,
-    in the place of ``shape``. ``types`` are as in a line.
+    The dtype ``model`` is that of the model, as ``config.json`` says it. A ``vector`` is as long as the first dimension
+    of the tensor that it is beside, of which no rank has a part alone. ``types`` are as in a line.
     """
 
     beside: tuple[Pattern, ...]
@@ -148,7 +148,7 @@ class Constant:
     value: float
     when: Expression | None = None
     types: frozenset[str] | None = None
-    count: Expression | None = None
+    vector: bool = False
 
 
 @dataclass(frozen=True)
@@ -640,8 +640,10 @@ def _constant(entry: Mapping[str, Any]) -> Constant:
     shape, beside = tuple(entry.get("shape", ())), entry["beside"]
     patterns = tuple(map(Pattern, beside if isinstance(beside, list) else [beside]))
     types = frozenset(entry["types"]) if "types" in entry else None
-    count = read_expression(entry["count"]) if "count" in entry else None
-    return Constant(patterns, names, entry["dtype"], shape, float(entry["value"]), _condition(entry), types, count)
+    return Constant(
+        patterns, names, entry["dtype"], shape, float(entry["value"]), _condition(entry), types,
+        entry.get("vector", False),
+    )  # fmt: skip
 
 
 def _refusal(name: str, value: Mapping[str, Any]) -> Refusal:

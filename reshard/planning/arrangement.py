@@ -256,8 +256,8 @@ class Arrangement:
                 found = next((found for of in constant.beside if (found := of.match(each.name)) is not None), None)
                 if found is None:
                     continue
-                if constant.count is not None:
-                    constant = replace(constant, shape=(int(sizes.evaluate(constant.count, {})),), count=None)
+                if constant.vector:
+                    constant = replace(constant, shape=_whole_shape(each)[:1])
                 for pattern in constant.names:
                     name, geometry = pattern.fill(found), each.geometry
                     if isinstance(geometry, InBoxes):
@@ -368,6 +368,14 @@ def arrangement_of(plan: Plan, page: Page, boxes: Boxes | None = None) -> Arrang
         stored = unboxed(plan, page).stored
         boxes = {each.name: _boxes_of(each) for each in stored}
     return Arrangement(plan, uses_of(plan.model, page), page, boxes)
+
+
+def _whole_shape(stored: Stored) -> tuple[int, ...]:
+    """The shape of a tensor of which no rank has a part alone."""
+    if isinstance(stored.geometry, InBoxes):
+        return stored.whole_shape
+    shapes = map(stored.geometry.shape, range(stored.geometry.ranks))
+    return next(shape for shape in shapes if shape is not None)
 
 
 def _boxes_of(stored: Stored) -> Mapping[int, At]:

@@ -49,11 +49,11 @@ def job_of(folder: Path, config: dict[str, Any], *workloads: Workload) -> Job:
     return Job(with_layers(plan, kinds), kinds, True, workloads, dtype, "cpu", 1, Patience(0.001, 0.5, 1, 1))
 
 
-def job_of_zoo(name: str, folder: Path, *workloads: Workload, dtype: str = "float32") -> Job:
+def job_of_zoo(name: str, folder: Path, *workloads: Workload, dtype: str = "float32", **more: Any) -> Job:
     with torch.device("meta"):
         model = zoo.ZOO[name].build(None, {}, None)
     config = json.loads(model.config.to_json_string())
-    return job_of(folder, {**config, "architectures": [type(model).__name__], "dtype": dtype}, *workloads)
+    return job_of(folder, {**config, "architectures": [type(model).__name__], "dtype": dtype, **more}, *workloads)
 
 
 # ------------------------------------------------------------------------------------------------------------ models
@@ -78,14 +78,26 @@ def test_decode_without_a_cache(tmp_path: Path, one_rank: None) -> None:
         run_job(job_of_zoo("bert", tmp_path, Workload("decode", 1, 4)))
 
 
-@pytest.mark.parametrize("name", ["phi3", "gpt2", "mixtral", "deepseek_v3", "gpt_oss", "qwen3_next", "gemma4_text"])
-def test_operations_are_those_that_torch_counts(name: str, tmp_path: Path, one_rank: None) -> None:
+def share_of_pairs(seq: int, window: int) -> float:
+    """Of all pairs of tokens, those of a token and one that it sees. Where the window is not full, a token sees those
+    before it and half of itself.
+    """
+    return sum(min(before + 0.5, window) for before in range(seq)) / seq**2
+
+
+@pytest.mark.parametrize(
+    ("name", "window"),
+    [(name, 8) for name in ("phi3", "gpt2", "mixtral", "deepseek_v3", "gpt_oss", "qwen3_next", "gemma4_text")]
+    + [("gpt_oss", 4), ("gemma4_text", 4), ("gemma4_text", 3)],
+)
+def test_operations_are_those_that_torch_counts(name: str, window: int, tmp_path: Path, one_rank: None) -> None:
     """All multiplications of matrices in each kind of layer, and in the head. Torch counts the scores of all pairs of
-    tokens, the model of the cost those of a token and the ones before it: half of them. Layers with a recurrence
-    (Qwen 3 Next's) are left out.
+    tokens, the model of the cost those of a token and the ones before it that it sees: half of them, and fewer where a
+    window ends before. Layers with a recurrence (Qwen 3 Next's) are left out.
     """
     workload = Workload("prefill", 2, 8)
-    job = job_of_zoo(name, tmp_path, workload)
+    job = job_of_zoo(name, tmp_path, workload, **({"sliding_window": window} if window < 8 else {}))
+    types = job.plan.model.sizes.settings.get("layer_types")
     rank = Rank(job.plan, 0, job.plan.model.architecture, job.plan.model.config, True)
     blocks = build(rank, job.kinds, Groups(job.plan.mesh), torch.float32, torch.device("cpu"), 8)
     kept = {each for module in blocks.layers.values() for each in module.parameters()}
@@ -104,7 +116,10 @@ def test_operations_are_those_that_torch_counts(name: str, tmp_path: Path, one_r
         ops = counts[paths[module]]
         if "aten.convolution" not in ops:
             checked += 1
-            assert found[part].flops == pytest.approx(sum(ops.values()) - ops["aten.bmm"] / 2, rel=1e-12), part
+            has_window = types is not None and "sliding" in types[int(part.removeprefix("layer "))]
+            seen = share_of_pairs(8, window if has_window else 8)
+            expected = sum(ops.values()) - ops["aten.bmm"] * (1 - seen)
+            assert found[part].flops == pytest.approx(expected, rel=1e-12), part
     assert checked
     train = works(job.plan, job.kinds, Workload("train", 2, 8))
     head = next(counts[paths[module]] for module in blocks.model.modules() if module is blocks.model.lm_head)

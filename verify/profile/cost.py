@@ -146,8 +146,9 @@ def _of_attention(plan: Plan, layer: LayerKind, workload: Workload) -> Work:
     cache = workload.batch * seen * heads.pairs * width * activation_bytes(plan)
     if workload.phase == "decode":
         return Work(2.0 * workload.batch * seen * heads.queries * width, cache)
-    # A token sees those before it: half of all, on average.
-    return Work(workload.tokens * seen * heads.queries * width * _passes(workload), cache)
+    # A token sees those before it: half of all, on average; with a window, half of it in the beginning, then all of it.
+    pairs = workload.tokens * seen * (1 - seen / (2 * workload.seq))
+    return Work(2.0 * pairs * heads.queries * width * _passes(workload), cache)
 
 
 def _messages(plan: Plan, layer: LayerKind, workload: Workload) -> tuple[int, ...]:

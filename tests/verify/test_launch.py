@@ -9,6 +9,7 @@ import sys
 import tempfile
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,8 @@ import torch.distributed as dist
 
 from formats.errors import CheckpointError, ReshardError
 from tests.verify.by_hand import by_hand
-from verify.forward.launch import RankTimeoutError, run_ranks
-from verify.forward.worker import RankError, say
+from verify.forward.launch import RankTimeoutError, _explain, run_ranks
+from verify.forward.worker import Environment, RankError, say
 
 ROOT = Path(__file__).parents[2]
 
@@ -91,6 +92,15 @@ def is_killed(pids: str, how: int) -> None:
         dist.all_reduce(torch.ones(1))
         if dist.get_rank() == 1 and step == 50:
             os.kill(os.getpid(), how)
+
+
+def test_a_rank_that_nccl_ends_has_waited_too_long(tmp_path: Path) -> None:
+    """Where collectives do not block, NCCL's own thread sees the time-out, and aborts the process."""
+    of_gpu = Environment(str(tmp_path), "", {}, "", "cuda", 7.0)
+    found = _explain(of_gpu, 1, -signal.SIGABRT, 2)
+    assert isinstance(found, RankTimeoutError) and "has waited 7 s in a collective" in found.message
+    of_cpu = _explain(replace(of_gpu, device="cpu"), 1, -signal.SIGABRT, 2)
+    assert not isinstance(of_cpu, RankTimeoutError)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSEGV])

@@ -34,7 +34,7 @@ from verify.profile.page import page
 from verify.profile.recommend import NotRun, Row, recommend
 from verify.profile.run import node_of
 from verify.profile.skeleton import skeleton
-from verify.profile.widths import time_widths
+from verify.profile.widths import free_for_widths, time_widths
 from verify.rank.collectives import Carrier
 
 CONFIG = {**LLAMA, "hidden_size": 24, "head_dim": 6, "dtype": "bfloat16"}
@@ -389,8 +389,10 @@ def test_a_node_with_gpus(two_gpus: None, folder: Path, monkeypatch: pytest.Monk
     assert done.returncode == 2 and "too little memory: tp 1, prefill, batch 1, seq 1: needs" in done.stderr
 
 
-def without_memory(monkeypatch: pytest.MonkeyPatch, least: int, message: str) -> list[list[str]]:
-    """Let runs of at least so many sequences run out of memory; what was asked of the ranks in each attempt."""
+def without_memory(monkeypatch: pytest.MonkeyPatch, least: int, message: str, after: str = "") -> list[list[str]]:
+    """Let runs of at least so many sequences run out of memory, and what comes ``after`` those of fewer while there are
+    widths; what was asked of the ranks in each attempt.
+    """
     asked: list[list[str]] = []
 
     def run(_: object, degree: int, job: Job, *, progress: Callable[[str], None], **__: object) -> list[Found]:
@@ -400,6 +402,9 @@ def without_memory(monkeypatch: pytest.MonkeyPatch, least: int, message: str) ->
             if workload.batch >= least:
                 progress(f"tp {degree}: {workload}: a run takes 4 s, and two more follow")
                 raise RankError(message, rank=0)
+        if after and job.widths:
+            progress(f"tp {degree}: {after}")
+            raise RankError(message, rank=0)
         parts = ("embedding", *(kind.part for kind in job.kinds), "head")
         step = tuple(Span(part, "compute", 0, 1.0) for part in parts)
         return [Found(tuple(Measured((step,), {}, 0, {}) for _ in job.workloads), (), (), "gloo", "cpu")] * degree
@@ -408,7 +413,14 @@ def without_memory(monkeypatch: pytest.MonkeyPatch, least: int, message: str) ->
     return asked
 
 
-@pytest.mark.parametrize("message", ["rank 0 of 1 was ended by SIGKILL", "torch.OutOfMemoryError: CUDA out of memory"])
+@pytest.mark.parametrize(
+    "message",
+    [
+        "rank 0 of 1 was ended by SIGKILL",
+        "torch.OutOfMemoryError: CUDA out of memory",
+        "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    ],
+)
 def test_memory_that_ends_in_a_rank(message: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the kernel, a GPU's allocator and a CPU's say is one thing; what takes less runs nevertheless."""
     asked = without_memory(monkeypatch, least=4, message=message)
@@ -418,7 +430,28 @@ def test_memory_that_ends_in_a_rank(message: str, folder: Path, monkeypatch: pyt
     assert asked == [names, [names[0], *names[3:]], [names[0], names[3]]]
     assert done.stdout.count("tp 1 was not run: memory ran out at prefill, batch 4, seq 4") == 2
     assert done.stdout.count("tp 1 was not run: memory ran out at decode, batch 4, seq 4") == 2
-    assert "Recommended: none." in done.stdout
+    assert "Recommended: none. No degree fits: at tp 1 memory ran out at prefill, batch 4, seq 4.\n" in done.stdout
+
+
+@pytest.mark.parametrize("after", ["mlp, width 256", "all-reduces"])
+def test_memory_that_ends_after_the_model(after: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of --widths are not the model: it fits, and is run without them. Their degree is not condemned."""
+    asked = without_memory(monkeypatch, least=4, message="CUDA out of memory", after=after)
+    what = ("--phase", "prefill", "--seq", "4", "--widths", "256")
+    done = command("profile", folder, "--tp", "1", "--batch", "2", *what)
+    assert done.returncode == 0, done.stderr
+    assert asked == [["prefill, batch 2, seq 4"]] * 2 and "Recommended: tp 1." in done.stdout
+    assert "tp 1: memory ran out; once more without --widths" in done.stderr
+    command("profile", folder, "--tp", "1", "--batch", "2,4", *what)
+    assert [len(each) for each in asked[2:]] == [2, 1, 1]
+
+
+def test_the_widths_have_what_the_model_leaves_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (100, 1000))
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda _: 800)
+    monkeypatch.setattr("torch.cuda.memory_allocated", lambda _: 750)
+    job = SimpleNamespace(free=1000)
+    assert [free_for_widths(job, torch.device(name)) for name in ("cuda", "cpu")] == [150, 1000]
 
 
 def test_no_memory_for_anything(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

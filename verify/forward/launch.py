@@ -57,6 +57,7 @@ DEFAULT_TIMEOUT = 120.0
 
 _SAYS_SO = 1.0  # seconds for the fork server, which has just been started, to say which process it is
 _LOOK = 0.02  # seconds between two looks at whether the ranks are done
+_SLOW = "If that is only slow, allow a longer timeout."
 _SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
@@ -114,7 +115,7 @@ def start_fork_server(*modules: str) -> bool:
         ["verify.forward.own_group", *torch_itself, *modules, "verify.forward.frozen"]
     )
     # It starts with Ctrl-C blocked, as this thread has it for a moment: an interrupted import prints tracebacks.
-    with _variable("PYTHONWARNINGS", "ignore"):  # it frees what an interrupted launcher has left without a word
+    with variable("PYTHONWARNINGS", "ignore"):  # it frees what an interrupted launcher has left without a word
         resource_tracker.ensure_running()  # or it would be started, and the signal allowed, by the fork server's start
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     undo_at_the_end(_end_fork_server)
@@ -122,7 +123,7 @@ def start_fork_server(*modules: str) -> bool:
     atexit.register(_end_idle_fork_server)
     try:
         # CUDA cannot be used in a fork of a process that has used it; asked by NVML, an import may look for GPUs.
-        with _variable("RESHARD_FORK_SERVER", str(_server_file())), _variable("PYTORCH_NVML_BASED_CUDA_CHECK", "1"):
+        with variable("RESHARD_FORK_SERVER", str(_server_file())), variable("PYTORCH_NVML_BASED_CUDA_CHECK", "1"):
             forkserver.ensure_running()
     except OSError as error:  # as where the name of its socket would be longer than a socket's may be
         where = f"the ranks' socket cannot be in {tempfile.gettempdir()}: {error.strerror or error}"
@@ -172,7 +173,7 @@ def _launch(environment: Environment, world_size: int, progress: Callable[[str],
     here, there = multiprocessing.get_context(start_method).Pipe(duplex=False)
     shown = {rank: Std.ALL if rank else Std.OUT for rank in range(world_size)}
     with here, _silent_launcher():
-        with _variable(_SIGNALS, "none"):  # the handlers of signals stay ours, which end all at once (verify/ending.py)
+        with variable(_SIGNALS, "none"):  # the handlers of signals stay ours, which end all at once (verify/ending.py)
             ranks = start_processes(
                 name="reshard",
                 entrypoint=work,
@@ -202,7 +203,7 @@ def _follow(
     if result.is_failed():
         failure = min(result.failures.values(), key=lambda failure: failure.timestamp)
         rank = failure.local_rank
-        raise _explain(Path(environment.folder), rank, failure.exitcode, world_size, environment.timeout)
+        raise _explain(environment, rank, failure.exitcode, world_size)
     while is_open and said.poll():
         try:
             progress(said.recv())
@@ -225,8 +226,8 @@ def _silent_launcher() -> Iterator[None]:
 
 
 @contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable for a while."""
+def variable(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable for a while: ranks that are started meanwhile have it."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -238,7 +239,8 @@ def _variable(name: str, value: str) -> Iterator[None]:
             os.environ[name] = before
 
 
-def _explain(folder: Path, rank: int, exitcode: int, world_size: int, timeout: float) -> RankError | RankAnswer:
+def _explain(environment: Environment, rank: int, exitcode: int, world_size: int) -> RankError | RankAnswer:
+    folder, timeout = Path(environment.folder), environment.timeout
     answer = folder / f"answer-{rank}"
     if answer.exists():
         return RankAnswer(pickle.loads(answer.read_bytes()))
@@ -246,6 +248,9 @@ def _explain(folder: Path, rank: int, exitcode: int, world_size: int, timeout: f
     if not file.exists():
         if exitcode >= 0:
             return RankError(f"rank {rank} of {world_size} exited with code {exitcode} and no exception", rank=rank)
+        if -exitcode == signal.SIGABRT and environment.device != "cpu":
+            ended = f"rank {rank} of {world_size} was ended by SIGABRT: so NCCL ends a rank"
+            return RankTimeoutError(f"{ended} that has waited {timeout:g} s in a collective", _SLOW, rank=rank)
         hint = "SIGKILL is what the kernel sends when memory runs out." if -exitcode == 9 else None
         return RankError(f"rank {rank} of {world_size} was ended by {signal.Signals(-exitcode).name}", hint, rank=rank)
     failure = Failure(**json.loads(file.read_text()))
@@ -272,7 +277,7 @@ def _explain_hang(rank: int, world_size: int, timeout: float, places: dict[int, 
     hint = None
     if absent:
         message = f"{_ranks(absent)} did not come to {here}, where {_ranks(waiting)} waited {timeout:g} s; {each}"
-        hint = "If that is only slow, allow a longer timeout."
+        hint = _SLOW
     elif len({places[r].collective for r in waiting}) > 1:
         message = f"the ranks waited {timeout:g} s for each other in different collectives: {each}"
     else:

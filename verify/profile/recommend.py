@@ -137,5 +137,8 @@ def _none_fits(rows: Sequence[Row]) -> str:
     if all(row.fits for row in rows):
         return "no degree could be run, or predicted, for all that was asked"
     worst = max(rows, key=lambda row: row.memory.total - row.capacity)
+    if worst.memory.total <= worst.capacity:  # by the account of the whole all fit, and yet memory ran out
+        why = next(row.not_run.why for row in rows if row.not_run and row.not_run.ran_out)
+        return f"no degree fits: at tp {worst.tp} {why}"
     need, there = human_bytes(worst.memory.total), human_bytes(worst.capacity)
     return f"no degree fits: {worst.workload} at tp {worst.tp} needs {need} a rank, and {there} are there"

@@ -20,7 +20,7 @@ from reshard.planning.plan import Plan, plan_of
 from reshard.planning.stages import is_layered
 from reshard.planning.totals import activation_bytes, all_reduces, rows_of, totals_of
 from reshard.text import human_bytes
-from verify.forward.launch import run_ranks, start_fork_server
+from verify.forward.launch import run_ranks, start_fork_server, variable
 from verify.forward.worker import RankAnswer, RankError
 from verify.profile.compose import Memory, Part, Time, counts_of, memory_of, time_of
 from verify.profile.cost import Link, Work, communication, fit_link, fit_rates, nearest, works
@@ -34,7 +34,7 @@ IMPORTED = ("verify.profile.rank", "transformers.models.auto.modeling_auto")
 
 
 _LESS = "a smaller --batch or --seq, or another --tp"
-_OUT_OF_MEMORY = ("SIGKILL", "out of memory", "MemoryError", "can't allocate memory")
+_OUT_OF_MEMORY = ("SIGKILL", "out of memory", "ALLOC_FAILED", "MemoryError", "can't allocate memory")
 """How it shows in a rank that there was no memory left."""
 
 
@@ -199,7 +199,8 @@ def _run_what_fits(
 ) -> tuple[list[Found], dict[Workload, NotRun]]:
     """Run at one degree what there is memory for, and say of the other workloads why they did not run.
 
-    Where memory runs out nevertheless, all ranks end. The others are then run again, without what takes as much.
+    Where memory runs out nevertheless, all ranks end. The others are then run again, without what takes as much; where
+    that was in no workload, all of them without ``--widths``, which say nothing of the model.
     """
     missing: dict[Workload, NotRun] = {}
     for workload in request.workloads:
@@ -212,6 +213,10 @@ def _run_what_fits(
             return _run(plan, kinds, runs, node, request, progress), missing
         except _MemoryRanOut as error:
             last = error.workload
+            if last is None and request.widths:
+                progress(f"tp {plan.mesh.size}: memory ran out; once more without --widths")
+                request = replace(request, widths=())
+                continue
             why = "memory ran out" if last is None else f"memory ran out at {last}"
             gone = runs if last is None else [each for each in runs if each.takes_as_much_as(last)]
             missing |= dict.fromkeys(gone, NotRun(why, ran_out=request.memory is None))
@@ -231,16 +236,17 @@ def _run(
         with_layers(plan, kinds), kinds, is_built_in, tuple(workloads), dtype, node.device, node.threads,
         request.patience, request.widths, node.free(degree),
     )  # fmt: skip
-    if node.device == "cuda":  # a rank is not to wait for each collective: it would start the next kernels late
-        os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "0")
     last = [f"tp {degree}"]
 
     def note(text: str) -> None:
         last[0] = text
         progress(text)
 
+    # A rank is not to wait for each collective of NCCL: it would start the next kernels late.
+    waits = os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0")
     try:
-        return run_ranks(answer_job, degree, job, device=node.device, timeout=request.timeout, progress=note)
+        with variable("TORCH_NCCL_BLOCKING_WAIT", waits):
+            return run_ranks(answer_job, degree, job, device=node.device, timeout=request.timeout, progress=note)
     except RankAnswer as answer:
         raise answer.value from None
     except RankError as error:

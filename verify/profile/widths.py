@@ -35,7 +35,7 @@ def time_widths(
         last = 0.0
         for width in job.widths:
             weights = numbers_of(block, width) // ranks * dtype.itemsize
-            is_too_much = last * 4 > _PATIENCE * job.patience.seconds or 2 * weights > job.free
+            is_too_much = last * 4 > _PATIENCE * job.patience.seconds or 2 * weights > free_for_widths(job, device)
             if width % (WIDTH_HEAD * ranks) or agreed(is_too_much):
                 continue
             say(f"tp {ranks}: {block}, width {width}")
@@ -50,6 +50,14 @@ def time_widths(
                 steps = repeat(run)
             last = min(sum(span.seconds for span in step) for step in steps)
             yield WidthSteps(block, width, steps)
+
+
+def free_for_widths(job: Job, device: torch.device) -> int:
+    """The bytes that this rank may take now: on a GPU, what the model and the last block have left of it."""
+    if device.type == "cpu":
+        return job.free
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
 
 
 def _made(block: str, width: int, ranks: int, dtype: torch.dtype, device: torch.device) -> nn.Module:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from verify.profile.job import Request
     from verify.profile.run import Profile
 
+_LEAST_MEMORY = 1_000_000
 _PHASES = ("decode", "prefill", "train")
 
 
@@ -71,6 +72,17 @@ class Speed(click.ParamType):  # type: ignore[type-arg]  # it takes none before 
         return float(Size().convert(str(value).removesuffix("/s"), param, ctx))
 
 
+class Memory(Size):
+    """A size of at least 1 MB where it has no unit: ``80`` means 80GB."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """The number of bytes. Raises click.BadParameter for any other text, and for a few bytes."""
+        found = super().convert(value, param, ctx)
+        if found < _LEAST_MEMORY and str(value).strip().isdecimal():
+            self.fail(f"'{value}' is {found} bytes; with a unit it is {found}GB or {found}MB", param, ctx)
+        return found
+
+
 @click.command("profile")
 @click.argument("source")
 @click.option("--tp", type=Numbers(), metavar="N,..", help="Degrees to run; default: all that are possible here.")
@@ -83,7 +95,8 @@ class Speed(click.ParamType):  # type: ignore[type-arg]  # it takes none before 
 @click.option("--ranks", type=click.IntRange(1), metavar="N",
               help="Ranks that there may be; default: one a GPU, or a core.")  # fmt: skip
 @click.option("--dtype", metavar="NAME", help="Dtype of weights and activations; default: the config's own.")
-@click.option("--memory", type=Size(), metavar="SIZE", help="Memory of a rank, such as 80GB; default: this node's.")
+@click.option("--memory", type=Memory(), metavar="SIZE",
+              help="Memory of a rank for tensors, such as 78GB of a GPU's 80GB; default: this node's.")  # fmt: skip
 @click.option("--predict-tp", type=Numbers(), metavar="N,..", help="Degrees to predict without running them.")
 @click.option("--link", type=Speed(), metavar="SPEED",
               help="Bandwidth between ranks of predicted degrees, such as 450GB/s; default: as measured.")  # fmt: skip

@@ -32,7 +32,7 @@ from verify.profile.job import Found, Job, Measured, Patience, Request, Span, Wo
 from verify.profile.layers import LayerKind, layer_kinds
 from verify.profile.page import page
 from verify.profile.recommend import NotRun, Row, recommend
-from verify.profile.run import node_of
+from verify.profile.run import RESERVE, node_of
 from verify.profile.skeleton import skeleton
 from verify.profile.widths import free_for_widths, time_widths
 from verify.rank.collectives import Carrier
@@ -153,6 +153,7 @@ def test_what_the_page_says(document: dict[str, Any]) -> None:
     text = page({**document, "source": "a <b>model</b>"})
     assert "a &lt;b&gt;model&lt;/b&gt;" in text and "<b>" not in text and "Use tp 2" in text
     assert text.count("tp 4: ") >= 6 and text.count("predicted") > 6 and text.count("not measured") == 3
+    assert "Training: forward and backward, without optimizer states" in text
     alone = [{"phase": "decode", "batch": 3, "seq": 8, "tp": 4}]
     none = page({**document, "recommended": {"tp": None, "reason": "no degree fits", "alone": alone}})
     assert "For decode, batch 3, seq 8 alone: tp 4." in none
@@ -308,6 +309,7 @@ def test_no_degree_fits() -> None:
         ),
         (("--tp", "8", "--ranks", "2"), "--tp 8: this node has 2 ranks (--ranks)"),
         (("--device", "cuda"), "--device cuda: torch finds no CUDA device"),
+        (("--memory", "80"), "'80' is 80 bytes; with a unit it is 80GB or 80MB"),
         (("--phase", "decode,sleep"), "there is no phase 'sleep'; the phases are decode, prefill, train"),
         (("--tp", "1,two"), "'1,two' is no list of numbers such as 1,2,4 or 1024..16384"),
         (("--link", "450GB/s"), "--link goes with --predict-tp"),
@@ -370,7 +372,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: including_emulation)
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda i: SimpleNamespace(total_memory=1000 - i))
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda i: SimpleNamespace(total_memory=RESERVE + 1000 - i))
 
 
 def test_a_node_with_gpus(two_gpus: None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,6 +391,21 @@ def test_a_node_with_gpus(two_gpus: None, folder: Path, monkeypatch: pytest.Monk
     assert done.returncode == 2 and "too little memory: tp 1, prefill, batch 1, seq 1: needs" in done.stderr
 
 
+def test_training_on_a_gpu(two_gpus: None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fits, fits without optimizer states: the reason and the table say so. No variable of NCCL stays."""
+    monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=RESERVE + 10**6))
+    without_memory(monkeypatch, least=4, message="torch.OutOfMemoryError: CUDA out of memory")
+    asked = ("--tp", "1", "--dtype", "float16", "--batch", "1", "--phase", "train", "--seq", "1")
+    done = command("profile", folder, *asked)
+    assert done.returncode == 0, done.stderr
+    assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
+    assert "train, batch 1, seq 1: forward and backward, without optimizer states" in done.stdout
+    assert "of 1.00 MB a rank without optimizer states" in done.stdout
+    none = command("profile", folder, *asked, "--memory", "1000B").stdout
+    assert "a rank without optimizer states, and 1.00 kB are there" in none
+
+
 def without_memory(monkeypatch: pytest.MonkeyPatch, least: int, message: str, after: str = "") -> list[list[str]]:
     """Let runs of at least so many sequences run out of memory, and what comes ``after`` those of fewer while there are
     widths; what was asked of the ranks in each attempt.
@@ -397,6 +414,7 @@ def without_memory(monkeypatch: pytest.MonkeyPatch, least: int, message: str, af
 
     def run(_: object, degree: int, job: Job, *, progress: Callable[[str], None], **__: object) -> list[Found]:
         asked.append([str(workload) for workload in job.workloads])
+        assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "0"
         for workload in job.workloads:
             progress(f"tp {degree}: {workload}")
             if workload.batch >= least:

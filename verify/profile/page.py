@@ -62,7 +62,7 @@ def _setting(document: Document) -> Html:
 _TITLES = {
     "decode": "Decode: one token of each sequence",
     "prefill": "Prefill: all tokens at once",
-    "train": "Training: forward and backward",
+    "train": "Training: forward and backward, without optimizer states",
 }
 
 

@@ -120,6 +120,7 @@ def _memory(best: int, degrees: Sequence[int], of: dict[int, list[Row]]) -> str:
         text = f"the smallest that fits {capacity} a rank"
     else:
         text = f"it needs {human_bytes(max(row.memory.total for row in of[best]))} of {capacity} a rank"
+    text += _left_out(of[best])
     return text if is_measured else f"{text}, by prediction alone"
 
 
@@ -141,4 +142,10 @@ def _none_fits(rows: Sequence[Row]) -> str:
         why = next(row.not_run.why for row in rows if row.not_run and row.not_run.ran_out)
         return f"no degree fits: at tp {worst.tp} {why}"
     need, there = human_bytes(worst.memory.total), human_bytes(worst.capacity)
-    return f"no degree fits: {worst.workload} at tp {worst.tp} needs {need} a rank, and {there} are there"
+    needs = f"needs {need} a rank{_left_out([worst])}, and {there} are there"
+    return f"no degree fits: {worst.workload} at tp {worst.tp} {needs}"
+
+
+def _left_out(rows: Sequence[Row]) -> str:
+    """What a rank holds in training and these bytes do not have."""
+    return " without optimizer states" if any(row.workload.phase == "train" for row in rows) else ""

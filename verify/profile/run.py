@@ -33,6 +33,9 @@ IMPORTED = ("verify.profile.rank", "transformers.models.auto.modeling_auto")
 """What all ranks need, imported once for all."""
 
 
+RESERVE = 1_500_000_000
+"""What a GPU's memory holds beside tensors, about: CUDA's context, NCCL's buffers and cuBLAS's workspace."""
+
 _LESS = "a smaller --batch or --seq, or another --tp"
 _OUT_OF_MEMORY = ("SIGKILL", "out of memory", "ALLOC_FAILED", "MemoryError", "can't allocate memory")
 """How it shows in a rank that there was no memory left."""
@@ -56,9 +59,12 @@ class Node:
     cores: int
 
     def memory(self, degree: int) -> int:
-        """The bytes that a rank has if there are so many: those of its GPU, or its part of the machine's."""
+        """The bytes that a rank has for tensors if there are so many ranks: those of its GPU but a reserve, or its part
+        of the machine's.
+        """
         if self.device == "cuda":
-            return min(torch.cuda.get_device_properties(i).total_memory for i in range(min(degree, self.ranks)))
+            of_gpus = [torch.cuda.get_device_properties(i).total_memory for i in range(min(degree, self.ranks))]
+            return max(0, min(of_gpus) - RESERVE)
         return _machine_memory("MemTotal") // degree
 
     def free(self, degree: int) -> int:

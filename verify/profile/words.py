@@ -15,7 +15,11 @@ from verify.profile.width_rows import WidthRow
 if TYPE_CHECKING:
     from verify.profile.run import Profile
 
-_STEP = {"decode": "one token of each sequence", "prefill": "all tokens at once", "train": "forward and backward"}
+_STEP = {
+    "decode": "one token of each sequence",
+    "prefill": "all tokens at once",
+    "train": "forward and backward, without optimizer states",
+}
 
 
 def text_of(found: Profile, source: str) -> list[str]:

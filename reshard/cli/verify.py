@@ -190,7 +190,9 @@ def _attempt(answer: Answer, access: Access, places: tuple[str, str], crew: Crew
                 "The original is quantized, these are not. If they were split with --dequantize, give it here, too."
             )
         if answer.exact is not None:
-            named = {str(place.path): place.repo or str(place.path), str(original.path): original.location}
+            named = {str(place.path): place.repo} if place.repo is not None else {}
+            if original.location != os.path.realpath(original.path):
+                named[str(original.path)] = original.location
             answer.exact = answer.exact.calling(named)
     except ReshardError as error:
         if tracebacks_are_wanted():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -95,11 +96,15 @@ class ExactReport:
         return not (self.missing or self.problems)
 
     def calling(self, names: Mapping[str, str]) -> ExactReport:
-        """The report with these names in the place of folders, which stand in for what lies elsewhere."""
+        """The report with these names in the place of folders, which stand in for what lies elsewhere.
+
+        A folder is renamed where it is a path, or the beginning of one.
+        """
 
         def told(text: str) -> str:
             for folder, name in names.items():
-                text = text.replace(folder, name)
+                path = rf"(?<![\w./-]){re.escape(folder)}(?=[/:,;)]|\.?(?:\s|$))"
+                text = name.join(re.split(path, text))
             return text
 
         first = self.first

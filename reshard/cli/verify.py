@@ -171,7 +171,7 @@ def _verify_as_rank(answer: Answer, access: Access, places: tuple[str, str], fin
 def _attempt(answer: Answer, access: Access, places: tuple[str, str], crew: Crew | None = None) -> None:
     """Open both checkpoints and prove; what cannot be checked becomes the answer's error."""
     from reshard.storage.access import open_any
-    from reshard.storage.fetched import Weights
+    from reshard.storage.fetched import Weights, told_as
     from reshard.storage.hub import fetch
     from verify.bytes.exact import open_shards
     from verify.prove import prove
@@ -181,7 +181,8 @@ def _attempt(answer: Answer, access: Access, places: tuple[str, str], crew: Crew
     try:
         original = open_any(places[0], access, weights)
         place = fetch(places[1], token=access.token, cache_dir=access.cache_dir, weights=weights, quiet=access.quiet)
-        with place.named():
+        named = original.location if original.location != os.path.realpath(original.path) else None
+        with place.named(), told_as(original.path, named):
             shards = open_shards(place.path, original, plan_file=access.plan_file, remote=place.remote)
             is_silent = access.quiet or (crew is not None and not crew.is_first)
             prove(answer, original, shards, access.plan_file, _Display(is_silent), crew)
@@ -190,10 +191,8 @@ def _attempt(answer: Answer, access: Access, places: tuple[str, str], crew: Crew
                 "The original is quantized, these are not. If they were split with --dequantize, give it here, too."
             )
         if answer.exact is not None:
-            named = {str(place.path): place.repo} if place.repo is not None else {}
-            if original.location != os.path.realpath(original.path):
-                named[str(original.path)] = original.location
-            answer.exact = answer.exact.calling(named)
+            found = {place.path: place.repo, original.path: named}
+            answer.exact = answer.exact.calling({str(path): name for path, name in found.items() if name is not None})
     except ReshardError as error:
         if tracebacks_are_wanted():
             print_traceback()

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from reshard.api import split
+from tests import store
 from tests.support import change_tensor, command, write_checkpoint
 from verify.bytes.exact_report import ExactReport, FirstDifference
 
@@ -35,3 +38,14 @@ def test_only_whole_folders_are_renamed() -> None:
     assert (found.first.file, found.first.original_file) == (files[0], r"s3://\1/b.safetensors")
     assert found.problems[1:] == (r"the checksum of s3://\1/f is x", r"s3://\1 is split")
     assert found.problems[0] == r"s3://\1/c and 'model.d' and model-2/e" and found.extra == report.extra
+
+
+@pytest.mark.parametrize(("form", "told"), [("vllm", "is in the format vllm"), (None, "is split itself")])
+def test_an_original_that_is_none_is_refused(form: str | None, told: str, tmp_path: Path) -> None:
+    full = store.checkpoint("llama")
+    split(full, tmp_path / "shards", 2, form=form)
+    done = command("verify", "shards", full, "--exact-only", cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.splitlines()[-2:] == [
+        f"Error: shards {told}: it cannot be the original",
+        "Hint: give the full checkpoint first, then the shards; 'reshard merge shards OUT' makes one",
+    ]

@@ -67,11 +67,15 @@ def compare(
 ) -> ExactReport:
     """Compare every byte of every shard with the byte of the original that it should be.
 
-    ``shards`` may also be a full checkpoint (a merged one). Raises CheckpointError if ``original`` itself is split, or
-    if a file cannot be read.
+    ``shards`` may also be a full checkpoint (a merged one). Raises CheckpointError if ``original`` itself is split or
+    in another program's format, or if a file cannot be read.
     """
-    if original.sharded is not None:
-        raise CheckpointError(f"{original.path} is split itself", "give the full checkpoint first, then the shards")
+    if original.is_split:
+        what = f"in the format {original.page.name}" if original.page is not None else "split itself"
+        raise CheckpointError(
+            f"{original.path} is {what}: it cannot be the original",
+            f"give the full checkpoint first, then the shards; 'reshard merge {original.path} OUT' makes one",
+        )
     if shards.page is not None:
         return compare_program(original, shards, progress, workers)
     ranks = len(shards.ranks)

@@ -25,6 +25,7 @@ from tests.verify.test_forward import QUICK, run_all
 from verify.bytes.atoms import ranges_between
 from verify.bytes.exact import open_shards, verify_exact
 from verify.bytes.exact_report import ExactReport
+from verify.report.words import exact_summary
 
 KEY = "DCP_SHARDING_INFO"
 GATE, UP = (f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up"))
@@ -156,7 +157,8 @@ def test_the_first_file_of_others_is_missing(tmp_path: Path) -> None:
     change_tensor(folder / "shard-00004-model-00001-of-00001.safetensors", GATE)
     found = exact(folder, "llama")
     assert {(damage.stored, damage.rank) for damage in found.damages} == {(GATE, 3)}
-    assert (found.mesh, found.ranks) == ("of no stated mesh", 3)
+    assert (found.mesh, found.ranks) == ("of no stated mesh", None)
+    assert " tensors, of no stated mesh, in the format transformers" in exact_summary(found)
 
 
 @pytest.mark.parametrize("name", ["phi3", "qwen3_moe", "gpt_oss", "falcon-7b", "gpt2"])

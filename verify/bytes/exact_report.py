@@ -69,11 +69,11 @@ class ExactReport:
 
     ``nbytes`` is the number of compared bytes of the shards' tensors. ``missing`` and ``extra`` have names of tensors
     and files, ``configs`` wrong settings, ``problems`` other differences, one line each. ``first`` and ``damages`` are
-    about the content of tensors. ``form`` is the name of another program's format.
+    about the content of tensors. ``form`` is the name of another program's format. ``ranks`` is None where the files do not say their mesh.
     """
 
     mesh: str
-    ranks: int
+    ranks: int | None
     tensors: int
     nbytes: int
     first: FirstDifference | None = None

@@ -84,7 +84,7 @@ def _exact(document: Document) -> Html | None:
     counts = [
         ("compared", f"{report['nbytes']:,} bytes"),
         ("tensors", f"{report['tensors']:,}"),
-        ("mesh", f"{report['mesh']}, {report['ranks']} ranks"),
+        ("mesh", f"{report['mesh']}, {report['ranks']} ranks" if report["ranks"] is not None else report["mesh"]),
     ]
     lists = [("Contradictions", "problems"), ("Missing", "missing"), ("Extra", "extra")]
     return element(

@@ -91,9 +91,10 @@ def _difference_in_words(exact: Any) -> str:
 
 
 def _amount(report: Any) -> str:
-    size, tensors, ranks = human_bytes(report.nbytes), plural(report.tensors, "tensor"), plural(report.ranks, "rank")
+    size, tensors = human_bytes(report.nbytes), plural(report.tensors, "tensor")
+    on = f" on {plural(report.ranks, 'rank')}" if report.ranks is not None else ""
     form = f", in the format {report.form}" if report.form else ""
-    return f"{size} in {tensors} on {ranks}, {report.mesh}{form}"
+    return f"{size} in {tensors}{on}, {report.mesh}{form}"
 
 
 def exact_summary(report: Any) -> str:

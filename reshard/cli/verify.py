@@ -183,7 +183,9 @@ def _attempt(answer: Answer, access: Access, places: tuple[str, str], crew: Crew
         place = fetch(places[1], token=access.token, cache_dir=access.cache_dir, weights=weights, quiet=access.quiet)
         named = original.location if original.location != os.path.realpath(original.path) else None
         with place.named(), told_as(original.path, named):
-            shards = open_shards(place.path, original, plan_file=access.plan_file, remote=place.remote)
+            shards = open_shards(
+                place.path, original, plan_file=access.plan_file, remote=place.remote, beside=place.beside
+            )
             is_silent = access.quiet or (crew is not None and not crew.is_first)
             prove(answer, original, shards, access.plan_file, _Display(is_silent), crew)
         if answer.exit_code == 1 and _lost_quantization(original, place.path, shards):

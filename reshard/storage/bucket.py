@@ -17,7 +17,7 @@ from formats.errors import CheckpointError
 from formats.files.foreign import is_usable, refuse_foreign
 from reshard.storage.fetched import Fetched, Weights
 from reshard.storage.marks import STATE
-from reshard.storage.names import needed_to_plan, side_files, weight_files
+from reshard.storage.names import left_out, needed_to_plan, side_files, weight_files
 from reshard.storage.parts import not_begun
 from reshard.storage.remote import StoredFile, ask, etag_of, explain, open_store, without_query
 from reshard.storage.stand_in import Elsewhere, stand_in
@@ -67,8 +67,13 @@ def fetch_stored(url: str, wanted: Weights, cache: Path) -> Fetched:
 
     Folders are kept in ``cache``, one for each state of the checkpoint. Raises CheckpointError.
     """
+    from obstore.store import HTTPStore
+
     store, name = open_store(url, once=True), without_query(url).rstrip("/")
-    entries = _entries(store, url)
+    found = _entries(store, url)
+    entries = {
+        file: entry for file, entry in found.items() if file.startswith((UNFINISHED, JOURNAL)) or _NAME.fullmatch(file)
+    }
     if UNFINISHED in entries:
         raise CheckpointError(
             f"{name} is unfinished output{_progress(store, entries, url)}",
@@ -107,7 +112,8 @@ def fetch_stored(url: str, wanted: Weights, cache: Path) -> Fetched:
 
         stand_in(folder, there, fill, name, sampled=wanted is Weights.RANGES)
     remote = {file: elsewhere.remote for file, elsewhere in there.items()}
-    return Fetched(folder, name, None, headers_only=bool(there), remote=remote)
+    beside = None if isinstance(store, HTTPStore) else left_out(found, side, weights)
+    return Fetched(folder, name, None, headers_only=bool(there), remote=remote, beside=beside)
 
 
 def _entries(store: ObjectStore, url: str) -> Mapping[str, _Entry]:
@@ -118,11 +124,7 @@ def _entries(store: ObjectStore, url: str) -> Mapping[str, _Entry]:
     if isinstance(store, HTTPStore):
         return _by_name(store, url)
     found = ask(store, url, "", lambda: [meta for metas in listing(store) for meta in metas], is_first=True)
-    return {
-        meta["path"]: _entry(meta)
-        for meta in found
-        if meta["path"].startswith((UNFINISHED, JOURNAL)) or _NAME.fullmatch(meta["path"])
-    }
+    return {meta["path"]: _entry(meta) for meta in found}
 
 
 def _progress(store: ObjectStore, entries: Iterable[str], url: str) -> str:

@@ -33,6 +33,8 @@ class Fetched:
     """The safetensors files are sparse, with true headers and sizes but no data."""
     remote: Mapping[str, Remote] = field(default_factory=dict)
     """Where the data of such files is, by their names."""
+    beside: tuple[str, ...] | None = ()
+    """The names of files that lie beside it elsewhere and not in its folder here; None where files are not listed."""
 
     def named(self) -> AbstractContextManager[None]:
         """A block whose errors call the source by its name, not by the folder that stands in for it."""

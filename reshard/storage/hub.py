@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ from formats.errors import CheckpointError
 from formats.files.foreign import is_usable, refuse_foreign
 from reshard.storage.bucket import fetch_stored, is_url
 from reshard.storage.fetched import Fetched, Weights
-from reshard.storage.names import needed_to_plan, side_files, weight_files
+from reshard.storage.names import left_out, needed_to_plan, side_files, weight_files
 from reshard.storage.remote import HubFile
 from reshard.storage.stand_in import Elsewhere, stand_in
 
@@ -139,16 +139,17 @@ def _download(request: _Request, wanted: Weights) -> Fetched:
             f"{request.repo} holds no checkpoint: no .safetensors, pytorch_model*.bin or consolidated.*.pth at its top",
             "give a repository of a model that transformers can load",
         )
+    beside = left_out(sizes, side, weights)
     missing = [name for name in weights if not (folder / name).exists()]
     if missing and wanted is not Weights.FILES and all(name.endswith(".safetensors") for name in weights):
         there = {name: Elsewhere(_remote(request, folder.name, found[name]), sizes[name]) for name in missing}
-        return _elsewhere(request, wanted, folder, side, weights, there)
+        return replace(_elsewhere(request, wanted, folder, side, weights, there), beside=beside)
     if missing:
         _check_space(request, folder, sum(sizes.get(name, 0) for name in missing))
         _say(request, f"downloading {_count(missing)} of {request.repo}, {_gigabytes(sizes, missing)}")
         _persist(request, weights, folder.name)
         gc.collect()  # huggingface_hub leaves progress bars open; deleted, they end their lines
-    return Fetched(folder, request.repo, folder.name)
+    return Fetched(folder, request.repo, folder.name, beside=beside)
 
 
 def _remote(request: _Request, commit: str, file: RepoSibling) -> HubFile:
@@ -222,7 +223,7 @@ def _from_cache(request: _Request, wanted: Weights, error: Exception) -> Fetched
         raise error
     if not isinstance(error, OfflineModeIsEnabled):
         _say(request, f"the Hub cannot be reached; using {request.repo} at {folder.name[:12]} from the cache")
-    return Fetched(folder if whole else headers, request.repo, folder.name, headers_only=not whole)
+    return Fetched(folder if whole else headers, request.repo, folder.name, headers_only=not whole, beside=None)
 
 
 def _cached_listing(request: _Request, folder: Path) -> list[str]:

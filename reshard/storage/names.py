@@ -90,6 +90,11 @@ def _named_by_index(index: Path) -> set[str]:
     return {name for name in found.values() if isinstance(name, str)} if isinstance(found, dict) else set()
 
 
+def left_out(listing: Iterable[str], *taken: Iterable[str]) -> tuple[str, ...]:
+    """The files of a repository or a bucket of which a folder here has none, sorted."""
+    return tuple(sorted(set(listing).difference(*taken)))
+
+
 def needed_to_plan(side: Iterable[str], listing: Iterable[str]) -> list[str]:
     """Those of the side files that are needed to plan: all, for shards, whose manifest is compared with them."""
     ends = ("config.json", ".index.json", "reshard.json", _DISTRIBUTED)

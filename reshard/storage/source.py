@@ -133,6 +133,8 @@ class Source:
     """What a trainer saved beside the model, where it can be re-sharded with it."""
     constants: Mapping[str, bytes] = field(default_factory=dict)
     """What is stored in the place of constants of its format, where that has another value."""
+    beside: tuple[str, ...] | None = ()
+    """The names of files that lie beside it elsewhere and not in its folder here; None where files are not listed."""
 
     @cached_property
     def arrangement(self) -> Arrangement | None:

@@ -89,6 +89,37 @@ def test_a_file_with_another_sum_is_fetched_again_and_told(bucket: StoreServer, 
     assert bucket.fetched() <= 2 * weights(shards)
 
 
+@pytest.mark.parametrize("form", [None, "vllm"])
+def test_what_is_extra_on_disk_is_extra_elsewhere(form: str | None, bucket: StoreServer, tmp_path: Path) -> None:
+    original, shards = made.checkpoint("llama"), tmp_path / "shards"
+    split(original, shards, 2, form=form)
+    rank = "" if form else "rank-01-of-02/"
+    extra = [f"{rank}junk.bin", "big.gguf", "a/b/c/d.pt", "rank-07-of-02/x.txt", ".reshard-journal-x", ".git/pack.bin"]
+    for name in extra:
+        (shards / name).parent.mkdir(parents=True, exist_ok=True)
+        (shards / name).write_bytes(b"x")
+    url = upload(shards, bucket, "shards")
+    here, there = (verify(bucket, original, folder, "--json") for folder in (shards, url))
+    found = json.loads(there.stdout)["exact"]
+    assert {*found["extra"]} == {f"{rank}junk.bin", "big.gguf", "a/", "rank-07-of-02", ".reshard-journal-x"}
+    assert found["extra"] == json.loads(here.stdout)["exact"]["extra"]
+    assert (there.returncode, found["problems"], found["missing"]) == (1, [], [])
+
+
+@pytest.mark.parametrize("form", [None, "vllm"])
+def test_a_web_server_lists_nothing_and_the_answer_says_so(
+    form: str | None, bucket: StoreServer, tmp_path: Path
+) -> None:
+    original, shards = made.checkpoint("llama"), tmp_path / "shards"
+    split(original, shards, 2, form=form)
+    (shards / "big.gguf").write_bytes(b"x")
+    upload(shards, bucket, "shards")
+    page = tmp_path / "page.html"
+    done = verify(bucket, original, f"{bucket.url}/bucket/shards", "--report", page)
+    assert done.returncode == 0 and "nothing extra" not in done.stdout, done.stderr
+    assert all("extra files were not looked for" in text for text in (done.stdout, page.read_text()))
+
+
 def test_faults_on_the_way(bucket: StoreServer, tmp_path: Path) -> None:
     original, shards = made.checkpoint("llama"), tmp_path / "shards"
     split(original, shards, 2)

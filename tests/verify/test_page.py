@@ -75,6 +75,7 @@ def exact() -> dict[str, Any]:
     return {
         "verdict": "same", "mesh": "tp 2", "ranks": 2, "tensors": 30, "nbytes": 276800, "first": None, "damages": [],
         "missing": [], "extra": [], "configs": [], "problems": [],
+        "is_listed": True,
     }  # fmt: skip
 
 

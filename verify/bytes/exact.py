@@ -40,10 +40,15 @@ def verify_exact(
 
 
 def open_shards(
-    path: Path, original: Source, *, plan_file: Path | None = None, remote: Mapping[str, Remote] = MappingProxyType({})
+    path: Path,
+    original: Source,
+    *,
+    plan_file: Path | None = None,
+    remote: Mapping[str, Remote] = MappingProxyType({}),
+    beside: tuple[str, ...] | None = (),
 ) -> Source | ExactReport:
-    """Open shards; ``remote`` has those of their files that lie elsewhere, by name. If they are inconsistent, returns a
-    report with the reason.
+    """Open shards; ``remote`` has those of their files that lie elsewhere, by name, and ``beside`` the names of other
+    files there (None: they are not listed). If they are inconsistent, returns a report with the reason.
 
     What another program has written is opened as shards of ``original``, whatever is in it. Raises ReshardError if the
     folder does not have shards, or cannot be read.
@@ -52,6 +57,7 @@ def open_shards(
     try:
         is_of_program = is_of_programs(path)
         opened = open_as(path, original.model) if is_of_program else open_source(path, plan_file=plan_file)
+        opened = replace(opened, beside=beside)
         return read_elsewhere(opened, remote) if remote else opened
     except ReshardError as error:
         reason = error.__context__
@@ -97,6 +103,7 @@ def compare(
     found.problems += folder.wrong_checksums(original, shards, sums, damaged, files)
     return replace(
         bytes_found,
+        is_listed=shards.beside is not None,
         missing=tuple(found.missing),
         extra=tuple(found.extra),
         configs=tuple(found.configs),

@@ -69,7 +69,8 @@ class ExactReport:
 
     ``nbytes`` is the number of compared bytes of the shards' tensors. ``missing`` and ``extra`` have names of tensors
     and files, ``configs`` wrong settings, ``problems`` other differences, one line each. ``first`` and ``damages`` are
-    about the content of tensors. ``form`` is the name of another program's format. ``ranks`` is None where the files do not say their mesh.
+    about the content of tensors. ``form`` is the name of another program's format. ``ranks`` is None where the files do
+    not say their mesh. Where the shards are not ``is_listed`` (on a web server), extra files were not looked for.
     """
 
     mesh: str
@@ -83,6 +84,7 @@ class ExactReport:
     configs: tuple[ConfigDifference, ...] = ()
     problems: tuple[str, ...] = ()
     form: str | None = None
+    is_listed: bool = True
 
     @property
     def verdict(self) -> Literal["same", "different"]:

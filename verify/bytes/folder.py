@@ -70,27 +70,44 @@ def expected_files(original: Source, shards: Source, plan: Plan) -> dict[str, se
     return found
 
 
-def extra_entries(root: Path, expected: Iterable[str]) -> Iterator[str]:
-    """Files and folders below ``root`` that are not expected; for a folder only its own name.
+def extra_entries(shards: Source, expected: Iterable[str]) -> list[str]:
+    """Files and folders of ``shards`` that are not expected; for a folder only its own name.
 
     Names at the top that begin with a dot are ignored, as by all commands: other tools keep files there. The staging
     files of an unfinished run are not ignored. A link counts as its target.
     """
     files = set(expected)
     folders = {parent.as_posix() for name in files for parent in Path(name).parents}
-    yield from _extra(root, "", files, folders)
+    beside = (_extra_beside(name, files, folders) for name in shards.beside or ())
+    return sorted({*_extra(shards.path, "", files, folders), *(name for name in beside if name is not None)})
 
 
 def _extra(root: Path, folder: str, files: set[str], folders: set[str]) -> Iterator[str]:
     for entry in sorted((root / folder).iterdir()):
         name = entry.relative_to(root).as_posix()
-        is_staged = entry.name.startswith(STATE) and not entry.name.startswith(PUBLISHED)
-        if not folder and entry.name.startswith(".") and not is_staged:
+        if not folder and _is_ignored(entry.name):
             continue
         if name in folders and entry.is_dir():
             yield from _extra(root, name, files, folders)
         elif name not in files or not entry.is_file():
-            yield f"{name}/" if entry.is_dir() and not RANK_FOLDER.fullmatch(name) else name
+            yield _called(name) if entry.is_dir() else name
+
+
+def _extra_beside(name: str, files: set[str], folders: set[str]) -> str | None:
+    """What is extra of a file that lies elsewhere: the first folder that is not expected, the file, or nothing."""
+    if _is_ignored(name.partition("/")[0]) or name in files | folders:  # stores may have empty objects for folders
+        return None
+    outer = [parent.as_posix() for parent in Path(name).parents]
+    return next((_called(folder) for folder in reversed(outer) if folder not in folders), name)
+
+
+def _is_ignored(name: str) -> bool:
+    """Whether a name at the top is another tool's, or that of a mark which stays."""
+    return name.startswith(".") and (not name.startswith(STATE) or name.startswith(PUBLISHED))
+
+
+def _called(folder: str) -> str:
+    return folder if RANK_FOLDER.fullmatch(folder) else f"{folder}/"
 
 
 # ------------------------------------------------------------------------------------------------------- side files

@@ -48,6 +48,7 @@ def compare_program(original: Source, shards: Source, progress: Progress, worker
     return replace(
         report,
         form=shards.page.name,
+        is_listed=shards.beside is not None,
         missing=tuple(found.missing),
         extra=tuple(found.extra),
         configs=tuple(found.configs),
@@ -135,7 +136,7 @@ class _Structure:
         side = [file.relative_to(self.original.path).as_posix() for file in self.original.side_files]
         expected = {*side, *documents, MANIFEST, *(file.name for file in self.shards.files.values())}
         self.missing += sorted(name for name in expected if not (root / name).is_file())
-        self.extra += folder.extra_entries(root, expected)
+        self.extra += folder.extra_entries(self.shards, expected)
         if self.missing or self.extra or self.problems:
             return
         for number in range(self._planned.ranks):

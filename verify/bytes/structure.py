@@ -140,7 +140,7 @@ class Structure:
         expected = folder.expected_files(self.original, self.shards, self.plan)
         files = [name for names in expected.values() for name in names]
         self.missing += sorted(name for name in files if not (root / name).is_file())
-        self.extra += folder.extra_entries(root, files)
+        self.extra += folder.extra_entries(self.shards, files)
 
     def _check_documents(self) -> None:
         """Compare the manifest, and the headers and indexes of the ranks."""

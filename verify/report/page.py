@@ -13,6 +13,7 @@ from formats.mesh import read_mesh
 from reshard.pages.document import html_page, write_page
 from reshard.pages.markup import Html, element, joined, number, percent, ratio, to_number
 from verify.report.plots import histogram_plot, place_plot
+from verify.report.words import NOT_LISTED
 
 ROWS = 2000
 """The page shows so many lines of a table, differing ones first; ``--json`` has all."""
@@ -81,6 +82,8 @@ def _exact(document: Document) -> Html | None:
         return None
     differs = report.get("verdict") != "same"
     words = "Some are not the original's." if differs else "All are the original's, none is missing, and none is extra."
+    if not report["is_listed"]:
+        words += f" But {NOT_LISTED}."
     counts = [
         ("compared", f"{report['nbytes']:,} bytes"),
         ("tensors", f"{report['tensors']:,}"),

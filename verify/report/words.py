@@ -15,6 +15,9 @@ SHOWN = 10
 """Lines of each kind that the summary shows; ``--json`` has all of them."""
 
 
+NOT_LISTED = "extra files were not looked for, as where the shards lie, files could not be listed"
+
+
 @dataclass(frozen=True)
 class OwnPlan:
     """The user's own plan that bytes were compared with, and where it differs from the built-in rules of the type.
@@ -100,13 +103,15 @@ def _amount(report: Any) -> str:
 def exact_summary(report: Any) -> str:
     """What the byte comparison found, in words."""
     if report.verdict == "same":
-        return f"bytes: all equal, {_amount(report)}; nothing missing, nothing extra"
+        extra = "nothing extra" if report.is_listed else f"no tensor extra; {NOT_LISTED}"
+        return f"bytes: all equal, {_amount(report)}; nothing missing, {extra}"
     amount = f"{_amount(report)} compared" if report.tensors else "none was compared"
     lines = [f"bytes: different ({amount})"]
     lines += _some("", report.problems)
     lines += _some("missing: ", report.missing)
     lines += _some("extra: ", report.extra)
     lines += _some("", report.configs)
+    lines += [] if report.is_listed else [f"  {NOT_LISTED}"]
     if report.first is not None:
         lines.append(f"  first: {report.first}")
     damages = [

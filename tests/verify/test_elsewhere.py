@@ -53,11 +53,27 @@ def test_each_byte_is_fetched_once_and_none_is_kept(
     other = upload(shards, bucket, "shards") if where != "original" else shards
     done = verify(bucket, one, other)
     assert done.returncode == 0, done.stderr
+    blocks = [(request.path, request.range) for request in bucket.requests if request.range]
+    assert len(blocks) == len({*blocks})
     held = (weights(original) if where != "shards" else 0) + (weights(shards) if where != "original" else 0)
     headers = 100_000 * sum(1 for folder in bucket.root.iterdir() for _ in folder.rglob("*.safetensors"))
     assert held <= bucket.fetched() <= held + headers + (1 << 16)  # samples for the fingerprint
     (bucket.root.parent / "cache").mkdir(exist_ok=True)
     assert on_disk(bucket.root.parent / "cache") <= 2 * headers
+
+
+def test_little_is_fetched_twice_where_little_is_kept(
+    bucket: StoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums are taken of what is compared, and not of all of a tensor before."""
+    monkeypatch.setattr(reading, "BLOCK", 5_001)
+    monkeypatch.setattr(reading, "ROOM", 64 * 5_001)
+    original, shards = made.checkpoint("llama"), tmp_path / "shards"
+    split(original, shards, 2, form="vllm")
+    done = verify(bucket, upload(original, bucket, "llama"), upload(shards, bucket, "shards"))
+    assert done.returncode == 0, done.stderr
+    blocks = [(request.path, request.range) for request in bucket.requests if request.range]
+    assert len(blocks) <= 1.5 * len({*blocks})
 
 
 @pytest.mark.parametrize("form", [None, "vllm"])

@@ -91,13 +91,13 @@ def compare(
         return ExactReport(str(shards.plan.mesh), ranks, 0, 0, problems=(error.message,))
     found = Structure(original, shards, plan)
     found.check()
-    files = Files(original, shards)
+    sums = folder.begun_sums(original, shards)
+    files = Files(original, shards, sums=sums)
     derived = check_derived(original, shards, plan, found.comparable, files)
     compared = derived.compared
     left = {name: [r for r in ranks if r not in compared.get(name, ())] for name, ranks in found.comparable.items()}
     left = {name: ranks for name, ranks in left.items() if ranks}
     found.problems += derived.problems
-    sums = folder.begun_sums(original, shards)
     bytes_found = compare_bytes(original, shards, plan, left, progress, workers or files.workers, files, sums)
     damaged = {shards.ranks[damage.rank][damage.tensor].file for damage in bytes_found.damages}
     found.problems += folder.wrong_checksums(original, shards, sums, damaged, files)

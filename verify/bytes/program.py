@@ -39,7 +39,7 @@ def compare_program(original: Source, shards: Source, progress: Progress, worker
     except ReshardError as error:
         return ExactReport(str(shards.plan.mesh), len(shards.ranks), 0, 0, problems=(error.message,))
     sums = folder.begun_sums(original, shards)
-    files = Files(original, shards)
+    files = Files(original, shards, sums=sums)
     comparison = Comparison(original, shards, arrangement, found.comparable, progress, sums, files)
     report = comparison.run(workers or files.workers)
     found.problems += folder.wrong_checksums(original, shards, sums, comparison.damaged, files)

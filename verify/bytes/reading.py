@@ -8,13 +8,16 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
+from types import MappingProxyType
 from typing import BinaryIO
 
 import numpy as np
 
 from formats.errors import CheckpointError
+from formats.files.checksum import PartialSum, sum_part
 from formats.regular_files import open_file, unreadable
 from reshard.storage.remote import Read
 from reshard.storage.source import Source, SourceFile
@@ -34,11 +37,14 @@ _WORKERS, _WORKERS_ELSEWHERE = 4, 16
 
 
 class Files:
-    """Files of which pieces are read, by any thread; those that were used last stay open."""
+    """Files of which pieces are read, by any thread; those that were used last stay open.
 
-    def __init__(self, *sources: Source) -> None:
+    To ``sums``, which have those of the headers, the blocks of files that lie elsewhere are added as they are fetched.
+    """
+
+    def __init__(self, *sources: Source, sums: Mapping[Path, PartialSum] = MappingProxyType({})) -> None:
         elsewhere = (file for source in sources for file in source.files.values() if file.remote is not None)
-        self._elsewhere = {file.path: _Blocks(file) for file in elsewhere}
+        self._elsewhere = {file.path: _Blocks(file, sums.get(file.path)) for file in elsewhere}
         self._open: OrderedDict[Path, BinaryIO] = OrderedDict()
         self._kept: OrderedDict[tuple[Path, int], Future[memoryview]] = OrderedDict()
         self._lock = threading.Lock()
@@ -47,6 +53,10 @@ class Files:
     def workers(self) -> int:
         """The threads that should read: many, where they wait for answers."""
         return _WORKERS_ELSEWHERE if self._elsewhere else min(_WORKERS, os.cpu_count() or 1)
+
+    def is_elsewhere(self, path: Path) -> bool:
+        """Whether the bytes of a file are fetched from elsewhere, and added to its sum."""
+        return path in self._elsewhere
 
     def read(self, path: Path, begin: int, nbytes: int) -> Array:
         """Bytes of a file. Raises CheckpointError, MismatchError."""
@@ -103,10 +113,11 @@ class Files:
 
 
 class _Blocks:
-    """The blocks of a file that lies elsewhere."""
+    """The blocks of a file that lies elsewhere; each is added to ``total`` once."""
 
-    def __init__(self, file: SourceFile) -> None:
-        self._file, self._lock = file, threading.Lock()
+    def __init__(self, file: SourceFile, total: PartialSum | None) -> None:
+        self._file, self._total, self._lock = file, total, threading.Lock()
+        self._summed: set[int] = set()
         self._opened: Read | None = None
 
     def read(self, number: int) -> memoryview:
@@ -118,4 +129,15 @@ class _Blocks:
         begin = number * BLOCK
         if begin >= self._file.size:
             raise CheckpointError(f"{self._file.shown} has no byte {begin}")
-        return self._opened(begin, min(begin + BLOCK, self._file.size))
+        found = self._opened(begin, min(begin + BLOCK, self._file.size))
+        if self._total is not None:
+            self._sum(number, begin, found)
+        return found
+
+    def _sum(self, number: int, begin: int, found: memoryview) -> None:
+        skip = max(0, len(self._file.header or b"") - begin)
+        part = sum_part(found[skip:], begin + skip)
+        with self._lock:
+            if self._total is not None and number not in self._summed:
+                self._summed.add(number)
+                self._total.add(begin + skip, max(0, len(found) - skip), part)

@@ -220,8 +220,8 @@ class Comparison:
             self._compared(info.nbytes)
 
     def _sum(self, info: TensorInfo) -> None:
-        """Add a tensor's bytes to the sum of its file, once, if that is wanted."""
-        if info.file not in self._sums:
+        """Add a tensor's bytes to the sum of its file, once, if that is wanted; of a file elsewhere its blocks are."""
+        if info.file not in self._sums or self._files.is_elsewhere(info.file):
             return
         with self._lock:
             if (info.file, info.offset) in self._summed:

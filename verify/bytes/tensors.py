@@ -256,9 +256,9 @@ class _Worker:
         return buffer
 
     def _fill(self, path: Path, offset: int, buffer: Array) -> None:
-        """Fill the buffer from ``offset`` of a file, and add to the file's sum, if it is wanted."""
+        """Fill the buffer from ``offset`` of a file, and add to the file's sum, if it is wanted and not done there."""
         self._tally.files.fill(path, offset, buffer)
-        if path in self._summed:
+        if path in self._summed and not self._tally.files.is_elsewhere(path):
             if path not in self._sums:
                 self._sums[path] = PartialSum(self._summed[path].size)
             self._sums[path].add(offset, buffer.size, sum_part(buffer, offset))

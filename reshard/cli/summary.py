@@ -122,17 +122,17 @@ def _text(summary: Summary, source: str, seconds: float) -> str:
 
 
 def _did(summary: Summary, source: str) -> str:
-    verb = {"split": "split", "re-split": "re-split", "merge": "merged"}[summary.command]
+    verb = {"split": "split", "re-split": "re-split", "merge": "merged", "write": "wrote"}[summary.command]
     ranks, listed = summary.mesh.size, ", ".join(map(str, summary.ranks))
     which = plural(ranks, "rank")
     if len(summary.ranks) < ranks:
         which = f"{'ranks' if len(summary.ranks) > 1 else 'rank'} {listed} of {ranks}"
     before = f"{plural(summary.source_mesh.size, 'rank')} of " if summary.source_mesh.size > 1 else ""
     would = f"would {summary.command}" if summary.dry_run else verb
-    into = "one checkpoint" if summary.command == "merge" else which
+    into = {"merge": "into one checkpoint", "write": "as one checkpoint"}.get(summary.command, f"into {which}")
     if summary.part is not None:
         into += f", part {summary.part.index} of {summary.part.count}"
-    return f"{would} {before}{source} into {into}"
+    return f"{would} {before}{source} {into}"
 
 
 def _where(summary: Summary) -> str:

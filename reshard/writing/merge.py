@@ -78,7 +78,7 @@ def merge(
         check_place(bucket or folder, opened, files, dealt, task, overwrite=overwrite)
 
     summary = Summary(
-        command="merge", source=opened.location, out=bucket.name if bucket else folder,
+        command="merge" if opened.is_split else "write", source=opened.location, out=bucket.name if bucket else folder,
         source_mesh=opened.plan.mesh, mesh=UNSPLIT,
         tensors=len(target.model.tensors), files=len(files), nbytes=total, written=0, padding={}, ranks=(0,),
         complete=False, dry_run=dry_run, left_behind=opened.left_behind, note=noted(access),

@@ -82,7 +82,7 @@ class Bucket:
                 f"{self.name} holds '{min(theirs)}' and is not a checkpoint, so it is not overwritten",
                 "choose another place",
             )
-        if is_shared and f"{PUBLISHED}{task_name(task)}" in there:
+        if is_shared and is_published(there, task_name(task)):
             raise PublishedError(f"{self.name} is complete")
         if not overwrite:
             raise CheckpointError(f"{self.name} exists", "remove it, choose another place, or pass --overwrite")
@@ -126,8 +126,14 @@ class Bucket:
             raise CheckpointError(f"{self.name}/{key} has {meta['size']:,} bytes after {size:,} were written")
         return etag_of(meta)
 
-    def copy(self, key: str, to: str) -> None:
-        """Copy an object within the store; of what S3 does not copy, the bytes pass through this machine."""
+    def holds(self, key: str, content: bytes | Path) -> bool:
+        """Whether a small object is there with this content."""
+        return self._content(key) == (content.read_bytes() if isinstance(content, Path) else content)
+
+    def copy(self, key: str, to: str) -> str | None:
+        """Copy an object within the store, and return the copy's etag; of what S3 does not copy, the bytes pass
+        through this machine.
+        """
         from obstore import copy, get, head, put
 
         size = self._ask("reading", key, lambda: head(self._store, key))["size"]
@@ -135,8 +141,10 @@ class Bucket:
             self._ask("writing", to, lambda: put(self._patient_store, to, get(self._patient_store, key).stream()))
         else:
             self._ask("writing", to, lambda: copy(self._store, key, to))
-        if (found := self._ask("writing", to, lambda: head(self._store, to))["size"]) != size:
-            raise CheckpointError(f"{self.name}/{to} has {found:,} bytes after {size:,} were copied")
+        meta = self._ask("writing", to, lambda: head(self._store, to))
+        if meta["size"] != size:
+            raise CheckpointError(f"{self.name}/{to} has {meta['size']:,} bytes after {size:,} were copied")
+        return etag_of(meta)
 
     def delete(self, key: str) -> None:
         """Remove an object, if it is there. Raises CheckpointError."""
@@ -227,3 +235,11 @@ def _document(content: bytes | None) -> dict[str, Any]:
 def journals(there: Iterable[str], folder: str = "") -> list[str]:
     """The journals among the objects of a bucket."""
     return [key for key in there if key.startswith(f"{folder}{JOURNAL}")]
+
+
+def is_published(there: Iterable[str], task: str) -> bool:
+    """Whether what is there is a task's output: who publishes removes what says that it is another's.
+
+    If both stand there, the other wrote it while it was overtaken.
+    """
+    return {key for key in there if key.startswith(PUBLISHED)} == {f"{PUBLISHED}{task}"}

@@ -33,7 +33,7 @@ from reshard.storage.journal import Finished, Read
 from reshard.storage.marks import PUBLISHED, STATE, remove_tree
 from reshard.storage.output import PublishedError, Staging
 from reshard.storage.parts import Dealt
-from reshard.storage.place import LAST, NEW, Bucket, journals
+from reshard.storage.place import LAST, NEW, Bucket, is_published, journals
 from reshard.storage.threads import Threads
 
 _FILES = 4
@@ -65,6 +65,8 @@ class Uploading(Staging):
         self._threads: Threads | None = None
         self._entries: dict[str, dict[str, Any]] = {}
         self._lock_entries = Lock()
+        self._in_place: dict[str, str | None] = {}
+        """The etags of what stands at its final name."""
         self._uploads: list[Future[None]] = []
 
     def __enter__(self) -> Uploading:
@@ -87,6 +89,7 @@ class Uploading(Staging):
             if self.writes(name):
                 self._entries[name] = entry
                 self.finished[name] = _finished(entry)
+                (self.work / name).unlink(missing_ok=True)  # a run was killed before it did so, or while it wrote
         for name in local - self._entries.keys():
             self._upload_soon(name)
 
@@ -136,17 +139,17 @@ class Uploading(Staging):
         raise CheckpointError(f"{self._bucket.name} was published or removed by another run", "run it again")
 
     def _check_still_ours(self, name: str) -> None:
-        """The same after a file was uploaded; marks the place as unfinished if another task has published meanwhile."""
+        """The same after a file was written or removed; marks the place as unfinished if another task has published."""
         try:
             self._check_ours()
         except CheckpointError:
             there = self._bucket.there()
-            if UNFINISHED in there or f"{PUBLISHED}{self._name}" in there or there.keys().isdisjoint(LAST):
+            if UNFINISHED in there or is_published(there, self._name) or there.keys().isdisjoint(LAST):
                 raise
             self._bucket.begin("")
             raise CheckpointError(
-                f"another run published {self._bucket.name} while {name} was uploaded there, so it may hold files of "
-                f"both and is marked as unfinished",
+                f"another run published {self._bucket.name} while {name} was written or removed there, so it may hold "
+                f"files of both and is marked as unfinished",
                 "run the command again whose output it is to be",
             ) from None
 
@@ -246,35 +249,52 @@ class Uploading(Staging):
         if gone:
             if not self._aside:
                 self._check_ours()
-            raise CheckpointError(
-                f"{self._bucket.name}/{min(gone)} was replaced or removed by another run",
-                "run the same command again when nobody else writes there",
-            )
+            raise self._replaced(min(gone))
         self.finished |= {name: _finished(entry) for name, entry in uploaded.items()}
+        if not self._aside:
+            self._in_place |= {name: entry["etag"] for name, entry in uploaded.items()}
+
+    def _check_in_place(self, files: Mapping[str, bytes | Path]) -> None:
+        """Raise CheckpointError if what was put at its final name is not there any more.
+
+        Another process of the task may have put a small file there again: that has the same content, and perhaps
+        another etag.
+        """
+        there = self._bucket.there()
+        for name, etag in sorted(self._in_place.items()):
+            is_as_put = name in there and there[name] == etag
+            if not is_as_put and not (name in files and self._bucket.holds(name, files[name])):
+                self._check_ours()
+                raise self._replaced(name)
+
+    def _replaced(self, name: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._bucket.name}/{name} was replaced or removed by another run",
+            "run the same command again when nobody else writes there",
+        )
 
     def publish_all(self, *, overwrite: bool) -> None:
         """Upload the small files; those that make a folder a checkpoint come last.
 
         With an older checkpoint there, these are removed first, and the new weights are copied to its place.
         """
-        files = {path.relative_to(self.work).as_posix(): path for path in _files(self.work)}
+        published = f"{PUBLISHED}{self._name}"
+        files: dict[str, bytes | Path] = {path.relative_to(self.work).as_posix(): path for path in _files(self.work)}
+        files[published] = b""
         if self._aside:
             self._bucket.begin(self._name)
             self._check_ours()
         there = self._bucket.there()
         own = {key for key in there if key.startswith(self._aside or JOURNAL)}
-        published = f"{PUBLISHED}{self._name}"
-        old = there.keys() - files.keys() - self.finished.keys() - own - {UNFINISHED, published}
+        old = there.keys() - files.keys() - self.finished.keys() - own - {UNFINISHED}
         if self._aside:
             self._all(self._remove_old, there.keys() & {*LAST})
             self._all(self._move_in, self.finished)
-        self._all(lambda name: self._bucket.put(name, files[name]), files.keys() - {*LAST})
-        self._bucket.put(published, b"")
+        self._all(lambda name: self._put_in(name, files[name]), files.keys() - {*LAST, published})
         self._all(self._remove_old, old)
-        self._check_ours()
-        for name in (each for each in LAST if each in files):
-            self._bucket.put(name, files[name])
-        self._check_uploaded()
+        for name in (each for each in (*LAST, published) if each in files):
+            self._put_in(name, files[name])
+        self._check_in_place(files)
         self._bucket.delete(UNFINISHED)
         self._all(self._bucket.delete, own)
         self.remove_work()
@@ -287,10 +307,17 @@ class Uploading(Staging):
     def _remove_old(self, name: str) -> None:
         self._check_ours()  # else it may be of those who have taken over
         self._bucket.delete(name)
+        self._check_still_ours(name)
 
     def _move_in(self, name: str) -> None:
         self._check_ours()
-        self._bucket.copy(self._key(name), name)
+        self._in_place[name] = self._bucket.copy(self._key(name), name)
+        self._check_still_ours(name)
+
+    def _put_in(self, name: str, content: bytes | Path) -> None:
+        self._check_ours()
+        self._in_place[name] = self._bucket.put(name, content)
+        self._check_still_ours(name)
 
 
 def _entry(name: str, finished: Finished, etag: str | None) -> dict[str, Any]:

@@ -174,18 +174,104 @@ def test_the_same_file_again_after_its_task_was_published_changes_nothing(
     assert state(store, tmp_path) == "new"
 
 
-def test_a_file_that_was_replaced_is_not_published(
-    store: StoreServer, access: Access, checkpoint: Path, tmp_path: Path
+@pytest.mark.parametrize("moment", ["tokenizer.json", "reshard.json", PUBLISHED])
+def test_who_comes_late_with_a_small_file_does_not_say_complete(
+    moment: str, store: StoreServer, access: Access, checkpoint: Path, tmp_path: Path
 ) -> None:
+    """Another task takes the place and publishes while the file is on its way."""
+    other = write_checkpoint(tmp_path / "other", files=2, seed=7)
+    (other / "tokenizer.json").write_text('{"of": "another"}')
+
+    def late(key: str) -> None:
+        if key.removeprefix("out/").startswith(moment):
+            store.before_put = None
+            split(other, URL, 2, access=Access(cache_dir=tmp_path / "cache of the other"))
+
+    store.before_put = late
+    with pytest.raises(CheckpointError, match="marked as unfinished"):
+        split(checkpoint, URL, 2, access=access, part=Share(0, 1))
+    assert state(store, tmp_path) == "unfinished"
+    split(other, URL, 2, access=access)
+    assert result_of(store.root / "out") == local(other, tmp_path / "local", 2)
+
+
+@pytest.mark.parametrize("request_name", ["copy", "delete"])
+def test_what_is_copied_or_removed_late_is_said(
+    request_name: str, store: StoreServer, access: Access, checkpoint: Path, tmp_path: Path
+) -> None:
+    """The store carries it out after another task has published."""
+    split(checkpoint, URL, 2, access=access)
+    first = getattr(Bucket, request_name)
+
+    def late(self: Bucket, *keys: str) -> str | None:
+        if keys[-1] not in ("config.json", "rank-00-of-01/model.safetensors"):
+            return first(self, *keys)
+        setattr(Bucket, request_name, first)
+        content = (store.root / "out" / keys[0]).read_bytes()
+        split(checkpoint, URL, 1, access=Access(cache_dir=tmp_path / "other"), max_shard_size=20_000)
+        place = store.root / "out" / keys[-1]
+        place.write_bytes(content) if request_name == "copy" else place.unlink()
+        return None
+
+    setattr(Bucket, request_name, late)
+    try:
+        with pytest.raises(CheckpointError, match="marked as unfinished"):
+            split(checkpoint, URL, 1, access=access, overwrite=True)
+    finally:
+        setattr(Bucket, request_name, first)
+    assert state(store, tmp_path) == "unfinished"
+
+
+@pytest.mark.parametrize("file", ["rank-00-of-01/model.safetensors", "tokenizer.json", "config.json"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_file_that_was_replaced_is_not_published(
+    file: str, overwrite: bool, store: StoreServer, access: Access, checkpoint: Path, tmp_path: Path
+) -> None:
+    if overwrite:
+        split(checkpoint, URL, 2, access=access)
+
     def replace(key: str) -> None:
         if key == "out/reshard.json":
-            (store.root / "out/rank-00-of-01/model.safetensors").write_bytes(b"of another")
+            (store.root / "out" / file).write_bytes(b"of another")
 
     store.before_put = replace
-    with pytest.raises(CheckpointError, match=r"model.safetensors was replaced or removed by another run"):
-        split(checkpoint, URL, 1, access=access)
+    with pytest.raises(CheckpointError, match=rf"{file} was replaced or removed by another run"):
+        split(checkpoint, URL, 1, access=access, overwrite=overwrite)
     store.before_put = None
     assert state(store, tmp_path) == "unfinished"
+
+
+def test_a_small_file_that_was_put_again_is_published(
+    store: StoreServer, access: Access, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another process of the task; some stores give it another etag then."""
+    put = Bucket.put
+
+    def again(self: Bucket, key: str, content: bytes | Path) -> str | None:
+        found = put(self, key, content)
+        return found if key.endswith(".safetensors") else '"the first"'
+
+    monkeypatch.setattr(Bucket, "put", again)
+    split(checkpoint, URL, 1, access=access, part=Share(0, 1))
+    assert not (store.root / "out" / UNFINISHED).exists()
+
+
+def test_what_was_uploaded_is_not_sent_again_as_a_small_file(
+    store: StoreServer, access: Access, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process was killed after it had noted the upload, and before it removed the file here."""
+    note = Uploading._put_journal
+
+    def killed(self: Uploading) -> None:
+        note(self)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Uploading, "_put_journal", killed)
+        split(checkpoint, URL, 1, access=access)
+    store.requests.clear()
+    split(checkpoint, URL, 1, access=access)
+    assert not [request for request in store.requests if request.method == "PUT" and "safetensors" in request.path]
 
 
 def test_what_a_stopped_task_left_beside_the_old_is_removed(

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from reshard.storage.remote import Read
+from reshard.storage.remote import NEAR, Range, Read, joined
 from reshard.storage.retries import Traffic, tried_again
 from reshard.storage.source import SourceFile
 from reshard.storage.threads import Threads
@@ -24,9 +24,6 @@ PART = 4 << 20
 
 GAP = 1 << 20
 """Bytes between two ranges of a tensor that are read with them: a request costs as much as they do."""
-
-NEAR = 1 << 14
-"""The same, between two tensors."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +40,6 @@ class Step:
     """The parts that were requested for one step of the work, by file, in order."""
 
     parts: dict[SourceFile, Sequence[Part]]
-
-
-Range = tuple[int, int]
-"""The first byte of a range, and the one behind its last."""
 
 
 class Ahead:
@@ -113,20 +106,6 @@ class Ahead:
             self._open[file] = file.remote.open()
         self._fetched += file.remote.over_network(end - begin)
         return Part(begin, end, self._threads.submit(self._open[file], begin, end))
-
-
-def joined(ranges: Iterable[Range], gap: int) -> Iterator[Range]:
-    """Ranges in order, with those joined between which lie at most ``gap`` bytes."""
-    last: Range | None = None
-    for begin, end in sorted(ranges):
-        if last is not None and begin <= last[1] + gap:
-            last = last[0], max(last[1], end)
-            continue
-        if last is not None:
-            yield last
-        last = begin, end
-    if last is not None:
-        yield last
 
 
 def _cut(ranges: Iterable[Range]) -> Iterator[Range]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from reshard.engine.ahead import GAP, joined
+from reshard.engine.ahead import GAP
 from reshard.engine.jobs import STEP
 from reshard.engine.reading import needed
 from reshard.engine.ways import way_between
 from reshard.planning.plan import Layout, Plan
+from reshard.storage.remote import joined
 from reshard.storage.source import Source, SourceFile
 
 

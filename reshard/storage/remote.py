@@ -10,7 +10,7 @@ import os
 import re
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -37,6 +37,12 @@ _CREDENTIALS = (
     "GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY; AWS_SKIP_SIGNATURE=true for a "
     "public bucket, AWS_REQUEST_PAYER=true for one where the requester pays"
 )
+
+NEAR = 1 << 14
+"""Bytes between two tensors of a file that are read with them: a request costs more than they do."""
+
+Range = tuple[int, int]
+"""The first byte of a range, and the one behind its last."""
 
 Read = Callable[[int, int], memoryview]
 """Returns bytes ``start`` to ``stop`` of a file. Raises CheckpointError, or MismatchError for another content."""
@@ -303,7 +309,7 @@ def explain(error: Exception, address: str, doing: str = "reading") -> ReshardEr
 def first_line(error: Exception) -> str:
     """The first line of an error, with no query of a URL and no user in it: they may be secrets."""
     line = str(error).partition("\n")[0]
-    return re.sub(r"//[^/@\s]*@", "//", re.sub(r"(\w+://[^\s?]*)\?\S*", r"\1", line))
+    return _without_user(re.sub(r"(\w+://[^\s?]*)\?\S*", r"\1", line))
 
 
 def ask(
@@ -325,4 +331,26 @@ def ask(
 
 def without_query(url: str) -> str:
     """A URL without query and user, which may hold secrets."""
-    return re.sub(r"//[^/@]*@", "//", url.partition("?")[0])
+    return _without_user(url.partition("?")[0])
+
+
+def _without_user(text: str) -> str:
+    """A text without the users and passwords of its URLs.
+
+    A password may have an @ or a / that should have been escaped: it ends at the last @. A host with a port has none.
+    """
+    return re.sub(r"//(?:(?![^/\s?:@]*:\d{1,5}/)[^/\s?@]*:[^\s?]*|[^/\s?]*)@", "//", text)
+
+
+def joined(ranges: Iterable[Range], gap: int) -> Iterator[Range]:
+    """Ranges in order, with those joined between which lie at most ``gap`` bytes."""
+    last: Range | None = None
+    for begin, end in sorted(ranges):
+        if last is not None and begin <= last[1] + gap:
+            last = last[0], max(last[1], end)
+            continue
+        if last is not None:
+            yield last
+        last = begin, end
+    if last is not None:
+        yield last

@@ -12,6 +12,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
 from formats.errors import CheckpointError
@@ -38,6 +39,7 @@ PATIENCE = "RESHARD_RETRY_SECONDS"
 """The environment's variable with the seconds after which a request that failed is not tried again."""
 
 _PATIENCE = "180"
+_LONGEST_PATIENCE = 1_000_000
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 20.0
 _BUSY = {"429", "503"}
 _TIMEOUT = 10.0
@@ -45,10 +47,13 @@ _TIMEOUT = 10.0
 
 def patience() -> float:
     """The seconds after which a request that failed is not tried again. Raises CheckpointError."""
-    try:
-        return float(os.environ.get(PATIENCE, _PATIENCE))
-    except ValueError:
-        raise CheckpointError(f"{PATIENCE} is {os.environ[PATIENCE]!r}, which is no number of seconds") from None
+    with suppress(ValueError):
+        seconds = float(os.environ.get(PATIENCE, _PATIENCE))
+        if 0 <= seconds <= _LONGEST_PATIENCE:
+            return seconds
+    raise CheckpointError(
+        f"{PATIENCE} is {os.environ[PATIENCE]!r}, which is no number of seconds", f"give 0 to {_LONGEST_PATIENCE}"
+    )
 
 
 class _Shared:

@@ -22,11 +22,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.engine.ahead import joined
+from formats.errors import CheckpointError
 from reshard.storage import upload as uploads
 from reshard.storage.marks import PUBLISHED
 from reshard.storage.place import Bucket
-from reshard.storage.remote import HubFile, StoredFile, first_line, without_query
+from reshard.storage.remote import HubFile, StoredFile, first_line, joined, open_store, without_query
 from reshard.storage.retries import _retry_after
 from tests.reshard.hub_server import HubServer
 from tests.reshard.store_server import StoreServer, dropped, shifted, slow, status, truncated, upload, whole
@@ -612,6 +612,29 @@ def test_no_command_shows_or_writes_the_query_of_a_url(
         written = page.read_text() if page.exists() else ""
         assert done.stdout + done.stderr and "secret" not in done.stdout + done.stderr + written, line
     assert not [name for name, data in result_of(tmp_path / "out").items() if b"secret" in data]
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("https://user:p@secret@host/x?sig=secret", "https://host/x"),
+        ("https://user:p/secret@host/x", "https://host/x"),
+        ("s3://key:p/a@secret@bucket/x", "s3://bucket/x"),
+        ("https://secret@host/x@1", "https://host/x@1"),
+        ("s3://bucket/model@v1", "s3://bucket/model@v1"),
+        ("http://127.0.0.1:9000/bucket/model@v1", "http://127.0.0.1:9000/bucket/model@v1"),
+    ],
+)
+def test_no_password_of_a_url_is_shown(url: str, shown: str) -> None:
+    assert without_query(url) == shown
+    assert first_line(ValueError(f"GET {url} failed, as did ({url}")) == f"GET {shown} failed, as did ({shown}"
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "1e30", "-5", "soon"])
+def test_what_is_no_number_of_seconds_is_refused(seconds: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RESHARD_RETRY_SECONDS", seconds)
+    with pytest.raises(CheckpointError, match=f"RESHARD_RETRY_SECONDS is '{seconds}', which is no number of seconds"):
+        open_store("s3://bucket/x")
 
 
 def test_no_secret_is_shown() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -15,11 +16,12 @@ from formats.errors import CheckpointError, ReshardError
 from reshard.api import merge, split
 from reshard.launcher import Share
 from reshard.storage import retries
-from reshard.storage.access import Access
+from reshard.storage.access import Access, open_any
 from reshard.storage.bucket import UNFINISHED
 from reshard.storage.marks import PUBLISHED
 from reshard.storage.parts import Dealt
 from reshard.storage.place import NEW, Bucket, place_of
+from reshard.storage.remote import Read, StoredFile
 from reshard.storage.upload import Uploading
 from tests.reshard.store_server import StoreServer, status
 from tests.support import change_tensor, command, result_of, write_checkpoint
@@ -193,6 +195,23 @@ def test_who_comes_late_with_a_small_file_does_not_say_complete(
     assert state(store, tmp_path) == "unfinished"
     split(other, URL, 2, access=access)
     assert result_of(store.root / "out") == local(other, tmp_path / "local", 2)
+
+
+def test_two_parts_that_publish_at_the_same_time_both_say_complete(
+    store: StoreServer, access: Access, checkpoint: Path, tmp_path: Path
+) -> None:
+    other = Access(cache_dir=tmp_path / "other")
+    assert not split(checkpoint, URL, 2, access=other, part=Share(1, 2)).complete
+    said = []
+
+    def again(key: str) -> None:
+        if key == "out/reshard.json":
+            store.before_put = None
+            said.append(split(checkpoint, URL, 2, access=other, part=Share(1, 2)).complete)
+
+    store.before_put = again
+    assert split(checkpoint, URL, 2, access=access, part=Share(0, 2)).complete and said == [True]
+    assert state(store, tmp_path) == "old"
 
 
 @pytest.mark.parametrize("request_name", ["copy", "delete"])
@@ -457,3 +476,26 @@ def test_opening_and_uploading_wait_for_as_long_as_the_server_asks(
     split(checkpoint, URL, 2, access=access)
     assert 3 <= store.refused <= 9  # each time a request or a few, and one that asks how long
     assert retries.tried_again() > begun
+
+
+# --- constants of a program's format ---------------------------------------------------------------------------------
+
+
+def test_the_constants_of_a_file_are_read_together(
+    store: StoreServer, access: Access, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = tmp_path / "saved"
+    split(checkpoint, saved, 2, form="vllm")
+    (saved / "reshard.json").unlink()
+    change_tensor(saved / "model-rank-1-part-0.safetensors", "model.layers.2.self_attn.attn._k_scale")
+    shutil.copytree(saved, store.root / "saved")
+    connect, opened = StoredFile.open, list[str]()
+
+    def noted(self: StoredFile) -> Read:
+        opened.append(self.key)
+        return connect(self)
+
+    monkeypatch.setattr(StoredFile, "open", noted)
+    there = open_any(URL.replace("out", "saved"), access)
+    assert sorted(opened) == [f"model-rank-{rank}-part-0.safetensors" for rank in (0, 1)]
+    assert there.left_behind == open_any(saved, access).left_behind == ("model.layers.*.self_attn.attn._k_scale",)

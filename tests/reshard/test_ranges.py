@@ -177,7 +177,7 @@ def test_into_a_bucket_and_back(store: StoreServer, run: Run, checkpoint: Path, 
     assert result_of(store.root / "shards" / "llama").keys() == result_of(tmp_path / "local").keys()
     assert_same_weights(store.root / "shards" / "llama", tmp_path / "local")
     puts = [r.path.rpartition("/")[2] for r in store.requests if r.method == "PUT"]
-    assert puts[0] == ".reshard-unfinished" and puts[-1] == "reshard.json"
+    assert puts[0] == ".reshard-unfinished" and puts[-2] == "reshard.json" and puts[-1].startswith(PUBLISHED)
     (left,) = (path for path in (store.root / "shards" / "llama").iterdir() if path.name.startswith("."))
     assert left.name.startswith(f"{PUBLISHED}split-") and left.stat().st_size == 0
     assert run("merge", "s3://bucket/shards/llama", "s3://bucket/merged").returncode == 0

@@ -7,8 +7,7 @@ bit. Scales may stand for a block, an output, a matrix or the whole tensor.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +22,6 @@ PACKED = "F8_E4M3"
 DTYPE = "BF16"
 _SCALES = {"F32", "BF16", "F16", "F8_E8M0"}
 _SUFFIXES = ("_scale_inv", "_scale", ".scale")
-_BLOCKS = re.compile(r"\bout(?:/(\d+))? in/(\d+)$")
 _AT_ONCE = 1 << 15
 """Elements that are computed at a time: they stay in a processor's cache."""
 
@@ -56,9 +54,14 @@ class Scaled(NamedTuple):
     grid: Grid
 
 
-def scaled_weights(config: Mapping[str, Any], tensors: Mapping[str, Stored]) -> tuple[dict[str, Scaled], set[str]]:
+def scaled_weights(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Stored],
+    input_first: Callable[[str, tuple[int, ...]], Collection[bool]],
+) -> tuple[dict[str, Scaled], set[str]]:
     """The weights of a checkpoint that can be dequantized, by name, and the names of what is then of no use.
 
+    ``input_first`` says of a weight, given its shape, whether its rule has the input first (both, if it may be either).
     Raises PlanError, which names the tensor, for a checkpoint with anything else that is quantized.
     """
     scheme, dtypes = scheme_of(config), {name: info.dtype for name, info in tensors.items()}
@@ -74,8 +77,8 @@ def scaled_weights(config: Mapping[str, Any], tensors: Mapping[str, Stored]) -> 
         is_scale = info.dtype in _SCALES and name.endswith(_SUFFIXES) and companion.weight not in found
         if weight is None or weight is info or weight.dtype != PACKED or not is_scale:
             raise _refused(name, config, f"{info.dtype} beside {'none' if weight is None else weight.dtype}")
-        is_fused = not companion.weight.endswith(".weight")
-        grid = _grid(weight.shape, info.shape, companion.patterns, is_fused=is_fused)
+        ways = input_first(companion.weight, weight.shape)
+        grid = _grid(weight.shape, info.shape, companion.patterns, ways)
         if grid is None:
             raise _refused(name, config, f"{list(info.shape)} for {list(weight.shape)}")
         found[companion.weight] = Scaled(name, grid)
@@ -94,29 +97,50 @@ def _refused(name: str, config: Mapping[str, Any], what: str) -> PlanError:
     )
 
 
-def _grid(weight: tuple[int, ...], scale: tuple[int, ...], patterns: Sequence[str], *, is_fused: bool) -> Grid | None:
-    """Where the scales of a weight apply, by their shapes and the patterns that scales may have; None: it is not known.
+def _grid(
+    weight: tuple[int, ...], scale: tuple[int, ...], patterns: Sequence[str], ways: Collection[bool]
+) -> Grid | None:
+    """Where the scales of a weight apply, by the patterns that scales may have; None: none fits, or two that differ.
 
-    Fused experts may be stored input first, and blocks with them.
+    A weight of ``ways`` has its input first (True) or its output.
     """
-    *outer, rows, columns = (1,) * (2 - len(weight)) + weight
-    said = [(int(match[1] or 1), int(match[2])) for text in patterns if (match := _BLOCKS.search(text))]
-    blocks = {way for block in said for way in ((block, block[::-1]) if is_fused else (block,))}
-    lead = tuple(outer)
-    fit = [block for block in blocks if scale == (*lead, *Grid(rows, columns, *block).shape)]
-    if len(fit) > 1:
+    found = {
+        grid
+        for pattern in patterns
+        for is_input_first in ways
+        if (fit := _fit(pattern, weight, is_input_first=is_input_first)) is not None
+        for shape, grid in [fit]
+        if shape == scale
+    }
+    return found.pop() if len(found) == 1 else None
+
+
+def _fit(pattern: str, weight: tuple[int, ...], *, is_input_first: bool) -> tuple[tuple[int, ...], Grid] | None:
+    """The shape of the scales by a pattern of ``companions``, and where they apply; None if no grid is like it."""
+    *lead, rows, columns = (1,) * (2 - len(weight)) + weight
+    words = pattern.removeprefix("stored ").split()
+    if "lead" not in words:
+        every = max(1, math.prod(lead) * rows)
+        return ((1,) * len(words), Grid(every, columns, every, columns)) if {*words} <= {"1"} else None
+    order = ("in", "out") if is_input_first else ("out", "in")
+    sizes, blocks = dict(zip(order, (rows, columns), strict=True)), dict(zip(order, (rows, columns), strict=True))
+    shape, axes = list[int](), list[str]()
+    for word in words[1:]:
+        axis, _, block = word.partition("/")
+        if axis in sizes:
+            axes.append(axis)
+            blocks[axis] = min(int(block or 1), sizes[axis])
+            shape.append(-(-sizes[axis] // max(1, blocks[axis])))
+        elif word == "1":
+            shape.append(1)
+        else:
+            return None
+    if pattern.startswith("stored ") and is_input_first:
+        axes.reverse()
+        shape.reverse()
+    if words[0] != "lead" or axes not in ([], [order[0]], [order[1]], [*order]):
         return None
-    for block in (*fit, (1, columns), (rows, columns), (rows, 1)):
-        grid = Grid(rows, columns, *block)
-        shapes = {(*lead, *grid.shape)}
-        shapes |= {(*lead, rows)} if block == (1, columns) else set()
-        shapes |= {lead} if block == (rows, columns) else set()
-        if scale in shapes:
-            return grid
-    if math.prod(scale) != 1:
-        return None
-    every = max(1, math.prod(lead) * rows)
-    return Grid(every, columns, every, columns)
+    return (*lead, *shape), Grid(rows, columns, *(blocks[axis] for axis in order))
 
 
 def _table() -> NDArray[np.float32]:
@@ -155,11 +179,12 @@ def dequantize(codes: NDArray[np.uint8], begin: int, grid: Grid, scales: NDArray
     ``scales`` are those of the whole weight, as ``scales_from`` gives them.
     """
     found = np.empty(codes.size, np.uint16)
-    is_finite = np.isfinite(scales).all()
+    first, last = (_row_of_scales(element, grid) for element in (begin, begin + max(1, codes.size) - 1))
+    is_finite = np.isfinite(scales[first : last + 1]).all()
     with np.errstate(all="ignore"):
-        for band, first, column, count, width in _bands(begin, begin + codes.size, grid):
+        for band, start, column, count, width in _bands(begin, begin + codes.size, grid):
             across = np.repeat(scales[band], grid.block_columns)[column : column + width]
-            at = slice(first - begin, first - begin + count * width)
+            at = slice(start - begin, start - begin + count * width)
             numbers = _VALUES[codes[at].reshape(count, width)]
             numbers *= across
             if not is_finite:
@@ -172,6 +197,12 @@ def dequantize(codes: NDArray[np.uint8], begin: int, grid: Grid, scales: NDArray
             bits >>= 16
             found[at].reshape(count, width)[...] = bits
     return found
+
+
+def _row_of_scales(element: int, grid: Grid) -> int:
+    """The row of scales that an element of a weight has."""
+    matrix, inner = divmod(element // grid.columns, grid.rows)
+    return matrix * grid.shape[0] + inner // grid.block_rows
 
 
 def _bands(begin: int, end: int, grid: Grid) -> Iterator[tuple[int, int, int, int, int]]:

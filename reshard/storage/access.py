@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from formats.errors import CheckpointError
@@ -43,13 +43,14 @@ def open_any(source: str | Path, access: Access, weights: Weights = Weights.RANG
     if access.dequantize:
         from reshard.storage.dequantized import dequantized  # numpy
 
-        fetched = dequantized(fetched, weights, assets_folder(access.cache_dir))
+        fetched = dequantized(fetched, weights, assets_folder(access.cache_dir), access.plan_file)
     with fetched.named():
         opened = open_source(
             fetched.path, location=fetched.repo, commit=fetched.commit, plan_file=access.plan_file, config=access.config
         )
         _refuse_one_rank(opened)
     opened = read_elsewhere(opened, fetched.remote) if fetched.remote else opened
+    opened = replace(opened, shown=fetched.shown)
     return opened if weights is Weights.HEADERS else with_unlike_constants(opened)
 
 

@@ -11,34 +11,42 @@ import dataclasses
 import hashlib
 import json
 import os
-import shutil
 import threading
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from formats.documents import json_bytes
-from formats.errors import CheckpointError, MismatchError
+from formats.errors import CheckpointError, MismatchError, NotationError, PlanError
 from formats.files.checkpoint import MODELOPT, Checkpoint, WeightFile, open_checkpoint
 from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header, tensor_bytes
 from formats.files.sharded import is_sharded
+from formats.files.stamps import Stamp, stamp_of, stamps_in, stamps_of
+from formats.notation.architecture import Architecture
+from formats.notation.architecture_files import find_architecture, load_architecture
+from formats.notation.axes import Shape
 from formats.quantization.dequantizing import DTYPE, Grid, Scaled, Stored, dequantize, scaled_weights, scales_from
 from formats.quantization.settings import without_quantization
-from formats.regular_files import open_file, unreadable
+from formats.regular_files import open_file, read_file, unreadable
+from reshard.planning.sizes import AxisSizes
 from reshard.storage.fetched import Fetched, Weights
 from reshard.storage.remote import Read, Remote
 from reshard.storage.stand_in import Elsewhere, stand_in
 from reshard.system import disk_errors
 
-_KEPT = 64
-"""The scales of so many weights are kept for the next range of the same weight."""
+_KEPT = 64 << 20
+"""So many bytes of scales are kept for the next ranges of their weights, those of all files together."""
 
-_VERSION = 1
+_OPEN = 64
+"""So many files of this machine are open at a time."""
+
+_VERSION = 2
 """Of the folders that stand in: another one is made where this has changed."""
 
 
@@ -47,23 +55,15 @@ class LocalFile(Remote):
     """A file on this machine, in the state in which it was found."""
 
     path: Path
+    root: Path
     size: int
     mtime_ns: int
     inode: int
 
-    @classmethod
-    def of(cls, path: Path) -> LocalFile:
-        """The file as it is now. Raises CheckpointError if it cannot be read."""
-        try:
-            found = path.stat()
-        except OSError as error:
-            raise unreadable(path, error) from error
-        return cls(path, found.st_size, found.st_mtime_ns, found.st_ino)
-
     @property
     def identity(self) -> str:
-        """Size, time and inode."""
-        return f"{self.size}:{self.mtime_ns}:{self.inode}"
+        """Size and time: equal for copies on several machines."""
+        return f"{self.size}:{self.mtime_ns}"
 
     @property
     def address(self) -> str:
@@ -72,8 +72,8 @@ class LocalFile(Remote):
 
     @property
     def folder(self) -> Path:
-        """The folder that it lies in."""
-        return self.path.parent
+        """That of the checkpoint."""
+        return self.root
 
     def over_network(self, nbytes: int) -> int:
         """Nothing is fetched."""
@@ -81,17 +81,21 @@ class LocalFile(Remote):
 
     def check_unchanged(self) -> None:
         """Raise MismatchError if the file is no longer as it was found."""
-        if LocalFile.of(self.path) != self:
+        try:
+            found = self.path.stat()
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+        if (found.st_size, found.st_mtime_ns, found.st_ino) != (self.size, self.mtime_ns, self.inode):
             raise MismatchError(
                 f"{self.path} was changed while it was read", "run the command again when nobody writes there"
             )
 
     def open(self) -> Read:
-        """Open the file."""
+        """Open the file; it may be closed and opened again between two reads."""
         self.check_unchanged()
-        file = open_file(self.path)
 
         def read(start: int, stop: int) -> memoryview:
+            file = _opened(self)  # it stays open until this read is done
             try:
                 found = os.pread(file.fileno(), stop - start, start)
             except OSError as error:
@@ -101,6 +105,13 @@ class LocalFile(Remote):
             return memoryview(found)
 
         return read
+
+
+@lru_cache(maxsize=_OPEN)
+def _opened(file: LocalFile) -> BinaryIO:
+    """The one table of open files, of all readers. Raises CheckpointError, and MismatchError for another content."""
+    file.check_unchanged()
+    return open_file(file.path)
 
 
 class Scales(NamedTuple):
@@ -131,11 +142,17 @@ class DequantizedFile(Remote):
     files: tuple[Remote, ...]
     number: int
 
-    @property
+    @cached_property
+    def used(self) -> tuple[Remote, ...]:
+        """The files that it is made of."""
+        numbers = {self.number, *(piece.scales.file for piece in self.pieces if piece.scales)}
+        return tuple(self.files[number] for number in sorted(numbers))
+
+    @cached_property
     def identity(self) -> str:
-        """A digest of what names the files that it is made of."""
-        used = sorted({self.number, *(piece.scales.file for piece in self.pieces if piece.scales)})
-        found = hashlib.sha256(json.dumps([_VERSION, *(self.files[number].identity for number in used)]).encode())
+        """A digest of what names the files that it is made of, of its header, and of what is made of which bytes."""
+        found = hashlib.sha256(self.header)
+        found.update(json.dumps([_VERSION, [file.identity for file in self.used], self.pieces]).encode())
         return f"dequantized:{found.hexdigest()[:32]}"
 
     @property
@@ -159,7 +176,7 @@ class DequantizedFile(Remote):
 
     def check_unchanged(self) -> None:
         """Raise MismatchError if a file that it is made of has changed."""
-        for file in self.files:
+        for file in self.used:
             file.check_unchanged()
 
     def open(self) -> Read:
@@ -181,9 +198,9 @@ class DequantizedFile(Remote):
                     opened[number] = self.files[number].open()
                 return opened[number]
 
-        @lru_cache(maxsize=_KEPT)
         def scales_of(of: Scales) -> NDArray[Any]:
-            return read_scales(file(of.file)(of.begin, of.end), of.dtype, of.grid)
+            key = read_scales, self.files[of.file], of
+            return _kept(key, lambda: read_scales(file(of.file)(of.begin, of.end), of.dtype, of.grid))
 
         def read(start: int, stop: int) -> memoryview:
             found = bytearray(stop - start)
@@ -207,33 +224,119 @@ class DequantizedFile(Remote):
         return read
 
 
-def dequantized(fetched: Fetched, weights: Weights, cache: Path) -> Fetched:
+_scales_kept: OrderedDict[object, NDArray[Any]] = OrderedDict()
+_scales_lock = threading.Lock()
+
+
+def _kept(key: object, make: Callable[[], NDArray[Any]]) -> NDArray[Any]:
+    """The scales of this key, made unless they are kept; those used last are kept, at most ``_KEPT`` bytes or one."""
+    with _scales_lock:
+        if key in _scales_kept:
+            _scales_kept.move_to_end(key)
+            return _scales_kept[key]
+    made = make()
+    with _scales_lock:
+        _scales_kept[key] = made
+        while len(_scales_kept) > 1 and sum(each.nbytes for each in _scales_kept.values()) > _KEPT:
+            _scales_kept.popitem(last=False)
+    return made
+
+
+def dequantized(fetched: Fetched, weights: Weights, cache: Path, plan_file: Path | None = None) -> Fetched:
     """A checkpoint as if its weights were in bfloat16. ``cache`` keeps the folder that stands in for it.
 
     Raises CheckpointError for what is no full checkpoint in safetensors, or not quantized; PlanError for what cannot be
-    dequantized.
+    dequantized; MismatchError for what is written meanwhile.
     """
-    name = f"{fetched.repo or os.path.realpath(fetched.path)} (dequantized)"
+    location = fetched.repo or os.path.realpath(fetched.path)
+    name = f"{location} (dequantized)"
     with fetched.named():
         if is_sharded(fetched.path):
             raise CheckpointError(f"{fetched.path} is split: only a full checkpoint is dequantized", "merge it first")
+        known = stamps_in(fetched.path)
         checkpoint = open_checkpoint(fetched.path)
         if any(file.header is None for file in checkpoint.files):
             raise CheckpointError(f"{fetched.path}: only safetensors are dequantized")
+        read = [*(file.path for file in checkpoint.files), *_sides(checkpoint)]
+        stamps = stamps_of(read, fetched.path, known)
         kinds = {name: Stored(info.dtype, info.shape) for name, info in checkpoint.tensors.items()}
-        scaled, gone = scaled_weights(checkpoint.config, kinds)
+        rules = load_architecture(plan_file) if plan_file else find_architecture(checkpoint.config, fetched.path)
+        sizes = AxisSizes(rules, checkpoint.config, {})
+        scaled, gone = scaled_weights(checkpoint.config, kinds, partial(_input_first, rules, sizes))
         if not scaled:
             raise CheckpointError(f"{fetched.path} has no weights of 8-bit floats", "leave --dequantize out")
-        files = [fetched.remote.get(file.name) or LocalFile.of(file.path) for file in checkpoint.files]
+        _refuse_float16(checkpoint, sizes.settings, scaled, gone)
+        files = [
+            fetched.remote.get(file.name) or _local(file.path, fetched.path, stamps[file.path])
+            for file in checkpoint.files
+        ]
         made = dict(_files(checkpoint, scaled, gone, files))
+        check = partial(_check_unchanged, stamps, fetched.path)
+        check()
     sampled = weights is not Weights.HEADERS
     states = json.dumps([_VERSION, name, sampled, *((file, of.identity) for file, of in made.items())])
-    states += json.dumps([(file.name, LocalFile.of(file).identity) for file in checkpoint.side_files])
+    states += json.dumps([stamps[path].anywhere for path in _sides(checkpoint)])
+    states += json.dumps([checkpoint.config, (checkpoint.index or b"").decode()])
     folder = cache / "reshard" / "dequantized" / hashlib.sha256(states.encode()).hexdigest()[:32]
+
+    def fill(at: Path) -> None:
+        _fill(at, checkpoint, made)
+        check()
+
     with disk_errors(folder):
         there = {file: Elsewhere(of, of.size) for file, of in made.items()}
-        stand_in(folder, there, lambda at: _fill(at, checkpoint, made), name, sampled=sampled)
-    return Fetched(folder, name, fetched.commit, headers_only=True, remote=made)
+        stand_in(folder, there, fill, name, sampled=sampled)
+    return Fetched(folder, location, fetched.commit, headers_only=True, remote=made, shown=name)
+
+
+def _sides(checkpoint: Checkpoint) -> list[Path]:
+    """The files beside those of weights: config.json, the index, and others."""
+    return [*checkpoint.side_files, *([checkpoint.path / checkpoint.index_name] if checkpoint.index_name else [])]
+
+
+def _local(path: Path, root: Path, stamp: Stamp) -> LocalFile:
+    return LocalFile(path, root, stamp.size, stamp.mtime_ns, stamp.inode)
+
+
+def _check_unchanged(stamps: Mapping[Path, Stamp], folder: Path) -> None:
+    """Raise MismatchError if a file is no longer in the state that it had before it was read."""
+    for path, stamp in stamps.items():
+        if stamp_of(path, stamp.name).open_state != stamp.open_state:
+            raise MismatchError(
+                f"{path} was changed while it was read", "run the command again when nobody writes there"
+            )
+
+
+def _input_first(architecture: Architecture, sizes: AxisSizes, weight: str, shape: tuple[int, ...]) -> set[bool]:
+    """Whether the rule of a weight has its input first; both, if none of its layouts is told by the shape."""
+    match = architecture.match(weight)
+    rule = sizes.holds(match) if match else None
+    if match is None or rule is None:
+        return {False, True}
+    found = sizes.of(match.indices)
+    return {layout.arrow is not None for layout in rule.shapes if _may_be(layout, found, shape)}
+
+
+def _may_be(layout: Shape, sizes: Mapping[str, int], shape: tuple[int, ...]) -> bool:
+    try:
+        return layout.sizes(sizes) == shape
+    except NotationError:  # a size that is measured
+        return True
+
+
+def _refuse_float16(
+    checkpoint: Checkpoint, settings: Mapping[str, Any], scaled: Mapping[str, Scaled], gone: set[str]
+) -> None:
+    """Raise PlanError for a model in float16: its weights would be in bfloat16 beside float16."""
+    others = (info for info in checkpoint.tensors.values() if info.name not in scaled and info.name not in gone)
+    found = next((f"tensor '{info.name}' is F16" for info in others if info.dtype == "F16"), None)
+    if found is None and "float16" in {settings.get("dtype"), settings.get("torch_dtype")}:
+        found = "config.json says float16"
+    if found is not None:
+        raise PlanError(
+            f"{found}, but dequantized weights would be {DTYPE}: not one dtype",
+            f"--dequantize is for models of which the other weights are {DTYPE} or F32; docs/quantization.md",
+        )
 
 
 def _files(
@@ -282,7 +385,7 @@ def _fill(folder: Path, checkpoint: Checkpoint, made: Mapping[str, DequantizedFi
         target = folder / path.relative_to(checkpoint.path)
         target.parent.mkdir(parents=True, exist_ok=True)
         if path.name != MODELOPT:
-            shutil.copyfile(path, target)
+            target.write_bytes(read_file(path))
     (folder / "config.json").write_bytes(json_bytes(without_quantization(checkpoint.config)) + b"\n")
     if checkpoint.index_name is not None:
         (folder / checkpoint.index_name).write_bytes(_index(checkpoint, made))

@@ -35,10 +35,12 @@ class Fetched:
     """Where the data of such files is, by their names."""
     beside: tuple[str, ...] | None = ()
     """The names of files that lie beside it elsewhere and not in its folder here; None where files are not listed."""
+    shown: str | None = None
+    """What messages call it, if not by ``repo``."""
 
     def named(self) -> AbstractContextManager[None]:
         """A block whose errors call the source by its name, not by the folder that stands in for it."""
-        return told_as(self.path, self.repo)
+        return told_as(self.path, self.shown or self.repo)
 
 
 @contextmanager

@@ -135,6 +135,8 @@ class Source:
     """What is stored in the place of constants of its format, where that has another value."""
     beside: tuple[str, ...] | None = ()
     """The names of files that lie beside it elsewhere and not in its folder here; None where files are not listed."""
+    shown: str | None = None
+    """What a manifest calls it, if not by its location."""
 
     @cached_property
     def arrangement(self) -> Arrangement | None:
@@ -197,7 +199,7 @@ class Source:
     def record(self) -> SourceRecord:
         """The record of the original checkpoint, as in a manifest. Reads samples of a full checkpoint's weights."""
         if self.checkpoint is not None:
-            return _record_of(self.checkpoint, self.location, self.commit)
+            return _record_of(self.checkpoint, self.shown or self.location, self.commit)
         if self.manifest is not None:
             return self.manifest.source
         known = self.sharded.identity.source if self.sharded else self.location

@@ -7,6 +7,8 @@ import math
 import os
 import pickle
 import shutil
+import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +22,12 @@ from formats.files.safetensors import build_header, read_header
 from formats.quantization.dequantizing import Grid, dequantize, scales_from
 from reshard.api import Access, load, merge, split
 from reshard.engine.jobs import Options
+from reshard.storage import dequantized as storage
 from reshard.storage.access import open_any
 from tests import store
-from tests.dequantize import METHODS
+from tests.dequantize import METHODS, Stored
 from tests.reshard.store_server import StoreServer
-from tests.reshard.test_quantized import PACKINGS, checkpoint
+from tests.reshard.test_quantized import PACKINGS, checkpoint, read, write
 from tests.reshard.test_quantized import dequantize as by_definition
 from tests.support import command, contents
 from verify.bytes import dequantized as proof
@@ -218,7 +221,7 @@ def test_the_arithmetic_of_the_proof_is_its_own() -> None:
 SINGLE = {
     "float8-tensor", "float8-channel", "float8-block", "fp8-block", "fp8-block-scale", "w8a8-fp8", "mxfp8",
     "fp8-tensor", "fp8-static", "fbgemm", "modelopt-fp8", "modelopt-fp8-channel", "no-config-fp8", "quark-fp8",
-    "fused-fp8-block", "fused-fp8-expert", "fused-modelopt-fp8",
+    "fused-fp8-block", "fused-fp8-expert", "fused-modelopt-fp8", "fused-fbgemm",
 }  # fmt: skip
 
 
@@ -242,6 +245,36 @@ def test_each_method_is_dequantized_or_refused(name: str, tmp_path: Path) -> Non
     assert all(torch.equal(found[n].view(torch.int16), plain[n].view(torch.int16)) for n in others & found.keys())
     gone = {suffix for suffixes in ends.values() for suffix in suffixes}
     assert all(name.endswith(tuple(gone)) for name in others - found.keys())
+
+
+@pytest.mark.parametrize("shape", ["1 out", "out 1", "out"])
+def test_square_experts_that_are_stored_input_first(shape: str, tmp_path: Path) -> None:
+    """Their shapes do not tell outputs from inputs: the weight's rule does."""
+    method = METHODS["fused-fbgemm"]
+    first, ends, config = checkpoint(tmp_path / "first", method, PACKINGS[3], blocks=2)
+    tensors = read(first)
+    down = next(name for name in tensors if name.endswith("down_proj"))
+    experts, rows, columns = tensors[down].array.shape
+    assert rows == columns
+    found = {"1 out": (experts, 1, rows), "out 1": (experts, rows, 1), "out": (experts, rows)}[shape]
+    tensors[f"{down}_scale"] = replace(tensors[f"{down}_scale"], array=tensors[f"{down}_scale"].array.reshape(found))
+    settings = {"quant_method": "fp8"} if shape == "out" else method.settings
+    source = write(tmp_path / "source", config | {"quantization_config": settings}, tensors)
+    should = by_definition(source, method, ends, method.fused)
+    assert torch.equal(load(source, access=access(tmp_path))[down], torch.from_numpy(should[down].copy()).bfloat16())
+
+
+def test_a_scale_of_a_shape_that_no_pattern_has_is_refused(tmp_path: Path) -> None:
+    """One for each input, of experts that are stored input first."""
+    method = METHODS["fused-fbgemm"]
+    first, _, config = checkpoint(tmp_path / "first", method, PACKINGS[3])
+    tensors = read(first)
+    down = next(name for name in tensors if name.endswith("down_proj"))
+    experts, rows, _ = tensors[down].array.shape
+    tensors[f"{down}_scale"] = Stored("F32", np.ones((experts, rows, 1), np.float32))
+    source = write(tmp_path / "source", config | {"quantization_config": method.settings}, tensors)
+    with pytest.raises(ReshardError, match=rf"'{down}_scale' .* cannot be dequantized"):
+        open_any(source, access(tmp_path))
 
 
 # ------------------------------------------------------------------------------------------------------------- refused
@@ -301,6 +334,95 @@ def test_a_source_that_changes_is_seen(source: Path, tmp_path: Path) -> None:
     assert (again.path != opened.path, again.record.id != "", before != "") == (True, True, True)
 
 
+def test_what_changes_while_it_is_opened_is_not_kept(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The headers and the config.json of before, with the states of after, would be taken for the checkpoint later."""
+    copy = shutil.copytree(source, tmp_path / "copy")
+    plain = storage.open_checkpoint
+
+    def racing(path: Path) -> object:
+        found = plain(path)
+        config = json.loads((copy / "config.json").read_text())
+        (copy / "config.json").write_text(json.dumps(config | {"rope_theta": 5e5}))
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(storage, "open_checkpoint", racing)
+        with pytest.raises(MismatchError, match="was changed while it was read"):
+            open_any(copy, access(tmp_path))
+    assert open_any(copy, access(tmp_path)).read_config()["rope_theta"] == 5e5
+
+
+def test_the_identity_of_a_computed_file(source: Path, tmp_path: Path) -> None:
+    """It has all that the bytes follow from, and is the same for copies, which have other inodes."""
+    copy = shutil.copytree(source, tmp_path / "copy")  # with the times
+    mine, other = ([of.remote for of in open_any(at, access(tmp_path)).files.values()] for at in (source, copy))
+    assert [of.identity for of in mine if of] == [of.identity for of in other if of]
+    file = mine[0]
+    assert isinstance(file, storage.DequantizedFile)
+    piece = next(piece for piece in file.pieces if piece.scales)
+    assert piece.scales is not None
+    grid = piece.scales.grid._replace(block_rows=1)
+    pieces = tuple(
+        each._replace(scales=piece.scales._replace(grid=grid)) if each is piece else each for each in file.pieces
+    )
+    found = {of.identity for of in (file, replace(file, header=file.header + b" "), replace(file, pieces=pieces))}
+    assert len(found) == 3
+
+
+def test_what_readers_keep_is_bounded(
+    source: Path, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Open files and scales, over all readers."""
+    monkeypatch.setattr(storage, "_KEPT", 3000)
+    copy = quantized(store.checkpoint("deepseek_v3", "bfloat16"), tmp_path / "many", 40)
+    files = [of.remote for of in open_any(copy, access(tmp_path)).files.values() if of.remote]
+    storage._opened.cache_clear()
+    before = len([*Path("/proc/self/fd").iterdir()])
+    reads = [(of, of.open()) for _ in range(3) for of in files]
+    for of, read_range in reads:
+        assert isinstance(of, storage.DequantizedFile)
+        read_range(0, of.size)
+    assert len([*Path("/proc/self/fd").iterdir()]) <= before + 40 < before + len(reads)
+    assert sum(scales.nbytes for scales in storage._scales_kept.values()) <= 3000
+
+
+def test_weights_in_a_folder_within(source: Path, tmp_path: Path) -> None:
+    """No output lies in the checkpoint."""
+    copy = tmp_path / "copy"
+    shutil.copytree(source, copy / "within")
+    for name in ("config.json", "tokenizer.json", "model.safetensors.index.json"):
+        (copy / "within" / name).rename(copy / name)
+    index = json.loads((copy / "model.safetensors.index.json").read_text())
+    index["weight_map"] = {name: f"within/{file}" for name, file in index["weight_map"].items()}
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    done = command("split", copy, copy / "out", "--tp", "2", "--dequantize", "--cache-dir", tmp_path / "cache")
+    assert "are the same folder, or one lies in the other" in done.stderr
+
+
+@pytest.mark.parametrize("what", ["a tensor", "config.json"])
+def test_a_model_in_float16_is_refused(what: str, source: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(source, tmp_path / "copy")
+    if what == "a tensor":
+        file = next(at for at in copy.glob("*.safetensors") if "model.norm.weight" in read_header(at).tensors)
+        tensors = load_file(file)
+        save_file(tensors | {"model.norm.weight": tensors["model.norm.weight"].half()}, file, {"format": "pt"})
+    else:
+        config = json.loads((copy / "config.json").read_text()) | {"dtype": "float16"}
+        (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ReshardError, match=r"F16, but|says float16, but") as error:
+        open_any(copy, access(tmp_path))
+    assert error.value.hint
+
+
+def test_the_proof_is_silent_about_a_nan() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = proof._scales(memoryview(np.array([0x7FA00000], "<u4").tobytes()), "F32", Grid(1, 1, 1, 1))
+    assert np.isnan(found).all()
+
+
 def test_odd_ranges_of_a_file(source: Path, plain: Path, tmp_path: Path) -> None:
     """The engine asks for any bytes, also for half an element."""
     opened = open_any(source, access(tmp_path))
@@ -320,7 +442,14 @@ def test_a_checkpoint_in_a_bucket(source: Path, plain: Path, tmp_path: Path) -> 
     with StoreServer(tmp_path / "store") as server:
         given = "--tp", "2", "--dequantize", "--cache-dir", tmp_path / "cache", "--json"
         done = command("split", "s3://bucket/model", tmp_path / "out", *given, **server.environment)
+        given = "--as", "huggingface", "--overwrite", *given[2:]
+        own = [
+            command("split", "s3://bucket/model", out, *given, **server.environment)
+            for out in ("s3://bucket/model", "s3://bucket/model/within")
+        ]
     assert done.returncode == 0, done.stderr
+    assert all("are the same place, or one lies in the other" in each.stderr for each in own)
+    assert contents(tmp_path / "store/model") == contents(source)
     split(plain, tmp_path / "should", 2, options=ONE)
     found, should = contents(tmp_path / "out"), contents(tmp_path / "should")
     mine, theirs = (json.loads(of.pop("reshard.json")) for of in (found, should))

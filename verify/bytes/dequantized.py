@@ -38,12 +38,13 @@ _VALUES: Numbers = np.array([_value(code) for code in range(256)])
 def _scales(content: memoryview, dtype: str, grid: Grid) -> Numbers:
     """The scales, one row of blocks below the other."""
     raw = np.frombuffer(content, {"F32": "<u4", "F8_E8M0": "u1"}.get(dtype, "<u2"))
-    if dtype == "F8_E8M0":
-        found = np.array([2.0 ** (int(code) - 127) if code < 255 else math.nan for code in raw])
-    elif dtype == "F16":
-        found = raw.view(np.float16).astype(np.float64)
-    else:
-        found = (raw.astype("<u4") << (16 if dtype == "BF16" else 0)).view(np.float32).astype(np.float64)
+    with np.errstate(invalid="ignore"):  # a NaN of the checkpoint's own
+        if dtype == "F8_E8M0":
+            found = np.array([2.0 ** (int(code) - 127) if code < 255 else math.nan for code in raw])
+        elif dtype == "F16":
+            found = raw.view(np.float16).astype(np.float64)
+        else:
+            found = (raw.astype("<u4") << (16 if dtype == "BF16" else 0)).view(np.float32).astype(np.float64)
     return found.reshape(-1, math.ceil(grid.columns / grid.block_columns))
 
 

@@ -29,7 +29,8 @@ class Stamp:
     """The state of a file: ``size`` in bytes, when its content last changed (``mtime``) and when that or its inode did
     (``ctime``), both in ns, and its inode number on ``host``.
 
-    ``content`` names the content itself, where that is known (the Hub's etag, a recorded checksum).
+    ``content`` names the content itself, where that is known (the Hub's etag, a recorded checksum). For a file that is
+    computed, ``made_of`` names the inodes of those that it is made of, on ``host``.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Stamp:
     inode: int
     host: str
     content: str | None = None
+    made_of: str | None = None
 
     def is_same(self, other: Stamp) -> bool:
         """Whether both are of equal content, as far as can be told: by what names the content, or else by size, time
@@ -47,7 +49,7 @@ class Stamp:
         if (self.name, self.size) != (other.name, other.size):
             return False
         if self.content is not None and other.content is not None:
-            return self.content == other.content
+            return self.content == other.content and (self.host != other.host or self.made_of == other.made_of)
         return self.mtime_ns == other.mtime_ns and (self.host != other.host or self.inode == other.inode)
 
     @property
@@ -60,7 +62,7 @@ class Stamp:
         """What stays equal on one machine as long as nobody touches the file. An inode that is free again is given to
         the next file, and times of content can be set: so the inode's own time counts, too.
         """
-        return self.name, self.size, self.mtime_ns, self.ctime_ns, self.inode, self.content
+        return self.name, self.size, self.mtime_ns, self.ctime_ns, self.inode, self.content, self.made_of
 
     @property
     def anywhere(self) -> list[Any]:
@@ -71,16 +73,17 @@ class Stamp:
         """The JSON form."""
         document: dict[str, Any] = {"name": self.name, "size": self.size, "mtime_ns": self.mtime_ns}
         document |= {"ctime_ns": self.ctime_ns, "inode": self.inode, "host": self.host}
-        return document | ({"content": self.content} if self.content else {})
+        named = {"content": self.content, "made_of": self.made_of}
+        return document | {key: value for key, value in named.items() if value}
 
 
 def read_stamp(value: object, where: str) -> Stamp:
     """The inverse of ``Stamp.to_document`` (a reader of ``formats.documents``)."""
     stamp = Record(value, where)
     numbers = {key: stamp.get(key, _NUMBER) for key in ("mtime_ns", "ctime_ns", "inode")}
-    content = stamp.find("content", optional(text), None)
+    content, made_of = (stamp.find(key, optional(text), None) for key in ("content", "made_of"))
     name, nbytes, host = stamp.get("name", text), stamp.get("size", size), stamp.get("host", text)
-    return Stamp(name, nbytes, **numbers, host=host, content=content)
+    return Stamp(name, nbytes, **numbers, host=host, content=content, made_of=made_of)
 
 
 def stamp_of(path: Path, name: str) -> Stamp:

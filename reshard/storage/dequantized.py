@@ -59,11 +59,17 @@ class LocalFile(Remote):
     size: int
     mtime_ns: int
     inode: int
+    content: str | None
 
     @property
     def identity(self) -> str:
-        """Size and time: equal for copies on several machines."""
-        return f"{self.size}:{self.mtime_ns}"
+        """What names its content, or else size and time: equal for copies on several machines."""
+        return self.content or f"{self.size}:{self.mtime_ns}"
+
+    @property
+    def made_of(self) -> str | None:
+        """The inode, where nothing names the content."""
+        return None if self.content else str(self.inode)
 
     @property
     def address(self) -> str:
@@ -156,6 +162,12 @@ class DequantizedFile(Remote):
         return f"dequantized:{found.hexdigest()[:32]}"
 
     @property
+    def made_of(self) -> str | None:
+        """A digest of the inodes."""
+        found = [file.made_of for file in self.used]
+        return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:32] if any(found) else None
+
+    @property
     def address(self) -> str:
         """That of the quantized file."""
         return self.files[self.number].address
@@ -200,7 +212,7 @@ class DequantizedFile(Remote):
 
         def scales_of(of: Scales) -> NDArray[Any]:
             key = read_scales, self.files[of.file], of
-            return _kept(key, lambda: read_scales(file(of.file)(of.begin, of.end), of.dtype, of.grid))
+            return _SCALES.get(key, lambda: read_scales(file(of.file)(of.begin, of.end), of.dtype, of.grid))
 
         def read(start: int, stop: int) -> memoryview:
             found = bytearray(stop - start)
@@ -224,22 +236,31 @@ class DequantizedFile(Remote):
         return read
 
 
-_scales_kept: OrderedDict[object, NDArray[Any]] = OrderedDict()
-_scales_lock = threading.Lock()
+class _Kept:
+    """Scales by their keys, those used last: at most ``_KEPT`` bytes, or those of one weight."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._arrays: OrderedDict[object, NDArray[Any]] = OrderedDict()
+        self.nbytes = 0
+
+    def get(self, key: object, make: Callable[[], NDArray[Any]]) -> NDArray[Any]:
+        """The scales of this key, made unless they are kept."""
+        with self._lock:
+            if key in self._arrays:
+                self._arrays.move_to_end(key)
+                return self._arrays[key]
+        made = make()
+        with self._lock:
+            if key not in self._arrays:  # another thread may have made the same
+                self._arrays[key] = made
+                self.nbytes += made.nbytes
+            while len(self._arrays) > 1 and self.nbytes > _KEPT:
+                self.nbytes -= self._arrays.popitem(last=False)[1].nbytes
+        return made
 
 
-def _kept(key: object, make: Callable[[], NDArray[Any]]) -> NDArray[Any]:
-    """The scales of this key, made unless they are kept; those used last are kept, at most ``_KEPT`` bytes or one."""
-    with _scales_lock:
-        if key in _scales_kept:
-            _scales_kept.move_to_end(key)
-            return _scales_kept[key]
-    made = make()
-    with _scales_lock:
-        _scales_kept[key] = made
-        while len(_scales_kept) > 1 and sum(each.nbytes for each in _scales_kept.values()) > _KEPT:
-            _scales_kept.popitem(last=False)
-    return made
+_SCALES = _Kept()
 
 
 def dequantized(fetched: Fetched, weights: Weights, cache: Path, plan_file: Path | None = None) -> Fetched:
@@ -295,7 +316,7 @@ def _sides(checkpoint: Checkpoint) -> list[Path]:
 
 
 def _local(path: Path, root: Path, stamp: Stamp) -> LocalFile:
-    return LocalFile(path, root, stamp.size, stamp.mtime_ns, stamp.inode)
+    return LocalFile(path, root, stamp.size, stamp.mtime_ns, stamp.inode, stamp.content)
 
 
 def _check_unchanged(stamps: Mapping[Path, Stamp], folder: Path) -> None:

@@ -65,6 +65,11 @@ class Remote(ABC):
         """What messages call the file; it holds no secret."""
 
     @property
+    def made_of(self) -> str | None:
+        """What names the files of this machine that it is made of, on this machine alone; None if there are none."""
+        return None
+
+    @property
     def folder(self) -> Path | None:
         """The folder on this machine that it lies in; None if it lies elsewhere."""
         return None

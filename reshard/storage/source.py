@@ -240,7 +240,9 @@ def read_elsewhere(source: Source, remote: Mapping[str, Remote]) -> Source:
     found = {path: remote.get(path.relative_to(source.path).as_posix()) for path in source.files}
     files = {path: dataclasses.replace(file, remote=found[path]) for path, file in source.files.items()}
     stamps = {
-        path: dataclasses.replace(stamp, content=f"etag:{there.identity}") if (there := found.get(path)) else stamp
+        path: dataclasses.replace(stamp, content=f"etag:{there.identity}", made_of=there.made_of)
+        if (there := found.get(path))
+        else stamp
         for path, stamp in source.stamps.items()
     }
     return dataclasses.replace(source, files=files, stamps=stamps)

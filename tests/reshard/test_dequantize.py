@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from formats.documents import json_bytes
 from formats.errors import MismatchError, ReshardError
 from formats.files.safetensors import build_header, read_header
+from formats.files.stamps import read_stamp
 from formats.quantization.dequantizing import Grid, dequantize, scales_from
 from reshard.api import Access, load, merge, split
 from reshard.engine.jobs import Options
@@ -359,6 +360,13 @@ def test_the_identity_of_a_computed_file(source: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(source, tmp_path / "copy")  # with the times
     mine, other = ([of.remote for of in open_any(at, access(tmp_path)).files.values()] for at in (source, copy))
     assert [of.identity for of in mine if of] == [of.identity for of in other if of]
+    opened = [open_any(at, access(tmp_path)) for at in (source, copy)]
+    here, there = (source.inputs[0] for source in opened)
+    assert here.anywhere == there.anywhere
+    assert not here.is_same(there), "on one machine it is another file"
+    assert here.is_same(replace(there, host="another"))
+    assert here.closed_state != replace(here, made_of=there.made_of).closed_state
+    assert read_stamp(here.to_document(), "here") == here
     file = mine[0]
     assert isinstance(file, storage.DequantizedFile)
     piece = next(piece for piece in file.pieces if piece.scales)
@@ -385,7 +393,7 @@ def test_what_readers_keep_is_bounded(
         assert isinstance(of, storage.DequantizedFile)
         read_range(0, of.size)
     assert len([*Path("/proc/self/fd").iterdir()]) <= before + 40 < before + len(reads)
-    assert sum(scales.nbytes for scales in storage._scales_kept.values()) <= 3000
+    assert 0 < storage._SCALES.nbytes <= 3000
 
 
 def test_weights_in_a_folder_within(source: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from formats.documents import MAX_INDEX, json_object, read_document
 from formats.errors import CheckpointError
+from formats.files.checkpoint import WEIGHT_SUFFIXES
 from formats.mesh import RANK_FOLDER
 
 # Weights of other frameworks or in other formats, archives and pictures. All other files are small and may be needed
@@ -27,11 +28,12 @@ _DISTRIBUTED = ".metadata"
 def side_files(listing: Iterable[str]) -> list[str]:
     """The files of a checkpoint's repository that are not weights: config, tokenizer, index, licence."""
     listing = list(listing)
+    left = WEIGHT_SUFFIXES if _is_split(listing) else _NOT_SIDE_FILES  # of shards, the manifest lists the others
     return sorted(
         name
         for name in listing
         if _belongs(name, listing)
-        and not name.lower().endswith(_NOT_SIDE_FILES)
+        and not name.lower().endswith(left)
         and (not name.endswith(".index.json") or name in _indices(listing))
     )
 

@@ -229,6 +229,13 @@ def test_choice_of_weights(tmp_path: Path, listing: list[str], wanted: list[str]
     assert weight_files(listing, tmp_path) == wanted
 
 
+def test_side_files_of_shards_are_all_that_the_original_had() -> None:
+    """The manifest lists them, pictures too."""
+    kept = ["1_Pooling/config.json", "figure.png", "reshard.json"]
+    assert side_files([*kept, "big.gguf", "rank-00-of-01/model.safetensors"]) == kept
+    assert side_files(["config.json", "figure.png", "model.safetensors"]) == ["config.json"]
+
+
 def test_choice_of_side_files() -> None:
     kept = ["LICENSE", "chat_template.jinja", "config.json", "modeling_tiny.py", "spiece.model", "vocab.txt"]
     kept += ["additional_chat_templates/tools.jinja", "model.safetensors.index.json"]

@@ -159,12 +159,15 @@ def test_faults_on_the_way(bucket: StoreServer, tmp_path: Path) -> None:
 def test_shards_on_the_hub(tmp_path: Path) -> None:
     original, shards = made.checkpoint("llama"), tmp_path / "shards"
     split(original, shards, 2)
+    (shards / "big.gguf").write_bytes(b"x")
     with HubServer(tmp_path / "hub") as hub:
         hub.root.joinpath("org").mkdir(parents=True)
         (hub.root / "org" / "shards").symlink_to(shards)
         environment = hub.environment(tmp_path / "home")
-        done = in_process("verify", original, "org/shards", "--exact-only", environment=environment)
-    assert done.returncode == 0, done.stderr
+        done = in_process("verify", original, "org/shards", "--exact-only", "--json", environment=environment)
+    found = json.loads(done.stdout)["exact"]
+    assert found.pop("extra") == ["big.gguf"], done.stderr
+    assert found["nbytes"] and not any(found[key] for key in ("first", "missing", "configs", "problems"))
     assert on_disk(tmp_path / "home") <= 200_000
 
 

@@ -292,8 +292,6 @@ def dequantized(fetched: Fetched, weights: Weights, cache: Path, plan_file: Path
             for file in checkpoint.files
         ]
         made = dict(_files(checkpoint, scaled, gone, files))
-        check = partial(_check_unchanged, stamps, fetched.path)
-        check()
     sampled = weights is not Weights.HEADERS
     states = json.dumps([_VERSION, name, sampled, *((file, of.identity) for file, of in made.items())])
     states += json.dumps([stamps[path].anywhere for path in _sides(checkpoint)])
@@ -302,7 +300,7 @@ def dequantized(fetched: Fetched, weights: Weights, cache: Path, plan_file: Path
 
     def fill(at: Path) -> None:
         _fill(at, checkpoint, made)
-        check()
+        _check_unchanged(stamps)
 
     with disk_errors(folder):
         there = {file: Elsewhere(of, of.size) for file, of in made.items()}
@@ -319,7 +317,7 @@ def _local(path: Path, root: Path, stamp: Stamp) -> LocalFile:
     return LocalFile(path, root, stamp.size, stamp.mtime_ns, stamp.inode, stamp.content)
 
 
-def _check_unchanged(stamps: Mapping[Path, Stamp], folder: Path) -> None:
+def _check_unchanged(stamps: Mapping[Path, Stamp]) -> None:
     """Raise MismatchError if a file is no longer in the state that it had before it was read."""
     for path, stamp in stamps.items():
         if stamp_of(path, stamp.name).open_state != stamp.open_state:

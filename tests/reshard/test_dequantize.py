@@ -9,6 +9,7 @@ import pickle
 import shutil
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +21,12 @@ from formats.documents import json_bytes
 from formats.errors import MismatchError, ReshardError
 from formats.files.safetensors import build_header, read_header
 from formats.files.stamps import read_stamp
-from formats.quantization.dequantizing import Grid, dequantize, scales_from
+from formats.notation.architecture_files import find_architecture
+from formats.quantization.dequantizing import Grid, dequantize, scaled_weights, scales_from
+from formats.quantization.dequantizing import Stored as Weight
 from reshard.api import Access, load, merge, split
 from reshard.engine.jobs import Options
+from reshard.planning.sizes import AxisSizes
 from reshard.storage import dequantized as storage
 from reshard.storage.access import open_any
 from tests import store
@@ -278,6 +282,24 @@ def test_a_scale_of_a_shape_that_no_pattern_has_is_refused(tmp_path: Path) -> No
         open_any(source, access(tmp_path))
 
 
+def test_layouts_of_a_rule_are_told_by_the_shape_or_refused() -> None:
+    """Qwen3-VL's experts are stored in either way."""
+    config: dict = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 4, "num_hidden_layers": 1}
+    config = {"model_type": "qwen3_vl_moe", "text_config": {"model_type": "qwen3_vl_moe_text", **config}}
+    rules = find_architecture(config, Path())
+    down = "model.layers.0.mlp.experts.down_proj"
+    told = [storage._input_first(rules, AxisSizes(rules, config, {}), down, of) for of in ((4, 32, 64), (4, 64, 32))]
+    assert told == [{True}, {False}]
+    config["text_config"]["moe_intermediate_size"] = 64
+    tell = partial(storage._input_first, rules, AxisSizes(rules, config, {}))
+    config["quantization_config"] = {"quant_method": "fp8"}
+    tensors = {down: Weight("F8_E4M3", (4, 64, 64)), f"{down}_scale": Weight("F32", (4, 64))}
+    with pytest.raises(ReshardError, match="cannot be dequantized"):
+        scaled_weights(config, tensors, tell)
+    tensors[f"{down}_scale"] = Weight("F32", (4,))
+    assert scaled_weights(config, tensors, tell)[0][down].grid == Grid(64, 64, 64, 64)
+
+
 # ------------------------------------------------------------------------------------------------------------- refused
 
 
@@ -387,6 +409,10 @@ def test_what_readers_keep_is_bounded(
     copy = quantized(store.checkpoint("deepseek_v3", "bfloat16"), tmp_path / "many", 40)
     files = [of.remote for of in open_any(copy, access(tmp_path)).files.values() if of.remote]
     storage._opened.cache_clear()
+    file = files[0]
+    assert isinstance(file, storage.DequantizedFile)
+    others = [of for of in file.files if of not in file.used]
+    assert others
     before = len([*Path("/proc/self/fd").iterdir()])
     reads = [(of, of.open()) for _ in range(3) for of in files]
     for of, read_range in reads:
@@ -394,6 +420,11 @@ def test_what_readers_keep_is_bounded(
         read_range(0, of.size)
     assert len([*Path("/proc/self/fd").iterdir()]) <= before + 40 < before + len(reads)
     assert 0 < storage._SCALES.nbytes <= 3000
+    os.utime(others[0].address, (1, 1))
+    file.check_unchanged()  # it has nothing of that one
+    os.utime(file.used[-1].address, (1, 1))
+    with pytest.raises(MismatchError, match="was changed while it was read"):
+        file.check_unchanged()
 
 
 def test_weights_in_a_folder_within(source: Path, tmp_path: Path) -> None:

@@ -226,7 +226,7 @@ def all_reduces(plan: Plan) -> tuple[AllReduce, AllReduce]:
     size of a weight:
 
         forward  = sum of d w over layers and their row-parallel weights
-                   + one hidden vector for a vocabulary-parallel embedding
+                   + one hidden vector for a vocabulary-parallel embedding, and what a second one puts out
         backward = the same sum, since each block that ends in a row-parallel weight begins with column-parallel ones,
                    whose input gradient is added up
                    + one hidden vector for a vocabulary-parallel LM head
@@ -238,7 +238,7 @@ def all_reduces(plan: Plan) -> tuple[AllReduce, AllReduce]:
     """
     width, architecture = activation_bytes(plan), plan.model.architecture
     blocks: dict[tuple[str, frozenset[int]], int] = {}
-    vocabulary: dict[str, int] = {}
+    tables: dict[str, Entry] = {}
     for found, entry in plan.laid.items():
         layout = entry.layout
         if layout.is_replicated or len(layout.full) < 2 or entry.name.endswith(_SCALES):
@@ -247,14 +247,24 @@ def all_reduces(plan: Plan) -> tuple[AllReduce, AllReduce]:
         if is_summed(entry, architecture):
             blocks[entry.template, found.layers] = output_size(entry)
         elif kind == "vocabulary":
-            vocabulary[entry.template] = max(n for i, n in enumerate(layout.full) if i not in layout.parallel_dims)
+            tables[entry.template] = entry
     sums = {(line, layer): size for (line, layers), size in blocks.items() for layer in layers or {None}}
-    body, hidden = sum(sums.values()), max(vocabulary.values(), default=0)
-    head = hidden if len(vocabulary) > 1 or plan.model.sizes.settings.get("tie_word_embeddings") is not False else 0
+    of_text = frozenset().union(*(e.layout.rule.axes for e in tables.values() if "vocab" in e.layout.rule.axes))
+    # Embedding and head have a vocabulary or a width in common. A second embedding (Gemma's, by layers) has neither.
+    first = [_looked_up(e) for e in tables.values() if not of_text or e.layout.rule.axes & of_text]
+    second = [_looked_up(e) for e in tables.values() if of_text and not e.layout.rule.axes & of_text]
+    body, hidden = sum(sums.values()), max(first, default=0)
+    head = hidden if len(first) > 1 or plan.model.sizes.settings.get("tie_word_embeddings") is not False else 0
     return (
-        AllReduce(len(sums) + (hidden > 0), (body + hidden) * width),
+        AllReduce(len(sums) + (hidden > 0) + len(second), (body + hidden + sum(second)) * width),
         AllReduce(len(sums) + (head > 0), (body + head) * width),
     )
+
+
+def _looked_up(table: Entry) -> int:
+    """The elements that a vocabulary-parallel table puts out for one token."""
+    layout = table.layout
+    return max(n for i, n in enumerate(layout.full) if i not in layout.parallel_dims)
 
 
 def activation_bytes(plan: Plan) -> int:

@@ -20,7 +20,7 @@ import torch
 from formats.mesh import mesh_of
 from reshard.planning.plan import plan_of
 from reshard.planning.totals import all_reduces
-from tests import store
+from tests import store, zoo
 from tests.support import LLAMA, command
 from tests.verify import browser
 from tests.verify.browser import Browser
@@ -86,6 +86,18 @@ def test_two_ranks(folder: Path, document: dict[str, Any]) -> None:
     assert len(predicted) == 3 and all(row["measured"] is None and row["predicted"]["seconds"] > 0 for row in predicted)
     assert predicted[0]["memory"]["cache"] * 2 == measured["decode"]["memory"]["cache"]
     assert found["recommended"]["tp"] == 2
+
+
+def test_a_second_table_is_summed_too(tmp_path: Path) -> None:
+    """Gemma 4 looks up each token twice: a hidden state, and 6 numbers for each of 4 layers. The head is the first."""
+    with torch.device("meta"):
+        model = zoo.ZOO["gemma4_text"].build(None, {}, None)
+    config = {**json.loads(model.config.to_json_string()), "architectures": [type(model).__name__], "dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    forward, backward = all_reduces(plan_of(skeleton(tmp_path), mesh_of(2)))
+    hidden = config["hidden_size"]
+    assert (forward.count, forward.nbytes) == (2 * 4 + 2, (2 * 4 * hidden + hidden + 6 * 4) * 4)
+    assert (backward.count, backward.nbytes) == (2 * 4 + 1, (2 * 4 * hidden + hidden) * 4)
 
 
 def test_widths(document: dict[str, Any]) -> None:

@@ -264,7 +264,6 @@ class Uploading(Staging):
         for name, etag in sorted(self._in_place.items()):
             is_as_put = name in there and there[name] == etag
             if not is_as_put and not (name in files and self._bucket.holds(name, files[name])):
-                self._check_ours()
                 raise self._replaced(name)
 
     def _replaced(self, name: str) -> CheckpointError:

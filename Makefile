@@ -42,7 +42,7 @@ zoo: .venv/ready
 mutants: .venv/ready
 	$(BIN)/python -m benchmarks.mutations
 
-# shards in the programs that load them, in environments of their own (5 GB): hours
+# shards in the programs that load them, in environments of their own (8 GB): hours
 ENGINES ?= .engines
 engines: .venv/ready $(ENGINES)/vllm/ready $(ENGINES)/megatron/ready $(ENGINES)/torchtitan/ready
 	$(BIN)/python -m benchmarks.load_dcp

@@ -88,6 +88,8 @@ class Job(NamedTuple):
     """Bytes of the full tensor."""
     in_rows: bool = False
     """Whether the tensor does not lie in one piece somewhere."""
+    again: bool = False
+    """Whether another job reads the same bytes: they belong to the source's checksum once."""
 
     @property
     def is_small(self) -> bool:

@@ -121,7 +121,7 @@ class _Mover:
         self._finished, self._progress = finished, progress
         self._source_numbers = {file: number for number, file in enumerate(self._sources)}
         self._numbers = {file: number for number, file in enumerate(targets)}
-        self._wanted: Wanted = frozenset()
+        self._wanted: Wanted | None = frozenset()
         self._busy = mmap.mmap(-1, max(1, len(targets)))
         self._clock = Clock()
         self._reader = Reader(self._read if options.checksum else None, self._clock)
@@ -269,7 +269,7 @@ class _Mover:
 
     def _carry_out_together(self, steps: Sequence[tuple[Job, Slab]]) -> None:
         """Move small tensors: neighbours in a file are read or written with one call."""
-        reads, writes = Runs[tuple[SourceFile, Wanted]](), Runs[int]()
+        reads, writes = Runs[tuple[SourceFile, Wanted | None]](), Runs[int]()
         ready = []
         for job, slab in steps:
             places = [(region, job.target(region.rank)) for region in slab.writes]
@@ -278,7 +278,8 @@ class _Mover:
             if wanted and not left:
                 continue
             sources = [(region, job.source(region.rank)) for region in slab.reads]
-            read = {region.rank: reads.add((place.file, wanted), place.offset, region) for region, place in sources}
+            summed = None if job.again else wanted
+            read = {region.rank: reads.add((place.file, summed), place.offset, region) for region, place in sources}
             written = [(r.rank, writes.add(self._numbers[place.file], place.offset, r)) for r, place in left]
             ready.append((job, slab, read, written))
         for run in reads.make_room():
@@ -316,9 +317,12 @@ class _Mover:
     # -- reading and writing
 
     def _want(self, job: Job, ranks: Iterable[int]) -> bool:
-        """Set the target files for which the next bytes are read; returns whether any of them is unfinished."""
+        """Set the target files for which the next bytes are read and summed (None: they are not summed).
+
+        Returns whether any of the files is unfinished.
+        """
         files = [job.target(rank).file for rank in ranks]
-        self._wanted = frozenset(self._numbers[file] for file in files)
+        self._wanted = None if job.again else frozenset(self._numbers[file] for file in files)
         return not files or not all(file.done for file in files)
 
     def _is_done(self, job: Job, rank: int) -> bool:
@@ -435,6 +439,8 @@ class _Mover:
         return part
 
     def _read(self, file: SourceFile, offset: int, length: int, part: Part) -> None:
+        if self._wanted is None:
+            return
         key = (self._source_numbers[file], self._wanted)
         _sum_of(self._account.read, key, file.size).add(offset, length, part)
 

@@ -37,6 +37,8 @@ class Origins:
             if any(_beside(constant.names, name) for constant in self._constants):
                 continue
             sources = next((sources for old in self._old_names(name) if (sources := self._sources(old))), None)
+            if sources is None and self._is_copy(name):
+                continue
             if sources is None:
                 raise CheckpointError(
                     f"tensor '{name}' is none that the format '{self._page.name}' has for '{self._architecture.name}'"
@@ -48,7 +50,15 @@ class Origins:
     def knows(self, name: str) -> bool:
         """Whether the page has a tensor of this name, of whatever is stored beside it."""
         is_constant = any(_beside(constant.names, name) for constant in self._constants)
-        return is_constant or any(self._sources(old) for old in self._old_names(name))
+        return is_constant or any(self._sources(old) for old in self._old_names(name)) or self._is_copy(name)
+
+    def _is_copy(self, name: str) -> bool:
+        """Whether a name is a further one of a tensor that the architecture has: of a tied one."""
+        matches = ((line, line.target.match(name)) for line in self._page.lines if line.also)
+        return any(
+            found is not None and (line.when is None or self._holds(line)) and self._known(line, found) is not None
+            for line, found in matches
+        )
 
     def _packed_lines(self) -> Iterator[tuple[str, str]]:
         """For the name of each component of a packed tensor, in lines of the architecture, the packed tensor's."""

@@ -75,7 +75,7 @@ def atom_jobs(
         yield ways.job(
             atom, held, wanted, partial(_atom_source, source, held), partial(_atom_target, places, wanted),
             _ranks_of(wanted, places),
-        )  # fmt: skip
+        )._replace(again=True)  # fmt: skip
 
 
 def _ranks_of(placed: Placed, places: Mapping[int, Mapping[str, TargetPlace]]) -> frozenset[int]:

@@ -50,8 +50,39 @@ def one_line(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """The same text with what a terminal would obey or cannot show (control characters, half characters) escaped."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    """The text as it may leave the program: no secrets of URLs, and what a terminal would obey or cannot show escaped.
+
+    Line ends are kept.
+    """
+    text = redacted(text)
+    return text if text.isprintable() else "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+
+
+def redacted(text: str) -> str:
+    """The text with each URL in it without user, password and query, which may hold secrets.
+
+    A password may have an @, a / or a ? that should have been escaped: it ends at the last @. Where this is also the @
+    of a query, nothing of the URL is kept. A host of the web with a port is no user with a password. A path that was
+    made of a URL has one slash.
+    """
+    return _URL.sub(_without_secrets, text) if ":/" in text else text
+
+
+def _without_secrets(url: re.Match[str]) -> str:
+    place, _, query = url["rest"].partition("?")
+    is_host = url["scheme"].startswith("http") and _HOST_AND_PORT.match(place)
+    first = place.partition("/")[0]
+    if not is_host and ":" in first:
+        if "@" in query:
+            return url["scheme"] + "…"
+        place = place.rpartition("@")[2]
+    elif "@" in first:
+        place = place[first.rindex("@") + 1 :]
+    return url["scheme"] + place
+
+
+_URL = re.compile(r"(?P<scheme>[A-Za-z][\w+.-]*:/+)(?P<rest>\S+)")
+_HOST_AND_PORT = re.compile(r"[^/:@]*:\d{1,5}(/|$)")
 
 
 def brief(value: object) -> str:

@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from pathlib import Path
-
-
-def shown(place: str | Path) -> str:
-    """A place that a user named, as it is shown: a URL without user and query, which may hold secrets."""
-    text = str(place)
-    return re.sub(r"//[^/@]*@", "//", text.partition("?")[0]) if "://" in text else text
 
 
 def human_bytes(count: float) -> str:

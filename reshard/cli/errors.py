@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import click
 
-from formats.errors import MismatchError, ReshardError, one_line
+from formats.errors import MismatchError, ReshardError, one_line, printable
 
 DONE, NO, FAILED, INTERRUPTED, CLOSED_PIPE = 0, 1, 2, 130, 141
 
@@ -116,11 +116,11 @@ def print_traceback() -> None:
     """The traceback of the exception that is being handled, on stderr."""
     import traceback
 
-    traceback.print_exc()
+    click.echo(printable(traceback.format_exc()), err=True, nl=False)
 
 
 def _interrupted(message: str) -> int:
-    click.echo(f"reshard: {message}", err=True)
+    click.echo(one_line(f"reshard: {message}"), err=True)
     return INTERRUPTED
 
 

@@ -11,7 +11,7 @@ from formats.errors import listed
 from reshard.cli.errors import DONE, NO
 from reshard.cli.options import debug_option, hub_options, json_option
 from reshard.cli.printing import print_json, print_lines, print_pairs
-from reshard.text import human_bytes, plural, shown
+from reshard.text import human_bytes, plural
 
 if TYPE_CHECKING:
     from reshard.storage.inspect import Report
@@ -44,9 +44,9 @@ def inspect_command(path: str, revision: str | None, token: str | None, cache_di
     if name is not None:
         report.problems = [problem.replace(str(place), name) for problem in report.problems]
     if as_json:
-        print_json(_document(report, shown(path)))
+        print_json(_document(report, path))
     else:
-        print_lines(shown(path))
+        print_lines(path)
         print_pairs(_pairs(report), 11)
     return DONE if report.complete else NO
 

@@ -86,6 +86,19 @@ class PartOf(click.ParamType):  # type: ignore[type-arg]  # it takes none before
         return Share(int(match[1]), int(match[2]))
 
 
+class LocalPath(click.Path):
+    """A place on this machine: no URL, of which a folder with the URL's password in its name would be made."""
+
+    def __init__(self, *, dir_okay: bool = True) -> None:
+        super().__init__(dir_okay=dir_okay, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path. Raises click.BadParameter for a URL."""
+        if "://" in str(value):
+            self.fail(f"'{value}' is a URL; a path on this machine is needed", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 class NewFolder(click.Path):
     """A folder to be made, which needs a name of its own: not ``.``, ``..`` or ``/``; or the URL of one in a bucket."""
 
@@ -110,8 +123,8 @@ def together(*options: Callable[[_Function], _Function]) -> Callable[[_Function]
     return decorate
 
 
-PATH = click.Path(path_type=Path)
-FILE = click.Path(dir_okay=False, path_type=Path)
+PATH = LocalPath()
+FILE = LocalPath(dir_okay=False)
 
 hub_options = together(
     click.option("--revision", metavar="REV", help="Branch, tag or commit of a Hub repository."),

@@ -26,7 +26,7 @@ from reshard.cli.options import (
     plan_option,
 )
 from reshard.cli.printing import print_json, print_lines, print_note, terminal_width
-from reshard.text import align, human_bytes, plural, shape_text, shown
+from reshard.text import align, human_bytes, plural, shape_text
 
 if TYPE_CHECKING:
     from formats.mesh import Mesh
@@ -99,7 +99,6 @@ def plan_command(
             raise
         _save(lines_of_any(source, access), save_file)
         raise PlanError(error.message, f"edit {save_file}, pass it with --plan {save_file}") from None
-    source = shown(source)
     if save_file is not None:
         _save(_lines_in_use(opened.model), save_file)
     if tp_plan:

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from formats.errors import one_line, printable
+from formats.errors import one_line, printable, redacted
 
 SCHEMA_VERSION = 1
 
@@ -27,8 +27,8 @@ def print_pairs(pairs: Iterable[tuple[str, str]], width: int) -> None:
 
 
 def print_path(path: os.PathLike[str] | str) -> None:
-    """Print a path byte for byte, whatever its encoding."""
-    click.echo(os.fsencode(path))
+    """Print a path byte for byte, whatever its encoding; a URL without its secrets."""
+    click.echo(os.fsencode(redacted(path) if isinstance(path, str) else path))
 
 
 def print_note(text: str) -> None:
@@ -38,8 +38,17 @@ def print_note(text: str) -> None:
 
 def print_json(document: Mapping[str, Any]) -> None:
     """Print the one document of ``--json``, with its ``schema_version`` first."""
-    text = json.dumps({"schema_version": SCHEMA_VERSION, **document}, indent=2, ensure_ascii=False, allow_nan=False)
-    click.echo(text)
+    shown = _redacted({"schema_version": SCHEMA_VERSION, **document})
+    click.echo(json.dumps(shown, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def _redacted(value: Any) -> Any:
+    """The same document, its texts without secrets."""
+    if isinstance(value, str):
+        return redacted(value)
+    if isinstance(value, Mapping):
+        return {_redacted(key): _redacted(of) for key, of in value.items()}
+    return [*map(_redacted, value)] if isinstance(value, list | tuple) else value
 
 
 def terminal_width() -> int | None:

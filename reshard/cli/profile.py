@@ -12,7 +12,6 @@ import click
 from formats.errors import CheckpointError
 from reshard.cli.options import FILE, Size, debug_option, hub_options, json_option, plan_option
 from reshard.cli.printing import print_json, print_lines, print_note
-from reshard.text import shown
 
 if TYPE_CHECKING:
     from verify.profile.job import Request
@@ -137,7 +136,7 @@ def profile_command(
     )  # fmt: skip
     with one_line_when_interrupted(lambda: "reshard: interrupted\n"):
         found = _profile(source, request, revision, token, cache_dir, quiet=as_json)
-    _print(found, shown(source), report, as_json=as_json)
+    _print(found, source, report, as_json=as_json)
 
 
 def _profile(
@@ -146,7 +145,7 @@ def _profile(
     from reshard.storage.fetched import Weights
     from reshard.storage.hub import fetch
 
-    say: Callable[[str], None] = (lambda _: None) if quiet else _say
+    say: Callable[[str], None] = (lambda _: None) if quiet else print_note
     say("reading config.json")
     from verify.profile.run import profile  # it imports torch, which takes a while
 
@@ -179,7 +178,3 @@ def _draw(document: dict[str, Any], file: Path) -> None:
     except OSError as error:
         raise CheckpointError(f"cannot write {file}: {error.strerror or error}") from None
     print_note(f"Drew the profile: {file}")
-
-
-def _say(line: str) -> None:
-    click.echo(line, err=True)

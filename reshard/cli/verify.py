@@ -25,9 +25,8 @@ from reshard.cli.options import (
     hub_options,
     json_option,
 )
-from reshard.cli.printing import print_json, print_lines
+from reshard.cli.printing import print_json, print_lines, print_note
 from reshard.cli.progress import Progress, bars_are_wanted
-from reshard.text import shown
 
 if TYPE_CHECKING:
     from reshard.storage.access import Access
@@ -111,7 +110,7 @@ def verify_command(
         "device": device, "dtype": dtype, "batch": batch, "seq": seq, "seed": seed, "prompt": prompt,
         "backward": backward, "streamed": streamed, "timeout": timeout,
     }  # fmt: skip
-    answer = Answer(shown(original), shown(shards), {"exact_only": True} if exact_only else settings)
+    answer = Answer(original, shards, {"exact_only": True} if exact_only else settings)
     if engine is not None:
         wanted = {"name": engine, "python": engine_python, "dtype": dtype, "seed": seed, "meshes": engine_mesh}
         answer.engine_options = {key: value for key, value in wanted.items() if value is not None}
@@ -256,7 +255,7 @@ class _Display:
 
     def bytes(self) -> Progress:
         if not self._is_silent:
-            _say("comparing bytes")
+            print_note("comparing bytes")
         return Progress("comparing bytes", how="none" if self._is_silent else "auto")
 
     @contextmanager
@@ -268,11 +267,7 @@ class _Display:
             with _ticking() as begin:
                 yield begin
         else:
-            yield _say
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+            yield print_note
 
 
 @contextmanager

@@ -9,6 +9,8 @@ import html
 import math
 from typing import Any
 
+from formats.errors import printable
+
 
 class Html(str):
     """Text that is markup already, and is not escaped again."""
@@ -36,13 +38,6 @@ def joined(*content: object) -> Html:
 
 def _text(value: object) -> str:
     return html.escape(printable(str(value)))
-
-
-def printable(text: str) -> str:
-    """The text, with control characters (escapes, bidirectional marks) written as ``\\x1b`` and the like."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def to_number(value: Any) -> float:

@@ -13,13 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, redacted
 from formats.files.foreign import is_usable, refuse_foreign
 from reshard.storage.fetched import Fetched, Weights
 from reshard.storage.marks import STATE
 from reshard.storage.names import left_out, needed_to_plan, side_files, weight_files
 from reshard.storage.parts import not_begun
-from reshard.storage.remote import StoredFile, ask, etag_of, explain, open_store, without_query
+from reshard.storage.remote import StoredFile, ask, etag_of, explain, open_store
 from reshard.storage.stand_in import Elsewhere, stand_in
 from reshard.storage.threads import Threads
 from reshard.system import disk_errors
@@ -69,7 +69,7 @@ def fetch_stored(url: str, wanted: Weights, cache: Path) -> Fetched:
     """
     from obstore.store import HTTPStore
 
-    store, name = open_store(url, once=True), without_query(url).rstrip("/")
+    store, name = open_store(url, once=True), redacted(url).rstrip("/")
     found = _entries(store, url)
     entries = {
         file: entry for file, entry in found.items() if file.startswith((UNFINISHED, JOURNAL)) or _NAME.fullmatch(file)
@@ -169,7 +169,7 @@ def _by_name(store: ObjectStore, url: str) -> Mapping[str, _Entry]:
         try:
             return _named(json.loads(ask(store, url, file, lambda: _content(store, file)) or b""))
         except ValueError as error:
-            raise explain(error, f"{without_query(url).rstrip('/')}/{file}") from None
+            raise explain(error, f"{redacted(url).rstrip('/')}/{file}") from None
 
     with Threads(len(_NAMING)) as threads:
         named = set[str]().union(*threads.map(names_in, sorted(_NAMING & found.keys())))

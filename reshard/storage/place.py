@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from formats.documents import json_bytes
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, redacted
 from formats.files.sharded import MANIFEST
 from reshard.storage.bucket import JOURNAL, UNFINISHED, is_url
 from reshard.storage.marks import PUBLISHED, STATE, task_name
 from reshard.storage.output import PublishedError
-from reshard.storage.remote import ask, etag_of, open_store, without_query
+from reshard.storage.remote import ask, etag_of, open_store
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -53,7 +53,7 @@ class Bucket:
     @property
     def name(self) -> str:
         """What messages call it."""
-        return without_query(self.url).rstrip("/")
+        return redacted(self.url).rstrip("/")
 
     @cached_property
     def _store(self) -> ObjectStore:
@@ -212,9 +212,9 @@ def place_of(out: str | Path, cache_dir: Path | None) -> tuple[Path, Bucket | No
     if not isinstance(out, str) or "://" not in out:
         return Path(out), None
     if not is_url(out):
-        raise CheckpointError(f"{without_query(out)}: no such kind of store", "give s3://, gs://, az:// or a folder")
+        raise CheckpointError(f"{out}: no such kind of store", "give s3://, gs://, az:// or a folder")
     if out.startswith("http"):
-        raise CheckpointError(f"{without_query(out)} is on a web server, which takes no files", "give a bucket's URL")
+        raise CheckpointError(f"{out} is on a web server, which takes no files", "give a bucket's URL")
     from huggingface_hub import constants
 
     assets = cache_dir / "assets" if cache_dir else Path(constants.HF_ASSETS_CACHE)

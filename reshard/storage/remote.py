@@ -7,7 +7,6 @@ imported only for such a file.
 from __future__ import annotations
 
 import os
-import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from formats.errors import CheckpointError, MismatchError, ReshardError
+from formats.errors import CheckpointError, MismatchError, ReshardError, redacted
 from reshard.storage.retries import patience, patiently, status_of
 
 if TYPE_CHECKING:
@@ -103,7 +102,7 @@ class StoredFile(Remote):
     @property
     def address(self) -> str:
         """The URL, without a query, which may hold a signature."""
-        return f"{without_query(self.store).rstrip('/')}/{self.key}"
+        return f"{redacted(self.store).rstrip('/')}/{self.key}"
 
     def open(self) -> Read:
         """Connect to the store."""
@@ -201,7 +200,7 @@ def open_store(url: str, headers: dict[str, str] | None = None, *, once: bool = 
     try:
         return make(url, client_options=client, retry_config=retries, **more)
     except (BaseError, ValueError) as error:
-        raise CheckpointError(f"{without_query(url)} cannot be opened: {first_line(error)}") from None
+        raise CheckpointError(f"{redacted(url)} cannot be opened: {first_line(error)}") from None
 
 
 def _profile() -> dict[str, Any]:
@@ -312,9 +311,8 @@ def explain(error: Exception, address: str, doing: str = "reading") -> ReshardEr
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error, with no query of a URL and no user in it: they may be secrets."""
-    line = str(error).partition("\n")[0]
-    return _without_user(re.sub(r"(\w+://[^\s?]*)\?\S*", r"\1", line))
+    """The first line of an error."""
+    return str(error).partition("\n")[0]
 
 
 def ask(
@@ -330,21 +328,8 @@ def ask(
     except Exception as error:
         if isinstance(error, OSError) and error.errno is not None:  # of this machine's disk
             raise
-        name = without_query(url).rstrip("/")
+        name = redacted(url).rstrip("/")
         raise explain(error, f"{name}/{key}" if key else name, doing) from None
-
-
-def without_query(url: str) -> str:
-    """A URL without query and user, which may hold secrets."""
-    return _without_user(url.partition("?")[0])
-
-
-def _without_user(text: str) -> str:
-    """A text without the users and passwords of its URLs.
-
-    A password may have an @ or a / that should have been escaped: it ends at the last @. A host with a port has none.
-    """
-    return re.sub(r"//(?:(?![^/\s?:@]*:\d{1,5}/)[^/\s?@]*:[^\s?]*|[^/\s?]*)@", "//", text)
 
 
 def joined(ranges: Iterable[Range], gap: int) -> Iterator[Range]:

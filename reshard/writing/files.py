@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from formats.errors import CheckpointError, MismatchError, PlanError
+from formats.errors import CheckpointError, MismatchError, PlanError, redacted
 from formats.files.torch_zip import Crc
 from reshard import __version__
 from reshard.engine.jobs import Job, Options, TargetFile, TargetPlace
@@ -29,7 +29,6 @@ from reshard.storage.output import PublishedError, Staging
 from reshard.storage.parts import Dealt
 from reshard.storage.permission import check_output, check_space
 from reshard.storage.place import Bucket
-from reshard.storage.remote import without_query
 from reshard.storage.retries import Traffic
 from reshard.storage.source import Source, SourceFile
 from reshard.storage.upload import Uploading
@@ -236,7 +235,7 @@ def check_place(
         raise PlanError(
             f"--overwrite is not possible where several processes write to {out.name}", "remove what is there first"
         )
-    here, there = f"{out.name}/", f"{without_query(source.location).rstrip('/')}/"
+    here, there = f"{out.name}/", f"{redacted(source.location).rstrip('/')}/"
     if "://" in there and (here.startswith(there) or there.startswith(here)):
         raise CheckpointError(
             f"{out.name} and {there[:-1]} are the same place, or one lies in the other", "choose another place"

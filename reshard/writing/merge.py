@@ -19,7 +19,6 @@ from reshard.storage.output import PublishedError
 from reshard.storage.place import place_of
 from reshard.storage.retries import tried_again
 from reshard.storage.source import UNSPLIT, Source
-from reshard.text import shown
 from reshard.writing.files import (
     DEFAULT_SHARD_SIZE,
     NewFile,
@@ -63,7 +62,7 @@ def merge(
     opened = open_any(shards, access)
     if not opened.is_split and not access.dequantize:
         raise CheckpointError(
-            f"{shown(shards)} is a full checkpoint, there is nothing to merge",
+            f"{shards} is a full checkpoint, there is nothing to merge",
             "give the folder that 'reshard split' wrote",
         )
     target = make_plan(opened.model, UNSPLIT)

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 import torch
 
+from formats.errors import printable
 from reshard.api import split
-from reshard.pages.markup import number, printable, ratio
+from reshard.pages.markup import number, ratio
 from tests import zoo
 from tests.support import command
 from tests.verify import browser

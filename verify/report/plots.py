@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reshard.pages.markup import Html, element, joined, number, printable, ratio, to_number
+from formats.errors import printable
+from reshard.pages.markup import Html, element, joined, number, ratio, to_number
 
 WIDTHS = {"wide": 860, "narrow": 340}
 """A plot is drawn twice, and the style sheet shows the one that fits: text keeps its size."""

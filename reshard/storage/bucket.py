@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,7 @@ from formats.errors import CheckpointError, redacted
 from formats.files.foreign import is_usable, refuse_foreign
 from reshard.storage.fetched import Fetched, Weights
 from reshard.storage.marks import STATE
-from reshard.storage.names import left_out, needed_to_plan, side_files, weight_files
+from reshard.storage.names import left_out, modules, needed_to_plan, side_files, weight_files
 from reshard.storage.parts import not_begun
 from reshard.storage.remote import StoredFile, ask, etag_of, explain, open_store
 from reshard.storage.stand_in import Elsewhere, stand_in
@@ -180,7 +180,7 @@ def _named(document: object) -> set[str]:
     """The files that an index, or a manifest of shards, names."""
     names: set[str] = set()
     code = document.get("auto_map") if isinstance(document, dict) else None
-    stack = [document, [f"{of}.py" for of in _modules(code)]]
+    stack = [document, [f"{of}.py" for of in modules(code)]]
     while stack:
         value = stack.pop()
         if isinstance(value, dict):
@@ -190,14 +190,6 @@ def _named(document: object) -> set[str]:
         elif isinstance(value, str) and value.endswith(_FILES) and _NAME.fullmatch(value):
             names.add(value)
     return names
-
-
-def _modules(auto_map: object) -> Iterator[str]:
-    """The modules of custom code that a config names: ``modeling_x.XModel``, or several in a list."""
-    for value in auto_map.values() if isinstance(auto_map, dict) else ():
-        for each in value if isinstance(value, list) else [value]:
-            if isinstance(each, str) and "." in each and "--" not in each:  # else it is in another repository
-                yield each.partition(".")[0]
 
 
 def _heads(store: ObjectStore, names: Iterable[str], url: str) -> dict[str, _Entry]:

@@ -77,9 +77,9 @@ class LocalFile(Remote):
         return str(self.path)
 
     @property
-    def folder(self) -> Path:
-        """That of the checkpoint."""
-        return self.root
+    def paths(self) -> tuple[Path, ...]:
+        """The folder of the checkpoint, and the file."""
+        return self.root, self.path
 
     def over_network(self, nbytes: int) -> int:
         """Nothing is fetched."""
@@ -173,9 +173,9 @@ class DequantizedFile(Remote):
         return self.files[self.number].address
 
     @property
-    def folder(self) -> Path | None:
-        """That of the quantized file."""
-        return self.files[self.number].folder
+    def paths(self) -> tuple[Path, ...]:
+        """Those of the quantized file."""
+        return self.files[self.number].paths
 
     @cached_property
     def size(self) -> int:

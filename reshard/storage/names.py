@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from formats.documents import MAX_INDEX, json_object, read_document
@@ -90,6 +90,14 @@ def _named_by_index(index: Path) -> set[str]:
         return set()
     found = content.get("weight_map")
     return {name for name in found.values() if isinstance(name, str)} if isinstance(found, dict) else set()
+
+
+def modules(auto_map: object) -> Iterator[str]:
+    """The modules of custom code that a config names: ``modeling_x.XModel``, or several in a list."""
+    for value in auto_map.values() if isinstance(auto_map, dict) else ():
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, str) and "." in each and "--" not in each:  # else it is in another repository
+                yield each.partition(".")[0]
 
 
 def left_out(listing: Iterable[str], *taken: Iterable[str]) -> tuple[str, ...]:

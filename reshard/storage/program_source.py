@@ -199,6 +199,12 @@ def _matches(files: str, names: Sequence[str]) -> list[tuple[str, dict[str, int]
     return [(name, {word: int(n) for word, n in match.groupdict().items()}) for name, match in matches if match]
 
 
+def named_like(page: Page, name: str) -> bool:
+    """Whether a name is that of one of a page's weight files."""
+    patterns = {page.files, page.files_pp, page.files_ep, page.files_pp_ep, page.parts}
+    return any(_matches(pattern, [name]) for pattern in patterns if pattern is not None)
+
+
 def pages_for(folder: Path) -> list[Page]:
     """The formats whose file names a folder has."""
     return [page for page in pages().values() if program_files(page, folder)]

@@ -69,9 +69,9 @@ class Remote(ABC):
         return None
 
     @property
-    def folder(self) -> Path | None:
-        """The folder on this machine that it lies in; None if it lies elsewhere."""
-        return None
+    def paths(self) -> tuple[Path, ...]:
+        """The folder and the file on this machine that it is read from; none if it lies elsewhere."""
+        return ()
 
     def over_network(self, nbytes: int) -> int:
         """What is fetched for so many bytes of it."""

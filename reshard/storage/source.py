@@ -164,10 +164,11 @@ class Source:
         return dict(json.loads(self.made[CONFIG])) if CONFIG in self.made else read_config(self.path / CONFIG)
 
     @property
-    def folders(self) -> list[Path]:
-        """The folders on this machine that it is read from: no output may lie there."""
+    def read_from(self) -> list[Path]:
+        """The folders and files on this machine that it is read from: no output may replace them."""
         remotes = (file.remote for file in self.files.values())
-        return [self.path, *{remote.folder for remote in remotes if remote and remote.folder}]
+        local = dict.fromkeys(path for remote in remotes if remote for path in remote.paths)
+        return [self.path, *local, *self.stamps]
 
     def check_unchanged(self) -> None:
         """Raise MismatchError if a file is no longer in the state in which it was opened."""

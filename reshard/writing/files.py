@@ -228,7 +228,7 @@ def check_place(
     if isinstance(out, Path):
         if dealt is not None and not overwrite and is_published(out, task):
             raise PublishedError(f"{out} is complete")
-        check_output(out, source.folders, overwrite=overwrite)
+        check_output(out, source.read_from, source.read_side_files(), overwrite=overwrite)
         check_space(out.parent, sum(file.size for file in files) - already_staged(out))
         return
     if dealt is not None and overwrite:

@@ -31,7 +31,7 @@ from reshard.storage.access import Access, open_any
 from reshard.storage.marks import staging_of, tidy, unfinished_command
 from reshard.storage.output import PATIENCE, PublishedError, Staging
 from reshard.storage.parts import Dealt
-from reshard.storage.permission import check_output, check_space
+from reshard.storage.permission import check_no_strangers, check_output, check_space
 from reshard.storage.place import place_of
 from reshard.storage.retries import tried_again
 from reshard.storage.source import Source
@@ -226,19 +226,21 @@ def _check_ranks(new: _Ranks | ProgramFiles, source: Source, out: Path, overwrit
             if (out / MANIFEST).is_file():
                 _check_begun(new, source, out, overwrite)
             else:
-                check_output(out, source.folders, overwrite=overwrite, begun=_is_only_rank_folders(out))
+                check_output(out, source.read_from, overwrite=overwrite, begun=_is_only_rank_folders(out))
             break
         except CheckpointError:
             if time.monotonic() > give_up:
                 raise
             time.sleep(0.01)  # another run may be at publishing its first rank
-    check_space(out.parent, new.nbytes - already_staged(out, [new.plan.mesh.folder(rank) for rank in new.ranks]))
+    folders = [new.plan.mesh.folder(rank) for rank in new.ranks]
+    check_no_strangers(out, folders=folders)
+    check_space(out.parent, new.nbytes - already_staged(out, folders))
 
 
 def _check_begun(new: _Ranks | ProgramFiles, source: Source, out: Path, overwrite: bool) -> None:
     """Raise CheckpointError unless the ranks of this run may be added to those in an output."""
     existing = read_manifest(out / MANIFEST)
-    check_output(out, source.folders, overwrite=True)
+    check_output(out, source.read_from, overwrite=True, begun=True)
     _check_same_run(existing, new.manifest({}, source.read_side_files()), out)
     present = [rank for rank in new.ranks if rank in existing.ranks]
     if present and not overwrite:

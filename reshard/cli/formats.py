@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from formats.errors import PlanError
-from reshard.cli.options import access_of, config_option, debug_option, hub_options, json_option, plan_option
+from reshard.cli.options import (
+    access_of,
+    config_option,
+    debug_option,
+    given_options,
+    hub_options,
+    json_option,
+    plan_option,
+)
 from reshard.cli.printing import print_json, print_lines, terminal_width
 from reshard.text import align
 
@@ -36,6 +44,8 @@ def formats_command(
 
     chosen = [page_of(form)] if form else [*pages().values()]
     if source is None:
+        if others := given_options() - {"--as", "--json", "--debug"}:
+            raise click.UsageError(f"{min(others)} goes with a SOURCE")
         _print_pages(chosen, as_json)
         return
     from reshard.storage.access import open_any

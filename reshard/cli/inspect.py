@@ -32,7 +32,7 @@ def inspect_command(path: str, revision: str | None, token: str | None, cache_di
     from reshard.storage.marks import staging_of
 
     place, name = Path(path).expanduser(), None
-    if not place.exists() and not staging_of(place).exists():
+    if revision is not None or not (place.exists() or staging_of(place).exists()):
         from reshard.storage.fetched import Weights
         from reshard.storage.hub import fetch
 

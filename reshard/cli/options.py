@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from reshard.cli.errors import show_tracebacks
 
@@ -187,6 +188,17 @@ output_options = together(
     click.option("-q", "--quiet", is_flag=True, help="Print the output's path and nothing else."),
     debug_option,
 )
+
+
+def given_options() -> set[str]:
+    """The options that the command line of the running command has, by their long names."""
+    context = click.get_current_context()
+    sources = {param: context.get_parameter_source(param.name or "") for param in context.command.params}
+    return {
+        max(param.opts, key=len)
+        for param, source in sources.items()
+        if isinstance(param, click.Option) and source is ParameterSource.COMMANDLINE
+    }
 
 
 def access_of(

@@ -18,6 +18,7 @@ from reshard.cli.options import (
     debug_option,
     degrees_of,
     dequantize_option,
+    given_options,
     hub_options,
     json_option,
     mesh_options,
@@ -37,6 +38,11 @@ if TYPE_CHECKING:
     from reshard.planning.sweep import Attempt, Sweep
     from reshard.planning.totals import Row
     from reshard.storage.source import Source
+
+
+_NOT_WITH_TP_PLAN = {
+    "--ep", "--pp", "--pp-layers", "--same-ranks", "--uneven", "--pad-vocab-to", "--no-pad-vocab", "--as",
+}  # fmt: skip
 
 
 @click.command("plan")
@@ -74,6 +80,7 @@ def plan_command(
     from formats.mesh import mesh_of
     from formats.notation.rewrites import page_of
     from reshard.planning.arrangement import program_mesh
+    from reshard.planning.kept_options import check_options
     from reshard.planning.plan import plan_of
     from reshard.storage.access import lines_of_any, open_any
     from reshard.storage.fetched import Weights
@@ -81,16 +88,18 @@ def plan_command(
     padding = padding_of(pad_vocab_to, no_pad_vocab)
     degrees = degrees_of(tp, ep, pp, pp_layers, same_ranks)
     if draft_file is not None:
-        if degrees.are_given or (save_file, form, plan_file) != (None,) * 3 or as_json or tp_plan:
-            raise click.UsageError("--draft goes alone: pass the file that it writes with --plan")
+        if others := given_options() - {"--draft", "--revision", "--token", "--cache-dir", "--debug"}:
+            raise click.UsageError(f"--draft goes without {min(others)}: pass the file that it writes with --plan")
         _write_draft(source, draft_file, revision, token, cache_dir)
         return
-    if tp_plan and (ep, pp, form) != (None,) * 3:
-        raise click.UsageError("--tp-plan goes with --tp alone")
+    if tp_plan and (others := given_options() & _NOT_WITH_TP_PLAN):
+        raise click.UsageError(f"--tp-plan goes with --tp alone, without {min(others)}")
     if report is not None and (not degrees.are_given or form is not None or tp_plan):
         raise click.UsageError("--report goes with --tp, --ep or --pp, without --as and --tp-plan")
     if report is not None and not report.absolute().parent.is_dir():
         raise click.UsageError(f"--report: there is no folder {report.absolute().parent}")
+    if form is not None:
+        check_options(form, page_of(form), given_options())
     access = access_of(revision, token, cache_dir, plan_file, config_folder, quiet=as_json, dequantize=dequantize)
     try:
         opened = open_any(source, access, Weights.HEADERS)
@@ -105,7 +114,7 @@ def plan_command(
         _print_tp_plan(opened.model, tp, as_json)
     elif form is not None:
         mesh = program_mesh(opened.model, page_of(form), **degrees.arguments)
-        _print_program(opened.model, page_of(form), mesh, source, uneven, as_json)
+        _print_program(opened.model, page_of(form), mesh, source, padding, as_json)
     elif degrees.are_given:
         plan = plan_of(opened.model, mesh_of(**degrees.arguments), uneven=uneven, padding=padding)
         if report is not None:
@@ -218,13 +227,13 @@ def _draw(plan: Plan, source: str, padding: Padding, uneven: bool, file: Path) -
     print_note(f"Drew the plan: {file}")
 
 
-def _print_program(model: Model, page: Page, mesh: Mesh, source: str, uneven: bool, as_json: bool) -> None:
+def _print_program(model: Model, page: Page, mesh: Mesh, source: str, padding: Padding, as_json: bool) -> None:
     """Print what a program would store."""
     from reshard.planning.arrangement import arrangement_of
     from reshard.planning.program_plan import plan_for
     from reshard.planning.stored_rows import made_of, stored_rows
 
-    plan = plan_for(model, page, mesh, uneven=uneven)
+    plan = plan_for(model, page, mesh, pad=padding.allowed)
     rows = stored_rows(arrangement_of(plan, page))
     if as_json:
         found = [dataclasses.asdict(row) for row in rows]

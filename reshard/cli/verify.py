@@ -22,6 +22,7 @@ from reshard.cli.options import (
     config_option,
     debug_option,
     dequantize_option,
+    given_options,
     hub_options,
     json_option,
 )
@@ -106,6 +107,15 @@ def verify_command(
             "--dequantize goes with --exact-only: to run the model, write the dequantized checkpoint with "
             "'split ORIGINAL OUT --as huggingface --dequantize', and give that as ORIGINAL"
         )
+    of_a_run = given_options() & {
+        "--device", "--dtype", "--batch", "--seq", "--seed", "--prompt", "--backward", "--streamed", "--timeout",
+    }  # fmt: skip
+    if engine is not None:
+        of_a_run -= {"--dtype", "--seed"}
+    if exact_only and of_a_run:
+        raise click.UsageError(f"{min(of_a_run)} is of the forward pass, which --exact-only leaves out")
+    if prompt is not None and (others := given_options() & {"--batch", "--seq", "--seed"}):
+        raise click.UsageError(f"{min(others)} is of random tokens, in place of which --prompt stands")
     settings = {
         "device": device, "dtype": dtype, "batch": batch, "seq": seq, "seed": seed, "prompt": prompt,
         "backward": backward, "streamed": streamed, "timeout": timeout,

@@ -128,7 +128,7 @@ def _network(model: Model) -> Any:
         cls = model_class(model.config)
         with torch.device("meta"):
             return cls.from_config(config) if hasattr(cls, "_model_mapping") else cls._from_config(config)
-    except (KeyError, ValueError, TypeError, AttributeError, ImportError) as error:
+    except Exception as error:  # whatever the constructors of transformers raise
         kind, text = model.config.get("model_type"), " ".join(str(error).split())
         raise PlanError(f"transformers cannot build a model of type '{kind}': {text}") from None
 

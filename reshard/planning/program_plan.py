@@ -15,13 +15,11 @@ from reshard.planning.portions import apart_by_lines, check_model_type
 from reshard.planning.shares import padding_for
 
 
-def plan_for(model: Model, page: Page, mesh: Mesh, *, pad: bool = True, uneven: bool = False) -> Plan:
+def plan_for(model: Model, page: Page, mesh: Mesh, *, pad: bool = True) -> Plan:
     """The plan by which a model is written in a program's format.
 
-    Raises PlanError if the program cannot take it, or the degree is not possible, or parts are to be ``uneven``.
+    Raises PlanError if the program cannot take it, or the degree is not possible.
     """
-    if uneven and (not page.boxes or page.pad_to > 1):
-        raise PlanError(f"--uneven is not possible with the format '{page.name}', whose ranks have equal parts")
     check_demands(model, page, mesh)
     return program_plan(model, page, mesh, pad=pad)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from formats.errors import CheckpointError
 from formats.files.sharded import METADATA_KEY
+from formats.notation.adapters import SETTINGS
 from formats.notation.architecture import Architecture
 from reshard.storage.constants import with_unlike_constants
 from reshard.storage.fetched import Weights
@@ -49,6 +50,8 @@ def open_any(source: str | Path, access: Access, weights: Weights = Weights.RANG
             fetched.path, location=fetched.repo, commit=fetched.commit, plan_file=access.plan_file, config=access.config
         )
         _refuse_one_rank(opened)
+        if access.config is not None and opened.page is None and SETTINGS not in opened.model.config:
+            raise CheckpointError(f"{opened.path} has a config.json of its own", "leave --config out")
     opened = read_elsewhere(opened, fetched.remote) if fetched.remote else opened
     opened = replace(opened, shown=fetched.shown)
     return opened if weights is Weights.HEADERS else with_unlike_constants(opened)

@@ -83,11 +83,15 @@ def fetch(
     is too small.
     """
     path = Path(source).expanduser()
+    is_elsewhere = is_url(source) and not re.match(r"https?://(www\.)?(huggingface\.co|hf\.co)/", source)
+    if revision is not None and (is_elsewhere or (source and path.exists())):
+        where = "at a URL" if is_elsewhere else "on this machine"
+        raise CheckpointError(f"{source} is {where}: there is no revision {revision} of it", "leave --revision out")
     if source and path.exists():
         return Fetched(path)
     if path.is_symlink():
         raise CheckpointError(f"{source} is a link to {path.readlink()}, which is not there")
-    if is_url(source) and not re.match(r"https?://(www\.)?(huggingface\.co|hf\.co)/", source):
+    if is_elsewhere:
         return fetch_stored(source, weights, assets_folder(cache_dir))
     if not _may_be_repo(source):
         raise CheckpointError(f"no such folder: {source or '(empty)'}", _hint_for_path(source))

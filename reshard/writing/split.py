@@ -23,6 +23,7 @@ from reshard.launcher import Share
 from reshard.planning.arrangement import arrangement_of, program_mesh
 from reshard.planning.degrees import unevenly
 from reshard.planning.finer_blocks import finer_blocks, with_blocks
+from reshard.planning.kept_options import HUGGING_FACE, check_options
 from reshard.planning.model import in_order
 from reshard.planning.plan import Padding, Plan, make_plan
 from reshard.planning.program_plan import plan_for
@@ -56,9 +57,6 @@ from reshard.writing.progress import Progress, no_progress
 from reshard.writing.publishing import check_read, check_unchanged, publish_output, record_with_sums
 from reshard.writing.shard_files import ShardFile, index_text, partition
 from reshard.writing.summary import Summary, done, summed_up
-
-HUGGING_FACE = "huggingface"
-"""The name of Hugging Face's own form, among those of other programs."""
 
 
 def split(
@@ -97,9 +95,14 @@ def split(
     of the files of all ranks, and the last of all processes publishes. Raises ReshardError; ``out`` has only complete
     ranks. It may be the URL of a place in a bucket.
     """
+    page = page_of(form) if form and form != HUGGING_FACE else None
+    asked = {
+        "--tp": tp != 1, "--ep": ep != 1, "--pp": pp != 1, "--pp-layers": bool(pp_layers), "--same-ranks": same_ranks,
+        "--rank": ranks is not None, "--uneven": uneven, "--pad-vocab-to": padding.to != 1,
+        "--refine-blocks": refine_blocks, "--extra-state": extra_state, "--max-shard-size": max_shard_size is not None,
+    }  # fmt: skip
+    check_options(form, page, {option for option, is_given in asked.items() if is_given})
     if form == HUGGING_FACE:
-        if (tp, ep, pp, ranks) != (1, 1, 1, None):
-            raise PlanError(f"'{HUGGING_FACE}' is one full checkpoint", "leave --tp, --ep, --pp and --rank out")
         return merge(
             source, out, access=access, options=options, max_shard_size=max_shard_size, overwrite=overwrite,
             dry_run=dry_run, part=part, progress=progress,
@@ -111,7 +114,6 @@ def split(
     max_shard_size = max_shard_size or DEFAULT_SHARD_SIZE
     before = tried_again()
     opened = open_any(source, access)
-    page = page_of(form) if form else None
     mesh = (
         program_mesh(opened.model, page, tp, ep, same_ranks, pp, pp_layers)
         if page
@@ -127,21 +129,14 @@ def split(
     if page is None:
         target = make_plan(model, mesh, pad=padding.allowed, pad_to=padding.to)
     else:
-        target = plan_for(model, page, mesh, pad=padding.allowed, uneven=uneven)
+        target = plan_for(model, page, mesh, pad=padding.allowed)
     mesh = target.mesh
     if page is not None and not page.is_distributed and SETTINGS in model.config:
         raise PlanError(f"an adapter has no place in the format '{page.name}'", "merge it into its base model first")
     new: _Ranks | ProgramFiles
-    if extra_state and (page is None or not page.extra_state):
-        raise PlanError(f"--extra-state is not possible with the format '{form or 'safetensors'}', which has no such")
     if page is None:
         new = _Ranks(opened, target, wanted if bucket is None else range(mesh.size), max_shard_size)
     else:
-        if ranks is not None and page.boxes:
-            raise PlanError(
-                f"--rank is not possible with the format '{page.name}', which any number of ranks loads",
-                "--part shares its files among processes",
-            )
         arrangement, everyone = arrangement_of(target, page), tuple(range(mesh.size))
         new = ProgramFiles(opened, arrangement, page, everyone, max_shard_size, extra_state=extra_state)
     states = new.states if isinstance(new, ProgramFiles) else ()

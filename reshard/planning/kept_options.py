@@ -1,0 +1,44 @@
+"""Which options of a split a format cannot keep. They are refused: an option is never ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from formats.errors import PlanError
+from formats.notation.rewrites import Page
+
+HUGGING_FACE = "huggingface"
+"""The name of Hugging Face's own form, among those of other programs."""
+_OF_RANKS = (
+    "--tp", "--ep", "--pp", "--pp-layers", "--same-ranks", "--rank", "--uneven", "--pad-vocab-to", "--refine-blocks",
+    "--extra-state",
+)  # fmt: skip
+
+
+def check_options(form: str | None, page: Page | None, given: Collection[str]) -> None:
+    """Raise PlanError if one of the ``given`` options cannot be kept in a format, of which ``page`` is the page.
+
+    Without ``page`` it is one full checkpoint, or without ``form`` ranks of our own.
+    """
+    for option, why in _not_kept(form, page).items():
+        if option in given:
+            hint = "--part shares its files among processes" if option == "--rank" else f"leave {option} out"
+            raise PlanError(f"{option} is not possible with the format '{form or 'safetensors'}', {why}", hint)
+
+
+def _not_kept(form: str | None, page: Page | None) -> Mapping[str, str]:
+    """What cannot be kept, and why: the end of a sentence."""
+    if form == HUGGING_FACE:
+        return dict.fromkeys(_OF_RANKS, "which is one full checkpoint")
+    if page is None:
+        return {"--extra-state": "which has no such states"}
+    found = {"--pad-vocab-to": "which says itself what is padded"}
+    if not page.boxes or page.pad_to > 1:
+        found["--uneven"] = "whose ranks have equal parts"
+    if page.boxes:
+        found["--rank"] = "which any number of ranks loads"
+    if not page.extra_state:
+        found["--extra-state"] = "which has no such states"
+    if not page.has_parts:
+        found["--max-shard-size"] = "whose ranks have one file each"
+    return found

@@ -1,0 +1,151 @@
+"""No option is ignored in silence: with it, a command does something else, or refuses it; by command and by format."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from formats.notation.rewrites import page_of, pages
+from reshard.cli.commands import COMMANDS, cli
+from tests.support import LLAMA, command, contents, write_checkpoint
+
+CONFIG = LLAMA | {"intermediate_size": 44, "vocab_size": 38, "hidden_size": 24}
+"""An MLP that does not divide by 8, and a vocabulary that does not divide by 4."""
+FORMS = [None, "huggingface", *pages()]
+VALUES = {
+    "--tp": "2", "--ep": "2", "--pp": "2", "--pp-layers": "1,2", "--rank": "0", "--max-shard-size": "3KB",
+    "--part": "0/2", "--pad-vocab-to": "24", "--plan": "rules.toml", "--config": "model", "--revision": "main",
+    "--save": "saved.toml", "--draft": "draft.toml", "--report": "page.html", "--as": "vllm",
+    "--device": "cpu", "--dtype": "float32", "--batch": "3", "--seq": "9", "--seed": "5", "--prompt": "Hello",
+    "--timeout": "7", "--engine": "vllm", "--engine-mesh": "tp=2", "--engine-python": "nowhere",
+}  # fmt: skip
+"""What the options are given; the others are flags."""
+NO_RESULT = {
+    "--token", "--cache-dir", "--download", "--workers", "--fsync", "--overwrite", "--debug", "--progress", "--help",
+}  # fmt: skip
+"""How something is reached or done, which no result shows."""
+VACUOUS = {
+    ("split", "--refine-blocks"): "the model has no blocks",
+    ("split", "--no-pad-vocab"): "where nothing is padded",
+    ("split", "--uneven"): "where boxes may have any size",
+    ("split", "--no-checksum"): "where no manifest is written",
+    ("merge", "--no-checksum"): "what is merged has no manifest",
+    ("plan", "--no-pad-vocab"): "where nothing is padded",
+    ("plan", "--uneven"): "where boxes may have any size",
+}
+"""What a command keeps, where it changes nothing."""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, its shards, and what the options name."""
+    folder = tmp_path_factory.mktemp("options")
+    write_checkpoint(folder / "model", config=CONFIG)
+    assert command("split", "model", "shards", "--tp", "4", cwd=folder).returncode == 0
+    (folder / "rules.toml").write_text("tensors = {}\n")
+    return folder
+
+
+def options_of(name: str) -> Iterator[str]:
+    found = cli.get_command(click.Context(cli), name)
+    assert found is not None
+    for param in found.params:
+        option = max(param.opts, key=len)
+        if isinstance(param, click.Option) and option not in NO_RESULT:
+            assert param.is_flag or option in VALUES, f"{name} {option} is new: say what it is given here"
+            yield option
+
+
+def outcome(made: Path, work: Path, line: list[str]) -> tuple[object, ...]:
+    """What a command line does in a fresh copy of the folder."""
+    shutil.copytree(made, work)
+    done = command(*line, cwd=work)
+    texts = (re.sub(r"\d+\.\d+ s\b|\"seconds\": [\d.]+", "", text) for text in (done.stdout, done.stderr))
+    files = {name: data for name, data in contents(work).items() if not name.startswith("shards")}
+    found = (done.returncode, *texts, {name: _without_times(data) for name, data in files.items()})
+    shutil.rmtree(work)
+    return found
+
+
+def _without_times(data: bytes) -> bytes:
+    return re.sub(rb"\"(mtime_ns|ctime_ns|inode|mtime|time|ctime)\": \d+", b"", data)
+
+
+def ignored(made: Path, tmp_path: Path, name: str, line: list[str]) -> set[str]:
+    """The options with which a command line does just what it does without."""
+    plain, found = outcome(made, tmp_path / "plain", line), set()
+    assert plain[0] == 0, plain[2]
+    for option in set(options_of(name)):
+        if option not in line:
+            more = [option, *([VALUES[option]] if option in VALUES else [])]
+            if outcome(made, tmp_path / "more", [*line, *more]) == plain:
+                found.add(option)
+    return {option for option in found if (name, option) not in VACUOUS}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_split(form: str | None, made: Path, tmp_path: Path) -> None:
+    line = [
+        "split",
+        "model",
+        "out",
+        *(["--as", form] if form else []),
+        *(["--tp", "4"] if form != "huggingface" else []),
+    ]
+    if command(*line, "--dry-run", cwd=made).returncode:  # the format is not for this model
+        done = command(*line, "--pad-vocab-to", "24", cwd=made)
+        assert done.returncode == 2 and "--pad-vocab-to" in done.stderr
+        return
+    assert ignored(made, tmp_path, "split", line) == set()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_options_that_cannot_be_kept_are_named(form: str | None, made: Path) -> None:
+    page = page_of(form) if form not in {None, "huggingface"} else None
+    refused = {
+        "--extra-state": page is None or not page.extra_state,
+        "--pad-vocab-to": form is not None,
+        "--uneven": form is not None and (page is None or not page.boxes or page.pad_to > 1),
+        "--max-shard-size": page is not None and not page.has_parts,
+        "--refine-blocks": form == "huggingface",
+        "--rank": form == "huggingface" or (page is not None and page.boxes),
+    }
+    mesh = [] if form == "huggingface" else ["--tp", "2"]
+    for option, is_refused in refused.items():
+        value = [VALUES[option]] if option in VALUES else []
+        done = command("split", "model", "out", *(["--as", form] if form else []), *mesh, option, *value, "--dry-run",
+                       cwd=made)  # fmt: skip
+        says = f"Error: {option} is not possible with the format '{form or 'safetensors'}'"
+        assert done.stderr.startswith(says) == is_refused, (option, done.stderr)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "merge shards out", "plan model", "plan model --tp 4", "plan model --as vllm --tp 4",
+        "plan model --as dcp --tp 4", "plan model --tp-plan", "formats",
+        "formats model", "models", "models llama", "inspect model", "inspect shards",
+        "verify model shards --exact-only",
+    ],
+)  # fmt: skip
+def test_other_commands(line: str, made: Path, tmp_path: Path) -> None:
+    name, *_ = line.split()
+    assert name in COMMANDS
+    assert ignored(made, tmp_path, name, line.split()) == set()
+
+
+def test_uneven_is_not_ignored(made: Path) -> None:
+    plain = command("split", "model", "out", "--tp", "8", "--dry-run", cwd=made)
+    assert plain.returncode == 2 and "--uneven" not in plain.stderr.splitlines()[0]
+    assert command("split", "model", "out", "--tp", "8", "--uneven", "--dry-run", cwd=made).returncode == 0
+
+
+def test_a_config_that_transformers_refuses_is_one_line(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model", config=LLAMA)
+    done = command("plan", "model", "--tp-plan", cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.startswith("Error: transformers cannot build a model of type 'llama'")

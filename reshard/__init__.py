@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,6 +13,22 @@ if TYPE_CHECKING:
 
 __all__ = ["Access", "Padding", "ReshardError", "Summary", "load", "merge", "plan", "split"]
 __version__ = "0.1.0"
+
+
+def check_not_hidden(package: str) -> None:
+    """Raise ImportError if another module of this name lies before the package that came with this one."""
+    own = Path(__file__).parents[1] / package
+    spec = find_spec(package)
+    found = spec.origin if spec is not None else None
+    if found is not None and not Path(found).parent.samefile(own):
+        raise ImportError(
+            f"{found} hides the package '{package}' that belongs to reshard ({own}): rename it, or run from another "
+            "folder",
+            name=__name__,
+        )
+
+
+check_not_hidden("formats")
 
 
 def __getattr__(name: str) -> Any:

@@ -3,7 +3,9 @@
 import sys
 
 if __name__ == "__main__":
-    from reshard.__main__ import main
-
+    try:
+        from reshard.__main__ import main
+    except ImportError as error:
+        sys.exit(f"Error: {error}")
     sys.argv.insert(1, "verify")
     main()

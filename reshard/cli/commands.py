@@ -13,8 +13,8 @@ from importlib import import_module
 
 import click
 
-from reshard import __version__
-from reshard.cli.errors import run_to_exit_code
+from reshard import __version__, check_not_hidden
+from reshard.cli.errors import FAILED, print_error, run_to_exit_code
 from reshard.cli.options import debug_option
 
 COMMANDS = {
@@ -80,5 +80,10 @@ def cli(ctx: click.Context) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code."""
+    try:
+        check_not_hidden("verify")
+    except ImportError as error:
+        print_error(str(error))
+        raise SystemExit(FAILED) from None
     gc.set_threshold(100_000, 50, 100)  # the headers of a large checkpoint are a million objects, and none is garbage
     raise SystemExit(run_to_exit_code(cli, sys.argv[1:] if arguments is None else arguments))

@@ -1,0 +1,100 @@
+"""What a wheel holds, and that its commands run without the checkout; and what another module of our name does."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import site
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from reshard.cli.commands import COMMANDS
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("formats", "reshard", "verify")
+_BUILD = "from setuptools.build_meta import build_wheel; build_wheel({!r})"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel of a copy of what the packages are made of."""
+    work, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, work / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, work)
+    code = _BUILD.format(str(out))
+    done = subprocess.run([sys.executable, "-c", code], cwd=work, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return next(out.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the wheel installs and nothing else."""
+    folder = tmp_path_factory.mktemp("installed")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    return folder
+
+
+def run(installed: Path, *arguments: str, cwd: Path, first: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Python with the installed packages and those that they depend on; ``-S`` leaves the checkout out."""
+    path = [*([first] if first else []), installed, *site.getsitepackages()]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path)), "PYTHONDONTWRITEBYTECODE": "1"}
+    line = [sys.executable, "-S", *arguments]
+    return subprocess.run(line, cwd=cwd, env=environment, capture_output=True, text=True)
+
+
+def test_the_wheel_has_every_file_of_the_packages(wheel: Path) -> None:
+    held = {name for name in zipfile.ZipFile(wheel).namelist() if name.partition("/")[0] in PACKAGES}
+    there = {
+        path.relative_to(ROOT).as_posix()
+        for name in PACKAGES
+        for path in (ROOT / name).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert held == there
+
+
+def test_each_command_runs_once_from_the_wheel(installed: Path, tmp_path: Path) -> None:
+    lines = {
+        "demo": "demo d", "plan": "plan d/model --tp 2 --report page.html", "split": "split d/model out --tp 2",
+        "merge": "merge out merged", "inspect": "inspect out --json", "formats": "formats d/model", "models": "models",
+        "verify": "verify d/model out --exact-only --report verified.html",
+        "profile": "profile d/model --tp 1 --seq 8 --phase decode --seconds 0.01 --report profile.html",
+    }  # fmt: skip
+    assert lines.keys() == COMMANDS.keys()
+    for line in lines.values():
+        done = run(installed, "-m", "reshard", *line.split(), cwd=tmp_path)
+        assert done.returncode == 0, (line, done.stderr)
+    where = run(installed, "-c", "import reshard, formats, verify; print(reshard, formats, verify)", cwd=tmp_path)
+    assert where.stdout.count(str(installed)) == 3
+
+
+@pytest.mark.parametrize("name", ["formats", "verify"])
+@pytest.mark.parametrize("form", ["{}.py", "{}/__init__.py"])
+def test_another_module_of_our_name_is_named(name: str, form: str, installed: Path, tmp_path: Path) -> None:
+    other = tmp_path / form.format(name)
+    other.parent.mkdir(exist_ok=True)
+    other.write_text("")
+    done = run(installed, "-m", "reshard", "models", "llama", cwd=tmp_path)
+    assert done.returncode != 0 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert f"{other} hides the package '{name}' that belongs to reshard ({installed / name})" in done.stderr
+    imported = run(installed, "-c", "import reshard; reshard.split", cwd=tmp_path)
+    assert (imported.returncode == 0) == (name == "verify"), imported.stderr
+    if name == "formats":
+        assert imported.stderr.splitlines()[-1].startswith(f"ImportError: {other} hides the package")
+        done = run(installed, "-m", "verify", "a", "b", cwd=tmp_path)
+        assert done.stderr.startswith(f"Error: {other} hides") and len(done.stderr.splitlines()) == 1
+
+
+def test_a_folder_without_a_module_hides_nothing(installed: Path, tmp_path: Path) -> None:
+    for name in PACKAGES:
+        (tmp_path / name).mkdir()
+    done = run(installed, "-m", "reshard", "models", "llama", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr

@@ -42,12 +42,23 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(installed: Path, *arguments: str, cwd: Path, first: Path | None = None) -> subprocess.CompletedProcess[str]:
+def run(installed: Path, *arguments: str, cwd: Path, others: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Python with the installed packages and those that they depend on; ``-S`` leaves the checkout out."""
-    path = [*([first] if first else []), installed, *site.getsitepackages()]
+    path = [installed, *([others] if others else site.getsitepackages())]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path)), "PYTHONDONTWRITEBYTECODE": "1"}
     line = [sys.executable, "-S", *arguments]
     return subprocess.run(line, cwd=cwd, env=environment, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The packages of this environment but those of the extra 'verify'."""
+    folder = tmp_path_factory.mktemp("bare")
+    for place in map(Path, site.getsitepackages()):
+        for path in place.iterdir() if place.is_dir() else ():
+            if not path.name.startswith(("transformers", "accelerate")):
+                (folder / path.name).symlink_to(path)
+    return folder
 
 
 def test_the_wheel_has_every_file_of_the_packages(wheel: Path) -> None:
@@ -74,6 +85,33 @@ def test_each_command_runs_once_from_the_wheel(installed: Path, tmp_path: Path) 
         assert done.returncode == 0, (line, done.stderr)
     where = run(installed, "-c", "import reshard, formats, verify; print(reshard, formats, verify)", cwd=tmp_path)
     assert where.stdout.count(str(installed)) == 3
+
+
+@pytest.fixture(scope="module")
+def ranks(installed: Path, bare: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, its ranks and a format of Megatron's, made without the packages of the extra."""
+    folder = tmp_path_factory.mktemp("ranks")
+    for line in ("demo d", "split d/model out --tp 2", "split d/model megatron --as megatron"):
+        done = run(installed, "-m", "reshard", *line.split(), cwd=folder, others=bare)
+        assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("verify d/model out", "the forward pass"), ("verify d/model out --prompt hello", "the forward pass"),
+        ("verify d/model megatron --exact-only --engine megatron", "--engine"), ("profile d/model", "profile"),
+        ("plan d/model --tp-plan", "--tp-plan"),
+    ],
+)  # fmt: skip
+def test_what_needs_transformers_says_so(line: str, what: str, ranks: Path, installed: Path, bare: Path) -> None:
+    done = run(installed, "-m", "reshard", *line.split(), cwd=ranks, others=bare)
+    assert done.returncode == 2
+    error = [f"Error: {what} needs transformers and accelerate", "Hint: pip install 'reshard[verify]'"]
+    assert done.stderr.splitlines()[-2:] == error, done.stderr
+    if line.startswith("verify"):
+        assert "Every byte is the original's" in done.stdout
 
 
 @pytest.mark.parametrize("name", ["formats", "verify"])

@@ -22,10 +22,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from formats.errors import PlanError
+from formats.extras import need_transformers
 from formats.notation.axes import Dim, Shape, deal
 from formats.quantization.settings import quantization_settings
 from reshard.planning.model import Kind, Model
@@ -85,8 +85,7 @@ def transformers_plan(model: Model, degree: int | None = None) -> TransformersPl
 
     Raises PlanError without transformers, for a type that it does not know, and for quantized weights.
     """
-    if find_spec("transformers") is None:
-        raise PlanError("--tp-plan needs transformers", "pip install 'reshard[verify]'")
+    need_transformers("--tp-plan")
     if quantization_settings(model.sizes.settings):
         raise PlanError("transformers' plan for a quantized checkpoint depends on its quantizer", "use its own plan")
     network = _network(model)

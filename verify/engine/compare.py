@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from formats.errors import CheckpointError, ReshardError
+from formats.extras import need_transformers
 from formats.mesh import Mesh
 from formats.notation.rewrites import Page
 from reshard.planning.model import Model
@@ -189,6 +190,7 @@ def run_original(
 
     Raises ReshardError if one of them cannot run it, or the engine computes something else.
     """
+    need_transformers("--engine")
     size = original.model.sizes.of({}).get("vocab")
     if size is None or size > LARGEST_VOCABULARY:
         raise CheckpointError(f"{original.path}: a vocabulary of {size} tokens is not run in an engine")

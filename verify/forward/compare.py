@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from formats.errors import CheckpointError, ReshardError
+from formats.extras import need_transformers
 from reshard.engine.loading import TORCH_DTYPES
 from reshard.planning.plan import Plan, dequantized, make_plan
 from reshard.storage.source import UNSPLIT, Source
@@ -113,6 +114,7 @@ def _device(wanted: str) -> str:
 
 
 def _job(original: Source, shards: Source, options: ForwardOptions) -> Job:
+    need_transformers("the forward pass")
     if original.checkpoint is None:
         raise CheckpointError(
             f"{original.path} is split: the forward needs the full checkpoint that it is compared with"

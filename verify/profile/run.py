@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from formats.errors import PlanError, ReshardError
+from formats.extras import need_transformers
 from formats.files.safetensors import DTYPE_BITS
 from formats.mesh import mesh_of
 from reshard.planning.degrees import check_degrees, refusal, valid_degrees
@@ -97,6 +98,7 @@ class Profile:
 
 def profile(folder: Path, request: Request, progress: Callable[[str], None] = lambda _: None) -> Profile:
     """Profile the model of the config.json in a folder. Raises ReshardError."""
+    need_transformers("profile")
     node = node_of(request)
     if odd := [width for width in request.widths if width % WIDTH_HEAD]:
         raise ReshardError(f"--widths: {odd[0]} is not possible", f"multiples of {WIDTH_HEAD}, the size of a head")

@@ -2247,8 +2247,18 @@ _TEXT: dict[str, Shape] = {**_BODY, **_LAYERS}
 _TALL: dict[str, Shape] = {"patch.weight": (32, 12), "blocks.[0-1].qkv.weight": (96, 32)}
 
 
-def _images(config: dict[str, Any], body: str, head: str, towers: Mapping[str, Shape]) -> Remote:
-    return Remote(config, {**{body + key: shape for key, shape in _TEXT.items()}, head: (101, 80), **towers})
+_TEXT_OF: dict[str, dict[str, Shape]] = {
+    "qwen2": {**_TEXT, **_at("layers.[0-1]", _QKV_BIAS)},
+    "qwen2_vl_text": {**_TEXT, **_at("layers.[0-1]", {**_QKV_BARE, **_QKV_BARE_BIAS})},
+}
+
+
+def _images(
+    config: dict[str, Any], body: str, head: str, towers: Mapping[str, Shape], text: str | None = None
+) -> Remote:
+    """A language model of the type ``text`` between towers."""
+    tensors = _TEXT_OF.get(text or "", _TEXT)
+    return Remote(config, {**{body + key: shape for key, shape in tensors.items()}, head: (101, 80), **towers})
 
 
 _PROJECTOR: dict[str, Shape] = {
@@ -2266,6 +2276,7 @@ for _type in ("skywork_chat", "Llama_Nemotron_Nano_VL", "eagle_2_5_vl", "locatea
         "language_model.model.",
         "language_model.lm_head.weight",
         {**_at("vision_model", _TALL), "mlp1.0.weight": (32,), "mlp1.1.weight": (80, 32)},
+        "qwen2",
     )
 REMOTE["sarashina2_vision"] = _images(
     {"model_type": "sarashina2_vision", "text_config": {**_TWO, "model_type": "llama"}},
@@ -2284,6 +2295,7 @@ REMOTE["opencua"] = _images(
     "language_model.model.",
     "language_model.lm_head.weight",
     _at("vision_tower", _TALL),
+    "qwen2",
 )
 REMOTE["isaac"] = _images(
     {**_TWO, "model_type": "isaac", "vision_config": {}},
@@ -2521,7 +2533,8 @@ for _name, _model, _body, _head in (
         {"model_type": _name, "vlm_config": {"text_config": {**_TWO, "model_type": _model}}, "embedding_dim": 36},
         _body,
         _head,
-        {**_RETRIEVAL, **_at("vlm.vision_tower" if _name == "colpali" else "vlm.visual", _TALL)},
+        {**_RETRIEVAL, **_at("vlm.vision_tower" if _name == "colpali" else "vlm.visual.merger", _TALL)},
+        _model,
     )
 # Layers 0 and 2 with 4 KV heads of 8 query heads, layer 1 with 8; v of 10. Four chunks of q, k and v in each: in layer
 # 1 a chunk is a whole number of blocks of 4 rows, so that its scales cannot tell chunks from all q, all k, all v. Those

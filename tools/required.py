@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import ReshardError
-from formats.notation.architecture_files import HEADS, find_architecture, read_document
+from formats.notation.architecture_files import HEADS, find_architecture, language_model, read_document
 from reshard.planning.binding import bind
 from reshard.planning.completeness import Present
 from reshard.planning.model import FullTensor
@@ -228,8 +228,8 @@ def conditions(node: ast.AST) -> Iterator[ast.AST]:
 
 def table_of(builds: Sequence[Present]) -> dict[str, Any]:
     """The lines of a type: those that a module of it brings with it, by module, and the others."""
-    lines = {line for build in builds for line in build.model.used_templates}
-    floats = {kind.template for build in builds for kind in build.model.kinds if kind.dtype == "F32"}
+    lines = {line for build in builds for line in build.model.used_templates if is_own(line, build)}
+    floats = {kind.template for build in builds for kind in build.model.kinds if kind.dtype == "F32"} & lines
     stacks = {outermost(line) for line in lines} - {""}
     dealt = {stack for stack in stacks if any(build.is_dealt(stack) for build in builds)}
     towers = {tower_of(stack, dealt) for stack in stacks - dealt}
@@ -242,6 +242,12 @@ def table_of(builds: Sequence[Present]) -> dict[str, Any]:
             if module is not None:
                 always[module].append(line)
     return {"always": dict(sorted(always.items())), "also": sorted(lines.difference(*always.values()))}
+
+
+def is_own(line: str, build: Present) -> bool:
+    """Whether a line is of the type itself, not of a language model inside, which has a table of its own."""
+    inside = language_model(build.model.config)
+    return inside is None or line in inside.towers
 
 
 def tower_of(stack: str, dealt: Set[str]) -> str:

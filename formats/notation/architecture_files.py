@@ -10,7 +10,7 @@ import difflib
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,8 @@ def _shared(path: Path) -> Mapping[str, Any]:
 _TABLES = ("sizes", "parallel", "config", "tensors", "modules", "stages")
 _OWN = ("name", "model_types", "classes")
 """What a file says of itself alone, and not of those that build on it."""
+INSIDE = "language_model"
+"""The key of a file for towers around a language model of any type: the base in its place if config.json says none."""
 
 
 def with_bases(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -82,12 +84,16 @@ def _with_bases(document: Mapping[str, Any], path: Path, above: tuple[Path, ...]
             way = " -> ".join(file.stem for file in (*above[above.index(base) :], base))
             raise PlanError(f"plan file {path}: its bases go round in a circle: {way}")
         whole = _with_bases(_shared(base), base, (*above, base))
+        if base.stem == document.get(INSIDE):
+            whole, document = _as_inside(whole, document), _with_its_prefixes(document, _first_prefix(whole))
         merged = _merged(merged, {key: value for key, value in whole.items() if key not in _OWN}, base)
     return _merged(merged, document, path)
 
 
 def _bases(document: Mapping[str, Any], path: Path) -> list[Path]:
     names = document.get("base", [])
+    if INSIDE in document and isinstance(names, list):
+        names = [document[INSIDE], *names]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise PlanError(f"plan file {path}: 'base' is a list of names, such as [\"llama\"], not {brief(names)}")
     files = _base_files()
@@ -106,7 +112,7 @@ def _base_files() -> Mapping[str, Path]:
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    merged = {**below, **{key: value for key, value in above.items() if key not in {"base", *_TABLES}}}
+    merged = {**below, **{key: value for key, value in above.items() if key not in {"base", INSIDE, *_TABLES}}}
     for name in (name for name in _TABLES if name in below or name in above):
         if not isinstance(above.get(name, {}), dict):
             merged[name] = above[name]  # refused with the rest of the form
@@ -135,6 +141,69 @@ def _respelled(lines: Mapping[str, Any], before: str, after: str) -> Mapping[str
     if before in {"", after}:
         return lines
     return {after + name.removeprefix(before) if name.startswith(before) else name: at for name, at in lines.items()}
+
+
+# ---------------------------------------------------------------------------------------- a language model inside
+
+
+_MODEL, _HEAD = "model.", "lm_head.weight"
+
+
+def _as_inside(whole: Mapping[str, Any], around: Mapping[str, Any]) -> dict[str, Any]:
+    """The rules of a language model as they hold within towers: what stands beside its layers, such as its head, is
+    beside them in each place that it may have (``language_model.lm_head``). transformers' own classes with towers make
+    a head of their own, whatever the language model calls its head.
+    """
+    own, tensors = _first_prefix(whole), {_HEAD: "vocab hidden", **whole.get("tensors", {})}
+    beside = {name: line for name, line in tensors.items() if own and not name.startswith(own)}
+    spelled = {place + name: line for place in _places(around) for name, line in beside.items()}
+    return {**whole, "tensors": {**tensors, **spelled}}
+
+
+def _with_its_prefixes(around: Mapping[str, Any], own: str) -> Mapping[str, Any]:
+    """The file of towers, with the places of a language model that calls itself otherwise (``transformer.``)."""
+    if own in {"", _MODEL}:
+        return around
+    return {**around, "prefixes": [*around.get("prefixes", []), *(place + own for place in _places(around))]}
+
+
+def _places(around: Mapping[str, Any]) -> list[str]:
+    """Where a whole language model may be, by the prefixes of the towers' file: ``language_model.``"""
+    ends = (prefix for prefix in around.get("prefixes", []) if prefix.endswith(f".{_MODEL}"))
+    return [prefix.removesuffix(_MODEL) for prefix in ends]
+
+
+@dataclass(frozen=True)
+class Inside:
+    """The language model of a model with towers: its type and its file, and the first prefixes of both files."""
+
+    model_type: str
+    file: Path
+    own_prefix: str
+    prefix: str
+    towers: frozenset[str]
+    """The lines that the file of the towers has itself."""
+
+    def spelled(self, template: str) -> str:
+        """A line of the language model's file, as the model with towers has it."""
+        is_within = template.startswith(self.own_prefix)
+        return self.prefix + template.removeprefix(self.own_prefix) if is_within else template
+
+
+def language_model(config: Mapping[str, Any]) -> Inside | None:
+    """The language model inside, if the file for a ``config.json`` is for towers, and the model's type has a file."""
+    path = built_in_file(config)
+    if path is None or INSIDE not in (document := _shared(path)):
+        return None
+    inner = config
+    for key in _built_in(path).section(config):
+        inner = inner[key]
+    file = built_in_file({"model_type": inner.get("model_type")}) if inner is not config else None
+    if file is None or INSIDE in (text := _shared(file)):
+        return None
+    towers = with_bases({key: value for key, value in document.items() if key != INSIDE}, path)
+    own = _first_prefix(with_bases(text, file))
+    return Inside(inner["model_type"], file, own, _first_prefix(document), frozenset(towers.get("tensors", ())))
 
 
 # ------------------------------------------------------------------------------------------------- the built-in ones
@@ -171,14 +240,16 @@ def find_architecture(config: Mapping[str, Any], where: Path) -> Architecture:
         near = difflib.get_close_matches(str(model_type), built_in_architectures(), n=3, cutoff=0.4)
         names = f" (nearest known: {', '.join(near)})" if near else ""
         raise PlanError(f"unknown model_type '{model_type}' in {where / 'config.json'}{names}", hint)
-    if SETTINGS in config:
-        return adapter_architecture(_built_in(path), config[SETTINGS], where)
-    return _built_in(path)
+    inside = language_model(config)
+    architecture = _built_in(path, inside.file.stem if inside else None)
+    return adapter_architecture(architecture, config[SETTINGS], where) if SETTINGS in config else architecture
 
 
 @cache  # there are more of them than a cache keeps by default
-def _built_in(path: Path) -> Architecture:
-    document = with_bases(read_document(path), path)
+def _built_in(path: Path, inside: str | None = None) -> Architecture:
+    """The architecture of a file; if it is for towers, with a language model of the file ``inside``."""
+    own = read_document(path)
+    document = with_bases({**own, INSIDE: inside} if inside else own, path)
     heads, own = _shared(HEADS)["tensors"], document["tensors"]
     experts = _experts_by_name(own)
     document["tensors"] = {**heads, **experts, **own}

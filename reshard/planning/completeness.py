@@ -28,7 +28,7 @@ from formats.notation.architecture_files import built_in_file
 from formats.notation.axes import Shape
 from formats.quantization.companions import is_of_activations
 from reshard.planning.model import BoundTensor, Kind, Model
-from reshard.planning.required import known_lines, outermost
+from reshard.planning.required import lines_of, outermost
 
 At = tuple[int, ...]
 """The indices in a name, outermost first."""
@@ -439,7 +439,7 @@ def _missing_always(present: Present) -> Iterator[str]:
     built_in = built_in_file(config)
     if built_in is None or built_in.stem != present.architecture.name:
         return
-    known = known_lines(str(config.get("model_type")))
+    known = lines_of(config)
     lacking: dict[tuple[str, frozenset[str]], list[str]] = {}
     for stack, at, there in present.members() if known else ():
         assert known is not None

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
+
+from formats.notation.architecture_files import language_model
 
 REQUIRED = Path(__file__).parent / "required.json"
 
@@ -50,6 +52,22 @@ class KnownLines:
                 if line not in there and not any(is_within(line, part) for part in strange):
                     yield line
 
+    def within(self, prefix: str) -> KnownLines:
+        """The same, of which only lines that begin like this are demanded."""
+        always = {module: tuple(line for line in of if line.startswith(prefix)) for module, of in self.always.items()}
+        return KnownLines(always, self.all)
+
+    def spelled(self, spell: Callable[[str], str]) -> KnownLines:
+        """The same lines and modules under other names."""
+        always = {spell(f"{module}.")[:-1]: tuple(map(spell, found)) for module, found in self.always.items()}
+        return KnownLines(always, frozenset(map(spell, self.all)))
+
+    def beside(self, other: KnownLines) -> KnownLines:
+        """These lines and others."""
+        modules = self.always.keys() | other.always.keys()
+        always = {each: (*self.always.get(each, ()), *other.always.get(each, ())) for each in modules}
+        return KnownLines(always, self.all | other.all)
+
     def _known_part(self, line: str) -> str:
         """The innermost module around a line that the type has."""
         return next(module for module in (*modules_around(line), "") if module in self.modules or not module)
@@ -71,6 +89,19 @@ def modules_around(line: str) -> Iterator[str]:
 def outermost(template: str) -> str:
     """A template up to its first index: ``model.layers.{layer}``; empty if it has none."""
     return template[: template.find("}") + 1]
+
+
+def lines_of(config: Mapping[str, Any]) -> KnownLines | None:
+    """The lines of a model of this ``config.json``; None if its type is not known.
+
+    With towers, they are those of the towers, and those of the language model's own type without its head: it may have
+    that of the towers' class.
+    """
+    known, inside = known_lines(str(config.get("model_type"))), language_model(config)
+    if inside is None:
+        return known
+    own, towers = known_lines(inside.model_type), known or KnownLines({}, frozenset())
+    return towers.beside(own.within(inside.own_prefix).spelled(inside.spelled)) if own else towers
 
 
 @lru_cache

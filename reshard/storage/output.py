@@ -215,7 +215,8 @@ class Staging:
     def _adopt_or_clear(self) -> None:
         """Keep the files of an equal task; remove those of another task.
 
-        Raises CheckpointError if the other task is still running, or if the same is dealt in another way.
+        Raises CheckpointError if the other task is still running, if the same is dealt in another way, or if there are
+        files of another task and several processes write this one: they would be of two commands.
         """
         built = [entry for entry in self.work.iterdir() if not entry.name.startswith(STATE)]
         if self._task.exists():
@@ -234,6 +235,8 @@ class Staging:
                 self._task.name,
             }:  # without one, it waits for us
                 raise self._written_else()
+        if built:
+            self._check_may_clear()
         for entry in (*built, *self._journal_files.all()):
             remove_tree(entry)
         self._task.touch()
@@ -268,6 +271,16 @@ class Staging:
     def _written_else(self) -> CheckpointError:
         return CheckpointError(
             f"another run is writing something else to {self.shown}", "wait for it, or choose another folder"
+        )
+
+    def _check_may_clear(self) -> None:
+        if self._dealt is not None and self._dealt.count > 1:
+            raise self._begun_by_others(str(self.work))
+
+    def _begun_by_others(self, place: str) -> CheckpointError:
+        return CheckpointError(
+            f"{place} holds the unfinished output of another command, which one of several processes does not remove",
+            "give all processes the same command, or remove what is there",
         )
 
     def writes(self, name: str) -> bool:
@@ -405,9 +418,9 @@ class Staging:
         self._sync(path.parent)
 
     def remove_work(self) -> None:
-        """Remove the staging folder."""
-        self._unlock()
+        """Remove the staging folder; who waits for a lock in it sees that it is gone."""
         remove_tree(self.work)
+        self._unlock()
 
     def remove_if_last(self) -> None:
         """Remove the staging folder, unless another run is writing there. To be called while ``publishing``."""

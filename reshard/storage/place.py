@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +18,8 @@ from formats.files.sharded import MANIFEST
 from reshard.storage.bucket import JOURNAL, UNFINISHED, is_url
 from reshard.storage.marks import PUBLISHED, STATE, task_name
 from reshard.storage.output import PublishedError
-from reshard.storage.remote import ask, etag_of, open_store
+from reshard.storage.remote import Remote, StoredFile, ask, etag_of, open_store
+from reshard.storage.strangers import refuse_strangers
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -25,21 +27,22 @@ if TYPE_CHECKING:
 LAST = ("config.json", "model.safetensors.index.json", MANIFEST)
 """What makes a folder a checkpoint: written last, removed first."""
 
-NEW = f"{STATE}new-"
-"""The names of objects that are to replace a checkpoint begin so, and then with their task's name."""
-
 _SINGLE = 8 << 20
 """An object of at most so many bytes is written by one request."""
-_COPIED = 5 << 30
-"""S3 copies an object of at most so many bytes by one request."""
+_SECOND = len("2026-01-01 00:00:00")
+"""The length of a time to the second: an answer to HTTP says no more."""
 
 T = TypeVar("T")
 
 
 class Owner(NamedTuple):
-    """The task whose output is unfinished at a place (an empty text: nobody's), and the state of what says so."""
+    """The task whose output is unfinished at a place (an empty text: nobody's), and the state of what says so.
+
+    ``clears`` has the files that were there before, which it removes.
+    """
 
     task: str
+    clears: Collection[str]
     version: Mapping[str, str]
 
 
@@ -68,14 +71,41 @@ class Bucket:
         """The result of a request for an object. Raises CheckpointError."""
         return ask(self._store, self.url, key, request, doing)
 
-    def check(self, task: Mapping[str, Any], *, overwrite: bool, is_shared: bool) -> None:
+    def check_apart(self, location: str, remotes: Iterable[Remote]) -> None:
+        """Raise CheckpointError if a source is or holds this place, or lies in it, by whatever URL.
+
+        ``location`` is the source's, ``remotes`` the files that are read of it.
+        """
+        stored = [remote for remote in remotes if isinstance(remote, StoredFile)]
+        for url in {file.store for file in stored} or {location}:
+            if is_url(url) and (_are_nested(self.url, url) or any(self._held(stored))):
+                raise CheckpointError(
+                    f"{self.name} and {redacted(url).rstrip('/')} are the same place, or one lies in the other",
+                    "choose another place",
+                )
+
+    def _held(self, stored: Iterable[StoredFile]) -> Iterator[str]:
+        """Those of the files that are objects of this place, whatever their URL says: a copy has another time."""
+        keys = {(file.etag, file.modified[:_SECOND]): file.key for file in stored if file.etag is not None}
+        for meta in self._listing() if keys else ():
+            key = keys.get((etag_of(meta) or "", str(meta["last_modified"])[:_SECOND]))
+            if key is not None and f"/{meta['path']}".endswith(f"/{key}"):
+                yield key
+
+    def check(self, task: Mapping[str, Any], same: Mapping[str, bytes], *, overwrite: bool, is_shared: bool) -> None:
         """Raise CheckpointError if something is there that may not be replaced, or if the place cannot be read.
 
-        Raises PublishedError if it is what this task makes, and several processes do (``is_shared``).
+        Files that are written again with the ``same`` content may be replaced. Raises PublishedError if it is what this
+        task makes, and several processes do (``is_shared``).
         """
         there = self.there(is_first=True)
         theirs = {key for key in there if not key.startswith(STATE)}
-        if not theirs or UNFINISHED in there:
+        if not theirs:
+            return
+        if UNFINISHED in there:
+            owner = self.owner()
+            if owner is not None and owner.task != task_name(task):
+                refuse_strangers(self.name, there.keys() - owner.clears, self._content, same)
             return
         if not theirs & set(LAST):
             raise CheckpointError(
@@ -86,13 +116,17 @@ class Bucket:
             raise PublishedError(f"{self.name} is complete")
         if not overwrite:
             raise CheckpointError(f"{self.name} exists", "remove it, choose another place, or pass --overwrite")
+        refuse_strangers(self.name, theirs, self._content, same)
 
     def there(self, *, is_first: bool = False) -> dict[str, str | None]:
         """The objects below the place, with their etags. Raises CheckpointError."""
+        return {meta["path"]: etag_of(meta) for meta in self._listing(is_first=is_first)}
+
+    def _listing(self, *, is_first: bool = False) -> list[Mapping[str, Any]]:
         from obstore import list as listing
 
-        def request() -> dict[str, str | None]:
-            return {meta["path"]: etag_of(meta) for metas in listing(self._store) for meta in metas}
+        def request() -> list[Mapping[str, Any]]:
+            return [meta for metas in listing(self._store) for meta in metas]
 
         return ask(self._store, self.url, "", request, is_first=is_first)
 
@@ -130,22 +164,6 @@ class Bucket:
         """Whether a small object is there with this content."""
         return self._content(key) == (content.read_bytes() if isinstance(content, Path) else content)
 
-    def copy(self, key: str, to: str) -> str | None:
-        """Copy an object within the store, and return the copy's etag; of what S3 does not copy, the bytes pass
-        through this machine.
-        """
-        from obstore import copy, get, head, put
-
-        size = self._ask("reading", key, lambda: head(self._store, key))["size"]
-        if size > _COPIED and self.url.startswith("s3"):
-            self._ask("writing", to, lambda: put(self._patient_store, to, get(self._patient_store, key).stream()))
-        else:
-            self._ask("writing", to, lambda: copy(self._store, key, to))
-        meta = self._ask("writing", to, lambda: head(self._store, to))
-        if meta["size"] != size:
-            raise CheckpointError(f"{self.name}/{to} has {meta['size']:,} bytes after {size:,} were copied")
-        return etag_of(meta)
-
     def delete(self, key: str) -> None:
         """Remove an object, if it is there. Raises CheckpointError."""
         from obstore import delete
@@ -175,20 +193,22 @@ class Bucket:
                 return None
             content, meta = bytes(answer.bytes()), answer.meta
             version = {name: str(meta.get(name)) for name in ("e_tag", "version") if meta.get(name) is not None}
-            return Owner(str(_document(content).get("task", "")), version)
+            says = _document(content)
+            clears = says.get("clears")
+            return Owner(str(says.get("task", "")), {*clears} if isinstance(clears, list) else (), version)
 
         return self._ask("reading", UNFINISHED, request)
 
-    def begin(self, task: str, over: Owner | None = None) -> bool:
+    def begin(self, task: str, over: Owner | None = None, clears: Collection[str] = ()) -> bool:
         """Say that a task's output is unfinished here, if nobody says so, or still the owner ``over`` whom it replaces.
 
-        Returns whether the place is the task's now.
+        ``clears`` are the files that it will remove. Returns whether the place is the task's now.
         """
         from obstore import put
         from obstore.exceptions import AlreadyExistsError, NotSupportedError, PreconditionError
 
         says = "reshard writes here; the same command again finishes it"
-        content = json_bytes({"task": task, "says": says})
+        content = json_bytes({"task": task, "says": says, "clears": sorted(clears)})
 
         def request() -> None:
             mode: Any = "create" if over is None else dict(over.version)
@@ -232,9 +252,29 @@ def _document(content: bytes | None) -> dict[str, Any]:
     return {}
 
 
-def journals(there: Iterable[str], folder: str = "") -> list[str]:
+def journals(there: Iterable[str]) -> list[str]:
     """The journals among the objects of a bucket."""
-    return [key for key in there if key.startswith(f"{folder}{JOURNAL}")]
+    return [key for key in there if key.startswith(JOURNAL)]
+
+
+def _are_nested(one: str, other: str) -> bool:
+    """Whether two URLs are of the same place, or one of a place in the other."""
+    (store, bucket, *mine), (kind, container, *theirs) = _parts(one), _parts(other)
+    shorter = min(len(mine), len(theirs))
+    return (store, bucket) == (kind, container) and mine[:shorter] == theirs[:shorter]
+
+
+def _parts(url: str) -> list[str]:
+    """What a URL stands for, however it is spelled: the kind of store, the bucket, and the parts of the key."""
+    from obstore.store import HTTPStore
+
+    store: Any = open_store(url)
+    if isinstance(store, HTTPStore):
+        return ["http", *redacted(url).split("/")]
+    config = store.config
+    account = config.get("account_name") or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME", "")
+    container = config.get("bucket") or f"{account}/{config.get('container_name')}"
+    return [type(store).__name__, container, *(part for part in str(store.prefix or "").split("/") if part)]
 
 
 def is_published(there: Iterable[str], task: str) -> bool:

@@ -18,6 +18,7 @@ from formats.files.dcp import METADATA
 from formats.files.sharded import MANIFEST
 from formats.mesh import RANK_FOLDER
 from formats.notation.rewrites import Page, pages
+from reshard.storage.bucket import UNFINISHED
 from reshard.storage.marks import STATE
 from reshard.storage.names import modules
 from reshard.storage.program_source import named_like
@@ -59,10 +60,14 @@ def refuse_strangers(place: str, names: Iterable[str], read: Read, same: Mapping
 
 
 def strangers(names: Iterable[str], read: Read) -> list[str]:
-    """The files of a place that neither its manifest nor a format knows, sorted."""
+    """The files of a place that neither its manifest nor a format knows, sorted.
+
+    In a place that is marked as unfinished, files of several outputs may lie.
+    """
+    names = {*names}
     left = {name for name in names if not name.startswith(STATE) and name != MANIFEST and not _is_of_a_rank(name)}
     manifest = _document(read(MANIFEST))
-    if manifest.get("format") == "reshard":
+    if manifest.get("format") == "reshard" and UNFINISHED not in names:
         left -= {*_listed(manifest)}
         known = [page for name, page in pages().items() if name == manifest.get("layout")]
     else:

@@ -5,8 +5,7 @@ takes a part of it for a checkpoint. While an upload is unfinished, an object ``
 task it is. A journal object for each process has the files that it has uploaded, with their etags: a run that was
 stopped goes on, on any machine, and what has not changed since stays.
 
-Where a checkpoint is to be replaced, the files are uploaded under names of the task's own (``NEW``), and are copied to
-theirs within the store when all are there: until then the old checkpoint is whole.
+Where a checkpoint is to be replaced, or another task's unfinished output, the place is marked first, and cleared.
 
 Who uploads asks before and after each file whether the place is still its task's. A store has no lock: a file that was
 on its way when another task published is seen afterwards, and the place is then marked as unfinished.
@@ -33,7 +32,7 @@ from reshard.storage.journal import Finished, Read
 from reshard.storage.marks import PUBLISHED, STATE, remove_tree
 from reshard.storage.output import PublishedError, Staging
 from reshard.storage.parts import Dealt
-from reshard.storage.place import LAST, NEW, Bucket, is_published, journals
+from reshard.storage.place import LAST, Bucket, is_published, journals
 from reshard.storage.threads import Threads
 
 _FILES = 4
@@ -60,8 +59,6 @@ class Uploading(Staging):
         super().__init__(folder, task, [""], inputs, fsync=False, check=check, dealt=dealt)
         self._bucket, self._mine, self._number = bucket, dealt, os.urandom(4).hex()
         self.shown = bucket.name
-        self._aside = ""
-        """What the keys of uploaded files begin with, until they replace those of an older checkpoint."""
         self._threads: Threads | None = None
         self._entries: dict[str, dict[str, Any]] = {}
         self._lock_entries = Lock()
@@ -79,12 +76,8 @@ class Uploading(Staging):
         return self
 
     def _begin(self) -> None:
-        there, own = self._claim_place(), f"{NEW}{self._name}/"
-        for key in there:
-            if key.startswith(NEW) and not key.startswith(own):  # of a task that was stopped
-                self._bucket.delete(key)
         self._threads = Threads(_FILES)
-        local = set(self.finished)
+        there, local = self._claim_place(), set(self.finished)
         for name, entry in self._uploaded(there):
             if self.writes(name):
                 self._entries[name] = entry
@@ -94,19 +87,30 @@ class Uploading(Staging):
             self._upload_soon(name)
 
     def _claim_place(self) -> dict[str, str | None]:
-        """Make the place this task's, unless a checkpoint is to be replaced there; returns what is there."""
-        own = f"{NEW}{self._name}/"
+        """Make the place this task's, and clear it of what another has made; returns what is there of this task."""
         for _ in range(_TRIES):
             owner = self._bucket.owner()
             there = self._bucket.there()  # after it: who has published since then is seen
-            is_checkpoint = owner is None and not there.keys().isdisjoint(LAST)
-            if is_checkpoint:
-                self._check()  # another process may have published meanwhile
-            self._aside = own if is_checkpoint or any(key.startswith(own) for key in there) else ""
-            is_ours = is_checkpoint or (owner is not None and owner.task == self._name)
-            if is_ours or self._bucket.begin(self._name, owner):
+            if owner is not None and owner.task == self._name:
                 return there
+            if owner is None and not there.keys().isdisjoint(LAST):
+                self._check()  # another process may have published meanwhile
+            old = there.keys() - {UNFINISHED}
+            if old and self._mine.count > 1:
+                raise self._begun_by_others(self._bucket.name)
+            if self._bucket.begin(self._name, owner, old):
+                self._clear(old)
+                return {}
         raise self._written_by_others()
+
+    def _check_may_clear(self) -> None:
+        """What is built here is of one part, whose lock is held: the place says whose it is (``_claim_place``)."""
+
+    def _clear(self, old: Iterable[str]) -> None:
+        """Remove what was there before; first what makes it a checkpoint."""
+        old = {*old}
+        for some in (old & {*LAST}, old - {*LAST}):
+            self._all(self._remove_old, some)
 
     def _written_by_others(self) -> CheckpointError:
         return CheckpointError(
@@ -118,13 +122,9 @@ class Uploading(Staging):
             upload.cancel()
         if self._threads is not None:
             self._threads.close()
-        super().__exit__(*exception)
         if isinstance(exception[1], PublishedError):
-            remove_tree(self.work)
-
-    def _key(self, name: str) -> str:
-        """What a file is called in the bucket while it is not published."""
-        return f"{self._aside}{name}.incomplete" if self._aside else name
+            self.remove_work()
+        super().__exit__(*exception)
 
     # -- whose place it is
 
@@ -181,11 +181,9 @@ class Uploading(Staging):
         self._uploads.append(self._threads.submit(self._upload, name))
 
     def _upload(self, name: str) -> None:
-        if not self._aside:
-            self._check_ours()
-        etag = self._bucket.put(self._key(name), self.work / name)
-        if not self._aside:
-            self._check_still_ours(name)
+        self._check_ours()
+        etag = self._bucket.put(name, self.work / name)
+        self._check_still_ours(name)
         entry = _entry(name, self.finished[name], etag)
         with self._lock_entries:
             self._entries[name] = entry
@@ -199,7 +197,7 @@ class Uploading(Staging):
     @property
     def _journal(self) -> str:
         """The key of this process's journal; another run of the same part may be at work, on another machine."""
-        return f"{self._aside}{JOURNAL}{self._mine.label}.{self._number}"
+        return f"{JOURNAL}{self._mine.label}.{self._number}"
 
     def _wait(self) -> None:
         """Wait for all uploads. Raises the error of one that failed; what has not begun by then is not uploaded."""
@@ -215,17 +213,17 @@ class Uploading(Staging):
 
     def _uploaded(self, there: Mapping[str, str | None]) -> Iterator[tuple[str, dict[str, Any]]]:
         """The files of this task that any process has uploaded, if they are still what it has uploaded."""
-        for journal in map(self._bucket.read, journals(there, self._aside)):
+        for journal in map(self._bucket.read, journals(there)):
             entries = journal["entries"] if journal.get("task") == self._name else ()
             for entry in entries:
-                if there.get(self._key(entry["name"])) == entry["etag"]:
+                if there.get(entry["name"]) == entry["etag"]:
                     yield entry["name"], entry
 
     def clear(self) -> None:
         """Remove what was built, and forget what was uploaded, because it cannot be trusted."""
         wait(self._uploads)
-        all_of = journals(self._bucket.there(), self._aside)
-        mine = [key for key in all_of if key.startswith(f"{self._aside}{JOURNAL}{self._mine.label}.")]
+        all_of = journals(self._bucket.there())
+        mine = [key for key in all_of if key.startswith(f"{JOURNAL}{self._mine.label}.")]
         for key in mine if self._journals else all_of:
             self._bucket.delete(key)
         remove_tree(self.work)
@@ -236,10 +234,8 @@ class Uploading(Staging):
     def last(self) -> Iterator[bool]:
         """Whether the files of all processes are in the bucket. Raises PublishedError if another has published them."""
         self._wait()
-        if not self._aside:
-            self._check_ours()
+        self._check_ours()
         self._check_uploaded()
-        self._unlock()
         yield True
 
     def _check_uploaded(self) -> None:
@@ -247,12 +243,10 @@ class Uploading(Staging):
         uploaded = dict(self._uploaded(self._bucket.there()))
         gone = (self._entries.keys() | self.finished.keys()) - uploaded.keys()
         if gone:
-            if not self._aside:
-                self._check_ours()
+            self._check_ours()
             raise self._replaced(min(gone))
         self.finished |= {name: _finished(entry) for name, entry in uploaded.items()}
-        if not self._aside:
-            self._in_place |= {name: entry["etag"] for name, entry in uploaded.items()}
+        self._in_place |= {name: entry["etag"] for name, entry in uploaded.items()}
 
     def _check_in_place(self, files: Mapping[str, bytes | Path]) -> None:
         """Raise CheckpointError if what was put at its final name is not there any more.
@@ -275,27 +269,19 @@ class Uploading(Staging):
     def publish_all(self, *, overwrite: bool) -> None:
         """Upload the small files; those that make a folder a checkpoint come last.
 
-        With an older checkpoint there, these are removed first, and the new weights are copied to its place.
+        What a run that was stopped has not cleared is removed before.
         """
         published = f"{PUBLISHED}{self._name}"
         files: dict[str, bytes | Path] = {path.relative_to(self.work).as_posix(): path for path in _files(self.work)}
         files[published] = b""
-        if self._aside:
-            self._bucket.begin(self._name)
-            self._check_ours()
-        there = self._bucket.there()
-        own = {key for key in there if key.startswith(self._aside or JOURNAL)}
-        old = there.keys() - files.keys() - self.finished.keys() - own - {UNFINISHED}
-        if self._aside:
-            self._all(self._remove_old, there.keys() & {*LAST})
-            self._all(self._move_in, self.finished)
+        owner, there = self._bucket.owner(), self._bucket.there()
+        self._clear(there.keys() & {*(owner.clears if owner else ())} - files.keys() - self.finished.keys())
         self._all(lambda name: self._put_in(name, files[name]), files.keys() - {*LAST, published})
-        self._all(self._remove_old, old)
         for name in (each for each in (*LAST, published) if each in files):
             self._put_in(name, files[name])
         self._check_in_place(files)
         self._bucket.delete(UNFINISHED)
-        self._all(self._bucket.delete, own)
+        self._all(self._bucket.delete, journals(there))
         self.remove_work()
 
     def _all(self, function: Callable[[str], object], names: Iterable[str]) -> None:
@@ -306,11 +292,6 @@ class Uploading(Staging):
     def _remove_old(self, name: str) -> None:
         self._check_ours()  # else it may be of those who have taken over
         self._bucket.delete(name)
-        self._check_still_ours(name)
-
-    def _move_in(self, name: str) -> None:
-        self._check_ours()
-        self._in_place[name] = self._bucket.copy(self._key(name), name)
         self._check_still_ours(name)
 
     def _put_in(self, name: str, content: bytes | Path) -> None:

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from formats.errors import CheckpointError, MismatchError, PlanError, redacted
+from formats.errors import MismatchError, PlanError
 from formats.files.torch_zip import Crc
 from reshard import __version__
 from reshard.engine.jobs import Job, Options, TargetFile, TargetPlace
@@ -235,12 +235,8 @@ def check_place(
         raise PlanError(
             f"--overwrite is not possible where several processes write to {out.name}", "remove what is there first"
         )
-    here, there = f"{out.name}/", f"{redacted(source.location).rstrip('/')}/"
-    if "://" in there and (here.startswith(there) or there.startswith(here)):
-        raise CheckpointError(
-            f"{out.name} and {there[:-1]} are the same place, or one lies in the other", "choose another place"
-        )
-    out.check(task, overwrite=overwrite, is_shared=dealt is not None)
+    out.check_apart(source.location, (file.remote for file in source.files.values() if file.remote is not None))
+    out.check(task, source.read_side_files(), overwrite=overwrite, is_shared=dealt is not None)
     check_space(out.folder.parent, max((file.size for file in files), default=0))
 
 

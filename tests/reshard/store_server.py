@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from email.utils import formatdate
 from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -56,7 +57,7 @@ class StoreServer:
         self.refused = 0
         """The requests that were answered so."""
         self.before_put: Callable[[str], None] | None = None
-        """Called with the key of each object that is put as a whole or copied, before that is done."""
+        """Called with the key of each object that is put as a whole, before that is done."""
         self.requester_pays = False
         self.lists_bare_etags = False
         """As Azure does: its lists have etags without quotes, its answers have them with."""
@@ -165,7 +166,7 @@ class _Handler(BaseHTTPRequestHandler):
         if bucket != "bucket":
             return self.reply(404, {}, b"<Error><Code>NoSuchBucket</Code></Error>")
         if "list-type" in query:
-            return self.list(query["prefix"][0])
+            return self.list(query.get("prefix", [""])[0])
         if key.endswith(WEIGHTS):
             fault = store.faults.popleft() if store.faults else store.always
             if fault is not None and fault(self):
@@ -185,7 +186,7 @@ class _Handler(BaseHTTPRequestHandler):
         files = sorted(p for p in root.rglob("*") if p.is_file() and p.relative_to(root).as_posix().startswith(prefix))
         found = "".join(
             f"<Contents><Key>{escape(p.relative_to(root).as_posix())}</Key><Size>{p.stat().st_size}</Size>"
-            f"<LastModified>2026-01-01T00:00:00.000Z</LastModified><ETag>{escape(self.listed(p))}</ETag></Contents>"
+            f"<LastModified>{_listed_time(p)}</LastModified><ETag>{escape(self.listed(p))}</ETag></Contents>"
             for p in files
         )
         self.reply(200, {}, f"<ListBucketResult><IsTruncated>false</IsTruncated>{found}</ListBucketResult>".encode())
@@ -196,7 +197,7 @@ class _Handler(BaseHTTPRequestHandler):
     def send_object(self, path: Path) -> None:
         if not path.is_file():
             return self.reply(404, {}, b"<Error><Code>NoSuchKey</Code></Error>")
-        code, headers = 200, {"ETag": etag(path), "Last-Modified": formatdate(0, usegmt=True)}
+        code, headers = 200, {"ETag": etag(path), "Last-Modified": formatdate(path.stat().st_mtime, usegmt=True)}
         headers["x-goog-generation"] = generation_of(path)
         if self.headers.get("If-Match") not in (None, headers["ETag"]):
             return self.reply(412, {}, b"<Error><Code>PreconditionFailed</Code></Error>")
@@ -218,11 +219,7 @@ class _Handler(BaseHTTPRequestHandler):
         content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if self.is_refused():
             return
-        if (
-            self.store.faults
-            and key.removesuffix(".incomplete").endswith(WEIGHTS)
-            and self.store.faults.popleft()(self)
-        ):
+        if self.store.faults and key.endswith(WEIGHTS) and self.store.faults.popleft()(self):
             return
         if self.store.before_put is not None:
             self.store.before_put(key)
@@ -237,12 +234,6 @@ class _Handler(BaseHTTPRequestHandler):
         is_other |= generation != "0" and not (there.exists() and generation_of(there) == generation)
         if (is_new and there.exists()) or is_other:
             self.reply(412, {}, b"<Error><Code>PreconditionFailed</Code></Error>")
-            return
-        if (source := self.headers.get("x-amz-copy-source") or self.headers.get("x-goog-copy-source")) is not None:
-            path = self.store.root / unquote(source).lstrip("/").partition("/")[2]
-            self.put(key, path.read_bytes())
-            body = f"<CopyObjectResult><ETag>{escape(etag(path))}</ETag></CopyObjectResult>"
-            self.reply(200, {}, body.encode())
             return
         if "uploadId" in query:
             self.store.parts[query["uploadId"][0]][int(query["partNumber"][0])] = content
@@ -318,6 +309,11 @@ def etag(path: Path) -> str:
 @lru_cache(maxsize=1000)
 def _etag(path: Path, *_: int) -> str:
     return f'"{hashlib.md5(path.read_bytes()).hexdigest()}"'
+
+
+def _listed_time(path: Path) -> str:
+    found = datetime.fromtimestamp(path.stat().st_mtime, UTC)
+    return f"{found:%Y-%m-%dT%H:%M:%S}.{found.microsecond // 1000:03}Z"
 
 
 def generation_of(path: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 import time
@@ -20,11 +21,11 @@ from reshard.storage.access import Access, open_any
 from reshard.storage.bucket import UNFINISHED
 from reshard.storage.marks import PUBLISHED
 from reshard.storage.parts import Dealt
-from reshard.storage.place import NEW, Bucket, place_of
+from reshard.storage.place import Bucket, place_of
 from reshard.storage.remote import Read, StoredFile
 from reshard.storage.upload import Uploading
 from tests.reshard.store_server import StoreServer, status
-from tests.support import change_tensor, command, result_of, write_checkpoint
+from tests.support import change_tensor, command, contents, result_of, without_manifest, write_checkpoint
 
 URL = "s3://bucket/out"
 
@@ -62,27 +63,46 @@ def state(store: StoreServer, tmp_path: Path) -> str:
     return {2: "old", 1: "new"}[json.loads((store.root / "out/reshard.json").read_text())["mesh"]["tp"]]
 
 
-def test_a_stopped_run_leaves_the_old_checkpoint(
+def test_a_run_that_was_stopped_is_finished_by_the_same_command(
     store: StoreServer, access: Access, checkpoint: Path, tmp_path: Path
 ) -> None:
     split(checkpoint, URL, 2, access=access)
-    old = result_of(store.root / "out")
-    store.faults.append(status(403))
+    store.faults.extend([lambda _: False, lambda _: False, status(403)])
     with pytest.raises(CheckpointError, match="refused"):
-        split(checkpoint, URL, 1, access=access, overwrite=True, max_shard_size=20_000)
+        split(checkpoint, URL, 1, access=access, overwrite=True, max_shard_size=5_000)
     left = result_of(store.root / "out")
-    assert {name: data for name, data in left.items() if not name.startswith(NEW)} == old
-    assert all(name.endswith(".incomplete") or ".reshard-journal-" in name for name in left.keys() - old.keys())
-    assert state(store, tmp_path) == "old"
-    assert command("merge", URL, tmp_path / "merged", "--cache-dir", tmp_path / "seen").returncode == 0
-    before = set(left)
+    assert state(store, tmp_path) == "unfinished" and not [name for name in left if name.startswith("rank-00-of-02")]
+    before = {name for name in left if name.endswith(".safetensors")}
     store.requests.clear()
-    split(checkpoint, URL, 1, access=access, overwrite=True, max_shard_size=20_000)
-    assert state(store, tmp_path) == "new" and not any(NEW in name for name in result_of(store.root / "out"))
+    split(checkpoint, URL, 1, access=access, overwrite=True, max_shard_size=5_000)
+    assert state(store, tmp_path) == "new" and before
     sent = {request.path.removeprefix("/bucket/out/") for request in store.requests if request.method == "PUT"}
-    assert not sent & {name for name in before if name.endswith(".incomplete")}  # what was there is not sent again
-    split(checkpoint, tmp_path / "local", 1, max_shard_size=20_000)
+    assert not sent & before  # what was there is not sent again
+    split(checkpoint, tmp_path / "local", 1, max_shard_size=5_000)
     assert result_of(store.root / "out") == result_of(tmp_path / "local")
+
+
+@pytest.mark.parametrize("again", [1, 2])
+def test_what_a_stopped_run_has_not_cleared_is_removed(
+    again: int, store: StoreServer, access: Access, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the same command, and by another that takes over: who was stopped has said what was there."""
+    other = Path(shutil.copytree(checkpoint, tmp_path / "other"))
+    (other / "notes.txt").write_text("known by the manifest alone")
+    split(other, URL, 2, access=access)
+    delete = Bucket.delete
+
+    def stop(self: Bucket, key: str) -> None:
+        if key == "notes.txt":
+            raise CheckpointError("stopped")
+        delete(self, key)
+
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="stopped"):
+        patch.setattr(Bucket, "delete", stop)
+        split(checkpoint, URL, 1, access=access, overwrite=True)
+    assert "notes.txt" in result_of(store.root / "out") and "reshard.json" not in result_of(store.root / "out")
+    split(checkpoint, URL, again, access=access, overwrite=True)
+    assert result_of(store.root / "out") == local(checkpoint, tmp_path / "local", again)
 
 
 def test_at_every_moment_the_old_or_the_new_or_unfinished(
@@ -214,30 +234,24 @@ def test_two_parts_that_publish_at_the_same_time_both_say_complete(
     assert state(store, tmp_path) == "old"
 
 
-@pytest.mark.parametrize("request_name", ["copy", "delete"])
-def test_what_is_copied_or_removed_late_is_said(
-    request_name: str, store: StoreServer, access: Access, checkpoint: Path, tmp_path: Path
+def test_what_is_removed_late_is_said(
+    store: StoreServer, access: Access, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store carries it out after another task has published."""
     split(checkpoint, URL, 2, access=access)
-    first = getattr(Bucket, request_name)
+    first = Bucket.delete
 
-    def late(self: Bucket, *keys: str) -> str | None:
-        if keys[-1] not in ("config.json", "rank-00-of-01/model.safetensors"):
-            return first(self, *keys)
-        setattr(Bucket, request_name, first)
-        content = (store.root / "out" / keys[0]).read_bytes()
+    def late(self: Bucket, key: str) -> None:
+        if key != "config.json":
+            first(self, key)
+            return
+        monkeypatch.setattr(Bucket, "delete", first)
         split(checkpoint, URL, 1, access=Access(cache_dir=tmp_path / "other"), max_shard_size=20_000)
-        place = store.root / "out" / keys[-1]
-        place.write_bytes(content) if request_name == "copy" else place.unlink()
-        return None
+        (store.root / "out" / key).unlink()
 
-    setattr(Bucket, request_name, late)
-    try:
-        with pytest.raises(CheckpointError, match="marked as unfinished"):
-            split(checkpoint, URL, 1, access=access, overwrite=True)
-    finally:
-        setattr(Bucket, request_name, first)
+    monkeypatch.setattr(Bucket, "delete", late)
+    with pytest.raises(CheckpointError, match="marked as unfinished"):
+        split(checkpoint, URL, 1, access=access, overwrite=True)
     assert state(store, tmp_path) == "unfinished"
 
 
@@ -297,17 +311,6 @@ def test_what_was_uploaded_is_not_sent_again_as_a_small_file(
     store.requests.clear()
     split(checkpoint, URL, 1, access=access)
     assert not [request for request in store.requests if request.method == "PUT" and "safetensors" in request.path]
-
-
-def test_what_a_stopped_task_left_beside_the_old_is_removed(
-    store: StoreServer, access: Access, checkpoint: Path, tmp_path: Path
-) -> None:
-    split(checkpoint, URL, 2, access=access)
-    left = store.root / "out" / f"{NEW}split-of-another-task" / "model.safetensors"
-    left.parent.mkdir()
-    left.write_bytes(b"a part of it")
-    split(checkpoint, URL, 1, access=access, overwrite=True)
-    assert result_of(store.root / "out") == local(checkpoint, tmp_path / "local", 1)
 
 
 def test_a_bucket_of_googles(
@@ -388,6 +391,110 @@ def test_two_of_one_task_have_a_journal_each(store: StoreServer, tmp_path: Path)
         assert first._journal != second._journal
         with pytest.raises(CheckpointError, match="another run is writing part-0-of-1 of s3://bucket/out"):
             uploading(URL, tmp_path / "one").__enter__()
+
+
+# --- the same place by another name ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "s3://bucket/./src",
+        "s3://bucket/%73rc",
+        "s3://bucket/x/../src",
+        "s3://bucket/src/",
+        "http",
+        "s3://bucket/s%72c/",
+    ],
+)
+@pytest.mark.parametrize("out", ["s3://bucket/src", "s3://bucket"])
+def test_a_source_is_not_overwritten_by_another_spelling(
+    source: str, out: str, store: StoreServer, access: Access, checkpoint: Path
+) -> None:
+    shutil.copytree(checkpoint, store.root / "src")
+    shutil.copy(checkpoint / "config.json", store.root)
+    before = contents(store.root)
+    source = store.url + "/bucket/src" if source == "http" else source
+    with pytest.raises(CheckpointError, match="are the same place, or one lies in the other"):
+        split(source, out, 2, access=access, overwrite=True)
+    assert contents(store.root) == before
+
+
+def test_places_whose_names_begin_alike_are_two(
+    store: StoreServer, access: Access, checkpoint: Path, tmp_path: Path
+) -> None:
+    for name in ("src", "src2"):
+        shutil.copytree(checkpoint, store.root / name)
+    for path in (store.root / "src2").iterdir():  # a copy, as a store makes it
+        os.utime(path, (0, 0))
+    assert split("s3://bucket/./src", "s3://bucket/src2", 2, access=access, overwrite=True).complete
+    split(checkpoint, tmp_path / "local", 2)
+    assert without_manifest(store.root / "src2").items() >= without_manifest(tmp_path / "local").items()
+    with pytest.raises(CheckpointError, match="are the same place"):
+        split("s3://bucket/src", "s3://bucket/x/../src/inside", 2, access=access)
+
+
+@pytest.mark.parametrize("own", ["thesis.txt", "mine/data", "rank-00-of-02/notes.md"])
+def test_a_users_own_object_is_named_and_stays(own: str, store: StoreServer, access: Access, checkpoint: Path) -> None:
+    split(checkpoint, URL, 2, access=access)
+    (store.root / "out" / own).parent.mkdir(exist_ok=True)
+    (store.root / "out" / own).write_text("years")
+    before = contents(store.root)
+    with pytest.raises(CheckpointError, match=f"s3://bucket/out holds '{own}', no part of the checkpoint there"):
+        split(checkpoint, URL, 1, access=access, overwrite=True)
+    assert contents(store.root) == before
+    (store.root / "out" / own).unlink()
+    assert split(checkpoint, URL, 1, access=access, overwrite=True).complete
+
+
+def test_a_users_own_object_in_a_place_that_is_taken_over(store: StoreServer, access: Access, checkpoint: Path) -> None:
+    split(checkpoint, URL, 2, access=access, part=Share(0, 2))
+    (store.root / "out" / "thesis.txt").write_text("years")
+    with pytest.raises(CheckpointError, match=r"holds 'thesis.txt'"):
+        split(checkpoint, URL, 1, access=access)
+    (store.root / "out" / "thesis.txt").unlink()
+    assert split(checkpoint, URL, 1, access=access).complete
+
+
+# --- several processes, and more than one command --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_a_bucket", [False, True])
+@pytest.mark.parametrize("second", [Share(0, 2), Share(1, 2)])
+def test_a_part_of_one_and_a_part_of_another(
+    second: Share, in_a_bucket: bool, store: StoreServer, access: Access, checkpoint: Path, tmp_path: Path
+) -> None:
+    other = write_checkpoint(tmp_path / "other", files=2, seed=7)
+    out: str | Path = URL if in_a_bucket else tmp_path / "out"
+    split(checkpoint, out, 2, access=access, part=Share(0, 2))
+    with pytest.raises(CheckpointError, match="holds the unfinished output of another command"):
+        split(other, out, 2, access=access, part=second)
+    assert split(checkpoint, out, 2, access=access, part=Share(1, 2)).complete
+    assert result_of(store.root / "out" if in_a_bucket else tmp_path / "out") == local(
+        checkpoint, tmp_path / "local", 2
+    )
+
+
+@pytest.mark.parametrize("moment", ["rank-00-of-02/model.safetensors", "tokenizer.json", "reshard.json"])
+def test_two_commands_on_one_machine_for_one_place(
+    moment: str, store: StoreServer, access: Access, checkpoint: Path, tmp_path: Path
+) -> None:
+    """The second is told, and disturbs the first at no moment."""
+    other = write_checkpoint(tmp_path / "other", files=2, seed=7)
+    said = []
+
+    def second(key: str) -> None:
+        if key == f"out/{moment}":
+            store.before_put = None
+            with pytest.raises(
+                CheckpointError, match="another run is writing part-0-of-1 of s3://bucket/out"
+            ) as refusal:
+                split(other, URL, 2, access=access)
+            said.append(refusal.value.message)
+
+    store.before_put = second
+    assert split(checkpoint, URL, 2, access=access).complete and said and str(tmp_path) not in said[0]
+    assert result_of(store.root / "out") == local(checkpoint, tmp_path / "local", 2)
 
 
 # --- what leaves nothing behind --------------------------------------------------------------------------------------

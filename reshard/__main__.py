@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import os
 import signal
 import sys
 
@@ -13,6 +14,7 @@ def main() -> None:
     """Run the command line and exit with its code; Ctrl-C is one line from the first import on."""
     gc.set_threshold(GARBAGE)
     atexit.register(gc.freeze)  # the system takes back the memory faster than a last search
+    open_closed_streams()
     try:
         from reshard.cli.commands import main as run
 
@@ -23,6 +25,18 @@ def main() -> None:
     finally:
         # The answer has been given: from here on Ctrl-C just ends the process.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def open_closed_streams() -> None:
+    """Let a standard stream that is closed (``>&-``) lead nowhere, or the next file that is opened would be it."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TextIO
 
 import click
 
@@ -51,6 +52,48 @@ def resumable() -> Iterator[None]:
         raise ResumableInterruptError from None
 
 
+class UnprintableError(ReshardError):
+    """The result cannot be written to stdout, which is a file on a full disk, say."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(f"the result cannot be printed: {error.strerror or error}")
+
+
+def print_result(content: str | bytes) -> None:
+    """Write to stdout now. Raises UnprintableError, after which stdout leads nowhere; BrokenPipeError."""
+    try:
+        click.echo(content)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _drop(sys.stdout)
+        raise UnprintableError(error) from None
+
+
+@contextlib.contextmanager
+def work_is_done() -> Iterator[None]:
+    """In this block the work is done: that its summary cannot be printed (a full disk) is said, and is no failure."""
+    try:
+        yield
+    except UnprintableError as error:
+        say(f"Warning: this has been done, but {error.message}")
+
+
+def say(text: str) -> None:
+    """One line on stderr. It is not part of the result: that it cannot be printed ends nothing."""
+    with _to_stderr():
+        click.echo(one_line(text), err=True)
+
+
+@contextlib.contextmanager
+def _to_stderr() -> Iterator[None]:
+    try:
+        yield
+    except OSError:
+        _drop(sys.stderr)
+
+
 def run_to_exit_code(group: click.Group, arguments: Sequence[str]) -> int:
     """Run the command that the arguments name, print what goes wrong, and return the exit code."""
     settings = _Settings()
@@ -60,6 +103,9 @@ def run_to_exit_code(group: click.Group, arguments: Sequence[str]) -> int:
         sys.stdout.flush()
     except BrokenPipeError:
         return _closed_pipe()
+    except OSError as error:
+        _drop(sys.stdout)
+        return _fail(UnprintableError(error).message) if code == DONE else code
     return code
 
 
@@ -107,20 +153,22 @@ def print_error(message: str, hint: str | None = None) -> None:
     """One ``Error:`` line and at most one ``Hint:`` line, on stderr."""
     colour = _colour_is_wanted()
     label = click.style("Error:", fg="red", bold=True) if colour else "Error:"
-    click.echo(f"{label} {one_line(message)}", err=True, color=colour)
+    with _to_stderr():
+        click.echo(f"{label} {one_line(message)}", err=True, color=colour)
     if hint:
-        click.echo(f"Hint: {one_line(hint)}", err=True)
+        say(f"Hint: {hint}")
 
 
 def print_traceback() -> None:
     """The traceback of the exception that is being handled, on stderr."""
     import traceback
 
-    click.echo(printable(traceback.format_exc()), err=True, nl=False)
+    with _to_stderr():
+        click.echo(printable(traceback.format_exc()), err=True, nl=False)
 
 
 def _interrupted(message: str) -> int:
-    click.echo(one_line(f"reshard: {message}"), err=True)
+    say(f"reshard: {message}")
     return INTERRUPTED
 
 
@@ -132,8 +180,14 @@ def _colour_is_wanted() -> bool:
 
 def _closed_pipe() -> int:
     """Whoever read our output has gone (``| head``): end silently, as a program killed by SIGPIPE does."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    _drop(sys.stdout)
     return CLOSED_PIPE
+
+
+def _drop(stream: TextIO) -> None:
+    """Let what could not be written lead nowhere, or Python would try again at its end."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def escape_what_stdout_cannot_say() -> None:

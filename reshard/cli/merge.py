@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from reshard.cli.errors import work_is_done
 from reshard.cli.options import (
     NewFolder,
     Size,
@@ -72,4 +73,6 @@ def merge_command(
             max_shard_size=max_shard_size, overwrite=overwrite, dry_run=dry_run, part=part,
             progress=shown.moving,
         )  # fmt: skip
-    print_summary(summary, shards, time.monotonic() - started, as_json=as_json, quiet=quiet)
+    seconds = time.monotonic() - started
+    with work_is_done():
+        print_summary(summary, shards, seconds, as_json=as_json, quiet=quiet)

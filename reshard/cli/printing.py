@@ -8,16 +8,15 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import click
-
-from formats.errors import one_line, printable, redacted
+from formats.errors import printable, redacted
+from reshard.cli.errors import print_result, say
 
 SCHEMA_VERSION = 1
 
 
 def print_lines(*lines: str) -> None:
     """Print lines of the result; what a terminal would obey in a name that was read is escaped."""
-    click.echo("\n".join(printable(line) for text in lines for line in text.split("\n")))
+    print_result("\n".join(printable(line) for text in lines for line in text.split("\n")))
 
 
 def print_pairs(pairs: Iterable[tuple[str, str]], width: int) -> None:
@@ -28,18 +27,18 @@ def print_pairs(pairs: Iterable[tuple[str, str]], width: int) -> None:
 
 def print_path(path: os.PathLike[str] | str) -> None:
     """Print a path byte for byte, whatever its encoding; a URL without its secrets."""
-    click.echo(os.fsencode(redacted(path) if isinstance(path, str) else path))
+    print_result(os.fsencode(redacted(path) if isinstance(path, str) else path))
 
 
 def print_note(text: str) -> None:
     """Print one line on stderr: it is not part of the result."""
-    click.echo(one_line(text), err=True)
+    say(text)
 
 
 def print_json(document: Mapping[str, Any]) -> None:
     """Print the one document of ``--json``, with its ``schema_version`` first."""
     shown = _redacted({"schema_version": SCHEMA_VERSION, **document})
-    click.echo(json.dumps(shown, indent=2, ensure_ascii=False, allow_nan=False))
+    print_result(json.dumps(shown, indent=2, ensure_ascii=False, allow_nan=False))
 
 
 def _redacted(value: Any) -> Any:

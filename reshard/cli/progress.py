@@ -7,9 +7,11 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from reshard.cli.printing import print_note
 from reshard.text import human_bytes, human_seconds, plural
 
 if TYPE_CHECKING:
@@ -69,12 +71,13 @@ class Progress:
                 if measure.what not in self._began:
                     self._begin(measure)
             if self._has_bar:
-                self._draw(measures, again)
+                with suppress(OSError):  # a terminal that has gone ends no work
+                    self._draw(measures, again)
             elif measures and time.monotonic() - self._last >= INTERVAL:
                 self._last = time.monotonic()
                 text = f"{self._title}: {'; '.join(map(self._text, measures))}"
                 text += f"; {plural(again, 'request')} tried again" if again else ""
-                print(text, file=sys.stderr, flush=True)
+                print_note(text)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from reshard.cli.errors import work_is_done
 from reshard.cli.options import (
     NewFolder,
     Rank,
@@ -126,4 +127,6 @@ def split_command(
             max_shard_size=max_shard_size, refine_blocks=refine_blocks, overwrite=overwrite, dry_run=dry_run, form=form,
             extra_state=extra_state, part=part, progress=shown.moving,
         )  # fmt: skip
-    print_summary(summary, source, time.monotonic() - started, as_json=as_json, quiet=quiet)
+    seconds = time.monotonic() - started
+    with work_is_done():
+        print_summary(summary, source, seconds, as_json=as_json, quiet=quiet)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -170,6 +171,11 @@ class ShardedCheckpoint:
     manifest: Manifest | None
     ranks: tuple[RankShards, ...]
     side_files: tuple[Path, ...]
+
+
+def is_fingerprint(source: str) -> bool:
+    """Whether this is the fingerprint of a source's weights. Where nobody knew it, the place of the source stands there."""
+    return re.fullmatch("[0-9a-f]{64}", source) is not None
 
 
 def plan_digest(architecture: Mapping[str, Any]) -> str:

@@ -545,3 +545,33 @@ def test_the_command(damaged: dict[tuple[str, str], ProgramShards]) -> None:
     line = next(line for line in done.stdout.splitlines() if line.startswith("DIFFERENT"))
     assert f"mlp.gate_proj.weight' at [0, 0] on rank 0, in 'model.layers.{wrong.layer}.mlp.gate_up_proj.weight'" in line
     assert "<- different" in done.stdout
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["its manifest", "no manifest"])
+@pytest.mark.parametrize("to", [None, "vllm", "megatron"])
+@pytest.mark.parametrize("of", ["vllm", "dcp", "megatron", None])
+def test_shards_that_were_made_of_other_shards(of: str | None, to: str | None, kept: bool, tmp_path: Path) -> None:
+    """What was read is no property of the result; what is said of the original still is."""
+    model, between, out = store.checkpoint("llama"), tmp_path / "between", tmp_path / "out"
+    split(model, between, 2, form=of)
+    if not kept:
+        (between / "reshard.json").unlink()
+    split(between, out, 4, form=to)
+    source = open_source(model)
+    assert verify_exact(source, out).verdict == "same"
+    manifest = out / "reshard.json"
+    document = json.loads(manifest.read_text())
+    document["sizes"]["vocab"] += 1
+    manifest.write_text(json.dumps(document))
+    assert verify_exact(source, out).verdict == "different"
+
+
+def test_shards_of_another_model_say_so_by_any_route(tmp_path: Path) -> None:
+    """A model that differs where it is compared, and where only the fingerprint looks."""
+    split(store.checkpoint("llama"), tmp_path / "vllm", 2, form="vllm")
+    split(tmp_path / "vllm", tmp_path / "out", 2)
+    manifest = tmp_path / "out/reshard.json"
+    text = manifest.read_text()
+    known = json.loads(text)["source"]["id"]
+    manifest.write_text(text.replace(known, "0" * 64))
+    assert verify_exact(open_source(store.checkpoint("llama")), tmp_path / "out").verdict == "different"

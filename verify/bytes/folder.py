@@ -2,7 +2,7 @@
 
 The right manifest is computed from the original and the files in the folder, and compared with the one in the folder,
 value by value, so that no field can be forgotten. Only values without another source are taken from it: the location
-of the original, its commit, and the times of its files.
+of the original, its commit, and what was read to make the shards: that may have been other shards, in any format.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from formats.files.sharded import (
     Identity,
     Manifest,
     ShardedCheckpoint,
+    is_fingerprint,
     manifest_text,
     read_shard,
 )
@@ -137,9 +138,10 @@ def manifest_changes(original: Source, shards: Source, plan: Plan) -> Iterator[C
 def _expected_manifest(original: Source, shards: Source, plan: Plan, found: Manifest) -> Manifest:
     identity = original.identity(plan)
     record = dataclasses.replace(original.record, location=found.source.location, commit=found.source.commit)
-    from_shards = any("/" in stamp.name and RANK_FOLDER.fullmatch(Path(stamp.name).parts[0]) for stamp in found.inputs)
-    if from_shards and not found.source.files:  # shards without a manifest do not describe the original files
+    if _made_without(original, found):  # shards without a manifest do not describe the original files
         record = dataclasses.replace(record, files=(), index_name=None, index=None, aliases={})
+        record = record if is_fingerprint(found.source.id) else dataclasses.replace(record, id=found.source.id)
+        identity = dataclasses.replace(identity, source=record.id)
     sums = {file.name: file.checksum for file in found.source.files}
     files = tuple(dataclasses.replace(file, checksum=sums.get(file.name)) for file in record.files)
     side = tuple(FileRecord(name, len(data), checksum(data)) for name, data in original.read_side_files().items())
@@ -149,16 +151,30 @@ def _expected_manifest(original: Source, shards: Source, plan: Plan, found: Mani
         source=dataclasses.replace(record, files=files),
         side_files=side,
         ranks={rank: tuple(_records(shards, plan, rank, found)) for rank in range(plan.mesh.size)},
-        inputs=found.inputs if from_shards else _expected_inputs(original, found),
     )
 
 
-def _expected_inputs(original: Source, found: Manifest) -> tuple[Any, ...]:
-    """The stamps of the original's files: names and sizes are theirs, times are the manifest's."""
-    said = {stamp.name: stamp for stamp in found.inputs}
-    return tuple(
-        dataclasses.replace(said.get(stamp.name, stamp), name=stamp.name, size=stamp.size) for stamp in original.states
-    )
+def _made_without(original: Source, found: Manifest) -> bool:
+    """Whether shards were made of other shards, which do not say what the files of the original are."""
+    return not found.source.files and {stamp.name for stamp in found.inputs} != {s.name for s in original.states}
+
+
+def expected_source(original: Source, shards: Source) -> str:
+    """The fingerprint of the original that the headers of shards should say; what they say, where it is not known."""
+    own = original.record.id
+    if shards.manifest is not None:
+        return shards.manifest.source.id if _made_without(original, shards.manifest) else own
+    said = _said_source(shards)
+    return own if said is None or is_fingerprint(said) else said
+
+
+def _said_source(shards: Source) -> str | None:
+    """What the headers of shards without a manifest say that they come from."""
+    if shards.sharded is not None:
+        return shards.sharded.identity.source
+    headers = ((path, read_header(path)) for path in shards.files if path.suffix == ".safetensors")
+    known = (read_shard(header, path) for path, header in headers if METADATA_KEY in header.metadata)
+    return next((shard.identity.source for shard in known), None)
 
 
 def _records(shards: Source, plan: Plan, rank: int, found: Manifest) -> Iterator[FileRecord]:
@@ -308,7 +324,7 @@ def program_header_changes(original: Source, shards: Source, plan: Plan) -> Iter
 
     Rules of another version may have other words.
     """
-    true = original.identity(plan)
+    true = dataclasses.replace(original.identity(plan), source=expected_source(original, shards))
     for file in program_files(shards.page, shards.path, plan.mesh) if shards.page is not None else ():
         header = read_header(file.path) if file.path.suffix == ".safetensors" else None
         if header is not None and METADATA_KEY in header.metadata:

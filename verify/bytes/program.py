@@ -176,6 +176,9 @@ class _Structure:
         if not page.has_parts or page.is_distributed:  # .metadata says where its chunks lie
             return
         held = sorted(self._planned.held(rank), key=lambda found: -DTYPE_BITS[found[0].dtype])
+        if not manifest.source.files:  # then the order is that of what was read
+            order = {name: number for number, name in enumerate(self.shards.ranks[rank])}
+            held.sort(key=lambda found: order.get(found[0].name_on(rank), 0))
         tensors = [(s.name_on(rank), s.dtype, shape, tensor_bytes(s.name, s.dtype, shape)) for s, shape in held]
         should = [[tensor[0] for tensor in shard.tensors] for shard in partition(tensors, manifest.max_shard_size)]
         names: dict[Path, list[str]] = {}

@@ -123,8 +123,9 @@ class Structure:
         """Compare source and sizes in the headers. (The plan may differ, if its result is the same.)"""
         assert self.shards.sharded is not None
         expected, found = self.original.identity(self.plan), self.shards.sharded.identity
-        if found.source != expected.source:
-            has, should = found.source[:12], expected.source[:12]
+        source = folder.expected_source(self.original, self.shards)
+        if found.source != source:
+            has, should = found.source[:12], source[:12]
             self.problems.append(
                 f"{self.shards.path}: the shards say that they come from {has}, the original is {should}"
             )

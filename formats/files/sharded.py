@@ -174,7 +174,7 @@ class ShardedCheckpoint:
 
 
 def is_fingerprint(source: str) -> bool:
-    """Whether this is the fingerprint of a source's weights. Where nobody knew it, the place of the source stands there."""
+    """Whether this is the fingerprint of a source's weights. Where nobody knew it, the source's place stands there."""
     return re.fullmatch("[0-9a-f]{64}", source) is not None
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from formats.mesh import mesh_of
 from reshard.engine.jobs import Options
+from reshard.planning.arrangement import arrangement_of
 from reshard.planning.plan import Padding, Plan, plan_of
 from reshard.storage.access import Access, open_any
 from reshard.storage.fetched import Weights
@@ -66,6 +67,6 @@ def load(
     wanted_ranks([rank], mesh)
     opened = open_any(source, access)
     target = plan_of(opened.model, mesh, uneven=uneven, padding=padding)
-    tensors = load_rank(opened, target, rank)
+    tensors = load_rank(opened, arrangement_of(target, None), rank)
     opened.check_unchanged()
     return tensors

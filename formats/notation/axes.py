@@ -136,7 +136,14 @@ class Dim:
         if len(self.summands) > 1 or len(factors) < 2 or not all(isinstance(factor, Dim) for factor in factors):
             return (self,)
         *rows, last = (factor for factor in factors if isinstance(factor, Dim))
+        if (self.step, self.per) == (1, 1):
+            return (*rows, last)
         return (*rows, replace(last, step=self.step, per=self.per)) if last.size(sizes) % self.step == 0 else (self,)
+
+    def in_rows(self, sizes: Mapping[str, int]) -> Dim:
+        """The same dimension as a product of what it unfolds to: rows, and the blocks of one row."""
+        found = self.unfolded(sizes)
+        return self if len(found) == 1 else Dim((Summand(found),))
 
     @property
     def axis(self) -> str | None:
@@ -242,6 +249,10 @@ class Shape:
             return self
         arrow = self.arrow if self.arrow is None else sum(len(found) for found in dims[: self.arrow])
         return replace(self, dims=tuple(dim for found in dims for dim in found), arrow=arrow)
+
+    def in_rows(self, sizes: Mapping[str, int]) -> Shape:
+        """The same elements in the same dimensions, each as a product of what it unfolds to (see ``Dim.unfolded``)."""
+        return replace(self, dims=tuple(dim.in_rows(sizes) for dim in self.dims))
 
     def sizes(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """The plain shape for the given axis sizes."""

@@ -177,12 +177,13 @@ def _write_draft(source: str, file: Path, revision: str | None, token: str | Non
 def _print_plan(plan: Plan, opened: Source, source: str, as_json: bool) -> None:
     from reshard.cli.plan_table import format_table, totals_lines
     from reshard.engine.downloads import download_of
+    from reshard.planning.arrangement import arrangement_of
     from reshard.planning.totals import rows_of, totals_of
 
     rows = rows_of(plan)
     totals = totals_of(plan, rows)
     ends = (0, plan.mesh.size - 1)
-    download = max(download_of(opened, plan, rank) for rank in ends) if opened.is_elsewhere else 0
+    download = max(download_of(opened, arrangement_of(plan, None), rank) for rank in ends) if opened.is_elsewhere else 0
     if not as_json:
         table = format_table(rows, terminal_width())
         print_lines(_title(plan.model, source), "", *table, "", *totals_lines(plan, totals, download or None))

@@ -2,40 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 from reshard.engine.ahead import GAP
-from reshard.engine.jobs import STEP
+from reshard.engine.jobs import STEP, Job, TargetFile, TargetPlace
+from reshard.engine.moves import jobs_of
 from reshard.engine.reading import needed
-from reshard.engine.ways import way_between
-from reshard.planning.plan import Layout, Plan
+from reshard.planning.arrangement import Arrangement
 from reshard.storage.remote import joined
-from reshard.storage.source import Source, SourceFile
+from reshard.storage.source import Source, SourceFile, SourcePlace
 
 
-def download_of(source: Source, target: Plan, rank: int) -> int:
+def download_of(source: Source, target: Arrangement, rank: int) -> int:
     """The bytes of weights that are fetched if this rank alone is written, of files that are not on this machine.
 
     Of a row-parallel weight these are more than the rank holds: where its parts of the rows lie close together, what
     lies between them is fetched with them.
     """
-    known: dict[tuple[Layout, Layout, str], int] = {}
+    nowhere = TargetPlace(TargetFile(Path(), b"", 0), 0)
+    places = {rank: {stored.name_on(rank): nowhere for stored, _ in target.held(rank)}}
+    known: dict[tuple[object, ...], int] = {}
     total = 0
-    for (name, kind, _), (_, wanted, _) in zip(source.plan.model.tensors, target.model.tensors, strict=True):
-        before, after, places = source.plan.laid[kind], target.laid[wanted], source.places(name)
-        if rank not in after.layout.boxes:
-            continue
-        key = (before.layout, after.layout, before.dtype)
-        if key not in known or before.stated is not None:
-            way = way_between(before._replace(name=name), after, places, frozenset({rank}), compare=False)
-            found: dict[SourceFile, list[tuple[int, int]]] = {}
-            for region in (region for slab in way.slabs(STEP) for region in slab.reads):
-                place = places(region.rank)
-                if place is not None and place.file.remote is not None:
-                    found.setdefault(place.file, []).extend(joined(needed(place, region), GAP))
-            known[key] = sum(
-                file.remote.over_network(end - begin)
-                for file, ranges in found.items()
-                for begin, end in joined(ranges, 0)
-                if file.remote is not None
-            )
+    for job in jobs_of(source, target, places, compare=False):
+        held = [job.sources(number) for number in range(len(source.ranks))]
+        key = (job.transfer, *(place and place.rows for place in held))
+        if key not in known:
+            known[key] = _fetched(job, held)
         total += known[key]
     return total
+
+
+def _fetched(job: Job, held: Sequence[SourcePlace | None]) -> int:
+    """The bytes that are fetched for one job."""
+    found: dict[SourceFile, list[tuple[int, int]]] = {}
+    for region in (region for slab in job.transfer.slabs(STEP) for region in slab.reads):
+        place = held[region.rank]
+        if place is not None and place.file.remote is not None:
+            found.setdefault(place.file, []).extend(joined(needed(place, region), GAP))
+    return sum(
+        file.remote.over_network(end - begin)
+        for file, ranges in found.items()
+        for begin, end in joined(ranges, 0)
+        if file.remote is not None
+    )

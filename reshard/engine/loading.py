@@ -2,64 +2,80 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors.torch import _TYPES
 
-from formats.files.safetensors import DTYPE_BITS
-from reshard.engine.jobs import STEP, Job
+from formats.files.safetensors import tensor_bytes
+from reshard.engine.jobs import STEP, Job, TargetFile, TargetPlace
 from reshard.engine.move import check_slab
-from reshard.engine.reading import Bytes, Reader
+from reshard.engine.moves import jobs_of
+from reshard.engine.reading import Bytes, Reader, ranges
 from reshard.engine.transfer import Slab
-from reshard.engine.ways import way_between
-from reshard.planning.plan import Plan
+from reshard.planning.arrangement import Arrangement
 from reshard.storage.source import Source
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = _TYPES
 
 
-def load_rank(source: Source, target: Plan, rank: int) -> dict[str, torch.Tensor]:
+def load_rank(source: Source, target: Arrangement, rank: int) -> dict[str, torch.Tensor]:
     """The tensors of ``rank`` by name, in its local shapes. Reads only the bytes that the rank owns."""
+    held = {stored.name_on(rank): (stored.dtype, shape) for stored, shape in target.held(rank)}
+    rooms = {name: _room(tensor_bytes(name, dtype, shape)) for name, (dtype, shape) in held.items()}
+    memory = {TargetFile(Path(name), b"", data.size): data for name, data in rooms.items()}
+    places = {rank: {file.path.as_posix(): TargetPlace(file, 0) for file in memory}}
     reader = Reader()
     try:
-        held = [name for name in source.names if rank in target.entries[name].layout.boxes]
-        return {name: _load(source, target, rank, name, reader) for name in held}
+        for job in jobs_of(source, target, places, compare=False):
+            place = job.target(rank)
+            _load(source, job, reader, memory[place.file], place)
     finally:
         reader.close()
+    return {name: _tensor(rooms[name], dtype, shape) for name, (dtype, shape) in held.items()}
 
 
 def _room(nbytes: int) -> Bytes:
     return np.empty(nbytes, dtype=np.uint8)
 
 
-def _load(source: Source, target: Plan, rank: int, name: str, reader: Reader) -> torch.Tensor:
-    before, after = source.plan.entries[name], target.entries[name]
-    shape = after.layout.boxes[rank].shape
-    bits = DTYPE_BITS[before.dtype]
-    data = np.empty(math.prod(shape) * bits // 8, dtype=np.uint8)
-    places = source.places(name)
-    way = way_between(before, after, places, frozenset({rank}), compare=False)
-    job = Job(name, way, places, lambda _: None, data.size)
-    for slab in way.slabs(STEP):
+def _tensor(data: Bytes, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    if data.size == 0:
+        return torch.empty(shape, dtype=TORCH_DTYPES[dtype])
+    return torch.from_numpy(data).view(TORCH_DTYPES[dtype]).reshape(shape)
+
+
+def _load(source: Source, job: Job, reader: Reader, data: Bytes, place: TargetPlace) -> None:
+    """Read what a job brings into a tensor, of which it has the part at ``place``."""
+    for slab in job.transfer.slabs(STEP):
         if source.is_elsewhere:
             reader.request((job.source(region.rank), region) for region in slab.reads)
-        blocks = {r.rank: data[r.offset : r.offset + r.nbytes].reshape(r.shape) for r in slab.writes}
-        if slab.is_flat and not slab.checks:
-            _read_flat(job, slab, reader, blocks)
+        if place.rows is None:
+            begins = {r.rank: place.offset + r.offset for r in slab.writes}
+            blocks = {r.rank: data[begins[r.rank] : begins[r.rank] + r.nbytes].reshape(r.shape) for r in slab.writes}
+            _fill(job, slab, reader, blocks)
         else:
-            read = {r.rank: reader.read(job.source(r.rank), r, _room) for r in slab.reads}
-            check_slab(job, slab, read)
-            for copy in slab.copies:
-                blocks[copy.target][copy.target_slices] = copy.block(read)
+            blocks = {r.rank: _room(r.nbytes).reshape(r.shape) for r in slab.writes}
+            _fill(job, slab, reader, blocks)
+            for region in slab.writes:
+                flat = blocks[region.rank].reshape(-1)
+                for offset, at, length in ranges(place, region.offset, region.nbytes):
+                    data[offset : offset + length] = flat[at : at + length]
         if source.is_elsewhere:
             reader.ahead.done()
-    dtype = TORCH_DTYPES[before.dtype]
-    if data.size == 0:
-        return torch.empty(shape, dtype=dtype)
-    return torch.from_numpy(data).view(dtype).reshape(shape)
+
+
+def _fill(job: Job, slab: Slab, reader: Reader, blocks: Mapping[int, Bytes]) -> None:
+    """Fill the regions that a slab writes."""
+    if slab.is_flat and not slab.checks:
+        _read_flat(job, slab, reader, blocks)
+        return
+    read = {region.rank: reader.read(job.source(region.rank), region, _room) for region in slab.reads}
+    check_slab(job, slab, read)
+    for copy in slab.copies:
+        blocks[copy.target][copy.target_slices] = copy.block(read)
 
 
 def _read_flat(job: Job, slab: Slab, reader: Reader, blocks: Mapping[int, Bytes]) -> None:

@@ -22,10 +22,13 @@ Indices = NDArray[np.int64]
 class Regrid:
     """The way of a tensor between two layouts with scale blocks of different sizes."""
 
-    def __init__(self, source: Layout, target: Layout, item_bits: int, ranks: frozenset[int]) -> None:
-        """``source`` and ``target`` are layouts of the same scales; ``item_bits`` is the size of a scale in bits."""
-        self._item = item_bits // 8
-        self._steps = [(a.step, b.step) for a, b in zip(source.rule.dims, target.rule.dims, strict=True)]
+    def __init__(
+        self, source: Layout, target: Layout, steps: Sequence[tuple[int, int]], item_bits: int, ranks: frozenset[int]
+    ) -> None:
+        """``source`` and ``target`` are layouts of the same scales; ``steps`` has the size of a scale block along each
+        dimension, before and after; ``item_bits`` is the size of a scale in bits.
+        """
+        self._item, self._steps = item_bits // 8, steps
         self._sources = {rank: _indices(box.dims) for rank, box in source.boxes.items()}
         self._targets = {rank: _indices(box.dims) for rank, box in target.boxes.items() if rank in ranks}
 

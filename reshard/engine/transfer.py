@@ -434,8 +434,10 @@ def _block(
     checks: list[Check],
 ) -> None:
     """Add the copies of a block to its targets, and the checks of its replicas or its padding."""
-    if is_data and not (targets and sources):
+    if is_data and not targets:
         return
+    if is_data and not sources:
+        raise PlanError("a target wants elements that no source holds")
     places = {rank: regions.source(rank, parts) for rank in sources}
     if not is_data:
         checks += [Check(rank, places[rank], None, ()) for rank in sources]

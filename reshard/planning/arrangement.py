@@ -25,10 +25,20 @@ from reshard.planning.boxes import InBoxes, boxes_on
 from reshard.planning.geometry import Geometry
 from reshard.planning.model import BoundTensor, Kind, Model
 from reshard.planning.plan import Box, Layout, Plan, layout_of, owners_of
-from reshard.planning.portions import Portion, Taken, copies_of, dropped_of, kept_whole, uses_of
+from reshard.planning.portions import (
+    Portion,
+    Taken,
+    copies_of,
+    dropped_of,
+    in_parts_of,
+    kept_whole,
+    rule_of,
+    unchanged,
+    uses_of,
+)
 from reshard.planning.shares import shares_of
 from reshard.planning.stages import layers_at
-from reshard.planning.stored import Atom, Boxes, Naming, Placed, Stored, filled
+from reshard.planning.stored import Atom, Boxes, Naming, Placed, Stated, Stored, filled
 
 
 class _Part(NamedTuple):
@@ -39,6 +49,7 @@ class _Part(NamedTuple):
     layout: Layout
     dtype: str
     at: Mapping[str, int]
+    stated: Stated | None = None
 
 
 class Arrangement:
@@ -68,6 +79,18 @@ class Arrangement:
         self.copies = [(each.atoms[0], Placed(each, 0)) for each in self._copies()]
         self.stored += tuple(placed.stored for _, placed in self.copies)
 
+    def taken_apart(self, taken: Mapping[Kind, Taken]) -> Arrangement:
+        """The same in other parts (see ``in_parts_of``)."""
+        return self if taken == self.taken else Arrangement(self.plan, taken, self.page, self.boxes)
+
+    def _stated(self, kind: Kind) -> Stated | None:
+        """The shape that tensors of a kind state of their weight: the rank's in reshard's own form, else the whole."""
+        if kind.stated is None:
+            return None
+        own = self.plan.laid[kind].stated if self.page is None else None
+        whole = kind.stated.sizes(self.plan.model.sizes.of(dict(kind.indices)))
+        return (lambda holder: whole) if own is None else (lambda holder: own.boxes[holder].shape)
+
     def held(self, rank: int) -> Iterator[tuple[Stored, tuple[int, ...]]]:
         """A rank's tensors, with their shapes."""
         for each in self.stored:
@@ -86,7 +109,8 @@ class Arrangement:
                     key = (tensor.kind, portion, index)
                     if key not in layouts:
                         layouts[key] = self._layout(tensor.kind, portion, index)
-                    part = _Part(Atom(tensor.name, portion.component.label, index), portion, layouts[key], dtype, at)
+                    atom, stated = Atom(tensor.name, portion.component.label, index), self._stated(tensor.kind)
+                    part = _Part(atom, portion, layouts[key], dtype, at, stated)
                     other = found.setdefault(name, {}).setdefault((place, portion.slot), part)
                     if other is not part:
                         raise PlanError(f"tensors '{other.atom.tensor}' and '{tensor.name}' have one place in '{name}'")
@@ -114,9 +138,8 @@ class Arrangement:
         whole_one = self._geometries[key]
         geometry = whole_one if self.boxes is None else self._in_boxes(name, whole_one, self.boxes)
         atoms = tuple(part.atom for part in ordered)
-        return Stored(
-            name, first.dtype, geometry, atoms, naming=self._naming(first.atom.tensor, first.portion, first.at)
-        )
+        naming = self._naming(first.atom.tensor, first.portion, first.at)
+        return Stored(name, first.dtype, geometry, atoms, None, naming, first.stated)
 
     def _evenly(self, name: str, portions: tuple[Portion, ...], layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
         """The layouts of what is joined, where its ranks have equal ranges of it."""
@@ -145,7 +168,7 @@ class Arrangement:
         there = {each.name for each in self.stored}
         for tensor in self.plan.model.tensors if found else ():
             for target in found.get(tensor.kind, ()):
-                portion = kept_whole(whole(tensor.kind.rule), target)
+                portion = kept_whole(whole(rule_of(self.plan.model, tensor.kind)), target)
                 name, _, at = self._name(tensor, portion, None)
                 if name not in there:
                     layout = self._layout(tensor.kind, portion, None)
@@ -359,15 +382,28 @@ def permuted(layout: Layout, order: Sequence[int]) -> Layout:
     return replace(layout, full=full, padded=padded, boxes=boxes)
 
 
-def arrangement_of(plan: Plan, page: Page, boxes: Boxes | None = None) -> Arrangement:
+def arrangement_of(plan: Plan, page: Page | None, boxes: Boxes | None = None) -> Arrangement:
     """A plan's tensors as a program stores them; ``boxes`` are those of files that are there.
 
-    Raises PlanError for a tensor that the program has no place for, MismatchError if the boxes do not fit.
+    Without a page each tensor is stored as it is: Hugging Face's form, and reshard's own. Raises PlanError for a tensor
+    that the program has no place for, MismatchError if the boxes do not fit.
     """
+    if page is None:
+        return Arrangement(plan, unchanged(plan.model))
     if page.boxes and boxes is None:
         stored = unboxed(plan, page).stored
         boxes = {each.name: _boxes_of(each) for each in stored}
     return Arrangement(plan, uses_of(plan.model, page), page, boxes)
+
+
+def same_atoms(source: Arrangement, target: Arrangement) -> tuple[Arrangement, Arrangement]:
+    """Two arrangements of one model, taken apart into the same atoms. Raises PlanError where that cannot be."""
+    here, there = source.plan.model, target.plan.model
+    pairs = dict.fromkeys(zip((t.kind for t in here.tensors), (t.kind for t in there.tensors), strict=True))
+    own, other = source.taken, target.taken
+    mine = {kind: in_parts_of(here, kind, own[kind], other[theirs]) for kind, theirs in pairs}
+    theirs = {theirs: in_parts_of(there, theirs, other[theirs], own[kind]) for kind, theirs in pairs}
+    return source.taken_apart(mine), target.taken_apart(theirs)
 
 
 def _whole_shape(stored: Stored) -> tuple[int, ...]:

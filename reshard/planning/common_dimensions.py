@@ -5,18 +5,33 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from formats.notation.axes import Run
 from reshard.planning.boxes import InBoxes, in_two, joined_runs
 from reshard.planning.plan import Box, Layout
 from reshard.planning.stored import Placed
 
+Groups = tuple[tuple[int, ...], ...]
+"""The factors of an atom that are one dimension, for each dimension."""
 
-def in_common(held: Placed, wanted: Placed) -> tuple[Layout, Layout, tuple[int, ...]]:
+
+class Between(NamedTuple):
+    """An atom's layouts here and there with the same dimensions.
+
+    The dimensions are in the order of the source; ``order`` has them in the order of the target, () if it is the same.
+    """
+
+    before: Layout
+    after: Layout
+    order: tuple[int, ...]
+    groups: Groups
+
+
+def in_common(held: Placed, wanted: Placed) -> Between:
     """An atom's layouts here and there with the same dimensions, of which a side in boxes knows no finer ones.
 
-    The dimensions are in the order of the source; the third value has them in the order of the target. Raises PlanError
-    if a box cuts through what the other side stores in another order.
+    Raises PlanError if a box cuts through what the other side stores in another order.
     """
     source, target = held.portion.order, wanted.portion.order
     after = {factor: place for place, factor in enumerate(target)}
@@ -30,7 +45,7 @@ def in_common(held: Placed, wanted: Placed) -> tuple[Layout, Layout, tuple[int, 
             blocks.append((factor,))
     order = sorted(range(len(blocks)), key=lambda number: after[blocks[number][0]])
     same = tuple(order) == tuple(range(len(blocks)))
-    return _over(held, blocks), _over(wanted, blocks), () if same else tuple(order)
+    return Between(_over(held, blocks), _over(wanted, blocks), () if same else tuple(order), tuple(blocks))
 
 
 def _groups(placed: Placed) -> tuple[tuple[int, ...], ...]:

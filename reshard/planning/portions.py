@@ -5,6 +5,7 @@ A page (``formats.notation.rewrites``) says names, and what is stacked and joine
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from formats.errors import PlanError
 from formats.notation.architecture import Architecture, is_index
+from formats.notation.axes import Shape
 from formats.notation.components import Component, components, whole, without_first
 from formats.notation.rewrites import Line, Page, Use
 from formats.notation.unfused_experts import by_name
@@ -86,45 +88,86 @@ def check_model_type(model: Model, page: Page) -> None:
         raise PlanError(f"'{kind}' has no place in the format '{page.name}': {why}")
 
 
-def stored_like(kind: Kind, portions: Taken, other: Taken) -> Taken:
-    """The same, in the parts in which ``other`` takes the tensors of this kind."""
-    if len(portions) == 1 and portions[0].component.label is None and not portions[0].by_index and _is_apart(other):
-        portions = _in_parts(kind, portions[0], other)
-    if len(portions) != len(other):
-        return portions
-    return tuple(_like(own, part) for own, part in zip(portions, other, strict=True))
-
-
 def unchanged(model: Model) -> dict[Kind, Taken]:
     """What Hugging Face makes of its own tensors: each is stored as it is."""
-    return {kind: (kept_whole(whole(kind.rule), None),) for kind in model.kinds}
+    return {kind: (kept_whole(whole(rule_of(model, kind)), None),) for kind in model.kinds}
 
 
-def _is_apart(portions: Taken) -> bool:
-    return len(portions) > 1 or portions[0].by_index
+def rule_of(model: Model, kind: Kind) -> Shape:
+    """The rule of a kind as components are made of it: blocks that reach into no other row are counted in each row."""
+    return kind.rule.in_rows(model.sizes.of(dict(kind.indices)))
 
 
-def _in_parts(kind: Kind, own: Portion, parts: Taken) -> Taken:
-    """A tensor that is stored whole, as its parts."""
-    if own.order != tuple(range(len(own.order))):
-        raise PlanError(f"tensor '{kind.name}' is stored in another order and in parts, which is not possible yet")
-    return tuple(
-        replace(
-            kept_whole(part.component, own.target), by_index=part.by_index, slot=slot, slots=len(parts), line=own.line,
-            stacked=kind.rule.dims[0].axis if part.by_index else None,
+def in_parts_of(model: Model, kind: Kind, own: Taken, other: Taken) -> Taken:
+    """What ``own`` makes of a kind, taken apart as far as in ``other``: the same elements in the same places.
+
+    An atom of both is then a part of both. Raises PlanError where a stored order cannot be told by parts.
+    """
+    if any(part.component.label for part in other) and not any(part.component.label for part in own):
+        own = tuple(part for each in own for part in _by_label(model, kind, each))
+    if any(part.by_index for part in other):
+        own = tuple(part if part.by_index else _by_index(kind, part) for part in own)
+    halved = {part.component.label: part.component for part in other if part.component.pair is not None}
+    return tuple(_in_halves(part, halved.get(part.component.label)) for part in own)
+
+
+def _dims_of(kind: Kind, own: Portion) -> list[int]:
+    """The dimensions of a component in the stored order. Raises PlanError where one of them is taken apart."""
+    component, start, dims = own.component, 0, []
+    places = {tuple(component.of_dim(dim)): dim for dim in range(len(component.counts))}
+    for count in own.counts:
+        dim = places.get(own.order[start : start + count])
+        if dim is None:
+            raise PlanError(
+                f"tensor '{kind.name}' is stored in another order within a dimension here and in parts there",
+                "write it as huggingface first",
+            )
+        dims.append(dim)
+        start += count
+    return dims
+
+
+def _by_label(model: Model, kind: Kind, own: Portion) -> Iterator[Portion]:
+    """A tensor that is stored whole, as its labelled components."""
+    dims, parts = _dims_of(kind, own), components(rule_of(model, kind))
+    if own.slots > 1:
+        raise PlanError(
+            f"tensor '{kind.name}' is joined with others here and stored in parts there",
+            "write it as huggingface first",
         )
-        for slot, part in enumerate(parts)
+    for slot, part in enumerate(map(without_first, parts) if own.by_index else parts):
+        yield replace(
+            own, component=part, slot=slot, slots=len(parts), dim=dims.index(part.dim), lead=part.lead,
+            order=tuple(place for dim in dims for place in part.of_dim(dim)),
+            counts=tuple(part.counts[dim] for dim in dims),
+        )  # fmt: skip
+
+
+def _by_index(kind: Kind, own: Portion) -> Portion:
+    """What one index of the first dimension has of a tensor that is stored as a stack of these."""
+    if own.order[0] != 0 or own.counts[0] != 1 or own.stacked is not None or (own.slots > 1 and own.dim == 0):
+        raise PlanError(
+            f"tensor '{kind.name}' is stored by '{kind.rule.dims[0]}' there, and here in another order",
+            "write it as huggingface first",
+        )
+    return replace(
+        own, component=without_first(own.component), by_index=True, stacked=kind.rule.dims[0].axis,
+        order=tuple(place - 1 for place in own.order[1:]), counts=own.counts[1:], dim=max(own.dim - 1, 0),
     )  # fmt: skip
 
 
-def _like(own: Portion, other: Portion) -> Portion:
-    """A portion whose atom has the factors of ``other``'s, where that has more of them (halves)."""
-    is_same = (own.by_index, own.component.label) == (other.by_index, other.component.label)
-    if not is_same or len(other.component.factors) <= len(own.component.factors):
+def _in_halves(own: Portion, other: Component | None) -> Portion:
+    """The same with one factor as two, where ``other`` has halves or pairs in its place; the stored order stays."""
+    if other is None or own.component.pair is not None:
         return own
-    return replace(
-        kept_whole(other.component, own.target), by_index=own.by_index, slot=own.slot, slots=own.slots, line=own.line
-    )
+    place = other.pair
+    assert place is not None
+    order = tuple(found for each in own.order for found in ((each + (each > place), *([each + 1] * (each == place)))))
+    at, ends = own.order.index(place), [*itertools.accumulate(own.counts)]
+    dim = next(dim for dim, end in enumerate(ends) if at < end)
+    counts = tuple(count + (number == dim) for number, count in enumerate(own.counts))
+    inside = dim == own.dim and at < ends[dim] - own.counts[dim] + own.lead
+    return replace(own, component=other, order=order, counts=counts, lead=own.lead + inside)
 
 
 def kept_whole(component: Component, target: str | None) -> Portion:
@@ -168,7 +211,7 @@ class _Reading:
         stored = {tensor.kind for tensor in self.model.tensors if tensor.name not in dropped}
         for kind, candidates in found.items():
             if not candidates and kind not in stored:
-                candidates.append((kept_whole(whole(kind.rule), None),))
+                candidates.append((kept_whole(whole(rule_of(self.model, kind)), None),))
             if not candidates:
                 raise PlanError(
                     f"tensor '{kind.name}' has no place in the format '{self.page.name}'",
@@ -198,15 +241,16 @@ class _Reading:
         uses = list(self._uses(name, kind))
         for use in uses:
             if use.line.part is None:
-                yield tuple(self._apart(kind, use)) if use.line.apart else (self._portion(kind, whole(kind.rule), use),)
+                one = self._portion(kind, whole(rule_of(self.model, kind)), use)
+                yield tuple(self._apart(kind, use)) if use.line.apart else (one,)
         yield from self._in_parts(kind, {use.line.part: use for use in reversed(uses)})
         yield from self._unpacked(kind, name)
         if self.page.keep:
-            yield (kept_whole(whole(kind.rule), name),)
+            yield (kept_whole(whole(rule_of(self.model, kind)), name),)
 
     def _in_parts(self, kind: Kind, uses: Mapping[str | None, Use]) -> Iterator[Taken]:
         """A packed tensor whose components are tensors of the program's, if there are lines for all of them."""
-        parts = components(kind.rule)
+        parts = components(rule_of(self.model, kind))
         if parts and all(part.label in uses for part in parts):
             yield tuple(self._portion(kind, part, uses[part.label]) for part in parts)
 
@@ -224,11 +268,11 @@ class _Reading:
 
     def _unpacked(self, kind: Kind, name: str) -> Iterator[Taken]:
         """A packed tensor by its components, if lines cover the names of all of them."""
-        parts = {part.label: part for part in components(kind.rule)}
+        parts = {part.label: part for part in components(rule_of(self.model, kind))}
         experts = by_name(name, kind.rule)
         if experts:
             found = {
-                label: without_first(parts.get(label) or whole(kind.rule))
+                label: without_first(parts.get(label) or whole(rule_of(self.model, kind)))
                 for label in [*parts, *([] if parts else [None])]
             }
             named = dict(zip(experts, found.values(), strict=True))
@@ -271,7 +315,7 @@ class _Reading:
         )  # fmt: skip
 
     def _apart(self, kind: Kind, use: Use) -> Iterator[Portion]:
-        found = {part.label: part for part in components(kind.rule)}
+        found = {part.label: part for part in components(rule_of(self.model, kind))}
         for slot, label in enumerate(use.line.apart):
             if label not in found or len(found) != len(use.line.apart):
                 raise PlanError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -46,10 +46,15 @@ class Naming:
         return filled(name, {axis: number - firsts.get(axis, 0) for axis, number in self.at.items()})
 
 
+Stated = Callable[[int], tuple[int, ...]]
+"""The shape that a tensor states of its weight, by the number of the rank or file that holds it."""
+
+
 class Stored(NamedTuple):
     """A tensor of a program's. ``atoms`` are in the order of the stack, then of the slots.
 
-    ``naming`` has its name on each rank, if it is not the same on all.
+    ``naming`` has its name on each rank, if it is not the same on all. ``stated`` is set if its values state the shape
+    of a weight.
     """
 
     name: str
@@ -58,6 +63,7 @@ class Stored(NamedTuple):
     atoms: tuple[Atom, ...]
     constant: Constant | None = None
     naming: Naming | None = None
+    stated: Stated | None = None
 
     def name_on(self, rank: int) -> str:
         """Its name on a rank."""

@@ -34,7 +34,6 @@ from formats.regular_files import read_file
 from reshard.planning.arrangement import Arrangement, arrangement_of
 from reshard.planning.model import Model
 from reshard.planning.plan import Plan
-from reshard.planning.portions import stored_like, unchanged, uses_of
 from reshard.planning.rows import Rows
 from reshard.planning.stored import Boxes
 from reshard.storage.distributed_source import Training
@@ -139,9 +138,9 @@ class Source:
     """What a manifest calls it, if not by its location."""
 
     @cached_property
-    def arrangement(self) -> Arrangement | None:
-        """What is stored, if the format is another program's."""
-        return None if self.page is None else arrangement_of(self.plan, self.page, self.boxes)
+    def arrangement(self) -> Arrangement:
+        """What is stored, and where each of the model's elements is in it."""
+        return arrangement_of(self.plan, self.page, self.boxes)
 
     @property
     def states(self) -> tuple[Stamp, ...]:
@@ -247,22 +246,6 @@ def read_elsewhere(source: Source, remote: Mapping[str, Remote]) -> Source:
         for path, stamp in source.stamps.items()
     }
     return dataclasses.replace(source, files=files, stamps=stamps)
-
-
-def arrangements(source: Source, target: Plan | Arrangement) -> tuple[Arrangement, Arrangement]:
-    """What a source stores and what a target is to store, taken apart into the same atoms."""
-    model = source.plan.model
-    own = uses_of(model, source.page) if source.page else unchanged(model)
-    if isinstance(target, Plan):
-        target = Arrangement(target, unchanged(target.model))
-    plan, other = target.plan, target.taken
-    pairs = dict.fromkeys(zip((t.kind for t in model.tensors), (t.kind for t in plan.model.tensors), strict=True))
-    mine = {kind: stored_like(kind, own[kind], other[theirs]) for kind, theirs in pairs}
-    there = {theirs: stored_like(theirs, other[theirs], own[kind]) for kind, theirs in pairs}
-    return (
-        Arrangement(source.plan, mine, source.page, source.boxes),
-        Arrangement(plan, there, target.page, target.boxes),
-    )
 
 
 def _record_of(checkpoint: Checkpoint, location: str, commit: str | None) -> SourceRecord:

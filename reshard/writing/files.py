@@ -17,11 +17,11 @@ from formats.files.torch_zip import Crc
 from reshard import __version__
 from reshard.engine.jobs import Job, Options, TargetFile, TargetPlace
 from reshard.engine.move import move
+from reshard.engine.moves import jobs_of
 from reshard.engine.reading import Sums
 from reshard.engine.times import Times
 from reshard.launcher import Share
 from reshard.planning.arrangement import Arrangement
-from reshard.planning.plan import Plan
 from reshard.storage.access import Access
 from reshard.storage.journal import Finished, Read
 from reshard.storage.marks import is_published, staging_of
@@ -32,7 +32,6 @@ from reshard.storage.place import Bucket
 from reshard.storage.retries import Traffic
 from reshard.storage.source import Source, SourceFile
 from reshard.storage.upload import Uploading
-from reshard.writing.jobs import atom_jobs, tensor_jobs
 from reshard.writing.progress import Count, Progress
 from reshard.writing.shard_files import ShardFile
 
@@ -98,20 +97,20 @@ class Further(NamedTuple):
     """Files to be written of a target, and the source of what is in them."""
 
     source: Source
-    target: Plan | Arrangement
+    target: Arrangement
     files: Sequence[NewFile]
 
 
 def write_files(
     source: Source,
-    target: Plan | Arrangement,
+    target: Arrangement,
     files: Sequence[NewFile],
     staging: Staging,
     options: Options,
     progress: Progress,
     also: Sequence[Further] = (),
 ) -> Written:
-    """Write the files of a plan or of a program's arrangement into the staging folder, from a source of the same model.
+    """Write the files of an arrangement into the staging folder, from a source of the same model.
 
     ``also`` has what else is written, into files of its own: its sources have the same files as ``source``. The files
     of other processes count as done. Raises CheckpointError if a file cannot be read or written. Raises MismatchError
@@ -152,7 +151,7 @@ def write_files(
     except MismatchError:
         staging.clear()
         raise
-    read = [job.name for job in jobs] if source.arrangement is None else None
+    read = [job.name for job in jobs] if source.page is None else None
     return Written(todo, count.traffic, sums, files, source.files_of(read), began, moving, count.moved.times)
 
 
@@ -165,10 +164,7 @@ def _jobs(parts: Iterable[Further], targets: Iterable[TargetFile]) -> list[Job]:
         for file in part.files:
             found, place = places.setdefault(file.rank, {}), next(to)
             found.update((tensor, TargetPlace(place, offset)) for tensor, offset in file.places())
-        if isinstance(part.target, Plan) and part.source.arrangement is None:
-            jobs += tensor_jobs(part.source, part.target, places)
-        else:
-            jobs += atom_jobs(part.source, part.target, places)
+        jobs += jobs_of(part.source, part.target, places)
     return jobs
 
 

@@ -11,6 +11,7 @@ from formats.files.safetensors import TensorInfo, build_header, tensor_bytes
 from formats.files.sharded import MANIFEST
 from reshard.engine.jobs import Options
 from reshard.launcher import Share
+from reshard.planning.arrangement import arrangement_of
 from reshard.planning.model import in_order
 from reshard.planning.plan import Plan, make_plan
 from reshard.storage.access import Access, open_any
@@ -91,7 +92,7 @@ def merge(
         if dry_run:
             return summary
         with staging_for(folder, bucket, task, [""], opened, files, dealt, options, check) as staging:
-            written = write_files(opened, target, files, staging, options, progress)
+            written = write_files(opened, arrangement_of(target, None), files, staging, options, progress)
             complete = publish_output(
                 opened, written, staging, options, lambda sums: documents | opened.read_side_files(),
                 overwrite=overwrite,

@@ -18,6 +18,7 @@ from formats.files.safetensors import DTYPE_BITS, build_header, tensor_bytes
 from formats.files.sharded import FileRecord, Manifest
 from formats.files.torch_zip import build_archive
 from formats.notation.rewrites import Page, Settings
+from reshard.engine.moves import KEPT_RANK
 from reshard.engine.reading import Sums
 from reshard.planning.arrangement import Arrangement, arrangement_of
 from reshard.planning.program_config import made_config, program_config
@@ -31,7 +32,6 @@ from reshard.storage.output import Staging
 from reshard.storage.program_source import DISTCP
 from reshard.storage.source import KEPT, Source
 from reshard.writing.files import NewFile, new_file
-from reshard.writing.jobs import KEPT_RANK
 from reshard.writing.publishing import record_with_sums
 from reshard.writing.shard_files import ShardFile, index_text, partition
 

@@ -18,6 +18,7 @@ from formats.mesh import Mesh, mesh_of
 from formats.notation.adapters import SETTINGS
 from formats.notation.rewrites import page_of
 from reshard.engine.jobs import Options
+from reshard.engine.moves import KEPT_RANK
 from reshard.engine.reading import Sums
 from reshard.launcher import Share
 from reshard.planning.arrangement import arrangement_of, program_mesh
@@ -50,7 +51,6 @@ from reshard.writing.files import (
     task_of,
     write_files,
 )
-from reshard.writing.jobs import KEPT_RANK
 from reshard.writing.merge import merge
 from reshard.writing.program import ProgramFiles
 from reshard.writing.progress import Progress, no_progress
@@ -182,7 +182,7 @@ def split(
         by_rank = not is_one_output and dealt is None
         parts = [mesh.folder(rank) for rank in wanted] if by_rank else [""]
         with staging_for(folder, bucket, task, parts, opened, files, dealt, options, check) as staging:
-            to = new.arrangement if isinstance(new, ProgramFiles) else target
+            to = new.arrangement
             also = [Further(state.source, state.arrangement, state.files) for state in states]
             written = write_files(opened, to, new.files, staging, options, progress, also)
             if is_one_output or ranks is None:
@@ -273,6 +273,7 @@ class _Ranks:
 
     def __init__(self, source: Source, plan: Plan, ranks: Sequence[int], max_shard_size: int) -> None:
         self.source, self.plan, self.ranks, self.max_shard_size = source, plan, ranks, max_shard_size
+        self.arrangement = arrangement_of(plan, None)
         self.identity = source.identity(plan)
         self._tensors = in_order(plan.model.tensors)
         self._adapter = source.read_side_files().get(ADAPTER_CONFIG)

@@ -20,7 +20,7 @@ from formats.notation.components import components
 from reshard.planning.geometry import Geometry
 from reshard.planning.model import Kind, Model
 from reshard.planning.plan import Layout
-from reshard.planning.portions import Portion
+from reshard.planning.portions import Portion, rule_of
 from verify.bytes.views import pieces
 
 
@@ -71,7 +71,7 @@ def spread_of(model: Model, kind: Kind, portion: Portion) -> Spread:
     first = [0] * (len(component.counts) + shift)
     joined = 1
     if component.label is not None:
-        parts = components(kind.rule)
+        parts = components(rule_of(model, kind))
         number = [part.label for part in parts].index(component.label)
         own = [math.prod(part.shape.sizes(sizes)[p] for p in part.of_dim(part.dim)[part.lead :]) for part in parts]
         joined, first[component.dim + shift] = sum(own), sum(own[:number])

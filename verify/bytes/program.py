@@ -33,7 +33,6 @@ def compare_program(original: Source, shards: Source, progress: Progress, worker
     assert shards.page is not None
     try:
         arrangement = shards.arrangement
-        assert arrangement is not None
         found = _Structure(original, shards, arrangement)
         found.check()
     except ReshardError as error:

@@ -78,7 +78,7 @@ def staged(model: Model, mesh: Mesh) -> Model:
     The mesh is one of ``with_stages``. Raises PlanError for a tensor that every stage would need.
     """
     if mesh.pp == 1:
-        return model
+        return without_stages(model)
     if not model.architecture.stages:  # a manifest of an older version
         raise PlanError(
             f"--pp {mesh.pp} is not possible: the rules '{model.architecture.name}' have no [stages]",
@@ -106,6 +106,15 @@ def staged(model: Model, mesh: Mesh) -> Model:
     }
     tensors = (tensor._replace(kind=kinds[key]) for tensor, key in zip(model.tensors, placed, strict=True))
     return replace(model, tensors=tuple(tensors), kinds=tuple(kinds.values()))
+
+
+def without_stages(model: Model) -> Model:
+    """The same model on one stage: what was read from several stages is of all ranks again."""
+    if all(kind.stages is None for kind in model.kinds):
+        return model
+    kinds = {kind: replace(kind, stages=None) for kind in model.kinds}
+    tensors = tuple(tensor._replace(kind=kinds[tensor.kind]) for tensor in model.tensors)
+    return replace(model, tensors=tensors, kinds=tuple(kinds.values()))
 
 
 def _kind_at(kind: Kind, tensors: Sequence[BoundTensor], stages: frozenset[int] | None) -> Kind:

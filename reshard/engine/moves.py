@@ -95,11 +95,17 @@ def _ranks_of(placed: Placed, places: TargetPlaces) -> frozenset[int]:
     )
 
 
+def _alike(placed: Placed) -> tuple[Geometry | InBoxes, int, str]:
+    """What is equal for atoms that lie alike in stored tensors."""
+    return placed.stored.geometry, placed.number, placed.stored.dtype
+
+
 class _Moves:
     """Makes the jobs of atoms; atoms that go the same way share it. With ``zeros`` the source has zeros as padding."""
 
     def __init__(self, *, compare: bool, zeros: bool) -> None:
         self._compare, self._zeros = compare, zeros
+        self._known: dict[tuple[object, ...], tuple[Way, int, bool]] = {}
         self._ways: dict[tuple[object, ...], Way] = {}
         self._orders: dict[tuple[Portion, Portion], tuple[tuple[int, ...], tuple[int, ...], Groups]] = {}
         self._layouts: dict[tuple[Layout, tuple[int, ...], frozenset[int]], Layout] = {}
@@ -115,17 +121,16 @@ class _Moves:
         ranks: frozenset[int],
     ) -> Job:
         """The job that moves an atom to these ranks."""
+        key = (*_alike(held), *_alike(wanted), ranks)
+        if key not in self._known:
+            nbytes = tensor_bytes(atom.tensor, held.stored.dtype, held.layout.full)
+            self._known[key] = self._way(atom, held, wanted, ranks), nbytes, held.in_rows or wanted.in_rows
+        way, nbytes, in_rows = self._known[key]
         stated, states = held.stored.stated, wanted.stored.stated
-        if stated is not None and states is not None:
-            name, dtype, holders = atom.tensor, held.stored.dtype, sorted({*held.layout.boxes} - held.zeros)
-            size = tensor_bytes(name, dtype, held.layout.full)
-            way: Way = Restate(
-                name, dtype, size, holders if self._compare else holders[:1], stated, states, sources, ranks
-            )
-        else:
-            way = self._way(atom, held, wanted, ranks)
-        nbytes = math.prod(held.layout.full) * DTYPE_BITS[held.stored.dtype] // 8
-        return Job(atom.tensor, way, sources, targets, nbytes, held.in_rows or wanted.in_rows)
+        if stated is not None and states is not None:  # the values of this tensor count
+            holders = sorted({*held.layout.boxes} - held.zeros)[: None if self._compare else 1]
+            way = Restate(atom.tensor, held.stored.dtype, nbytes, holders, stated, states, sources, ranks)
+        return Job(atom.tensor, way, sources, targets, nbytes, in_rows)
 
     def _way(self, atom: Atom, held: Placed, wanted: Placed, ranks: frozenset[int]) -> Way:
         before, after, order, groups = self._between(held, wanted)

@@ -98,7 +98,20 @@ class Arrangement:
             if shape is not None:
                 yield each, each.constant.shape if each.constant else shape
 
+    def _unchanged(self) -> Iterator[Stored]:
+        """The tensors of a model each of which is stored as it is: there may be half a million."""
+        geometries: dict[Kind, tuple[Geometry, Stated | None]] = {}
+        for name, kind, _ in self.plan.model.tensors:
+            if kind not in geometries:
+                layouts, bits = (self._layout(kind, self.taken[kind][0], None),), DTYPE_BITS[kind.dtype]
+                geometries[kind] = Geometry(self.taken[kind], layouts, False, bits), self._stated(kind)
+            geometry, stated = geometries[kind]
+            yield Stored(name, kind.dtype, geometry, (Atom(name),), stated=stated)
+
     def _stored(self) -> Iterator[Stored]:
+        if self.page is None and all(len(of) == 1 and not of[0].by_index for of in self.taken.values()):
+            yield from self._unchanged()
+            return
         found: dict[str, dict[tuple[int, int], _Part]] = {}
         layouts: dict[tuple[Kind, Portion, int | None], Layout] = {}
         for tensor in self.plan.model.tensors:

@@ -8,7 +8,6 @@ on both sides nor such a change is refused here.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property, partial

@@ -108,7 +108,6 @@ def test_split(form: str | None, made: Path, tmp_path: Path) -> None:
 def test_options_that_cannot_be_kept_are_named(form: str | None, made: Path) -> None:
     page = page_of(form) if form not in {None, "huggingface"} else None
     refused = {
-        "--extra-state": page is None or not page.extra_state,
         "--pad-vocab-to": form is not None,
         "--uneven": form is not None and (page is None or not page.boxes or page.pad_to > 1),
         "--max-shard-size": page is not None and not page.has_parts,

@@ -102,9 +102,10 @@ class Line:
     component of a packed tensor alone; all components must have such lines.
     ``first_stage`` and ``last_stage`` are other names on the first and the last of several stages. Where a tensor that
     ``without`` matches is there, the line does not hold; with ``beside`` it holds only where that tensor is there, with
-    the same indices. With ``also``, the tensor is stored once more under the line's name, if no tensor has it
-    (two names of one tensor). ``types`` are the classes and model types for which the line holds, as ``config.json``
-    has them at its top; None: all.
+    the same indices. With ``also``, the tensor is stored once more under the line's name, if no tensor has it (two
+    names of one tensor). ``ones`` are the places of the dimensions of length 1 in what is stored, where Hugging Face's
+    tensor has them elsewhere or has none; None: it has the same. ``types`` are the classes and model types for which
+    the line holds, as ``config.json`` has them at its top; None: all.
     """
 
     target: Pattern
@@ -130,6 +131,7 @@ class Line:
     without: Pattern | None = None
     beside: Pattern | None = None
     also: bool = False
+    ones: tuple[int, ...] | None = None
     types: frozenset[str] | None = None
 
 
@@ -266,24 +268,27 @@ class Use:
 class Page:
     """A program's format.
 
-    ``files`` is the name of a rank's weight file, ``files_pp`` that of a rank of several pipeline stages, ``files_ep``
-    of several ranks of experts, ``files_pp_ep`` of both. They lie in ``folder``, which the file ``tracker`` names.
-    ``inside`` is the entry of a file that has the tensors, ``entries`` are what else stands there. Where ``files``
-    cannot name several, a larger rank has files named as ``parts`` says, with an ``index``. With ``keep``, what no line
-    covers keeps its name. The vocabulary is padded to a multiple of ``pad_to`` (0: it is not padded at
-    all) and of the degree or, with ``pad_times_degree``, of their product where ``pad_to`` alone does not do, with
-    ``pad_product`` of their product in any case. With ``free_padding``, what the program itself wrote may be padded to
-    any size, and its padding may hold anything. ``numbered`` has the indices that each rank counts from 0. With
-    ``same_ranks``, experts are dealt whole over the ranks of ``tp``. ``engine`` is the engine that ``reshard verify
-    --engine`` runs, and ``load_format`` what it calls the format. ``model_types`` are those for which the page is known
-    to be right; empty: the names of its lines decide. With ``boxes``, each file says where its pieces begin (see
-    ``formats.files.boxes``), and nothing is padded. ``refused`` has the model types of which a page cannot say what the
-    program has, and why; ``classes`` those that are known by their class. ``described`` are those for which the page's
-    own lines, names, constants and the rest do not hold, but the ones of a file that the program wrote. ``builds`` has,
-    where it is known, the program's module for each class of Hugging Face's, and ``compared`` the modules whose tensors
-    were compared. Of those that are ``described``, ``seen`` has the names of all tensors that were compared, and
-    ``meshes`` the largest degree of each dimension of a mesh that was (None: any degree of it follows from the model's
-    rules). A number that ``vectors`` matches is stored as a vector of one.
+    ``load`` is the command that loads a folder ``{out}``, with the degrees that it was written for: ``{ranks}`` of a
+    stage, ``{tp}``, ``{pp}``, ``{ep}`` and ``{etp}`` (of tp, for experts). It goes on with ``load_pp`` where there are
+    several pipeline stages, with ``load_ep`` where there are several ranks of experts. ``files`` is the name of a
+    rank's weight file, ``files_pp`` that of a rank of several pipeline stages, ``files_ep`` of several ranks of
+    experts, ``files_pp_ep`` of both. They lie in ``folder``, which the file ``tracker`` names. ``inside`` is the entry
+    of a file that has the tensors, ``entries`` are what else stands there. Where ``files`` cannot name several, a
+    larger rank has files named as ``parts`` says, with an ``index``. With ``keep``, what no line covers keeps its name.
+    The vocabulary is padded to a multiple of ``pad_to`` (0: it is not padded at all) and of the degree or, with
+    ``pad_times_degree``, of their product where ``pad_to`` alone does not do, with ``pad_product`` of their product in
+    any case. With ``free_padding``, what the program itself wrote may be padded to any size, and its padding may hold
+    anything. ``numbered`` has the indices that each rank counts from 0. With ``same_ranks``, experts are dealt whole
+    over the ranks of ``tp``. ``engine`` is the engine that ``reshard verify --engine`` runs, and ``load_format`` what
+    it calls the format. ``model_types`` are those for which the page is known to be right; empty: the names of its
+    lines decide. With ``boxes``, each file says where its pieces begin (see ``formats.files.boxes``), and nothing is
+    padded. ``refused`` has the model types of which a page cannot say what the program has, and why; ``classes`` those
+    that are known by their class. ``described`` are those for which the page's own lines, names, constants and the rest
+    do not hold, but the ones of a file that the program wrote. ``builds`` has, where it is known, the program's module
+    for each class of Hugging Face's, and ``compared`` the modules whose tensors were compared. Of those that are
+    ``described``, ``seen`` has the names of all tensors that were compared, and ``meshes`` the largest degree of each
+    dimension of a mesh that was (None: any degree of it follows from the model's rules). A number that ``vectors``
+    matches is stored as a vector of one.
     """
 
     name: str
@@ -298,6 +303,8 @@ class Page:
     pad_to: int
     same_ranks: bool
     model_types: tuple[str, ...] = ()
+    load_pp: str = ""
+    load_ep: str = ""
     files_pp: str | None = None
     files_ep: str | None = None
     files_pp_ep: str | None = None
@@ -328,9 +335,7 @@ class Page:
     documents: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """JSON files, with what is in each."""
     extra_state: tuple[Pattern, ...] = ()
-    """Weights whose modules may have a state of their own beside them."""
-    without_extra_state: str | None = None
-    """What a reader must be told where these states were not written."""
+    """Weights whose modules ask for a state of their own beside them: an empty one is written."""
     classes: frozenset[str] = frozenset()
     refused: Mapping[str, str] = field(default_factory=dict)
     builds: Mapping[str, str] = field(default_factory=dict)
@@ -360,6 +365,13 @@ class Page:
         name = self.files_of(mesh.pp > 1, dict(mesh.degrees).get("ep", 1) > 1)
         name = (self.parts if parts > 1 and self.parts is not None else name).format_map(words)
         return f"{self.folder}/{name}" if self.folder else name
+
+    def load_command(self, out: object, mesh: Mesh) -> str:
+        """The command that loads a folder of this format, with the degrees of its mesh."""
+        degrees = {name: dict(mesh.degrees).get(name, 1) for name in ("tp", "ep", "pp")}
+        more = (self.load_pp if degrees["pp"] > 1 else "") + (self.load_ep if degrees["ep"] > 1 else "")
+        degrees["etp"] = 1 if mesh.same_ranks else degrees["tp"]
+        return (self.load + more).format_map({"out": out, "ranks": mesh.size // mesh.pp, **degrees})
 
     @property
     def is_distributed(self) -> bool:
@@ -470,6 +482,7 @@ _LINE_KEYS = {
     "without",
     "beside",
     "also",
+    "ones",
 }
 
 
@@ -505,6 +518,8 @@ def read_page(path: Path, types: Mapping[str, Any] | None = None) -> Page:
             pad_to=document.get("pad_vocabulary_to", 1),
             same_ranks=document.get("same_ranks", False),
             model_types=tuple(document.get("model_types", ())),
+            load_pp=document.get("load_pp", ""),
+            load_ep=document.get("load_ep", ""),
             files_pp=document.get("files_pp"),
             files_ep=document.get("files_ep"),
             files_pp_ep=document.get("files_pp_ep"),
@@ -530,7 +545,6 @@ def read_page(path: Path, types: Mapping[str, Any] | None = None) -> Page:
             further=tuple(_further(found, value) for found, value in document["further"].items()),
             saved=document.get("saved", {}),
             documents=document.get("documents", {}),
-            without_extra_state=document.get("without_extra_state"),
             extra_state=tuple(map(Pattern, document.get("extra_state", ()))),
             classes=frozenset(of_types.get("classes", ())),
             refused=of_types.get("refused", {}),
@@ -603,7 +617,10 @@ def _lines(target: str, value: Any) -> Iterator[Line]:
             without=Pattern(table["without"]) if "without" in table else None,
             beside=Pattern(table["beside"]) if "beside" in table else None,
             also=table.get("also", False),
+            ones=tuple(table["ones"]) if "ones" in table else None,
         )
+        if line.ones is not None and len(sources) > 1:
+            raise NotationError(f"'{target}': 'ones' is for what is made of one tensor")
         for source in line.sources:
             if source.stars != line.target.stars or len(source.indices - line.target.indices) > 1:
                 raise NotationError(f"'{target}': '{source.text}' has other wildcards")

@@ -43,6 +43,7 @@ def inspect_command(path: str, revision: str | None, token: str | None, cache_di
     report = inspect(place)
     if name is not None:
         report.problems = [problem.replace(str(place), name) for problem in report.problems]
+        report.load = report.load and report.load.replace(str(place), name)
     if as_json:
         print_json(_document(report, path))
     else:
@@ -72,6 +73,8 @@ def _pairs(report: Report) -> list[tuple[str, str]]:
             ("dtypes", kinds),
             ("tensors", f"{report.tensors:,}"),
         ]
+    if report.load is not None:
+        pairs.append(("load it", report.load))
     size = f"{human_bytes(report.nbytes)} ({report.nbytes:,} bytes) in {plural(report.files, 'file')}"
     pairs.append(("weights", size))
     pairs += [("padding", f"{axis} {full:,} -> {padded:,}") for axis, (full, padded) in report.padding.items()]
@@ -95,6 +98,7 @@ def _document(report: Report, path: str) -> dict[str, Any]:
         "kind": report.kind,
         "format": report.format,
         "loaded_by": report.loaded_by,
+        "load": report.load,
         "written_by_reshard": report.has_manifest,
         "model_type": report.model_type,
         "architecture": report.architecture,

@@ -61,9 +61,6 @@ def _is_for_any_mesh(form: str) -> bool:
     metavar="FORMAT",
     help="Write another program's format: see 'reshard formats'; 'huggingface' is one full checkpoint.",
 )
-@click.option(
-    "--extra-state", is_flag=True, help="With --as megatron: also an empty _extra_state for each of its modules."
-)
 @dequantize_option
 @part_option
 @padding_options
@@ -80,7 +77,7 @@ def split_command(
     refine_blocks: bool, part: Share | None,
     pad_vocab_to: int | None, no_pad_vocab: bool, plan_file: Path | None, config_folder: Path | None,
     revision: str | None, token: str | None, cache_dir: Path | None, download: bool, overwrite: bool, fsync: bool,
-    no_checksum: bool, workers: int | None, dry_run: bool, progress: str, as_json: bool, quiet: bool, extra_state: bool,
+    no_checksum: bool, workers: int | None, dry_run: bool, progress: str, as_json: bool, quiet: bool,
     dequantize: bool,
 ) -> None:  # fmt: skip
     """Split SOURCE into N ranks, one folder each, under OUT.
@@ -125,7 +122,7 @@ def split_command(
             source, out, **degrees.arguments, uneven=uneven, ranks=wanted, access=access, padding=padding,
             options=Options(workers=workers, checksum=not no_checksum, fsync=fsync),
             max_shard_size=max_shard_size, refine_blocks=refine_blocks, overwrite=overwrite, dry_run=dry_run, form=form,
-            extra_state=extra_state, part=part, progress=shown.moving,
+            part=part, progress=shown.moving,
         )  # fmt: skip
     seconds = time.monotonic() - started
     with work_is_done():

@@ -44,6 +44,8 @@ def print_summary(summary: Summary, source: str, seconds: float, *, as_json: boo
         print_path(summary.out)
     else:
         print_lines(_text(summary, source, seconds))
+        if summary.load is not None and summary.complete:
+            print_lines(f"Load it: {summary.load}")
         if summary.spent is not None and seconds >= LONG:
             print_lines(time_text(summary))
 
@@ -68,6 +70,7 @@ def _document(summary: Summary, seconds: float) -> dict[str, Any]:
         "seconds": round(seconds, 3),
         "time": _time(summary.spent) if summary.spent else None,
         "note": summary.note,
+        "load": summary.load,
         "left_behind": list(summary.left_behind),
         "padding": {axis: {"size": size, "padded": padded} for axis, (size, padded) in summary.padding.items()},
     }

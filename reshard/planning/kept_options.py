@@ -11,7 +11,6 @@ HUGGING_FACE = "huggingface"
 """The name of Hugging Face's own form, among those of other programs."""
 _OF_RANKS = (
     "--tp", "--ep", "--pp", "--pp-layers", "--same-ranks", "--rank", "--uneven", "--pad-vocab-to", "--refine-blocks",
-    "--extra-state",
 )  # fmt: skip
 
 
@@ -31,14 +30,12 @@ def _not_kept(form: str | None, page: Page | None) -> Mapping[str, str]:
     if form == HUGGING_FACE:
         return dict.fromkeys(_OF_RANKS, "which is one full checkpoint")
     if page is None:
-        return {"--extra-state": "which has no such states"}
+        return {}
     found = {"--pad-vocab-to": "which says itself what is padded"}
     if not page.boxes or page.pad_to > 1:
         found["--uneven"] = "whose ranks have equal parts"
     if page.boxes:
         found["--rank"] = "which any number of ranks loads"
-    if not page.extra_state:
-        found["--extra-state"] = "which has no such states"
     if not page.has_parts:
         found["--max-shard-size"] = "whose ranks have one file each"
     return found

@@ -47,8 +47,8 @@ class Report:
 
     ``nbytes``: the size of the weight files. ``parameters`` and ``dtypes`` count the elements of the full model; with
     ``counts_ranks`` those of all ranks, because a split checkpoint does not say what the full model was. ``loaded_by``:
-    the program whose format it is; ``has_manifest``: whether reshard wrote it. Both are None for reshard's own format.
-    ``problems``: why it is not complete.
+    the program whose format it is, ``load``: the command that loads it; ``has_manifest``: whether reshard wrote it. All
+    three are None for reshard's own format. ``problems``: why it is not complete.
     """
 
     path: Path
@@ -69,6 +69,7 @@ class Report:
     source: str | None = None
     commit: str | None = None
     loaded_by: str | None = None
+    load: str | None = None
     has_manifest: bool | None = None
     problems: list[str] = field(default_factory=list)
     hint: str | None = None
@@ -357,6 +358,7 @@ def _program(path: Path, pages: Sequence[Page]) -> Report:
         source = _check_whole(report)
         if source is not None and source.page is not None:
             report.format, report.loaded_by, report.mesh = source.page.name, source.page.loaded_by, source.plan.mesh
+            report.load = source.page.load_command(report.path, source.plan.mesh)
     return report
 
 
@@ -381,6 +383,7 @@ def _distributed(report: Report, manifest: Manifest | None, pages: Sequence[Page
         source = _check_whole(report)
         if source is not None and source.page is not None:
             report.format, report.loaded_by = source.page.name, source.page.loaded_by
+            report.load = source.page.load_command(report.path, source.plan.mesh)
     return report
 
 

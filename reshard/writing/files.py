@@ -61,10 +61,9 @@ class NewFile:
     """What is known when all else is written."""
 
 
-def noted(access: Access, note: str | None = None) -> str | None:
-    """What a reader of the output must know: that it was dequantized, and ``note``."""
-    notes = ["weights in fp8 were dequantized to BF16"] if access.dequantize else []
-    return "; ".join([*notes, *([note] if note else [])]) or None
+def noted(access: Access) -> str | None:
+    """What a reader of the output must know: that it was dequantized."""
+    return "weights in fp8 were dequantized to BF16" if access.dequantize else None
 
 
 def new_file(shard: ShardFile, folder: str, rank: int, header: bytes, *, summed: bool = True) -> NewFile:

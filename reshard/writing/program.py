@@ -47,7 +47,6 @@ class ProgramFiles:
         ranks: tuple[int, ...],
         max_shard_size: int,
         *,
-        extra_state: bool = False,
         state: Affix | None = None,
         written: Counter[int] | None = None,
     ) -> None:
@@ -62,7 +61,7 @@ class ProgramFiles:
         )
         self._names = self._stored_names(training)
         self._others = list(training.archives()) if training is not None and state is None else []
-        self.extra_state, self._stacks = extra_state, stacks_for(page, arrangement.plan.model)
+        self._stacks = stacks_for(page, arrangement.plan.model)
         self._chunks: dict[str, tuple[str, list[Chunked]]] = {}
         self._objects: dict[str, Chunked] = {}
         self.source, self.plan, self.arrangement, self.page = source, arrangement.plan, arrangement, page
@@ -146,7 +145,7 @@ class ProgramFiles:
             at = prefixed(places, boxes[tensor][rank])
             keys[tensor] = self._names(key), dtype, at
             chunks.append(Chunk(tensor, dtype, at, nbytes))
-        objects = {} if self._objects or not self.extra_state else self._extra_states()
+        objects = {} if self._objects or self._state is not None else self._extra_states()
         others, self._others = self._others, []
         carried = {f"{number} {key}": content for number, (key, _, content) in enumerate(others)}
         laid = build_chunks(chunks, objects | carried)
@@ -257,7 +256,6 @@ class ProgramFiles:
             "padding": dict(identity.padding),
             "plan": identity.plan,
             "format": self.page.name,
-            "extra_state": self.extra_state,
             "max_shard_size": self.max_shard_size,
         }
 

@@ -78,7 +78,6 @@ def split(
     overwrite: bool = False,
     dry_run: bool = False,
     form: str | None = None,
-    extra_state: bool = False,
     part: Share | None = None,
     progress: Progress = no_progress,
 ) -> Summary:
@@ -90,16 +89,15 @@ def split(
     ``refine_blocks`` makes scale blocks smaller if a rank's boundary would cut one. With ``ranks`` only these are
     written; runs for other ranks into the same ``out`` complete it. With a ``Share`` these are the process's share of
     the ranks, but for those that are in ``out`` already. ``max_shard_size`` is in bytes, 5 GB by default. ``form`` is
-    the name of another program's format (``"vllm"``), ``"huggingface"`` is one full checkpoint; with ``extra_state`` a
-    format of Megatron's has the empty states that its modules may ask for. With ``part`` this process writes its share
-    of the files of all ranks, and the last of all processes publishes. Raises ReshardError; ``out`` has only complete
-    ranks. It may be the URL of a place in a bucket.
+    the name of another program's format (``"vllm"``), ``"huggingface"`` is one full checkpoint. With
+    ``part`` this process writes its share of the files of all ranks, and the last of all processes publishes. Raises
+    ReshardError; ``out`` has only complete ranks. It may be the URL of a place in a bucket.
     """
     page = page_of(form) if form and form != HUGGING_FACE else None
     asked = {
         "--tp": tp != 1, "--ep": ep != 1, "--pp": pp != 1, "--pp-layers": bool(pp_layers), "--same-ranks": same_ranks,
         "--rank": ranks is not None, "--uneven": uneven, "--pad-vocab-to": padding.to != 1,
-        "--refine-blocks": refine_blocks, "--extra-state": extra_state, "--max-shard-size": max_shard_size is not None,
+        "--refine-blocks": refine_blocks, "--max-shard-size": max_shard_size is not None,
     }  # fmt: skip
     check_options(form, page, {option for option, is_given in asked.items() if is_given})
     if form == HUGGING_FACE:
@@ -138,7 +136,7 @@ def split(
         new = _Ranks(opened, target, wanted if bucket is None else range(mesh.size), max_shard_size)
     else:
         arrangement, everyone = arrangement_of(target, page), tuple(range(mesh.size))
-        new = ProgramFiles(opened, arrangement, page, everyone, max_shard_size, extra_state=extra_state)
+        new = ProgramFiles(opened, arrangement, page, everyone, max_shard_size)
     states = new.states if isinstance(new, ProgramFiles) else ()
     files = [file for of in (new, *states) for file in of.files]
     dealt = deal(files, part)
@@ -154,7 +152,7 @@ def split(
         written=0, padding={axis: (full[axis], padded) for axis, padded in target.padding.items()}, ranks=wanted,
         complete=False, dry_run=dry_run, left_behind=new.left_behind,
         tried_again=tried_again() - before,
-        note=noted(access, page.without_extra_state if page and not extra_state else None),
+        note=noted(access), load=page.load_command(bucket.name if bucket else folder, mesh) if page else None,
     )  # fmt: skip
     summary = summed_up(summary, files, part, dealt)
     task = new.task | task_of(opened, options)

@@ -33,7 +33,7 @@ class Summary:
 
     ``nbytes`` is the size of all weight files in bytes, ``written`` the part that this run wrote. ``padding`` has the
     size before and after for each padded axis. ``left_behind`` names what the source has beside the model,
-    ``note`` what a reader of the output must know.
+    ``note`` what a reader of the output must know, ``load`` the command that loads another program's format.
     """
 
     command: str
@@ -58,6 +58,7 @@ class Summary:
     """The requests for weights and headers that were made again because an earlier one had failed."""
     left_behind: tuple[str, ...] = ()
     note: str | None = None
+    load: str | None = None
     spent: Spent | None = None
     """None if nothing was to be written."""
 

@@ -17,6 +17,7 @@ from formats.errors import PlanError, ReshardError
 from formats.files.boxes import At
 from formats.files.dcp import Chunk, Stored, build_chunks, build_metadata, read_distributed
 from formats.files.safetensors import read_header
+from formats.notation.rewrites import pages
 from reshard.api import Access, merge, split
 from reshard.storage.opening import open_source
 from tests.programs.oracles import ORACLES, checkpoint, module, problem
@@ -105,11 +106,12 @@ def test_torch_dist_that_megatron_wrote_is_read(case: str, tmp_path: Path) -> No
     assert _weights(tmp_path / "merged") == _weights(original)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.endswith("te-tp1")])
-def test_extra_states_are_written_on_request(case: str, tmp_path: Path) -> None:
-    """Every module that Megatron-Core asks for a state has one, and none has that it does not ask for."""
+@pytest.mark.parametrize("case", [case for case in CASES if case.endswith(("te-tp1", "local-tp2"))])
+def test_every_module_that_asks_for_a_state_has_one(case: str, tmp_path: Path) -> None:
+    """And none has that Megatron-Core does not ask for: so its default strictness loads the folder."""
     cases = json.loads((ORACLES / "megatron" / "cases.json").read_text())
-    split(checkpoint("megatron", case.split("-")[0]), tmp_path / "out", 1, form="megatron", extra_state=True)
+    form = "megatron-local" if "-local-" in case else "megatron"
+    split(checkpoint("megatron", case.split("-")[0]), tmp_path / "out", 1, form=form)
     found = read_distributed(tmp_path / "out" / "release").objects
     wanted = set(cases[case]["dist_objects"])
     assert found.keys() == wanted
@@ -169,13 +171,15 @@ def test_a_tensor_for_each_layer_and_expert(model: str, tmp_path: Path) -> None:
     assert _weights(tmp_path / "merged") == _weights(original)
 
 
-def test_what_megatron_wants_of_its_states_is_said(tmp_path: Path) -> None:
-    original = checkpoint("megatron", "llama")
-    for options, said in (((), True), (("--extra-state",), False)):
-        found = command("split", original, tmp_path / "out", "--as", "megatron", "--overwrite", *options)
-        assert found.returncode == 0 and ("--dist-ckpt-strictness log_all" in found.stdout) == said, found
-    found = command("split", original, tmp_path / "legacy", "--tp", "2", "--as", "megatron-legacy", "--extra-state")
-    assert found.returncode == 2 and "--extra-state is not possible with the format 'megatron-legacy'" in found.stderr
+def test_no_strictness_but_the_default_is_advised(tmp_path: Path) -> None:
+    """With another, Megatron loads a folder that lacks tensors of the model, and says nothing."""
+    original, texts = checkpoint("megatron", "llama"), [page.load for page in pages().values()]
+    for form in ("megatron", "megatron-local", "megatron-singleton"):
+        found = command("split", original, tmp_path / form, "--as", form)
+        assert found.returncode == 0, found
+        texts += [found.stdout, command("inspect", tmp_path / form).stdout]
+    texts += [path.read_text() for path in (Path(__file__).parents[2] / "docs").glob("*.md")]
+    assert not any("strictness log_all" in text for text in texts)
 
 
 # ------------------------------------------------------------------------------------------------ training checkpoints

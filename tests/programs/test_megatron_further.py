@@ -62,7 +62,7 @@ def in_one_folder(out: Path) -> set[str]:
 
 
 def test_names_of_torch_dist(original: Path, tmp_path: Path) -> None:
-    split(original, tmp_path / "out", form="megatron", extra_state=True, options=ONE)
+    split(original, tmp_path / "out", form="megatron", options=ONE)
     assert in_one_folder(tmp_path / "out") == OUTER | {f"{LAYER}.{name}" for name in WITHIN | EXPERTS}
     found = read_distributed(tmp_path / "out/release")
     states = {name.partition("._extra_state")[0] for name in found.objects if name.startswith("mtp.")}

@@ -31,7 +31,7 @@ def test_legacy_is_the_same_with_and_without_a_manifest(case: str, tmp_path: Pat
 def test_torch_dist_is_the_same_with_and_without_a_manifest(case: str, tmp_path: Path) -> None:
     model, spec, _ = case.split("-", 2)
     original = open_source(checkpoint("megatron", model))
-    split(original.path, tmp_path / "out", mesh_of_case(case)["tp"], form=DISTRIBUTED[spec], extra_state=spec == "te")
+    split(original.path, tmp_path / "out", mesh_of_case(case)["tp"], form=DISTRIBUTED[spec])
     found = verify_exact(original, tmp_path / "out")
     assert found.verdict == "same", found
     (tmp_path / "out" / "reshard.json").unlink()

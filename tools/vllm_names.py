@@ -400,7 +400,7 @@ class Reading:
         if numbers.size < source.size:
             self._parts[name].append((int(numbers.min()), target))
         elif (numbers == source.ravel()).all():
-            yield self._made(target, names, {})
+            yield self._made(target, names, _ones(there.shape, source.shape))
         elif there.ndim > 1 and there.shape == (*source.shape[:-2], *source.shape[:-3:-1]) and (
             there == source.swapaxes(-1, -2)
         ).all():  # fmt: skip
@@ -473,6 +473,13 @@ class Reading:
             )
             yield {"beside": _indexed(beside), "names": [_indexed(template)], "dtype": model, "shape": list(shape),
                    "value": value}  # fmt: skip
+
+
+def _ones(there: Sequence[int], source: Sequence[int]) -> dict[str, Any]:
+    """Where the dimensions of length 1 are, if that is all in which two shapes differ."""
+    if tuple(there) == tuple(source) or [n for n in there if n != 1] != [n for n in source if n != 1]:
+        return {}
+    return {"ones": [place for place, length in enumerate(there) if length == 1]}
 
 
 def _any_leaf(name: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from formats.errors import PlanError
@@ -302,6 +302,8 @@ class _Reading:
             order[at], order[at + 1] = order[at + 1], order[at]
         counts = tuple(component.counts[dim] for dim in dims)
         joined = len(dims) - 1 if has_arrow and len(dims) > 1 else 0
+        if line.ones is not None:
+            counts, joined = _with_ones(counts, [str(component.factors[place]) == "1" for place in order], line.ones), 0
         lead = 0
         if line.by is not None:
             begin = sum(counts[:joined])
@@ -332,6 +334,26 @@ class _Reading:
             if found is not None and (renaming.when is None or self.model.sizes.evaluate(renaming.when, {})):
                 return replace(portion, target=renaming.new.fill(found))
         return portion
+
+
+def _with_ones(counts: Sequence[int], is_one: Sequence[bool], places: Sequence[int]) -> tuple[int, ...]:
+    """The number of factors of each dimension, with the dimensions of length 1 at these places and no others.
+
+    The factor of one that goes is the next dimension's, or else the last's; one that comes has none.
+    """
+    found, start, waiting = list[int](), 0, 0
+    for count in counts:
+        if all(is_one[start : start + count]):
+            waiting += count
+        else:
+            found.append(count + waiting)
+            waiting = 0
+        start += count
+    if waiting and found:
+        found[-1] += waiting
+    for place in sorted(places):
+        found.insert(place, 0)
+    return tuple(found)
 
 
 class _Beside:

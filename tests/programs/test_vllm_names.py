@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 
+from formats.errors import PlanError
 from formats.files.safetensors import build_header
-from reshard.api import split
+from formats.notation.rewrites import READ
+from reshard.api import Access, merge, split
+from reshard.storage.opening import open_source
 from tests import store
+from tests.support import contents
 from tools.vllm_names import (
     BITS,
     DIGIT,
@@ -20,6 +25,7 @@ from tools.vllm_names import (
     Case,
     _cast,
     _meshes,
+    _ones,
     compare,
     digits_of,
     fixtures,
@@ -30,6 +36,7 @@ from tools.vllm_names import (
     to_document,
 )
 from tools.vllm_names import Verdict as Known
+from verify.bytes.exact import verify_exact
 
 NARROW = ("alpha_n", "alpha_p")
 """Tensors of one element each, which vLLM holds in bfloat16."""
@@ -82,3 +89,52 @@ def test_the_meshes_that_were_compared_are_those_of_both_fixtures() -> None:
     assert _meshes(known, ["tp4", "tp2-ep", "pp2-tp2"]) == {"tp": 4, "ep": 2, "pp": 2}
     assert _meshes(replace(known, lines={}, largest=4), ["tp2"]) == {"tp": None}
     assert sorted(fixtures()["lfm2"]) == ["tp1", "tp2", "tp4"]
+
+
+ONES = [((), (6, 4)), ((0,), (1, 6, 4)), ((1,), (6, 1, 4)), ((0, 3), (1, 6, 4, 1))]
+
+
+@pytest.mark.parametrize(("ones", "shape"), ONES)
+@pytest.mark.parametrize("before", ["1 (kv group) head", "(kv group) 1 head", "(kv group) head 1", "(kv group) head"])
+def test_a_dimension_of_length_1_comes_and_goes(
+    before: str, ones: tuple[int, ...], shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    """What is written has it where the line says, on every rank, and the way back restores the original's."""
+    model, lengths = tmp_path / "model", {"heads": 6, "head": 4, "1": 1}
+    whole = [lengths[word] for word in before.replace("(kv group)", "heads").split()]
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": "toy", "kv": 3, "group": 2, "head": 4}))
+    data = np.arange(24, dtype="<f4")
+    (model / "model.safetensors").write_bytes(build_header([("w.weight", "F32", tuple(whole))], {}) + data.tobytes())
+    plan = tmp_path / "toy.toml"
+    plan.write_text(
+        'model_types = ["toy"]\npartial = true\n[sizes]\nkv = "kv"\ngroup = "group"\nhead = "head"\n'
+        f'[parallel]\ntp = [["kv", "group"]]\n[tensors]\n"w.weight" = "{before}"\n'
+    )
+    line = {"types": ["toy"], "tensors": {"v.weight": {"from": "w.weight", "ones": [*ones]}}}
+    page = read_page(PAGES / "vllm.toml", {"lines": [line], "meshes": {"toy": {"tp": None}}})
+    with mock.patch.dict(READ, {"vllm": page}):
+        for tp in (1, 3):
+            out = tmp_path / f"out{tp}"
+            split(model, out, tp, form="vllm", access=Access(plan_file=plan))
+            held = held_in(out)
+            place = shape.index(6)
+            assert {of[1] for of in held.values()} == {(*shape[:place], 6 // tp, *shape[place + 1 :])}
+            joined = b"".join(held[rank, "v.weight"][2] for rank in range(tp))
+            assert joined == data.tobytes()
+            assert verify_exact(open_source(model, plan_file=plan), out).verdict == "same"
+            merge(out, tmp_path / f"merged{tp}", access=Access(plan_file=plan))
+            assert contents(tmp_path / f"merged{tp}") == contents(model)
+
+
+def test_ones_are_found_where_shapes_differ_in_them_alone() -> None:
+    assert _ones((6,), (1, 6)) == {"ones": []}
+    assert _ones((1, 6), (6,)) == {"ones": [0]}
+    assert _ones((6, 1, 4), (1, 6, 4)) == {"ones": [1]}
+    assert _ones((6, 4), (6, 4)) == {} == _ones((4, 6), (6, 4)) == _ones((24,), (6, 4))
+
+
+def test_ones_are_for_what_is_made_of_one_tensor() -> None:
+    line = {"types": ["toy"], "tensors": {"v": {"from": ["a", "b"], "ones": []}}}
+    with pytest.raises(PlanError, match="'ones' is for what is made of one tensor"):
+        read_page(PAGES / "vllm.toml", {"lines": [line]})

@@ -35,7 +35,7 @@ from formats.notation.architecture_files import built_in_file
 from formats.notation.rewrites import Page, page_of
 from reshard.storage.marks import SUFFIX, staging_of, unfinished_command
 from reshard.storage.parts import parts_of
-from reshard.storage.program_source import pages_for, program_files, tensors_in, weights_folder
+from reshard.storage.program_source import pages_for, program_files, tensors_in, weights_folder, without_files
 
 if TYPE_CHECKING:
     from reshard.storage.source import Source
@@ -347,6 +347,10 @@ def _program(path: Path, pages: Sequence[Page]) -> Report:
     except ReshardError as error:
         report.problems.append(error.message)
         report.hint = error.hint
+    if not any(program_files(page, path) for page in pages):
+        lacking = without_files(pages[0], path)
+        report.problems, report.hint = [*report.problems, lacking.message], lacking.hint
+        return report
     if any(page.is_distributed for page in pages):
         return _distributed(report, manifest, pages)
     ranks = _from_records(report, manifest) if manifest else _from_names(report, pages[0])

@@ -63,6 +63,7 @@ from reshard.storage.program_source import (
     side_files_of,
     training_of,
     whole_tensors,
+    without_files,
 )
 from reshard.storage.source import KEPT, UNSPLIT, Source, SourceFile
 
@@ -170,7 +171,7 @@ def open_program(folder: Folder, candidates: Sequence[Page]) -> Source:
 
     Raises CheckpointError, MismatchError and PlanError.
     """
-    ways = [(of, files) for of in candidates for files in readings(of, folder.path, folder.mesh)]
+    ways = _ways(folder, candidates)
     distributed = cache(lambda: read_distributed(ways[0][1][0].path.parent))
     if all(of.is_distributed for of, _ in ways) and len(ways) > 1:
         likely = likeliest([of for of, _ in ways], folder.path, distributed(), folder.config, folder.plan_file)
@@ -183,6 +184,14 @@ def open_program(folder: Folder, candidates: Sequence[Page]) -> Source:
         except _MisfitError as misfit:
             misfits.append(misfit)
     raise _told(misfits).error
+
+
+def _ways(folder: Folder, candidates: Sequence[Page]) -> list[tuple[Page, list[ProgramFile]]]:
+    """The formats that a folder may have, each with its weight files. Raises CheckpointError if it has none."""
+    ways = [(page, files) for page in candidates for files in readings(page, folder.path, folder.mesh)]
+    if not ways:
+        raise without_files(candidates[0], folder.path)
+    return ways
 
 
 def _open_as_page(
@@ -269,7 +278,7 @@ def open_as(path: Path, model: Model) -> Source:
     candidates = [page_of(manifest.form)] if manifest and manifest.form else pages_for(path)
     found: list[_Candidate] = []
     problems: list[ReshardError] = []
-    for page, files in [(of, found) for of in candidates for found in readings(of, path, folder.mesh)]:
+    for page, files in _ways(folder, candidates):
         split = check_belonging(files)
         is_known = manifest is not None or (page.boxes and split is not None)
         try:

@@ -199,6 +199,19 @@ def _matches(files: str, names: Sequence[str]) -> list[tuple[str, dict[str, int]
     return [(name, {word: int(n) for word, n in match.groupdict().items()}) for name, match in matches if match]
 
 
+def without_files(page: Page, folder: Path) -> CheckpointError:
+    """The error of a folder that is said to be in a format, and has none of its weight files."""
+    if page.tracker is None or (folder / page.tracker).is_file():
+        return CheckpointError(
+            f"{folder} has no weight files of the format '{page.name}' ({page.files})",
+            "bring the files of all ranks together, or write them again",
+        )
+    return CheckpointError(
+        f"{folder}: {page.tracker} is missing, which names the folder of the weights",
+        f"bring it back, with the text '{page.folder}' or the number of the iteration",
+    )
+
+
 def named_like(page: Page, name: str) -> bool:
     """Whether a name is that of one of a page's weight files."""
     patterns = {page.files, page.files_pp, page.files_ep, page.files_pp_ep, page.parts}

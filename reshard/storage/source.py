@@ -7,11 +7,11 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from formats.documents import read_config
-from formats.errors import MismatchError
+from formats.errors import CheckpointError, MismatchError
 from formats.files.checkpoint import (
     Checkpoint,
     fingerprint,
@@ -157,6 +157,25 @@ class Source:
         """The content of the side files, by their relative names. Raises CheckpointError."""
         found = {path.relative_to(self.path).as_posix(): read_file(path) for path in self.side_files}
         return dict(self.made) | {name: content for name, content in found.items() if name not in self.made}
+
+    def check_names(self, written: Collection[str]) -> None:
+        """Raise CheckpointError if a file beside the weights has the name of a file or a folder that is ``written``.
+
+        Files that begin with a dot, and weights that are not the model's, are not copied; such a name would stand for
+        something else in the output. (What the Hub has of Meta's and Mistral's formats is the same model.)
+        """
+        names = {*written, *(parent.as_posix() for name in written for parent in PurePosixPath(name).parents)} - {"."}
+        beside = {*self.read_side_files()}
+        if self.checkpoint is not None:
+            own = {*(file.name for file in self.checkpoint.files), self.checkpoint.index_name}
+            there = {name for name in names if (self.path / name).exists() and not name.startswith("consolidated")}
+            beside |= there - own
+        taken = sorted(name for name in beside if name in names)
+        if taken:
+            raise CheckpointError(
+                f"{self.shown or self.location}: '{taken[0]}' has the name of what the format writes there",
+                "rename it, or move it out of the source",
+            )
 
     def read_config(self) -> dict[str, Any]:
         """The config.json that belongs to it. Raises CheckpointError."""

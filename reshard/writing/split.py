@@ -156,6 +156,7 @@ def split(
     )  # fmt: skip
     summary = summed_up(summary, files, part, dealt)
     task = new.task | task_of(opened, options)
+    opened.check_names([*(file.name for file in files), *new.documents])
 
     def check() -> None:
         if ranks is not None and not is_one_output:

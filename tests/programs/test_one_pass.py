@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
-from formats.errors import MismatchError
+from formats.errors import CheckpointError, MismatchError
 from formats.files.safetensors import read_header
 from reshard.api import merge, split
 from tests import store
@@ -32,3 +33,30 @@ def test_what_merge_does_not_need_is_checked_too(model: str, name: str, tmp_path
     with pytest.raises(MismatchError, match=f"{shard.name} has the checksum"):
         merge(tmp_path / "shards", tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        ("megatron", "release"),
+        ("megatron", "latest_checkpointed_iteration.txt"),
+        ("megatron", "release/metadata.json"),
+        ("dcp", ".metadata"),
+        ("vllm", "model-rank-0-part-0.safetensors"),
+        ("vllm", "reshard-kept.safetensors"),
+        (None, "rank-00-of-02"),
+    ],
+)
+def test_a_file_of_the_source_with_the_name_of_one_of_the_format(form: str | None, name: str, tmp_path: Path) -> None:
+    """It would be lost, or stand in the place of the format's own."""
+    model = "mamba2" if "kept" in name else "llama"
+    source = Path(shutil.copytree(store.checkpoint(model), tmp_path / "source"))
+    (source / name).parent.mkdir(exist_ok=True)
+    (source / name).write_text("of another")
+    with pytest.raises(CheckpointError, match=f"'{name.partition('/')[0]}.*' has the name of what the format writes"):
+        split(source, tmp_path / "out", 2, form=form)
+    assert not list(tmp_path.glob("out*"))
+    (source / name).rename(tmp_path / "moved")
+    if "/" in name:
+        (source / name).parent.rmdir()
+    assert split(source, tmp_path / "out", 2, form=form).complete

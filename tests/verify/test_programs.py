@@ -575,3 +575,46 @@ def test_shards_of_another_model_say_so_by_any_route(tmp_path: Path) -> None:
     known = json.loads(text)["source"]["id"]
     manifest.write_text(text.replace(known, "0" * 64))
     assert verify_exact(open_source(store.checkpoint("llama")), tmp_path / "out").verdict == "different"
+
+
+# ------------------------------------------------------------------------------------------- files beside the weights
+
+
+@pytest.mark.parametrize("form", ["megatron", "meta", "vllm"])
+def test_without_a_manifest_what_was_not_compared_is_said(form: str, tmp_path: Path) -> None:
+    """Nobody says what a program's own files should be; those that are gone may never have been there."""
+    source = Path(shutil.copytree(checkpoint("meta", "llama3"), tmp_path / "model"))
+    (source / "notes.md").write_text("beside the weights")
+    out = tmp_path / "out"
+    split(source, out, 2, form=form)
+    (out / "reshard.json").unlink()
+    own = {"megatron": "release/common.pt", "meta": "params.json", "vllm": None}[form]
+    whole = verify_exact(open_source(source), out)
+    assert whole.verdict == "same" and (own in whole.not_compared if own else not whole.not_compared)
+    if own:
+        (out / own).unlink()
+    (out / "notes.md").unlink()
+    (out / "more").mkdir()
+    (out / "more" / "x.txt").write_text("of another")
+    found = verify_exact(open_source(source), out)
+    assert found.verdict == "same"
+    said = {"notes.md (not there)", "more/"} | ({f"{own} (not there)"} if own else set())
+    assert said <= {*found.not_compared}
+    done = command("verify", source, out, "--exact-only")
+    assert done.returncode == 0 and "nothing missing" not in done.stdout and "nothing extra" not in done.stdout
+    assert done.stdout.count("ot compared, as there is no reshard.json: ") == 2
+
+
+@pytest.mark.parametrize("form", ["megatron", "megatron-legacy", "vllm"])
+def test_a_folder_without_the_weights_that_its_manifest_says(form: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    split(store.checkpoint("llama"), out, 2, form=form)
+    for file in [*out.glob("latest_*"), *out.glob("model-rank-*")]:
+        file.unlink()
+    said = "latest_checkpointed_iteration.txt is missing" if "megatron" in form else "has no weight files of the format"
+    for words in (["merge", out, tmp_path / "merged"], ["plan", out], ["verify", store.checkpoint("llama"), out]):
+        done = command(*words, *(["--exact-only"] if words[0] == "verify" else []))
+        assert done.returncode in (1, 2) and said in done.stdout + done.stderr, done.stderr
+        assert "internal error" not in done.stderr
+    done = command("inspect", out)
+    assert done.returncode == 1 and said in done.stdout

@@ -71,6 +71,8 @@ class ExactReport:
     and files, ``configs`` wrong settings, ``problems`` other differences, one line each. ``first`` and ``damages`` are
     about the content of tensors. ``form`` is the name of another program's format. ``ranks`` is None where the files do
     not say their mesh. Where the shards are not ``is_listed`` (on a web server), extra files were not looked for.
+    ``not_compared`` has files beside the weights of which nothing is known without a manifest, and files that are not
+    there and may belong there.
     """
 
     mesh: str
@@ -85,6 +87,7 @@ class ExactReport:
     problems: tuple[str, ...] = ()
     form: str | None = None
     is_listed: bool = True
+    not_compared: tuple[str, ...] = ()
 
     @property
     def verdict(self) -> Literal["same", "different"]:

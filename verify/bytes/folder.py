@@ -32,6 +32,7 @@ from formats.files.sharded import (
     read_shard,
 )
 from formats.mesh import RANK_FOLDER
+from formats.notation.rewrites import Page
 from formats.regular_files import read_file
 from reshard.planning.model import Kind, in_order
 from reshard.planning.plan import Plan
@@ -378,6 +379,15 @@ def program_documents(original: Source, shards: Source) -> dict[str, Any]:
         path = shards.path / folder / METADATA  # what it says is compared: where each chunk lies, and what of
         found[folder + METADATA] = path.read_bytes() if path.is_file() else b""
     return found
+
+
+def documents_of(page: Page, weights: Path, root: Path) -> Iterator[str]:
+    """The names of such documents, by the format alone; an index stands where there are several files."""
+    inside = "" if weights == root else f"{weights.relative_to(root).as_posix()}/"
+    yield from (inside + name for name in (*page.saved, *page.documents))
+    yield from (name for name in (page.tracker, page.settings.file if page.settings else None) if name is not None)
+    if page.index is not None and (root / page.index).is_file():
+        yield page.index
 
 
 def document_changes(shards: Source, documents: Mapping[str, Any]) -> Iterator[tuple[str, Change]]:

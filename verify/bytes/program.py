@@ -8,12 +8,13 @@ from functools import cached_property
 from pathlib import Path
 
 from formats.errors import ReshardError
+from formats.files.dcp import METADATA
 from formats.files.safetensors import DTYPE_BITS, tensor_bytes
 from formats.files.sharded import MANIFEST
 from reshard.planning.arrangement import Arrangement, arrangement_of
 from reshard.planning.stored import Stored
 from reshard.storage.opening import open_source
-from reshard.storage.program_source import program_files
+from reshard.storage.program_source import program_files, weights_folder
 from reshard.storage.source import KEPT, Source
 from reshard.writing.shard_files import partition
 from verify.bytes import folder
@@ -52,6 +53,7 @@ def compare_program(original: Source, shards: Source, progress: Progress, worker
         extra=tuple(found.extra),
         configs=tuple(found.configs),
         problems=tuple(found.problems),
+        not_compared=tuple(found.not_compared),
     )
 
 
@@ -68,6 +70,7 @@ class _Structure:
     problems: list[str] = field(default_factory=list)
     comparable: dict[str, list[int]] = field(default_factory=dict)
     of_any_mesh: bool = False
+    not_compared: list[str] = field(default_factory=list)
 
     def check(self) -> None:
         """Compare, and fill in all fields."""
@@ -87,6 +90,23 @@ class _Structure:
         for file, (key, should, found) in changes:
             self.configs.append(ConfigDifference(file, key, folder.shown(should, found), folder.shown(found, should)))
         self._check_side_files()
+        if self.shards.manifest is None:
+            self.not_compared += self._beside()
+
+    def _beside(self) -> Iterator[str]:
+        """The files beside the weights that cannot be compared without a manifest: nobody says who wrote them.
+
+        Those that the format has, those of the original that are not there, and what else lies there.
+        """
+        root, page = self.shards.path, self.shards.page
+        assert page is not None
+        side = {file.relative_to(self.original.path).as_posix() for file in self.original.side_files}
+        own = {name for name in folder.documents_of(page, weights_folder(page, root), root) if name not in side}
+        weights = {file.name for file in self.shards.files.values()}
+        known = {*side, *own, *weights, f"{weights_folder(page, root).name}/{METADATA}", METADATA, KEPT}
+        yield from (name if (root / name).is_file() else f"{name} (not there)" for name in sorted(own))
+        yield from (f"{name} (not there)" for name in sorted(side) if not (root / name).is_file())
+        yield from folder.extra_entries(self.shards, known)
 
     def _shape(self, stored: Stored, rank: int, parts: Parts) -> tuple[int, ...] | None:
         if stored.constant is not None:

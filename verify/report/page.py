@@ -13,7 +13,7 @@ from formats.mesh import read_mesh
 from reshard.pages.document import html_page, write_page
 from reshard.pages.markup import Html, element, joined, number, percent, ratio, to_number
 from verify.report.plots import histogram_plot, place_plot
-from verify.report.words import NOT_LISTED
+from verify.report.words import NOT_LISTED, not_compared
 
 ROWS = 2000
 """The page shows so many lines of a table, differing ones first; ``--json`` has all."""
@@ -84,6 +84,9 @@ def _exact(document: Document) -> Html | None:
     words = "Some are not the original's." if differs else "All are the original's, none is missing, and none is extra."
     if not report["is_listed"]:
         words += f" But {NOT_LISTED}."
+    if report.get("not_compared"):
+        words = words.replace("none is missing, and none is extra", "no tensor is missing or extra")
+        words += f" But {not_compared(report['not_compared'])}."
     counts = [
         ("compared", f"{report['nbytes']:,} bytes"),
         ("tensors", f"{report['tensors']:,}"),

@@ -52,6 +52,7 @@ def in_words(
     elif exact is not None:
         by = f" by the plan {plan.name}" if plan is not None else ""
         parts.append(f"Every byte is the original's{by} ({_amount(exact)}).")
+        parts += [f"{_capital(not_compared(exact.not_compared))}."] if exact.not_compared else []
         if plan is not None and plan.differences != () and forward is None:
             parts.append("Whether that plan is right, the forward alone can tell.")
     if forward is not None:
@@ -103,8 +104,12 @@ def _amount(report: Any) -> str:
 def exact_summary(report: Any) -> str:
     """What the byte comparison found, in words."""
     if report.verdict == "same":
-        extra = "nothing extra" if report.is_listed else f"no tensor extra; {NOT_LISTED}"
-        return f"bytes: all equal, {_amount(report)}; nothing missing, {extra}"
+        extra = (
+            "nothing missing, nothing extra" if report.is_listed else f"nothing missing, no tensor extra; {NOT_LISTED}"
+        )
+        if report.not_compared:
+            extra = f"no tensor missing, none extra; {not_compared(report.not_compared)}"
+        return f"bytes: all equal, {_amount(report)}; {extra}"
     amount = f"{_amount(report)} compared" if report.tensors else "none was compared"
     lines = [f"bytes: different ({amount})"]
     lines += _some("", report.problems)
@@ -120,6 +125,16 @@ def exact_summary(report: Any) -> str:
         for d in report.damages
     ]
     return "\n".join(lines + _some("", damages))
+
+
+def not_compared(names: Sequence[str]) -> str:
+    """That there is no manifest by which these files could be compared."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"not compared, as there is no reshard.json: {', '.join(names[:5])}{more}"
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _stored(found: Any) -> str:

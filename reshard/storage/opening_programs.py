@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from formats.documents import json_bytes
 from formats.errors import ReshardError
 from formats.files.boxes import At
 from formats.files.checkpoint import (
@@ -41,6 +43,7 @@ from reshard.planning.program_plan import program_plan
 from reshard.planning.stored import Boxes
 from reshard.storage.distributed_source import Affix, Training
 from reshard.storage.program_source import (
+    CONFIG,
     ProgramFile,
     check_belonging,
     check_stored,
@@ -66,6 +69,7 @@ from reshard.storage.program_source import (
     without_files,
 )
 from reshard.storage.source import KEPT, UNSPLIT, Source, SourceFile
+from reshard.storage.stated_dtype import dtype_of, with_dtype
 
 
 def states_of(source: Source) -> Iterator[tuple[Affix, Source]]:
@@ -206,6 +210,7 @@ def _open_as_page(
         if page.is_distributed:
             stored = _read_chunks(page, files, distributed(), architecture, config)
         held = stored.held
+        config, made, note = _with_dtype(folder, architecture, config, made, held)
         if mesh is not None and page.numbered:
             mesh, held = numbered_globally(page, mesh, stored.ranks)
         model = _bound(folder, page, architecture, config, held)
@@ -224,8 +229,31 @@ def _open_as_page(
             misfits.append(misfit)
             continue
         check_complete(model, folder.path)
-        return _program_source(folder, stored, plan, made)
+        return replace(_program_source(folder, stored, plan, made), note=note)
     raise _told(misfits)
+
+
+def _with_dtype(
+    folder: Folder,
+    architecture: Architecture,
+    config: dict[str, Any],
+    made: dict[str, bytes],
+    held: Sequence[Mapping[str, TensorInfo]],
+) -> tuple[dict[str, Any], dict[str, bytes], str | None]:
+    """A config and the side files with it, which say the dtype of the weights if the config is given apart from them.
+
+    Returns also what was changed, in words.
+    """
+    if folder.config is None:
+        return config, made, None
+    dtype = dtype_of(held)
+    given = json.loads(made[CONFIG])
+    own, others = with_dtype(given, architecture.section(given), dtype)
+    if not others:
+        return config, made, None
+    config, _ = with_dtype(config, architecture.section(config), dtype)
+    note = f"config.json says {dtype}, as the weights are; the one that was given says {' and '.join(sorted(others))}"
+    return config, {**made, CONFIG: json_bytes(own) + b"\n"}, note
 
 
 def _read(page: Page, files: Sequence[ProgramFile], path: Path) -> _Stored:

@@ -136,6 +136,8 @@ class Source:
     """The names of files that lie beside it elsewhere and not in its folder here; None where files are not listed."""
     shown: str | None = None
     """What a manifest calls it, if not by its location."""
+    note: str | None = None
+    """What was changed in the config.json that it was given."""
 
     @cached_property
     def arrangement(self) -> Arrangement:

@@ -61,9 +61,10 @@ class NewFile:
     """What is known when all else is written."""
 
 
-def noted(access: Access) -> str | None:
-    """What a reader of the output must know: that it was dequantized."""
-    return "weights in fp8 were dequantized to BF16" if access.dequantize else None
+def noted(access: Access, source: Source) -> str | None:
+    """What a reader of the output must know: that it was dequantized, what was changed in a given config.json."""
+    notes = ["weights in fp8 were dequantized to BF16"] if access.dequantize else []
+    return "; ".join([*notes, *([source.note] if source.note else [])]) or None
 
 
 def new_file(shard: ShardFile, folder: str, rank: int, header: bytes, *, summed: bool = True) -> NewFile:

@@ -81,7 +81,7 @@ def merge(
         command="merge" if opened.is_split else "write", source=opened.location, out=bucket.name if bucket else folder,
         source_mesh=opened.plan.mesh, mesh=UNSPLIT,
         tensors=len(target.model.tensors), files=len(files), nbytes=total, written=0, padding={}, ranks=(0,),
-        complete=False, dry_run=dry_run, left_behind=opened.left_behind, note=noted(access),
+        complete=False, dry_run=dry_run, left_behind=opened.left_behind, note=noted(access, opened),
         tried_again=tried_again() - before,
     )  # fmt: skip
     summary = summed_up(summary, files, part, dealt)

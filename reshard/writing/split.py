@@ -152,7 +152,7 @@ def split(
         written=0, padding={axis: (full[axis], padded) for axis, padded in target.padding.items()}, ranks=wanted,
         complete=False, dry_run=dry_run, left_behind=new.left_behind,
         tried_again=tried_again() - before,
-        note=noted(access), load=page.load_command(bucket.name if bucket else folder, mesh) if page else None,
+        note=noted(access, opened), load=page.load_command(bucket.name if bucket else folder, mesh) if page else None,
     )  # fmt: skip
     summary = summed_up(summary, files, part, dealt)
     task = new.task | task_of(opened, options)

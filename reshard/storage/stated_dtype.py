@@ -1,0 +1,50 @@
+"""The dtype that a given ``config.json`` says: that of the weights that it is given for.
+
+A training run may hold a model in another dtype than the published one, whose ``config.json`` belongs to it otherwise.
+Loaders take the dtype of config.json, and would round the weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from formats.files.safetensors import TensorInfo
+
+NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""The dtypes of weights that are not quantized, as config.json calls them."""
+_KEYS = ("dtype", "torch_dtype")
+
+
+def dtype_of(held: Iterable[Mapping[str, TensorInfo]]) -> str | None:
+    """What config.json calls the dtype of the most elements; None if they are quantized, or if there are none."""
+    counts = Counter[str]()
+    for tensors in held:
+        for info in tensors.values():
+            counts[info.dtype] += math.prod(info.shape)
+    found = counts.most_common(1)
+    return NAMES.get(found[0][0]) if found else None
+
+
+def with_dtype(config: Mapping[str, Any], section: Iterable[str], dtype: str | None) -> tuple[dict[str, Any], set[str]]:
+    """The config that says this dtype wherever it says one, at its top and on the way to the language model's section.
+
+    Returns what it said instead, too: nothing if it said the same, or none.
+    """
+    found, others = copy.deepcopy(dict(config)), set[str]()
+    for part in _parts(found, section):
+        for key in _KEYS:
+            if dtype is not None and part.get(key) in {*NAMES.values()} - {dtype}:
+                others.add(part[key])
+                part[key] = dtype
+    return found, others
+
+
+def _parts(config: dict[str, Any], section: Iterable[str]) -> Iterator[dict[str, Any]]:
+    yield config
+    for key in section:
+        config = config[key]
+        yield config

@@ -106,7 +106,7 @@ def test_to_hugging_face(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert raw(tmp_path / "hf2") == raw(folder / "hf")
     done = command("split", folder / "dcp", tmp_path / "hf3", "--as", "huggingface", "--tp", "2")
-    assert "'huggingface' is one full checkpoint" in done.stderr
+    assert "'huggingface', which is one full checkpoint" in done.stderr
 
 
 def test_without_a_config_the_hint_says_what_to_give(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from formats.notation.axes import Shape
 from formats.quantization.companions import is_of_activations
 from reshard.planning.model import BoundTensor, Kind, Model
 from reshard.planning.required import lines_of, outermost
+from reshard.planning.sizes import check_members
 
 At = tuple[int, ...]
 """The indices in a name, outermost first."""
@@ -177,6 +178,7 @@ class Present:
         if (stack, outer) not in self._known:
             axis, indices = _axes(stack)[-1], dict(zip(_axes(stack), outer, strict=False))
             counts = self.sizes.count(axis, indices, without=_further), self.sizes.count(axis, indices)
+            check_members(axis, counts[1], len(self.model.tensors))
             self._known[stack, outer] = counts
         return self._known[stack, outer]
 

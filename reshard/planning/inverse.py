@@ -14,7 +14,7 @@ from formats.notation.architecture import Architecture
 from formats.notation.components import components
 from formats.notation.rewrites import Line, Page, Pattern
 from formats.notation.unfused_experts import by_name
-from reshard.planning.sizes import AxisSizes
+from reshard.planning.sizes import AxisSizes, check_members
 
 
 class Origins:
@@ -148,7 +148,9 @@ class Origins:
         if not self._is_known(first):
             return None
         *_, axis = self._architecture.index_places(first)
-        return self._sizes.counts.get(axis)
+        count = self._sizes.counts.get(axis)
+        check_members(axis, count, len(self._there))
+        return count
 
     def _is_same_line(self, name: str, other: str) -> bool:
         """Whether two names are spellings of one: they differ in a prefix of the architecture's."""

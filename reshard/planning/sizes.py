@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from formats.documents import LARGEST
-from formats.errors import NotationError, PlanError, brief
+from formats.errors import CheckpointError, NotationError, PlanError, brief
 from formats.notation.architecture import Architecture, Match, Rule
 from formats.notation.expressions import Expression
 from formats.quantization.companions import Scheme
@@ -15,6 +15,22 @@ from formats.quantization.methods import scheme_of
 
 _DEEPEST, _MOST_STEPS = 30, 10_000
 """Limits for sizes that refer to others: the length of a chain, and all look-ups. Built-in plans need 2 and 43."""
+
+
+FEW = 10_000
+"""So many more layers or experts than tensors a config.json may speak of: some tensors have all of them."""
+
+
+def check_members(axis: str, count: int | None, tensors: int) -> None:
+    """Raise CheckpointError for a count of layers or experts that so many tensors cannot be of.
+
+    What follows takes time and memory for each of them, and a number in config.json costs nothing.
+    """
+    if count is not None and count > tensors + FEW:
+        raise CheckpointError(
+            f"config.json: '{axis}' is {count:,}, and there are {tensors:,} tensors",
+            "it is not the config.json of these tensors, or is damaged",
+        )
 
 
 class AxisSizes:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from formats.documents import read_config
 from formats.errors import CheckpointError, MismatchError, PlanError, ReshardError, listed
-from formats.files.checkpoint import open_checkpoint
+from formats.files.checkpoint import Checkpoint, open_checkpoint
 from formats.files.dcp import is_distributed, read_distributed
 from formats.files.foreign import is_adapter, refuse_foreign
 from formats.files.safetensors import Header, TensorInfo, parse_header, read_header
@@ -121,10 +121,10 @@ def _full(path: Path) -> Report:
     report.format = "safetensors" if all(file.header for file in checkpoint.files) else "PyTorch .bin"
     _count(report, checkpoint.tensors.values())
     file = checkpoint.files[0]
-    if file.header is not None:
+    if file.header is not None and METADATA_KEY in file.metadata:
         _take_shard(report, parse_header(file.header, file.path, None), file.path)
     if report.rank is None:
-        _check_whole(report)
+        _check_whole(report, checkpoint)
     return report
 
 
@@ -304,12 +304,15 @@ def _count_full(report: Report, manifest: Manifest | None, ranks: Mapping[int, l
     report.tensors = max((len(tensors) for tensors in ranks.values()), default=0)
 
 
-def _check_whole(report: Report) -> Source | None:
-    """Make the checks that a split or a merge makes before it moves a byte; what was opened, if that went well."""
+def _check_whole(report: Report, checkpoint: Checkpoint | None = None) -> Source | None:
+    """Make the checks that a split or a merge makes before it moves a byte; what was opened, if that went well.
+
+    A full ``checkpoint`` that is open already is not read a second time.
+    """
     from reshard.storage.opening import open_source
 
     try:
-        source = open_source(report.path)
+        source = open_source(report.path, checkpoint=checkpoint)
     except PlanError:
         return None  # no rules for it (any more): nothing is missing, it needs --plan
     except (CheckpointError, MismatchError) as error:

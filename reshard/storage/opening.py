@@ -51,11 +51,12 @@ def open_source(
     commit: str | None = None,
     plan_file: Path | None = None,
     config: Path | None = None,
+    checkpoint: Checkpoint | None = None,
 ) -> Source:
     """Open a full or a split checkpoint and bind it to its architecture, or to the user's plan file.
 
-    ``config`` is a folder with the config.json of what another program stores, and what else belongs to it. Raises
-    CheckpointError, MismatchError and PlanError.
+    ``config`` is a folder with the config.json of what another program stores, and what else belongs to it;
+    ``checkpoint`` the full checkpoint, if it is open already. Raises CheckpointError, MismatchError and PlanError.
     """
     where = location or os.path.realpath(path)
     if unfinished_command(path) is not None:
@@ -69,7 +70,8 @@ def open_source(
     if manifest is None and not has_usual_weights(path) and (found := pages_for(path)):
         return open_program(Folder(path, where, stamps, None, config, plan_file), found)
     is_adapter = has_adapter(path)
-    checkpoint = open_adapter(path, config) if is_adapter else open_checkpoint(path)
+    if checkpoint is None:
+        checkpoint = open_adapter(path, config) if is_adapter else open_checkpoint(path)
     architecture = load_architecture(plan_file) if plan_file else find_architecture(checkpoint.config, path)
     tensors = _with_aliases(checkpoint)
     full = _full_tensors(tensors)

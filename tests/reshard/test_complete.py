@@ -269,3 +269,31 @@ def test_nothing_is_missing_from_models_at_their_real_size(name: str) -> None:
     (listed,) = (listed for listed in MODELS if listed.name == name)
     config = read_config(listed.config)
     assert list(missing(bound_model(config, published_tensors(listed, config)[0]))) == []
+
+
+def test_a_config_of_more_layers_than_tensors_is_refused_at_once(tmp_path: Path) -> None:
+    """A number in config.json costs nothing: what it makes of time and memory is bounded by the tensors."""
+    config = MIXTRAL | {"num_hidden_layers": 2_000_000_000}
+    written(tmp_path / "model", config, mixtral_tensors())
+    with pytest.raises(CheckpointError, match=r"config\.json: 'layer' is 2,000,000,000, and there are 96 tensors"):
+        open_source(tmp_path / "model")
+    report = inspect(tmp_path / "model")
+    assert [problem.partition(": '")[0] for problem in report.problems] == ["config.json"]
+
+
+def test_a_config_of_other_experts_than_a_program_stores_is_refused_at_once(tmp_path: Path) -> None:
+    written(tmp_path / "model", MIXTRAL, mixtral_tensors())
+    split(tmp_path / "model", tmp_path / "vllm", form="vllm")
+    (tmp_path / "vllm/reshard.json").unlink()
+    (tmp_path / "vllm/config.json").write_text(json.dumps(MIXTRAL | {"num_local_experts": 2_000_000_000}))
+    with pytest.raises(CheckpointError, match=r"config\.json|is none that the format"):
+        open_source(tmp_path / "vllm")
+
+
+def test_inspect_reads_a_header_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from formats.files import safetensors
+
+    read, plain = [], safetensors._read_entries
+    monkeypatch.setattr(safetensors, "_read_entries", lambda *given: read.append(1) or plain(*given))
+    assert inspect(write_checkpoint(tmp_path / "model")).complete
+    assert len(read) == 1

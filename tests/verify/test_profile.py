@@ -17,6 +17,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+from formats.errors import CheckpointError
 from formats.mesh import mesh_of
 from reshard.planning.plan import plan_of
 from reshard.planning.totals import all_reduces
@@ -513,3 +514,9 @@ def test_predicted_degrees_are_recommended_only_if_no_other_fits() -> None:
     full = [*(replace(row, capacity=9) for row in known[:2]), known[2]]
     found = recommend(full)
     assert found.tp == 4 and "by prediction alone" in found.reason
+
+
+def test_a_config_of_too_many_layers_is_refused_before_a_model_is_made(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 2_000_000_000}))
+    with pytest.raises(CheckpointError, match=r"config\.json: 'layer' is 2,000,000,000"):
+        skeleton(tmp_path)

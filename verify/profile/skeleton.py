@@ -22,6 +22,7 @@ from formats.quantization.settings import without_quantization
 from formats.transformers_modules import concrete_class, model_class, settings_of
 from reshard.planning.binding import bind
 from reshard.planning.model import FullTensor, Model
+from reshard.planning.sizes import AxisSizes, check_members
 from verify.rank.loading import quiet_transformers
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -39,6 +40,8 @@ def skeleton(folder: Path, dtype: str | None = None, plan_file: Path | None = No
     plain = {**_plain(config, name), "dtype": name}
     architecture = load_architecture(plan_file) if plan_file else find_architecture(plain, folder)
     _check_one_stack(plain)
+    for axis, count in AxisSizes(architecture, plain, {}).counts.items():
+        check_members(axis, count, 0)  # transformers makes a module of each
     tensors = [FullTensor(key, DTYPES[name], shape, "config.json") for key, shape in _shapes(plain).items()]
     return bind(architecture, plain, tensors)
 

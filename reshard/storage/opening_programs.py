@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from formats.documents import json_bytes
-from formats.errors import ReshardError
+from formats.errors import CheckpointError, ReshardError
 from formats.files.boxes import At
 from formats.files.checkpoint import (
     read_weights,
@@ -40,6 +41,7 @@ from reshard.planning.completeness import check_complete
 from reshard.planning.model import Model
 from reshard.planning.plan import Plan
 from reshard.planning.program_plan import program_plan
+from reshard.planning.sizes import FEW
 from reshard.planning.stored import Boxes
 from reshard.storage.distributed_source import Affix, Training
 from reshard.storage.program_source import (
@@ -285,7 +287,24 @@ def _bound(
         names = {tensor.name for tensor in full}
         full += [tensor for tensor in kept_tensors(folder.path / KEPT) if tensor.name not in names]
     known = folder.manifest.identity.sizes if folder.manifest else inferred_sizes(architecture, config, held)
-    return bind(architecture, config, full, known=known)
+    model = bind(architecture, config, full, known=known)
+    _check_extent(model, held)
+    return model
+
+
+def _check_extent(model: Model, held: Sequence[Mapping[str, TensorInfo]]) -> None:
+    """Raise CheckpointError if config.json makes much more of a tensor than all that is stored."""
+    stored = sum(math.prod(info.shape) for rank in held for info in rank.values())
+    for kind in model.kinds:
+        if math.prod(kind.shape) > _MARGIN * stored + FEW:
+            raise CheckpointError(
+                f"config.json: '{kind.name}' has the shape {list(kind.shape)} by it, and {stored:,} numbers are stored",
+                "it is not the config.json of these tensors, or is damaged",
+            )
+
+
+_MARGIN = 64
+"""A program may store so many numbers of a tensor in one: several bits of an integer."""
 
 
 def is_of_programs(path: Path) -> bool:

@@ -297,3 +297,13 @@ def test_inspect_reads_a_header_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(safetensors, "_read_entries", lambda *given: read.append(1) or plain(*given))
     assert inspect(write_checkpoint(tmp_path / "model")).complete
     assert len(read) == 1
+
+
+def test_a_config_of_more_experts_than_numbers_are_stored_is_refused_at_once(tmp_path: Path) -> None:
+    """Where experts are one tensor of Hugging Face's, and one each in another program."""
+    split(zoo.save("gpt_oss", tmp_path / "model"), tmp_path / "vllm", form="vllm")
+    (tmp_path / "vllm/reshard.json").unlink()
+    config = json.loads((tmp_path / "vllm/config.json").read_text())
+    (tmp_path / "vllm/config.json").write_text(json.dumps(config | {"num_local_experts": 2_000_000_000}))
+    with pytest.raises(CheckpointError, match=r"config\.json|is none that the format"):
+        open_source(tmp_path / "vllm")

@@ -283,9 +283,10 @@ def _bound(
     """The model whose tensors these are: those that the manifest says, or that the names in the files stand for."""
     full = full_tensors(folder.manifest)
     if full is None:
-        full = inferred_tensors(page, architecture, config, held)
-        names = {tensor.name for tensor in full}
-        full += [tensor for tensor in kept_tensors(folder.path / KEPT) if tensor.name not in names]
+        kept = {tensor.name: tensor for tensor in kept_tensors(folder.path / KEPT)}
+        inferred = inferred_tensors(page, architecture, config, held)
+        # What is kept has the dtype of the original; what a program computes from it may have another.
+        full = [kept.pop(tensor.name, tensor) for tensor in inferred] + [*kept.values()]
     known = folder.manifest.identity.sizes if folder.manifest else inferred_sizes(architecture, config, held)
     model = bind(architecture, config, full, known=known)
     _check_extent(model, held)

@@ -13,6 +13,7 @@ import pytest
 from formats.errors import CheckpointError, MismatchError
 from formats.files.safetensors import build_header, read_header
 from reshard.api import merge, split
+from tests import store
 from tests.programs.oracles import ORACLES, checkpoint, module, problem
 from tests.support import contents
 
@@ -124,6 +125,18 @@ def test_what_a_program_does_not_store_is_kept_for_the_way_back(tmp_path: Path) 
         merge(tmp_path / form, tmp_path / "merged", overwrite=True)
         assert _weights(tmp_path / "merged") == _weights(plain)
         shutil.rmtree(tmp_path / "merged")
+
+
+@pytest.mark.parametrize("model", ["mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"])
+def test_what_is_kept_has_the_originals_dtype(model: str, tmp_path: Path) -> None:
+    """vLLM holds -exp(A_log) in F32, whatever A_log is in; without the manifest, the file beside the shards says it."""
+    original = store.checkpoint(model, "bfloat16")
+    split(original, tmp_path / "vllm", 2, form="vllm")
+    (tmp_path / "vllm" / "reshard.json").unlink()
+    split(tmp_path / "vllm", tmp_path / "own", 2)
+    for shards in ("vllm", "own"):
+        merge(tmp_path / shards, tmp_path / "merged", overwrite=True)
+        assert _weights(tmp_path / "merged") == _weights(original)
 
 
 def test_files_of_another_rank_or_another_split_are_refused(tmp_path: Path) -> None:

@@ -48,10 +48,18 @@ _KINDS: Sequence[tuple[str, Foreign]] = (
         ),
     ),
     (
+        r"(iter_\d+|release)/(mp_rank_\d+(_\d+)*/model_optim_rng\.pt|\.metadata)",
+        Foreign(
+            "a folder of Megatron-LM's checkpoints ({}) without latest_checkpointed_iteration.txt, which names one",
+            "give the folder of one of them (iter_… or release), or bring the file back",
+        ),
+    ),
+    (
         r"latest_checkpointed_iteration\.txt|(iter_\d+/|release/)?(mp_rank_\d+(_\d+)*/.*|common\.pt)|iter_\d+/.*",
         Foreign(
-            "a checkpoint of Megatron-LM ({})",
-            "export it to Hugging Face's format first (Megatron Bridge: AutoBridge.export_ckpt)",
+            "an unfinished checkpoint of Megatron-LM ({}): the save ended before the weights were complete",
+            "give an earlier iteration; or fetch the rest of this one: .metadata and the .distcp files, or "
+            "mp_rank_*/model_optim_rng.pt",
         ),
     ),
     (

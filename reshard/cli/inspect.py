@@ -82,7 +82,8 @@ def _pairs(report: Report) -> list[tuple[str, str]]:
         pairs.append(("source", report.source + (f" at {report.commit}" if report.commit else "")))
     pairs.append(("complete", "yes" if report.complete else "no"))
     pairs += [("problem", problem) for problem in report.problems]
-    if report.hint and not report.complete:
+    pairs += [("refused", report.refused)] if report.refused else []
+    if report.hint and (report.refused or not report.complete):
         pairs.append(("hint", report.hint))
     return pairs
 
@@ -117,5 +118,6 @@ def _document(report: Report, path: str) -> dict[str, Any]:
         "commit": report.commit,
         "complete": report.complete,
         "problems": report.problems,
+        "refused": report.refused,
         "hint": report.hint,
     }

@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from formats.documents import read_config
-from formats.errors import CheckpointError, MismatchError, PlanError, ReshardError, listed
-from formats.files.checkpoint import Checkpoint, open_checkpoint
+from formats.errors import CheckpointError, PlanError, ReshardError, listed
+from formats.files.checkpoint import ADAPTER, Checkpoint, has_adapter, open_adapter, open_checkpoint
 from formats.files.dcp import is_distributed, read_distributed
 from formats.files.foreign import is_adapter, refuse_foreign
 from formats.files.safetensors import Header, TensorInfo, parse_header, read_header
@@ -48,7 +48,8 @@ class Report:
     ``nbytes``: the size of the weight files. ``parameters`` and ``dtypes`` count the elements of the full model; with
     ``counts_ranks`` those of all ranks, because a split checkpoint does not say what the full model was. ``loaded_by``:
     the program whose format it is, ``load``: the command that loads it; ``has_manifest``: whether reshard wrote it. All
-    three are None for reshard's own format. ``problems``: why it is not complete.
+    three are None for reshard's own format. ``problems``: why it is not complete, or cannot be what it says it is.
+    ``refused``: why split asks for more than the folder, though nothing is missing in it.
     """
 
     path: Path
@@ -72,6 +73,7 @@ class Report:
     load: str | None = None
     has_manifest: bool | None = None
     problems: list[str] = field(default_factory=list)
+    refused: str | None = None
     hint: str | None = None
 
     @property
@@ -102,7 +104,7 @@ def inspect(path: Path) -> Report:
         return _program(path, pages)
     if is_sharded(path):
         return _split(path)
-    return _full(path)
+    return _adapter(path) if has_adapter(path) else _full(path)
 
 
 # ----------------------------------------------------------------------------------------------------- full, or a file
@@ -125,6 +127,23 @@ def _full(path: Path) -> Report:
         _take_shard(report, parse_header(file.header, file.path, None), file.path)
     if report.rank is None:
         _check_whole(report, checkpoint)
+    return report
+
+
+def _adapter(path: Path) -> Report:
+    """The report on a PEFT adapter, which is split by the config of the model that it changes."""
+    report = Report(path, "PEFT adapter", "safetensors", files=1, nbytes=(path / ADAPTER).stat().st_size)
+    try:
+        _count(report, read_header(path / ADAPTER).tensors.values())
+    except CheckpointError as error:
+        report.problems, report.hint = [error.message], error.hint
+        return report
+    try:
+        _take_type(report, open_adapter(path, None).config)
+    except CheckpointError as error:  # nothing is missing in the folder
+        report.refused, report.hint = error.message, error.hint
+        return report
+    _check_whole(report)
     return report
 
 
@@ -313,10 +332,10 @@ def _check_whole(report: Report, checkpoint: Checkpoint | None = None) -> Source
 
     try:
         source = open_source(report.path, checkpoint=checkpoint)
-    except PlanError:
-        return None  # no rules for it (any more): nothing is missing, it needs --plan
-    except (CheckpointError, MismatchError) as error:
-        report.problems.append(error.message)
+    except ReshardError as error:
+        needs_rules = isinstance(error, PlanError) and report.architecture is None
+        report.refused = error.message if needs_rules else None  # nothing is missing, it needs --plan
+        report.problems += [] if needs_rules else [error.message]
         report.hint = error.hint
         return None
     if report.counts_ranks:
@@ -386,7 +405,10 @@ def _distributed(report: Report, manifest: Manifest | None, pages: Sequence[Page
         return report
     report.files, report.nbytes = len(found.files), sum(found.files.values())
     _count(report, (TensorInfo(of.name, of.dtype, of.shape, report.path, 0, 0) for of in found.tensors.values()))
-    if (report.path / "config.json").is_file():
+    if not (report.path / "config.json").is_file():
+        report.refused = "no config.json is there, which split and merge need"
+        report.hint = "give them a folder that has the model's config.json, and its tokenizer, with --config DIR"
+    else:
         source = _check_whole(report)
         if source is not None and source.page is not None:
             report.format, report.loaded_by = source.page.name, source.page.loaded_by
@@ -452,6 +474,10 @@ def _take_config(report: Report, folder: Path) -> None:
         config = read_config(folder / "config.json")
     except CheckpointError:  # whoever opens the checkpoint says so
         config = {}
+    _take_type(report, config)
+
+
+def _take_type(report: Report, config: Mapping[str, Any]) -> None:
     model_type = config.get("model_type")
     report.model_type = model_type if isinstance(model_type, str) else None
     known = built_in_file(config)

@@ -30,8 +30,10 @@ def folder(path: Path, *names: str) -> Path:
         (["adapter_config.json", "adapter_model.bin", "config.json"], "a PEFT adapter", "merge_and_unload"),
         (["model_index.json", "unet/diffusion_pytorch_model.safetensors"], "a diffusers pipeline", "text_encoder"),
         (["model-Q4_K_M.gguf", "config.json"], "GGUF, the format of llama.cpp", "safetensors checkpoint"),
-        (["iter_0000100/mp_rank_00_001/model_rng.pt"], "Megatron-LM", "AutoBridge"),
-        (["iter_0000100/.metadata", "iter_0000100/common.pt", "iter_0000100/0.distcp"], "Megatron-LM", "AutoBridge"),
+        (["iter_0000100/mp_rank_00_001/model_rng.pt"], "an unfinished checkpoint of Megatron-LM", "earlier iteration"),
+        (["common.pt"], "an unfinished checkpoint of Megatron-LM", "the rest of this one: .metadata"),
+        (["iter_0000100/.metadata", "iter_0000100/common.pt"], "a folder of Megatron-LM's", "give the folder"),
+        (["release/mp_rank_00/model_optim_rng.pt"], "without latest_checkpointed_iteration.txt", "give the folder"),
         (["fsdp_0/.metadata", "fsdp_0/__0_0.distcp"], "distributed checkpoint", "that holds .metadata"),
         (["latest", "zero_to_fp32.py", "global_step9/mp_rank_00_model_states.pt"], "DeepSpeed", "zero_to_fp32.py"),
         (["global_step9/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"], "DeepSpeed", "zero_to_fp32.py"),
@@ -41,9 +43,9 @@ def folder(path: Path, *names: str) -> Path:
 def test_it_is_named(tmp_path: Path, names: list[str], what: str, hint: str) -> None:
     path = folder(tmp_path / "model", *names)
     for command in (plan, inspect):
-        if command is inspect and names[-1].endswith("00002.bin"):
+        if command is inspect and names[-1].endswith(("00002.bin", "adapter_model.safetensors")):
             report = inspect(path)
-            assert what in report.problems[0] and hint in str(report.hint)
+            assert report.kind == what.removeprefix("a ") or (what in report.problems[0] and hint in str(report.hint))
             continue
         with pytest.raises(CheckpointError) as error:
             command(path)

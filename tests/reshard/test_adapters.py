@@ -11,7 +11,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from formats.errors import CheckpointError, PlanError
+from formats.files.safetensors import read_header
 from reshard.api import Access, merge, split
+from reshard.storage.inspect import inspect
 from tests import store
 from tests.support import LLAMA, command, contents, write_checkpoint
 
@@ -134,6 +136,21 @@ def test_what_is_refused(tmp_path: Path) -> None:
         split(wrong, tmp_path / "out", 2, access=Access(config=base))
     local = adapter(tmp_path / "local", {"base_model_name_or_path": str(base)})
     split(local, tmp_path / "out", 2)
+
+
+def test_inspect_says_what_split_would_say(tmp_path: Path) -> None:
+    base, source = write_checkpoint(tmp_path / "base"), adapter(tmp_path / "adapter")
+    done = command("inspect", source)
+    assert done.returncode == 0 and "PEFT adapter" in done.stdout and "merge it into its base" not in done.stdout
+    assert "there is no config.json of the model that it changes" in done.stdout and "--config DIR" in done.stdout
+    local = adapter(tmp_path / "local", {"base_model_name_or_path": str(base)})
+    found = inspect(local)
+    assert (found.kind, found.model_type, found.refused, found.complete) == ("PEFT adapter", "llama", None, True)
+    assert found.tensors == len(read_header(local / "adapter_model.safetensors").tensors)
+    wrong = adapter(tmp_path / "wrong", {"r": 3, "base_model_name_or_path": str(base)})
+    assert not inspect(wrong).complete
+    (source / "adapter_model.safetensors").write_bytes(b"{}")
+    assert not inspect(source).complete
 
 
 @pytest.mark.parametrize("degrees", [{"tp": 2}, {"tp": 1, "ep": 2}, {"tp": 2, "ep": 2}])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.models import MODELS, bound_model, published_tensors, read_config
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, ReshardError
 from reshard.api import Access, merge, plan, split
 from reshard.cli.commands import main
 from reshard.planning.completeness import missing
@@ -20,6 +20,7 @@ from reshard.storage.opening import open_source
 from tests import remote, zoo
 from tests.reshard.test_remote import saved
 from tests.support import LLAMA, Tensor, llama_tensors, write_checkpoint, write_file
+from tests.support import command as run
 
 MIXTRAL: dict[str, Any] = {
     "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_size": 8, "intermediate_size": 4,
@@ -307,3 +308,35 @@ def test_a_config_of_more_experts_than_numbers_are_stored_is_refused_at_once(tmp
     (tmp_path / "vllm/config.json").write_text(json.dumps(config | {"num_local_experts": 2_000_000_000}))
     with pytest.raises(CheckpointError, match=r"config\.json|is none that the format"):
         open_source(tmp_path / "vllm")
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"hidden_size": 24}, {"hidden_size": "16"}, {"num_attention_heads": 3}, {"num_hidden_layers": 2},
+        {"num_hidden_layers": 9}, {"vocab_size": 99}, {"intermediate_size": 23},
+    ],
+)  # fmt: skip
+def test_inspect_calls_nothing_complete_that_split_refuses(setting: dict[str, Any], tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source")
+    assert inspect(source).complete
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | setting))
+    with pytest.raises(ReshardError) as refusal:
+        split(source, tmp_path / "out", 1)
+    assert inspect(source).problems == [refusal.value.message]
+
+
+def test_inspect_says_that_rules_are_needed(tmp_path: Path) -> None:
+    """Nothing is missing, and split takes it with --plan."""
+    source = write_checkpoint(tmp_path / "source", config=LLAMA | {"model_type": "nobody_knows"})
+    done = run("inspect", source)
+    assert done.returncode == 0 and "unknown model_type 'nobody_knows'" in done.stdout
+
+
+def test_inspect_says_that_a_config_is_needed(tmp_path: Path) -> None:
+    split(write_checkpoint(tmp_path / "source"), tmp_path / "out", form="dcp")
+    for name in ("config.json", "reshard.json"):
+        (tmp_path / "out" / name).unlink()
+    done = run("inspect", tmp_path / "out")
+    assert done.returncode == 0 and "no config.json is there" in done.stdout and "--config DIR" in done.stdout

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, PlanError
 from formats.notation.architecture import Architecture
 from formats.notation.components import components
 from formats.notation.rewrites import Line, Page, Pattern
@@ -160,10 +160,16 @@ class Origins:
         return (one.template, one.indices) == (two.template, two.indices)
 
     def _is_known(self, name: str) -> bool:
+        if self._architecture.match(name) is not None:
+            return True
         module, _, leaf = name.rpartition(".")
-        return self._architecture.match(name) is not None or (
-            leaf != "weight" and self._architecture.match(f"{module}.weight") is not None
-        )
+        if leaf != "weight" and self._architecture.match(f"{module}.weight") is not None:
+            return True
+        try:
+            belonging = self._sizes.scheme.companion(name)
+        except PlanError:  # of a method that cannot be split: whoever binds it says so
+            return True
+        return belonging is not None and self._architecture.match(belonging.weight) is not None
 
     def _general(self, name: str) -> str:
         """A name with the architecture's names of its indices, as in its lines."""

@@ -18,12 +18,12 @@ from reshard.engine.jobs import Job, TargetPlace
 from reshard.engine.regrid import Regrid
 from reshard.engine.restate import Restate
 from reshard.engine.transfer import Change, Transfer, Way
-from reshard.planning.arrangement import Arrangement, permuted, same_atoms
+from reshard.planning.arrangement import Arrangement, arrangement_of, permuted, same_atoms
 from reshard.planning.boxes import InBoxes
 from reshard.planning.common_dimensions import Between, Groups, in_common
 from reshard.planning.geometry import Geometry
 from reshard.planning.plan import Layout, make_plan
-from reshard.planning.portions import Portion, in_parts_of, unchanged
+from reshard.planning.portions import Portion
 from reshard.planning.stored import Atom, Placed
 from reshard.storage.source import KEPT, UNSPLIT, Places, Source, SourcePlace
 
@@ -205,8 +205,7 @@ class _Kept:
     def _whole(self) -> Arrangement:
         """All tensors as Hugging Face has them, on one rank, in the parts of the target's."""
         plan = make_plan(self._target.plan.model, UNSPLIT, padding={})
-        own, other = unchanged(plan.model), self._target.taken
-        return Arrangement(plan, {kind: in_parts_of(plan.model, kind, own[kind], other[kind]) for kind in own})
+        return same_atoms(arrangement_of(plan, None), self._target)[0]
 
     @property
     def atoms(self) -> Mapping[Atom, Placed]:

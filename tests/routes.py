@@ -34,7 +34,7 @@ from tests import zoo
 from tests.dequantize import METHODS
 from tests.programs.quantized import make
 from tests.reshard.test_quantized import checkpoint
-from tests.support import contents
+from tests.support import LLAMA, contents, write_checkpoint
 from verify.bytes.exact import verify_exact
 
 ONE = Options(workers=1, fsync=False)
@@ -57,8 +57,16 @@ def _method(name: str, packing: str) -> Callable[[Path], Path]:
     return lambda folder: checkpoint(folder, METHODS[name], packing)[0]
 
 
+def _grouped(folder: Path) -> Path:
+    """A Llama whose heads are all of the hidden size, with two query heads for each KV head: Meta's and torchtitan's
+    forms are of it, too."""
+    config = LLAMA | {"hidden_size": 64, "num_attention_heads": 8, "head_dim": 8, "num_key_value_heads": 4}
+    return write_checkpoint(folder, config=config | {"intermediate_size": 96, "vocab_size": 64, "dtype": "bfloat16"})
+
+
 SOURCES: Mapping[str, Callable[[Path], Path]] = {
     "plain": _zoo("llama"),
+    "kv-block": _grouped,
     "tied": _zoo("llama-tied"),
     "kv-6": _zoo("llama-6kv"),
     "packed": _zoo("phi3"),

@@ -458,7 +458,11 @@ def inferred_tensors(
     """The tensors of the original, as far as the names of stored ones say. Raises CheckpointError."""
     stored = {name: info for rank in reversed(ranks) for name, info in rank.items()}
     found = origins_of(page, architecture, config).of(stored)
-    return [FullTensor(name, stored[of].dtype, None, stored[of].file.name) for name, of in found.items()]
+    kept = {name for name in found if page.keep and not any(line.target.match(name) for line in page.lines)}
+    return [
+        FullTensor(name, stored[of].dtype, None, stored[of].file.name, stored[of].shape if name in kept else None)
+        for name, of in found.items()
+    ]
 
 
 def kept_tensors(path: Path) -> list[FullTensor]:

@@ -20,10 +20,12 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from formats.errors import MismatchError, ReshardError
 from formats.files.safetensors import read_header
@@ -109,7 +111,7 @@ FORMS: Mapping[str, dict[str, Any]] = {
             ("transformers", 2), ("vllm", 1), ("vllm", 2), ("vllm", 4), ("vllm-0.23", 2),
         ]
     },
-    "vllm-ep2": {"ep": 2, "form": "vllm"},
+    "vllm-ep2": {"tp": 2, "ep": 2, "same_ranks": True, "form": "vllm"},
     "vllm-pp2": {"pp": 2, "form": "vllm"},
     "megatron-legacy-pp2": {"pp": 2, "form": "megatron-legacy"},
 }  # fmt: skip
@@ -207,7 +209,8 @@ class Walk:
             merge(out, merged, options=ONE)
             if exact:
                 return _difference(contents(original), contents(merged))
-            wanted, found = tensors(original), tensors(merged)
+            found = tensors(merged)
+            wanted = tensors(original, {name for name, data in found.items() if data.startswith(b"F32 ")})
             tied = {*wanted.values()}  # a tied table may be there twice, as the format has it
             return _difference(
                 wanted, {name: data for name, data in found.items() if name in wanted or data not in tied}
@@ -238,14 +241,16 @@ def weights(folder: Path) -> dict[str, bytes]:
     }
 
 
-def tensors(folder: Path) -> dict[str, bytes]:
-    """The tensors of a full checkpoint: dtype, shape and bytes."""
+def tensors(folder: Path, widened: Container[str] = ()) -> dict[str, bytes]:
+    """The tensors of a full checkpoint: dtype, shape and bytes; those in BF16 that are ``widened``, as F32."""
     found = {}
     for file in folder.glob("*.safetensors"):
         data = file.read_bytes()
         for info in read_header(file).tensors.values():
-            head = f"{info.dtype} {info.shape} ".encode()
-            found[info.name] = head + data[info.offset : info.offset + info.nbytes]
+            dtype, content = info.dtype, data[info.offset : info.offset + info.nbytes]
+            if dtype == "BF16" and info.name in widened:
+                dtype, content = "F32", (np.frombuffer(content, "<u2").astype("<u4") << 16).tobytes()
+            found[info.name] = f"{dtype} {info.shape} ".encode() + content
     return found
 
 

@@ -450,6 +450,11 @@ def program_mesh(
     """
     if page.same_ranks and ep == 1 and tp > 1 and model.expert_axes:
         ep, same_ranks = tp, True
+    if ep > 1 and not same_ranks and not page.boxes and page.files_ep is None:
+        raise PlanError(
+            f"--ep {ep} is not possible with the format '{page.name}': its files have the numbers of --tp alone",
+            f"--tp {ep} --ep {ep} --same-ranks divides experts over the ranks of --tp",
+        )
     if pp > 1 and page.files_pp is None:
         raise PlanError(f"--pp {pp} is not possible with the format '{page.name}': its ranks have all layers")
     return mesh_of(tp, ep, same_ranks, pp, pp_layers)

@@ -40,7 +40,7 @@ def prove(
     ``shards`` may be a report that says why they cannot be opened. ``crew``: this process is one of the ranks that a
     launcher started; the first of them compares the bytes. Raises ReshardError for what cannot be checked.
     """
-    answer.plan = _own_plan(original, shards, plan_file)
+    answer.plan = None if original.is_split else _own_plan(original, shards, plan_file)  # it will be refused
     is_first = crew is None or crew.is_first
     can_run = is_first and _compare_bytes(answer, original, shards, display)
     is_wanted = can_run and answer.wants_forward

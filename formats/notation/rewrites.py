@@ -23,7 +23,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from formats.errors import NotationError, PlanError, brief
+from formats.errors import NotationError, PlanError, brief, nearest
 from formats.mesh import Mesh
 from formats.notation.expressions import Expression, read_expression
 
@@ -442,20 +442,24 @@ READ: dict[str, Page] = {}
 
 def pages() -> Mapping[str, Page]:
     """The formats of programs, by name."""
-    return {name: page_of(name) for name in _names()}
+    return {name: page_of(name) for name in page_names()}
 
 
 def page_of(name: str) -> Page:
     """The format of a name. Raises PlanError."""
     if name not in READ:
-        if name not in _names():
-            raise PlanError(f"'{name}' is no format that is written here", f"known formats: {', '.join(_names())}")
+        if name not in page_names():
+            known = f"known formats: {', '.join(page_names())}"
+            raise PlanError(
+                f"'{name}' is no format that is written here", f"{nearest(name, page_names())} {known}".strip()
+            )
         READ[name] = read_page(PAGES / f"{name}.toml")
     return READ[name]
 
 
 @cache
-def _names() -> Sequence[str]:
+def page_names() -> Sequence[str]:
+    """The names of all formats, sorted."""
     return sorted(path.stem for path in PAGES.glob("*.toml"))
 
 

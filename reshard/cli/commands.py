@@ -13,6 +13,7 @@ from importlib import import_module
 
 import click
 
+from formats.errors import nearest
 from reshard import __version__, check_not_hidden
 from reshard.cli.errors import FAILED, print_error, run_to_exit_code
 from reshard.cli.options import debug_option
@@ -51,6 +52,14 @@ class LazyGroup(click.Group):
         command: click.Command = getattr(import_module(module), attribute)
         command.short_help = help_line
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that the first word names. Raises click.UsageError with the nearest names for any other."""
+        if args and not args[0].startswith("-") and args[0] not in self._lazy:
+            raise click.UsageError(f"No such command '{args[0]}': {nearest(args[0], self._lazy)}".rstrip(": "), ctx)
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The list of commands in ``--help``, from the table alone."""

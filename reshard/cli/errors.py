@@ -115,7 +115,7 @@ def _run(group: click.Group, arguments: Sequence[str], settings: _Settings) -> i
         return code if isinstance(code, int) else DONE
     except click.UsageError as error:
         command = error.ctx.command_path if error.ctx else "reshard"
-        return _fail(error.format_message(), f"see '{command} --help'")
+        return _fail(error.format_message(), f"{_meant(error, arguments)} see '{command} --help'".strip())
     except click.ClickException as error:
         return _fail(error.format_message())
     except ReshardError as error:
@@ -140,6 +140,15 @@ def _run(group: click.Group, arguments: Sequence[str], settings: _Settings) -> i
     except Exception as error:
         hint = None if settings.tracebacks else "run the same command with --debug and report what it shows"
         return _fail(f"internal error: {type(error).__name__}: {error}", hint, traceback=settings.tracebacks)
+
+
+def _meant(error: click.UsageError, arguments: Sequence[str]) -> str:
+    """Which option was meant by one that has a single dash, as other programs have them (``-tp 2``)."""
+    if not isinstance(error, click.NoSuchOption) or error.ctx is None:
+        return ""
+    known = {option for param in error.ctx.command.params for option in param.opts}
+    words = (word.partition("=")[0] for word in arguments if word.startswith(error.option_name))
+    return next((f"did you mean '-{word}'?" for word in words if f"-{word}" in known), "")
 
 
 def _fail(message: str, hint: str | None = None, *, code: int = FAILED, traceback: bool = False) -> int:

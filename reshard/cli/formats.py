@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +12,8 @@ import click
 
 from formats.errors import PlanError
 from reshard.cli.options import (
+    Format,
+    Place,
     access_of,
     config_option,
     debug_option,
@@ -17,16 +22,18 @@ from reshard.cli.options import (
     json_option,
     plan_option,
 )
-from reshard.cli.printing import print_json, print_lines, terminal_width
+from reshard.cli.printing import print_json, print_lines, print_pairs, terminal_width
+from reshard.planning.kept_options import HUGGING_FACE
 from reshard.text import align
 
 if TYPE_CHECKING:
     from formats.notation.rewrites import Page
+    from reshard.storage.source import Source
 
 
 @click.command("formats")
-@click.argument("source", required=False)
-@click.option("--as", "form", metavar="FORMAT", help="This format alone.")
+@click.argument("source", type=Place(), required=False)
+@click.option("--as", "form", type=Format(), metavar="FORMAT", help="This format alone.")
 @plan_option
 @config_option
 @hub_options
@@ -40,9 +47,11 @@ def formats_command(
 
     With SOURCE: whether it can be written in each of them and, if not, which tensor stops it.
     """
-    from formats.notation.rewrites import page_of, pages
+    from formats.notation.rewrites import page_names, page_of, pages
 
-    chosen = [page_of(form)] if form else [*pages().values()]
+    chosen: list[Page | _Own] = [_OWN if form == HUGGING_FACE else page_of(form)] if form else [_OWN, *pages().values()]
+    if source is not None and source in page_names() and not Path(source).exists():
+        raise click.UsageError(f"'{source}' is a format, not a SOURCE: give 'reshard formats --as {source}'")
     if source is None:
         if others := given_options() - {"--as", "--json", "--debug"}:
             raise click.UsageError(f"{min(others)} goes with a SOURCE")
@@ -52,8 +61,8 @@ def formats_command(
     from reshard.storage.fetched import Weights
 
     access = access_of(revision, token, cache_dir, plan_file, config_folder, quiet=as_json)
-    model = open_any(source, access, Weights.HEADERS).model
-    found = {page.name: _obstacle(model, page) for page in chosen}
+    opened = open_any(source, access, Weights.HEADERS)
+    found = {page.name: _obstacle(opened, page) for page in chosen}
     if as_json:
         print_json({"command": "formats", "source": source, "formats": {n: _answer(e) for n, e in found.items()}})
         return
@@ -61,8 +70,27 @@ def formats_command(
     print_lines(*align([("--as", "possible", ""), *rows], right=(), width=None))
 
 
-def _obstacle(model: Any, page: Page) -> PlanError | None:
-    """Why a model cannot be written in a format; None if it can."""
+@dataclass(frozen=True)
+class _Own:
+    """Hugging Face's own form, beside those that have a page."""
+
+    name: str
+    loaded_by: str
+    files: str
+    load: str
+
+
+_OWN = _Own(
+    HUGGING_FACE, "transformers, and all that loads a model of the Hub",
+    "model.safetensors, or model-00001-of-0000N.safetensors", 'AutoModelForCausalLM.from_pretrained("{out}")',
+)  # fmt: skip
+
+
+def _obstacle(source: Source, page: Page | _Own) -> PlanError | None:
+    """Why a source cannot be written in a format; None if it can."""
+    if isinstance(page, _Own):
+        return None if source.is_split else PlanError("it is one full checkpoint already")
+    model = source.model
     from formats.mesh import Mesh
     from reshard.planning.portions import uses_of
     from reshard.planning.program_plan import check_demands
@@ -79,13 +107,25 @@ def _answer(error: PlanError | None) -> dict[str, Any]:
     return {"possible": error is None, "reason": error.message if error else None}
 
 
-def _print_pages(found: list[Page], as_json: bool) -> None:
+def _print_pages(found: Sequence[Page | _Own], as_json: bool) -> None:
     if as_json:
         pages = [{"name": p.name, "loaded_by": p.loaded_by, "files": p.files, "load": p.load} for p in found]
         print_json({"command": "formats", "formats": pages})
         return
-    rows = [("--as", "files", "loaded by"), *((page.name, page.files, page.loaded_by) for page in found)]
+    if len(found) == 1:
+        print_lines(found[0].name)
+        print_pairs(
+            [("loaded by", found[0].loaded_by), ("files", found[0].files), ("load it", _load(found[0].load))], 11
+        )
+        return
+    rows = [("--as", "loaded by", "with"), *((row.name, row.loaded_by, _load(row.load)) for row in found)]
     print_lines(
-        *align(rows, right=(), width=terminal_width()), "",
-        "All of them are read, too. 'reshard formats SOURCE' says which of them SOURCE can be written in.",
+        *align(rows, right=(), width=terminal_width(), elastic=(1, 2)), "",
+        "All of them are read, too. 'reshard formats --as FORMAT' shows one in detail, 'reshard formats SOURCE' says "
+        "which of them SOURCE can be written in.",
     )  # fmt: skip
+
+
+def _load(command: str | None) -> str:
+    """The command that loads a folder, with names in the place of what a split decides."""
+    return re.sub(r"\{(\w+)\}", lambda found: found[1].upper(), command or "")

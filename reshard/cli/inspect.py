@@ -9,7 +9,7 @@ import click
 
 from formats.errors import listed
 from reshard.cli.errors import DONE, NO
-from reshard.cli.options import debug_option, hub_options, json_option
+from reshard.cli.options import Place, debug_option, hub_options, json_option
 from reshard.cli.printing import print_json, print_lines, print_pairs
 from reshard.text import human_bytes, plural
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @click.command("inspect")
-@click.argument("path")
+@click.argument("path", type=Place())
 @hub_options
 @json_option
 @debug_option
@@ -61,18 +61,21 @@ def _pairs(report: Report) -> list[tuple[str, str]]:
         pairs.append(("model type", f"{report.model_type or 'unknown'} ({_rules(report)})"))
     if report.mesh is not None:
         rank = f", rank {report.rank}" if report.rank is not None else ""
-        pairs.append(("mesh", f"{report.mesh}{rank}"))
+        pairs.append(("mesh", "any: its files have boxes" if report.any_mesh else f"{report.mesh}{rank}"))
     if report.ranks_missing:
         pairs.append(("ranks here", listed(report.ranks_present) or "none"))
         pairs.append(("missing", listed(report.ranks_missing)))
     if report.dtypes:
         of_ranks = " (all ranks here together)" if report.counts_ranks else ""
+        of_ranks = " (all that is stored, states of training too)" if report.counts_all else of_ranks
         kinds = ", ".join(f"{dtype} {count:,}" for dtype, count in report.dtypes.items())
         pairs += [
             ("parameters", f"{report.parameters:,}{of_ranks}"),
             ("dtypes", kinds),
             ("tensors", f"{report.tensors:,}"),
         ]
+    if report.beside:
+        pairs.append(("beside", f"{listed(report.beside, 5)}: not of the model, and not counted"))
     if report.load is not None:
         pairs.append(("load it", report.load))
     size = f"{human_bytes(report.nbytes)} ({report.nbytes:,} bytes) in {plural(report.files, 'file')}"
@@ -105,7 +108,9 @@ def _document(report: Report, path: str) -> dict[str, Any]:
         "architecture": report.architecture,
         "dtypes": report.dtypes,
         "parameters": report.parameters,
-        "parameters_are_of": "ranks" if report.counts_ranks else "model",
+        "parameters_are_of": "ranks" if report.counts_ranks else "everything" if report.counts_all else "model",
+        "beside": list(report.beside),
+        "any_mesh": report.any_mesh,
         "tensors": report.tensors,
         "files": report.files,
         "bytes": report.nbytes,

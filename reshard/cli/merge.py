@@ -11,6 +11,7 @@ import click
 from reshard.cli.errors import work_is_done
 from reshard.cli.options import (
     NewFolder,
+    Place,
     Size,
     access_of,
     config_option,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @click.command("merge")
-@click.argument("shards")
+@click.argument("shards", type=Place())
 @click.argument("out", type=NewFolder())
 @click.option("--max-shard-size", type=Size(), help="Write new files of at most this size; default: the source's own.")
 @part_option

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from formats.errors import PlanError
-from reshard.cli.options import debug_option, json_option
+from formats.errors import PlanError, nearest
+from reshard.cli.options import ModelType, debug_option, json_option
 from reshard.cli.printing import print_json, print_lines, print_pairs
 from reshard.text import align, plural
 
@@ -41,7 +40,7 @@ class _Listed:
 
 
 @click.command("models")
-@click.argument("name", required=False)
+@click.argument("name", type=ModelType(), required=False)
 @json_option
 @debug_option
 def models_command(name: str | None, as_json: bool) -> None:
@@ -81,10 +80,9 @@ def _matching(name: str, everything: Sequence[_Listed]) -> list[_Listed]:
     part = name.lower()
     found = [listed for listed in everything if part in listed.model_type.lower() or part in listed.rules.lower()]
     if not found:
-        near = difflib.get_close_matches(name, [listed.model_type for listed in everything], n=3, cutoff=0.6)
-        known = f"nearest known: {', '.join(near)}; " if near else ""
+        near = nearest(name, [listed.model_type for listed in everything])
         draft = "'reshard plan SOURCE --draft FILE' writes a draft of rules for a new one"
-        raise PlanError(f"no model type has '{name}' in its name", known + draft)
+        raise PlanError(f"no model type has '{name}' in its name", f"{near} {draft}".strip())
     return found
 
 
@@ -94,7 +92,7 @@ def _print_table(found: Sequence[_Listed], name: str | None) -> None:
         tried = ", ".join(map(str, listed.tested.degrees)) if listed.tested else ""
         cells.append((listed.model_type, listed.rules, listed.verified, tried))
     print_lines(*align(cells, right=(), width=None), "")
-    which = f" with '{name}' in their name" if name else ""
+    which = f" with '{name}' in their name or in that of their rules" if name else ""
     print_lines(f"{plural(len(found), 'model type')}{which}. 'reshard models NAME' shows one in detail.")
 
 

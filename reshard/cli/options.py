@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 
 from reshard.cli.errors import show_tracebacks
 
@@ -98,6 +99,41 @@ class LocalPath(click.Path):
         if "://" in str(value):
             self.fail(f"'{value}' is a URL; a path on this machine is needed", param, ctx)
         return super().convert(value, param, ctx)
+
+
+class Place(click.ParamType):  # type: ignore[type-arg]  # it takes none before click 8.4
+    """What names a checkpoint: a folder, which a shell completes, a Hub id or a URL."""
+
+    name = "place"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Has the shell complete a path."""
+        return [CompletionItem(incomplete, type="file")]
+
+
+class Format(click.ParamType):  # type: ignore[type-arg]  # it takes none before click 8.4
+    """The name of another program's format."""
+
+    name = "format"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """The names that begin so."""
+        from formats.notation.rewrites import page_names
+        from reshard.planning.kept_options import HUGGING_FACE
+
+        return [CompletionItem(name) for name in sorted([*page_names(), HUGGING_FACE]) if name.startswith(incomplete)]
+
+
+class ModelType(click.ParamType):  # type: ignore[type-arg]  # it takes none before click 8.4
+    """A model type that has rules, or a part of its name."""
+
+    name = "model type"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """The model types that begin so."""
+        from formats.notation.architecture_files import built_in_architectures
+
+        return [CompletionItem(name) for name in sorted(built_in_architectures()) if name.startswith(incomplete)]
 
 
 class NewFolder(click.Path):

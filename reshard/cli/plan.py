@@ -13,6 +13,8 @@ from formats.errors import CheckpointError, PlanError
 from reshard.cli.options import (
     FILE,
     PATH,
+    Format,
+    Place,
     access_of,
     config_option,
     debug_option,
@@ -46,11 +48,11 @@ _NOT_WITH_TP_PLAN = {
 
 
 @click.command("plan")
-@click.argument("source")
+@click.argument("source", type=Place())
 @mesh_options
 @click.option("--save", "save_file", type=PATH, metavar="FILE", help="Write the architecture file in use.")
 @click.option("--draft", "draft_file", type=PATH, metavar="FILE", help="Draft one, for a model that has no rules.")
-@click.option("--as", "form", metavar="FORMAT", help="Show what 'split --as FORMAT' would write.")
+@click.option("--as", "form", type=Format(), metavar="FORMAT", help="Show what 'split --as FORMAT' would write.")
 @click.option("--tp-plan", is_flag=True, help="Print the tp_plan for transformers' own tensor parallelism.")
 @click.option(
     "--report", type=FILE, metavar="FILE", help="Draw the plan of a mesh: an HTML page, which needs no network."

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from formats.errors import CheckpointError
-from reshard.cli.options import FILE, Size, debug_option, hub_options, json_option, plan_option
+from reshard.cli.options import FILE, Place, Size, debug_option, hub_options, json_option, plan_option
 from reshard.cli.printing import print_json, print_lines, print_note
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Memory(Size):
 
 
 @click.command("profile")
-@click.argument("source")
+@click.argument("source", type=Place())
 @click.option("--tp", type=Numbers(), metavar="N,..", help="Degrees to run; default: all that are possible here.")
 @click.option("--batch", type=Numbers(), default="1", show_default=True, metavar="N,..", help="Sequences at once.")
 @click.option("--seq", type=Numbers(), default="512", show_default=True, metavar="N,..", help="Tokens in a sequence.")

@@ -10,7 +10,9 @@ import click
 
 from reshard.cli.errors import work_is_done
 from reshard.cli.options import (
+    Format,
     NewFolder,
+    Place,
     Rank,
     Size,
     access_of,
@@ -42,7 +44,7 @@ def _is_for_any_mesh(form: str) -> bool:
 
 
 @click.command("split")
-@click.argument("source")
+@click.argument("source", type=Place())
 @click.argument("out", type=NewFolder())
 @mesh_options
 @click.option(
@@ -58,6 +60,7 @@ def _is_for_any_mesh(form: str) -> bool:
 @click.option(
     "--as",
     "form",
+    type=Format(),
     metavar="FORMAT",
     help="Write another program's format: see 'reshard formats'; 'huggingface' is one full checkpoint.",
 )

@@ -18,6 +18,7 @@ from formats.mesh import Mesh, mesh_of
 from reshard.cli.errors import print_error, print_traceback, tracebacks_are_wanted
 from reshard.cli.options import (
     FILE,
+    Place,
     access_of,
     config_option,
     debug_option,
@@ -50,8 +51,8 @@ def _meshes(_: click.Context, option: click.Parameter, texts: tuple[str, ...]) -
 
 
 @click.command("verify")
-@click.argument("original", metavar="ORIGINAL")
-@click.argument("shards", metavar="SHARDS")
+@click.argument("original", type=Place(), metavar="ORIGINAL")
+@click.argument("shards", type=Place(), metavar="SHARDS")
 @click.option("--exact-only", is_flag=True, help="Compare bytes alone: no torch, no GPU.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True,
               help="Where the forward pass runs.")  # fmt: skip
@@ -68,7 +69,7 @@ def _meshes(_: click.Context, option: click.Parameter, texts: tuple[str, ...]) -
               help="Also run the shards in the engine that they are for.")  # fmt: skip
 @click.option("--engine-mesh", multiple=True, metavar="MESH", callback=_meshes,
               help="Load them on this mesh (tp=2,pp=2) if their format allows any; repeatable.")  # fmt: skip
-@click.option("--engine-python", metavar="PATH", help="The python of the engine's environment.")
+@click.option("--engine-python", type=Place(), metavar="PATH", help="The python of the engine's environment.")
 @click.option("--report", type=FILE, metavar="FILE", help="Write an HTML page, which needs no network.")
 @click.option("--plan", "plan_file", type=FILE, metavar="FILE", help="The plan file that the shards were split by.")
 @config_option

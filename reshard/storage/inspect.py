@@ -60,6 +60,12 @@ class Report:
     dtypes: dict[str, int] = field(default_factory=dict)
     tensors: int = 0
     counts_ranks: bool = False
+    counts_all: bool = False
+    """What is counted may be states of training, too: no config.json says what the model's tensors are."""
+    any_mesh: bool = False
+    """Any mesh loads it; ``mesh`` is the one that it was written on."""
+    beside: tuple[str, ...] = ()
+    """What is stored beside the model: states of training."""
     nbytes: int = 0
     files: int = 0
     mesh: Mesh | None = None
@@ -338,10 +344,18 @@ def _check_whole(report: Report, checkpoint: Checkpoint | None = None) -> Source
         report.problems += [] if needs_rules else [error.message]
         report.hint = error.hint
         return None
-    if report.counts_ranks:
-        report.counts_ranks, report.dtypes, report.tensors = False, {}, len(source.model.tensors)
+    if report.counts_ranks or source.page is not None:
+        report.counts_ranks, report.counts_all, report.tensors = False, False, len(source.model.tensors)
+        dtypes: Counter[str] = Counter()
         for kind in source.model.kinds:
-            report.dtypes[kind.dtype] = report.dtypes.get(kind.dtype, 0) + kind.count * math.prod(kind.shape)
+            dtypes[kind.dtype] += kind.count * math.prod(kind.shape)
+        report.dtypes = dict(dtypes.most_common())
+    if source.page is not None:
+        page, plan = source.page, source.plan
+        report.format, report.loaded_by, report.mesh = page.name, page.loaded_by, plan.mesh
+        report.any_mesh, report.beside = page.boxes, source.left_behind
+        report.load = page.load_command(report.path, plan.mesh)
+        report.padding = _padding(plan.padding, source.model.sizes.of({}))
     return source
 
 
@@ -381,10 +395,7 @@ def _program(path: Path, pages: Sequence[Page]) -> Report:
         report.hint = "bring the files of all ranks together, or write them again"
     _count_full(report, manifest, ranks)
     if report.complete:
-        source = _check_whole(report)
-        if source is not None and source.page is not None:
-            report.format, report.loaded_by, report.mesh = source.page.name, source.page.loaded_by, source.plan.mesh
-            report.load = source.page.load_command(report.path, source.plan.mesh)
+        _check_whole(report)
     return report
 
 
@@ -405,14 +416,12 @@ def _distributed(report: Report, manifest: Manifest | None, pages: Sequence[Page
         return report
     report.files, report.nbytes = len(found.files), sum(found.files.values())
     _count(report, (TensorInfo(of.name, of.dtype, of.shape, report.path, 0, 0) for of in found.tensors.values()))
+    report.counts_all, report.any_mesh = True, True
     if not (report.path / "config.json").is_file():
         report.refused = "no config.json is there, which split and merge need"
         report.hint = "give them a folder that has the model's config.json, and its tokenizer, with --config DIR"
     else:
-        source = _check_whole(report)
-        if source is not None and source.page is not None:
-            report.format, report.loaded_by = source.page.name, source.page.loaded_by
-            report.load = source.page.load_command(report.path, source.plan.mesh)
+        _check_whole(report)
     return report
 
 

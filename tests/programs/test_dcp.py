@@ -159,6 +159,20 @@ def test_half_a_model_is_refused(tmp_path: Path) -> None:
 # -- states of training -----------------------------------------------------------------------------------------------
 
 
+def test_states_of_training_are_no_parameters(tmp_path: Path) -> None:
+    folder, out = recorded("fsdp_adam", tmp_path), tmp_path / "out"
+    assert command("split", folder / "dcp", out, "--as", "dcp", "--tp", "2", "--config", folder / "hf").returncode == 0
+    with_config, without = (json.loads(command("inspect", at, "--json").stdout) for at in (out, folder / "dcp"))
+    model = load_file(folder / "hf/model.safetensors")
+    assert with_config["parameters"] == sum(each.numel() for each in model.values())
+    assert (with_config["tensors"], with_config["parameters_are_of"]) == (len(model), "model")
+    assert with_config["beside"] == ["optim", "rng", "step"] and with_config["any_mesh"]
+    assert without["parameters"] > 2 * with_config["parameters"] and without["parameters_are_of"] == "everything"
+    text = command("inspect", out).stdout
+    assert "any: its files have boxes" in text and "optim, rng, step: not of the model, and not counted" in text
+    assert "(all that is stored, states of training too)" in command("inspect", folder / "dcp").stdout
+
+
 def everything(folder: Path) -> dict[str, Any]:
     """All that torch loads of a folder, nested as it was saved."""
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner

@@ -1,0 +1,104 @@
+"""What the command line offers: completion in a shell, the nearest word to a wrong one, and which command was meant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import pytest
+from click.shell_completion import ShellComplete
+
+from formats.notation.rewrites import page_names
+from reshard.cli.commands import COMMANDS, cli
+from tests.support import command, write_checkpoint
+
+
+class _Shell(ShellComplete):
+    name = "none"
+    source_template = ""
+
+
+def completed(*words: str) -> list[tuple[str, str]]:
+    shell = _Shell(cli, {}, "reshard", "_RESHARD_COMPLETE")
+    return [(item.type, item.value) for item in shell.get_completions([*words[:-1]], words[-1])]
+
+
+FREE = {"--revision", "--token", "--dtype", "--prompt", "--engine-mesh"}
+"""Options whose text nobody can complete."""
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_shell_completes_whatever_a_command_takes(name: str) -> None:
+    found = cli.get_command(click.Context(cli), name)
+    assert found is not None
+    for param in found.params:
+        is_text = param.type.name == "text" and not getattr(param, "is_flag", False)
+        assert not is_text or FREE.intersection(param.opts), f"{name} {param.name}: a shell completes nothing"
+
+
+@pytest.mark.parametrize(
+    "words", [("split", "mod"), ("split", "model", "o"), ("merge", ""), ("verify", "a", "b"), ("inspect", "./x"),
+              ("plan", "model", "--plan", "r"), ("formats", "m"), ("profile", "")]
+)  # fmt: skip
+def test_paths_are_completed_by_the_shell(words: tuple[str, ...]) -> None:
+    assert completed(*words) == [("file", words[-1])]
+
+
+def test_names_are_completed() -> None:
+    for name in ("split", "plan", "formats"):
+        assert [value for _, value in completed(name, "model", "--as", "")] == sorted([*page_names(), "huggingface"])
+    assert completed("split", "model", "out", "--as", "vl") == [("plain", "vllm"), ("plain", "vllm-0.23")]
+    assert completed("models", "phi3s") == [("plain", "phi3small")]
+    assert ("plain", "split") in completed("s")
+
+
+@pytest.mark.parametrize(
+    ("line", "error", "hint"),
+    [
+        ("splitt a b", "No such command 'splitt': did you mean 'split'?", "see 'reshard --help'"),
+        ("xyz", "No such command 'xyz'", "see 'reshard --help'"),
+        ("split a b -tp 2", "No such option '-t'.", "did you mean '--tp'? see 'reshard split --help'"),
+        ("split a b -tp=2", "No such option '-t'.", "did you mean '--tp'? see 'reshard split --help'"),
+        ("split a b -xy 2", "No such option '-x'.", "see 'reshard split --help'"),
+        ("formats vllm", "'vllm' is a format, not a SOURCE: give 'reshard formats --as vllm'", "see 'reshard formats"),
+        ("formats --as vlm", "'vlm' is no format that is written here", "did you mean 'vllm'? known formats: dcp, "),
+        ("models llamma", "no model type has 'llamma' in its name", "did you mean 'llama'"),
+    ],
+)  # fmt: skip
+def test_the_nearest_word_is_offered(line: str, error: str, hint: str, tmp_path: Path) -> None:
+    done = command(*line.split(), cwd=tmp_path)
+    first, second = done.stderr.splitlines()
+    assert done.returncode == 2 and first.replace("option: -", "option '-").startswith(f"Error: {error}")
+    assert second.startswith(f"Hint: {hint}")
+
+
+def test_a_folder_that_is_called_as_a_format_is_a_source(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "vllm")
+    assert "possible" in command("formats", "vllm", cwd=tmp_path).stdout
+
+
+def test_formats_are_listed_with_what_loads_them(tmp_path: Path) -> None:
+    listed = command("formats").stdout
+    assert "huggingface " in listed and 'AutoModelForCausalLM.from_pretrained("OUT")' in listed
+    assert "vllm serve OUT --load-format sharded_state --tensor-parallel-size RANKS" in listed
+    assert all(f"\n{name} " in listed for name in page_names())
+    one = command("formats", "--as", "huggingface").stdout
+    assert one.startswith("huggingface\n") and "model.safetensors" in one
+    write_checkpoint(tmp_path / "model")
+    assert command("split", "model", "out", "--tp", "2", cwd=tmp_path).returncode == 0
+    for source, possible in (("model", "no "), ("out", "yes")):
+        found = command("formats", source, "--as", "huggingface", cwd=tmp_path).stdout.splitlines()[1]
+        assert found.split()[1] == possible.strip()
+
+
+def test_models_says_where_a_part_was_found() -> None:
+    assert "with 'lama' in their name or in that of their rules. " in command("models", "lama").stdout
+
+
+def test_exchanged_arguments_of_verify_are_one_error(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model")
+    for form in ((), ("--as", "vllm")):
+        assert command("split", "model", "out", "--tp", "2", *form, "--overwrite", cwd=tmp_path).returncode == 0
+        done = command("verify", "out", "model", "--exact-only", cwd=tmp_path)
+        assert done.returncode == 2 and "built-in rules" not in done.stdout
+        assert "Hint: give the full checkpoint first, then the shards" in done.stderr

@@ -11,6 +11,9 @@ import pytest
 from formats.errors import CheckpointError, redacted
 from reshard.cli.commands import COMMANDS, cli
 from reshard.cli.errors import print_traceback
+from reshard.storage.access import Access
+from reshard.storage.hub import _Request
+from reshard.storage.place import Bucket
 from tests.reshard.store_server import StoreServer, status, upload
 from tests.support import command, write_checkpoint
 
@@ -135,3 +138,10 @@ def test_a_traceback_has_no_password(capsys: pytest.CaptureFixture[str]) -> None
         print_traceback()
     shown = capsys.readouterr().err
     assert shown.startswith("Traceback") and "s3://bucket/x" in shown and SECRET not in shown
+
+
+def test_no_object_shows_what_it_holds() -> None:
+    """Reports of errors print the variables of a program."""
+    bucket = Bucket(f"s3://key:{SECRET}@bucket/x", Path("here"))
+    shown = f"{Access(token=SECRET)!r} {_Request('org/name', None, SECRET, None, True)!r} {bucket!r} {bucket.name}"
+    assert SECRET not in shown and "s3://bucket/x" in shown

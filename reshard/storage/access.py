@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from formats.errors import CheckpointError
@@ -26,7 +26,7 @@ class Access:
     """
 
     revision: str | None = None
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     cache_dir: Path | None = None
     plan_file: Path | None = None
     quiet: bool = False

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,7 +43,7 @@ class _Request:
 
     repo: str
     revision: str | None
-    token: str | None
+    token: str | None = field(repr=False)
     cache_dir: Path | None
     quiet: bool
 

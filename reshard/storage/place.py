@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -50,7 +50,7 @@ class Owner(NamedTuple):
 class Bucket:
     """A place for an output in a bucket, and the folder in which it is built."""
 
-    url: str
+    url: str = field(repr=False)
     folder: Path
 
     @property

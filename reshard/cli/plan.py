@@ -82,7 +82,7 @@ def plan_command(
     from formats.mesh import mesh_of
     from formats.notation.rewrites import page_of
     from reshard.planning.arrangement import program_mesh
-    from reshard.planning.kept_options import check_options
+    from reshard.planning.kept_options import HUGGING_FACE, check_options
     from reshard.planning.plan import plan_of
     from reshard.storage.access import lines_of_any, open_any
     from reshard.storage.fetched import Weights
@@ -100,6 +100,8 @@ def plan_command(
         raise click.UsageError("--report goes with --tp, --ep or --pp, without --as and --tp-plan")
     if report is not None and not report.absolute().parent.is_dir():
         raise click.UsageError(f"--report: there is no folder {report.absolute().parent}")
+    if form == HUGGING_FACE:
+        raise click.UsageError(f"'{form}' is one full checkpoint: there are no ranks to plan for")
     if form is not None:
         check_options(form, page_of(form), given_options())
     access = access_of(revision, token, cache_dir, plan_file, config_folder, quiet=as_json, dequantize=dequantize)

@@ -201,7 +201,9 @@ padding_options = together(
     click.option("--no-pad-vocab", is_flag=True, help="Refuse a vocabulary that does not divide by N."),
 )  # fmt: skip
 write_options = together(
-    click.option("--overwrite", is_flag=True, help="Replace an existing output, once the new one is complete."),
+    click.option(
+        "--overwrite", is_flag=True, help="Replace an existing output once the new one is complete (a bucket: before)."
+    ),
     click.option("--fsync", is_flag=True, help="Flush the output to the disk before it gets its name (power loss)."),
     click.option("--no-checksum", is_flag=True, help="Neither record checksums nor compare them with recorded ones."),
     click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Processes; default: one a core, 2 to 8."),

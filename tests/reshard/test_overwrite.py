@@ -11,6 +11,7 @@ import pytest
 from formats.errors import CheckpointError, PlanError
 from formats.notation.rewrites import pages
 from reshard.api import merge, split
+from reshard.storage.bucket import UNFINISHED
 from reshard.storage.strangers import strangers
 from tests import store
 from tests.programs import oracles
@@ -50,6 +51,14 @@ def test_one_file_that_is_a_link_into_the_output(source: Path, tmp_path: Path) -
     (copy / "tokenizer.json").symlink_to(source / "tokenizer.json")
     with pytest.raises(CheckpointError, match=r"copy/tokenizer\.json is read, and lies in"):
         split(copy, source, 2, overwrite=True)
+
+
+def test_a_link_to_a_file_of_two_names_in_the_output(source: Path, tmp_path: Path) -> None:
+    """The bytes would stay under the other name, but not where the link leads."""
+    shutil.copytree(source, tmp_path / "second", copy_function=os.link)
+    links = links_to(source, tmp_path / "links")
+    with pytest.raises(CheckpointError, match="is read, and lies in"):
+        split(links, source, 2, overwrite=True)
 
 
 def test_hard_links_into_the_output_are_files_of_their_own(source: Path, tmp_path: Path) -> None:
@@ -151,6 +160,13 @@ def test_what_the_hubs_client_puts_into_a_folder_is_known() -> None:
     files = {"config.json": config, "model.safetensors.index.json": index}
     assert strangers(names, files.get) == []
     assert strangers([*names, "train.py", ".git/HEAD"], files.get) == [".git/HEAD", "train.py"]
+
+
+def test_an_unfinished_place_may_hold_files_of_several_outputs() -> None:
+    manifest = b'{"format": "reshard", "ranks": [], "side_files": []}'
+    names = ["reshard.json", "model-rank-0-part-0.safetensors", "tokenizer.json", "thesis.txt"]
+    assert strangers(names, {"reshard.json": manifest}.get) == sorted(names[1:])
+    assert strangers([*names, UNFINISHED], {"reshard.json": manifest}.get) == ["thesis.txt"]
 
 
 def test_a_merge_over_another_checkpoint(source: Path, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ class Share:
 
     def of_sizes(self, sizes: Sequence[int]) -> frozenset[int]:
         """This process's pieces of work of these sizes, by their numbers: the largest first, each to who has least."""
-        loads, mine = [0] * self.count, set()
+        loads, mine = [0] * min(self.count, len(sizes)), set()  # of more processes the last have nothing
         for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
             least = loads.index(min(loads))
             loads[least] += sizes[number] + 1  # so that empty pieces are dealt too

@@ -117,10 +117,6 @@ def split(
         if page
         else mesh_of(tp, ep, same_ranks, pp, pp_layers)
     )
-    wanted = wanted_ranks(ranks.of(mesh.size) if isinstance(ranks, Share) else ranks, mesh)
-    if isinstance(ranks, Share) and not overwrite and (folder / MANIFEST).is_file():
-        there = read_manifest(folder / MANIFEST).ranks
-        wanted = tuple(rank for rank in wanted if rank not in there)
     mesh = unevenly(opened.model, mesh) if uneven else mesh
     finer = finer_blocks(opened.model, mesh) if refine_blocks else None
     model = with_blocks(opened.model, finer) if finer else opened.model
@@ -129,6 +125,10 @@ def split(
     else:
         target = plan_for(model, page, mesh, pad=padding.allowed)
     mesh = target.mesh
+    wanted = wanted_ranks(ranks.of(mesh.size) if isinstance(ranks, Share) else ranks, mesh)
+    if isinstance(ranks, Share) and not overwrite and (folder / MANIFEST).is_file():
+        there = read_manifest(folder / MANIFEST).ranks
+        wanted = tuple(rank for rank in wanted if rank not in there)
     if page is not None and not page.is_distributed and SETTINGS in model.config:
         raise PlanError(f"an adapter has no place in the format '{page.name}'", "merge it into its base model first")
     new: _Ranks | ProgramFiles

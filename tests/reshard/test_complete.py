@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from benchmarks.models import MODELS, bound_model, published_tensors, read_config
-from formats.errors import CheckpointError, ReshardError
+from formats.errors import CheckpointError, PlanError, ReshardError
 from reshard.api import Access, merge, plan, split
 from reshard.cli.commands import main
+from reshard.launcher import Share
 from reshard.planning.completeness import missing
 from reshard.storage.inspect import inspect
 from reshard.storage.opening import open_source
@@ -340,3 +341,11 @@ def test_inspect_says_that_a_config_is_needed(tmp_path: Path) -> None:
         (tmp_path / "out" / name).unlink()
     done = run("inspect", tmp_path / "out")
     assert done.returncode == 0 and "no config.json is there" in done.stdout and "--config DIR" in done.stdout
+
+
+def test_degrees_and_parts_without_end_cost_nothing(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model")
+    with pytest.raises(PlanError, match="--tp 2000000000 is not possible"):
+        split(tmp_path / "model", tmp_path / "out", 2_000_000_000)
+    summary = split(tmp_path / "model", tmp_path / "out", 2, part=Share(1, 2_000_000_000), dry_run=True)
+    assert summary.files == 1

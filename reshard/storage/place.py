@@ -224,7 +224,11 @@ class Bucket:
         return owner is not None and owner.task == task
 
 
-def place_of(out: str | Path, cache_dir: Path | None) -> tuple[Path, Bucket | None]:
+Place = tuple[Path, Bucket | None]
+"""The folder in which an output is built, and its place in a bucket, if it goes into one."""
+
+
+def place_of(out: str | Path, cache_dir: Path | None) -> Place:
     """The folder in which an output is built, and its place in a bucket, if ``out`` is a URL.
 
     Raises CheckpointError for a web server.

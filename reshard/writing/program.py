@@ -6,20 +6,17 @@ import dataclasses
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 from formats.documents import json_bytes
 from formats.errors import PlanError, brief
 from formats.files.boxes import boxes_metadata, whole_shape
-from formats.files.checksum import checksum
 from formats.files.dcp import METADATA, Chunk, build_chunks, build_metadata, object_bytes
 from formats.files.dcp import Stored as Chunked
 from formats.files.safetensors import DTYPE_BITS, build_header, tensor_bytes
-from formats.files.sharded import FileRecord, Manifest
+from formats.files.sharded import FileRecord
 from formats.files.torch_zip import build_archive
 from formats.notation.rewrites import Page, Settings
 from reshard.engine.moves import KEPT_RANK
-from reshard.engine.reading import Sums
 from reshard.planning.arrangement import Arrangement, arrangement_of
 from reshard.planning.program_config import made_config, program_config
 from reshard.planning.program_plan import program_plan
@@ -32,12 +29,12 @@ from reshard.storage.output import Staging
 from reshard.storage.program_source import DISTCP
 from reshard.storage.source import KEPT, Source
 from reshard.writing.files import NewFile, new_file
-from reshard.writing.publishing import record_with_sums
+from reshard.writing.outputs import Output
 from reshard.writing.shard_files import ShardFile, index_text, partition
 
 
-class ProgramFiles:
-    """What a split into a program's format writes: the weight files of each rank, and the manifest."""
+class ProgramFiles(Output):
+    """The weight files of each rank, and the small files that the program reads beside them."""
 
     def __init__(
         self,
@@ -65,7 +62,7 @@ class ProgramFiles:
         self._chunks: dict[str, tuple[str, list[Chunked]]] = {}
         self._objects: dict[str, Chunked] = {}
         self.source, self.plan, self.arrangement, self.page = source, arrangement.plan, arrangement, page
-        self.ranks, self.max_shard_size = ranks, max_shard_size
+        self.ranks, self.max_shard_size, self.form = ranks, max_shard_size, page.name
         self.identity = source.identity(self.plan)
         self._shards: list[ShardFile] = []
         self._files: dict[int, list[NewFile]] = {rank: [] for rank in ranks}
@@ -73,15 +70,11 @@ class ProgramFiles:
             self._files[number % self.plan.mesh.size] += self._files_of(number)
         self._kept = list(self._kept_file())
         self.files = [file for files in (*self._files.values(), self._kept) for file in files]
-        self.states = [
+        self.states: list[ProgramFiles] = [
             ProgramFiles(of, self._arranged(of), page, ranks, max_shard_size, state=affix, written=self._written)
             for affix, of in (states_of(source) if training is not None and state is None else ())
         ]
         """What is re-sharded with the model: states of training, each kind on its own."""
-        self.nbytes = sum(file.size for part in (self, *self.states) for file in part.files)
-        """Bytes of all weight files."""
-        self.count = sum(len(part.files) for part in (self, *self.states))
-        """The number of all weight files."""
         self.documents = dict(self._documents(source.read_side_files())) if state is None else {}
         """What the program needs beside the weights and the source's own files: its config file, an index."""
 
@@ -245,34 +238,14 @@ class ProgramFiles:
             header = build_header(shard.tensors, {"format": "pt"})
             yield new_file(dataclasses.replace(shard, name=KEPT), "", KEPT_RANK, header)
 
-    @property
-    def task(self) -> dict[str, Any]:
-        """The task: only a run with an equal one may use the finished files of this run."""
-        identity = self.identity
-        return {
-            "command": "split",
-            "source": identity.source,
-            "mesh": identity.mesh.to_document(),
-            "padding": dict(identity.padding),
-            "plan": identity.plan,
-            "format": self.page.name,
-            "max_shard_size": self.max_shard_size,
-        }
-
-    def finish(self, staging: Staging, rank: int) -> tuple[FileRecord, ...]:
-        """The records of a rank's files."""
+    def finish(self, staging: Staging, rank: int) -> Iterator[FileRecord]:
+        """Yields the records of a rank's files."""
         files = [file for part in (self, *self.states) for file in part._files[rank]]
         files += self._kept if rank == 0 else []
-        done = ((file.name, staging.finished[file.name]) for file in files)
-        return tuple(FileRecord(name, finished.size, finished.checksum) for name, finished in done)
+        for file in files:
+            finished = staging.finished[file.name]
+            yield FileRecord(file.name, finished.size, finished.checksum)
 
-    def manifest(
-        self, ranks: Mapping[int, tuple[FileRecord, ...]], side_files: Mapping[str, bytes], sums: Sums | None = None
-    ) -> Manifest:
-        """The manifest that lists ``ranks``, with the checksums of the source files that were read in full."""
-        side = tuple(FileRecord(name, len(data), checksum(data)) for name, data in side_files.items())
-        record = record_with_sums(self.source, sums)
-        return Manifest(
-            self.identity, record, self.source.rules, self.max_shard_size, side, ranks, self.source.inputs,
-            self.page.name,
-        )  # fmt: skip
+    def load_command(self, out: object) -> str | None:
+        """The command by which the program loads the output ``out``."""
+        return self.page.load_command(str(out), self.plan.mesh)

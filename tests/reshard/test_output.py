@@ -31,11 +31,11 @@ pytestmark = pytest.mark.usefixtures("fork_server")
 
 def slowly(command: str, source: Path, out: Path, *ranks: int, patience: float | None = None) -> None:
     """Split or merge, in small steps; with ``patience``, wait so many seconds for other runs."""
-    import reshard.writing.split
+    import reshard.writing.rank_folders
     import tests.slow  # noqa: F401
 
     if patience is not None:
-        reshard.writing.split.PATIENCE = patience
+        reshard.writing.rank_folders.PATIENCE = patience
     if command == "split":
         split(source, out, 4, max_shard_size=2500, ranks=list(ranks) or None)
     else:

@@ -350,7 +350,7 @@ def test_a_rank_that_cannot_be_trusted_leaves_the_work_of_another(
 
     def other() -> None:
         with monkeypatch.context() as patch:
-            patch.setattr("reshard.writing.split.check_unchanged", changed)
+            patch.setattr("reshard.writing.rank_folders.check_unchanged", changed)
             with pytest.raises(MismatchError, match="changed"):
                 split(checkpoint, out, 2, ranks=[1])
         assert written(out) and not any("rank-01" in name for name in written(out))

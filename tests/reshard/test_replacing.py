@@ -63,6 +63,12 @@ def state(store: StoreServer, tmp_path: Path) -> str:
     return {2: "old", 1: "new"}[json.loads((store.root / "out/reshard.json").read_text())["mesh"]["tp"]]
 
 
+def noted(store: StoreServer) -> set[str]:
+    """The files that a journal in the bucket says are uploaded."""
+    found = (json.loads(path.read_text()) for path in (store.root / "out").glob(".reshard-journal-*"))
+    return {entry["name"] for journal in found for entry in journal["entries"]}
+
+
 def test_a_run_that_was_stopped_is_finished_by_the_same_command(
     store: StoreServer, access: Access, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -72,7 +78,9 @@ def test_a_run_that_was_stopped_is_finished_by_the_same_command(
         split(checkpoint, URL, 1, access=access, overwrite=True, max_shard_size=5_000)
     left = result_of(store.root / "out")
     assert state(store, tmp_path) == "unfinished" and not [name for name in left if name.startswith("rank-00-of-02")]
-    before = {name for name in left if name.endswith(".safetensors")}
+    give_up = time.monotonic() + 5
+    while len(before := noted(store)) < 2 and time.monotonic() < give_up:  # those that were on their way still come
+        time.sleep(0.01)
     store.requests.clear()
     split(checkpoint, URL, 1, access=access, overwrite=True, max_shard_size=5_000)
     assert state(store, tmp_path) == "new" and before

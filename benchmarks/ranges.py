@@ -67,7 +67,11 @@ class Handler(BaseHTTPRequestHandler):
             while begin < end:
                 count = os.sendfile(self.connection.fileno(), file.fileno(), begin, min(1 << 18, end - begin))
                 begin, sent = begin + count, sent + count
-                time.sleep(max(0.0, sent / self.rate - (time.perf_counter() - started)))
+                self.pace(count, sent / self.rate - (time.perf_counter() - started))
+
+    def pace(self, count: int, early: float) -> None:
+        """Wait after ``count`` bytes that went out ``early`` seconds too soon for this connection."""
+        time.sleep(max(0.0, early))
 
 
 def download(url: str, source: Path, to: Path | None) -> None:

@@ -17,6 +17,8 @@ SECONDS ?= 600
 fuzz: .venv/ready
 	$(BIN)/python -m tests.fuzz --seed $(SEED) --seconds $(SECONDS)
 	$(BIN)/python -m tests.fuzz_containers --seed $(SEED) --seconds $(SECONDS)
+	$(BIN)/python -m tests.golden
+	$(BIN)/python -m tests.routes --seed $(SEED)
 
 check: .venv/ready
 	$(BIN)/ruff check .

@@ -59,16 +59,19 @@ def _method(name: str, packing: str) -> Callable[[Path], Path]:
     return lambda folder: checkpoint(folder, METHODS[name], packing)[0]
 
 
-def _grouped(folder: Path) -> Path:
+def _grouped(**other: Any) -> Callable[[Path], Path]:
     """A Llama whose heads are all of the hidden size, with two query heads for each KV head: Meta's and torchtitan's
     forms are of it, too."""
-    config = LLAMA | {"hidden_size": 64, "num_attention_heads": 8, "head_dim": 8, "num_key_value_heads": 4}
-    return write_checkpoint(folder, config=config | {"intermediate_size": 96, "vocab_size": 64, "dtype": "bfloat16"})
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 64}
+    heads = {"num_attention_heads": 8, "head_dim": 8, "num_key_value_heads": 4}
+    return lambda folder: write_checkpoint(folder, config=LLAMA | sizes | heads | {"dtype": "bfloat16"} | other)
 
 
 SOURCES: Mapping[str, Callable[[Path], Path]] = {
     "plain": _zoo("llama"),
-    "kv-block": _grouped,
+    "kv-block": _grouped(),
+    "kv-mistral": _grouped(model_type="mistral", architectures=["MistralForCausalLM"]),
+    "kv-tied": _grouped(tie_word_embeddings=True),
     "tied": _zoo("llama-tied"),
     "kv-6": _zoo("llama-6kv"),
     "packed": _zoo("phi3"),
@@ -99,7 +102,7 @@ FORMS: Mapping[str, dict[str, Any]] = {
     "tp4": {"tp": 4},
     "ep2": {"tp": 1, "ep": 2},
     "pp2": {"tp": 1, "pp": 2},
-    "refined": {"tp": 4, "refine_blocks": True},
+    "refined": {"tp": 8, "refine_blocks": True},
     "uneven": {"tp": 3, "uneven": True},
     **{
         f"{form}-{tp}": {"tp": tp, "form": form}
@@ -117,6 +120,8 @@ FORMS: Mapping[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+SPELLED = ("dcp-transformers", "transformers")
+"""Forms with the names of transformers' classes: without a manifest, a merge has these."""
 FREE = re.compile("has no layer behind")
 """Why a route may be refused although the direct one is not."""
 
@@ -212,9 +217,11 @@ class Walk:
             found = tensors(merged)
             wanted = tensors(original, {name for name, data in found.items() if data.startswith(b"F32 ")})
             tied = {*wanted.values()}  # a tied table may be there twice, as the format has it
-            return _difference(
-                wanted, {name: data for name, data in found.items() if name in wanted or data not in tied}
-            )
+            found = {name: data for name, data in found.items() if name in wanted or data not in tied}
+            if FORMS[out.name.removesuffix("+bare")].get("form") in SPELLED and wanted.keys() != found.keys():
+                kept = wanted.keys() & found.keys()  # experts as transformers itself saves them: in one tensor
+                wanted, found = ({name: of[name] for name in kept} for of in (wanted, found))
+            return _difference(wanted, found)
         finally:
             shutil.rmtree(merged, ignore_errors=True)
 

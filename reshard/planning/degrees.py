@@ -8,7 +8,7 @@ another program's format cannot hold is refused in ``program_plan.py``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from formats.errors import NotationError, PlanError
@@ -150,8 +150,11 @@ def _is_dealt(model: Model, mesh_dim: str) -> bool:
     return any(axes & sizes.keys() for sizes in model.axis_sets())
 
 
-def check_degrees(model: Model, mesh: Mesh, *, pad: bool = True) -> None:
-    """Raise PlanError with the valid degrees if a degree of the mesh is not possible."""
+def check_degrees(model: Model, mesh: Mesh, *, pad: bool = True, lacking: Collection[str] = ()) -> None:
+    """Raise PlanError with the valid degrees if a degree of the mesh is not possible.
+
+    The options that are ``lacking`` in a format are not advised.
+    """
     for axis, _ in mesh.uneven:
         if axis not in model.channels and axis not in model.architecture.pad:
             raise PlanError(f"{mesh}: the axis '{axis}' cannot be split unevenly")
@@ -163,7 +166,8 @@ def check_degrees(model: Model, mesh: Mesh, *, pad: bool = True) -> None:
             valid = valid_degrees(
                 model, mesh_dim, pad=pad, same_ranks=mesh.same_ranks, uneven=bool(mesh.uneven and mesh_dim == "tp")
             )
-            ways = "".join(f", or {way}" for way in other_ways(model, mesh, mesh_dim, why, pad=pad))
+            others = other_ways(model, mesh, mesh_dim, why, pad=pad)
+            ways = "".join(f", or {way}" for way in others if way not in lacking)
             advice = f"; {why.advice}" if why.advice else ""
             hint = f"valid degrees: {', '.join(map(str, valid))}{ways}{advice}"
             raise PlanError(f"--{mesh_dim} {degree} is not possible: {why}", hint)

@@ -19,19 +19,22 @@ def check_options(form: str | None, page: Page | None, given: Collection[str]) -
 
     Without ``page`` it is one full checkpoint, or without ``form`` ranks of our own.
     """
-    for option, why in _not_kept(form, page).items():
+    for option, why in not_kept(form, page).items():
         if option in given:
             hint = "--part shares its files among processes" if option == "--rank" else f"leave {option} out"
             raise PlanError(f"{option} is not possible with the format '{form or 'safetensors'}', {why}", hint)
 
 
-def _not_kept(form: str | None, page: Page | None) -> Mapping[str, str]:
+def not_kept(form: str | None, page: Page | None) -> Mapping[str, str]:
     """What cannot be kept, and why: the end of a sentence."""
     if form == HUGGING_FACE:
         return dict.fromkeys(_OF_RANKS, "which is one full checkpoint")
     if page is None:
         return {}
-    found = {"--pad-vocab-to": "which says itself what is padded"}
+    found = {
+        "--pad-vocab-to": "which says itself what is padded",
+        "--refine-blocks": "whose reader takes the scale blocks of config.json",
+    }
     if not page.boxes or page.pad_to > 1:
         found["--uneven"] = "whose ranks have equal parts"
     if page.boxes:

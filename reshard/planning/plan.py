@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -146,15 +146,17 @@ def make_plan(
     pad: bool = True,
     pad_to: int = 1,
     padding: Mapping[str, int] | None = None,
+    lacking: Collection[str] = (),
 ) -> Plan:
     """Split a model's axes over the ranks of a mesh.
 
     The axes that may be padded (the vocabulary) are padded to a multiple of ``pad_to``. With ``pad=False`` an axis that
     does not divide is refused. ``padding`` gives the padded sizes of existing shards. Raises PlanError that names the
-    axis, its size and the valid degrees, or a tensor that no pipeline stage can have alone.
+    axis, its size and the valid degrees, or a tensor that no pipeline stage can have alone. Options that are
+    ``lacking`` in a format are not advised.
     """
     mesh = with_stages(model, mesh)
-    check_degrees(model, mesh, pad=pad)
+    check_degrees(model, mesh, pad=pad, lacking=lacking)
     model = staged(model, mesh)
     if padding is None:
         padding = padding_for(model, mesh, pad_to) if pad else {}

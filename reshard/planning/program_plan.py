@@ -9,6 +9,7 @@ from typing import Any
 from formats.errors import PlanError
 from formats.mesh import Mesh
 from formats.notation.rewrites import Page
+from reshard.planning.kept_options import not_kept
 from reshard.planning.model import Model
 from reshard.planning.plan import Plan, make_plan
 from reshard.planning.portions import apart_by_lines, check_model_type
@@ -76,10 +77,11 @@ def program_plan(
     model = apart_by_lines(model, page)
     if padding is not None:
         return make_plan(model, mesh, padding=padding)
+    lacking = not_kept(page.name, page)
     if page.boxes and page.pad_to == 1:
         units = dict.fromkeys(sorted(padding_for(model, mesh, 1)), 1) | dict(mesh.uneven)
-        return make_plan(model, replace(mesh, uneven=tuple(units.items())), pad=False)
-    return make_plan(model, mesh, pad=pad and page.pad_to > 0, pad_to=_multiple(model, page, mesh))
+        return make_plan(model, replace(mesh, uneven=tuple(units.items())), pad=False, lacking=lacking)
+    return make_plan(model, mesh, pad=pad and page.pad_to > 0, pad_to=_multiple(model, page, mesh), lacking=lacking)
 
 
 def _multiple(model: Model, page: Page, mesh: Mesh) -> int:

@@ -50,6 +50,21 @@ def test_what_is_written_is_what_vllm_loads(model: str, method: str, tmp_path: P
     assert described(tmp_path / "out") == wanted["files"]
 
 
+@pytest.mark.parametrize("form", ["vllm", "dcp"])
+def test_smaller_scale_blocks_are_neither_written_for_a_program_nor_advised(form: str, tmp_path: Path) -> None:
+    source = make(tmp_path / "source", "llama", "fp8-block")
+    with pytest.raises(PlanError, match="12 blocks of 8, which do not divide by 8") as refused:
+        split(source, tmp_path / "out", 8, form=form)
+    assert "--refine-blocks" not in str(refused.value.hint)
+    with pytest.raises(PlanError, match=f"--refine-blocks is not possible with the format '{form}'"):
+        split(source, tmp_path / "out", 8, form=form, refine_blocks=True)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(PlanError) as refused:
+        split(source, tmp_path / "out", 8)
+    assert "--refine-blocks" in str(refused.value.hint)
+    split(source, tmp_path / "out", 8, refine_blocks=True)
+
+
 @pytest.mark.parametrize(("model", "method"), REFUSED)
 def test_what_vllm_has_otherwise_is_refused(model: str, method: str, tmp_path: Path) -> None:
     source = make(tmp_path / "source", model, method)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -150,6 +152,15 @@ def test_slabs_stay_within_the_budget(model, name, mesh, budget):
         if transfer._is_stream:
             continue
         assert all(slab.nbytes <= max(budget, len(before.boxes) + len(after.boxes)) for slab in transfer.slabs(budget))
+
+
+def test_elements_that_no_source_holds_are_never_written(model):
+    layout = make_plan(model, Mesh((("tp", 2),))).entries["q"].layout
+    half = replace(layout, boxes={0: layout.boxes[0]})
+    whole = make_plan(model, Mesh()).entries["q"].layout
+    assert list(Transfer(layout, whole, 32, frozenset({0})).slabs(1000))
+    with pytest.raises(PlanError, match="no source holds"):
+        list(Transfer(half, whole, 32, frozenset({0})).slabs(1000))
 
 
 def test_a_byte_is_never_cut():

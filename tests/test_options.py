@@ -111,7 +111,7 @@ def test_options_that_cannot_be_kept_are_named(form: str | None, made: Path) -> 
         "--pad-vocab-to": form is not None,
         "--uneven": form is not None and (page is None or not page.boxes or page.pad_to > 1),
         "--max-shard-size": page is not None and not page.has_parts,
-        "--refine-blocks": form == "huggingface",
+        "--refine-blocks": form is not None,
         "--rank": form == "huggingface" or (page is not None and page.boxes),
     }
     mesh = [] if form == "huggingface" else ["--tp", "2"]

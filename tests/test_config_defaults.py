@@ -9,11 +9,11 @@ import pytest
 from formats.notation.architecture import CONFIG_DEFAULTS
 from formats.notation.architecture_files import find_architecture
 from reshard.planning.sizes import AxisSizes
-from tools.config_defaults import defaults_of_transformers, text_of
+from tools.config_defaults import table
 
 
 def test_the_file_says_what_transformers_says():
-    assert CONFIG_DEFAULTS.read_text() == text_of(defaults_of_transformers()), "run make docs"
+    assert CONFIG_DEFAULTS.read_text() == table(), "run make docs"
 
 
 # of llava-hf/llava-1.5-7b-hf, llava-hf/llava-v1.6-mistral-7b-hf and google/gemma-3-4b-it, as they were published

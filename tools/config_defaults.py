@@ -6,11 +6,11 @@ python -m tools.config_defaults
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Any
 
 from formats.notation.architecture import CONFIG_DEFAULTS
 from formats.notation.architecture_files import built_in_architectures, load_architecture
+from tools.tables import text_of
 
 
 def defaults_of_transformers() -> dict[str, dict[str, Any]]:
@@ -47,11 +47,12 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (bool, int, float, str))
 
 
-def text_of(defaults: dict[str, dict[str, Any]]) -> str:
+def table() -> str:
     """The file's text: a line for each model type."""
-    lines = (f"  {json.dumps(name)}: {json.dumps(values, sort_keys=True)}" for name, values in defaults.items())
-    return "{\n" + ",\n".join(lines) + "\n}\n"
+    import transformers
+
+    return text_of({"types": defaults_of_transformers()}, {"transformers": transformers.__version__})
 
 
 if __name__ == "__main__":
-    CONFIG_DEFAULTS.write_text(text_of(defaults_of_transformers()), encoding="utf-8")
+    CONFIG_DEFAULTS.write_text(table(), encoding="utf-8")

@@ -30,7 +30,9 @@ from reshard.planning.binding import bind
 from reshard.planning.completeness import Present
 from reshard.planning.model import FullTensor
 from reshard.planning.required import REQUIRED, is_within, modules_around, outermost
+from tools.tables import text_of
 
+LEVELS = {"types": 3}
 MEMORY, SECONDS = 16 << 30, 10
 """What one build may take: a setting of 0 may ask for a table without end."""
 
@@ -303,12 +305,9 @@ def holds(line: str, module: str, builds: Sequence[Present]) -> bool:
     )
 
 
-def text_of(found: Mapping[str, Any]) -> str:
-    """The file's text: a line for each model type."""
-    lines = (f"  {json.dumps(name)}: {json.dumps(table)}" for name, table in found.items())
-    return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
 if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    REQUIRED.write_text(text_of(tables()), encoding="utf-8")
+    import transformers
+
+    made_with = {"transformers": transformers.__version__}
+    REQUIRED.write_text(text_of({"types": tables()}, made_with, LEVELS), encoding="utf-8")

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import transformers
 
 from formats.errors import ReshardError
 from formats.mesh import Mesh
@@ -28,8 +29,10 @@ from reshard.planning.binding import bind
 from reshard.planning.model import FullTensor, Kind, Model
 from reshard.planning.plan import make_plan
 from reshard.planning.portions import template_of
+from tools.tables import by_reason, text_of
 
 OUTPUT = PAGES / "transformers.json"
+LEVELS = {"lines": 3, "refused": 2}
 _DTYPES = {torch.float32: "F32", torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL", torch.bfloat16: "BF16"}
 _LEAST = 3
 """Names that a prefix must explain to be a line."""
@@ -319,11 +322,6 @@ def _short(tensors: Mapping[str, Sequence[Line]]) -> dict[str, Any]:
     return found
 
 
-def text_of(document: Mapping[str, Any]) -> str:
-    """The file's text."""
-    return json.dumps(document, indent=1, sort_keys=True) + "\n"
-
-
 def zoo() -> Iterator[tuple[str, Any]]:
     """Each model of the zoo with its type, on the meta device."""
     from tests.zoo import ZOO
@@ -345,9 +343,9 @@ def document_of_zoo() -> dict[str, Any]:
     """The content of the file for the models of the zoo."""
     observed = [observe(*each) for each in zoo()]
     document = document_of(observed)
-    document["refused"] |= unobserved(one.model_type for one in observed)
-    return document
+    return {**document, "refused": by_reason(document["refused"] | unobserved(one.model_type for one in observed))}
 
 
 if __name__ == "__main__":
-    OUTPUT.write_text(text_of(document_of_zoo()), encoding="utf-8")
+    made_with = {"transformers": transformers.__version__}
+    OUTPUT.write_text(text_of(document_of_zoo(), made_with, LEVELS), encoding="utf-8")

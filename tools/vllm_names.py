@@ -10,7 +10,8 @@ FOLDER gets a checkpoint for each model of ``tests/zoo`` in which each element h
 on 1, 2 and 4 ranks, and DUMPS gets what each rank holds. A model type whose shards, written by the general rules of
 ``vllm.toml``, are equal to that element for element is ``compared``. For each other one, lines are made from where the
 numbers are found, and it is compared again: then it is ``described``. What still differs is ``refused``, with the
-tensor. ``builds`` has vLLM's module for each class of Hugging Face's. The tests' fixture gets a hash for each rank.
+tensor. What only tests and this tool read stands in ``tests/oracles/vllm``: ``zoo.json.xz`` has a hash for each rank,
+``observed.json`` has vLLM's module for each class of Hugging Face's, the modules that were compared, and vLLM's errors.
 
 Some tensors vLLM holds in bfloat16 whatever the model's dtype, and there numbers that lie near each other become one.
 ``more`` adds checkpoints of such a model in which the elements have the *digits* of their numbers, one digit a
@@ -28,7 +29,7 @@ import re
 import shutil
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -42,19 +43,23 @@ from formats.files.safetensors import build_header, read_header
 from formats.mesh import Mesh
 from formats.notation.architecture_files import built_in_architectures
 from formats.notation.components import components
-from formats.notation.rewrites import PAGES, READ, Page, read_page
+from formats.notation.rewrites import PAGES, READ, Page, page_of, read_page
 from reshard.api import split
 from reshard.planning.arrangement import arrangement_of
 from reshard.planning.model import Model
 from reshard.planning.portions import template_of
 from reshard.planning.program_plan import plan_for
 from reshard.storage.opening import open_source
+from tools.tables import by_reason, text_of
 from tools.transformers_names import NotExpressibleError, document_of, generalized, merged
 from tools.transformers_names import Observed as Lines
 
 OUTPUT = PAGES / "vllm.json"
 ORACLES = Path(__file__).parents[1] / "tests" / "oracles" / "vllm"
 FIXTURE = ORACLES / "zoo.json.xz"
+OBSERVED = ORACLES / "observed.json"
+FAILS = "vLLM does not load it"
+LEVELS = {"lines": 3, "seen": 3, "refused": 2}
 PUBLISHED = json.loads((ORACLES / "published.json").read_text())
 FIRST = 0x3F000000
 """The first number: as a float32, 0.5. All others are as bits one more than the one before."""
@@ -541,7 +546,7 @@ def judge(cases: Sequence[Case], names: list[str], page: Page) -> Verdict:
     """What is known of a class, of all models of it that vLLM loads."""
     loaded = [case for case in cases if case.degrees]
     if not loaded:
-        return Verdict(names, "", reason=f"vLLM does not load it: {next(iter(cases[0].failed.values()))[:160]}")
+        return Verdict(names, "", reason=f"{FAILS}: {next(iter(cases[0].failed.values()))[:160]}")
     module, left = loaded[0].built["module"], {case.name: Reading(case).left_out for case in loaded}
     loaded = [case for case in loaded if left[case.name] is None]
     if not loaded:
@@ -553,7 +558,7 @@ def judge(cases: Sequence[Case], names: list[str], page: Page) -> Verdict:
     for _ in range(2):
         try:
             verdict = describe(loaded, names, splits)
-            own = read_page(PAGES / "vllm.toml", to_document([verdict], {}))
+            own = read_page(PAGES / "vllm.toml", to_documents([verdict], {})[0])
             why = next((why for case in loaded if (why := compare(case, own)) is not None), None)
             if why is None:
                 return verdict
@@ -662,14 +667,15 @@ def _template_in(cases: Sequence[Case], source: str) -> str:
     raise KeyError(source)
 
 
-def to_document(
+def to_documents(
     verdicts: Sequence[Verdict], builds: Mapping[str, str], others: Mapping[str, Sequence[str]] | None = None
-) -> dict[str, Any]:
-    """The content of the file. ``others`` are classes and types that other fixtures compare, and on which meshes."""
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The rules, and what was observed. ``others`` are what other fixtures compare, and on which meshes."""
     others = others or {}
     described = [each for each in verdicts if each.is_described and each.reason is None]
     general = [each for each in verdicts if not each.is_described and each.reason is None]
     lines = document_of([Lines(each.names[0], each.names[-1], each.lines) for each in described])
+    reasons = {name: each.reason for each in verdicts if each.reason for name in each.names if name not in others}
     dropped: dict[tuple[str, ...], set[str]] = defaultdict(set)
     constants: dict[str, set[str]] = defaultdict(set)
     for each in described:
@@ -681,17 +687,38 @@ def to_document(
     for each in described:
         seen[each.seen].update(each.names)
     modules = {each.module for each in general if not each.module.startswith("transformers:")}
-    return {
+    same = {name for name, module in builds.items() if module in modules} - reasons.keys()
+    rules = {
         "classes": sorted({each.names[0] for each in verdicts}),
-        "compared": sorted({name for each in [*general, *described] for name in each.names} | modules | {*others}),
+        "compared": sorted({name for each in [*general, *described] for name in each.names} | same | {*others}),
         "meshes": {name: _meshes(each, others.get(name, ())) for each in described for name in each.names},
-        "refused": {name: each.reason for each in verdicts if each.reason for name in each.names if name not in others},
-        "builds": dict(sorted(builds.items())),
+        "refused": by_reason({name: FAILS if why.startswith(FAILS) else why for name, why in reasons.items()}),
         "lines": lines["lines"],
-        "seen": [{"tensors": sorted(tensors), "types": sorted(types)} for tensors, types in seen.items()],
-        "constants": [{**json.loads(text), "types": sorted(types)} for text, types in sorted(constants.items())],
+        "seen": [{"types": sorted(types), "tensors": _by_head(tensors)} for tensors, types in seen.items()],
+        "constants": [*_constants({text: sorted(types) for text, types in sorted(constants.items())})],
         "dropped": [{"names": [*names], "types": sorted(types)} for names, types in sorted(dropped.items())],
     }
+    errors = {name: why for name, why in sorted(reasons.items()) if why.startswith(FAILS)}
+    return rules, {"builds": dict(sorted(builds.items())), "modules": sorted(modules), "errors": errors}
+
+
+def _constants(types: Mapping[str, Sequence[str]]) -> Iterator[dict[str, Any]]:
+    """Constants as JSON with their types: one entry for those that differ in their names alone."""
+    names: dict[str, list[str]] = defaultdict(list)
+    for text, of in types.items():
+        constant = json.loads(text)
+        names[json.dumps({**constant, "names": [], "types": of})] += constant["names"]
+    for text, found in names.items():
+        yield {**json.loads(text), "names": found}
+
+
+def _by_head(names: Set[str]) -> dict[str, list[str]]:
+    """The ends of names by their beginning: up to the last index, or up to the last dot."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for name in sorted(names):
+        head = name[: name.rfind("}") + 1] or name.rpartition(".")[0]
+        found[head].append(name[len(head) :].removeprefix("."))
+    return found
 
 
 def cases_in(folder: Path, dumps: Path) -> list[Case]:
@@ -773,7 +800,7 @@ def _widened(dtype: str, shape: tuple[int, ...], data: bytes) -> tuple[str, tupl
 def write(folder: Path, dumps: Path) -> None:
     """Write the file and the tests' fixture."""
     registry = json.loads((dumps / "registry.json").read_text())
-    page = read_page(PAGES / "vllm.toml", {"version": registry["version"]})
+    page = read_page(PAGES / "vllm.toml", {})
     verdicts, fixture = [], {}
     for names, cases in by_class(cases_in(folder, dumps)):
         verdict = judge(cases, names, page)
@@ -784,19 +811,20 @@ def write(folder: Path, dumps: Path) -> None:
             for case in cases:
                 of = case.digits if case.degrees and is_narrowed(case) else [case]
                 fixture |= {each.name: hashes(each) for each in of if each.degrees}
-    document = {"version": registry["version"], **to_document(verdicts, registry["modules"], fixtures())}
-    OUTPUT.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    document, observed = to_documents(verdicts, registry["modules"], fixtures())
+    made_with = {"vllm": registry["version"]}
+    OUTPUT.write_text(text_of(document, made_with, LEVELS), encoding="utf-8")
+    OBSERVED.write_text(text_of(observed, made_with), encoding="utf-8")
     FIXTURE.write_bytes(lzma.compress(json.dumps(fixture, sort_keys=True).encode()))
 
 
-def counts(document: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+def counts() -> Iterator[tuple[str, int]]:
     """How many model types are written, and how they are known to be right; how many are refused, and why."""
-    types = {*built_in_architectures()}
-    compared, described = {*document["compared"]} & types, {*document["meshes"]} & types
-    refused = {name: why for name, why in document["refused"].items() if name in types}
-    loads = {name for name, why in refused.items() if "does not load it" not in why}
-    modules = {*document["compared"]} - types
-    same = [name for name, module in document["builds"].items() if module in modules and name not in modules]
+    types, page, observed = {*built_in_architectures()}, page_of("vllm"), json.loads(OBSERVED.read_text())
+    compared, described = page.compared & types, page.described & types
+    refused = {*page.refused} & types
+    loads = {name for name in refused if page.refused[name] != FAILS}
+    same = [name for name, module in observed["builds"].items() if module in observed["modules"]]
     yield "model types with rules", len(types)
     yield "of these, vLLM loads a small model", len(compared | loads)
     yield "written and equal to what vLLM holds", len(compared)
@@ -808,12 +836,12 @@ def counts(document: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
         "not observed: refused unless their class runs in a module that was compared",
         len(types - compared - {*refused}),
     )
-    yield "further classes that run in such a module", len(same)
+    yield "further classes that run in such a module", len({*same} - page.classes - {*fixtures()})
 
 
-def shown(document: Mapping[str, Any]) -> str:
+def shown() -> str:
     """The counts as a table in Markdown."""
-    rows = [f"| {name} | {count} |" for name, count in counts(document)]
+    rows = [f"| {name} | {count} |" for name, count in counts()]
     return "\n".join(["| | model types |", "|---|---|", *rows]) + "\n"
 
 
@@ -848,7 +876,7 @@ def main() -> None:
     elif arguments.action == "write":
         write(arguments.folder, arguments.dumps)
     if arguments.action in {"write", "count"}:
-        print(shown(json.loads(OUTPUT.read_text())))
+        print(shown())
 
 
 if __name__ == "__main__":

@@ -227,7 +227,7 @@ def _below(node: _Node) -> Iterator[str]:
 @lru_cache
 def _config_defaults() -> Mapping[str, Mapping[str, Any]]:
     """For each model type, its settings where a ``config.json`` is silent."""
-    defaults: Mapping[str, Mapping[str, Any]] = json.loads(CONFIG_DEFAULTS.read_text(encoding="utf-8"))
+    defaults: Mapping[str, Mapping[str, Any]] = json.loads(CONFIG_DEFAULTS.read_text(encoding="utf-8"))["types"]
     return defaults
 
 

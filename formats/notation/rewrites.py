@@ -284,8 +284,8 @@ class Page:
     lines decide. With ``boxes``, each file says where its pieces begin (see ``formats.files.boxes``), and nothing is
     padded. ``refused`` has the model types of which a page cannot say what the program has, and why; ``classes`` those
     that are known by their class. ``described`` are those for which the page's own lines, names, constants and the rest
-    do not hold, but the ones of a file that the program wrote. ``builds`` has, where it is known, the program's module
-    for each class of Hugging Face's, and ``compared`` the modules whose tensors were compared. Of those that are
+    do not hold, but the ones of a file that the program wrote. ``compared`` has, where it is known, the
+    types whose tensors were compared, and the classes that run in the same modules of the program. Of those that are
     ``described``, ``seen`` has the names of all tensors that were compared, and ``meshes`` the largest degree of each
     dimension of a mesh that was (None: any degree of it follows from the model's rules). A number that ``vectors``
     matches is stored as a vector of one.
@@ -338,7 +338,6 @@ class Page:
     """Weights whose modules ask for a state of their own beside them: an empty one is written."""
     classes: frozenset[str] = frozenset()
     refused: Mapping[str, str] = field(default_factory=dict)
-    builds: Mapping[str, str] = field(default_factory=dict)
     compared: frozenset[str] = frozenset()
     meshes: Mapping[str, Mapping[str, int | None]] = field(default_factory=dict)
     seen: Mapping[str, frozenset[str]] = field(default_factory=dict)
@@ -551,11 +550,10 @@ def read_page(path: Path, types: Mapping[str, Any] | None = None) -> Page:
             documents=document.get("documents", {}),
             extra_state=tuple(map(Pattern, document.get("extra_state", ()))),
             classes=frozenset(of_types.get("classes", ())),
-            refused=of_types.get("refused", {}),
-            builds=of_types.get("builds", {}),
+            refused={name: group["why"] for group in of_types.get("refused", ()) for name in group["types"]},
             compared=frozenset(of_types.get("compared", ())),
             meshes=of_types.get("meshes", {}),
-            seen={name: frozenset(group["tensors"]) for group in of_types.get("seen", ()) for name in group["types"]},
+            seen={name: _names(group["tensors"]) for group in of_types.get("seen", ()) for name in group["types"]},
         )
     except (NotationError, KeyError, ValueError) as error:
         raise PlanError(f"{path}: {error}") from None
@@ -639,6 +637,11 @@ def lines_of_types(groups: Sequence[Mapping[str, Any]]) -> list[Line]:
         for target, value in group["tensors"].items()
         for line in _lines(target, value)
     ]
+
+
+def _names(table: Mapping[str, Sequence[str]]) -> frozenset[str]:
+    """The names of tensors, of which a table has the ends by their beginning."""
+    return frozenset(f"{head}.{end}" if head else end for head, ends in table.items() for end in ends)
 
 
 def _of_each(value: Any, sources: Sequence[str]) -> tuple[str, ...]:

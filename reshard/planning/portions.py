@@ -78,12 +78,8 @@ def check_model_type(model: Model, page: Page) -> None:
         )
     kind = page.type_of(model.config)
     why = page.refused.get(kind)
-    if why is None and page.compared and kind not in page.compared:
-        module = page.builds.get(page.class_of(model.config))
-        if module is None:
-            why = f"{page.loaded_by} has no module of its own for it"
-        elif module not in page.compared:
-            why = f"what {page.loaded_by} has of it ({module}) was not compared"
+    if why is None and page.compared and not {kind, page.class_of(model.config)} & page.compared:
+        why = f"what {page.loaded_by} has of it was not compared"
     if why is not None:
         raise PlanError(f"'{kind}' has no place in the format '{page.name}': {why}")
 

@@ -118,5 +118,5 @@ def known_lines(model_type: str) -> KnownLines | None:
 
 @lru_cache(maxsize=1)
 def _file() -> Mapping[str, Any]:
-    found: Mapping[str, Any] = json.loads(REQUIRED.read_text(encoding="utf-8"))
+    found: Mapping[str, Any] = json.loads(REQUIRED.read_text(encoding="utf-8"))["types"]
     return found

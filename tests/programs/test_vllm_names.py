@@ -33,7 +33,7 @@ from tools.vllm_names import (
     make,
     places_of,
     read_page,
-    to_document,
+    to_documents,
 )
 from tools.vllm_names import Verdict as Known
 from verify.bytes.exact import verify_exact
@@ -73,7 +73,7 @@ def _observed(name: str, root: Path, swapped: bool) -> Case:
 
 @pytest.mark.parametrize("swapped", [False, True])
 def test_an_order_that_bfloat16_hides_is_shown_by_the_digits(swapped: bool, tmp_path: Path) -> None:
-    page = read_page(PAGES / "vllm.toml", to_document([], {}))
+    page = read_page(PAGES / "vllm.toml", to_documents([], {})[0])
     plain = _observed("apertus", tmp_path, swapped)
     names = [f"apertus{DIGIT}{place}" for place in range(places_of(plain.checkpoint))]
     digits = tuple(_observed(name, tmp_path, swapped) for name in names)

@@ -1,0 +1,53 @@
+"""Generated tables: do they say what they were made with, and has each rule a line of its own?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from formats.notation.architecture import CONFIG_DEFAULTS
+from reshard.planning.required import REQUIRED
+from tools import transformers_names, vllm_names
+from tools.required import LEVELS
+from tools.tables import MADE_WITH, text_of
+
+TABLES = {
+    vllm_names.OUTPUT: ("vllm", vllm_names.LEVELS),
+    vllm_names.OBSERVED: ("vllm", {}),
+    transformers_names.OUTPUT: ("transformers", transformers_names.LEVELS),
+    REQUIRED: ("transformers", LEVELS),
+    CONFIG_DEFAULTS: ("transformers", {}),
+}
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.name)
+def test_a_table_says_what_it_was_made_with_and_reads_line_by_line(path: Path) -> None:
+    program, levels = TABLES[path]
+    text = path.read_text()
+    document = json.loads(text)
+    made_with = document.pop(MADE_WITH)
+    assert [*made_with] == [program] and made_with[program][0].isdigit()
+    assert text == text_of(document, made_with, levels)
+
+
+def test_a_rule_is_one_line_and_what_holds_rules_is_indented() -> None:
+    rules = {"b": [{"types": ["x", "y"], "tensors": {"a": {"from": ["c"]}, "d": "e"}}], "a": []}
+    assert text_of(rules, {"vllm": "1"}, {"b": 3}).splitlines() == [
+        "{",
+        ' "made_with": {',
+        '  "vllm": "1"',
+        " },",
+        ' "a": [],',
+        ' "b": [',
+        "  {",
+        '   "types": ["x", "y"],',
+        '   "tensors": {',
+        '    "a": {"from": ["c"]},',
+        '    "d": "e"',
+        "   }",
+        "  }",
+        " ]",
+        "}",
+    ]

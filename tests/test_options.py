@@ -10,13 +10,13 @@ from pathlib import Path
 import click
 import pytest
 
-from formats.notation.rewrites import page_of, pages
+from formats.notation.format_file import all_formats, format_of
 from reshard.cli.commands import COMMANDS, cli
 from tests.support import LLAMA, command, contents, write_checkpoint
 
 CONFIG = LLAMA | {"intermediate_size": 44, "vocab_size": 38, "hidden_size": 24}
 """An MLP that does not divide by 8, and a vocabulary that does not divide by 4."""
-FORMS = [None, "huggingface", *pages()]
+FORMS = [None, "huggingface", *all_formats()]
 VALUES = {
     "--tp": "2", "--ep": "2", "--pp": "2", "--pp-layers": "1,2", "--rank": "0", "--max-shard-size": "3KB",
     "--part": "0/2", "--pad-vocab-to": "24", "--plan": "rules.toml", "--config": "model", "--revision": "main",
@@ -106,13 +106,13 @@ def test_split(form: str | None, made: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_options_that_cannot_be_kept_are_named(form: str | None, made: Path) -> None:
-    page = page_of(form) if form not in {None, "huggingface"} else None
+    format = format_of(form) if form not in {None, "huggingface"} else None
     refused = {
         "--pad-vocab-to": form is not None,
-        "--uneven": form is not None and (page is None or not page.boxes or page.pad_to > 1),
-        "--max-shard-size": page is not None and not page.has_parts,
+        "--uneven": form is not None and (format is None or not format.boxes or format.pad_to > 1),
+        "--max-shard-size": format is not None and not format.has_parts,
         "--refine-blocks": form is not None,
-        "--rank": form == "huggingface" or (page is not None and page.boxes),
+        "--rank": form == "huggingface" or (format is not None and format.boxes),
     }
     mesh = [] if form == "huggingface" else ["--tp", "2"]
     for option, is_refused in refused.items():

@@ -23,7 +23,7 @@ from formats.errors import PlanError
 from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture_files import built_in_architectures
 from formats.notation.axes import Dim
-from formats.notation.rewrites import page_of
+from formats.notation.format_file import format_of
 from formats.transformers_modules import concrete_class, model_class, placements, settings_of
 from reshard.api import merge, split
 from reshard.planning.arrangement import arrangement_of
@@ -39,7 +39,7 @@ from verify.bytes.exact import verify_exact
 from verify.rank.inputs import inputs_of, running
 from verify.rules import with_sound_config
 
-PAGE = page_of("transformers")
+FORMAT = format_of("transformers")
 
 # what a reordering changes although the rule is right
 POSITIONAL = {
@@ -183,11 +183,11 @@ def test_every_route_gives_the_same_bytes(kind: str, tmp_path: Path):
 def test_the_names_of_transformers_modules(name: str):
     """Of the format 'transformers': those of the model that transformers loads, with their shapes."""
     plan = make_plan(store.source(name).model, Mesh())
-    if PAGE.type_of(plan.model.config) in PAGE.refused:
+    if FORMAT.type_of(plan.model.config) in FORMAT.refused:
         with pytest.raises(PlanError, match="has no place in the format 'transformers'"):
-            arrangement_of(plan, PAGE)
+            arrangement_of(plan, FORMAT)
         return
-    stored = {each.name: each.geometry.shape(0) for each in arrangement_of(plan, PAGE).stored}
+    stored = {each.name: each.geometry.shape(0) for each in arrangement_of(plan, FORMAT).stored}
     loaded = _loaded(name)
     unsaved = loaded._keys_to_ignore_on_save or ()
     wanted = {key: tuple(value.shape) for key, value in loaded.state_dict().items() if key not in unsaved}

@@ -1,7 +1,7 @@
 """Writes ``formats/programs/transformers.json``: the names of transformers' own modules, from its rules of conversion.
 
 For each model of ``tests/zoo`` it asks transformers which tensors of a checkpoint become which of the model's own, and
-writes those that do not keep their names as lines of a page (see ``formats.notation.rewrites``).
+writes those that do not keep their names as lines of a format (see ``formats.notation.format_file``).
 
 python -m tools.transformers_names
 """
@@ -23,7 +23,7 @@ from formats.errors import ReshardError
 from formats.mesh import Mesh
 from formats.notation.architecture_files import built_in_architectures, find_architecture
 from formats.notation.components import components
-from formats.notation.rewrites import PAGES, lines_of_types, page_of
+from formats.notation.format_file import PROGRAMS, format_of, lines_of_types
 from reshard.planning.arrangement import arrangement_of
 from reshard.planning.binding import bind
 from reshard.planning.model import FullTensor, Kind, Model
@@ -31,7 +31,7 @@ from reshard.planning.plan import make_plan
 from reshard.planning.portions import template_of
 from tools.tables import by_reason, text_of
 
-OUTPUT = PAGES / "transformers.json"
+OUTPUT = PROGRAMS / "transformers.json"
 LEVELS = {"lines": 3, "refused": 2}
 _DTYPES = {torch.float32: "F32", torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL", torch.bfloat16: "BF16"}
 _LEAST = 3
@@ -41,7 +41,7 @@ Line = dict[str, Any]
 
 
 class NotExpressibleError(Exception):
-    """What a page cannot say."""
+    """What a format cannot say."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ def _check(observed: Observed, model: Model, built: Any) -> None:
     """Raise NotExpressibleError unless the lines give the names and shapes of the model itself."""
     lines = tuple(lines_of_types(document_of([observed])["lines"]))
     classes = frozenset({observed.name})
-    page = replace(page_of("transformers"), lines=lines, classes=classes, refused={}, _uses={}, _of={})
-    stored = {each.name: each.geometry.shape(0) for each in arrangement_of(make_plan(model, Mesh()), page).stored}
+    format = replace(format_of("transformers"), lines=lines, classes=classes, refused={}, _uses={}, _of={})
+    stored = {each.name: each.geometry.shape(0) for each in arrangement_of(make_plan(model, Mesh()), format).stored}
     for name, tensor in built.state_dict().items():
         if stored.get(name) != tuple(tensor.shape):
             raise NotExpressibleError(f"transformers' modules have '{name}' of another form")
@@ -275,7 +275,7 @@ def _tied(built: Any, lines: Sequence[Line]) -> Iterator[Line]:
 
 
 def document_of(observed: Sequence[Observed]) -> dict[str, Any]:
-    """The file's content: lines with the classes that they are for, and what a page cannot express.
+    """The file's content: lines with the classes that they are for, and what a format cannot express.
 
     The first class of a model type stands for the type, too. Lines of single tensors come before those of prefixes, of
     which the longest is the first, and those that hold only where a tensor is not there before all.

@@ -43,7 +43,8 @@ from formats.files.safetensors import build_header, read_header
 from formats.mesh import Mesh
 from formats.notation.architecture_files import built_in_architectures
 from formats.notation.components import components
-from formats.notation.rewrites import PAGES, READ, Page, page_of, read_page
+from formats.notation.format import Format
+from formats.notation.format_file import PROGRAMS, READ, format_of, read_format
 from reshard.api import split
 from reshard.planning.arrangement import arrangement_of
 from reshard.planning.model import Model
@@ -54,7 +55,7 @@ from tools.tables import by_reason, text_of
 from tools.transformers_names import NotExpressibleError, document_of, generalized, merged
 from tools.transformers_names import Observed as Lines
 
-OUTPUT = PAGES / "vllm.json"
+OUTPUT = PROGRAMS / "vllm.json"
 ORACLES = Path(__file__).parents[1] / "tests" / "oracles" / "vllm"
 FIXTURE = ORACLES / "zoo.json.xz"
 OBSERVED = ORACLES / "observed.json"
@@ -243,17 +244,17 @@ def _is_rounded(dtype: str, one: bytes, other: bytes) -> bool:
     return bool((a < 0).all() and np.allclose(a, b, rtol=2.0**-22, atol=0))
 
 
-def written(case: Case, page: Page, tp: int) -> Held:
-    """What is written by a page for these ranks. Raises ReshardError."""
-    with mock.patch.dict(READ, {"vllm": page}), tempfile.TemporaryDirectory() as folder:
+def written(case: Case, format: Format, tp: int) -> Held:
+    """What is written by a format for these ranks. Raises ReshardError."""
+    with mock.patch.dict(READ, {"vllm": format}), tempfile.TemporaryDirectory() as folder:
         split(case.checkpoint, Path(folder) / "out", tp, form="vllm")
         return held_in(Path(folder) / "out")
 
 
-def compare(case: Case, page: Page) -> str | None:
-    """The first difference between what vLLM holds and what is written by a page; None: there is none."""
+def compare(case: Case, format: Format) -> str | None:
+    """The first difference between what vLLM holds and what is written by a format; None: there is none."""
     try:
-        arranged = arrangement_of(plan_for(case.model, page, Mesh()), page)
+        arranged = arrangement_of(plan_for(case.model, format, Mesh()), format)
         ours = {(0, each.name): (_as_bfloat16(each.dtype, each), shape, b"") for each, shape in arranged.held(0)}
         built = case.built["tensors"]
         late = {key for key in case.held(1) if key[1] not in built}  # what vLLM registers as it loads
@@ -261,19 +262,19 @@ def compare(case: Case, page: Page) -> str | None:
         found = difference(want, {key: value for key, value in ours.items() if key not in late})
     except ReshardError as error:
         return f"{REFUSED}{error.message}"
-    found = found or _compare_held(case, page)
+    found = found or _compare_held(case, format)
     if found is not None or not case.degrees or not is_narrowed(case):
         return found
     if len(case.digits) < places_of(case.checkpoint) or any(digit.degrees != case.degrees for digit in case.digits):
         return f"{REFUSED}vLLM holds numbers of it in bfloat16, and not all of their digits were observed"
-    return next((why for digit in case.digits if (why := _compare_held(digit, page)) is not None), None)
+    return next((why for digit in case.digits if (why := _compare_held(digit, format)) is not None), None)
 
 
-def _compare_held(case: Case, page: Page) -> str | None:
+def _compare_held(case: Case, format: Format) -> str | None:
     """The first difference between what ranks of vLLM hold and what is written for them."""
     for tp in case.degrees:
         try:
-            found = difference(case.held(tp), written(case, page, tp))
+            found = difference(case.held(tp), written(case, format, tp))
         except ReshardError as error:
             if tp == 1 or "possible" not in f"{error.message} {error.hint}":
                 return f"{REFUSED}{error.message}"  # else a degree that is refused
@@ -542,7 +543,7 @@ class Verdict:
     reason: str | None = None
 
 
-def judge(cases: Sequence[Case], names: list[str], page: Page) -> Verdict:
+def judge(cases: Sequence[Case], names: list[str], format: Format) -> Verdict:
     """What is known of a class, of all models of it that vLLM loads."""
     loaded = [case for case in cases if case.degrees]
     if not loaded:
@@ -551,14 +552,14 @@ def judge(cases: Sequence[Case], names: list[str], page: Page) -> Verdict:
     loaded = [case for case in loaded if left[case.name] is None]
     if not loaded:
         return Verdict(names, module, reason=f"vLLM leaves out elements of '{next(iter(left.values()))}'")
-    found = [compare(case, page) for case in loaded]
+    found = [compare(case, format) for case in loaded]
     if None in found and all(why is None or why.startswith(REFUSED) for why in found):
         return Verdict(names, module)
     splits: dict[str, Line] = {}
     for _ in range(2):
         try:
             verdict = describe(loaded, names, splits)
-            own = read_page(PAGES / "vllm.toml", to_documents([verdict], {})[0])
+            own = read_format(PROGRAMS / "vllm.toml", to_documents([verdict], {})[0])
             why = next((why for case in loaded if (why := compare(case, own)) is not None), None)
             if why is None:
                 return verdict
@@ -572,11 +573,11 @@ def judge(cases: Sequence[Case], names: list[str], page: Page) -> Verdict:
     return Verdict(names, module, reason=str(why))
 
 
-def _splits_in(case: Case, page: Page) -> Iterator[tuple[str, Line]]:
+def _splits_in(case: Case, format: Format) -> Iterator[tuple[str, Line]]:
     """What vLLM splits over two ranks otherwise than the model's rules: how, for the names that lines have."""
     if 2 not in case.degrees:
         return
-    one, two, own = case.held(1), case.held(2), written(case, page, 2)
+    one, two, own = case.held(1), case.held(2), written(case, format, 2)
     for target, line in Reading(case).all().lines:
         whole, part = one[0, target], two.get((0, target), ("", (), b""))
         if own.get((0, target)) == part:
@@ -800,10 +801,10 @@ def _widened(dtype: str, shape: tuple[int, ...], data: bytes) -> tuple[str, tupl
 def write(folder: Path, dumps: Path) -> None:
     """Write the file and the tests' fixture."""
     registry = json.loads((dumps / "registry.json").read_text())
-    page = read_page(PAGES / "vllm.toml", {})
+    format = read_format(PROGRAMS / "vllm.toml", {})
     verdicts, fixture = [], {}
     for names, cases in by_class(cases_in(folder, dumps)):
-        verdict = judge(cases, names, page)
+        verdict = judge(cases, names, format)
         verdicts.append(verdict)
         state = "refused: " + str(verdict.reason) if verdict.reason else ("lines" if verdict.is_described else "rules")
         print(f"{', '.join(names)}: {state}", flush=True)
@@ -820,10 +821,10 @@ def write(folder: Path, dumps: Path) -> None:
 
 def counts() -> Iterator[tuple[str, int]]:
     """How many model types are written, and how they are known to be right; how many are refused, and why."""
-    types, page, observed = {*built_in_architectures()}, page_of("vllm"), json.loads(OBSERVED.read_text())
-    compared, described = page.compared & types, page.described & types
-    refused = {*page.refused} & types
-    loads = {name for name in refused if page.refused[name] != FAILS}
+    types, format, observed = {*built_in_architectures()}, format_of("vllm"), json.loads(OBSERVED.read_text())
+    compared, described = format.compared & types, format.described & types
+    refused = {*format.refused} & types
+    loads = {name for name in refused if format.refused[name] != FAILS}
     same = [name for name, module in observed["builds"].items() if module in observed["modules"]]
     yield "model types with rules", len(types)
     yield "of these, vLLM loads a small model", len(compared | loads)
@@ -836,7 +837,7 @@ def counts() -> Iterator[tuple[str, int]]:
         "not observed: refused unless their class runs in a module that was compared",
         len(types - compared - {*refused}),
     )
-    yield "further classes that run in such a module", len({*same} - page.classes - {*fixtures()})
+    yield "further classes that run in such a module", len({*same} - format.classes - {*fixtures()})
 
 
 def shown() -> str:

@@ -144,7 +144,7 @@ class Manifest:
     ranks: Mapping[int, tuple[FileRecord, ...]]
     inputs: tuple[Stamp, ...]
     form: str | None = None
-    """The name of another program's format (see ``formats.notation.rewrites``); None is reshard's own."""
+    """The name of another program's format (see ``formats.notation.format_file``); None is reshard's own."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import click
 
 from formats.errors import PlanError
 from reshard.cli.options import (
-    Format,
+    FormatName,
     Place,
     access_of,
     config_option,
@@ -27,13 +27,13 @@ from reshard.planning.kept_options import HUGGING_FACE
 from reshard.text import align
 
 if TYPE_CHECKING:
-    from formats.notation.rewrites import Page
+    from formats.notation.format import Format
     from reshard.storage.source import Source
 
 
 @click.command("formats")
 @click.argument("source", type=Place(), required=False)
-@click.option("--as", "form", type=Format(), metavar="FORMAT", help="This format alone.")
+@click.option("--as", "form", type=FormatName(), metavar="FORMAT", help="This format alone.")
 @plan_option
 @config_option
 @hub_options
@@ -47,22 +47,24 @@ def formats_command(
 
     With SOURCE: whether it can be written in each of them and, if not, which tensor stops it.
     """
-    from formats.notation.rewrites import page_names, page_of, pages
+    from formats.notation.format_file import all_formats, format_names, format_of
 
-    chosen: list[Page | _Own] = [_OWN if form == HUGGING_FACE else page_of(form)] if form else [_OWN, *pages().values()]
-    if source is not None and source in page_names() and not Path(source).exists():
+    chosen: list[Format | _Own] = (
+        [_OWN if form == HUGGING_FACE else format_of(form)] if form else [_OWN, *all_formats().values()]
+    )
+    if source is not None and source in format_names() and not Path(source).exists():
         raise click.UsageError(f"'{source}' is a format, not a SOURCE: give 'reshard formats --as {source}'")
     if source is None:
         if others := given_options() - {"--as", "--json", "--debug"}:
             raise click.UsageError(f"{min(others)} goes with a SOURCE")
-        _print_pages(chosen, as_json)
+        _print_formats(chosen, as_json)
         return
     from reshard.storage.access import open_any
     from reshard.storage.fetched import Weights
 
     access = access_of(revision, token, cache_dir, plan_file, config_folder, quiet=as_json)
     opened = open_any(source, access, Weights.HEADERS)
-    found = {page.name: _obstacle(opened, page) for page in chosen}
+    found = {format.name: _obstacle(opened, format) for format in chosen}
     if as_json:
         print_json({"command": "formats", "source": source, "formats": {n: _answer(e) for n, e in found.items()}})
         return
@@ -72,7 +74,7 @@ def formats_command(
 
 @dataclass(frozen=True)
 class _Own:
-    """Hugging Face's own form, beside those that have a page."""
+    """Hugging Face's own form, beside the formats of programs."""
 
     name: str
     loaded_by: str
@@ -86,9 +88,9 @@ _OWN = _Own(
 )  # fmt: skip
 
 
-def _obstacle(source: Source, page: Page | _Own) -> PlanError | None:
+def _obstacle(source: Source, format: Format | _Own) -> PlanError | None:
     """Why a source cannot be written in a format; None if it can."""
-    if isinstance(page, _Own):
+    if isinstance(format, _Own):
         return None if source.is_split else PlanError("it is one full checkpoint already")
     model = source.model
     from formats.mesh import Mesh
@@ -96,8 +98,8 @@ def _obstacle(source: Source, page: Page | _Own) -> PlanError | None:
     from reshard.planning.program_plan import check_demands
 
     try:
-        check_demands(model, page, Mesh())
-        uses_of(model, page)
+        check_demands(model, format, Mesh())
+        uses_of(model, format)
     except PlanError as error:
         return error
     return None
@@ -107,10 +109,10 @@ def _answer(error: PlanError | None) -> dict[str, Any]:
     return {"possible": error is None, "reason": error.message if error else None}
 
 
-def _print_pages(found: Sequence[Page | _Own], as_json: bool) -> None:
+def _print_formats(found: Sequence[Format | _Own], as_json: bool) -> None:
     if as_json:
-        pages = [{"name": p.name, "loaded_by": p.loaded_by, "files": p.files, "load": p.load} for p in found]
-        print_json({"command": "formats", "formats": pages})
+        formats = [{"name": p.name, "loaded_by": p.loaded_by, "files": p.files, "load": p.load} for p in found]
+        print_json({"command": "formats", "formats": formats})
         return
     if len(found) == 1:
         print_lines(found[0].name)

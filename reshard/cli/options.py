@@ -111,17 +111,17 @@ class Place(click.ParamType):  # type: ignore[type-arg]  # it takes none before 
         return [CompletionItem(incomplete, type="file")]
 
 
-class Format(click.ParamType):  # type: ignore[type-arg]  # it takes none before click 8.4
+class FormatName(click.ParamType):  # type: ignore[type-arg]  # it takes none before click 8.4
     """The name of another program's format."""
 
     name = "format"
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """The names that begin so."""
-        from formats.notation.rewrites import page_names
+        from formats.notation.format_file import format_names
         from reshard.planning.kept_options import HUGGING_FACE
 
-        return [CompletionItem(name) for name in sorted([*page_names(), HUGGING_FACE]) if name.startswith(incomplete)]
+        return [CompletionItem(name) for name in sorted([*format_names(), HUGGING_FACE]) if name.startswith(incomplete)]
 
 
 class ModelType(click.ParamType):  # type: ignore[type-arg]  # it takes none before click 8.4

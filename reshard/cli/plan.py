@@ -13,7 +13,7 @@ from formats.errors import CheckpointError, PlanError
 from reshard.cli.options import (
     FILE,
     PATH,
-    Format,
+    FormatName,
     Place,
     access_of,
     config_option,
@@ -34,7 +34,7 @@ from reshard.text import align, human_bytes, plural, shape_text
 if TYPE_CHECKING:
     from formats.mesh import Mesh
     from formats.notation.architecture import Architecture
-    from formats.notation.rewrites import Page
+    from formats.notation.format import Format
     from reshard.planning.model import Model
     from reshard.planning.plan import Padding, Plan
     from reshard.planning.sweep import Attempt, Sweep
@@ -52,7 +52,7 @@ _NOT_WITH_TP_PLAN = {
 @mesh_options
 @click.option("--save", "save_file", type=PATH, metavar="FILE", help="Write the architecture file in use.")
 @click.option("--draft", "draft_file", type=PATH, metavar="FILE", help="Draft one, for a model that has no rules.")
-@click.option("--as", "form", type=Format(), metavar="FORMAT", help="Show what 'split --as FORMAT' would write.")
+@click.option("--as", "form", type=FormatName(), metavar="FORMAT", help="Show what 'split --as FORMAT' would write.")
 @click.option("--tp-plan", is_flag=True, help="Print the tp_plan for transformers' own tensor parallelism.")
 @click.option(
     "--report", type=FILE, metavar="FILE", help="Draw the plan of a mesh: an HTML page, which needs no network."
@@ -80,7 +80,7 @@ def plan_command(
     --report draws what each rank holds of one block of each kind.
     """
     from formats.mesh import mesh_of
-    from formats.notation.rewrites import page_of
+    from formats.notation.format_file import format_of
     from reshard.planning.arrangement import program_mesh
     from reshard.planning.kept_options import HUGGING_FACE, check_options
     from reshard.planning.plan import plan_of
@@ -103,7 +103,7 @@ def plan_command(
     if form == HUGGING_FACE:
         raise click.UsageError(f"'{form}' is one full checkpoint: there are no ranks to plan for")
     if form is not None:
-        check_options(form, page_of(form), given_options())
+        check_options(form, format_of(form), given_options())
     access = access_of(revision, token, cache_dir, plan_file, config_folder, quiet=as_json, dequantize=dequantize)
     try:
         opened = open_any(source, access, Weights.HEADERS)
@@ -117,8 +117,8 @@ def plan_command(
     if tp_plan:
         _print_tp_plan(opened.model, tp, as_json)
     elif form is not None:
-        mesh = program_mesh(opened.model, page_of(form), **degrees.arguments)
-        _print_program(opened.model, page_of(form), mesh, source, padding, as_json)
+        mesh = program_mesh(opened.model, format_of(form), **degrees.arguments)
+        _print_program(opened.model, format_of(form), mesh, source, padding, as_json)
     elif degrees.are_given:
         plan = plan_of(opened.model, mesh_of(**degrees.arguments), uneven=uneven, padding=padding)
         if report is not None:
@@ -232,18 +232,18 @@ def _draw(plan: Plan, source: str, padding: Padding, uneven: bool, file: Path) -
     print_note(f"Drew the plan: {file}")
 
 
-def _print_program(model: Model, page: Page, mesh: Mesh, source: str, padding: Padding, as_json: bool) -> None:
+def _print_program(model: Model, format: Format, mesh: Mesh, source: str, padding: Padding, as_json: bool) -> None:
     """Print what a program would store."""
     from reshard.planning.arrangement import arrangement_of
     from reshard.planning.program_plan import plan_for
     from reshard.planning.stored_rows import made_of, stored_rows
 
-    plan = plan_for(model, page, mesh, pad=padding.allowed)
-    rows = stored_rows(arrangement_of(plan, page))
+    plan = plan_for(model, format, mesh, pad=padding.allowed)
+    rows = stored_rows(arrangement_of(plan, format))
     if as_json:
         found = [dataclasses.asdict(row) for row in rows]
         print_json(
-            {"command": "plan", "source": source, "format": page.name, "mesh": mesh.to_document(), "rows": found}
+            {"command": "plan", "source": source, "format": format.name, "mesh": mesh.to_document(), "rows": found}
         )
         return
     cells = [("tensor", "made of", "", "dtype", "on a rank", "tensors", "bytes")]
@@ -252,7 +252,7 @@ def _print_program(model: Model, page: Page, mesh: Mesh, source: str, padding: P
         cells.append((row.name, made_of(row), row.how, row.dtype, *sizes))
     width = terminal_width()
     total = f"{human_bytes(sum(row.nbytes for row in rows))} on the first of {plural(mesh.size, 'rank')} of {mesh}"
-    names = ", ".join(dict.fromkeys(page.file_name(mesh, rank, 0) for rank in (0, mesh.size - 1)))
+    names = ", ".join(dict.fromkeys(format.file_name(mesh, rank, 0) for rank in (0, mesh.size - 1)))
     table = align(cells, right=(5, 6), width=width, elastic=(0, 1))
     print_lines(_title(model, source), "", *table, "", total, f"files: {names}")
 

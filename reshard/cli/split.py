@@ -10,7 +10,7 @@ import click
 
 from reshard.cli.errors import work_is_done
 from reshard.cli.options import (
-    Format,
+    FormatName,
     NewFolder,
     Place,
     Rank,
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 def _is_for_any_mesh(form: str) -> bool:
     """Whether a format's files are loaded on any mesh, so that none need be given."""
-    from formats.notation.rewrites import page_of
+    from formats.notation.format_file import format_of
 
-    return form == "huggingface" or page_of(form).boxes
+    return form == "huggingface" or format_of(form).boxes
 
 
 @click.command("split")
@@ -60,7 +60,7 @@ def _is_for_any_mesh(form: str) -> bool:
 @click.option(
     "--as",
     "form",
-    type=Format(),
+    type=FormatName(),
     metavar="FORMAT",
     help="Write another program's format: see 'reshard formats'; 'huggingface' is one full checkpoint.",
 )

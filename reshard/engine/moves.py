@@ -41,8 +41,8 @@ def jobs_of(source: Source, target: Arrangement, places: TargetPlaces, *, compar
     ``compare`` only one of several replicas is read. Raises PlanError where an atom cannot go from one to the other.
     """
     here, there = same_atoms(source.arrangement, target)
-    page = source.page if source.manifest is None else None
-    moves = _Moves(compare=compare, zeros=page is None or not page.free_padding)
+    format = source.format if source.manifest is None else None
+    moves = _Moves(compare=compare, zeros=format is None or not format.free_padding)
     kept = _Kept(source, there, places)
     _check_atoms(here, there)
     ranks_of: dict[tuple[Geometry | InBoxes, int], frozenset[int]] = {}
@@ -218,7 +218,7 @@ class _Kept:
         if info is None:
             raise PlanError(
                 f"{self._source.path} does not have the bits of tensor '{atom.tensor}', which the format "
-                f"'{self._source.page.name if self._source.page else ''}' does not store as they are",
+                f"'{self._source.format.name if self._source.format else ''}' does not store as they are",
                 f"'reshard split' keeps them beside the shards, in {KEPT}; another program does not",
             )
         lies = placed.stored.geometry.lies(0, placed.number)

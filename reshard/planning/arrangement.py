@@ -1,6 +1,6 @@
 """How a program arranges a model's elements: its tensors, and where in each of them a tensor of Hugging Face's lies.
 
-A page (``formats.notation.rewrites``) is applied to a plan. The smallest things that it moves are *atoms*: a tensor of
+A format (``formats.notation.format``) is applied to a plan. The smallest things that it moves are *atoms*: a tensor of
 Hugging Face's, or a component of a packed one, or what one expert has of it. Each is laid out on the mesh as if it were
 a tensor. A stored tensor is a list of atoms: stacked along a first dimension, and joined along another. So two
 arrangements of one model, on any two meshes, differ in names, in places, and in the order of an atom's factors."""
@@ -20,7 +20,8 @@ from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture import is_index
 from formats.notation.axes import Dim, Run, Shape, Summand
 from formats.notation.components import whole
-from formats.notation.rewrites import Constant, Further, Page
+from formats.notation.format import Format
+from formats.notation.format_rules import Constant, Further
 from reshard.planning.boxes import InBoxes, boxes_on
 from reshard.planning.geometry import Geometry
 from reshard.planning.model import BoundTensor, Kind, Model
@@ -60,34 +61,34 @@ class Arrangement:
     """
 
     def __init__(
-        self, plan: Plan, taken: Mapping[Kind, Taken], page: Page | None = None, boxes: Boxes | None = None
+        self, plan: Plan, taken: Mapping[Kind, Taken], format: Format | None = None, boxes: Boxes | None = None
     ) -> None:
-        page = page.of(plan.model.config) if page else None
-        self.plan, self.taken, self.page, self.boxes = plan, taken, page, boxes
+        format = format.of(plan.model.config) if format else None
+        self.plan, self.taken, self.format, self.boxes = plan, taken, format, boxes
         self._laid = plan if boxes is None else plan.unsplit
         self.ranks = plan.mesh.size
         if boxes is not None:
             self.ranks = 1 + max((number for found in boxes.values() for number in found), default=-1)
-        self.dropped = dropped_of(plan.model, page) if page else frozenset()
+        self.dropped = dropped_of(plan.model, format) if format else frozenset()
         self._geometries: dict[tuple[object, ...], Geometry] = {}
         self._boxed: dict[tuple[object, ...], InBoxes] = {}
         self._even: dict[tuple[object, ...], tuple[Layout, ...]] = {}
         self._index_axes: dict[Kind, tuple[str, ...]] = {}
         self.stored = tuple(self._stored())
-        self.stored += tuple(self._constants(page.constants if page else ()))
+        self.stored += tuple(self._constants(format.constants if format else ()))
         self.placed = {atom: Placed(each, number) for each in self.stored for number, atom in enumerate(each.atoms)}
         self.copies = [(each.atoms[0], Placed(each, 0)) for each in self._copies()]
         self.stored += tuple(placed.stored for _, placed in self.copies)
 
     def taken_apart(self, taken: Mapping[Kind, Taken]) -> Arrangement:
         """The same in other parts (see ``in_parts_of``)."""
-        return self if taken == self.taken else Arrangement(self.plan, taken, self.page, self.boxes)
+        return self if taken == self.taken else Arrangement(self.plan, taken, self.format, self.boxes)
 
     def _stated(self, kind: Kind) -> Stated | None:
         """The shape that tensors of a kind state of their weight: the rank's in reshard's own form, else the whole."""
         if kind.stated is None:
             return None
-        own = self.plan.laid[kind].stated if self.page is None else None
+        own = self.plan.laid[kind].stated if self.format is None else None
         whole = kind.stated.sizes(self.plan.model.sizes.of(dict(kind.indices)))
         return (lambda holder: whole) if own is None else (lambda holder: own.boxes[holder].shape)
 
@@ -109,7 +110,7 @@ class Arrangement:
             yield Stored(name, kind.dtype, geometry, (Atom(name),), stated=stated)
 
     def _stored(self) -> Iterator[Stored]:
-        if self.page is None and all(len(of) == 1 and not of[0].by_index for of in self.taken.values()):
+        if self.format is None and all(len(of) == 1 and not of[0].by_index for of in self.taken.values()):
             yield from self._unchanged()
             return
         found: dict[str, dict[tuple[int, int], _Part]] = {}
@@ -177,7 +178,7 @@ class Arrangement:
 
     def _copies(self) -> Iterator[Stored]:
         """What is stored a second time, under another name."""
-        found = copies_of(self.plan.model, self.page) if self.page else {}
+        found = copies_of(self.plan.model, self.format) if self.format else {}
         there = {each.name for each in self.stored}
         for tensor in self.plan.model.tensors if found else ():
             for target in found.get(tensor.kind, ()):
@@ -208,7 +209,7 @@ class Arrangement:
     @cached_property
     def _firsts(self) -> Sequence[Mapping[str, int]]:
         """For each rank, the numbers from which it counts the indices in names; none if names have the model's own."""
-        numbered, mesh, model = self.page.numbered if self.page else (), self.plan.mesh, self.plan.model
+        numbered, mesh, model = self.format.numbered if self.format else (), self.plan.mesh, self.plan.model
         sizes = {axis: size for axis, size in model.sizes.of({}).items() if axis in numbered}
         found = []
         for rank in range(mesh.size if numbered else 0):
@@ -235,7 +236,7 @@ class Arrangement:
 
     def _placed_further(self, tensor: str, target: str, at: Mapping[str, int]) -> tuple[str, Mapping[str, int]]:
         """The program's name and the indices in it, where layers behind the last are called otherwise."""
-        for further in self.page.further if self.page else ():
+        for further in self.format.further if self.format else ():
             words = further.found.match(target)
             end = self._ends.get(further)
             if words is None or end is None or at.get(further.index, -1) < end:
@@ -250,7 +251,7 @@ class Arrangement:
     def _ends(self) -> Mapping[Further, int]:
         """The first index that is called otherwise."""
         sizes = self.plan.model.sizes
-        found = {each: sizes.evaluate(each.beyond, {}) for each in (self.page.further if self.page else ())}
+        found = {each: sizes.evaluate(each.beyond, {}) for each in (self.format.further if self.format else ())}
         return {each: int(end) for each, end in found.items() if end is not None}
 
     def _axes(self, kind: Kind) -> tuple[str, ...]:
@@ -395,18 +396,18 @@ def permuted(layout: Layout, order: Sequence[int]) -> Layout:
     return replace(layout, full=full, padded=padded, boxes=boxes)
 
 
-def arrangement_of(plan: Plan, page: Page | None, boxes: Boxes | None = None) -> Arrangement:
+def arrangement_of(plan: Plan, format: Format | None, boxes: Boxes | None = None) -> Arrangement:
     """A plan's tensors as a program stores them; ``boxes`` are those of files that are there.
 
-    Without a page each tensor is stored as it is: Hugging Face's form, and reshard's own. Raises PlanError for a tensor
-    that the program has no place for, MismatchError if the boxes do not fit.
+    Without a format each tensor is stored as it is: Hugging Face's form, and reshard's own. Raises PlanError for a
+    tensor that the program has no place for, MismatchError if the boxes do not fit.
     """
-    if page is None:
+    if format is None:
         return Arrangement(plan, unchanged(plan.model))
-    if page.boxes and boxes is None:
-        stored = unboxed(plan, page).stored
+    if format.boxes and boxes is None:
+        stored = unboxed(plan, format).stored
         boxes = {each.name: _boxes_of(each) for each in stored}
-    return Arrangement(plan, uses_of(plan.model, page), page, boxes)
+    return Arrangement(plan, uses_of(plan.model, format), format, boxes)
 
 
 def same_atoms(source: Arrangement, target: Arrangement) -> tuple[Arrangement, Arrangement]:
@@ -436,25 +437,25 @@ def _boxes_of(stored: Stored) -> Mapping[int, At]:
     return {min(boxes): At((0,) * len(shape), shape)}
 
 
-def unboxed(plan: Plan, page: Page) -> Arrangement:
+def unboxed(plan: Plan, format: Format) -> Arrangement:
     """The same without boxes: what each rank of the plan's mesh has of what is stored. Raises PlanError."""
-    return Arrangement(plan, uses_of(plan.model, page), page)
+    return Arrangement(plan, uses_of(plan.model, format), format)
 
 
 def program_mesh(
-    model: Model, page: Page, tp: int, ep: int, same_ranks: bool, pp: int = 1, pp_layers: Sequence[int] = ()
+    model: Model, format: Format, tp: int, ep: int, same_ranks: bool, pp: int = 1, pp_layers: Sequence[int] = ()
 ) -> Mesh:
     """The mesh of ``--tp``, ``--ep`` and ``--pp`` for a program, which may deal experts over the ranks of ``--tp``.
 
     Raises PlanError for degrees that are not possible, and for stages of which the program's file names say nothing.
     """
-    if page.same_ranks and ep == 1 and tp > 1 and model.expert_axes:
+    if format.same_ranks and ep == 1 and tp > 1 and model.expert_axes:
         ep, same_ranks = tp, True
-    if ep > 1 and not same_ranks and not page.boxes and page.files_ep is None:
+    if ep > 1 and not same_ranks and not format.boxes and format.files_ep is None:
         raise PlanError(
-            f"--ep {ep} is not possible with the format '{page.name}': its files have the numbers of --tp alone",
+            f"--ep {ep} is not possible with the format '{format.name}': its files have the numbers of --tp alone",
             f"--tp {ep} --ep {ep} --same-ranks divides experts over the ranks of --tp",
         )
-    if pp > 1 and page.files_pp is None:
-        raise PlanError(f"--pp {pp} is not possible with the format '{page.name}': its ranks have all layers")
+    if pp > 1 and format.files_pp is None:
+        raise PlanError(f"--pp {pp} is not possible with the format '{format.name}': its ranks have all layers")
     return mesh_of(tp, ep, same_ranks, pp, pp_layers)

@@ -1,6 +1,6 @@
 """The way back: which tensors of Hugging Face's a program's tensors are made of, from names alone.
 
-A manifest says it. Without one, each stored name is looked up among the lines of the program's page: the first line
+A manifest says it. Without one, each stored name is looked up among the lines of the program's format: the first line
 whose sources are all known to the model's architecture is the one that wrote it.
 """
 
@@ -12,7 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from formats.errors import CheckpointError, PlanError
 from formats.notation.architecture import Architecture
 from formats.notation.components import components
-from formats.notation.rewrites import Line, Page, Pattern
+from formats.notation.format import Format
+from formats.notation.format_rules import Line
+from formats.notation.patterns import Pattern
 from formats.notation.unfused_experts import by_name
 from reshard.planning.sizes import AxisSizes, check_members
 
@@ -20,16 +22,20 @@ from reshard.planning.sizes import AxisSizes, check_members
 class Origins:
     """Finds the tensors of Hugging Face's that stored ones are made of."""
 
-    def __init__(self, page: Page, architecture: Architecture, sizes: AxisSizes, config: Mapping[str, object]) -> None:
-        self._page, self._architecture, self._sizes = page.of(config), architecture, sizes
+    def __init__(
+        self, format: Format, architecture: Architecture, sizes: AxisSizes, config: Mapping[str, object]
+    ) -> None:
+        self._format, self._architecture, self._sizes = format.of(config), architecture, sizes
         self._packed = dict(self._packed_lines())
-        self._constants = [each for each in self._page.constants if each.when is None or sizes.evaluate(each.when, {})]
+        self._constants = [
+            each for each in self._format.constants if each.when is None or sizes.evaluate(each.when, {})
+        ]
         self._there: set[str] = set()
 
     def of(self, stored: Iterable[str]) -> dict[str, str]:
         """The tensors that stored ones of these names are made of, each with the name of one of them.
 
-        Raises CheckpointError for a name that no line of the page gives.
+        Raises CheckpointError for a name that no line of the format gives.
         """
         stored, found = list(stored), dict[str, str]()
         self._there = {old for name in stored for old in self._old_names(name)}
@@ -41,20 +47,20 @@ class Origins:
                 continue
             if sources is None:
                 raise CheckpointError(
-                    f"tensor '{name}' is none that the format '{self._page.name}' has for '{self._architecture.name}'"
+                    f"tensor '{name}' is none that the format '{self._format.name}' has for '{self._architecture.name}'"
                 )
             for source in sources:
                 found.setdefault(source, name)
         return found
 
     def knows(self, name: str) -> bool:
-        """Whether the page has a tensor of this name, of whatever is stored beside it."""
+        """Whether the format has a tensor of this name, of whatever is stored beside it."""
         is_constant = any(_beside(constant.names, name) for constant in self._constants)
         return is_constant or any(self._sources(old) for old in self._old_names(name)) or self._is_copy(name)
 
     def _is_copy(self, name: str) -> bool:
         """Whether a name is a further one of a tensor that the architecture has: of a tied one."""
-        matches = ((line, line.target.match(name)) for line in self._page.lines if line.also)
+        matches = ((line, line.target.match(name)) for line in self._format.lines if line.also)
         return any(
             found is not None and (line.when is None or self._holds(line)) and self._known(line, found) is not None
             for line, found in matches
@@ -77,7 +83,7 @@ class Origins:
             yield from self._before_renaming(earlier)
 
     def _before_renaming(self, name: str) -> Iterator[str]:
-        for renaming in self._page.names:
+        for renaming in self._format.names:
             found = renaming.new.match(name)
             if found is not None and (renaming.when is None or self._sizes.evaluate(renaming.when, {})):
                 old = renaming.found.fill(found)
@@ -88,13 +94,13 @@ class Origins:
 
     def _before_the_end(self, name: str) -> Iterator[str]:
         """The names that a tensor of a layer behind the last may have by the lines for all layers."""
-        for further in self._page.further:
+        for further in self._format.further:
             words, end = further.new.match(name), self._sizes.evaluate(further.beyond, {})
             if words is not None and end is not None:
                 yield further.found.fill({**words, further.index: str(int(words[further.new_index]) + end)})
 
     def _first_renaming(self, name: str) -> object:
-        for renaming in self._page.names:
+        for renaming in self._format.names:
             if renaming.found.match(name) is not None and (
                 renaming.when is None or self._sizes.evaluate(renaming.when, {})
             ):
@@ -102,7 +108,7 @@ class Origins:
         return None
 
     def _sources(self, name: str) -> list[str] | None:
-        for line in self._page.lines:
+        for line in self._format.lines:
             found = line.target.match(name)
             if found is None or line.also or (line.when is not None and not self._holds(line)):
                 continue
@@ -110,10 +116,10 @@ class Origins:
             if sources is not None:
                 is_spelled = line.types is not None and len(sources) == 1 and self._is_same_line(sources[0], name)
                 return [name] if is_spelled else sources  # as transformers itself saves it
-        for line in self._page.lines:
+        for line in self._format.lines:
             if name in {line.first_stage, line.last_stage} and (sources := self._known(line, {})) is not None:
                 return sources
-        return [name] if self._page.keep and self._is_known(name) else None
+        return [name] if self._format.keep and self._is_known(name) else None
 
     def _holds(self, line: Line) -> bool:
         assert line.when is not None

@@ -1,6 +1,6 @@
-"""What a program makes of each of a model's tensors: a page applied to the kinds of a model.
+"""What a program makes of each of a model's tensors: a format applied to the kinds of a model.
 
-A page (``formats.notation.rewrites``) says names, and what is stacked and joined; see ``reshard.planning.arrangement``.
+A format (``formats.notation.format``) says names, and what is stacked and joined; see ``reshard.planning.arrangement``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from formats.errors import PlanError
 from formats.notation.architecture import Architecture, is_index
 from formats.notation.axes import Shape
 from formats.notation.components import Component, components, whole, without_first
-from formats.notation.rewrites import Line, Page, Use
+from formats.notation.format import Format
+from formats.notation.format_rules import Line, Use
 from formats.notation.unfused_experts import by_name
 from reshard.planning.model import BoundTensor, Kind, Model
 from reshard.planning.stages import divided
@@ -61,27 +62,27 @@ Taken = tuple[Portion, ...]
 """What a program makes of the tensors of a kind: all atoms of each."""
 
 
-def uses_of(model: Model, page: Page) -> dict[Kind, Taken]:
-    """What a program makes of each kind of tensors. Raises PlanError for a tensor that no line of its page covers."""
-    check_model_type(model, page)
-    return _Reading(model, page).all()
+def uses_of(model: Model, format: Format) -> dict[Kind, Taken]:
+    """What a program makes of each kind of tensors. Raises PlanError for a tensor that no line of its format covers."""
+    check_model_type(model, format)
+    return _Reading(model, format).all()
 
 
-def check_model_type(model: Model, page: Page) -> None:
-    """Raise PlanError for a model type of which a page does not know what the program makes of it."""
+def check_model_type(model: Model, format: Format) -> None:
+    """Raise PlanError for a model type of which a format does not know what the program makes of it."""
     types = {str(of.get("model_type")) for of in (model.config, model.sizes.settings)}
-    if page.model_types and not types & {*page.model_types}:
+    if format.model_types and not types & {*format.model_types}:
         raise PlanError(
-            f"the model type '{model.config.get('model_type')}' cannot be written as '{page.name}': what {page.name} "
-            "makes of its tensors is not known here",
-            f"known are {', '.join(page.model_types)}",
+            f"the model type '{model.config.get('model_type')}' cannot be written as '{format.name}': what "
+            f"{format.name} makes of its tensors is not known here",
+            f"known are {', '.join(format.model_types)}",
         )
-    kind = page.type_of(model.config)
-    why = page.refused.get(kind)
-    if why is None and page.compared and not {kind, page.class_of(model.config)} & page.compared:
-        why = f"what {page.loaded_by} has of it was not compared"
+    kind = format.type_of(model.config)
+    why = format.refused.get(kind)
+    if why is None and format.compared and not {kind, format.class_of(model.config)} & format.compared:
+        why = f"what {format.loaded_by} has of it was not compared"
     if why is not None:
-        raise PlanError(f"'{kind}' has no place in the format '{page.name}': {why}")
+        raise PlanError(f"'{kind}' has no place in the format '{format.name}': {why}")
 
 
 def unchanged(model: Model) -> dict[Kind, Taken]:
@@ -173,14 +174,14 @@ def kept_whole(component: Component, target: str | None) -> Portion:
 
 
 class _Reading:
-    """Applies a page to the kinds of a model."""
+    """Applies a format to the kinds of a model."""
 
-    def __init__(self, model: Model, page: Page) -> None:
-        self.model, self.page = model, page.of(model.config)
-        self._seen = page.seen.get(page.type_of(model.config))
+    def __init__(self, model: Model, format: Format) -> None:
+        self.model, self.format = model, format.of(model.config)
+        self._seen = format.seen.get(format.type_of(model.config))
         self.names = {kind: template_of(model.architecture, kind) for kind in model.kinds}
         self._there = frozenset(self.names.values())
-        self._beside = _Beside(model, self.page)
+        self._beside = _Beside(model, self.format)
         self._first = {tensor.kind: tensor for tensor in reversed(model.tensors)} if self._beside.lines else {}
 
     def all(self) -> dict[Kind, Taken]:
@@ -203,15 +204,15 @@ class _Reading:
                 break
             for kind in lacking:
                 del found[kind][0]
-        dropped = dropped_of(self.model, self.page)
+        dropped = dropped_of(self.model, self.format)
         stored = {tensor.kind for tensor in self.model.tensors if tensor.name not in dropped}
         for kind, candidates in found.items():
             if not candidates and kind not in stored:
                 candidates.append((kept_whole(whole(rule_of(self.model, kind)), None),))
             if not candidates:
                 raise PlanError(
-                    f"tensor '{kind.name}' has no place in the format '{self.page.name}'",
-                    f"its page formats/programs/{self.page.name}.toml has no line for '{self.names[kind]}'",
+                    f"tensor '{kind.name}' has no place in the format '{self.format.name}'",
+                    f"formats/programs/{self.format.name}.toml has no line for '{self.names[kind]}'",
                 )
             self._check(kind)
         return {kind: tuple(map(self._named, candidates[0])) for kind, candidates in found.items()}
@@ -220,15 +221,15 @@ class _Reading:
         """Raise PlanError for a tensor that the program cannot have, or is not known to have."""
         if self._seen is not None and self.names[kind] not in self._seen:
             raise PlanError(
-                f"tensor '{kind.name}' has no place in the format '{self.page.name}': no model that was compared with "
-                f"{self.page.loaded_by} has it"
+                f"tensor '{kind.name}' has no place in the format '{self.format.name}': no model that was compared "
+                f"with {self.format.loaded_by} has it"
             )
-        for refusal in self.page.refusals:
+        for refusal in self.format.refusals:
             if refusal.found.match(self.names[kind]) is None or (refusal.scalars and math.prod(kind.shape) > 1):
                 continue
             if refusal.when is None or self.model.sizes.evaluate(refusal.when, dict(kind.indices)):
                 raise PlanError(
-                    f"tensor '{kind.name}' has no place in the format '{self.page.name}': {refusal.why}",
+                    f"tensor '{kind.name}' has no place in the format '{self.format.name}': {refusal.why}",
                     "docs/formats.md says what it can hold",
                 )
 
@@ -241,7 +242,7 @@ class _Reading:
                 yield tuple(self._apart(kind, use)) if use.line.apart else (one,)
         yield from self._in_parts(kind, {use.line.part: use for use in reversed(uses)})
         yield from self._unpacked(kind, name)
-        if self.page.keep:
+        if self.format.keep:
             yield (kept_whole(whole(rule_of(self.model, kind)), name),)
 
     def _in_parts(self, kind: Kind, uses: Mapping[str | None, Use]) -> Iterator[Taken]:
@@ -251,7 +252,7 @@ class _Reading:
             yield tuple(self._portion(kind, part, uses[part.label]) for part in parts)
 
     def _uses(self, name: str, kind: Kind) -> Iterator[Use]:
-        for use in self.page.uses(name):
+        for use in self.format.uses(name):
             line = use.line
             if line.also or (line.by is not None and line.by not in kind.rule.axes):
                 continue
@@ -323,9 +324,11 @@ class _Reading:
             yield replace(portion, slot=slot, slots=len(use.line.apart))
 
     def _named(self, portion: Portion) -> Portion:
-        if not portion.counts and any(pattern.match(str(portion.target)) is not None for pattern in self.page.vectors):
+        if not portion.counts and any(
+            pattern.match(str(portion.target)) is not None for pattern in self.format.vectors
+        ):
             portion = replace(portion, vector=True)
-        for renaming in self.page.names:
+        for renaming in self.format.names:
             found = renaming.found.match(str(portion.target))
             if found is not None and (renaming.when is None or self.model.sizes.evaluate(renaming.when, {})):
                 return replace(portion, target=renaming.new.fill(found))
@@ -353,11 +356,11 @@ def _with_ones(counts: Sequence[int], is_one: Sequence[bool], places: Sequence[i
 
 
 class _Beside:
-    """Which of a model's tensors have another beside them, for the lines of a page that ask for one."""
+    """Which of a model's tensors have another beside them, for the lines of a format that ask for one."""
 
-    def __init__(self, model: Model, page: Page) -> None:
-        self._architecture, self._page = model.architecture, page
-        self.lines = [line for line in page.lines if line.beside is not None]
+    def __init__(self, model: Model, format: Format) -> None:
+        self._architecture, self._format = model.architecture, format
+        self.lines = [line for line in format.lines if line.beside is not None]
         self._names = {kind: template_of(model.architecture, kind) for kind in model.kinds} if self.lines else {}
         wanted = {other for name in self._names.values() for other in self._others(name)}
         self._axes = {kind: tuple(model.architecture.index_places(kind.name)) for kind in self._names}
@@ -380,7 +383,7 @@ class _Beside:
         return tuple(numbers.get(axis, -1) for axis in axes) in self._there[other]
 
     def _others(self, name: str) -> list[str]:
-        return [self._other(use, name) for use in self._page.uses(name) if use.line.beside is not None]
+        return [self._other(use, name) for use in self._format.uses(name) if use.line.beside is not None]
 
     @staticmethod
     def _other(use: Use, name: str) -> str:
@@ -388,9 +391,9 @@ class _Beside:
         return use.line.beside.fill(use.line.sources[use.source].match(name) or {})
 
 
-def apart_by_lines(model: Model, page: Page) -> Model:
-    """The same model, in which all tensors of a kind are covered by the same lines of a page."""
-    beside = _Beside(model, page.of(model.config))
+def apart_by_lines(model: Model, format: Format) -> Model:
+    """The same model, in which all tensors of a kind are covered by the same lines of a format."""
+    beside = _Beside(model, format.of(model.config))
     return divided(model, beside.key) if beside.lines else model
 
 
@@ -432,21 +435,21 @@ def _general(architecture: Architecture, name: str, *, rest: bool) -> str:
     return ".".join(segments)
 
 
-def copies_of(model: Model, page: Page) -> dict[Kind, list[str]]:
+def copies_of(model: Model, format: Format) -> dict[Kind, list[str]]:
     """The further names of the tensors of each kind that a program stores twice: tied ones."""
-    page, found = page.of(model.config), dict[Kind, list[str]]()
-    for kind in model.kinds if any(line.also for line in page.lines) else ():
+    format, found = format.of(model.config), dict[Kind, list[str]]()
+    for kind in model.kinds if any(line.also for line in format.lines) else ():
         name = template_of(model.architecture, kind)
-        targets = [use.target for use in page.uses(name) if use.line.also]
+        targets = [use.target for use in format.uses(name) if use.line.also]
         if targets:
             found[kind] = targets
     return found
 
 
-def dropped_of(model: Model, page: Page) -> frozenset[str]:
+def dropped_of(model: Model, format: Format) -> frozenset[str]:
     """The tensors that a program does not store."""
     found: set[str] = set()
-    for dropped in page.of(model.config).dropped:
+    for dropped in format.of(model.config).dropped:
         if dropped.when is not None and not model.sizes.evaluate(dropped.when, {}):
             continue
         end = model.sizes.evaluate(dropped.beyond, {}) if dropped.beyond is not None else 0

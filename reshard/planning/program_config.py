@@ -1,4 +1,4 @@
-"""A program's own config file from ``config.json``, and the other way, by the expressions of its page."""
+"""A program's own config file from ``config.json``, and the other way, by the expressions of its format."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from formats.errors import NotationError, PlanError
 from formats.notation.expressions import Expression, Lookup
-from formats.notation.rewrites import Settings
+from formats.notation.format_rules import Settings
 from reshard.planning.model import Model
 
 

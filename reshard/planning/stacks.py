@@ -11,13 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from formats.files.boxes import At
 from formats.files.safetensors import TensorInfo
-from formats.notation.rewrites import Page, Stack
+from formats.notation.format import Format
+from formats.notation.format_rules import Stack
 from reshard.planning.model import Model
 
 
-def stacks_for(page: Page, model: Model) -> tuple[Stack, ...]:
-    """The stacks of a page that hold for a model."""
-    return tuple(stack for stack in page.stacks if stack.when is None or model.sizes.evaluate(stack.when, {}))
+def stacks_for(format: Format, model: Model) -> tuple[Stack, ...]:
+    """The stacks of a format that hold for a model."""
+    return tuple(stack for stack in format.stacks if stack.when is None or model.sizes.evaluate(stack.when, {}))
 
 
 def stacked(stacks: Iterable[Stack], name: str) -> tuple[str, tuple[int, ...]]:

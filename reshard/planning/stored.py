@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from formats.files.boxes import At
-from formats.notation.rewrites import Constant
+from formats.notation.format_rules import Constant
 from reshard.planning.boxes import InBoxes
 from reshard.planning.geometry import Geometry
 from reshard.planning.plan import Layout

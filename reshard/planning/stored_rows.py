@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from formats.files.safetensors import tensor_bytes
-from formats.notation.rewrites import Pattern
+from formats.notation.patterns import Pattern
 from reshard.planning.arrangement import Arrangement
 from reshard.planning.portions import Portion, template_of
 from reshard.planning.stored import Stored

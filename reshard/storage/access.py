@@ -50,7 +50,7 @@ def open_any(source: str | Path, access: Access, weights: Weights = Weights.RANG
             fetched.path, location=fetched.repo, commit=fetched.commit, plan_file=access.plan_file, config=access.config
         )
         _refuse_one_rank(opened)
-        if access.config is not None and opened.page is None and SETTINGS not in opened.model.config:
+        if access.config is not None and opened.format is None and SETTINGS not in opened.model.config:
             raise CheckpointError(f"{opened.path} has a config.json of its own", "leave --config out")
     opened = read_elsewhere(opened, fetched.remote) if fetched.remote else opened
     opened = replace(opened, shown=fetched.shown)

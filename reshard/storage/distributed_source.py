@@ -1,4 +1,4 @@
-"""What a distributed checkpoint holds, as a page has it: the model's tensors, their training states, and the rest.
+"""What a distributed checkpoint holds, as a format has it: the model's tensors, their training states, and the rest.
 
 A trainer saves dictionaries: the model may lie under a key (``model.``, ``state_dict.``), and the states of the
 optimizer beside it, each named after its parameter (``optim.state.{name}.exp_avg``). The names themselves tell them
@@ -111,16 +111,16 @@ def parts_of(found: Distributed, knows: Callable[[str], bool], ignores: Callable
     if len(model) < sum(map(knows, inside.values())):
         raise CheckpointError(f"{found.path} has two tensors of one name, with and without a wrapper's")
     of_name = dict(model) | {prefix + name: stored for name, stored in model.items()}
-    page_name = {stored: name for name, stored in model.items()}
+    plain_name = {stored: name for name, stored in model.items()}
     tops = {name.partition(".")[0] for name in model}
     states: dict[Affix, dict[str, str]] = defaultdict(dict)
     others = list[str]()
     for stored, name in names.items():
-        if stored in page_name:
+        if stored in plain_name:
             continue
         affix, of = _state_of(name, of_name)
         if affix is not None and found.tensors[stored].shape == found.tensors[of].shape:
-            states[affix][page_name[of]] = stored
+            states[affix][plain_name[of]] = stored
         elif affix is None and stored in inside and inside[stored].partition(".")[0] in tops:
             model[inside[stored]] = stored  # of the model, and unknown: whoever opens it says so
         else:

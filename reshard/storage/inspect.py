@@ -32,10 +32,11 @@ from formats.files.sharded import (
 )
 from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture_files import built_in_file
-from formats.notation.rewrites import Page, page_of
+from formats.notation.format import Format
+from formats.notation.format_file import format_of
 from reshard.storage.marks import SUFFIX, staging_of, unfinished_command
 from reshard.storage.parts import parts_of
-from reshard.storage.program_source import pages_for, program_files, tensors_in, weights_folder, without_files
+from reshard.storage.program_source import formats_for, program_files, tensors_in, weights_folder, without_files
 
 if TYPE_CHECKING:
     from reshard.storage.source import Source
@@ -105,9 +106,9 @@ def inspect(path: Path) -> Report:
     command = unfinished_command(path)
     if command is not None:
         return _staging(path, command)
-    pages = _pages(path)
-    if pages:
-        return _program(path, pages)
+    formats = _formats(path)
+    if formats:
+        return _program(path, formats)
     if is_sharded(path):
         return _split(path)
     return _adapter(path) if has_adapter(path) else _full(path)
@@ -257,7 +258,7 @@ def _take_manifest(report: Report, manifest: Manifest) -> None:
 
 
 def _recorded(
-    report: Report, records: Iterable[FileRecord], problems: list[str], page: Page | None = None
+    report: Report, records: Iterable[FileRecord], problems: list[str], format: Format | None = None
 ) -> list[TensorInfo]:
     """The tensors in the files of a rank that a manifest lists."""
     tensors: list[TensorInfo] = []
@@ -268,7 +269,7 @@ def _recorded(
         elif file.stat().st_size != record.size:
             problems.append(f"{file} has {file.stat().st_size:,} bytes, {MANIFEST} says {record.size:,}")
         elif file.suffix in {".safetensors", ".pth", ".pt"}:
-            tensors += _read(report, file, problems, page)
+            tensors += _read(report, file, problems, format)
     return tensors
 
 
@@ -292,11 +293,11 @@ def _from_folders(report: Report) -> dict[int, list[TensorInfo]]:
     return found
 
 
-def _read(report: Report, file: Path, problems: list[str], page: Page | None = None) -> Iterable[TensorInfo]:
+def _read(report: Report, file: Path, problems: list[str], format: Format | None = None) -> Iterable[TensorInfo]:
     report.files += 1
     report.nbytes += file.stat().st_size
     try:
-        return tensors_in(file, page.inside if page else None)
+        return tensors_in(file, format.inside if format else None)
     except CheckpointError as error:
         problems.append(error.message)
         return ()
@@ -344,17 +345,17 @@ def _check_whole(report: Report, checkpoint: Checkpoint | None = None) -> Source
         report.problems += [] if needs_rules else [error.message]
         report.hint = error.hint
         return None
-    if report.counts_ranks or source.page is not None:
+    if report.counts_ranks or source.format is not None:
         report.counts_ranks, report.counts_all, report.tensors = False, False, len(source.model.tensors)
         dtypes: Counter[str] = Counter()
         for kind in source.model.kinds:
             dtypes[kind.dtype] += kind.count * math.prod(kind.shape)
         report.dtypes = dict(dtypes.most_common())
-    if source.page is not None:
-        page, plan = source.page, source.plan
-        report.format, report.loaded_by, report.mesh = page.name, page.loaded_by, plan.mesh
-        report.any_mesh, report.beside = page.boxes, source.left_behind
-        report.load = page.load_command(report.path, plan.mesh)
+    if source.format is not None:
+        format, plan = source.format, source.plan
+        report.format, report.loaded_by, report.mesh = format.name, format.loaded_by, plan.mesh
+        report.any_mesh, report.beside = format.boxes, source.left_behind
+        report.load = format.load_command(report.path, plan.mesh)
         report.padding = _padding(plan.padding, source.model.sizes.of({}))
     return source
 
@@ -362,20 +363,23 @@ def _check_whole(report: Report, checkpoint: Checkpoint | None = None) -> Source
 # ---------------------------------------------------------------------------------------- the format of another program
 
 
-def _pages(path: Path) -> list[Page]:
+def _formats(path: Path) -> list[Format]:
     """The formats of other programs that a folder may have: by the manifest, else by the names of its files."""
     if not (path / MANIFEST).is_file():
-        return [] if is_sharded(path) else pages_for(path)
+        return [] if is_sharded(path) else formats_for(path)
     try:
         form = read_manifest(path / MANIFEST).form
-        return [page_of(form)] if form is not None else []
+        return [format_of(form)] if form is not None else []
     except ReshardError:
-        return pages_for(path)
+        return formats_for(path)
 
 
-def _program(path: Path, pages: Sequence[Page]) -> Report:
-    report = Report(path, "split checkpoint", " or ".join(page.name for page in pages))
-    report.loaded_by, report.has_manifest = " or ".join(page.loaded_by for page in pages), (path / MANIFEST).is_file()
+def _program(path: Path, formats: Sequence[Format]) -> Report:
+    report = Report(path, "split checkpoint", " or ".join(format.name for format in formats))
+    report.loaded_by, report.has_manifest = (
+        " or ".join(format.loaded_by for format in formats),
+        (path / MANIFEST).is_file(),
+    )
     _take_config(report, path)
     manifest = None
     try:
@@ -383,13 +387,13 @@ def _program(path: Path, pages: Sequence[Page]) -> Report:
     except ReshardError as error:
         report.problems.append(error.message)
         report.hint = error.hint
-    if not any(program_files(page, path) for page in pages):
-        lacking = without_files(pages[0], path)
+    if not any(program_files(format, path) for format in formats):
+        lacking = without_files(formats[0], path)
         report.problems, report.hint = [*report.problems, lacking.message], lacking.hint
         return report
-    if any(page.is_distributed for page in pages):
-        return _distributed(report, manifest, pages)
-    ranks = _from_records(report, manifest) if manifest else _from_names(report, pages[0])
+    if any(format.is_distributed for format in formats):
+        return _distributed(report, manifest, formats)
+    ranks = _from_records(report, manifest) if manifest else _from_names(report, formats[0])
     _take_ranks(report, ranks)
     if report.ranks_missing:
         report.hint = "bring the files of all ranks together, or write them again"
@@ -399,10 +403,10 @@ def _program(path: Path, pages: Sequence[Page]) -> Report:
     return report
 
 
-def _distributed(report: Report, manifest: Manifest | None, pages: Sequence[Page]) -> Report:
+def _distributed(report: Report, manifest: Manifest | None, formats: Sequence[Format]) -> Report:
     """A distributed checkpoint of torch's, which needs no mesh: .metadata says what there is, training states too."""
-    folder = next((at for page in pages if is_distributed(at := weights_folder(page, report.path))), report.path)
-    if len(pages) > 1:
+    folder = next((at for format in formats if is_distributed(at := weights_folder(format, report.path))), report.path)
+    if len(formats) > 1:
         report.format, report.loaded_by = "a distributed checkpoint of PyTorch", "torch.distributed.checkpoint"
     if manifest is not None:
         _take_manifest(report, manifest)
@@ -431,26 +435,26 @@ def _from_records(report: Report, manifest: Manifest) -> dict[int, list[TensorIn
     found: dict[int, list[TensorInfo]] = {}
     for rank, records in manifest.ranks.items():
         problems: list[str] = []
-        tensors = _recorded(report, records, problems, page_of(manifest.form) if manifest.form else None)
+        tensors = _recorded(report, records, problems, format_of(manifest.form) if manifest.form else None)
         if any((report.path / record.name).is_file() for record in records):
             found[rank] = tensors
             report.problems += problems
     return found
 
 
-def _from_names(report: Report, page: Page) -> dict[int, list[TensorInfo]]:
+def _from_names(report: Report, format: Format) -> dict[int, list[TensorInfo]]:
     """The same without a manifest: the names of the files say how many ranks there are, and which parts of each."""
     found: dict[int, list[TensorInfo]] = {}
-    files = program_files(page, report.path)
+    files = program_files(format, report.path)
     for file in files:
         problems: list[str] = []
-        found.setdefault(file.rank, []).extend(_read(report, file.path, problems, page))
+        found.setdefault(file.rank, []).extend(_read(report, file.path, problems, format))
         report.problems += problems
     count, stages = max(file.ranks or file.rank + 1 for file in files), 1 + max(file.stage for file in files)
     report.mesh = files[0].mesh or mesh_of(-(-count // stages), pp=stages)
-    for rank in found if "{part}" in page.files else ():
+    for rank in found if "{part}" in format.files else ():
         there = {file.path.name for file in files if file.rank == rank}
-        names = (page.file_name(report.mesh, rank, part) for part in range(len(there)))
+        names = (format.file_name(report.mesh, rank, part) for part in range(len(there)))
         report.problems += [f"{report.path / name} is missing" for name in names if name not in there]
     return found
 

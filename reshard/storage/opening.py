@@ -28,7 +28,7 @@ from formats.files.stamps import Stamp, stamps_in, stamps_of
 from formats.notation.architecture import Architecture
 from formats.notation.architecture_document import architecture_from_document
 from formats.notation.architecture_files import find_architecture, load_architecture
-from formats.notation.rewrites import page_of
+from formats.notation.format_file import format_of
 from reshard.planning.binding import bind, lines_for
 from reshard.planning.completeness import check_complete
 from reshard.planning.finer_blocks import with_blocks
@@ -39,7 +39,7 @@ from reshard.storage.marks import unfinished_command
 from reshard.storage.opening_programs import Folder, open_program
 from reshard.storage.program_source import (
     CONFIG,
-    pages_for,
+    formats_for,
 )
 from reshard.storage.source import UNSPLIT, Source, SourceFile
 
@@ -64,10 +64,10 @@ def open_source(
     stamps = stamps_in(path)
     manifest = read_manifest(path / MANIFEST) if (path / MANIFEST).is_file() else None
     if manifest is not None and manifest.form is not None:
-        return open_program(Folder(path, where, stamps, manifest, config, plan_file), [page_of(manifest.form)])
+        return open_program(Folder(path, where, stamps, manifest, config, plan_file), [format_of(manifest.form)])
     if is_sharded(path):
         return _open_sharded(path, where, plan_file, stamps)
-    if manifest is None and not has_usual_weights(path) and (found := pages_for(path)):
+    if manifest is None and not has_usual_weights(path) and (found := formats_for(path)):
         return open_program(Folder(path, where, stamps, None, config, plan_file), found)
     is_adapter = has_adapter(path)
     if checkpoint is None:

@@ -33,7 +33,8 @@ from formats.mesh import Mesh
 from formats.notation.architecture import Architecture
 from formats.notation.architecture_document import architecture_from_document
 from formats.notation.architecture_files import find_architecture, load_architecture
-from formats.notation.rewrites import Page, page_of
+from formats.notation.format import Format
+from formats.notation.format_file import format_of
 from formats.regular_files import open_file
 from reshard.planning.arrangement import arrangement_of, unboxed
 from reshard.planning.binding import bind
@@ -51,6 +52,7 @@ from reshard.storage.program_source import (
     check_stored,
     chunks_of,
     config_of,
+    formats_for,
     full_tensors,
     inferred_sizes,
     inferred_tensors,
@@ -61,7 +63,6 @@ from reshard.storage.program_source import (
     numbered_globally,
     origins_of,
     padding_of,
-    pages_for,
     read_boxed,
     read_ranks,
     readings,
@@ -79,17 +80,17 @@ def states_of(source: Source) -> Iterator[tuple[Affix, Source]]:
 
     Its tensors have the names of the model's. Raises CheckpointError, MismatchError and PlanError.
     """
-    training, page = source.training, source.page
-    if training is None or page is None:
+    training, format = source.training, source.format
+    if training is None or format is None:
         return
     architecture, config = source.model.architecture, source.model.config
     for affix, names in training.parts.states.items():
-        ranks, boxes = chunks_of(page, training.found, names)
+        ranks, boxes = chunks_of(format, training.found, names)
         held = [whole_tensors(ranks, boxes)]
-        full = inferred_tensors(page, architecture, config, held)
+        full = inferred_tensors(format, architecture, config, held)
         model = bind(architecture, config, full, known=inferred_sizes(architecture, config, held))
-        plan = program_plan(model, page, source.plan.mesh, padding=source.plan.padding or None)
-        check_stored(arrangement_of(plan, page, boxes), ranks, source.path)
+        plan = program_plan(model, format, source.plan.mesh, padding=source.plan.padding or None)
+        check_stored(arrangement_of(plan, format, boxes), ranks, source.path)
         yield affix, replace(source, plan=plan, unsplit=model, ranks=ranks, boxes=boxes, kept={})
 
 
@@ -125,7 +126,7 @@ class Folder:
 class _Stored:
     """The tensors in a folder's files, read as a format says: those of each rank, or the boxes in each file."""
 
-    page: Page
+    format: Format
     files: Sequence[ProgramFile]
     ranks: tuple[Mapping[str, TensorInfo], ...] = ()
     boxes: Boxes | None = None
@@ -139,14 +140,14 @@ class _Stored:
     def meshes(self, model: Model) -> Iterator[Mesh]:
         """The meshes that so many ranks may be, if no file says which it is."""
         stages = 1 + max(file.stage for file in self.files)
-        return meshes(len(self.held), stages, self.page, bool(model.expert_axes))
+        return meshes(len(self.held), stages, self.format, bool(model.expert_axes))
 
     def plan(self, model: Model, mesh: Mesh, *, is_known: bool) -> Plan:
         """A model's plan on a mesh, with the padding that the files have, if it is not known. Raises PlanError."""
-        plan = program_plan(model, self.page, mesh)
-        if is_known or not self.page.free_padding:
+        plan = program_plan(model, self.format, mesh)
+        if is_known or not self.format.free_padding:
             return plan
-        return program_plan(model, self.page, mesh, padding=padding_of(unboxed(plan, self.page), self.held))
+        return program_plan(model, self.format, mesh, padding=padding_of(unboxed(plan, self.format), self.held))
 
 
 class _MisfitError(Exception):
@@ -172,7 +173,7 @@ def _told(misfits: Sequence[_MisfitError]) -> _MisfitError:
     return max(misfits, key=lambda misfit: misfit.rank)
 
 
-def open_program(folder: Folder, candidates: Sequence[Page]) -> Source:
+def open_program(folder: Folder, candidates: Sequence[Format]) -> Source:
     """Open what is stored in a program's format: in the first of ``candidates``, and on the first mesh, that fits.
 
     Raises CheckpointError, MismatchError and PlanError.
@@ -183,39 +184,39 @@ def open_program(folder: Folder, candidates: Sequence[Page]) -> Source:
         likely = likeliest([of for of, _ in ways], folder.path, distributed(), folder.config, folder.plan_file)
         ways = [way for way in ways if way[0] in likely]
     misfits: list[_MisfitError] = []
-    for page, files in ways:
+    for format, files in ways:
         check_belonging(files)
         try:
-            return _open_as_page(folder, page, files, distributed)
+            return _open_as_format(folder, format, files, distributed)
         except _MisfitError as misfit:
             misfits.append(misfit)
     raise _told(misfits).error
 
 
-def _ways(folder: Folder, candidates: Sequence[Page]) -> list[tuple[Page, list[ProgramFile]]]:
+def _ways(folder: Folder, candidates: Sequence[Format]) -> list[tuple[Format, list[ProgramFile]]]:
     """The formats that a folder may have, each with its weight files. Raises CheckpointError if it has none."""
-    ways = [(page, files) for page in candidates for files in readings(page, folder.path, folder.mesh)]
+    ways = [(format, files) for format in candidates for files in readings(format, folder.path, folder.mesh)]
     if not ways:
         raise without_files(candidates[0], folder.path)
     return ways
 
 
-def _open_as_page(
-    folder: Folder, page: Page, files: Sequence[ProgramFile], distributed: Callable[[], Distributed]
+def _open_as_format(
+    folder: Folder, format: Format, files: Sequence[ProgramFile], distributed: Callable[[], Distributed]
 ) -> Source:
     with _misfit(1):
-        stored = _Stored(page, files) if page.is_distributed else _read(page, files, folder.path)
-    config, made = config_of(page, folder.path, folder.config, stored.ranks)
+        stored = _Stored(format, files) if format.is_distributed else _read(format, files, folder.path)
+    config, made = config_of(format, folder.path, folder.config, stored.ranks)
     architecture = folder.architecture(config)
     mesh = folder.mesh or files[0].mesh
     try:
-        if page.is_distributed:
-            stored = _read_chunks(page, files, distributed(), architecture, config)
+        if format.is_distributed:
+            stored = _read_chunks(format, files, distributed(), architecture, config)
         held = stored.held
         config, made, note = _with_dtype(folder, architecture, config, made, held)
-        if mesh is not None and page.numbered:
-            mesh, held = numbered_globally(page, mesh, stored.ranks)
-        model = _bound(folder, page, architecture, config, held)
+        if mesh is not None and format.numbered:
+            mesh, held = numbered_globally(format, mesh, stored.ranks)
+        model = _bound(folder, format, architecture, config, held)
     except ReshardError as error:
         has_mesh = all(name != "ep" or architecture.families.get(name) for name, _ in (mesh.degrees if mesh else ()))
         raise _MisfitError(int(has_mesh), error) from None
@@ -223,10 +224,10 @@ def _open_as_page(
     for each in [mesh] if mesh else stored.meshes(model):
         try:
             with _misfit(0 if files[0].mesh else 2):
-                program_plan(model, page, each)
+                program_plan(model, format, each)
             with _misfit(2):
                 plan = stored.plan(model, each, is_known=folder.manifest is not None)
-                check_stored(arrangement_of(plan, page, stored.boxes), stored.ranks, folder.path)
+                check_stored(arrangement_of(plan, format, stored.boxes), stored.ranks, folder.path)
         except _MisfitError as misfit:
             misfits.append(misfit)
             continue
@@ -258,24 +259,28 @@ def _with_dtype(
     return config, {**made, CONFIG: json_bytes(own) + b"\n"}, note
 
 
-def _read(page: Page, files: Sequence[ProgramFile], path: Path) -> _Stored:
-    if not page.boxes:
-        return _Stored(page, files, read_ranks(page, files, path))
+def _read(format: Format, files: Sequence[ProgramFile], path: Path) -> _Stored:
+    if not format.boxes:
+        return _Stored(format, files, read_ranks(format, files, path))
     ranks, boxes = read_boxed(files)
-    return _Stored(page, files, ranks, boxes)
+    return _Stored(format, files, ranks, boxes)
 
 
 def _read_chunks(
-    page: Page, files: Sequence[ProgramFile], found: Distributed, architecture: Architecture, config: Mapping[str, Any]
+    format: Format,
+    files: Sequence[ProgramFile],
+    found: Distributed,
+    architecture: Architecture,
+    config: Mapping[str, Any],
 ) -> _Stored:
-    training = training_of(page, found, origins_of(page, architecture, config))
-    ranks, boxes = chunks_of(page, training.found, training.parts.model)
-    return _Stored(page, files, ranks, boxes, training)
+    training = training_of(format, found, origins_of(format, architecture, config))
+    ranks, boxes = chunks_of(format, training.found, training.parts.model)
+    return _Stored(format, files, ranks, boxes, training)
 
 
 def _bound(
     folder: Folder,
-    page: Page,
+    format: Format,
     architecture: Architecture,
     config: dict[str, Any],
     held: Sequence[Mapping[str, TensorInfo]],
@@ -284,7 +289,7 @@ def _bound(
     full = full_tensors(folder.manifest)
     if full is None:
         kept = {tensor.name: tensor for tensor in kept_tensors(folder.path / KEPT)}
-        inferred = inferred_tensors(page, architecture, config, held)
+        inferred = inferred_tensors(format, architecture, config, held)
         # What is kept has the dtype of the original; what a program computes from it may have another.
         full = [kept.pop(tensor.name, tensor) for tensor in inferred] + [*kept.values()]
     known = folder.manifest.identity.sizes if folder.manifest else inferred_sizes(architecture, config, held)
@@ -312,7 +317,7 @@ def is_of_programs(path: Path) -> bool:
     """Whether a folder is in the format of another program. Raises ReshardError for a damaged manifest."""
     if (path / MANIFEST).is_file():
         return read_manifest(path / MANIFEST).form is not None
-    return path.is_dir() and not is_sharded(path) and bool(pages_for(path))
+    return path.is_dir() and not is_sharded(path) and bool(formats_for(path))
 
 
 def open_as(path: Path, model: Model) -> Source:
@@ -323,14 +328,14 @@ def open_as(path: Path, model: Model) -> Source:
     """
     manifest = read_manifest(path / MANIFEST) if (path / MANIFEST).is_file() else None
     folder = Folder(path, os.path.realpath(path), stamps_in(path), manifest)
-    candidates = [page_of(manifest.form)] if manifest and manifest.form else pages_for(path)
+    candidates = [format_of(manifest.form)] if manifest and manifest.form else formats_for(path)
     found: list[_Candidate] = []
     problems: list[ReshardError] = []
-    for page, files in _ways(folder, candidates):
+    for format, files in _ways(folder, candidates):
         split = check_belonging(files)
-        is_known = manifest is not None or (page.boxes and split is not None)
+        is_known = manifest is not None or (format.boxes and split is not None)
         try:
-            stored, known = _read_of(folder, model, page, files, split)
+            stored, known = _read_of(folder, model, format, files, split)
         except ReshardError as error:
             problems.append(error)
             continue
@@ -354,23 +359,23 @@ class _Candidate(NamedTuple):
 
 
 def _read_of(
-    folder: Folder, model: Model, page: Page, files: Sequence[ProgramFile], split: Identity | None
+    folder: Folder, model: Model, format: Format, files: Sequence[ProgramFile], split: Identity | None
 ) -> tuple[_Stored, Mesh | None]:
     """The tensors in a folder's files, and the mesh of the shards of this model that they are, if it is said."""
-    if page.is_distributed:
+    if format.is_distributed:
         found = read_distributed(files[0].path.parent)
-        stored = _read_chunks(page, files, found, model.architecture, model.config)
+        stored = _read_chunks(format, files, found, model.architecture, model.config)
     else:
-        stored = _read(page, files, folder.path)
+        stored = _read(format, files, folder.path)
     mesh = folder.mesh or files[0].mesh
-    if page.boxes:
+    if format.boxes:
         return stored, folder.mesh or (split.mesh if split is not None else UNSPLIT)
-    return stored, numbered_globally(page, mesh, stored.ranks)[0] if mesh is not None and page.numbered else mesh
+    return stored, numbered_globally(format, mesh, stored.ranks)[0] if mesh is not None and format.numbered else mesh
 
 
 def _candidate(stored: _Stored, model: Model, mesh: Mesh, *, is_known: bool) -> _Candidate:
     plan, boxes = stored.plan(model, mesh, is_known=is_known), stored.boxes
-    arrangement = arrangement_of(plan, stored.page)
+    arrangement = arrangement_of(plan, stored.format)
     if boxes is not None:
         lacking = {each.name: dict[int, At]() for each in arrangement.stored}
         return _Candidate(len(lacking.keys() ^ boxes.keys()), replace(stored, boxes={**lacking, **boxes}), plan)
@@ -389,7 +394,7 @@ def _program_source(
     folder: Folder, stored: _Stored, plan: Plan, made: Mapping[str, bytes], *, lacking: bool = False
 ) -> Source:
     """What is stored in a program's format, as a source; with ``lacking``, side files may be missing."""
-    path, manifest, page, training = folder.path, folder.manifest, stored.page, stored.training
+    path, manifest, format, training = folder.path, folder.manifest, stored.format, stored.training
     expected = {path / f.name: f.checksum for files in manifest.ranks.values() for f in files} if manifest else {}
     kept = {path / KEPT: read_weights(path / KEPT)} if (path / KEPT).is_file() else {}
     infos: dict[Path, list[TensorInfo]] = {file.path: [] for file in stored.files}
@@ -401,14 +406,14 @@ def _program_source(
     side_files = (
         tuple(path / record.name for record in manifest.side_files)
         if manifest
-        else tuple(file for file in side_files_of(page, path) if file.name not in {MANIFEST, KEPT} and file.is_file())
+        else tuple(file for file in side_files_of(format, path) if file.name not in {MANIFEST, KEPT} and file.is_file())
     )
     side_files = tuple(file for file in side_files if file.is_file()) if lacking else side_files
     used = [*weights, *side_files, *([path / MANIFEST] if manifest else [])]
     names = tuple(tensor.name for tensor in plan.model.tensors)
     return Source(
         path, folder.location, None, plan, plan.model, names, stored.ranks, weights, side_files, None, None,
-        stamps_of(used, path, folder.stamps), page,
+        stamps_of(used, path, folder.stamps), format,
         {name: info for of in kept.values() for name, info in of[0].items()}, manifest, made, stored.boxes,
         training.parts.words() if training else tuple(left_behind(stored.files)), training,
     )  # fmt: skip

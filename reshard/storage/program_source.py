@@ -21,7 +21,10 @@ from formats.files.sharded import MANIFEST, METADATA_KEY, Identity, Manifest, Sh
 from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture import Architecture
 from formats.notation.architecture_files import find_architecture, load_architecture
-from formats.notation.rewrites import Further, Page, Pattern, pages
+from formats.notation.format import Format
+from formats.notation.format_file import all_formats
+from formats.notation.format_rules import Further
+from formats.notation.patterns import Pattern
 from formats.regular_files import read_file
 from reshard.planning.arrangement import Arrangement
 from reshard.planning.inverse import Origins
@@ -37,7 +40,7 @@ if TYPE_CHECKING:
 CONFIG = "config.json"
 DISTCP = ".distcp"
 LAYER = "layer"
-"""The index of layers in a page's names."""
+"""The index of layers in a format's names."""
 _PLACE = r"\\\{(\w+)(?::\w+)?\\\}"
 """A place in a file's name, as ``re.escape`` writes it: ``{rank}`` or ``{rank:02d}``."""
 
@@ -56,62 +59,62 @@ class ProgramFile(NamedTuple):
     mesh: Mesh | None = None
 
 
-def weights_folder(page: Page, folder: Path) -> Path:
+def weights_folder(format: Format, folder: Path) -> Path:
     """The folder in which a program's weight files lie: that which a file of the program's names, or this one.
 
     Raises CheckpointError if the file names a folder that is not there.
     """
-    if page.tracker is None or not (folder / page.tracker).is_file():
+    if format.tracker is None or not (folder / format.tracker).is_file():
         return folder
-    text = read_file(folder / page.tracker).decode("utf-8", "replace").strip()
+    text = read_file(folder / format.tracker).decode("utf-8", "replace").strip()
     name = f"iter_{int(text):07d}" if text.isdecimal() and len(text) < 10 else text
     if not re.fullmatch(r"release|iter_[0-9]{7,}", name):
-        raise CheckpointError(f"{folder / page.tracker}: {brief(text)} is neither a number nor 'release'")
+        raise CheckpointError(f"{folder / format.tracker}: {brief(text)} is neither a number nor 'release'")
     if not (folder / name).is_dir():
-        raise CheckpointError(f"{folder / page.tracker} says {text}, and there is no folder {name}")
+        raise CheckpointError(f"{folder / format.tracker} says {text}, and there is no folder {name}")
     return folder / name
 
 
-def program_files(page: Page, folder: Path, mesh: Mesh | None = None) -> list[ProgramFile]:
-    """The weight files of a folder that are named as a page says, in the order of their ranks and parts.
+def program_files(format: Format, folder: Path, mesh: Mesh | None = None) -> list[ProgramFile]:
+    """The weight files of a folder that are named as a format says, in the order of their ranks and parts.
 
     Where names may be those of several meshes, they are read as those of ``mesh``, or as the first that is possible.
     """
-    return next(iter(readings(page, folder, mesh)), [])
+    return next(iter(readings(format, folder, mesh)), [])
 
 
-def readings(page: Page, folder: Path, mesh: Mesh | None = None) -> list[list[ProgramFile]]:
+def readings(format: Format, folder: Path, mesh: Mesh | None = None) -> list[list[ProgramFile]]:
     """The weight files of a folder, once for each way in which their names can be read."""
-    folder = weights_folder(page, folder)
-    pattern = "/".join("*" for _ in page.files.split("/"))
+    folder = weights_folder(format, folder)
+    pattern = "/".join("*" for _ in format.files.split("/"))
     names = sorted(path.relative_to(folder).as_posix() for path in folder.glob(pattern)) if folder.is_dir() else []
-    if "{tp_rank" in page.files:
+    if "{tp_rank" in format.files:
         ways = [(mesh.pp > 1, dict(mesh.degrees).get("ep", 1) > 1)] if mesh else itertools.product((0, 1), repeat=2)
-        found = [_of_coordinates(page, folder, names, bool(pp), bool(ep)) for pp, ep in ways]
+        found = [_of_coordinates(format, folder, names, bool(pp), bool(ep)) for pp, ep in ways]
         return [files for files in found if files]
-    files = _of_ranks(page, folder, names)
+    files = _of_ranks(format, folder, names)
     return [files] if files else []
 
 
-def _of_ranks(page: Page, folder: Path, names: Sequence[str]) -> list[ProgramFile]:
-    staged = _matches(page.files_pp, names) if page.files_pp else []
+def _of_ranks(format: Format, folder: Path, names: Sequence[str]) -> list[ProgramFile]:
+    staged = _matches(format.files_pp, names) if format.files_pp else []
     width = max([words["tp"] for _, words in staged], default=0) + 1  # ranks of a stage
     found: list[tuple[int, int, int, int | None, str]]
     found = [(w["pp"] * width + w["tp"], w["part"], w["pp"], None, name) for name, w in staged]
-    plain = [] if found else [*_matches(page.files, names), *(_matches(page.parts, names) if page.parts else [])]
+    plain = [] if found else [*_matches(format.files, names), *(_matches(format.parts, names) if format.parts else [])]
     found += [
         (w.get("rank", w.get("shard", 1) - 1), w.get("part", w.get("number", 0)), 0, w.get("ranks"), name)
         for name, w in plain
     ]
     ordered = sorted(found, key=lambda file: file[:2])
-    if not ordered and page.is_distributed and is_distributed(folder):
+    if not ordered and format.is_distributed and is_distributed(folder):
         return [ProgramFile(folder / METADATA, 0, 0, None)]  # its files have other names, or none is there
     return [ProgramFile(folder / name, rank, stage, ranks) for rank, _, stage, ranks, name in ordered]
 
 
-def _of_coordinates(page: Page, folder: Path, names: Sequence[str], pp: bool, ep: bool) -> list[ProgramFile]:
+def _of_coordinates(format: Format, folder: Path, names: Sequence[str], pp: bool, ep: bool) -> list[ProgramFile]:
     """Files whose names say the place of their rank along each dimension of the mesh."""
-    pattern = page.files_of(pp, ep)
+    pattern = format.files_of(pp, ep)
     if (pp and "{pp_rank" not in pattern) or (ep and "{ep_rank" not in pattern):
         return []
     places = {
@@ -127,7 +130,7 @@ def _of_coordinates(page: Page, folder: Path, names: Sequence[str], pp: bool, ep
     # Experts that no rank has a part of are dealt over the ranks that all else is divided over.
     diagonal = {(rank % experts, rank % tensors): rank for rank in range(width)}
     same = min(experts, tensors) > 1 and {place[1:] for place in places} <= diagonal.keys()
-    chunks = _chunks(page, next(iter(places.values())))
+    chunks = _chunks(format, next(iter(places.values())))
     mesh = mesh_of(tensors, experts, pp=stages * len(chunks))
     if same:
         inner = (("tp", tensors), ("ep", experts))
@@ -142,11 +145,11 @@ def _of_coordinates(page: Page, folder: Path, names: Sequence[str], pp: bool, ep
     return found
 
 
-def _chunks(page: Page, path: Path) -> list[str | None]:
+def _chunks(format: Format, path: Path) -> list[str | None]:
     """The entries of a file that have tensors: several where a rank has several (virtual) pipeline stages."""
-    if page.inside is None:
+    if format.inside is None:
         return [None]
-    inside, entries = page.inside, _saved(path, page.inside).tensors
+    inside, entries = format.inside, _saved(path, format.inside).tensors
     if not entries:
         raise CheckpointError(f"{path}: has no entry '{inside}' with tensors")
     return [*sorted(entries, key=lambda name: int(name.removeprefix(inside) or 0))]
@@ -199,28 +202,28 @@ def _matches(files: str, names: Sequence[str]) -> list[tuple[str, dict[str, int]
     return [(name, {word: int(n) for word, n in match.groupdict().items()}) for name, match in matches if match]
 
 
-def without_files(page: Page, folder: Path) -> CheckpointError:
+def without_files(format: Format, folder: Path) -> CheckpointError:
     """The error of a folder that is said to be in a format, and has none of its weight files."""
-    if page.tracker is None or (folder / page.tracker).is_file():
+    if format.tracker is None or (folder / format.tracker).is_file():
         return CheckpointError(
-            f"{folder} has no weight files of the format '{page.name}' ({page.files})",
+            f"{folder} has no weight files of the format '{format.name}' ({format.files})",
             "bring the files of all ranks together, or write them again",
         )
     return CheckpointError(
-        f"{folder}: {page.tracker} is missing, which names the folder of the weights",
-        f"bring it back, with the text '{page.folder}' or the number of the iteration",
+        f"{folder}: {format.tracker} is missing, which names the folder of the weights",
+        f"bring it back, with the text '{format.folder}' or the number of the iteration",
     )
 
 
-def named_like(page: Page, name: str) -> bool:
-    """Whether a name is that of one of a page's weight files."""
-    patterns = {page.files, page.files_pp, page.files_ep, page.files_pp_ep, page.parts}
+def named_like(format: Format, name: str) -> bool:
+    """Whether a name is that of one of a format's weight files."""
+    patterns = {format.files, format.files_pp, format.files_ep, format.files_pp_ep, format.parts}
     return any(_matches(pattern, [name]) for pattern in patterns if pattern is not None)
 
 
-def pages_for(folder: Path) -> list[Page]:
+def formats_for(folder: Path) -> list[Format]:
     """The formats whose file names a folder has."""
-    return [page for page in pages().values() if program_files(page, folder)]
+    return [format for format in all_formats().values() if program_files(format, folder)]
 
 
 def read_boxed(
@@ -237,33 +240,33 @@ def read_boxed(
     return tuple(ranks), dict(boxes)
 
 
-def training_of(page: Page, found: Distributed, origins: Origins) -> Training:
+def training_of(format: Format, found: Distributed, origins: Origins) -> Training:
     """The parts of a distributed checkpoint. Raises CheckpointError if it has no tensor of the model."""
-    knows = partial(_knows, page, origins)
-    return Training(found, parts_of(found, knows, page.ignores))
+    knows = partial(_knows, format, origins)
+    return Training(found, parts_of(found, knows, format.ignores))
 
 
-def _knows(page: Page, origins: Origins, name: str) -> bool:
-    return origins.knows(first_unstacked(page.stacks, name))
+def _knows(format: Format, origins: Origins, name: str) -> bool:
+    return origins.knows(first_unstacked(format.stacks, name))
 
 
 def likeliest(
-    candidates: Sequence[Page], path: Path, found: Distributed, config_folder: Path | None, plan_file: Path | None
-) -> list[Page]:
+    candidates: Sequence[Format], path: Path, found: Distributed, config_folder: Path | None, plan_file: Path | None
+) -> list[Format]:
     """Of formats of distributed checkpoints those that know the most of the names; all, without a config.json."""
     counts: dict[str, int] = {}
-    for page in candidates:
+    for format in candidates:
         try:
-            config, _ = config_of(page, path, config_folder, ())
+            config, _ = config_of(format, path, config_folder, ())
             architecture = load_architecture(plan_file) if plan_file else find_architecture(config, path)
-            counts[page.name] = known_names(found, partial(_knows, page, origins_of(page, architecture, config)))
+            counts[format.name] = known_names(found, partial(_knows, format, origins_of(format, architecture, config)))
         except ReshardError:
-            counts[page.name] = 0
-    return [page for page in candidates if counts[page.name] == max(counts.values())]
+            counts[format.name] = 0
+    return [format for format in candidates if counts[format.name] == max(counts.values())]
 
 
 def chunks_of(
-    page: Page, found: Distributed, names: Mapping[str, str]
+    format: Format, found: Distributed, names: Mapping[str, str]
 ) -> tuple[tuple[dict[str, TensorInfo], ...], dict[str, dict[int, At]]]:
     """The chunks of each number of a distributed checkpoint, and the boxes of each tensor.
 
@@ -272,7 +275,7 @@ def chunks_of(
     pieces: dict[str, list[Piece]] = {}
     for name, stored in names.items():
         renamed = [(at, info._replace(name=name)) for at, info in found.tensors[stored].chunks]
-        pieces |= dict(unstacked(page.stacks, name, renamed))
+        pieces |= dict(unstacked(format.stacks, name, renamed))
     return by_number(pieces)
 
 
@@ -301,7 +304,7 @@ def _check_boxes(arrangement: Arrangement, ranks: Sequence[Mapping[str, TensorIn
         raise MismatchError(f"{path}: tensor '{min(lacking)}' is none of this model's")
 
 
-def read_ranks(page: Page, files: Sequence[ProgramFile], where: Path) -> tuple[dict[str, TensorInfo], ...]:
+def read_ranks(format: Format, files: Sequence[ProgramFile], where: Path) -> tuple[dict[str, TensorInfo], ...]:
     """The tensors of each rank. Raises CheckpointError if a rank is missing, or a tensor is there twice."""
     count = max([file.rank for file in files]) + 1
     said = {file.ranks for file in files if file.ranks is not None}
@@ -312,7 +315,7 @@ def read_ranks(page: Page, files: Sequence[ProgramFile], where: Path) -> tuple[d
     for file in files:
         found, aliases, _ = read_program_file(file)
         found |= {name: found[kept]._replace(name=name) for name, kept in aliases.items()}
-        tensors = {name: info for name, info in found.items() if not page.ignores(name)}
+        tensors = {name: info for name, info in found.items() if not format.ignores(name)}
         twice = tensors.keys() & ranks[file.rank].keys()
         if twice:
             raise CheckpointError(f"{file.path}: tensor '{min(twice)}' also stands in another file of this rank")
@@ -320,7 +323,7 @@ def read_ranks(page: Page, files: Sequence[ProgramFile], where: Path) -> tuple[d
     for rank, found in enumerate(ranks):
         if not found:
             mesh = files[0].mesh
-            name = f" ({page.file_name(mesh, rank, 0)})" if mesh else ""
+            name = f" ({format.file_name(mesh, rank, 0)})" if mesh else ""
             hint = "bring the folders of all ranks together"
             if mesh is not None and dict(mesh.degrees).get("ep", 1) > 1:
                 hint += (
@@ -332,16 +335,16 @@ def read_ranks(page: Page, files: Sequence[ProgramFile], where: Path) -> tuple[d
 
 
 def numbered_globally(
-    page: Page, mesh: Mesh, ranks: Sequence[Mapping[str, TensorInfo]]
+    format: Format, mesh: Mesh, ranks: Sequence[Mapping[str, TensorInfo]]
 ) -> tuple[Mesh, list[dict[str, TensorInfo]]]:
     """The tensors of each rank under names with the model's own numbers, where a rank counts them from 0.
 
     The mesh is that of the ranks with the number of layers of each stage, as names say it. Raises MismatchError if the
     ranks of a stage have different numbers of layers.
     """
-    targets = [*(renaming.new for renaming in page.names), *(line.target for line in page.lines)]
-    lines = [target for target in targets if target.indices & {*page.numbered}]
-    lines = [*(behind for further in page.further for line in lines if (behind := _behind(further, line))), *lines]
+    targets = [*(renaming.new for renaming in format.names), *(line.target for line in format.lines)]
+    lines = [target for target in targets if target.indices & {*format.numbered}]
+    lines = [*(behind for further in format.further for line in lines if (behind := _behind(further, line))), *lines]
     found = [{name: _first_match(lines, name) for name in rank} for rank in ranks]
     counts = [_counts(matches.values()) for matches in found]
     layers: list[int] = []
@@ -352,7 +355,7 @@ def numbered_globally(
         layers += of
     named = []
     for number, (rank, matches) in enumerate(zip(ranks, found, strict=True)):
-        held = {axis: count for axis, count in counts[number].items() if axis in page.numbered}
+        held = {axis: count for axis, count in counts[number].items() if axis in format.numbered}
         first = {axis: mesh.coordinates(number).get("ep", 0) * count for axis, count in held.items()}
         first[LAYER] = sum(layers[: mesh.stage(number)])
         named.append({_shifted(name, matches[name], first): info for name, info in rank.items()})
@@ -409,7 +412,7 @@ def check_belonging(files: Sequence[ProgramFile]) -> Identity | None:
 
 
 def config_of(
-    page: Page, path: Path, given: Path | None, ranks: Sequence[Mapping[str, TensorInfo]]
+    format: Format, path: Path, given: Path | None, ranks: Sequence[Mapping[str, TensorInfo]]
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
     """The Hugging Face config of what a program stores, and the side files that are not in its folder.
 
@@ -420,22 +423,22 @@ def config_of(
         side = {file.relative_to(given).as_posix(): file for file in find_side_files(given) if file.is_file()}
         config = with_modelopt(read_config(given / CONFIG), given)
         return config, {name: read_file(file) for name, file in side.items()}
-    if (path / CONFIG).is_file() or page.settings is None or not (path / page.settings.file).is_file():
+    if (path / CONFIG).is_file() or format.settings is None or not (path / format.settings.file).is_file():
         try:
             return with_modelopt(read_config(path / CONFIG), path), {}
         except CheckpointError as error:
             hint = "give a folder that has the model's config.json, and its tokenizer, with --config DIR"
             raise CheckpointError(error.message, error.hint or hint) from None
     stored = ((info.name, info.dtype, info.shape) for info in ranks[0].values())
-    config = made_config(page.settings, read_config(path / page.settings.file), stored, len(ranks))
+    config = made_config(format.settings, read_config(path / format.settings.file), stored, len(ranks))
     return config, {CONFIG: json_bytes(config) + b"\n"}
 
 
-def side_files_of(page: Page, path: Path) -> Iterator[Path]:
+def side_files_of(format: Format, path: Path) -> Iterator[Path]:
     """Files beside a program's weights that belong to the model, and are none of the program's own."""
     for file in find_side_files(path):
         name = file.relative_to(path).as_posix()
-        if page.tracker is None or (name != page.tracker and not re.match(r"(release|iter_[0-9]+)/", name)):
+        if format.tracker is None or (name != format.tracker and not re.match(r"(release|iter_[0-9]+)/", name)):
             yield file
 
 
@@ -447,18 +450,18 @@ def full_tensors(manifest: Manifest | None) -> list[FullTensor] | None:
     return [FullTensor(info.name, info.dtype, info.shape, MANIFEST) for info in infos]
 
 
-def origins_of(page: Page, architecture: Architecture, config: Mapping[str, object]) -> Origins:
-    """Finds which tensors of Hugging Face's those of a page are made of."""
-    return Origins(page, architecture, AxisSizes(architecture, config, {}), config)
+def origins_of(format: Format, architecture: Architecture, config: Mapping[str, object]) -> Origins:
+    """Finds which tensors of Hugging Face's those of a format are made of."""
+    return Origins(format, architecture, AxisSizes(architecture, config, {}), config)
 
 
 def inferred_tensors(
-    page: Page, architecture: Architecture, config: Mapping[str, object], ranks: Sequence[Mapping[str, TensorInfo]]
+    format: Format, architecture: Architecture, config: Mapping[str, object], ranks: Sequence[Mapping[str, TensorInfo]]
 ) -> list[FullTensor]:
     """The tensors of the original, as far as the names of stored ones say. Raises CheckpointError."""
     stored = {name: info for rank in reversed(ranks) for name, info in rank.items()}
-    found = origins_of(page, architecture, config).of(stored)
-    kept = {name for name in found if page.keep and not any(line.target.match(name) for line in page.lines)}
+    found = origins_of(format, architecture, config).of(stored)
+    kept = {name for name in found if format.keep and not any(line.target.match(name) for line in format.lines)}
     return [
         FullTensor(name, stored[of].dtype, None, stored[of].file.name, stored[of].shape if name in kept else None)
         for name, of in found.items()
@@ -512,10 +515,10 @@ def padding_of(arrangement: Arrangement, ranks: Sequence[Mapping[str, TensorInfo
     return found
 
 
-def meshes(count: int, stages: int, page: Page, has_experts: bool) -> Iterator[Mesh]:
+def meshes(count: int, stages: int, format: Format, has_experts: bool) -> Iterator[Mesh]:
     """The meshes that a number of ranks may be, of so many pipeline stages (of equal length, as far as possible)."""
     tp = count // stages
-    if tp == 1 or not page.same_ranks or not has_experts:
+    if tp == 1 or not format.same_ranks or not has_experts:
         yield mesh_of(tp, pp=stages)
     if has_experts and tp > 1:
         yield mesh_of(tp, tp, same_ranks=True, pp=stages)

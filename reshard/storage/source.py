@@ -28,7 +28,7 @@ from formats.files.sharded import (
 from formats.files.stamps import Stamp, stamp_of
 from formats.mesh import Mesh
 from formats.notation.architecture_document import to_document
-from formats.notation.rewrites import Page
+from formats.notation.format import Format
 from formats.quantization.scale_blocks import block_size
 from formats.regular_files import read_file
 from reshard.planning.arrangement import Arrangement, arrangement_of
@@ -116,7 +116,7 @@ class Source:
     checkpoint: Checkpoint | None
     sharded: ShardedCheckpoint | None
     stamps: Mapping[Path, Stamp]
-    page: Page | None = None
+    format: Format | None = None
     """The format, if another program's."""
     kept: Mapping[str, TensorInfo] = field(default_factory=dict)
     """The tensors in ``KEPT``."""
@@ -142,7 +142,7 @@ class Source:
     @cached_property
     def arrangement(self) -> Arrangement:
         """What is stored, and where each of the model's elements is in it."""
-        return arrangement_of(self.plan, self.page, self.boxes)
+        return arrangement_of(self.plan, self.format, self.boxes)
 
     @property
     def states(self) -> tuple[Stamp, ...]:

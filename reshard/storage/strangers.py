@@ -17,7 +17,8 @@ from formats.files.checkpoint import ADAPTER_CONFIG
 from formats.files.dcp import METADATA
 from formats.files.sharded import MANIFEST
 from formats.mesh import RANK_FOLDER
-from formats.notation.rewrites import Page, pages
+from formats.notation.format import Format
+from formats.notation.format_file import all_formats
 from reshard.storage.bucket import UNFINISHED
 from reshard.storage.marks import STATE
 from reshard.storage.names import modules
@@ -69,12 +70,12 @@ def strangers(names: Iterable[str], read: Read) -> list[str]:
     manifest = _document(read(MANIFEST))
     if manifest.get("format") == "reshard" and UNFINISHED not in names:
         left -= {*_listed(manifest)}
-        known = [page for name, page in pages().items() if name == manifest.get("layout")]
+        known = [format for name, format in all_formats().items() if name == manifest.get("layout")]
     else:
         left -= {name for name in left if _WEIGHTS.fullmatch(name) or _OF_A_MODEL.fullmatch(name) or name in _INDICES}
         left -= {*_named(read)}
-        known = [*pages().values()]
-    return sorted(name for name in left if not any(_is_of(page, name) for page in known))
+        known = [*all_formats().values()]
+    return sorted(name for name in left if not any(_is_of(format, name) for format in known))
 
 
 def _is_of_a_rank(name: str) -> bool:
@@ -99,12 +100,12 @@ def _named(read: Read) -> Iterator[str]:
         yield from (f"{module}.py" for module in modules(_document(read(config)).get("auto_map")))
 
 
-def _is_of(page: Page, name: str) -> bool:
+def _is_of(format: Format, name: str) -> bool:
     """Whether this is the name of a file of a program's format."""
-    own = {KEPT, page.tracker, page.index, page.settings.file if page.settings else None}
-    inside = re.sub(f"^{_FOLDER}", "", name) if page.tracker is not None else name
-    beside = {*page.saved, *page.documents} | ({METADATA} if page.is_distributed else set())
-    return name in own or inside in beside or named_like(page, inside)
+    own = {KEPT, format.tracker, format.index, format.settings.file if format.settings else None}
+    inside = re.sub(f"^{_FOLDER}", "", name) if format.tracker is not None else name
+    beside = {*format.saved, *format.documents} | ({METADATA} if format.is_distributed else set())
+    return name in own or inside in beside or named_like(format, inside)
 
 
 def _document(content: bytes | None) -> dict[str, Any]:

@@ -151,7 +151,7 @@ def write_files(
     except MismatchError:
         staging.clear()
         raise
-    read = [job.name for job in jobs] if source.page is None else None
+    read = [job.name for job in jobs] if source.format is None else None
     return Written(todo, count.traffic, sums, files, source.files_of(read), began, moving, count.moved.times)
 
 

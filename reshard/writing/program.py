@@ -15,7 +15,8 @@ from formats.files.dcp import Stored as Chunked
 from formats.files.safetensors import DTYPE_BITS, build_header, tensor_bytes
 from formats.files.sharded import FileRecord
 from formats.files.torch_zip import build_archive
-from formats.notation.rewrites import Page, Settings
+from formats.notation.format import Format
+from formats.notation.format_rules import Settings
 from reshard.engine.moves import KEPT_RANK
 from reshard.planning.arrangement import Arrangement, arrangement_of
 from reshard.planning.program_config import made_config, program_config
@@ -40,7 +41,7 @@ class ProgramFiles(Output):
         self,
         source: Source,
         arrangement: Arrangement,
-        page: Page,
+        format: Format,
         ranks: tuple[int, ...],
         max_shard_size: int,
         *,
@@ -49,7 +50,7 @@ class ProgramFiles(Output):
     ) -> None:
         """``state`` is the kind of states that are written, of which ``written`` files of each rank are there."""
         self._state, self._written = state, Counter[int]() if written is None else written
-        is_same = source.page is not None and source.page.name == page.name
+        is_same = source.format is not None and source.format.name == format.name
         training = source.training if is_same else None
         self._constants = source.constants if is_same and state is None else {}
         carried, of_constants = {*map(in_general, self._constants)}, {*map(in_general, source.constants)}
@@ -58,11 +59,11 @@ class ProgramFiles(Output):
         )
         self._names = self._stored_names(training)
         self._others = list(training.archives()) if training is not None and state is None else []
-        self._stacks = stacks_for(page, arrangement.plan.model)
+        self._stacks = stacks_for(format, arrangement.plan.model)
         self._chunks: dict[str, tuple[str, list[Chunked]]] = {}
         self._objects: dict[str, Chunked] = {}
-        self.source, self.plan, self.arrangement, self.page = source, arrangement.plan, arrangement, page
-        self.ranks, self.max_shard_size, self.form = ranks, max_shard_size, page.name
+        self.source, self.plan, self.arrangement, self.format = source, arrangement.plan, arrangement, format
+        self.ranks, self.max_shard_size, self.form = ranks, max_shard_size, format.name
         self.identity = source.identity(self.plan)
         self._shards: list[ShardFile] = []
         self._files: dict[int, list[NewFile]] = {rank: [] for rank in ranks}
@@ -71,7 +72,7 @@ class ProgramFiles(Output):
         self._kept = list(self._kept_file())
         self.files = [file for files in (*self._files.values(), self._kept) for file in files]
         self.states: list[ProgramFiles] = [
-            ProgramFiles(of, self._arranged(of), page, ranks, max_shard_size, state=affix, written=self._written)
+            ProgramFiles(of, self._arranged(of), format, ranks, max_shard_size, state=affix, written=self._written)
             for affix, of in (states_of(source) if training is not None and state is None else ())
         ]
         """What is re-sharded with the model: states of training, each kind on its own."""
@@ -90,7 +91,7 @@ class ProgramFiles(Output):
     def _arranged(self, source: Source) -> Arrangement:
         """States as they are stored on the mesh of the model."""
         padding = self.plan.padding or None
-        return arrangement_of(program_plan(source.model, self.page, self.plan.mesh, padding=padding), self.page)
+        return arrangement_of(program_plan(source.model, self.format, self.plan.mesh, padding=padding), self.format)
 
     def _files_of(self, rank: int) -> Iterator[NewFile]:
         """The files of a rank, or those with a number of boxes."""
@@ -105,13 +106,13 @@ class ProgramFiles(Output):
         }
         zeros = {each.name for each, _ in held if each.atoms and Placed(each, 0).is_zero(rank)}
         constants |= {name: bytes(size) for name, _, _, size in tensors if name in zeros}
-        shards: Sequence[ShardFile] = partition(tensors, self.max_shard_size if self.page.has_parts else 1 << 62)
+        shards: Sequence[ShardFile] = partition(tensors, self.max_shard_size if self.format.has_parts else 1 << 62)
         for part, shard in enumerate(shards):
             if not shard.tensors:
                 continue
-            number = self._written[rank] if self.page.is_distributed else part
+            number = self._written[rank] if self.format.is_distributed else part
             self._written[rank] += 1
-            file = self._file(self.page.file_name(self.plan.mesh, rank, number, len(shards)), rank, shard)
+            file = self._file(self.format.file_name(self.plan.mesh, rank, number, len(shards)), rank, shard)
             fixed = tuple((offset, constants[tensor]) for tensor, offset in file.places() if tensor in constants)
             yield dataclasses.replace(file, fixed=(*file.fixed, *fixed))
 
@@ -125,7 +126,7 @@ class ProgramFiles(Output):
             header = build_header(shard.tensors, self._metadata(rank, shard))
             return new_file(named, "", rank, header)
         tensors = [(*tensor, size) for tensor, size in zip(shard.tensors, shard.sizes, strict=True)]
-        archive = build_archive(tensors, self.page.inside, self.page.entries)
+        archive = build_archive(tensors, self.format.inside, self.format.entries)
         return NewFile(
             name, "", rank, b"", archive.size, lambda: archive.places, fixed=archive.fixed, crcs=archive.crcs
         )
@@ -158,7 +159,7 @@ class ProgramFiles(Output):
         """What stands for the states of modules that have none: a list of None for each module."""
         found: dict[str, list[tuple[int, ...]]] = {}
         for stored in self.arrangement.stored:
-            if any(pattern.match(stored.name) is not None for pattern in self.page.extra_state):
+            if any(pattern.match(stored.name) is not None for pattern in self.format.extra_state):
                 key, places = stacked(self._stacks, stored.name)
                 found.setdefault(key.removesuffix("weight") + "_extra_state", []).append(places or (0,))
         nothing = object_bytes([None])
@@ -169,10 +170,10 @@ class ProgramFiles(Output):
 
     def _saved(self) -> Iterator[tuple[str, bytes]]:
         """The files beside the weights that are the same for all models, and what says where the chunks lie."""
-        folder = f"{self.page.folder}/" if self.page.folder else ""
-        for name, content in self.page.saved.items():
+        folder = f"{self.format.folder}/" if self.format.folder else ""
+        for name, content in self.format.saved.items():
             yield folder + name, object_bytes(content)
-        for name, content in self.page.documents.items():
+        for name, content in self.format.documents.items():
             yield folder + name, json_bytes(content) + b"\n"
         if self._chunks:
             tensors = {
@@ -193,9 +194,9 @@ class ProgramFiles(Output):
         return training.found.tensors[name].dtype
 
     def _documents(self, side_files: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
-        settings, index = self.page.settings, self.page.index
-        if self.page.tracker is not None:
-            yield self.page.tracker, str(self.page.folder).encode()
+        settings, index = self.format.settings, self.format.index
+        if self.format.tracker is not None:
+            yield self.format.tracker, str(self.format.folder).encode()
         if settings is not None and settings.file in side_files:
             self._check_own(settings, side_files[settings.file])
         elif settings is not None:
@@ -248,4 +249,4 @@ class ProgramFiles(Output):
 
     def load_command(self, out: object) -> str | None:
         """The command by which the program loads the output ``out``."""
-        return self.page.load_command(str(out), self.plan.mesh)
+        return self.format.load_command(str(out), self.plan.mesh)

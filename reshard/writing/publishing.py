@@ -80,7 +80,7 @@ def _add_others(reads: Iterable[Read], sums: Sums, files: Sequence[NewFile]) -> 
 
 def _sum_what_no_target_needs(source: Source, sums: Sums) -> None:
     """Add to the sums what a program stores beside the model's own bytes, so that no file is read again for them."""
-    if source.page is None or not any(file.expected for file in source.files.values()):
+    if source.format is None or not any(file.expected for file in source.files.values()):
         return
 
     def add(file: SourceFile, offset: int, length: int, part: Part) -> None:

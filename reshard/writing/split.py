@@ -9,7 +9,8 @@ from formats.errors import PlanError
 from formats.files.sharded import MANIFEST, read_manifest
 from formats.mesh import Mesh, mesh_of
 from formats.notation.adapters import SETTINGS
-from formats.notation.rewrites import Page, page_of
+from formats.notation.format import Format
+from formats.notation.format_file import format_of
 from reshard.engine.jobs import Options
 from reshard.launcher import Share
 from reshard.planning.arrangement import arrangement_of, program_mesh
@@ -65,13 +66,13 @@ def split(
     ``part`` this process writes its share of the files of all ranks, and the last of all processes publishes. Raises
     ReshardError; ``out`` has only complete ranks. It may be the URL of a place in a bucket.
     """
-    page = page_of(form) if form and form != HUGGING_FACE else None
+    format = format_of(form) if form and form != HUGGING_FACE else None
     asked = {
         "--tp": tp != 1, "--ep": ep != 1, "--pp": pp != 1, "--pp-layers": bool(pp_layers), "--same-ranks": same_ranks,
         "--rank": ranks is not None, "--uneven": uneven, "--pad-vocab-to": padding.to != 1,
         "--refine-blocks": refine_blocks, "--max-shard-size": max_shard_size is not None,
     }  # fmt: skip
-    check_options(form, page, {option for option, is_given in asked.items() if is_given})
+    check_options(form, format, {option for option, is_given in asked.items() if is_given})
     if form == HUGGING_FACE:
         return merge(
             source, out, access=access, options=options, max_shard_size=max_shard_size, overwrite=overwrite,
@@ -82,18 +83,18 @@ def split(
     start, (folder, bucket), options = begun(), place_of(out, access.cache_dir), options or Options()
     max_shard_size = max_shard_size or DEFAULT_SHARD_SIZE
     opened = open_any(source, access)
-    if page is None:
+    if format is None:
         mesh = mesh_of(tp, ep, same_ranks, pp, pp_layers)
     else:
-        mesh = program_mesh(opened.model, page, tp, ep, same_ranks, pp, pp_layers)
-    if page is None:
+        mesh = program_mesh(opened.model, format, tp, ep, same_ranks, pp, pp_layers)
+    if format is None:
         plan = _own_plan(opened, mesh, padding, uneven, refine_blocks)
     else:
-        plan = _program_plan(opened, page, mesh, padding)
+        plan = _program_plan(opened, format, mesh, padding)
     wanted, everyone = _wanted(ranks, plan.mesh, None if overwrite else folder), range(plan.mesh.size)
     new: Output
-    if page is not None:
-        new = ProgramFiles(opened, arrangement_of(plan, page), page, tuple(everyone), max_shard_size)
+    if format is not None:
+        new = ProgramFiles(opened, arrangement_of(plan, format), format, tuple(everyone), max_shard_size)
     elif wanted is None or bucket is not None:
         new = RankFolders(opened, plan, everyone, max_shard_size)
     else:
@@ -125,11 +126,11 @@ def _own_plan(source: Source, mesh: Mesh, padding: Padding, uneven: bool, refine
     return make_plan(model, mesh, pad=padding.allowed, pad_to=padding.to)
 
 
-def _program_plan(source: Source, page: Page, mesh: Mesh, padding: Padding) -> Plan:
+def _program_plan(source: Source, format: Format, mesh: Mesh, padding: Padding) -> Plan:
     """The plan of a program's format. Raises PlanError for what has no place in it."""
-    plan = plan_for(source.model, page, mesh, pad=padding.allowed)
-    if not page.is_distributed and SETTINGS in plan.model.config:
-        raise PlanError(f"an adapter has no place in the format '{page.name}'", "merge it into its base model first")
+    plan = plan_for(source.model, format, mesh, pad=padding.allowed)
+    if not format.is_distributed and SETTINGS in plan.model.config:
+        raise PlanError(f"an adapter has no place in the format '{format.name}'", "merge it into its base model first")
     return plan
 
 

@@ -19,7 +19,7 @@ from formats.errors import CheckpointError, MismatchError
 from formats.files.boxes import At
 from formats.files.dcp import METADATA, read_distributed
 from formats.files.safetensors import read_header
-from formats.notation.rewrites import page_of
+from formats.notation.format_file import format_of
 from reshard.api import merge, split
 from reshard.planning.boxes import InBoxes
 from reshard.storage.distributed_source import Affix, parts_of
@@ -416,8 +416,8 @@ def test_plan_shows_what_would_be_written() -> None:
     assert "model.norm.weight" in done.stdout
 
 
-def test_the_page_is_one_of_any_mesh() -> None:
-    assert page_of("dcp").is_distributed and page_of("dcp").boxes
+def test_the_format_is_one_of_any_mesh() -> None:
+    assert format_of("dcp").is_distributed and format_of("dcp").boxes
 
 
 # -- torch itself, on several ranks ----------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from formats.errors import PlanError, ReshardError
 from formats.files.boxes import At
 from formats.files.dcp import Chunk, Stored, build_chunks, build_metadata, read_distributed
 from formats.files.safetensors import read_header
-from formats.notation.rewrites import pages
+from formats.notation.format_file import all_formats
 from reshard.api import Access, merge, split
 from reshard.storage.opening import open_source
 from tests.programs.oracles import ORACLES, checkpoint, module, problem
@@ -173,7 +173,7 @@ def test_a_tensor_for_each_layer_and_expert(model: str, tmp_path: Path) -> None:
 
 def test_no_strictness_but_the_default_is_advised(tmp_path: Path) -> None:
     """With another, Megatron loads a folder that lacks tensors of the model, and says nothing."""
-    original, texts = checkpoint("megatron", "llama"), [page.load for page in pages().values()]
+    original, texts = checkpoint("megatron", "llama"), [format.load for format in all_formats().values()]
     for form in ("megatron", "megatron-local", "megatron-singleton"):
         found = command("split", original, tmp_path / form, "--as", form)
         assert found.returncode == 0, found

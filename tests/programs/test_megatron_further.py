@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from formats.files.dcp import read_distributed
-from formats.notation.rewrites import page_of
+from formats.notation.format_file import format_of
 from reshard.api import Access, merge, split
 from reshard.engine.jobs import Options
 from reshard.storage.opening import open_source
@@ -113,8 +113,8 @@ def test_several_stages_of_the_older_form_are_refused(original: Path, tmp_path: 
 
 
 def test_the_engine_is_told(original: Path) -> None:
-    settings = megatron_settings(open_source(original).model, page_of("megatron"))
+    settings = megatron_settings(open_source(original).model, format_of("megatron"))
     assert settings["config"]["mtp_num_layers"] == 1
     without = store.checkpoint("deepseek_v3", "bfloat16")  # its config.json names such a layer, and it has none
     assert json.loads((without / "config.json").read_text())["num_nextn_predict_layers"] == 1
-    assert "mtp_num_layers" not in megatron_settings(open_source(without).model, page_of("megatron"))["config"]
+    assert "mtp_num_layers" not in megatron_settings(open_source(without).model, format_of("megatron"))["config"]

@@ -342,9 +342,9 @@ def test_scaled_positions_come_back(tmp_path: Path) -> None:
     ("hidden", "ff"), [(4096, 11008), (5120, 13824), (4096, 14336), (8192, 28672), (64, 80), (96, 31)]
 )
 def test_readers_compute_the_width_of_the_mlp(hidden: int, ff: int) -> None:
-    from formats.notation.rewrites import page_of
+    from formats.notation.format_file import format_of
 
-    settings = page_of("meta").settings
+    settings = format_of("meta").settings
     assert settings is not None
     names = {"hidden": hidden, "ff": ff}
     said = {key: settings.write[key].evaluate(names.get) for key in ("multiple_of", "ffn_dim_multiplier")}
@@ -374,7 +374,7 @@ def test_a_checkpoint_with_both_forms_is_hugging_face_s(tmp_path: Path) -> None:
     split(model, tmp_path / "out", 1, form="mistral")
     shutil.copy(tmp_path / "out" / "consolidated.safetensors", model)
     shutil.copy(tmp_path / "out" / "params.json", model)
-    assert open_source(model).page is None
+    assert open_source(model).format is None
     (model / "model.safetensors").unlink()
-    page = open_source(model).page
-    assert page is not None and page.name == "mistral"
+    format = open_source(model).format
+    assert format is not None and format.name == "mistral"

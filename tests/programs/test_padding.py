@@ -1,4 +1,4 @@
-"""What stands in the padding of a vocabulary: zeros, unless a program's page says that it may be anything."""
+"""What stands in the padding of a vocabulary: zeros, unless a program's format says that it may be anything."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from formats.errors import MismatchError
-from formats.notation.rewrites import READ, page_of
+from formats.notation.format_file import READ, format_of
 from reshard.api import merge, split
 from tests.programs.oracles import checkpoint
 from tests.programs.test_oracles import tensors_of
@@ -32,10 +32,10 @@ def test_padding_that_is_not_zero_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("free", [True, False])
 def test_what_it_may_hold_does_not_follow_from_its_size(free: bool, tmp_path: Path) -> None:
-    """A page says apart from each other what the vocabulary is padded to, and what may stand there."""
+    """A format says apart from each other what the vocabulary is padded to, and what may stand there."""
     folder = _with_a_filled_padding(tmp_path / "out")
-    page = replace(page_of("vllm"), free_padding=free, pad_product=not free, pad_to=96 if not free else 64)
-    with mock.patch.dict(READ, {"vllm": page}):
+    format = replace(format_of("vllm"), free_padding=free, pad_product=not free, pad_to=96 if not free else 64)
+    with mock.patch.dict(READ, {"vllm": format}):
         if not free:
             with pytest.raises(MismatchError, match="padding"):
                 merge(folder, tmp_path / "merged")

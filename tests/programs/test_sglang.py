@@ -11,7 +11,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from formats.errors import MismatchError, PlanError
-from formats.notation.rewrites import Page, page_of, read_page
+from formats.notation.format import Format
+from formats.notation.format_file import format_of, read_format
 from reshard.api import merge, split
 from reshard.storage.opening import open_source
 from tests.programs.oracles import checkpoint
@@ -102,8 +103,8 @@ def test_a_folder_is_recognised_as_what_it_is(form: str, model: str, tmp_path: P
     """vLLM and SGLang give their files the same names; what is stored tells."""
     split(checkpoint("vllm", model), tmp_path / "out", 2, form=form)
     (tmp_path / "out" / "reshard.json").unlink()
-    page = open_source(tmp_path / "out").page
-    assert page is not None and page.name == form
+    format = open_source(tmp_path / "out").format
+    assert format is not None and format.name == form
 
 
 def test_what_is_wrong_is_said_of_the_format_that_it_is(tmp_path: Path) -> None:
@@ -183,26 +184,26 @@ def test_uneven_parts_are_refused(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------- the notation
 
 
-def _page(path: Path, text: str) -> Page:
+def _format(path: Path, text: str) -> Format:
     path.write_text(text)
-    return read_page(path)
+    return read_format(path)
 
 
-def test_a_page_builds_on_another(tmp_path: Path) -> None:
-    page = _page(
+def test_a_format_builds_on_another(tmp_path: Path) -> None:
+    format = _format(
         tmp_path / "mine.toml",
         'base = "vllm"\nload = "x"\nconstants = []\ntypes = false\n[tensors]\n"**.qkv_proj.*" = false\n"a.*" = "b.*"\n',
     )
-    base = page_of("vllm")
-    assert (page.name, page.load, page.loaded_by, page.constants) == ("mine", "x", base.loaded_by, ())
-    assert page.lines[0].target.text == "a.*"
+    base = format_of("vllm")
+    assert (format.name, format.load, format.loaded_by, format.constants) == ("mine", "x", base.loaded_by, ())
+    assert format.lines[0].target.text == "a.*"
     kept = [line for line in base.lines if line.types is None and line.target.text != "**.qkv_proj.*"]
-    assert kept == list(page.lines[1:])
+    assert kept == list(format.lines[1:])
 
 
 def test_what_no_base_has_cannot_be_taken_away(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"'nothing = false' under \[tensors\] takes away what no base has"):
-        _page(tmp_path / "mine.toml", 'base = "vllm"\n[tensors]\nnothing = false\n')
+        _format(tmp_path / "mine.toml", 'base = "vllm"\n[tensors]\nnothing = false\n')
 
 
 # ------------------------------------------------------------------------------------------------- older names of vLLM

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from formats.errors import MismatchError
 from formats.files.safetensors import read_header
-from formats.notation.rewrites import page_of
+from formats.notation.format_file import format_of
 from reshard.api import merge, split
 from tests import store
 from tests.support import command, contents
@@ -23,7 +23,7 @@ from tests.zoo import class_of
 from verify.bytes.exact import verify_exact
 from verify.forward.launch import run_ranks
 
-PAGE = page_of("transformers")
+FORMAT = format_of("transformers")
 MESHES = [
     ("llama", {"tp": 2}),
     ("llama", {"tp": 1}),

@@ -17,14 +17,14 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from formats.errors import PlanError
-from formats.notation.rewrites import PAGES, READ, page_of, read_page
+from formats.notation.format_file import PROGRAMS, READ, format_of, read_format
 from reshard.api import merge, split
 from tests import store, zoo
 from tests.programs.oracles import checkpoint
 from tests.support import command, contents
 from tools.vllm_names import DIGITS, FAILS, FIXTURE, OBSERVED, UNTIED, hashes_of, held_in, make, shown
 
-PAGE = page_of("vllm")
+FORMAT = format_of("vllm")
 OBSERVATIONS: dict[str, Any] = json.loads(OBSERVED.read_text())
 HELD: dict[str, dict[str, list[str]]] = json.loads(lzma.decompress(FIXTURE.read_bytes()))
 
@@ -34,7 +34,7 @@ def _classes() -> dict[str, str]:
     kinds, found = {*zoo.one_of_each()}, {}
     for name in HELD:
         entry = zoo.ZOO[DIGITS.sub("", name).removesuffix(UNTIED)]
-        if entry.model_type in PAGE.described or name in kinds:
+        if entry.model_type in FORMAT.described or name in kinds:
             found.setdefault(entry.model_type, name)
     return found
 
@@ -82,7 +82,7 @@ def _with(folder: Path, out: Path, **settings: Any) -> Path:
 def test_a_class_that_runs_in_a_module_that_was_compared_is_written(tmp_path: Path) -> None:
     """Kimi K2 has a model type of its own and runs in the module of DeepSeek V3."""
     plain = checkpoint("vllm", "deepseek_v3")
-    assert "DeepseekV3ForCausalLM" in PAGE.compared and "kimi_k2" not in PAGE.compared
+    assert "DeepseekV3ForCausalLM" in FORMAT.compared and "kimi_k2" not in FORMAT.compared
     source = _with(plain, tmp_path / "source", model_type="kimi_k2")
     for folder in (plain, source):
         split(folder, tmp_path / f"{folder.name}-out", 2, form="vllm")
@@ -124,8 +124,8 @@ def test_a_mesh_that_was_not_compared_is_refused(arguments: dict[str, int], why:
 def test_a_degree_that_was_not_compared_is_refused() -> None:
     """At one rank nothing shows how vLLM splits what lines describe."""
     for kind, name in _classes().items():
-        if kind in PAGE.described and _largest(name) < 4:
-            assert PAGE.meshes[kind] == {"tp": _largest(name)}, kind
+        if kind in FORMAT.described and _largest(name) < 4:
+            assert FORMAT.meshes[kind] == {"tp": _largest(name)}, kind
 
 
 def test_a_tensor_that_no_compared_model_had_is_refused(tmp_path: Path) -> None:
@@ -153,25 +153,25 @@ def test_queries_and_keys_of_unequal_size_are_not_cut_and_joined(tmp_path: Path)
     """With fewer heads of keys than ranks vLLM holds each of them on several: more than a range of them."""
     names = [f"model.layers.{{layer}}.self_attn.{letter}_proj.weight" for letter in "qkv"]
     line = {"model.layers.{layer}.self_attn.qkv_proj.weight": {"from": names, "cut": 0}}
-    page = read_page(
-        PAGES / "vllm.toml", {"meshes": {"llama": {"tp": None}}, "lines": [{"types": ["llama"], "tensors": line}]}
+    format = read_format(
+        PROGRAMS / "vllm.toml", {"meshes": {"llama": {"tp": None}}, "lines": [{"types": ["llama"], "tensors": line}]}
     )
     with (
-        mock.patch.dict(READ, {"vllm": page}),
+        mock.patch.dict(READ, {"vllm": format}),
         pytest.raises(PlanError, match=r"joined from tensors of sizes .* and"),
     ):
         split(checkpoint("vllm", "llama_kv2"), tmp_path / "out", 2, form="vllm")
 
 
 def test_the_file_says_of_each_class_one_thing() -> None:
-    known = {*PAGE.compared, *PAGE.refused}
-    assert PAGE.classes <= known
-    assert not PAGE.compared & {*PAGE.refused} and PAGE.described <= PAGE.compared
+    known = {*FORMAT.compared, *FORMAT.refused}
+    assert FORMAT.classes <= known
+    assert not FORMAT.compared & {*FORMAT.refused} and FORMAT.described <= FORMAT.compared
     modules = OBSERVATIONS["modules"]
     assert not any(module.startswith("transformers:") for module in modules), "its classes are of all types"
     same = {name for name, module in OBSERVATIONS["builds"].items() if module in modules}
-    assert same - {*PAGE.refused} <= PAGE.compared
-    assert {*OBSERVATIONS["errors"]} == {name for name, why in PAGE.refused.items() if why == FAILS}
+    assert same - {*FORMAT.refused} <= FORMAT.compared
+    assert {*OBSERVATIONS["errors"]} == {name for name, why in FORMAT.refused.items() if why == FAILS}
 
 
 def test_the_docs_have_the_counts() -> None:

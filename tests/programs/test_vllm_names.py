@@ -12,7 +12,7 @@ import pytest
 
 from formats.errors import PlanError
 from formats.files.safetensors import build_header
-from formats.notation.rewrites import READ
+from formats.notation.format_file import READ
 from reshard.api import Access, merge, split
 from reshard.storage.opening import open_source
 from tests import store
@@ -21,7 +21,7 @@ from tools.vllm_names import (
     BITS,
     DIGIT,
     FIRST,
-    PAGES,
+    PROGRAMS,
     Case,
     _cast,
     _meshes,
@@ -32,7 +32,7 @@ from tools.vllm_names import (
     held_in,
     make,
     places_of,
-    read_page,
+    read_format,
     to_documents,
 )
 from tools.vllm_names import Verdict as Known
@@ -73,13 +73,13 @@ def _observed(name: str, root: Path, swapped: bool) -> Case:
 
 @pytest.mark.parametrize("swapped", [False, True])
 def test_an_order_that_bfloat16_hides_is_shown_by_the_digits(swapped: bool, tmp_path: Path) -> None:
-    page = read_page(PAGES / "vllm.toml", to_documents([], {})[0])
+    format = read_format(PROGRAMS / "vllm.toml", to_documents([], {})[0])
     plain = _observed("apertus", tmp_path, swapped)
     names = [f"apertus{DIGIT}{place}" for place in range(places_of(plain.checkpoint))]
     digits = tuple(_observed(name, tmp_path, swapped) for name in names)
     for too_few in ((), digits[:-1]):
-        assert "not all of their digits were observed" in str(compare(replace(plain, digits=too_few), page))
-    found = compare(replace(plain, digits=digits), page)
+        assert "not all of their digits were observed" in str(compare(replace(plain, digits=too_few), format))
+    found = compare(replace(plain, digits=digits), format)
     assert found is None if not swapped else "has other elements in vLLM (tp 1)" in str(found)
 
 
@@ -112,8 +112,8 @@ def test_a_dimension_of_length_1_comes_and_goes(
         f'[parallel]\ntp = [["kv", "group"]]\n[tensors]\n"w.weight" = "{before}"\n'
     )
     line = {"types": ["toy"], "tensors": {"v.weight": {"from": "w.weight", "ones": [*ones]}}}
-    page = read_page(PAGES / "vllm.toml", {"lines": [line], "meshes": {"toy": {"tp": None}}})
-    with mock.patch.dict(READ, {"vllm": page}):
+    format = read_format(PROGRAMS / "vllm.toml", {"lines": [line], "meshes": {"toy": {"tp": None}}})
+    with mock.patch.dict(READ, {"vllm": format}):
         for tp in (1, 3):
             out = tmp_path / f"out{tp}"
             split(model, out, tp, form="vllm", access=Access(plan_file=plan))
@@ -137,4 +137,4 @@ def test_ones_are_found_where_shapes_differ_in_them_alone() -> None:
 def test_ones_are_for_what_is_made_of_one_tensor() -> None:
     line = {"types": ["toy"], "tensors": {"v": {"from": ["a", "b"], "ones": []}}}
     with pytest.raises(PlanError, match="'ones' is for what is made of one tensor"):
-        read_page(PAGES / "vllm.toml", {"lines": [line]})
+        read_format(PROGRAMS / "vllm.toml", {"lines": [line]})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from formats.mesh import Mesh, mesh_of
-from formats.notation.rewrites import page_of
+from formats.notation.format_file import format_of
 from reshard.planning.arrangement import arrangement_of
 from reshard.planning.plan import make_plan
 from reshard.planning.portions import template_of
@@ -15,7 +15,7 @@ from tests import store
 def test_a_plan_with_other_padding_computes_its_own_layouts() -> None:
     model = store.source("llama").model
     plan = make_plan(model, mesh_of(2))
-    first, second = (arrangement_of(plan, page_of("vllm")) for _ in range(2))
+    first, second = (arrangement_of(plan, format_of("vllm")) for _ in range(2))
     assert plan.layouts and {id(each) for each in plan.layouts.values()} >= {
         id(layout) for each in second.stored for layout in getattr(each.geometry, "layouts", ())
     }

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from formats.errors import CheckpointError, PlanError
-from formats.notation.rewrites import pages
+from formats.notation.format_file import all_formats
 from reshard.api import merge, split
 from reshard.storage.bucket import UNFINISHED
 from reshard.storage.strangers import strangers
@@ -18,7 +18,7 @@ from tests.programs import oracles
 from tests.support import contents, write_checkpoint
 
 MODELS = {"deepseek": "deepseek_v3", "mistral": "mixtral", "torchtitan": "qwen3_moe"}
-FORMS = [None, "huggingface", *pages()]
+FORMS = [None, "huggingface", *all_formats()]
 
 
 @pytest.fixture

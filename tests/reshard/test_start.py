@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from formats.errors import PlanError
-from formats.notation import rewrites
-from formats.notation.rewrites import page_of, pages
+from formats.notation import format_file
+from formats.notation.format_file import all_formats, format_of
 
 
-def test_a_format_reads_no_page_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rewrites, "READ", {})
-    assert page_of("dcp").name == "dcp"
-    assert list(rewrites.READ) == ["dcp"]
-    for name in ("none", "../programs/dcp", str(Path(rewrites.PAGES) / "dcp"), "dc?", ""):
+def test_a_format_reads_no_file_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(format_file, "READ", {})
+    assert format_of("dcp").name == "dcp"
+    assert list(format_file.READ) == ["dcp"]
+    for name in ("none", "../programs/dcp", str(Path(format_file.PROGRAMS) / "dcp"), "dc?", ""):
         with pytest.raises(PlanError, match="no format that is written here"):
-            page_of(name)
-    assert list(pages()) == sorted(path.stem for path in rewrites.PAGES.glob("*.toml"))
+            format_of(name)
+    assert list(all_formats()) == sorted(path.stem for path in format_file.PROGRAMS.glob("*.toml"))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from formats.errors import CheckpointError
-from formats.notation.rewrites import page_of
+from formats.notation.format_file import format_of
 from reshard.api import split
 from reshard.storage.opening import open_source
 from tests import store
@@ -104,7 +104,7 @@ def test_what_cannot_be_asked_for(tmp_path: Path) -> None:
 def _settings(model: str, **changes: Any) -> dict[str, Any]:
     source = open_source(checkpoint("megatron", model))
     source.model.sizes.settings |= changes
-    return megatron_settings(source.model, page_of("megatron"))
+    return megatron_settings(source.model, format_of("megatron"))
 
 
 def test_what_megatron_is_told_of_a_model() -> None:

@@ -1,6 +1,6 @@
 """Where the elements of a stored tensor of another program's come from: blocks that lie in both, with their strides.
 
-A program's page says what it joins, stacks and reorders (``reshard.planning.arrangement.Portion``). The plan says which
+A format says what a program joins, stacks and reorders (``reshard.planning.arrangement.Portion``). The plan says which
 runs of each factor a rank owns, or a file's header which box of the tensor it has. From these alone follows a *block*:
 elements that have one stride along each factor, in the original's tensor as well as in the rank's. Where the engine
 finds them is not asked.

@@ -19,12 +19,12 @@ from reshard.storage.source import Source
 
 def ranks_of(shards: Source) -> Sequence[int]:
     """The rank of each of ``shards.ranks``: with boxes, that of the file, as far as its name and the mesh tell it."""
-    if shards.boxes is None or shards.page is None:
+    if shards.boxes is None or shards.format is None:
         return range(len(shards.ranks))
-    if shards.page.is_distributed:  # the chunks of a number lie in any files
+    if shards.format.is_distributed:  # the chunks of a number lie in any files
         return range(len(shards.ranks))
     size = shards.plan.mesh.size
-    return [file.rank % size if size > 1 else file.rank for file in program_files(shards.page, shards.path)]
+    return [file.rank % size if size > 1 else file.rank for file in program_files(shards.format, shards.path)]
 
 
 @dataclass
@@ -45,11 +45,11 @@ class BoxCheck:
 
 def check_boxes(shards: Source, arrangement: Arrangement) -> BoxCheck:
     """Compare the boxes in the headers of files with the original's tensors, and with the mesh of the split."""
-    page, boxes, found = shards.page, arrangement.boxes, BoxCheck()
-    assert page is not None and boxes is not None
-    files = program_files(page, shards.path)
+    format, boxes, found = shards.format, arrangement.boxes, BoxCheck()
+    assert format is not None and boxes is not None
+    files = program_files(format, shards.path)
     found.is_ours = check_belonging(files) is not None
-    planned = arrangement_of(shards.plan, page).boxes if found.is_ours else None
+    planned = arrangement_of(shards.plan, format).boxes if found.is_ours else None
     for name in boxes.keys() - {stored.name for stored in arrangement.stored}:
         found.extra += [f"{shards.ranks[number][name].file.name}: {name}" for number in sorted(boxes[name])]
     for stored in arrangement.stored:

@@ -77,12 +77,12 @@ def compare(
     in another program's format, or if a file cannot be read.
     """
     if original.is_split:
-        what = f"in the format {original.page.name}" if original.page is not None else "split itself"
+        what = f"in the format {original.format.name}" if original.format is not None else "split itself"
         raise CheckpointError(
             f"{original.path} is {what}: it cannot be the original",
             f"give the full checkpoint first, then the shards; 'reshard merge {original.path} OUT' makes one",
         )
-    if shards.page is not None:
+    if shards.format is not None:
         return compare_program(original, shards, progress, workers)
     ranks = len(shards.ranks)
     try:

@@ -32,7 +32,7 @@ from formats.files.sharded import (
     read_shard,
 )
 from formats.mesh import RANK_FOLDER
-from formats.notation.rewrites import Page
+from formats.notation.format import Format
 from formats.regular_files import read_file
 from reshard.planning.model import Kind, in_order
 from reshard.planning.plan import Plan
@@ -193,9 +193,9 @@ def _records(shards: Source, plan: Plan, rank: int, found: Manifest) -> Iterator
 
 def _rank_files(shards: Source, plan: Plan, rank: int) -> list[str]:
     """The names of a rank's files, in the order of a manifest."""
-    if shards.page is not None:
+    if shards.format is not None:
         kept = [KEPT] if rank == 0 and shards.kept else []
-        files = program_files(shards.page, shards.path, plan.mesh)
+        files = program_files(shards.format, shards.path, plan.mesh)
         own = [file.path.relative_to(shards.path).as_posix() for file in files if file.rank % plan.mesh.size == rank]
         return [*own, *kept]
     folder, weights = plan.mesh.folder(rank), _sharded(shards).ranks[rank].files
@@ -326,7 +326,7 @@ def program_header_changes(original: Source, shards: Source, plan: Plan) -> Iter
     Rules of another version may have other words.
     """
     true = dataclasses.replace(original.identity(plan), source=expected_source(original, shards))
-    for file in program_files(shards.page, shards.path, plan.mesh) if shards.page is not None else ():
+    for file in program_files(shards.format, shards.path, plan.mesh) if shards.format is not None else ():
         header = read_header(file.path) if file.path.suffix == ".safetensors" else None
         if header is not None and METADATA_KEY in header.metadata:
             should = dataclasses.replace(true, plan=read_shard(header, file.path).identity.plan)
@@ -362,32 +362,34 @@ def program_documents(original: Source, shards: Source) -> dict[str, Any]:
 
     As JSON, or as bytes.
     """
-    page, found = shards.page, dict[str, Any]()
-    assert page is not None
+    format, found = shards.format, dict[str, Any]()
+    assert format is not None
     side = {file.relative_to(original.path).as_posix() for file in original.side_files}
-    if page.settings is not None and page.settings.file not in side:
-        found[page.settings.file] = program_config(page.settings, shards.plan.model)
+    if format.settings is not None and format.settings.file not in side:
+        found[format.settings.file] = program_config(format.settings, shards.plan.model)
     infos = [info for rank in shards.ranks for info in rank.values()]
-    if page.index is not None and len({info.file for info in infos}) > 1:
-        found[page.index] = _index(infos)
-    if page.tracker is not None:
-        found[page.tracker] = str(page.folder).encode()
-    folder = f"{page.folder}/" if page.folder else ""
-    found |= {folder + name: object_bytes(content) for name, content in page.saved.items()}
-    found |= {folder + name: dict(content) for name, content in page.documents.items()}
-    if page.is_distributed:
+    if format.index is not None and len({info.file for info in infos}) > 1:
+        found[format.index] = _index(infos)
+    if format.tracker is not None:
+        found[format.tracker] = str(format.folder).encode()
+    folder = f"{format.folder}/" if format.folder else ""
+    found |= {folder + name: object_bytes(content) for name, content in format.saved.items()}
+    found |= {folder + name: dict(content) for name, content in format.documents.items()}
+    if format.is_distributed:
         path = shards.path / folder / METADATA  # what it says is compared: where each chunk lies, and what of
         found[folder + METADATA] = path.read_bytes() if path.is_file() else b""
     return found
 
 
-def documents_of(page: Page, weights: Path, root: Path) -> Iterator[str]:
+def documents_of(format: Format, weights: Path, root: Path) -> Iterator[str]:
     """The names of such documents, by the format alone; an index stands where there are several files."""
     inside = "" if weights == root else f"{weights.relative_to(root).as_posix()}/"
-    yield from (inside + name for name in (*page.saved, *page.documents))
-    yield from (name for name in (page.tracker, page.settings.file if page.settings else None) if name is not None)
-    if page.index is not None and (root / page.index).is_file():
-        yield page.index
+    yield from (inside + name for name in (*format.saved, *format.documents))
+    yield from (
+        name for name in (format.tracker, format.settings.file if format.settings else None) if name is not None
+    )
+    if format.index is not None and (root / format.index).is_file():
+        yield format.index
 
 
 def document_changes(shards: Source, documents: Mapping[str, Any]) -> Iterator[tuple[str, Change]]:

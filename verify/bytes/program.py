@@ -31,7 +31,7 @@ def compare_program(original: Source, shards: Source, progress: Progress, worker
 
     The plan of ``shards`` is that of the original. Raises CheckpointError if a file cannot be read.
     """
-    assert shards.page is not None
+    assert shards.format is not None
     try:
         arrangement = shards.arrangement
         found = _Structure(original, shards, arrangement)
@@ -47,7 +47,7 @@ def compare_program(original: Source, shards: Source, progress: Progress, worker
         report = replace(report, mesh="of no stated mesh", ranks=None)
     return replace(
         report,
-        form=shards.page.name,
+        form=shards.format.name,
         is_listed=shards.beside is not None,
         missing=tuple(found.missing),
         extra=tuple(found.extra),
@@ -98,12 +98,12 @@ class _Structure:
 
         Those that the format has, those of the original that are not there, and what else lies there.
         """
-        root, page = self.shards.path, self.shards.page
-        assert page is not None
+        root, format = self.shards.path, self.shards.format
+        assert format is not None
         side = {file.relative_to(self.original.path).as_posix() for file in self.original.side_files}
-        own = {name for name in folder.documents_of(page, weights_folder(page, root), root) if name not in side}
+        own = {name for name in folder.documents_of(format, weights_folder(format, root), root) if name not in side}
         weights = {file.name for file in self.shards.files.values()}
-        known = {*side, *own, *weights, f"{weights_folder(page, root).name}/{METADATA}", METADATA, KEPT}
+        known = {*side, *own, *weights, f"{weights_folder(format, root).name}/{METADATA}", METADATA, KEPT}
         yield from (name if (root / name).is_file() else f"{name} (not there)" for name in sorted(own))
         yield from (f"{name} (not there)" for name in sorted(side) if not (root / name).is_file())
         yield from folder.extra_entries(self.shards, known)
@@ -165,9 +165,9 @@ class _Structure:
     @cached_property
     def _planned(self) -> Arrangement:
         """What is stored, with the boxes of the mesh if there are boxes."""
-        page = self.shards.page
-        assert page is not None
-        return self.arrangement if self.shards.boxes is None else arrangement_of(self.shards.plan, page)
+        format = self.shards.format
+        assert format is not None
+        return self.arrangement if self.shards.boxes is None else arrangement_of(self.shards.plan, format)
 
     def _rules_problem(self) -> Iterator[str]:
         """Why by the rules in the manifest, which a merge reads these shards by, something lies elsewhere.
@@ -190,9 +190,9 @@ class _Structure:
                 return
 
     def _boundary_problem(self, rank: int) -> Iterator[str]:
-        page, manifest = self.shards.page, self.shards.manifest
-        assert page is not None and manifest is not None
-        if not page.has_parts or page.is_distributed:  # .metadata says where its chunks lie
+        format, manifest = self.shards.format, self.shards.manifest
+        assert format is not None and manifest is not None
+        if not format.has_parts or format.is_distributed:  # .metadata says where its chunks lie
             return
         held = sorted(self._planned.held(rank), key=lambda found: -DTYPE_BITS[found[0].dtype])
         if not manifest.source.files:  # then the order is that of what was read
@@ -205,7 +205,7 @@ class _Structure:
             names.setdefault(info.file, []).append(info.name)
         found = [
             names.get(file.path, [])
-            for file in program_files(page, self.shards.path, self.shards.plan.mesh)
+            for file in program_files(format, self.shards.path, self.shards.plan.mesh)
             if file.rank == rank
         ]
         if should != found:

@@ -31,7 +31,7 @@ import torch
 from formats.errors import CheckpointError, ReshardError
 from formats.extras import need_transformers
 from formats.mesh import Mesh
-from formats.notation.rewrites import Page
+from formats.notation.format import Format
 from reshard.planning.model import Model
 from reshard.planning.stages import with_stages
 from reshard.storage.source import Source
@@ -53,7 +53,7 @@ class Engine:
     runner: Path
     loads_original: bool
     any_mesh: bool = False
-    settings: Callable[[Model, Page], dict[str, Any]] | None = None
+    settings: Callable[[Model, Format], dict[str, Any]] | None = None
 
 
 _HERE = Path(__file__).parent
@@ -168,16 +168,16 @@ def run_engine(
 
 
 def _check_format(shards: Source, options: EngineOptions) -> None:
-    page = shards.page
-    if page is None or page.engine != options.name:
-        what = f"the format '{page.name}'" if page else "reshard's own folders"
+    format = shards.format
+    if format is None or format.engine != options.name:
+        what = f"the format '{format.name}'" if format else "reshard's own folders"
         raise CheckpointError(
             f"{shards.path} has {what}, which {options.name} does not load",
             f"'reshard split {shards.path} OUT --tp N --as {options.name}' writes what it loads",
         )
-    if options.meshes and not (options.engine.any_mesh and page.boxes):
+    if options.meshes and not (options.engine.any_mesh and format.boxes):
         raise CheckpointError(
-            f"{shards.path}: {options.engine.title} loads the format '{page.name}' on its own mesh alone, "
+            f"{shards.path}: {options.engine.title} loads the format '{format.name}' on its own mesh alone, "
             f"{shards.plan.mesh}",
             "leave --engine-mesh out",
         )
@@ -228,12 +228,12 @@ def run_shards(
 
     Raises ReshardError if the engine cannot run them.
     """
-    options, page, mesh = baseline.options, shards.page, with_stages(shards.model, mesh or shards.plan.mesh)
+    options, format, mesh = baseline.options, shards.format, with_stages(shards.model, mesh or shards.plan.mesh)
     _check_format(shards, options)
-    assert page is not None
-    further: dict[str, Any] = {"load_format": str(page.load_format)}
+    assert format is not None
+    further: dict[str, Any] = {"load_format": str(format.load_format)}
     if options.engine.settings is not None:
-        further = {"settings": options.engine.settings(shards.model, page)}
+        further = {"settings": options.engine.settings(shards.model, format)}
     with temporary_folder("reshard-engine-") as folder:
         progress(f"shards in {options.name} on {mesh}")
         parts = _run(shards, further, mesh, baseline.prompts, baseline.size, options, folder)

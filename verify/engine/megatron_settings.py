@@ -9,20 +9,20 @@ from typing import Any
 
 from formats.errors import CheckpointError
 from formats.notation.expressions import read_expression
-from formats.notation.rewrites import Page
+from formats.notation.format import Format
 from reshard.planning.model import Model
 
 _DATA = Path(__file__).with_suffix(".toml")
 
 
-def megatron_settings(model: Model, page: Page) -> dict[str, Any]:
+def megatron_settings(model: Model, format: Format) -> dict[str, Any]:
     """The class of the model's settings in Megatron-Core, their values, the arguments of its model, and what a format
     of Megatron's means for the modules.
 
     Raises CheckpointError for a model that Megatron-Core cannot be told of.
     """
     data = tomllib.loads(_DATA.read_text(encoding="utf-8"))
-    kind = page.type_of(model.config)
+    kind = format.type_of(model.config)
     if kind not in data["model_types"]:
         raise CheckpointError(f"how Megatron-Core runs a '{kind}' is not known: --engine megatron does not run it")
 
@@ -42,7 +42,7 @@ def megatron_settings(model: Model, page: Page) -> dict[str, Any]:
         "class": next(name for holds, name in data["classes"].items() if value(holds)),
         "config": {key: found for key, found in config.items() if found is not None and found != [None] * len(layers)},
         "model": {key: value(text) for key, text in data["model"].items()},
-        "form": data["forms"][page.name],
+        "form": data["forms"][format.name],
     }
 
 

@@ -119,7 +119,7 @@ def _job(original: Source, shards: Source, options: ForwardOptions) -> Job:
         raise CheckpointError(
             f"{original.path} is split: the forward needs the full checkpoint that it is compared with"
         )
-    if shards.sharded is None and shards.page is None:
+    if shards.sharded is None and shards.format is None:
         raise CheckpointError(
             f"{shards.path} is a full checkpoint, not shards", "give the folder that 'reshard split' wrote"
         )
@@ -148,7 +148,7 @@ def _job(original: Source, shards: Source, options: ForwardOptions) -> Job:
         ids,
         options,
         own_rules(stored, original.model.architecture) == (),
-        Foreign(shards.page.name, stored, shards.ranks, shards.boxes) if shards.page is not None else None,
+        Foreign(shards.format.name, stored, shards.ranks, shards.boxes) if shards.format is not None else None,
     )
 
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from formats.errors import CheckpointError
 from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header
-from formats.notation.rewrites import page_of
+from formats.notation.format_file import format_of
 from reshard.engine.loading import TORCH_DTYPES
 from reshard.planning.arrangement import Arrangement, arrangement_of
 from reshard.planning.plan import Box, Plan
@@ -42,7 +42,7 @@ class Foreign:
     With ``boxes``, those of files stand in the place of ranks, and the plan is that of one rank.
     """
 
-    page: str
+    format: str
     plan: Plan
     ranks: tuple[Mapping[str, TensorInfo], ...]
     boxes: Boxes | None = None
@@ -53,7 +53,7 @@ def write_rank(foreign: Foreign, rank: int, folder: Path) -> Path:
 
     Raises CheckpointError where the rank lacks elements that it would have there.
     """
-    plan, arrangement = foreign.plan, arrangement_of(foreign.plan, page_of(foreign.page), foreign.boxes)
+    plan, arrangement = foreign.plan, arrangement_of(foreign.plan, format_of(foreign.format), foreign.boxes)
     held, boxes, dropped = _Held(foreign, arrangement), plan.boxes(rank), arrangement.dropped
     stored = (tensor for tensor in plan.model.tensors if tensor.name not in dropped)
     names = [(name, kind, boxes[kind]) for name, kind, _ in stored if kind in boxes]

@@ -14,7 +14,7 @@ from functools import cached_property, partial
 
 from formats.errors import PlanError
 from formats.files.safetensors import DTYPE_BITS, tensor_bytes
-from reshard.engine.jobs import Job, TargetPlace
+from reshard.engine.jobs import Job, TargetPlace, place_in
 from reshard.engine.regrid import Regrid
 from reshard.engine.restate import Restate
 from reshard.engine.transfer import Change, Transfer, Way
@@ -51,7 +51,7 @@ def jobs_of(source: Source, target: Arrangement, places: TargetPlaces, *, compar
         if found is None or found.portion.function is not None:
             held, sources = kept.source(atom)
         else:
-            held, sources = found, partial(_source_place, source, found)
+            held, sources = found, _sources(source, found)
         ranks = frozenset[int]()
         if wanted is not None:
             key = (wanted.stored.geometry, wanted.number)
@@ -59,14 +59,13 @@ def jobs_of(source: Source, target: Arrangement, places: TargetPlaces, *, compar
                 ranks_of[key] = _ranks_of(wanted, places)
             ranks = ranks_of[key]
         if wanted is not None and ranks:
-            yield moves.job(atom, held, wanted, sources, partial(_target_place, places, wanted), ranks)
+            yield moves.job(atom, held, wanted, sources, _targets(places, wanted), ranks)
         if wanted is None or wanted.portion.function is not None:
             yield moves.job(atom, held, kept.whole(atom), sources, kept.target(atom), frozenset({0}))
     for atom, wanted in there.copies:
         held, ranks = here.placed[atom], _ranks_of(wanted, places)
-        targets = partial(_target_place, places, wanted)
         if ranks:
-            job = moves.job(atom, held, wanted, partial(_source_place, source, held), targets, ranks)
+            job = moves.job(atom, held, wanted, _sources(source, held), _targets(places, wanted), ranks)
             yield job._replace(again=True)
 
 
@@ -256,6 +255,16 @@ def _orders(source: Portion, target: Portion) -> tuple[tuple[int, ...], tuple[in
     order = tuple(source.order.index(place) for place in target.order)
     groups = tuple((place,) for place in source.order)
     return stored, () if order == tuple(range(len(order))) else order, groups
+
+
+def _sources(source: Source, placed: Placed) -> Places:
+    """Where an atom lies in the files of each rank of a source."""
+    return source.places(placed.stored.name) if placed.is_alone else partial(_source_place, source, placed)
+
+
+def _targets(places: TargetPlaces, placed: Placed) -> Callable[[int], TargetPlace | None]:
+    """Where an atom is to lie in the files of each rank of a target."""
+    return partial(place_in, places, placed.stored.name) if placed.is_alone else partial(_target_place, places, placed)
 
 
 def _source_place(source: Source, placed: Placed, rank: int) -> SourcePlace | None:

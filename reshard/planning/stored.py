@@ -104,6 +104,12 @@ class Placed(NamedTuple):
         """Its layout on the mesh, with a dimension for each of its factors."""
         return self.stored.geometry.layouts[self.number]
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether it is all of a stored tensor that has one name on all ranks."""
+        stored, geometry = self.stored, self.stored.geometry
+        return stored.naming is None and isinstance(geometry, Geometry) and len(geometry.layouts) == 1
+
     def is_zero(self, rank: int) -> bool:
         """Whether a rank has zeros in its place, because a rank before it has the same part."""
         if self.portion.line is None or not self.portion.line.first_rank:

@@ -97,7 +97,7 @@ def check_ranks(new: RankFolders, out: Path, *, overwrite: bool) -> None:
             if (out / MANIFEST).is_file():
                 _check_begun(new, out, overwrite)
             else:
-                check_output(out, new.source.read_from, overwrite=overwrite, begun=_is_only_rank_folders(out))
+                _check_first(new, out, overwrite)
             break
         except CheckpointError:
             if time.monotonic() > give_up:
@@ -105,6 +105,17 @@ def check_ranks(new: RankFolders, out: Path, *, overwrite: bool) -> None:
             time.sleep(0.01)  # another run may be at publishing its first rank
     check_no_strangers(out, folders=new.folders)
     check_space(out.parent, sum(file.size for file in new.files) - already_staged(out, new.folders))
+
+
+def _check_first(new: RankFolders, out: Path, overwrite: bool) -> None:
+    """Raise CheckpointError unless the ranks of this run may be the first in an output."""
+    begun = _is_only_rank_folders(out)
+    check_output(out, new.source.read_from, overwrite=overwrite, begun=begun)
+    if not begun and out.is_dir() and any(out.iterdir()):
+        raise CheckpointError(
+            f"{out} holds a checkpoint that is not in folders of ranks, and a rank does not replace it",
+            "remove it, choose another folder, or leave --rank out to replace it by all ranks",
+        )
 
 
 def _check_begun(new: RankFolders, out: Path, overwrite: bool) -> None:
@@ -119,6 +130,8 @@ def _check_begun(new: RankFolders, out: Path, overwrite: bool) -> None:
 
 def _check_same_run(existing: Manifest, mine: Manifest, out: Path) -> None:
     """Raise CheckpointError if an existing output is of another source, mesh, plan or file size."""
+    if existing.form is not None:
+        raise CheckpointError(f"{out} holds shards in the format '{existing.form}'", "choose another folder")
     if existing.identity != mine.identity or existing.max_shard_size != mine.max_shard_size:
         raise CheckpointError(f"{out} holds shards of another source, mesh or plan", "choose another folder")
     others = {stamp.name: stamp for stamp in existing.inputs}

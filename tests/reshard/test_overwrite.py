@@ -177,3 +177,23 @@ def test_a_merge_over_another_checkpoint(source: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds 'mine/data'"):
         merge(tmp_path / "shards", source, overwrite=True)
     assert contents(source) == before
+
+
+def test_one_rank_does_not_replace_a_full_checkpoint(source: Path, tmp_path: Path) -> None:
+    """Its folder would lie beside the old weights."""
+    out = Path(shutil.copytree(source, tmp_path / "out"))
+    before = contents(out)
+    with pytest.raises(CheckpointError, match="a checkpoint that is not in folders of ranks"):
+        split(source, out, 2, ranks=[0], overwrite=True)
+    assert contents(out) == before
+    assert split(source, out, 2, overwrite=True).complete
+    assert split(source, out, 2, ranks=[0], overwrite=True).complete  # over itself
+
+
+def test_one_rank_does_not_go_beside_another_programs_files(source: Path, tmp_path: Path) -> None:
+    """Their manifest has the same source and the same mesh."""
+    split(source, tmp_path / "out", 2, form="sglang")
+    before = contents(tmp_path / "out")
+    with pytest.raises(CheckpointError, match="holds shards in the format 'sglang'"):
+        split(source, tmp_path / "out", 2, ranks=[0], overwrite=True)
+    assert contents(tmp_path / "out") == before

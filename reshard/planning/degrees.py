@@ -89,7 +89,7 @@ def unevenly(model: Model, mesh: Mesh) -> Mesh:
 
     A unit is the least common multiple of what the tensors with that axis need, so that no rank cuts a scale block.
     """
-    degree, units = dict(mesh.degrees).get("tp", 1), _units(model, experts=not mesh.same_ranks)
+    degree, units = dict(mesh.degrees).get("tp", 1), units_of(model, experts=not mesh.same_ranks)
     sets = model.axis_sets(experts=not mesh.same_ranks)
     uneven = {
         axis: unit
@@ -99,7 +99,7 @@ def unevenly(model: Model, mesh: Mesh) -> Mesh:
     return replace(mesh, uneven=tuple(uneven.items()))
 
 
-def _units(model: Model, *, experts: bool) -> dict[str, int]:
+def units_of(model: Model, *, experts: bool) -> dict[str, int]:
     """The unit of each axis that may be split unevenly; without ``experts`` their tensors do not count."""
     units = dict.fromkeys(model.channels, 1)
     for tensor in model.with_channels:
@@ -119,20 +119,21 @@ def valid_degrees(
     *,
     pad: bool = True,
     same_ranks: bool = False,
-    uneven: bool = False,
+    units: Mapping[str, int] = {},
     limit: int = 1024,
 ) -> list[int]:
-    """Every possible degree up to ``limit``, in increasing order; options as for ``refusal``."""
+    """Every possible degree up to ``limit``, in increasing order; options as for ``refusal``.
+
+    ``units`` has the axes that may be split unevenly, each with its unit (see ``units_of``).
+    """
     families = list(_families(model, mesh_dim, pad=pad, same_ranks=same_ranks))
     if not families:  # no axis is split, or only axes that may be padded
         return list(range(1, limit + 1)) if _is_dealt(model, mesh_dim) else [1]
-    free = model.channels if uneven and mesh_dim == "tp" else frozenset[str]()
-    least = min([limit, *(sizes[family[0]] for family, sizes in families if family[0] in free)])
-    fixed = [degrees(family, sizes, limit) for family, sizes in families if family[0] not in free]
+    least = min([limit, *(sizes[family[0]] for family, sizes in families if family[0] in units)])
+    fixed = [degrees(family, sizes, limit) for family, sizes in families if family[0] not in units]
     found = sorted(set(range(1, least + 1)).intersection(*fixed))
-    if uneven:
-        return [d for d in found if refusal(model, mesh_dim, d, pad=pad, same_ranks=same_ranks, uneven=True) is None]
-    return [d for d in found if _cut_block(model, Mesh(((mesh_dim, d),), same_ranks), pad=pad) is None]
+    uneven = tuple(units.items())
+    return [d for d in found if _refusal(model, Mesh(((mesh_dim, d),), same_ranks, uneven=uneven), pad=pad) is None]
 
 
 def _families(
@@ -163,11 +164,10 @@ def check_degrees(model: Model, mesh: Mesh, *, pad: bool = True, lacking: Collec
             continue
         why = _refusal(model, replace(mesh, degrees=((mesh_dim, degree),)), pad=pad)
         if why is not None:
-            valid = valid_degrees(
-                model, mesh_dim, pad=pad, same_ranks=mesh.same_ranks, uneven=bool(mesh.uneven and mesh_dim == "tp")
-            )
             others = other_ways(model, mesh, mesh_dim, why, pad=pad)
             ways = "".join(f", or {way}" for way in others if way not in lacking)
+            units = dict(mesh.uneven) if mesh_dim == "tp" else {}
+            valid = valid_degrees(model, mesh_dim, pad=pad, same_ranks=mesh.same_ranks, units=units)
             advice = f"; {why.advice}" if why.advice else ""
             hint = f"valid degrees: {', '.join(map(str, valid))}{ways}{advice}"
             raise PlanError(f"--{mesh_dim} {degree} is not possible: {why}", hint)

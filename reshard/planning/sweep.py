@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from formats.mesh import Mesh
-from reshard.planning.degrees import Refusal, other_ways, refusal, valid_degrees
+from reshard.planning.degrees import Refusal, other_ways, refusal, units_of, valid_degrees
 from reshard.planning.model import Model
 
 TRIED = (*range(1, 17), 20, 24, 32, 40, 48, 64, 96, 128)
@@ -40,7 +40,8 @@ def sweep(model: Model, *, pad: bool = True, uneven: bool = False) -> Sweep:
 
     ``pad``: an indivisible vocabulary may be padded. ``uneven``: the last ranks may have less of an MLP.
     """
-    valid = valid_degrees(model, pad=pad, uneven=uneven, limit=LARGEST)
+    units = units_of(model, experts=True) if uneven else {}
+    valid = valid_degrees(model, pad=pad, units=units, limit=LARGEST)
     usual = [degree for degree in valid if degree <= max(TRIED)]
     tried = {degree for degree in TRIED if degree <= max(16, 2 * usual[-1])}
     attempts = (_attempt(model, degree, pad=pad, uneven=uneven) for degree in sorted({*tried, *usual}))

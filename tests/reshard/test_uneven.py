@@ -23,6 +23,7 @@ from reshard.planning.degrees import refusal, unevenly, valid_degrees
 from reshard.planning.model import FullTensor, Model
 from reshard.planning.plan import make_plan
 from reshard.planning.rank_config import rank_config
+from reshard.planning.sweep import sweep
 from reshard.planning.totals import bytes_of_ranks, rows_of, totals_of
 from reshard.storage.opening import open_source
 from reshard.storage.source import Source
@@ -270,7 +271,7 @@ def test_a_rank_that_would_have_none_is_refused(mxfp4, tmp_path):
     message, hint = hint_of(lambda: split(source, tmp_path / "out", 8, uneven=True))
     assert message == "--tp 8 is not possible: an intermediate size of 288 in units of 32 is enough for 5 of 8 ranks"
     assert hint == "valid degrees: 1, 2"  # on four ranks 3 + 3 + 3 + 0
-    assert valid_degrees(open_source(source).model, uneven=True) == [1, 2]
+    assert sweep(open_source(source).model, uneven=True).valid == (1, 2)
     assert valid_degrees(open_source(source).model) == [1]
 
 
@@ -375,3 +376,11 @@ def test_the_command_lists_what_is_possible_unevenly(mxfp4):
     assert "uneven: this is the first rank's part; the last ranks have less" in text
     assert re.search(r"^bytes per rank .* on the largest of 8 ranks, .*; .* on the smallest$", text, re.MULTILINE)
     assert re.search(r"^uneven +ff 480 = 7 x 64 \+ 32$", text, re.MULTILINE)
+
+
+def test_the_valid_degrees_of_a_format_that_deals_the_vocabulary_unevenly(tmp_path: Path) -> None:
+    """Nothing is padded there, and a vocabulary that does not divide makes no degree impossible."""
+    source = write_checkpoint(tmp_path / "source", config=LLAMA | {"vocab_size": 51})
+    message, hint = hint_of(lambda: split(source, tmp_path / "out", 64, form="dcp"))
+    assert "do not divide by 64" in message and hint.startswith("valid degrees: 1, 2")
+    assert split(source, tmp_path / "out", 2, form="dcp").complete

@@ -39,7 +39,7 @@ from formats.regular_files import open_file
 from reshard.planning.arrangement import arrangement_of, unboxed
 from reshard.planning.binding import bind
 from reshard.planning.completeness import check_complete
-from reshard.planning.model import Model
+from reshard.planning.model import FullTensor, Model
 from reshard.planning.plan import Plan
 from reshard.planning.program_plan import program_plan
 from reshard.planning.sizes import FEW
@@ -209,17 +209,17 @@ def _open_as_format(
     config, made = config_of(format, folder.path, folder.config, stored.ranks)
     architecture = folder.architecture(config)
     mesh = folder.mesh or files[0].mesh
-    try:
+    has_mesh = all(name != "ep" or architecture.families.get(name) for name, _ in (mesh.degrees if mesh else ()))
+    with _misfit(int(has_mesh)):
         if format.is_distributed:
             stored = _read_chunks(format, files, distributed(), architecture, config)
         held = stored.held
         config, made, note = _with_dtype(folder, architecture, config, made, held)
         if mesh is not None and format.numbered:
             mesh, held = numbered_globally(format, mesh, stored.ranks)
-        model = _bound(folder, format, architecture, config, held)
-    except ReshardError as error:
-        has_mesh = all(name != "ep" or architecture.families.get(name) for name, _ in (mesh.degrees if mesh else ()))
-        raise _MisfitError(int(has_mesh), error) from None
+        full = _full(folder, format, architecture, config, held)
+    with _misfit(2 * has_mesh):
+        model = _bound(folder, architecture, config, full, held)
     misfits: list[_MisfitError] = []
     for each in [mesh] if mesh else stored.meshes(model):
         try:
@@ -278,20 +278,30 @@ def _read_chunks(
     return _Stored(format, files, ranks, boxes, training)
 
 
-def _bound(
+def _full(
     folder: Folder,
     format: Format,
     architecture: Architecture,
     config: dict[str, Any],
     held: Sequence[Mapping[str, TensorInfo]],
-) -> Model:
-    """The model whose tensors these are: those that the manifest says, or that the names in the files stand for."""
+) -> Sequence[FullTensor]:
+    """The model's tensors: those that the manifest says, or that the names in the files stand for."""
     full = full_tensors(folder.manifest)
-    if full is None:
-        kept = {tensor.name: tensor for tensor in kept_tensors(folder.path / KEPT)}
-        inferred = inferred_tensors(format, architecture, config, held)
-        # What is kept has the dtype of the original; what a program computes from it may have another.
-        full = [kept.pop(tensor.name, tensor) for tensor in inferred] + [*kept.values()]
+    if full is not None:
+        return full
+    kept = {tensor.name: tensor for tensor in kept_tensors(folder.path / KEPT)}
+    inferred = inferred_tensors(format, architecture, config, held)
+    # What is kept has the dtype of the original; what a program computes from it may have another.
+    return [kept.pop(tensor.name, tensor) for tensor in inferred] + [*kept.values()]
+
+
+def _bound(
+    folder: Folder,
+    architecture: Architecture,
+    config: dict[str, Any],
+    full: Sequence[FullTensor],
+    held: Sequence[Mapping[str, TensorInfo]],
+) -> Model:
     known = folder.manifest.identity.sizes if folder.manifest else inferred_sizes(architecture, config, held)
     model = bind(architecture, config, full, known=known)
     _check_extent(model, held)

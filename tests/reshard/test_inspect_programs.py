@@ -11,7 +11,7 @@ import pytest
 
 from reshard.api import split
 from tests.programs.oracles import checkpoint
-from tests.support import command
+from tests.support import LLAMA, command, write_checkpoint
 
 
 def said(folder: Path) -> tuple[int, dict[str, Any]]:
@@ -126,3 +126,16 @@ def test_a_damaged_manifest(shards: Path) -> None:
     (shards / "reshard.json").write_text("{")
     code, found = said(shards)
     assert code == 1 and "vllm" in found["format"] and "reshard.json" in found["problems"][0]
+
+
+def test_the_format_whose_names_fit_is_told(tmp_path: Path) -> None:
+    """Of two formats with the same names of files: where a layer is too many, the other one would miss names."""
+    source = write_checkpoint(tmp_path / "source", config=LLAMA | {"num_hidden_layers": 2})
+    for form in ("vllm", "sglang"):
+        out = tmp_path / form
+        split(source, out, 2, form=form)
+        (out / "reshard.json").unlink()
+        config = json.loads((out / "config.json").read_text())
+        (out / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+        (problem,) = said(out)[1]["problems"]
+        assert "layer 1 is out of range, config.json says 1" in problem

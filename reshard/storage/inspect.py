@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from formats.documents import read_config
 from formats.errors import CheckpointError, PlanError, ReshardError, listed
@@ -25,7 +25,9 @@ from formats.files.sharded import (
     FileRecord,
     Identity,
     Manifest,
+    ShardedCheckpoint,
     is_sharded,
+    open_sharded,
     rank_folders,
     read_manifest,
     read_shard,
@@ -37,9 +39,6 @@ from formats.notation.format_file import format_of
 from reshard.storage.marks import SUFFIX, staging_of, unfinished_command
 from reshard.storage.parts import parts_of
 from reshard.storage.program_source import formats_for, program_files, tensors_in, weights_folder, without_files
-
-if TYPE_CHECKING:
-    from reshard.storage.source import Source
 
 
 @dataclass
@@ -225,17 +224,41 @@ def _split(path: Path) -> Report:
     report = Report(path, "split checkpoint", "safetensors")
     _take_config(report, path)
     try:
-        manifest = read_manifest(path / MANIFEST) if (path / MANIFEST).is_file() else None
+        sharded = open_sharded(path)
     except ReshardError as error:
-        report.problems.append(error.message)
-        report.hint = error.hint
-        manifest = None
+        return _damaged_ranks(report, error)
+    files = [file for rank in sharded.ranks for file in rank.files]
+    report.files, report.nbytes = len(files), sum(file.size for file in files)
+    if sharded.manifest:
+        _take_manifest(report, sharded.manifest)
+    else:
+        _take_identity(report, sharded.identity)
+    ranks = {rank.rank: [*rank.tensors.values()] for rank in sharded.ranks}
+    _take_ranks(report, ranks)
+    _count_full(report, sharded.manifest, ranks)
+    _check_whole(report, sharded=sharded)
+    return report
+
+
+def _damaged_ranks(report: Report, error: ReshardError) -> Report:
+    """An incomplete split checkpoint: counts what is there."""
+    manifest = _manifest_of(report)
     ranks = _from_manifest(report, manifest) if manifest else _from_folders(report)
     _take_ranks(report, ranks)
     _count_full(report, manifest, ranks)
     if report.complete:
-        _check_whole(report)
+        report.problems, report.hint = [error.message], error.hint
     return report
+
+
+def _manifest_of(report: Report) -> Manifest | None:
+    """The manifest of a folder, if it has one that can be read."""
+    try:
+        return read_manifest(report.path / MANIFEST) if (report.path / MANIFEST).is_file() else None
+    except ReshardError as error:
+        report.problems.append(error.message)
+        report.hint = error.hint
+        return None
 
 
 def _from_manifest(report: Report, manifest: Manifest) -> dict[int, list[TensorInfo]]:
@@ -330,21 +353,23 @@ def _count_full(report: Report, manifest: Manifest | None, ranks: Mapping[int, l
     report.tensors = max((len(tensors) for tensors in ranks.values()), default=0)
 
 
-def _check_whole(report: Report, checkpoint: Checkpoint | None = None) -> Source | None:
-    """Make the checks that a split or a merge makes before it moves a byte; what was opened, if that went well.
+def _check_whole(
+    report: Report, checkpoint: Checkpoint | None = None, sharded: ShardedCheckpoint | None = None
+) -> None:
+    """Make the checks that a split or a merge makes before it moves a byte.
 
-    A full ``checkpoint`` that is open already is not read a second time.
+    A full ``checkpoint`` or a split one that is open already is not read a second time.
     """
     from reshard.storage.opening import open_source
 
     try:
-        source = open_source(report.path, checkpoint=checkpoint)
+        source = open_source(report.path, checkpoint=checkpoint, sharded=sharded)
     except ReshardError as error:
         needs_rules = isinstance(error, PlanError) and report.architecture is None
         report.refused = error.message if needs_rules else None  # nothing is missing, it needs --plan
         report.problems += [] if needs_rules else [error.message]
         report.hint = error.hint
-        return None
+        return
     if report.counts_ranks or source.format is not None:
         report.counts_ranks, report.counts_all, report.tensors = False, False, len(source.model.tensors)
         dtypes: Counter[str] = Counter()
@@ -357,7 +382,6 @@ def _check_whole(report: Report, checkpoint: Checkpoint | None = None) -> Source
         report.any_mesh, report.beside = format.boxes, source.left_behind
         report.load = format.load_command(report.path, plan.mesh)
         report.padding = _padding(plan.padding, source.model.sizes.of({}))
-    return source
 
 
 # ---------------------------------------------------------------------------------------- the format of another program
@@ -381,12 +405,7 @@ def _program(path: Path, formats: Sequence[Format]) -> Report:
         (path / MANIFEST).is_file(),
     )
     _take_config(report, path)
-    manifest = None
-    try:
-        manifest = read_manifest(path / MANIFEST) if report.has_manifest else None
-    except ReshardError as error:
-        report.problems.append(error.message)
-        report.hint = error.hint
+    manifest = _manifest_of(report)
     if not any(program_files(format, path) for format in formats):
         lacking = without_files(formats[0], path)
         report.problems, report.hint = [*report.problems, lacking.message], lacking.hint

@@ -52,11 +52,13 @@ def open_source(
     plan_file: Path | None = None,
     config: Path | None = None,
     checkpoint: Checkpoint | None = None,
+    sharded: ShardedCheckpoint | None = None,
 ) -> Source:
     """Open a full or a split checkpoint and bind it to its architecture, or to the user's plan file.
 
     ``config`` is a folder with the config.json of what another program stores, and what else belongs to it;
-    ``checkpoint`` the full checkpoint, if it is open already. Raises CheckpointError, MismatchError and PlanError.
+    ``checkpoint`` or ``sharded`` the full or the split checkpoint, if it is open already. Raises CheckpointError,
+    MismatchError and PlanError.
     """
     where = location or os.path.realpath(path)
     if unfinished_command(path) is not None:
@@ -66,7 +68,7 @@ def open_source(
     if manifest is not None and manifest.form is not None:
         return open_program(Folder(path, where, stamps, manifest, config, plan_file), [format_of(manifest.form)])
     if is_sharded(path):
-        return _open_sharded(path, where, plan_file, stamps)
+        return _open_sharded(sharded or open_sharded(path), where, plan_file, stamps)
     if manifest is None and not has_usual_weights(path) and (found := formats_for(path)):
         return open_program(Folder(path, where, stamps, None, config, plan_file), found)
     is_adapter = has_adapter(path)
@@ -106,9 +108,10 @@ def _full_tensors(tensors: Mapping[str, TensorInfo]) -> list[FullTensor]:
     return [FullTensor(t.name, t.dtype, t.shape, t.file.name) for t in tensors.values()]
 
 
-def _open_sharded(path: Path, location: str, plan_file: Path | None, stamps: Mapping[Path, Stamp]) -> Source:
-    sharded = open_sharded(path)
-    identity, manifest = sharded.identity, sharded.manifest
+def _open_sharded(
+    sharded: ShardedCheckpoint, location: str, plan_file: Path | None, stamps: Mapping[Path, Stamp]
+) -> Source:
+    path, identity, manifest = sharded.path, sharded.identity, sharded.manifest
     architecture = _architecture(sharded, plan_file)
     _check_sizes(AxisSizes(architecture, sharded.config, {}).of({}), identity.sizes, path)
     holders = {name: info for rank in reversed(sharded.ranks) for name, info in rank.tensors.items()}

@@ -296,9 +296,17 @@ def test_inspect_reads_a_header_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     from formats.files import safetensors
 
     read, plain = [], safetensors._read_entries
-    monkeypatch.setattr(safetensors, "_read_entries", lambda *given: read.append(1) or plain(*given))
-    assert inspect(write_checkpoint(tmp_path / "model")).complete
-    assert len(read) == 1
+    monkeypatch.setattr(safetensors, "_read_entries", lambda *given: read.append(given[1]) or plain(*given))
+    source = write_checkpoint(tmp_path / "model")
+    assert inspect(source).complete
+    assert read == [source / "model.safetensors"]
+    split(source, tmp_path / "out", 2)
+    for _ in range(2):
+        read.clear()
+        assert inspect(tmp_path / "out").complete
+        files = [path for path in read if path.is_absolute()]  # the manifest has those of the source
+        assert len(files) == len(set(files)) == 2
+        (tmp_path / "out/reshard.json").unlink(missing_ok=True)
 
 
 def test_a_config_of_more_experts_than_numbers_are_stored_is_refused_at_once(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Architecture files: reading one with its bases, finding the one for a ``config.json``, writing one.
 
-The form of a file is described in docs/design.md. ``formats/architectures/`` holds the built-in ones, and
+The form of a file is described in docs/architecture-files.md. ``formats/architectures/`` holds the built-in ones, and
 ``formats/architectures/bases/`` what several of them share. A user's own plan file has the same form.
 """
 
@@ -227,7 +227,8 @@ def find_architecture(config: Mapping[str, Any], where: Path) -> Architecture:
     Raises PlanError with the nearest known model types.
     """
     model_type = config.get("model_type")
-    hint = "'reshard plan SOURCE --draft FILE' writes a draft; check it (docs/design.md), pass it with --plan FILE"
+    form = "docs/architecture-files.md"
+    hint = f"'reshard plan SOURCE --draft FILE' writes a draft; check it ({form}), pass it with --plan FILE"
     path = built_in_file(config)
     if path is None and "_diffusers_version" in config:
         raise PlanError(

@@ -491,7 +491,8 @@ def _text(config: Mapping[str, Any], sizes: _Sizes, lines: Sequence[_Line]) -> s
     source = "names and shapes" if not _transformers_styles(config, sizes.section) else "transformers' plan and names"
     head = [
         f"# DRAFT, inferred from {source}: to be checked, passed with --plan, and its result verified.",
-        "# CHECK marks what was not clear. A line of plain numbers is whole on every rank. See docs/design.md.",
+        "# CHECK marks what was not clear. A line of plain numbers is whole on every rank.",
+        "# docs/architecture-files.md has the form of the file.",
     ]
     if any(_in_tower(line.template) for line in lines):
         head.append("# CHECK: what belongs to a tower (vision, audio) is whole on every rank.")

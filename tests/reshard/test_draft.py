@@ -80,7 +80,7 @@ def test_the_command_writes_a_file_that_takes_effect_with_plan_alone(tmp_path: P
     whole = (tmp_path / "merged" / "model.safetensors").read_bytes()
     assert whole == (folder / "model.safetensors").read_bytes()
     assert "exists" in refused("plan", folder, "--draft", file)
-    assert "--draft goes alone" in run("plan", folder, "--draft", tmp_path / "new.toml", "--tp", "2").stderr
+    assert "--draft goes without --tp" in run("plan", folder, "--draft", tmp_path / "new.toml", "--tp", "2").stderr
 
 
 def _tensors(change: Callable[[str, tuple[int, ...]], tuple[str, tuple[int, ...]]]) -> list[FullTensor]:

@@ -19,7 +19,7 @@ LIGHT = "--back:#fff;--panel:#fff;--text:#1b1f24;--muted:#57606a;--line:#d0d7de;
 DARK = "--back:#0f1317;--panel:#0f1317;--text:#e6edf3;--muted:#a5afb9;--line:#343c45;"
 RULES = """
 text { font: 11px system-ui, sans-serif; fill: var(--text); } .label { fill: var(--muted); }
-.head { font-size: 13px; font-weight: 600; } .grid { stroke: var(--line); } .tip, .hint { display: none; }
+.head { font-size: 13px; font-weight: 600; } .grid { stroke: var(--line); } .tip, .hit, .hint { display: none; }
 .ground { fill: var(--back); }
 """
 

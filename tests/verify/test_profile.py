@@ -180,6 +180,7 @@ def test_the_figure_of_the_docs(document: dict[str, Any]) -> None:
     assert len([e for e in drawn.iter("{http://www.w3.org/2000/svg}g") if e.get("class") == "place"]) == len(
         document["widths"]
     )
+    assert ".hit, .hint { display: none; }" in figure(document["widths"])  # without a style it would be black
     assert marks and not {"href", "src"} & {name for e in drawn.iter() for name in e.attrib}
 
 

@@ -1,25 +1,24 @@
 """The plots of a profile, as SVG: lines over degrees, widths and sizes, and bars of memory.
 
-What was measured is drawn with filled marks and full lines, what is predicted with open marks and dashed lines. A mark
-that is hovered or tapped shows its numbers; the tables have them too.
+What was measured is drawn with filled marks and full lines, what is predicted with open marks and dashed lines. The
+numbers that a mark shows are in the tables, too.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from reshard.pages.markup import Html, element, joined
+from reshard.pages.plots import TOP, WIDTHS, Frame, both_widths, circle, line, rectangle, rounded, text
 from reshard.text import human_bytes
-from verify.report.plots import WIDTHS, both_widths
 
 COLOURS = 6
-_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 16, 34, 40
+_LEFT, _RIGHT, _BOTTOM = 62, 16, 40
 _HEIGHT = 300
 _MARK = 3.5
-_CHARACTER = 6.6  # width of a character, at most
 
 Text = Callable[[float], str]
 
@@ -77,14 +76,20 @@ def legend(keys: Sequence[tuple[str, str]]) -> Html:
 
 def _line_plot(name: str, width: int, title: str, lines: Sequence[Line], axes: Axes) -> Html:
     points = [point for line in lines for point in line.points]
+    frame = Frame(name, width, _HEIGHT, _LEFT, _RIGHT)
     across = _Scale([p.x for p in points], _LEFT + 14, width - _RIGHT - 14, is_log=True)
-    bottom, top = float(_HEIGHT - _BOTTOM), float(_TOP + 22)
+    bottom, top = float(_HEIGHT - _BOTTOM), float(TOP + 22)
     upward = _Scale([p.y for p in points], bottom, top, is_log=axes.is_log, most=axes.most)
-    grid = [_grid_line(upward.at(y), axes.y_text(y), width) for y in upward.ticks(6)]
-    below = _labels_below(across, sorted({p.x for p in points}), axes, bottom, width)
-    drawn = [_line(line, across, upward, f"c{i % COLOURS}", i, width) for i, line in enumerate(lines)]
-    labels = (_text(6, _TOP + 8, axes.y, "label"), _text((width + _LEFT) / 2, _HEIGHT - 6, axes.x, "label", "middle"))
-    return _svg(name, width, title, joined(*grid, *below, *labels, *drawn))
+    grid = [frame.grid_line(upward.at(y), axes.y_text(y)) for y in upward.ticks(6)]
+    values = ((across.at(x), axes.x_text(x)) for x in sorted({p.x for p in points}))
+    below = [label for _, label in frame.labels_below(values, bottom + 16)]
+    drawn = [_line(each, across, upward, i, frame) for i, each in enumerate(lines)]
+    return frame.svg(joined(*grid, *below, *_titles(frame, axes.x, axes.y), *drawn), title)
+
+
+def _titles(frame: Frame, x: str, y: str) -> tuple[Html, Html]:
+    """What the two axes say."""
+    return text(6, TOP + 8, y, "label"), text(frame.middle, _HEIGHT - 6, x, "label", "middle")
 
 
 class _Scale:
@@ -126,30 +131,15 @@ def _round_up(value: float) -> float:
     return next(digit * power for digit in (1, 2, 5, 10) if digit * power >= value * 0.999)
 
 
-def _labels_below(across: _Scale, values: Iterable[float], axes: Axes, bottom: float, width: int) -> Iterable[Html]:
-    free = 0.0
-    for value in values:
-        x, label = across.at(value), axes.x_text(value)
-        half = len(label) * _CHARACTER / 2
-        if x - half >= free and x + half <= width:
-            free = x + half + 8
-            yield _text(x, bottom + 16, label, "label", "middle")
-
-
-def _grid_line(y: float, label: str, width: int) -> Html:
-    line = element("line", class_="grid", x1=_LEFT, x2=width - _RIGHT, y1=_round(y), y2=_round(y))
-    return joined(line, _text(_LEFT - 6, y + 4, label, "label", "end"))
-
-
-def _line(line: Line, across: _Scale, upward: _Scale, colour: str, number: int, width: int) -> Html:
-    places = [(across.at(p.x), upward.at(p.y), p) for p in line.points]
+def _line(drawn: Line, across: _Scale, upward: _Scale, number: int, frame: Frame) -> Html:
+    places, colour = [(across.at(p.x), upward.at(p.y), p) for p in drawn.points], f"c{number % COLOURS}"
     parts = []
     for (x1, y1, _), (x2, y2, second) in itertools.pairwise(places):
         kind = f"line {colour} predicted" if second.is_predicted else f"line {colour}"
-        parts.append(element("line", class_=kind, x1=_round(x1), y1=_round(y1), x2=_round(x2), y2=_round(y2)))
+        parts.append(line(kind, x1, y1, x2, y2))
     for x, y, point in places:
         kind = f"mark {colour} open" if point.is_predicted else f"mark {colour}"
-        parts.append(_hot(x, y, mark(x, y, kind, number), line.name, point.numbers, width))
+        parts.append(frame.hot(circle("hit", x, y, 11), mark(x, y, kind, number), drawn.name, point.numbers))
     return joined(*parts)
 
 
@@ -157,11 +147,11 @@ def mark(x: float, y: float, kind: str, number: int) -> Html:
     """A circle, a square, a diamond: not by colour alone."""
     r = _MARK
     if number % 3 == 1:
-        return element("rect", class_=kind, x=_round(x - r), y=_round(y - r), width=2 * r, height=2 * r)
+        return rectangle(kind, x - r, y - r, 2 * r, 2 * r)
     if number % 3 == 2:
-        path = f"M{_round(x)} {_round(y - 1.4 * r)}l{1.4 * r:g} {1.4 * r:g}l{-1.4 * r:g} {1.4 * r:g}"
+        path = f"M{rounded(x)} {rounded(y - 1.4 * r)}l{1.4 * r:g} {1.4 * r:g}l{-1.4 * r:g} {1.4 * r:g}"
         return element("path", class_=kind, d=f"{path}l{-1.4 * r:g} {-1.4 * r:g}z")
-    return element("circle", class_=kind, cx=_round(x), cy=_round(y), r=r)
+    return circle(kind, x, y, r)
 
 
 # ------------------------------------------------------------------------------------------------------------- bars
@@ -186,70 +176,28 @@ def bar_chart(title: str, bars: Sequence[Bar], capacity: int | None, x: str) -> 
 def _bar_plot(
     name: str, width: int, title: str, bars: Sequence[Bar], names: Sequence[str], capacity: int | None, x: str
 ) -> Html:
+    frame = Frame(name, width, _HEIGHT, _LEFT, _RIGHT)
     totals = [float(sum(nbytes for _, nbytes in bar.parts)) for bar in bars]
     highest = max(totals)
     is_near = capacity is not None and capacity < 4 * highest
     most = max(highest, capacity or 0) * 1.08 if is_near else highest * 1.08
-    bottom, top = float(_HEIGHT - _BOTTOM), float(_TOP + 22)
+    bottom, top = float(_HEIGHT - _BOTTOM), float(TOP + 22)
     upward = _Scale(totals, bottom, top, is_log=False, most=most)
-    drawn = [_grid_line(upward.at(y), human_bytes(y), width) for y in upward.ticks(5)]
-    step = (width - _LEFT - _RIGHT) / len(bars)
+    drawn = [frame.grid_line(upward.at(y), human_bytes(y)) for y in upward.ticks(5)]
+    step = frame.inner / len(bars)
     for i, (bar, total) in enumerate(zip(bars, totals, strict=True)):
         left, wide, low = _LEFT + step * (i + 0.5) - min(step * 0.35, 40), min(step * 0.7, 80), 0.0
         pieces = []
         for part, nbytes in bar.parts:
             y = upward.at(low + nbytes)
             kind = f"bar c{names.index(part) % COLOURS}"
-            pieces.append(_rectangle(kind, left, y, wide, upward.at(low) - y))
+            pieces.append(rectangle(kind, left, y, wide, upward.at(low) - y))
             low += nbytes
         numbers = ", ".join(f"{part} {human_bytes(nbytes)}" for part, nbytes in bar.parts)
-        marks = joined(*pieces, _text(left + wide / 2, upward.at(total) - 5, human_bytes(total), "label", "middle"))
-        drawn.append(_hot(left + wide / 2, (top + bottom) / 2, marks, f"tp {bar.label}", numbers, width, step))
-        drawn.append(_text(left + wide / 2, bottom + 16, bar.label, "label", "middle"))
+        marks = joined(*pieces, text(left + wide / 2, upward.at(total) - 5, human_bytes(total), "label", "middle"))
+        hit = rectangle("hit", left + (wide - step) / 2, top, step, bottom - top)
+        drawn.append(frame.hot(hit, marks, f"tp {bar.label}", numbers))
+        drawn.append(text(left + wide / 2, bottom + 16, bar.label, "label", "middle"))
     if is_near and capacity is not None:
-        y = upward.at(capacity)
-        drawn.append(element("line", class_="factor", x1=_LEFT, x2=width - _RIGHT, y1=_round(y), y2=_round(y)))
-        text = f"{human_bytes(capacity)} a rank"
-        drawn.append(_text(width - _RIGHT - 2, y - 5, text, "factor-label", "end"))
-    drawn += [_text(6, _TOP + 8, "bytes on a rank", "label")]
-    drawn += [_text((width + _LEFT) / 2, _HEIGHT - 6, x, "label", "middle")]
-    return _svg(name, width, title, joined(*drawn))
-
-
-# ------------------------------------------------------------------------------------------------------------ parts
-
-
-def _svg(name: str, width: int, title: str, content: Html) -> Html:
-    hint = element("text", "Hover or tap for numbers.", class_="label hint", x=6, y=14)
-    head = joined(element("title", title), hint)
-    return element("svg", head, content, class_=name, viewBox=f"0 0 {width} {_HEIGHT}", role="img", aria_label=title)
-
-
-def _hot(x: float, y: float, marks: Html, title: str, numbers: str, width: int, step: float = 0.0) -> Html:
-    """A mark that shows its numbers at the top when it is hovered or tapped."""
-    room = int((width - 8) / _CHARACTER)
-    lines = [text if len(text) <= room else f"{text[: room - 1]}…" for text in (title, numbers)]
-    tip = element(
-        "g",
-        element("rect", x=0, y=0, width=width, height=_TOP),
-        element("text", lines[0], class_="title", x=6, y=13),
-        element("text", lines[1], x=6, y=28),
-        class_="tip",
-    )
-    if step:
-        hit = _rectangle("hit", x - step / 2, _TOP + 22, step, _HEIGHT - _BOTTOM - _TOP - 22)
-    else:
-        hit = element("circle", class_="hit", cx=_round(x), cy=_round(y), r=11)
-    return element("g", element("title", f"{title}: {numbers}"), hit, marks, tip, class_="place", tabindex=-1)
-
-
-def _rectangle(kind: str, x: float, y: float, width: float, height: float) -> Html:
-    return element("rect", class_=kind, x=_round(x), y=_round(y), width=_round(width), height=_round(max(height, 0)))
-
-
-def _text(x: float, y: float, text: str, kind: str, anchor: str | None = None) -> Html:
-    return element("text", text, class_=kind, x=_round(x), y=_round(y), text_anchor=anchor)
-
-
-def _round(x: float) -> str:
-    return f"{x:.1f}".removesuffix(".0")
+        drawn.append(frame.limit(upward.at(capacity), f"{human_bytes(capacity)} a rank"))
+    return frame.svg(joined(*drawn, *_titles(frame, x, "bytes on a rank")), title)

@@ -1,29 +1,25 @@
 """The plots of the report, as SVG: places in the model with error and noise, and the distribution of differences.
 
-Each point can be hovered or tapped (or read in the table below it), without any script, so that the page may forbid
-them.
+Each point can be hovered or tapped, or read in the table below it.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from formats.errors import printable
 from reshard.pages.markup import Html, element, joined, number, ratio, to_number
-
-WIDTHS = {"wide": 860, "narrow": 340}
-"""A plot is drawn twice, and the style sheet shows the one that fits: text keeps its size."""
+from reshard.pages.plots import TOP, Frame, both_widths, circle, line, rectangle, rounded, text
 
 COLUMNS = 400
 """The largest number of points in a plot. With more places, a point is the worst of several neighbours."""
 
-_LEFT, _RIGHT, _TOP = 54, 10, 34
+_LEFT, _RIGHT = 54, 10
 _BEYOND = 14.0  # from an end of an axis to the place of zero, and of infinity
-_CHARACTER = 6.6  # width of a character, at most
 
 
 @dataclass(frozen=True)
@@ -55,11 +51,6 @@ def _axis(values: Iterable[float], start: float, end: float) -> _Axis:
     return _Axis(max(low, high - 18), max(high, low + 1), start, end)
 
 
-def both_widths(draw: Callable[[str, int], Html]) -> Html:
-    """The plot for wide pages and the one for narrow ones."""
-    return joined(*(draw(name, width) for name, width in WIDTHS.items()))
-
-
 # ------------------------------------------------------------------------------------------------------------- places
 
 
@@ -80,17 +71,17 @@ def _badness(row: Mapping[str, Any]) -> tuple[bool, float]:
 
 
 def _place_plot(name: str, width: int, rows: Sequence[Mapping[str, Any]], factor: float, what: str) -> Html:
-    upper, lower = (_TOP + 36, _TOP + 226), (_TOP + 296, _TOP + 400)
-    height = lower[1] + 52
+    upper, lower = (TOP + 36, TOP + 226), (TOP + 296, TOP + 400)
+    frame = Frame(name, width, lower[1] + 52, _LEFT, _RIGHT)
     errors, noises, ratios = ([to_number(row.get(key)) for row in rows] for key in ("error", "noise", "ratio"))
     values = _axis((*errors, *noises), upper[1], upper[0])
     shares = _axis((*ratios, factor / 10, factor * 10), lower[1], lower[0])
-    step = (width - _LEFT - _RIGHT) / max(len(rows), 1)
+    step = frame.inner / max(len(rows), 1)
     xs = [_LEFT + step * (i + 0.5) for i in range(len(rows))]
     parts = [
-        _grid(values, width, "error relative to the values' size", (*errors, *noises)),
-        _grid(shares, width, "ratio of error to noise", ratios),
-        _below(rows, xs, lower[1], width, what),
+        _grid(values, frame, "error relative to the values' size", (*errors, *noises)),
+        _grid(shares, frame, "ratio of error to noise", ratios),
+        _below(rows, xs, lower[1], frame, what),
         _line(xs, [values.at(v) for v in noises], "noise"),
         _line(xs, [values.at(v) for v in errors], "error"),
     ]
@@ -98,8 +89,8 @@ def _place_plot(name: str, width: int, rows: Sequence[Mapping[str, Any]], factor
     for x, row, y, z in zip(xs, rows, errors, ratios, strict=True):
         marks = joined(*(_mark(x, at, bool(row.get("is_same")), radius) for at in (values.at(y), shares.at(z))))
         numbers = f"error {number(row.get('error'))}, noise {number(row.get('noise'))}, ratio {ratio(row.get('ratio'))}"
-        parts.append(_hot(x, step, lower[1], marks, str(row.get("name")), numbers, width))
-    parts.append(_factor_line(shares, factor, width))
+        parts.append(frame.hot(_hit(x, step, lower[1]), marks, str(row.get("name")), numbers))
+    parts.append(frame.limit(shares.at(factor), f"{factor:g} × noise: above it is no rounding"))
     title = f"Error and noise, {what} by {what}"
     worst = max(rows, key=_badness, default={})
     description = (
@@ -107,45 +98,32 @@ def _place_plot(name: str, width: int, rows: Sequence[Mapping[str, Any]], factor
         f"{factor:g}. The largest ratio is {ratio(worst.get('ratio'))} at {worst.get('name')}. "
         "The table below has all numbers."
     )
-    return _svg(name, width, height, title, description, joined(*parts))
+    return frame.svg(joined(*parts), title, description)
 
 
-def _grid(axis: _Axis, width: int, title: str, values: Iterable[float]) -> Html:
+def _grid(axis: _Axis, frame: Frame, title: str, values: Iterable[float]) -> Html:
     lines = [(axis.at(10.0**power), _power(power)) for power in axis.decades(6)]
     known = list(values)
     if any(v <= 0 for v in known):
         lines.append((axis.at(0.0), "0"))
     if any(not math.isfinite(v) for v in known):
         lines.append((axis.at(math.inf), "∞"))
-    parts = [_text(_LEFT - 46, axis.end - _BEYOND - 10, title, "label")]
-    for y, label in lines:
-        parts.append(element("line", class_="grid", x1=_LEFT, x2=width - _RIGHT, y1=_round(y), y2=_round(y)))
-        parts.append(_text(_LEFT - 6, y + 4, label, "label", "end"))
-    return joined(*parts)
+    title_above = text(_LEFT - 46, axis.end - _BEYOND - 10, title, "label")
+    return joined(title_above, *(frame.grid_line(y, label) for y, label in lines))
 
 
 def _power(power: int) -> str:
     return {0: "1", 1: "10", 2: "100", -1: "0.1", -2: "0.01"}.get(power, f"1e{power}")
 
 
-def _below(rows: Sequence[Mapping[str, Any]], xs: Sequence[float], bottom: float, width: int, what: str) -> Html:
+def _below(rows: Sequence[Mapping[str, Any]], xs: Sequence[float], bottom: float, frame: Frame, what: str) -> Html:
     """The number of each layer, under its first place, for as many layers as there is room for."""
-    parts, free, last = [], 0.0, ""
-    for x, row in zip(xs, rows, strict=True):
-        label = _short(str(row.get("name")))
-        if label == last:
-            continue
-        last, half = label, len(label) * _CHARACTER / 2
-        if x - half < free or x + half > width:
-            continue
-        free = x + half + 8
-        parts.append(
-            element("line", class_="grid", x1=_round(x), x2=_round(x), y1=bottom + _BEYOND, y2=bottom + _BEYOND + 4)
-        )
-        parts.append(_text(x, bottom + _BEYOND + 16, label, "label", "middle"))
+    names = [(x, _short(str(row.get("name")))) for x, row in zip(xs, rows, strict=True)]
+    firsts = [next(same) for _, same in itertools.groupby(names, key=lambda place: place[1])]
+    ticks = bottom + _BEYOND
+    parts = [joined(line("grid", x, ticks, x, ticks + 4), label) for x, label in frame.labels_below(firsts, ticks + 16)]
     order = "in the order of computation" if what == "layer" else "by name"
-    parts.append(_text((width + _LEFT) / 2, bottom + _BEYOND + 33, f"{what}, {order}", "label", "middle"))
-    return joined(*parts)
+    return joined(*parts, text(frame.middle, ticks + 33, f"{what}, {order}", "label", "middle"))
 
 
 def _short(name: str) -> str:
@@ -154,23 +132,20 @@ def _short(name: str) -> str:
     return found[1] if found else name.removesuffix(".weight").rpartition(".")[2][:12]
 
 
-def _factor_line(axis: _Axis, factor: float, width: int) -> Html:
-    y = axis.at(factor)
-    line = element("line", class_="factor", x1=_LEFT, x2=width - _RIGHT, y1=_round(y), y2=_round(y))
-    text = f"{factor:g} × noise: above it is no rounding"
-    return joined(line, _text(width - _RIGHT - 2, y - 5, text, "factor-label", "end"))
+def _hit(x: float, step: float, bottom: float) -> Html:
+    return rectangle("hit", x - step / 2, TOP, step, bottom + _BEYOND - TOP)
 
 
 def _line(xs: Sequence[float], ys: Sequence[float], kind: str) -> Html:
-    points = " ".join(f"{_round(x)},{_round(y)}" for x, y in zip(xs, ys, strict=True))
+    points = " ".join(f"{rounded(x)},{rounded(y)}" for x, y in zip(xs, ys, strict=True))
     return element("polyline", class_=kind, points=points)
 
 
 def _mark(x: float, y: float, is_same: bool, radius: float) -> Html:
     if is_same:
-        return element("circle", class_="dot", cx=_round(x), cy=_round(y), r=_round(radius))
+        return circle("dot", x, y, radius)
     r = max(3.0, radius)
-    path = f"M{_round(x - r)} {_round(y - r)}l{2 * r:g} {2 * r:g}m0 {-2 * r:g}l{-2 * r:g} {2 * r:g}"
+    path = f"M{rounded(x - r)} {rounded(y - r)}l{2 * r:g} {2 * r:g}m0 {-2 * r:g}l{-2 * r:g} {2 * r:g}"
     return element("path", class_="cross", d=path)
 
 
@@ -184,69 +159,32 @@ def histogram_plot(bins: Sequence[Sequence[Any]]) -> Html:
 
 
 def _histogram(name: str, width: int, bins: Sequence[tuple[float, int, int]]) -> Html:
-    bottom, top = float(_TOP + 220), float(_TOP + 36)
-    height = _TOP + 262
+    bottom, top = float(TOP + 220), float(TOP + 36)
+    frame = Frame(name, width, TOP + 262, _LEFT, _RIGHT)
     counts = [count for _, *pair in bins for count in pair]
     axis = _Axis(0, max(1, math.ceil(math.log10(max(max(counts, default=1), 1)))), bottom - _BEYOND, top)
-    step = (width - _LEFT - _RIGHT) / max(len(bins), 1)
-    parts = [_grid(axis, width, "logits", (0.0,))]
+    step = frame.inner / max(len(bins), 1)
+    parts = [_grid(axis, frame, "logits", (0.0,))]
     outline, total = [], [0, 0]
     for i, (centre, found, own) in enumerate(bins):
         x, total = _LEFT + step * i, [total[0] + found, total[1] + own]
         y = axis.at(own)
-        bar = _rectangle("noise-area", x, y, step, bottom - y)
+        bar = rectangle("noise-area", x, y, step, bottom - y)
         outline += [(x, axis.at(found)), (x + step, axis.at(found))]
         numbers = f"shards: {found:,} logits, original's own: {own:,}"
-        parts.append(_hot(x + step / 2, step, bottom, bar, f"difference {number(centre)}", numbers, width))
+        hit = _hit(x + step / 2, step, bottom)
+        parts.append(frame.hot(hit, bar, f"difference {number(centre)}", numbers))
     parts.append(_line([x for x, _ in outline], [y for _, y in outline], "error"))
     for share in (0.0, 0.5, 1.0):
         if bins:
             reach = abs(bins[0][0]) + abs(bins[-1][0] - bins[0][0]) / max(len(bins) - 1, 1) / 2
             label = number(reach * (2 * share - 1), ".1e")
             anchor = ("start", "middle", "end")[int(2 * share)]
-            x = _LEFT + share * (width - _LEFT - _RIGHT)
-            parts.append(_text(x, bottom + 16, label, "label", anchor))
-    parts.append(_text((width + _LEFT) / 2, bottom + 34, "logit minus that of the exact run", "label", "middle"))
+            x = _LEFT + share * frame.inner
+            parts.append(text(x, bottom + 16, label, "label", anchor))
+    parts.append(text(frame.middle, bottom + 34, "logit minus that of the exact run", "label", "middle"))
     description = (
         f"A histogram with {len(bins)} bins and a logarithmic axis of counts: "
         f"{total[0]:,} logits of the shards and {total[1]:,} of the original in its own dtype."
     )
-    return _svg(name, width, height, "Differences of the logits from the exact run", description, joined(*parts))
-
-
-# -------------------------------------------------------------------------------------------------------------- parts
-
-
-def _svg(name: str, width: int, height: float, title: str, description: str, content: Html) -> Html:
-    hint = element("g", element("text", "Hover or tap for numbers.", class_="label", x=4, y=12))
-    head = joined(element("title", title), element("desc", description), hint)
-    box, label = f"0 0 {width} {height:g}", f"{title}. {description}"
-    return element("svg", head, content, class_=name, viewBox=box, role="img", aria_label=label)
-
-
-def _hot(x: float, step: float, bottom: float, marks: Html, title: str, numbers: str, width: int) -> Html:
-    """A mark that shows its numbers at the top when it is hovered or tapped."""
-    room = int((width - 8) / _CHARACTER)
-    name = printable(title)
-    name = name if len(name) <= room else f"…{name[len(name) - room + 1 :]}"
-    tip = element(
-        "g",
-        element("rect", x=0, y=0, width=width, height=_TOP),
-        element("text", name, class_="title", x=4, y=12),
-        element("text", numbers, x=4, y=27),
-        class_="tip",
-    )
-    hit = _rectangle("hit", x - step / 2, _TOP, step, bottom + _BEYOND - _TOP)
-    return element("g", element("title", f"{title}: {numbers}"), hit, marks, tip, class_="place", tabindex=-1)
-
-
-def _rectangle(kind: str, x: float, y: float, width: float, height: float) -> Html:
-    return element("rect", class_=kind, x=_round(x), y=_round(y), width=_round(width), height=_round(height))
-
-
-def _text(x: float, y: float, text: str, kind: str, anchor: str | None = None) -> Html:
-    return element("text", text, class_=kind, x=_round(x), y=_round(y), text_anchor=anchor)
-
-
-def _round(x: float) -> str:
-    return f"{x:.1f}".removesuffix(".0")
+    return frame.svg(joined(*parts), "Differences of the logits from the exact run", description)

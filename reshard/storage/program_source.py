@@ -486,7 +486,8 @@ def inferred_sizes(
         rule = sizes.holds(match) if match else None
         for dim, length in zip(rule.shapes[0].dims if rule else (), info.shape, strict=False):
             if dim.axis is not None and dim.axis not in known:
-                found.setdefault(dim.axis, length * (len(ranks) if dim.axis in dealt else 1))
+                holders = sum(name in tensors for tensors in ranks)  # those of one pipeline stage
+                found.setdefault(dim.axis, length * (holders if dim.axis in dealt else 1))
     return found
 
 

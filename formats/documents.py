@@ -159,6 +159,13 @@ def whole(low: int, high: int = LARGEST) -> Reader[int]:
     return read
 
 
+def number(value: object, where: str) -> float:
+    """A number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise unfit(where, "a number", value)
+    return float(value)
+
+
 size = whole(0)
 """A size, a count, an offset."""
 
@@ -225,16 +232,38 @@ class Record:
     def __init__(self, value: object, where: str) -> None:
         self._fields: Mapping[str, object] = json_object(value, where)
         self._where = where
+        self._asked = set[str]()
 
     def get(self, key: str, reader: Reader[T]) -> T:
         """A field that must be there."""
+        self._asked.add(key)
         if key not in self._fields:
             raise Unfit(f"{self._where} has no {key!r}".lstrip())
         return reader(self._fields[key], self._place(key))
 
     def find(self, key: str, reader: Reader[T], default: T) -> T:
         """A field that may be missing."""
+        self._asked.add(key)
         return reader(self._fields[key], self._place(key)) if key in self._fields else default
+
+    def refuse_others(self) -> None:
+        """Raise Unfit for a field that nobody asked for."""
+        unknown = self._fields.keys() - self._asked
+        if unknown:
+            place = f"{self._where}: " if self._where else ""
+            raise Unfit(f"{place}unknown key '{min(unknown)}' (known: {', '.join(sorted(self._asked))})")
 
     def _place(self, key: str) -> str:
         return f"{self._where}.{key}" if self._where else key
+
+
+def record(read: Callable[[Record], T]) -> Reader[T]:
+    """An object that ``read`` reads field by field, and that has no others."""
+
+    def reader(value: object, where: str) -> T:
+        fields = Record(value, where)
+        found = read(fields)
+        fields.refuse_others()
+        return found
+
+    return reader

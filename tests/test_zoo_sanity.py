@@ -183,7 +183,7 @@ def test_every_route_gives_the_same_bytes(kind: str, tmp_path: Path):
 def test_the_names_of_transformers_modules(name: str):
     """Of the format 'transformers': those of the model that transformers loads, with their shapes."""
     plan = make_plan(store.source(name).model, Mesh())
-    if FORMAT.type_of(plan.model.config) in FORMAT.refused:
+    if FORMAT.types.name_of(plan.model.config) in FORMAT.types.refused:
         with pytest.raises(PlanError, match="has no place in the format 'transformers'"):
             arrangement_of(plan, FORMAT)
         return

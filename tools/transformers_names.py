@@ -23,6 +23,7 @@ from formats.errors import ReshardError
 from formats.mesh import Mesh
 from formats.notation.architecture_files import built_in_architectures, find_architecture
 from formats.notation.components import components
+from formats.notation.format import Rules, Types
 from formats.notation.format_file import PROGRAMS, format_of, lines_of_types
 from reshard.planning.arrangement import arrangement_of
 from reshard.planning.binding import bind
@@ -98,7 +99,7 @@ def _check(observed: Observed, model: Model, built: Any) -> None:
     """Raise NotExpressibleError unless the lines give the names and shapes of the model itself."""
     lines = tuple(lines_of_types(document_of([observed])["lines"]))
     classes = frozenset({observed.name})
-    format = replace(format_of("transformers"), lines=lines, classes=classes, refused={}, _uses={}, _of={})
+    format = replace(format_of("transformers"), rules=Rules(lines, keep=True), types=Types(classes=classes))
     stored = {each.name: each.geometry.shape(0) for each in arrangement_of(make_plan(model, Mesh()), format).stored}
     for name, tensor in built.state_dict().items():
         if stored.get(name) != tuple(tensor.shape):

@@ -822,9 +822,9 @@ def write(folder: Path, dumps: Path) -> None:
 def counts() -> Iterator[tuple[str, int]]:
     """How many model types are written, and how they are known to be right; how many are refused, and why."""
     types, format, observed = {*built_in_architectures()}, format_of("vllm"), json.loads(OBSERVED.read_text())
-    compared, described = format.compared & types, format.described & types
-    refused = {*format.refused} & types
-    loads = {name for name in refused if format.refused[name] != FAILS}
+    compared, described = format.types.compared & types, {*format.types.meshes} & types
+    refused = {*format.types.refused} & types
+    loads = {name for name in refused if format.types.refused[name] != FAILS}
     same = [name for name, module in observed["builds"].items() if module in observed["modules"]]
     yield "model types with rules", len(types)
     yield "of these, vLLM loads a small model", len(compared | loads)
@@ -837,7 +837,7 @@ def counts() -> Iterator[tuple[str, int]]:
         "not observed: refused unless their class runs in a module that was compared",
         len(types - compared - {*refused}),
     )
-    yield "further classes that run in such a module", len({*same} - format.classes - {*fixtures()})
+    yield "further classes that run in such a module", len({*same} - format.types.classes - {*fixtures()})
 
 
 def shown() -> str:

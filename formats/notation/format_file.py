@@ -17,16 +17,33 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from formats.documents import (
+    Reader,
+    Record,
+    Unfit,
+    anything,
+    items,
+    json_object,
+    mapping,
+    number,
+    optional,
+    record,
+    text,
+    truth,
+    whole,
+)
 from formats.errors import NotationError, PlanError, brief, nearest
 from formats.notation.expressions import Expression, read_expression
-from formats.notation.format import Format
+from formats.notation.format import Container, Files, Format, Loading, Padding, Rules, Types
 from formats.notation.format_rules import Constant, Demand, Dropped, Further, Line, Refusal, Renaming, Settings, Stack
 from formats.notation.patterns import Pattern
+
+T = TypeVar("T")
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 
@@ -57,100 +74,19 @@ def format_names() -> Sequence[str]:
     return sorted(path.stem for path in PROGRAMS.glob("*.toml"))
 
 
-_LINE_KEYS = {
-    "from",
-    "when",
-    "output_first",
-    "pairs",
-    "halves",
-    "apart",
-    "dtype",
-    "function",
-    "first_rank",
-    "whole",
-    "every_stage",
-    "first_stage",
-    "last_stage",
-    "deal",
-    "cut",
-    "parts",
-    "by",
-    "part",
-    "evenly",
-    "without",
-    "beside",
-    "also",
-    "ones",
-}
-
-
-def read_format(path: Path, types: Mapping[str, Any] | None = None) -> Format:
-    """Read a format, with ``types`` in the place of its file of model types.
+def read_format(path: Path, table: Mapping[str, Any] | None = None) -> Format:
+    """Read a format, with ``table`` in the place of its table of model types.
 
     Raises PlanError that names the file and what is wrong in it.
     """
     try:
         document = _with_base(path)
-        lines = [line for target, value in document["tensors"].items() for line in _lines(target, value)]
-        of_types = types or {}
-        if types is None and "types" in document:
-            of_types = json.loads((PROGRAMS / document["types"]).read_text(encoding="utf-8"))
-        lines += lines_of_types(of_types.get("lines", ()))
-        constants = [*document.get("constants", ()), *of_types.get("constants", ())]
-        dropped = [_dropped(name, value) for name, value in document["dropped"].items()]
-        dropped += [
-            replace(_dropped(name, {}), types=frozenset(group["types"]))
-            for group in of_types.get("dropped", ())
-            for name in group["names"]
-        ]
-        return Format(
-            name=path.stem,
-            loaded_by=document["loaded_by"],
-            load=document["load"],
-            files=document["files"],
-            lines=tuple(lines),
-            names=tuple(_renamings(document["names"])),
-            constants=tuple(map(_constant, constants)),
-            dropped=tuple(dropped),
-            keep=document.get("keep", False),
-            pad_to=document.get("pad_vocabulary_to", 1),
-            same_ranks=document.get("same_ranks", False),
-            model_types=tuple(document.get("model_types", ())),
-            load_pp=document.get("load_pp", ""),
-            load_ep=document.get("load_ep", ""),
-            files_pp=document.get("files_pp"),
-            files_ep=document.get("files_ep"),
-            files_pp_ep=document.get("files_pp_ep"),
-            folder=document.get("folder"),
-            tracker=document.get("tracker"),
-            inside=document.get("inside"),
-            entries=document.get("entries", {}),
-            engine=document.get("engine"),
-            load_format=document.get("load_format"),
-            parts=document.get("parts"),
-            index=document.get("index"),
-            pad_times_degree=document.get("pad_times_degree", False),
-            pad_product=document.get("pad_product", False),
-            free_padding=document.get("free_padding", False),
-            numbered=tuple(document.get("numbered", ())),
-            demands=tuple(Demand(read_expression(holds), why) for holds, why in document["demands"].items()),
-            settings=_settings(document["config"]) if "config" in document else None,
-            refusals=tuple(_refusal(name, value) for name, value in document["refused"].items()),
-            vectors=tuple(map(Pattern, document.get("vectors", ()))),
-            ignored=tuple(map(Pattern, document.get("ignored", ()))),
-            boxes=document.get("boxes", False),
-            stacks=tuple(_stack(of, value) for of, value in document["stacks"].items()),
-            further=tuple(_further(found, value) for found, value in document["further"].items()),
-            saved=document.get("saved", {}),
-            documents=document.get("documents", {}),
-            extra_state=tuple(map(Pattern, document.get("extra_state", ()))),
-            classes=frozenset(of_types.get("classes", ())),
-            refused={name: group["why"] for group in of_types.get("refused", ()) for name in group["types"]},
-            compared=frozenset(of_types.get("compared", ())),
-            meshes=of_types.get("meshes", {}),
-            seen={name: _names(group["tensors"]) for group in of_types.get("seen", ()) for name in group["types"]},
-        )
-    except (NotationError, KeyError, ValueError) as error:
+        types = document.pop("types", None)
+        if table is None and types is not None:
+            table = json.loads((PROGRAMS / text(types, "types")).read_text(encoding="utf-8"))
+        of_types = record(_of_types)(dict(table or {}), "")
+        return record(lambda fields: _format(path.stem, fields, of_types))(document, "")
+    except (NotationError, ValueError) as error:
         raise PlanError(f"{path}: {error}") from None
 
 
@@ -162,74 +98,209 @@ def _with_base(path: Path) -> dict[str, Any]:
     document = tomllib.loads(path.read_text(encoding="utf-8"))
     below = _with_base(PROGRAMS / f"{document.pop('base')}.toml") if "base" in document else {}
     for table in _TABLES:
-        own, inherited = document.get(table, {}), below.get(table, {})
+        own, inherited = json_object(document.get(table, {}), table), below.get(table, {})
         for key in own:
             if own[key] is False and key not in inherited:
                 raise NotationError(f"'{key} = false' under [{table}] takes away what no base has")
-        document[table] = {
-            key: value for key, value in {**own, **_without(inherited, own)}.items() if value is not False
-        }
+        more = {key: value for key, value in inherited.items() if key not in own}
+        document[table] = {key: value for key, value in {**own, **more}.items() if value is not False}
     return {key: value for key, value in {**below, **document}.items() if value is not False}
 
 
-_TABLES = ("tensors", "names", "dropped", "demands", "refused", "stacks", "further")
+_TABLES = ("tensors", "names", "dropped", "demands", "refused", "stacks", "further", "documents")
 
 
-def _without(inherited: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in inherited.items() if key not in own}
+@dataclass(frozen=True)
+class _OfTypes:
+    """The table that a tool writes: what is known of each model type, and the rules that hold for some types."""
+
+    types: Types
+    lines: tuple[Line, ...]
+    constants: tuple[Constant, ...]
+    dropped: tuple[Dropped, ...]
 
 
-def _settings(table: Mapping[str, Any]) -> Settings:
-    write, read = ({key: read_expression(text) for key, text in table[way].items()} for way in ("write", "read"))
-    return Settings(table["file"], write, read)
+def _of_types(fields: Record) -> _OfTypes:
+    _table(fields, "made_with", text)
+    refused = _all(fields, "refused", record(lambda of: (_set(of, "types"), of.get("why", text))))
+    seen = _all(fields, "seen", record(lambda of: (_set(of, "types"), _names(of.get("tensors", _ENDS)))))
+    dropped = _all(fields, "dropped", record(lambda of: (_set(of, "types"), of.get("names", items(_pattern)))))
+    types = Types(
+        classes=_set(fields, "classes"),
+        refused={name: why for names, why in refused for name in names},
+        compared=_set(fields, "compared"),
+        meshes=_table(fields, "meshes", mapping(optional(whole(1)))),
+        seen={name: tensors for names, tensors in seen for name in names},
+    )
+    return _OfTypes(
+        types,
+        tuple(lines_of_types(fields.find("lines", anything, []))),
+        _all(fields, "constants", record(_constant)),
+        tuple(Dropped(pattern, types=names) for names, patterns in dropped for pattern in patterns),
+    )
 
 
-def _lines(target: str, value: Any) -> Iterator[Line]:
-    for entry in value if isinstance(value, list) and not all(isinstance(each, str) for each in value) else [value]:
-        table = entry if isinstance(entry, dict) else {"from": entry}
-        if table.keys() - _LINE_KEYS:
-            raise NotationError(f"'{target}': unknown key '{min(table.keys() - _LINE_KEYS)}'")
-        sources = table["from"] if isinstance(table["from"], list) else [table["from"]]
-        line = Line(
-            target=Pattern(target),
-            sources=tuple(Pattern(source) for source in sources),
-            when=_condition(table),
-            output_first=table.get("output_first", False),
-            pairs=_of_each(table.get("pairs", ()), sources),
-            halves=_of_each(table.get("halves", ()), sources),
-            apart=tuple(table.get("apart", ())),
-            dtype=table.get("dtype"),
-            function=table.get("function"),
-            first_rank=table.get("first_rank", False),
-            whole=table.get("whole", False),
-            every_stage=table.get("every_stage", False),
-            first_stage=table.get("first_stage"),
-            last_stage=table.get("last_stage"),
-            deal=table.get("deal"),
-            cut=table.get("cut"),
-            parts=table.get("parts", 1),
-            by=table.get("by"),
-            part=table.get("part"),
-            evenly=table.get("evenly", False),
-            without=Pattern(table["without"]) if "without" in table else None,
-            beside=Pattern(table["beside"]) if "beside" in table else None,
-            also=table.get("also", False),
-            ones=tuple(table["ones"]) if "ones" in table else None,
+def _format(name: str, fields: Record, of_types: _OfTypes) -> Format:
+    no_engine: tuple[str | None, str | None] = (None, None)
+    engine = fields.find("engine", _engine, no_engine)
+    return Format(
+        name=name,
+        loading=Loading(
+            fields.get("loaded_by", text), fields.get("load", text), fields.find("load_pp", text, ""),
+            fields.find("load_ep", text, ""), *engine,
+        ),
+        files=fields.get("files", _files),
+        rules=_rules(fields, of_types),
+        container=Container(
+            boxes=fields.find("boxes", truth, False),
+            inside=fields.find("inside", text, None),
+            entries=fields.find("entries", json_object, {}),
+            documents=_table(fields, "documents", json_object),
+            extra_state=_all(fields, "extra_state", _pattern),
+            ignored=_all(fields, "ignored", _pattern),
+        ),
+        padding=Padding(fields.find("pad_vocabulary_to", _padded, None), fields.find("free_padding", truth, False)),
+        types=replace(of_types.types, only=_all(fields, "model_types", text)),
+        demands=tuple(Demand(read_expression(holds), why) for holds, why in _table(fields, "demands", text).items()),
+        settings=fields.find("config", record(_settings), None),
+        same_ranks=fields.find("same_ranks", truth, False),
+    )  # fmt: skip
+
+
+def _rules(fields: Record, of_types: _OfTypes) -> Rules:
+    lines = (
+        line for target, entries in _table(fields, "tensors", anything).items() for line in _lines(target, entries)
+    )
+    return Rules(
+        lines=(*lines, *of_types.lines),
+        names=tuple(
+            new for found, entries in _table(fields, "names", anything).items() for new in _renamings(found, entries)
+        ),
+        constants=(*_all(fields, "constants", record(_constant)), *of_types.constants),
+        dropped=(*(_dropped(*each) for each in _table(fields, "dropped", anything).items()), *of_types.dropped),
+        refusals=tuple(_refusal(*each) for each in _table(fields, "refused", anything).items()),
+        stacks=tuple(_stack(*each) for each in _table(fields, "stacks", anything).items()),
+        further=tuple(_further(*each) for each in _table(fields, "further", anything).items()),
+        vectors=_all(fields, "vectors", _pattern),
+        numbered=_all(fields, "numbered", text),
+        keep=fields.find("keep", truth, False),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- readers
+
+
+def _all(fields: Record, key: str, reader: Reader[T]) -> tuple[T, ...]:
+    """The items of a list that may be missing."""
+    none: tuple[T, ...] = ()
+    return fields.find(key, items(reader), none)
+
+
+def _table(fields: Record, key: str, reader: Reader[T]) -> dict[str, T]:
+    """The entries of a table that may be missing, in their order."""
+    none: dict[str, T] = {}
+    return fields.find(key, mapping(reader), none)
+
+
+def _set(fields: Record, key: str) -> frozenset[str]:
+    return frozenset(_all(fields, key, text))
+
+
+def _pattern(value: object, where: str) -> Pattern:
+    return Pattern(text(value, where))
+
+
+def _expression(value: object, where: str) -> Expression:
+    return read_expression(text(value, where))
+
+
+def _one_or_more(reader: Reader[T]) -> Reader[tuple[T, ...]]:
+    return lambda value, where: items(reader)(value if isinstance(value, list) else [value], where)
+
+
+_ENDS = mapping(items(text))
+
+
+def _engine(value: object, where: str) -> tuple[str | None, str | None]:
+    """An engine, and what it calls the format if that is another name."""
+    if isinstance(value, str):
+        return value, None
+    return record(lambda fields: (fields.get("name", text), fields.find("format", text, None)))(value, where)
+
+
+def _files(value: object, where: str) -> Files:
+    """The name of a rank's weight file, or a table of such names."""
+    table = {"name": value} if isinstance(value, str) else value
+    keys = ("pp", "ep", "pp_ep", "parts", "index", "folder", "tracker")
+    return record(lambda fields: Files(fields.get("name", text), *(fields.find(key, text, None) for key in keys)))(
+        table, where
+    )
+
+
+def _padded(value: object, where: str) -> Expression:
+    expression = _expression(value, where)
+    if not {*expression.names} <= {"size", "tp"}:
+        raise Unfit(f"{where}: '{expression.text}' should be over size and tp")
+    return expression
+
+
+def _settings(fields: Record) -> Settings:
+    write, read = (fields.get(way, mapping(_expression)) for way in ("write", "read"))
+    return Settings(fields.get("file", text), write, read)
+
+
+def _lines(target: str, value: object) -> Iterator[Line]:
+    """The lines of a target: the sources of one, or a table of it, or a list of tables."""
+    is_list = isinstance(value, list) and not all(isinstance(each, str) for each in value)
+    for entry in items(anything)(value, target) if is_list else [value]:
+        yield record(lambda fields: _line(target, fields))(
+            entry if isinstance(entry, dict) else {"from": entry}, f"'{target}'"
         )
-        if line.ones is not None and len(sources) > 1:
-            raise NotationError(f"'{target}': 'ones' is for what is made of one tensor")
-        for source in line.sources:
-            if source.stars != line.target.stars or len(source.indices - line.target.indices) > 1:
-                raise NotationError(f"'{target}': '{source.text}' has other wildcards")
-        yield line
 
 
-def lines_of_types(groups: Sequence[Mapping[str, Any]]) -> list[Line]:
-    """Lines that hold for some model types, from a file that a program writes (see ``tools``)."""
+def _line(target: str, fields: Record) -> Line:
+    sources = fields.get("from", _one_or_more(_pattern))
+    line = Line(
+        target=Pattern(target),
+        sources=sources,
+        when=fields.find("when", _expression, None),
+        output_first=fields.find("output_first", truth, False),
+        pairs=_of_each(fields.find("pairs", _one_or_more(text), ()), sources),
+        halves=_of_each(fields.find("halves", _one_or_more(text), ()), sources),
+        apart=_all(fields, "apart", text),
+        dtype=fields.find("dtype", text, None),
+        function=fields.find("function", text, None),
+        first_rank=fields.find("first_rank", truth, False),
+        whole=fields.find("whole", truth, False),
+        every_stage=fields.find("every_stage", truth, False),
+        first_stage=fields.find("first_stage", text, None),
+        last_stage=fields.find("last_stage", text, None),
+        deal=fields.find("deal", text, None),
+        cut=fields.find("cut", whole(0), None),
+        parts=fields.find("parts", whole(1), 1),
+        by=fields.find("by", text, None),
+        part=fields.find("part", text, None),
+        evenly=fields.find("evenly", truth, False),
+        without=fields.find("without", _pattern, None),
+        beside=fields.find("beside", _pattern, None),
+        also=fields.find("also", truth, False),
+        ones=fields.find("ones", items(whole(0)), None),
+    )
+    if line.ones is not None and len(sources) > 1:
+        raise NotationError(f"'{target}': 'ones' is for what is made of one tensor")
+    for source in sources:
+        if source.stars != line.target.stars or len(source.indices - line.target.indices) > 1:
+            raise NotationError(f"'{target}': '{source.text}' has other wildcards")
+    return line
+
+
+def lines_of_types(groups: object) -> list[Line]:
+    """Lines that hold for some model types, from a table that a tool writes. Raises ValueError, NotationError."""
+    read = items(record(lambda fields: (_set(fields, "types"), fields.get("tensors", mapping(anything)))))
     return [
-        replace(line, types=frozenset(group["types"]))
-        for group in groups
-        for target, value in group["tensors"].items()
+        replace(line, types=types)
+        for types, tensors in read(groups, "lines")
+        for target, value in tensors.items()
         for line in _lines(target, value)
     ]
 
@@ -239,57 +310,68 @@ def _names(table: Mapping[str, Sequence[str]]) -> frozenset[str]:
     return frozenset(f"{head}.{end}" if head else end for head, ends in table.items() for end in ends)
 
 
-def _of_each(value: Any, sources: Sequence[str]) -> tuple[str, ...]:
-    """A value for each source: one for all, or a list."""
-    found = (value,) * len(sources) if isinstance(value, str) else tuple(value)
+def _of_each(found: tuple[str, ...], sources: Sequence[Pattern]) -> tuple[str, ...]:
+    """A value for each source: one for all, or as many."""
+    found *= len(sources) if len(found) == 1 else 1
     if found and len(found) != len(sources):
-        raise NotationError(f"{brief(value)} has another length than the sources")
+        raise NotationError(f"{brief([*found])} has another length than the sources")
     return found
 
 
-def _renamings(table: Mapping[str, Any]) -> Iterator[Renaming]:
-    for found, value in table.items():
-        for entry in value if isinstance(value, list) else [value]:
-            to = entry if isinstance(entry, dict) else {"to": entry}
-            yield Renaming(Pattern(found), Pattern(to["to"]), _condition(to))
+def _renamings(found: str, value: Any) -> Iterator[Renaming]:
+    for entry in value if isinstance(value, list) else [value]:
+        yield record(
+            lambda fields: Renaming(Pattern(found), fields.get("to", _pattern), fields.find("when", _expression, None))
+        )(entry if isinstance(entry, dict) else {"to": entry}, f"'{found}'")
 
 
-def _constant(entry: Mapping[str, Any]) -> Constant:
-    names = tuple(Pattern(name) for name in entry["names"])
-    shape, beside = tuple(entry.get("shape", ())), entry["beside"]
-    patterns = tuple(map(Pattern, beside if isinstance(beside, list) else [beside]))
-    types = frozenset(entry["types"]) if "types" in entry else None
+def _constant(fields: Record) -> Constant:
     return Constant(
-        patterns, names, entry["dtype"], shape, float(entry["value"]), _condition(entry), types,
-        entry.get("vector", False),
-    )  # fmt: skip
+        beside=fields.get("beside", _one_or_more(_pattern)),
+        names=fields.get("names", items(_pattern)),
+        dtype=fields.get("dtype", text),
+        shape=_all(fields, "shape", whole(0)),
+        value=fields.get("value", number),
+        when=fields.find("when", _expression, None),
+        types=fields.find("types", lambda value, where: frozenset(items(text)(value, where)), None),
+        vector=fields.find("vector", truth, False),
+    )
 
 
-def _refusal(name: str, value: Mapping[str, Any]) -> Refusal:
-    return Refusal(Pattern(name), value["why"], _condition(value), value.get("scalars", False))
+def _refusal(found: str, value: object) -> Refusal:
+    return record(
+        lambda fields: Refusal(
+            Pattern(found), fields.get("why", text), fields.find("when", _expression, None),
+            fields.find("scalars", truth, False),
+        )
+    )(value, f"'{found}'")  # fmt: skip
 
 
-def _stack(of: str, value: Any) -> Stack:
-    table = value if isinstance(value, dict) else {"name": value}
-    stack = Stack(Pattern(of), Pattern(table["name"]), _condition(table))
+def _stack(of: str, value: object) -> Stack:
+    stack = record(
+        lambda fields: Stack(Pattern(of), fields.get("name", _pattern), fields.find("when", _expression, None))
+    )({"name": value} if isinstance(value, str) else value, f"'{of}'")
     if stack.of.stars != stack.name.stars or len(stack.of.indices - stack.name.indices) != 1:
         raise NotationError(f"'{of}' should have one index more than '{stack.name.text}'")
     return stack
 
 
-def _further(found: str, value: Mapping[str, Any]) -> Further:
-    further = Further(Pattern(found), Pattern(value["to"]), read_expression(value["beyond"]), value.get("one_stage"))
+def _further(found: str, value: object) -> Further:
+    further = record(
+        lambda fields: Further(
+            Pattern(found), fields.get("to", _pattern), fields.get("beyond", _expression),
+            fields.find("one_stage", text, None),
+        )
+    )(value, f"'{found}'")  # fmt: skip
     one, other = further.found, further.new
     if one.stars != other.stars or len(one.indices - other.indices) != 1 or len(other.indices - one.indices) != 1:
         raise NotationError(f"'{found}' and '{other.text}' should differ in one index")
     return further
 
 
-def _dropped(name: str, value: Any) -> Dropped:
-    table = value if isinstance(value, dict) else {}
-    beyond = read_expression(table["beyond"]) if "beyond" in table else None
-    return Dropped(Pattern(name), beyond, _condition(table))
-
-
-def _condition(table: Mapping[str, Any]) -> Expression | None:
-    return read_expression(table["when"]) if "when" in table else None
+def _dropped(found: str, value: object) -> Dropped:
+    return record(
+        lambda fields: Dropped(
+            Pattern(found), fields.find("beyond", _expression, None), fields.find("when", _expression, None)
+        )
+    )(value, f"'{found}'")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,8 +48,8 @@ def formats_command(
     """
     from formats.notation.format_file import all_formats, format_names, format_of
 
-    chosen: list[Format | _Own] = (
-        [_OWN if form == HUGGING_FACE else format_of(form)] if form else [_OWN, *all_formats().values()]
+    chosen: list[Format] = (
+        [_own() if form == HUGGING_FACE else format_of(form)] if form else [_own(), *all_formats().values()]
     )
     if source is not None and source in format_names() and not Path(source).exists():
         raise click.UsageError(f"'{source}' is a format, not a SOURCE: give 'reshard formats --as {source}'")
@@ -72,25 +71,19 @@ def formats_command(
     print_lines(*align([("--as", "possible", ""), *rows], right=(), width=None))
 
 
-@dataclass(frozen=True)
-class _Own:
+def _own() -> Format:
     """Hugging Face's own form, beside the formats of programs."""
+    from formats.notation.format import Files, Format, Loading, Rules
 
-    name: str
-    loaded_by: str
-    files: str
-    load: str
-
-
-_OWN = _Own(
-    HUGGING_FACE, "transformers, and all that loads a model of the Hub",
-    "model.safetensors, or model-00001-of-0000N.safetensors", 'AutoModelForCausalLM.from_pretrained("{out}")',
-)  # fmt: skip
+    loading = Loading(
+        "transformers, and all that loads a model of the Hub", 'AutoModelForCausalLM.from_pretrained("{out}")'
+    )
+    return Format(HUGGING_FACE, loading, Files("model.safetensors, or model-00001-of-0000N.safetensors"), Rules())
 
 
-def _obstacle(source: Source, format: Format | _Own) -> PlanError | None:
+def _obstacle(source: Source, format: Format) -> PlanError | None:
     """Why a source cannot be written in a format; None if it can."""
-    if isinstance(format, _Own):
+    if format.name == HUGGING_FACE:
         return None if source.is_split else PlanError("it is one full checkpoint already")
     model = source.model
     from formats.mesh import Mesh
@@ -109,18 +102,34 @@ def _answer(error: PlanError | None) -> dict[str, Any]:
     return {"possible": error is None, "reason": error.message if error else None}
 
 
-def _print_formats(found: Sequence[Format | _Own], as_json: bool) -> None:
+def _print_formats(found: Sequence[Format], as_json: bool) -> None:
     if as_json:
-        formats = [{"name": p.name, "loaded_by": p.loaded_by, "files": p.files, "load": p.load} for p in found]
+        formats = [
+            {
+                "name": each.name,
+                "loaded_by": each.loading.program,
+                "files": each.files.name,
+                "load": each.loading.command,
+            }
+            for each in found
+        ]
         print_json({"command": "formats", "formats": formats})
         return
     if len(found) == 1:
         print_lines(found[0].name)
         print_pairs(
-            [("loaded by", found[0].loaded_by), ("files", found[0].files), ("load it", _load(found[0].load))], 11
+            [
+                ("loaded by", found[0].loading.program),
+                ("files", found[0].files.name),
+                ("load it", _load(found[0].loading.command)),
+            ],
+            11,
         )
         return
-    rows = [("--as", "loaded by", "with"), *((row.name, row.loaded_by, _load(row.load)) for row in found)]
+    rows = [
+        ("--as", "loaded by", "with"),
+        *((row.name, row.loading.program, _load(row.loading.command)) for row in found),
+    ]
     print_lines(
         *align(rows, right=(), width=terminal_width(), elastic=(1, 2)), "",
         "All of them are read, too. 'reshard formats --as FORMAT' shows one in detail, 'reshard formats SOURCE' says "

@@ -252,7 +252,7 @@ def _print_program(model: Model, format: Format, mesh: Mesh, source: str, paddin
         cells.append((row.name, made_of(row), row.how, row.dtype, *sizes))
     width = terminal_width()
     total = f"{human_bytes(sum(row.nbytes for row in rows))} on the first of {plural(mesh.size, 'rank')} of {mesh}"
-    names = ", ".join(dict.fromkeys(format.file_name(mesh, rank, 0) for rank in (0, mesh.size - 1)))
+    names = ", ".join(dict.fromkeys(format.files.name_of(mesh, rank, 0) for rank in (0, mesh.size - 1)))
     table = align(cells, right=(5, 6), width=width, elastic=(0, 1))
     print_lines(_title(model, source), "", *table, "", total, f"files: {names}")
 

@@ -40,7 +40,7 @@ def _is_for_any_mesh(form: str) -> bool:
     """Whether a format's files are loaded on any mesh, so that none need be given."""
     from formats.notation.format_file import format_of
 
-    return form == "huggingface" or format_of(form).boxes
+    return form == "huggingface" or format_of(form).container.boxes
 
 
 @click.command("split")

@@ -42,7 +42,7 @@ def jobs_of(source: Source, target: Arrangement, places: TargetPlaces, *, compar
     """
     here, there = same_atoms(source.arrangement, target)
     format = source.format if source.manifest is None else None
-    moves = _Moves(compare=compare, zeros=format is None or not format.free_padding)
+    moves = _Moves(compare=compare, zeros=format is None or not format.padding.free)
     kept = _Kept(source, there, places)
     _check_atoms(here, there)
     ranks_of: dict[tuple[Geometry | InBoxes, int], frozenset[int]] = {}

@@ -75,7 +75,7 @@ class Arrangement:
         self._even: dict[tuple[object, ...], tuple[Layout, ...]] = {}
         self._index_axes: dict[Kind, tuple[str, ...]] = {}
         self.stored = tuple(self._stored())
-        self.stored += tuple(self._constants(format.constants if format else ()))
+        self.stored += tuple(self._constants(format.rules.constants if format else ()))
         self.placed = {atom: Placed(each, number) for each in self.stored for number, atom in enumerate(each.atoms)}
         self.copies = [(each.atoms[0], Placed(each, 0)) for each in self._copies()]
         self.stored += tuple(placed.stored for _, placed in self.copies)
@@ -209,7 +209,7 @@ class Arrangement:
     @cached_property
     def _firsts(self) -> Sequence[Mapping[str, int]]:
         """For each rank, the numbers from which it counts the indices in names; none if names have the model's own."""
-        numbered, mesh, model = self.format.numbered if self.format else (), self.plan.mesh, self.plan.model
+        numbered, mesh, model = self.format.rules.numbered if self.format else (), self.plan.mesh, self.plan.model
         sizes = {axis: size for axis, size in model.sizes.of({}).items() if axis in numbered}
         found = []
         for rank in range(mesh.size if numbered else 0):
@@ -236,7 +236,7 @@ class Arrangement:
 
     def _placed_further(self, tensor: str, target: str, at: Mapping[str, int]) -> tuple[str, Mapping[str, int]]:
         """The program's name and the indices in it, where layers behind the last are called otherwise."""
-        for further in self.format.further if self.format else ():
+        for further in self.format.rules.further if self.format else ():
             words = further.found.match(target)
             end = self._ends.get(further)
             if words is None or end is None or at.get(further.index, -1) < end:
@@ -251,7 +251,7 @@ class Arrangement:
     def _ends(self) -> Mapping[Further, int]:
         """The first index that is called otherwise."""
         sizes = self.plan.model.sizes
-        found = {each: sizes.evaluate(each.beyond, {}) for each in (self.format.further if self.format else ())}
+        found = {each: sizes.evaluate(each.beyond, {}) for each in (self.format.rules.further if self.format else ())}
         return {each: int(end) for each, end in found.items() if end is not None}
 
     def _axes(self, kind: Kind) -> tuple[str, ...]:
@@ -404,7 +404,7 @@ def arrangement_of(plan: Plan, format: Format | None, boxes: Boxes | None = None
     """
     if format is None:
         return Arrangement(plan, unchanged(plan.model))
-    if format.boxes and boxes is None:
+    if format.container.boxes and boxes is None:
         stored = unboxed(plan, format).stored
         boxes = {each.name: _boxes_of(each) for each in stored}
     return Arrangement(plan, uses_of(plan.model, format), format, boxes)
@@ -451,11 +451,11 @@ def program_mesh(
     """
     if format.same_ranks and ep == 1 and tp > 1 and model.expert_axes:
         ep, same_ranks = tp, True
-    if ep > 1 and not same_ranks and not format.boxes and format.files_ep is None:
+    if ep > 1 and not same_ranks and not format.container.boxes and format.files.ep is None:
         raise PlanError(
             f"--ep {ep} is not possible with the format '{format.name}': its files have the numbers of --tp alone",
             f"--tp {ep} --ep {ep} --same-ranks divides experts over the ranks of --tp",
         )
-    if pp > 1 and format.files_pp is None:
+    if pp > 1 and format.files.pp is None:
         raise PlanError(f"--pp {pp} is not possible with the format '{format.name}': its ranks have all layers")
     return mesh_of(tp, ep, same_ranks, pp, pp_layers)

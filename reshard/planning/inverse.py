@@ -28,7 +28,7 @@ class Origins:
         self._format, self._architecture, self._sizes = format.of(config), architecture, sizes
         self._packed = dict(self._packed_lines())
         self._constants = [
-            each for each in self._format.constants if each.when is None or sizes.evaluate(each.when, {})
+            each for each in self._format.rules.constants if each.when is None or sizes.evaluate(each.when, {})
         ]
         self._there: set[str] = set()
 
@@ -60,7 +60,7 @@ class Origins:
 
     def _is_copy(self, name: str) -> bool:
         """Whether a name is a further one of a tensor that the architecture has: of a tied one."""
-        matches = ((line, line.target.match(name)) for line in self._format.lines if line.also)
+        matches = ((line, line.target.match(name)) for line in self._format.rules.lines if line.also)
         return any(
             found is not None and (line.when is None or self._holds(line)) and self._known(line, found) is not None
             for line, found in matches
@@ -83,7 +83,7 @@ class Origins:
             yield from self._before_renaming(earlier)
 
     def _before_renaming(self, name: str) -> Iterator[str]:
-        for renaming in self._format.names:
+        for renaming in self._format.rules.names:
             found = renaming.new.match(name)
             if found is not None and (renaming.when is None or self._sizes.evaluate(renaming.when, {})):
                 old = renaming.found.fill(found)
@@ -94,13 +94,13 @@ class Origins:
 
     def _before_the_end(self, name: str) -> Iterator[str]:
         """The names that a tensor of a layer behind the last may have by the lines for all layers."""
-        for further in self._format.further:
+        for further in self._format.rules.further:
             words, end = further.new.match(name), self._sizes.evaluate(further.beyond, {})
             if words is not None and end is not None:
                 yield further.found.fill({**words, further.index: str(int(words[further.new_index]) + end)})
 
     def _first_renaming(self, name: str) -> object:
-        for renaming in self._format.names:
+        for renaming in self._format.rules.names:
             if renaming.found.match(name) is not None and (
                 renaming.when is None or self._sizes.evaluate(renaming.when, {})
             ):
@@ -108,7 +108,7 @@ class Origins:
         return None
 
     def _sources(self, name: str) -> list[str] | None:
-        for line in self._format.lines:
+        for line in self._format.rules.lines:
             found = line.target.match(name)
             if found is None or line.also or (line.when is not None and not self._holds(line)):
                 continue
@@ -116,10 +116,10 @@ class Origins:
             if sources is not None:
                 is_spelled = line.types is not None and len(sources) == 1 and self._is_same_line(sources[0], name)
                 return [name] if is_spelled else sources  # as transformers itself saves it
-        for line in self._format.lines:
+        for line in self._format.rules.lines:
             if name in {line.first_stage, line.last_stage} and (sources := self._known(line, {})) is not None:
                 return sources
-        return [name] if self._format.keep and self._is_known(name) else None
+        return [name] if self._format.rules.keep and self._is_known(name) else None
 
     def _holds(self, line: Line) -> bool:
         assert line.when is not None

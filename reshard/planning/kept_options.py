@@ -35,10 +35,10 @@ def not_kept(form: str | None, format: Format | None) -> Mapping[str, str]:
         "--pad-vocab-to": "which says itself what is padded",
         "--refine-blocks": "whose reader takes the scale blocks of config.json",
     }
-    if not format.boxes or format.pad_to > 1:
+    if not format.container.boxes or format.padding.to is not None:
         found["--uneven"] = "whose ranks have equal parts"
-    if format.boxes:
+    if format.container.boxes:
         found["--rank"] = "which any number of ranks loads"
-    if not format.has_parts:
+    if not format.files.has_parts:
         found["--max-shard-size"] = "whose ranks have one file each"
     return found

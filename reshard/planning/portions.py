@@ -71,16 +71,20 @@ def uses_of(model: Model, format: Format) -> dict[Kind, Taken]:
 def check_model_type(model: Model, format: Format) -> None:
     """Raise PlanError for a model type of which a format does not know what the program makes of it."""
     types = {str(of.get("model_type")) for of in (model.config, model.sizes.settings)}
-    if format.model_types and not types & {*format.model_types}:
+    if format.types.only and not types & {*format.types.only}:
         raise PlanError(
             f"the model type '{model.config.get('model_type')}' cannot be written as '{format.name}': what "
             f"{format.name} makes of its tensors is not known here",
-            f"known are {', '.join(format.model_types)}",
+            f"known are {', '.join(format.types.only)}",
         )
-    kind = format.type_of(model.config)
-    why = format.refused.get(kind)
-    if why is None and format.compared and not {kind, format.class_of(model.config)} & format.compared:
-        why = f"what {format.loaded_by} has of it was not compared"
+    kind = format.types.name_of(model.config)
+    why = format.types.refused.get(kind)
+    if (
+        why is None
+        and format.types.compared
+        and not {kind, format.types.class_of(model.config)} & format.types.compared
+    ):
+        why = f"what {format.loading.program} has of it was not compared"
     if why is not None:
         raise PlanError(f"'{kind}' has no place in the format '{format.name}': {why}")
 
@@ -178,7 +182,7 @@ class _Reading:
 
     def __init__(self, model: Model, format: Format) -> None:
         self.model, self.format = model, format.of(model.config)
-        self._seen = format.seen.get(format.type_of(model.config))
+        self._seen = format.types.seen.get(format.types.name_of(model.config))
         self.names = {kind: template_of(model.architecture, kind) for kind in model.kinds}
         self._there = frozenset(self.names.values())
         self._beside = _Beside(model, self.format)
@@ -222,9 +226,9 @@ class _Reading:
         if self._seen is not None and self.names[kind] not in self._seen:
             raise PlanError(
                 f"tensor '{kind.name}' has no place in the format '{self.format.name}': no model that was compared "
-                f"with {self.format.loaded_by} has it"
+                f"with {self.format.loading.program} has it"
             )
-        for refusal in self.format.refusals:
+        for refusal in self.format.rules.refusals:
             if refusal.found.match(self.names[kind]) is None or (refusal.scalars and math.prod(kind.shape) > 1):
                 continue
             if refusal.when is None or self.model.sizes.evaluate(refusal.when, dict(kind.indices)):
@@ -242,7 +246,7 @@ class _Reading:
                 yield tuple(self._apart(kind, use)) if use.line.apart else (one,)
         yield from self._in_parts(kind, {use.line.part: use for use in reversed(uses)})
         yield from self._unpacked(kind, name)
-        if self.format.keep:
+        if self.format.rules.keep:
             yield (kept_whole(whole(rule_of(self.model, kind)), name),)
 
     def _in_parts(self, kind: Kind, uses: Mapping[str | None, Use]) -> Iterator[Taken]:
@@ -252,7 +256,7 @@ class _Reading:
             yield tuple(self._portion(kind, part, uses[part.label]) for part in parts)
 
     def _uses(self, name: str, kind: Kind) -> Iterator[Use]:
-        for use in self.format.uses(name):
+        for use in self.format.rules.uses(name):
             line = use.line
             if line.also or (line.by is not None and line.by not in kind.rule.axes):
                 continue
@@ -325,10 +329,10 @@ class _Reading:
 
     def _named(self, portion: Portion) -> Portion:
         if not portion.counts and any(
-            pattern.match(str(portion.target)) is not None for pattern in self.format.vectors
+            pattern.match(str(portion.target)) is not None for pattern in self.format.rules.vectors
         ):
             portion = replace(portion, vector=True)
-        for renaming in self.format.names:
+        for renaming in self.format.rules.names:
             found = renaming.found.match(str(portion.target))
             if found is not None and (renaming.when is None or self.model.sizes.evaluate(renaming.when, {})):
                 return replace(portion, target=renaming.new.fill(found))
@@ -360,7 +364,7 @@ class _Beside:
 
     def __init__(self, model: Model, format: Format) -> None:
         self._architecture, self._format = model.architecture, format
-        self.lines = [line for line in format.lines if line.beside is not None]
+        self.lines = [line for line in format.rules.lines if line.beside is not None]
         self._names = {kind: template_of(model.architecture, kind) for kind in model.kinds} if self.lines else {}
         wanted = {other for name in self._names.values() for other in self._others(name)}
         self._axes = {kind: tuple(model.architecture.index_places(kind.name)) for kind in self._names}
@@ -383,7 +387,7 @@ class _Beside:
         return tuple(numbers.get(axis, -1) for axis in axes) in self._there[other]
 
     def _others(self, name: str) -> list[str]:
-        return [self._other(use, name) for use in self._format.uses(name) if use.line.beside is not None]
+        return [self._other(use, name) for use in self._format.rules.uses(name) if use.line.beside is not None]
 
     @staticmethod
     def _other(use: Use, name: str) -> str:
@@ -438,9 +442,9 @@ def _general(architecture: Architecture, name: str, *, rest: bool) -> str:
 def copies_of(model: Model, format: Format) -> dict[Kind, list[str]]:
     """The further names of the tensors of each kind that a program stores twice: tied ones."""
     format, found = format.of(model.config), dict[Kind, list[str]]()
-    for kind in model.kinds if any(line.also for line in format.lines) else ():
+    for kind in model.kinds if any(line.also for line in format.rules.lines) else ():
         name = template_of(model.architecture, kind)
-        targets = [use.target for use in format.uses(name) if use.line.also]
+        targets = [use.target for use in format.rules.uses(name) if use.line.also]
         if targets:
             found[kind] = targets
     return found
@@ -449,7 +453,7 @@ def copies_of(model: Model, format: Format) -> dict[Kind, list[str]]:
 def dropped_of(model: Model, format: Format) -> frozenset[str]:
     """The tensors that a program does not store."""
     found: set[str] = set()
-    for dropped in format.of(model.config).dropped:
+    for dropped in format.of(model.config).rules.dropped:
         if dropped.when is not None and not model.sizes.evaluate(dropped.when, {}):
             continue
         end = model.sizes.evaluate(dropped.beyond, {}) if dropped.beyond is not None else 0

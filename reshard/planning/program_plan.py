@@ -45,21 +45,21 @@ def check_demands(model: Model, format: Format, mesh: Mesh) -> None:
 
 def _check_compared(model: Model, format: Format, mesh: Mesh) -> None:
     """Raise PlanError for a mesh on which it is not known what a program has of a model of this type."""
-    kind = format.type_of(model.config)
-    if kind not in format.meshes:
+    kind = format.types.name_of(model.config)
+    if kind not in format.types.meshes:
         return
-    compared = format.meshes[kind]
+    compared = format.types.meshes[kind]
     for dimension, degree in mesh.degrees:
         if dimension not in compared:
             raise PlanError(
-                f"the format '{format.name}' is not possible for {mesh}: what {format.loaded_by} has of '{kind}' was "
-                f"compared with {' and '.join(f'--{name}' for name in compared)} alone",
+                f"the format '{format.name}' is not possible for {mesh}: what {format.loading.program} has of '{kind}' "
+                f"was compared with {' and '.join(f'--{name}' for name in compared)} alone",
                 f"leave out --{dimension}, or write another format",
             )
         largest = compared[dimension]
         if largest is not None and degree > largest:
             raise PlanError(
-                f"--{dimension} {degree} is not possible with the format '{format.name}': how {format.loaded_by} "
+                f"--{dimension} {degree} is not possible with the format '{format.name}': how {format.loading.program} "
                 f"splits '{kind}' was compared up to --{dimension} {largest}",
                 f"give --{dimension} {largest} or less, or write another format",
             )
@@ -78,19 +78,9 @@ def program_plan(
     if padding is not None:
         return make_plan(model, mesh, padding=padding)
     lacking = not_kept(format.name, format)
-    if format.boxes and format.pad_to == 1:
+    if format.container.boxes and format.padding.to is None:
         units = dict.fromkeys(sorted(padding_for(model, mesh, 1)), 1) | dict(mesh.uneven)
         return make_plan(model, replace(mesh, uneven=tuple(units.items())), pad=False, lacking=lacking)
-    return make_plan(model, mesh, pad=pad and format.pad_to > 0, pad_to=_multiple(model, format, mesh), lacking=lacking)
-
-
-def _multiple(model: Model, format: Format, mesh: Mesh) -> int:
-    """What the vocabulary is padded to a multiple of."""
-    multiple, degree = max(format.pad_to, 1), dict(mesh.degrees).get("tp", 1)
-    if format.pad_product:
-        return multiple * degree
-    if format.pad_times_degree:
-        sizes = [sizes[axis] for sizes in model.axis_sets() for axis in model.architecture.pad if axis in sizes]
-        if any(-(-size // multiple) * multiple % degree for size in sizes):
-            return multiple * degree
-    return multiple
+    padded = [sizes[axis] for sizes in model.axis_sets() for axis in model.architecture.pad if axis in sizes]
+    multiple = format.padding.multiple(padded, dict(mesh.degrees).get("tp", 1))
+    return make_plan(model, mesh, pad=pad and multiple > 0, pad_to=max(multiple, 1), lacking=lacking)

@@ -18,7 +18,7 @@ from reshard.planning.model import Model
 
 def stacks_for(format: Format, model: Model) -> tuple[Stack, ...]:
     """The stacks of a format that hold for a model."""
-    return tuple(stack for stack in format.stacks if stack.when is None or model.sizes.evaluate(stack.when, {}))
+    return tuple(stack for stack in format.rules.stacks if stack.when is None or model.sizes.evaluate(stack.when, {}))
 
 
 def stacked(stacks: Iterable[Stack], name: str) -> tuple[str, tuple[int, ...]]:

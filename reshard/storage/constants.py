@@ -24,7 +24,7 @@ def with_unlike_constants(source: Source) -> Source:
     ``constants`` of the source has its content, where it is one, for a split into the same format. Constants are a few
     numbers each. Raises CheckpointError if a file cannot be read.
     """
-    if source.format is None or not source.format.constants:
+    if source.format is None or not source.format.rules.constants:
         return source
     constants = {each.name: each for each in source.arrangement.stored if each.constant is not None}
     found: list[tuple[str, TensorInfo]] = []

@@ -320,7 +320,7 @@ def _read(report: Report, file: Path, problems: list[str], format: Format | None
     report.files += 1
     report.nbytes += file.stat().st_size
     try:
-        return tensors_in(file, format.inside if format else None)
+        return tensors_in(file, format.container.inside if format else None)
     except CheckpointError as error:
         problems.append(error.message)
         return ()
@@ -378,9 +378,9 @@ def _check_whole(
         report.dtypes = dict(dtypes.most_common())
     if source.format is not None:
         format, plan = source.format, source.plan
-        report.format, report.loaded_by, report.mesh = format.name, format.loaded_by, plan.mesh
-        report.any_mesh, report.beside = format.boxes, source.left_behind
-        report.load = format.load_command(report.path, plan.mesh)
+        report.format, report.loaded_by, report.mesh = format.name, format.loading.program, plan.mesh
+        report.any_mesh, report.beside = format.container.boxes, source.left_behind
+        report.load = format.loading.command_of(report.path, plan.mesh)
         report.padding = _padding(plan.padding, source.model.sizes.of({}))
 
 
@@ -401,7 +401,7 @@ def _formats(path: Path) -> list[Format]:
 def _program(path: Path, formats: Sequence[Format]) -> Report:
     report = Report(path, "split checkpoint", " or ".join(format.name for format in formats))
     report.loaded_by, report.has_manifest = (
-        " or ".join(format.loaded_by for format in formats),
+        " or ".join(format.loading.program for format in formats),
         (path / MANIFEST).is_file(),
     )
     _take_config(report, path)
@@ -410,7 +410,7 @@ def _program(path: Path, formats: Sequence[Format]) -> Report:
         lacking = without_files(formats[0], path)
         report.problems, report.hint = [*report.problems, lacking.message], lacking.hint
         return report
-    if any(format.is_distributed for format in formats):
+    if any(format.files.is_distributed for format in formats):
         return _distributed(report, manifest, formats)
     ranks = _from_records(report, manifest) if manifest else _from_names(report, formats[0])
     _take_ranks(report, ranks)
@@ -471,9 +471,9 @@ def _from_names(report: Report, format: Format) -> dict[int, list[TensorInfo]]:
         report.problems += problems
     count, stages = max(file.ranks or file.rank + 1 for file in files), 1 + max(file.stage for file in files)
     report.mesh = files[0].mesh or mesh_of(-(-count // stages), pp=stages)
-    for rank in found if "{part}" in format.files else ():
+    for rank in found if "{part}" in format.files.name else ():
         there = {file.path.name for file in files if file.rank == rank}
-        names = (format.file_name(report.mesh, rank, part) for part in range(len(there)))
+        names = (format.files.name_of(report.mesh, rank, part) for part in range(len(there)))
         report.problems += [f"{report.path / name} is missing" for name in names if name not in there]
     return found
 

@@ -145,7 +145,7 @@ class _Stored:
     def plan(self, model: Model, mesh: Mesh, *, is_known: bool) -> Plan:
         """A model's plan on a mesh, with the padding that the files have, if it is not known. Raises PlanError."""
         plan = program_plan(model, self.format, mesh)
-        if is_known or not self.format.free_padding:
+        if is_known or not self.format.padding.free:
             return plan
         return program_plan(model, self.format, mesh, padding=padding_of(unboxed(plan, self.format), self.held))
 
@@ -180,7 +180,7 @@ def open_program(folder: Folder, candidates: Sequence[Format]) -> Source:
     """
     ways = _ways(folder, candidates)
     distributed = cache(lambda: read_distributed(ways[0][1][0].path.parent))
-    if all(of.is_distributed for of, _ in ways) and len(ways) > 1:
+    if all(of.files.is_distributed for of, _ in ways) and len(ways) > 1:
         likely = likeliest([of for of, _ in ways], folder.path, distributed(), folder.config, folder.plan_file)
         ways = [way for way in ways if way[0] in likely]
     misfits: list[_MisfitError] = []
@@ -205,17 +205,17 @@ def _open_as_format(
     folder: Folder, format: Format, files: Sequence[ProgramFile], distributed: Callable[[], Distributed]
 ) -> Source:
     with _misfit(1):
-        stored = _Stored(format, files) if format.is_distributed else _read(format, files, folder.path)
+        stored = _Stored(format, files) if format.files.is_distributed else _read(format, files, folder.path)
     config, made = config_of(format, folder.path, folder.config, stored.ranks)
     architecture = folder.architecture(config)
     mesh = folder.mesh or files[0].mesh
     has_mesh = all(name != "ep" or architecture.families.get(name) for name, _ in (mesh.degrees if mesh else ()))
     with _misfit(int(has_mesh)):
-        if format.is_distributed:
+        if format.files.is_distributed:
             stored = _read_chunks(format, files, distributed(), architecture, config)
         held = stored.held
         config, made, note = _with_dtype(folder, architecture, config, made, held)
-        if mesh is not None and format.numbered:
+        if mesh is not None and format.rules.numbered:
             mesh, held = numbered_globally(format, mesh, stored.ranks)
         full = _full(folder, format, architecture, config, held)
     with _misfit(2 * has_mesh):
@@ -260,7 +260,7 @@ def _with_dtype(
 
 
 def _read(format: Format, files: Sequence[ProgramFile], path: Path) -> _Stored:
-    if not format.boxes:
+    if not format.container.boxes:
         return _Stored(format, files, read_ranks(format, files, path))
     ranks, boxes = read_boxed(files)
     return _Stored(format, files, ranks, boxes)
@@ -343,7 +343,7 @@ def open_as(path: Path, model: Model) -> Source:
     problems: list[ReshardError] = []
     for format, files in _ways(folder, candidates):
         split = check_belonging(files)
-        is_known = manifest is not None or (format.boxes and split is not None)
+        is_known = manifest is not None or (format.container.boxes and split is not None)
         try:
             stored, known = _read_of(folder, model, format, files, split)
         except ReshardError as error:
@@ -372,15 +372,17 @@ def _read_of(
     folder: Folder, model: Model, format: Format, files: Sequence[ProgramFile], split: Identity | None
 ) -> tuple[_Stored, Mesh | None]:
     """The tensors in a folder's files, and the mesh of the shards of this model that they are, if it is said."""
-    if format.is_distributed:
+    if format.files.is_distributed:
         found = read_distributed(files[0].path.parent)
         stored = _read_chunks(format, files, found, model.architecture, model.config)
     else:
         stored = _read(format, files, folder.path)
     mesh = folder.mesh or files[0].mesh
-    if format.boxes:
+    if format.container.boxes:
         return stored, folder.mesh or (split.mesh if split is not None else UNSPLIT)
-    return stored, numbered_globally(format, mesh, stored.ranks)[0] if mesh is not None and format.numbered else mesh
+    return stored, numbered_globally(format, mesh, stored.ranks)[
+        0
+    ] if mesh is not None and format.rules.numbered else mesh
 
 
 def _candidate(stored: _Stored, model: Model, mesh: Mesh, *, is_known: bool) -> _Candidate:

@@ -64,14 +64,14 @@ def weights_folder(format: Format, folder: Path) -> Path:
 
     Raises CheckpointError if the file names a folder that is not there.
     """
-    if format.tracker is None or not (folder / format.tracker).is_file():
+    if format.files.tracker is None or not (folder / format.files.tracker).is_file():
         return folder
-    text = read_file(folder / format.tracker).decode("utf-8", "replace").strip()
+    text = read_file(folder / format.files.tracker).decode("utf-8", "replace").strip()
     name = f"iter_{int(text):07d}" if text.isdecimal() and len(text) < 10 else text
     if not re.fullmatch(r"release|iter_[0-9]{7,}", name):
-        raise CheckpointError(f"{folder / format.tracker}: {brief(text)} is neither a number nor 'release'")
+        raise CheckpointError(f"{folder / format.files.tracker}: {brief(text)} is neither a number nor 'release'")
     if not (folder / name).is_dir():
-        raise CheckpointError(f"{folder / format.tracker} says {text}, and there is no folder {name}")
+        raise CheckpointError(f"{folder / format.files.tracker} says {text}, and there is no folder {name}")
     return folder / name
 
 
@@ -86,9 +86,9 @@ def program_files(format: Format, folder: Path, mesh: Mesh | None = None) -> lis
 def readings(format: Format, folder: Path, mesh: Mesh | None = None) -> list[list[ProgramFile]]:
     """The weight files of a folder, once for each way in which their names can be read."""
     folder = weights_folder(format, folder)
-    pattern = "/".join("*" for _ in format.files.split("/"))
+    pattern = "/".join("*" for _ in format.files.name.split("/"))
     names = sorted(path.relative_to(folder).as_posix() for path in folder.glob(pattern)) if folder.is_dir() else []
-    if "{tp_rank" in format.files:
+    if "{tp_rank" in format.files.name:
         ways = [(mesh.pp > 1, dict(mesh.degrees).get("ep", 1) > 1)] if mesh else itertools.product((0, 1), repeat=2)
         found = [_of_coordinates(format, folder, names, bool(pp), bool(ep)) for pp, ep in ways]
         return [files for files in found if files]
@@ -97,24 +97,28 @@ def readings(format: Format, folder: Path, mesh: Mesh | None = None) -> list[lis
 
 
 def _of_ranks(format: Format, folder: Path, names: Sequence[str]) -> list[ProgramFile]:
-    staged = _matches(format.files_pp, names) if format.files_pp else []
+    staged = _matches(format.files.pp, names) if format.files.pp else []
     width = max([words["tp"] for _, words in staged], default=0) + 1  # ranks of a stage
     found: list[tuple[int, int, int, int | None, str]]
     found = [(w["pp"] * width + w["tp"], w["part"], w["pp"], None, name) for name, w in staged]
-    plain = [] if found else [*_matches(format.files, names), *(_matches(format.parts, names) if format.parts else [])]
+    plain = (
+        []
+        if found
+        else [match for each in (format.files.name, format.files.parts) if each for match in _matches(each, names)]
+    )
     found += [
         (w.get("rank", w.get("shard", 1) - 1), w.get("part", w.get("number", 0)), 0, w.get("ranks"), name)
         for name, w in plain
     ]
     ordered = sorted(found, key=lambda file: file[:2])
-    if not ordered and format.is_distributed and is_distributed(folder):
+    if not ordered and format.files.is_distributed and is_distributed(folder):
         return [ProgramFile(folder / METADATA, 0, 0, None)]  # its files have other names, or none is there
     return [ProgramFile(folder / name, rank, stage, ranks) for rank, _, stage, ranks, name in ordered]
 
 
 def _of_coordinates(format: Format, folder: Path, names: Sequence[str], pp: bool, ep: bool) -> list[ProgramFile]:
     """Files whose names say the place of their rank along each dimension of the mesh."""
-    pattern = format.files_of(pp, ep)
+    pattern = format.files.of(pp, ep)
     if (pp and "{pp_rank" not in pattern) or (ep and "{ep_rank" not in pattern):
         return []
     places = {
@@ -147,9 +151,9 @@ def _of_coordinates(format: Format, folder: Path, names: Sequence[str], pp: bool
 
 def _chunks(format: Format, path: Path) -> list[str | None]:
     """The entries of a file that have tensors: several where a rank has several (virtual) pipeline stages."""
-    if format.inside is None:
+    if format.container.inside is None:
         return [None]
-    inside, entries = format.inside, _saved(path, format.inside).tensors
+    inside, entries = format.container.inside, _saved(path, format.container.inside).tensors
     if not entries:
         raise CheckpointError(f"{path}: has no entry '{inside}' with tensors")
     return [*sorted(entries, key=lambda name: int(name.removeprefix(inside) or 0))]
@@ -204,21 +208,20 @@ def _matches(files: str, names: Sequence[str]) -> list[tuple[str, dict[str, int]
 
 def without_files(format: Format, folder: Path) -> CheckpointError:
     """The error of a folder that is said to be in a format, and has none of its weight files."""
-    if format.tracker is None or (folder / format.tracker).is_file():
+    if format.files.tracker is None or (folder / format.files.tracker).is_file():
         return CheckpointError(
-            f"{folder} has no weight files of the format '{format.name}' ({format.files})",
+            f"{folder} has no weight files of the format '{format.name}' ({format.files.name})",
             "bring the files of all ranks together, or write them again",
         )
     return CheckpointError(
-        f"{folder}: {format.tracker} is missing, which names the folder of the weights",
-        f"bring it back, with the text '{format.folder}' or the number of the iteration",
+        f"{folder}: {format.files.tracker} is missing, which names the folder of the weights",
+        f"bring it back, with the text '{format.files.folder}' or the number of the iteration",
     )
 
 
 def named_like(format: Format, name: str) -> bool:
     """Whether a name is that of one of a format's weight files."""
-    patterns = {format.files, format.files_pp, format.files_ep, format.files_pp_ep, format.parts}
-    return any(_matches(pattern, [name]) for pattern in patterns if pattern is not None)
+    return any(_matches(pattern, [name]) for pattern in format.files.patterns)
 
 
 def formats_for(folder: Path) -> list[Format]:
@@ -243,11 +246,11 @@ def read_boxed(
 def training_of(format: Format, found: Distributed, origins: Origins) -> Training:
     """The parts of a distributed checkpoint. Raises CheckpointError if it has no tensor of the model."""
     knows = partial(_knows, format, origins)
-    return Training(found, parts_of(found, knows, format.ignores))
+    return Training(found, parts_of(found, knows, format.container.ignores))
 
 
 def _knows(format: Format, origins: Origins, name: str) -> bool:
-    return origins.knows(first_unstacked(format.stacks, name))
+    return origins.knows(first_unstacked(format.rules.stacks, name))
 
 
 def likeliest(
@@ -275,7 +278,7 @@ def chunks_of(
     pieces: dict[str, list[Piece]] = {}
     for name, stored in names.items():
         renamed = [(at, info._replace(name=name)) for at, info in found.tensors[stored].chunks]
-        pieces |= dict(unstacked(format.stacks, name, renamed))
+        pieces |= dict(unstacked(format.rules.stacks, name, renamed))
     return by_number(pieces)
 
 
@@ -315,7 +318,7 @@ def read_ranks(format: Format, files: Sequence[ProgramFile], where: Path) -> tup
     for file in files:
         found, aliases, _ = read_program_file(file)
         found |= {name: found[kept]._replace(name=name) for name, kept in aliases.items()}
-        tensors = {name: info for name, info in found.items() if not format.ignores(name)}
+        tensors = {name: info for name, info in found.items() if not format.container.ignores(name)}
         twice = tensors.keys() & ranks[file.rank].keys()
         if twice:
             raise CheckpointError(f"{file.path}: tensor '{min(twice)}' also stands in another file of this rank")
@@ -323,7 +326,7 @@ def read_ranks(format: Format, files: Sequence[ProgramFile], where: Path) -> tup
     for rank, found in enumerate(ranks):
         if not found:
             mesh = files[0].mesh
-            name = f" ({format.file_name(mesh, rank, 0)})" if mesh else ""
+            name = f" ({format.files.name_of(mesh, rank, 0)})" if mesh else ""
             hint = "bring the folders of all ranks together"
             if mesh is not None and dict(mesh.degrees).get("ep", 1) > 1:
                 hint += (
@@ -342,9 +345,12 @@ def numbered_globally(
     The mesh is that of the ranks with the number of layers of each stage, as names say it. Raises MismatchError if the
     ranks of a stage have different numbers of layers.
     """
-    targets = [*(renaming.new for renaming in format.names), *(line.target for line in format.lines)]
-    lines = [target for target in targets if target.indices & {*format.numbered}]
-    lines = [*(behind for further in format.further for line in lines if (behind := _behind(further, line))), *lines]
+    targets = [*(renaming.new for renaming in format.rules.names), *(line.target for line in format.rules.lines)]
+    lines = [target for target in targets if target.indices & {*format.rules.numbered}]
+    lines = [
+        *(behind for further in format.rules.further for line in lines if (behind := _behind(further, line))),
+        *lines,
+    ]
     found = [{name: _first_match(lines, name) for name in rank} for rank in ranks]
     counts = [_counts(matches.values()) for matches in found]
     layers: list[int] = []
@@ -355,7 +361,7 @@ def numbered_globally(
         layers += of
     named = []
     for number, (rank, matches) in enumerate(zip(ranks, found, strict=True)):
-        held = {axis: count for axis, count in counts[number].items() if axis in format.numbered}
+        held = {axis: count for axis, count in counts[number].items() if axis in format.rules.numbered}
         first = {axis: mesh.coordinates(number).get("ep", 0) * count for axis, count in held.items()}
         first[LAYER] = sum(layers[: mesh.stage(number)])
         named.append({_shifted(name, matches[name], first): info for name, info in rank.items()})
@@ -438,7 +444,9 @@ def side_files_of(format: Format, path: Path) -> Iterator[Path]:
     """Files beside a program's weights that belong to the model, and are none of the program's own."""
     for file in find_side_files(path):
         name = file.relative_to(path).as_posix()
-        if format.tracker is None or (name != format.tracker and not re.match(r"(release|iter_[0-9]+)/", name)):
+        if format.files.tracker is None or (
+            name != format.files.tracker and not re.match(r"(release|iter_[0-9]+)/", name)
+        ):
             yield file
 
 
@@ -461,7 +469,9 @@ def inferred_tensors(
     """The tensors of the original, as far as the names of stored ones say. Raises CheckpointError."""
     stored = {name: info for rank in reversed(ranks) for name, info in rank.items()}
     found = origins_of(format, architecture, config).of(stored)
-    kept = {name for name in found if format.keep and not any(line.target.match(name) for line in format.lines)}
+    kept = {
+        name for name in found if format.rules.keep and not any(line.target.match(name) for line in format.rules.lines)
+    }
     return [
         FullTensor(name, stored[of].dtype, None, stored[of].file.name, stored[of].shape if name in kept else None)
         for name, of in found.items()

@@ -102,9 +102,9 @@ def _named(read: Read) -> Iterator[str]:
 
 def _is_of(format: Format, name: str) -> bool:
     """Whether this is the name of a file of a program's format."""
-    own = {KEPT, format.tracker, format.index, format.settings.file if format.settings else None}
-    inside = re.sub(f"^{_FOLDER}", "", name) if format.tracker is not None else name
-    beside = {*format.saved, *format.documents} | ({METADATA} if format.is_distributed else set())
+    own = {KEPT, format.files.tracker, format.files.index, format.settings.file if format.settings else None}
+    inside = re.sub(f"^{_FOLDER}", "", name) if format.files.tracker is not None else name
+    beside = {*format.container.documents} | ({METADATA} if format.files.is_distributed else set())
     return name in own or inside in beside or named_like(format, inside)
 
 

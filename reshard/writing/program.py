@@ -106,13 +106,15 @@ class ProgramFiles(Output):
         }
         zeros = {each.name for each, _ in held if each.atoms and Placed(each, 0).is_zero(rank)}
         constants |= {name: bytes(size) for name, _, _, size in tensors if name in zeros}
-        shards: Sequence[ShardFile] = partition(tensors, self.max_shard_size if self.format.has_parts else 1 << 62)
+        shards: Sequence[ShardFile] = partition(
+            tensors, self.max_shard_size if self.format.files.has_parts else 1 << 62
+        )
         for part, shard in enumerate(shards):
             if not shard.tensors:
                 continue
-            number = self._written[rank] if self.format.is_distributed else part
+            number = self._written[rank] if self.format.files.is_distributed else part
             self._written[rank] += 1
-            file = self._file(self.format.file_name(self.plan.mesh, rank, number, len(shards)), rank, shard)
+            file = self._file(self.format.files.name_of(self.plan.mesh, rank, number, len(shards)), rank, shard)
             fixed = tuple((offset, constants[tensor]) for tensor, offset in file.places() if tensor in constants)
             yield dataclasses.replace(file, fixed=(*file.fixed, *fixed))
 
@@ -126,7 +128,7 @@ class ProgramFiles(Output):
             header = build_header(shard.tensors, self._metadata(rank, shard))
             return new_file(named, "", rank, header)
         tensors = [(*tensor, size) for tensor, size in zip(shard.tensors, shard.sizes, strict=True)]
-        archive = build_archive(tensors, self.format.inside, self.format.entries)
+        archive = build_archive(tensors, self.format.container.inside, self.format.container.entries)
         return NewFile(
             name, "", rank, b"", archive.size, lambda: archive.places, fixed=archive.fixed, crcs=archive.crcs
         )
@@ -159,7 +161,7 @@ class ProgramFiles(Output):
         """What stands for the states of modules that have none: a list of None for each module."""
         found: dict[str, list[tuple[int, ...]]] = {}
         for stored in self.arrangement.stored:
-            if any(pattern.match(stored.name) is not None for pattern in self.format.extra_state):
+            if any(pattern.match(stored.name) is not None for pattern in self.format.container.extra_state):
                 key, places = stacked(self._stacks, stored.name)
                 found.setdefault(key.removesuffix("weight") + "_extra_state", []).append(places or (0,))
         nothing = object_bytes([None])
@@ -170,11 +172,9 @@ class ProgramFiles(Output):
 
     def _saved(self) -> Iterator[tuple[str, bytes]]:
         """The files beside the weights that are the same for all models, and what says where the chunks lie."""
-        folder = f"{self.format.folder}/" if self.format.folder else ""
-        for name, content in self.format.saved.items():
-            yield folder + name, object_bytes(content)
-        for name, content in self.format.documents.items():
-            yield folder + name, json_bytes(content) + b"\n"
+        folder = self.format.files.place
+        for name, content in self.format.container.documents.items():
+            yield folder + name, object_bytes(content) if name.endswith(".pt") else json_bytes(content) + b"\n"
         if self._chunks:
             tensors = {
                 key: (dtype, whole_shape(at for at, *_ in chunks if at is not None), chunks)
@@ -194,9 +194,9 @@ class ProgramFiles(Output):
         return training.found.tensors[name].dtype
 
     def _documents(self, side_files: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
-        settings, index = self.format.settings, self.format.index
-        if self.format.tracker is not None:
-            yield self.format.tracker, str(self.format.folder).encode()
+        settings, index = self.format.settings, self.format.files.index
+        if self.format.files.tracker is not None:
+            yield self.format.files.tracker, str(self.format.files.folder).encode()
         if settings is not None and settings.file in side_files:
             self._check_own(settings, side_files[settings.file])
         elif settings is not None:
@@ -249,4 +249,4 @@ class ProgramFiles(Output):
 
     def load_command(self, out: object) -> str | None:
         """The command by which the program loads the output ``out``."""
-        return self.format.load_command(str(out), self.plan.mesh)
+        return self.format.loading.command_of(str(out), self.plan.mesh)

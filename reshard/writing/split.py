@@ -129,7 +129,7 @@ def _own_plan(source: Source, mesh: Mesh, padding: Padding, uneven: bool, refine
 def _program_plan(source: Source, format: Format, mesh: Mesh, padding: Padding) -> Plan:
     """The plan of a program's format. Raises PlanError for what has no place in it."""
     plan = plan_for(source.model, format, mesh, pad=padding.allowed)
-    if not format.is_distributed and SETTINGS in plan.model.config:
+    if not format.files.is_distributed and SETTINGS in plan.model.config:
         raise PlanError(f"an adapter has no place in the format '{format.name}'", "merge it into its base model first")
     return plan
 

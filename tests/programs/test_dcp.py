@@ -417,7 +417,7 @@ def test_plan_shows_what_would_be_written() -> None:
 
 
 def test_the_format_is_one_of_any_mesh() -> None:
-    assert format_of("dcp").is_distributed and format_of("dcp").boxes
+    assert format_of("dcp").files.is_distributed and format_of("dcp").container.boxes
 
 
 # -- torch itself, on several ranks ----------------------------------------------------------------------------------

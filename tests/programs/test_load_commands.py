@@ -38,7 +38,7 @@ def test_split_and_inspect_print_it(form: str, tmp_path: Path) -> None:
         if not manifest:
             (tmp_path / "out" / "reshard.json").unlink()
         shown = command("inspect", tmp_path / "out", "--json")
-        of_mesh = manifest or not format_of(form).boxes
+        of_mesh = manifest or not format_of(form).container.boxes
         assert (line.removeprefix("Load it: ") == json.loads(shown.stdout)["load"]) or not of_mesh, shown
     assert "load it" in command("inspect", tmp_path / "out").stdout
 
@@ -75,14 +75,16 @@ def test_what_is_not_loaded_by_another_program_has_none(tmp_path: Path) -> None:
     ],
 )
 def test_it_has_every_degree(form: str, mesh: dict[str, int], options: str) -> None:
-    assert options in format_of(form).load_command("OUT", mesh_of(**mesh))
+    assert options in format_of(form).loading.command_of("OUT", mesh_of(**mesh))
 
 
 @pytest.mark.parametrize("form", all_formats())
 def test_a_format_says_its_degree_if_its_files_are_of_ranks(form: str) -> None:
     format = format_of(form)
-    has_degree = any(word in format.load for word in ("{tp}", "{ranks}"))
-    assert has_degree or format.boxes or form == "mistral"  # any mesh loads boxes; Mistral's form is of one rank
+    has_degree = any(word in format.loading.command for word in ("{tp}", "{ranks}"))
+    assert (
+        has_degree or format.container.boxes or form == "mistral"
+    )  # any mesh loads boxes; Mistral's form is of one rank
     text = DOCS.read_text()
     section = re.search(rf"\n## {re.escape(form)}\n(.*?)(?=\n## |\Z)", text, re.DOTALL)
     if section is not None and not form.startswith("vllm-"):

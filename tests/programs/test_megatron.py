@@ -173,7 +173,7 @@ def test_a_tensor_for_each_layer_and_expert(model: str, tmp_path: Path) -> None:
 
 def test_no_strictness_but_the_default_is_advised(tmp_path: Path) -> None:
     """With another, Megatron loads a folder that lacks tensors of the model, and says nothing."""
-    original, texts = checkpoint("megatron", "llama"), [format.load for format in all_formats().values()]
+    original, texts = checkpoint("megatron", "llama"), [format.loading.command for format in all_formats().values()]
     for form in ("megatron", "megatron-local", "megatron-singleton"):
         found = command("split", original, tmp_path / form, "--as", form)
         assert found.returncode == 0, found

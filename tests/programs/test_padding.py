@@ -9,6 +9,8 @@ from unittest import mock
 import pytest
 
 from formats.errors import MismatchError
+from formats.notation.expressions import read_expression
+from formats.notation.format import Padding
 from formats.notation.format_file import READ, format_of
 from reshard.api import merge, split
 from tests.programs.oracles import checkpoint
@@ -34,7 +36,7 @@ def test_padding_that_is_not_zero_is_refused(tmp_path: Path) -> None:
 def test_what_it_may_hold_does_not_follow_from_its_size(free: bool, tmp_path: Path) -> None:
     """A format says apart from each other what the vocabulary is padded to, and what may stand there."""
     folder = _with_a_filled_padding(tmp_path / "out")
-    format = replace(format_of("vllm"), free_padding=free, pad_product=not free, pad_to=96 if not free else 64)
+    format = replace(format_of("vllm"), padding=Padding(read_expression("64" if free else "96 * tp"), free))
     with mock.patch.dict(READ, {"vllm": format}):
         if not free:
             with pytest.raises(MismatchError, match="padding"):

@@ -195,10 +195,15 @@ def test_a_format_builds_on_another(tmp_path: Path) -> None:
         'base = "vllm"\nload = "x"\nconstants = []\ntypes = false\n[tensors]\n"**.qkv_proj.*" = false\n"a.*" = "b.*"\n',
     )
     base = format_of("vllm")
-    assert (format.name, format.load, format.loaded_by, format.constants) == ("mine", "x", base.loaded_by, ())
-    assert format.lines[0].target.text == "a.*"
-    kept = [line for line in base.lines if line.types is None and line.target.text != "**.qkv_proj.*"]
-    assert kept == list(format.lines[1:])
+    assert (format.name, format.loading.command, format.loading.program, format.rules.constants) == (
+        "mine",
+        "x",
+        base.loading.program,
+        (),
+    )
+    assert format.rules.lines[0].target.text == "a.*"
+    kept = [line for line in base.rules.lines if line.types is None and line.target.text != "**.qkv_proj.*"]
+    assert kept == list(format.rules.lines[1:])
 
 
 def test_what_no_base_has_cannot_be_taken_away(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def _classes() -> dict[str, str]:
     kinds, found = {*zoo.one_of_each()}, {}
     for name in HELD:
         entry = zoo.ZOO[DIGITS.sub("", name).removesuffix(UNTIED)]
-        if entry.model_type in FORMAT.described or name in kinds:
+        if entry.model_type in FORMAT.types.meshes or name in kinds:
             found.setdefault(entry.model_type, name)
     return found
 
@@ -82,7 +82,7 @@ def _with(folder: Path, out: Path, **settings: Any) -> Path:
 def test_a_class_that_runs_in_a_module_that_was_compared_is_written(tmp_path: Path) -> None:
     """Kimi K2 has a model type of its own and runs in the module of DeepSeek V3."""
     plain = checkpoint("vllm", "deepseek_v3")
-    assert "DeepseekV3ForCausalLM" in FORMAT.compared and "kimi_k2" not in FORMAT.compared
+    assert "DeepseekV3ForCausalLM" in FORMAT.types.compared and "kimi_k2" not in FORMAT.types.compared
     source = _with(plain, tmp_path / "source", model_type="kimi_k2")
     for folder in (plain, source):
         split(folder, tmp_path / f"{folder.name}-out", 2, form="vllm")
@@ -124,8 +124,8 @@ def test_a_mesh_that_was_not_compared_is_refused(arguments: dict[str, int], why:
 def test_a_degree_that_was_not_compared_is_refused() -> None:
     """At one rank nothing shows how vLLM splits what lines describe."""
     for kind, name in _classes().items():
-        if kind in FORMAT.described and _largest(name) < 4:
-            assert FORMAT.meshes[kind] == {"tp": _largest(name)}, kind
+        if kind in FORMAT.types.meshes and _largest(name) < 4:
+            assert FORMAT.types.meshes[kind] == {"tp": _largest(name)}, kind
 
 
 def test_a_tensor_that_no_compared_model_had_is_refused(tmp_path: Path) -> None:
@@ -164,14 +164,14 @@ def test_queries_and_keys_of_unequal_size_are_not_cut_and_joined(tmp_path: Path)
 
 
 def test_the_file_says_of_each_class_one_thing() -> None:
-    known = {*FORMAT.compared, *FORMAT.refused}
-    assert FORMAT.classes <= known
-    assert not FORMAT.compared & {*FORMAT.refused} and FORMAT.described <= FORMAT.compared
+    known = {*FORMAT.types.compared, *FORMAT.types.refused}
+    assert FORMAT.types.classes <= known
+    assert not FORMAT.types.compared & {*FORMAT.types.refused} and {*FORMAT.types.meshes} <= FORMAT.types.compared
     modules = OBSERVATIONS["modules"]
     assert not any(module.startswith("transformers:") for module in modules), "its classes are of all types"
     same = {name for name, module in OBSERVATIONS["builds"].items() if module in modules}
-    assert same - {*FORMAT.refused} <= FORMAT.compared
-    assert {*OBSERVATIONS["errors"]} == {name for name, why in FORMAT.refused.items() if why == FAILS}
+    assert same - {*FORMAT.types.refused} <= FORMAT.types.compared
+    assert {*OBSERVATIONS["errors"]} == {name for name, why in FORMAT.types.refused.items() if why == FAILS}
 
 
 def test_the_docs_have_the_counts() -> None:

@@ -21,7 +21,7 @@ def ranks_of(shards: Source) -> Sequence[int]:
     """The rank of each of ``shards.ranks``: with boxes, that of the file, as far as its name and the mesh tell it."""
     if shards.boxes is None or shards.format is None:
         return range(len(shards.ranks))
-    if shards.format.is_distributed:  # the chunks of a number lie in any files
+    if shards.format.files.is_distributed:  # the chunks of a number lie in any files
         return range(len(shards.ranks))
     size = shards.plan.mesh.size
     return [file.rank % size if size > 1 else file.rank for file in program_files(shards.format, shards.path)]

@@ -368,14 +368,14 @@ def program_documents(original: Source, shards: Source) -> dict[str, Any]:
     if format.settings is not None and format.settings.file not in side:
         found[format.settings.file] = program_config(format.settings, shards.plan.model)
     infos = [info for rank in shards.ranks for info in rank.values()]
-    if format.index is not None and len({info.file for info in infos}) > 1:
-        found[format.index] = _index(infos)
-    if format.tracker is not None:
-        found[format.tracker] = str(format.folder).encode()
-    folder = f"{format.folder}/" if format.folder else ""
-    found |= {folder + name: object_bytes(content) for name, content in format.saved.items()}
-    found |= {folder + name: dict(content) for name, content in format.documents.items()}
-    if format.is_distributed:
+    if format.files.index is not None and len({info.file for info in infos}) > 1:
+        found[format.files.index] = _index(infos)
+    if format.files.tracker is not None:
+        found[format.files.tracker] = str(format.files.folder).encode()
+    folder = format.files.place
+    for name, content in format.container.documents.items():
+        found[folder + name] = object_bytes(content) if name.endswith(".pt") else dict(content)
+    if format.files.is_distributed:
         path = shards.path / folder / METADATA  # what it says is compared: where each chunk lies, and what of
         found[folder + METADATA] = path.read_bytes() if path.is_file() else b""
     return found
@@ -384,12 +384,12 @@ def program_documents(original: Source, shards: Source) -> dict[str, Any]:
 def documents_of(format: Format, weights: Path, root: Path) -> Iterator[str]:
     """The names of such documents, by the format alone; an index stands where there are several files."""
     inside = "" if weights == root else f"{weights.relative_to(root).as_posix()}/"
-    yield from (inside + name for name in (*format.saved, *format.documents))
+    yield from (inside + name for name in format.container.documents)
     yield from (
-        name for name in (format.tracker, format.settings.file if format.settings else None) if name is not None
+        name for name in (format.files.tracker, format.settings.file if format.settings else None) if name is not None
     )
-    if format.index is not None and (root / format.index).is_file():
-        yield format.index
+    if format.files.index is not None and (root / format.files.index).is_file():
+        yield format.files.index
 
 
 def document_changes(shards: Source, documents: Mapping[str, Any]) -> Iterator[tuple[str, Change]]:

@@ -192,7 +192,7 @@ class _Structure:
     def _boundary_problem(self, rank: int) -> Iterator[str]:
         format, manifest = self.shards.format, self.shards.manifest
         assert format is not None and manifest is not None
-        if not format.has_parts or format.is_distributed:  # .metadata says where its chunks lie
+        if not format.files.has_parts or format.files.is_distributed:  # .metadata says where its chunks lie
             return
         held = sorted(self._planned.held(rank), key=lambda found: -DTYPE_BITS[found[0].dtype])
         if not manifest.source.files:  # then the order is that of what was read

@@ -169,13 +169,13 @@ def run_engine(
 
 def _check_format(shards: Source, options: EngineOptions) -> None:
     format = shards.format
-    if format is None or format.engine != options.name:
+    if format is None or format.loading.engine != options.name:
         what = f"the format '{format.name}'" if format else "reshard's own folders"
         raise CheckpointError(
             f"{shards.path} has {what}, which {options.name} does not load",
             f"'reshard split {shards.path} OUT --tp N --as {options.name}' writes what it loads",
         )
-    if options.meshes and not (options.engine.any_mesh and format.boxes):
+    if options.meshes and not (options.engine.any_mesh and format.container.boxes):
         raise CheckpointError(
             f"{shards.path}: {options.engine.title} loads the format '{format.name}' on its own mesh alone, "
             f"{shards.plan.mesh}",
@@ -231,7 +231,7 @@ def run_shards(
     options, format, mesh = baseline.options, shards.format, with_stages(shards.model, mesh or shards.plan.mesh)
     _check_format(shards, options)
     assert format is not None
-    further: dict[str, Any] = {"load_format": str(format.load_format)}
+    further: dict[str, Any] = {"load_format": str(format.loading.engine_format)}
     if options.engine.settings is not None:
         further = {"settings": options.engine.settings(shards.model, format)}
     with temporary_folder("reshard-engine-") as folder:

@@ -22,7 +22,7 @@ def megatron_settings(model: Model, format: Format) -> dict[str, Any]:
     Raises CheckpointError for a model that Megatron-Core cannot be told of.
     """
     data = tomllib.loads(_DATA.read_text(encoding="utf-8"))
-    kind = format.type_of(model.config)
+    kind = format.types.name_of(model.config)
     if kind not in data["model_types"]:
         raise CheckpointError(f"how Megatron-Core runs a '{kind}' is not known: --engine megatron does not run it")
 

@@ -1,0 +1,109 @@
+"""The file of a program's format: an unknown key anywhere, or a value of another kind, is an error that names it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from formats.errors import PlanError
+from formats.mesh import Mesh
+from formats.notation.format import Format
+from formats.notation.format_file import read_format
+
+LEAST = 'loaded_by = "a program"\nload = "it {out}"\nfiles = "model-{rank}.safetensors"\n'
+RIGHT = [
+    'pad_vocabulary_to = "128 * tp"',
+    'files = { name = "a-{rank}.pt", pp = "b-{pp}-{tp}.pt" }',
+    'engine = { name = "vllm", format = "sharded_state" }',
+    '[tensors]\n"a.*" = "b.*"',
+    '[tensors]\n"a.*" = { from = "b.*", cut = 0 }',
+    '[tensors]\n"a.*" = [{ from = "b.*", cut = 0 }, { from = "c.*" }]',
+    '[names]\n"a.*" = { to = "b.*", when = "x" }',
+    '[dropped]\n"a.*" = { beyond = "x" }',
+    '[refused]\n"a.*" = { why = "it cannot" }',
+    '[stacks]\n"a.{layer}.*" = { name = "a.*" }',
+    '[further]\n"a.{layer}.*" = { to = "b.{further}.*", beyond = "x" }',
+    '[[constants]]\nbeside = "a.*"\nnames = ["a.*"]\ndtype = "F32"\nvalue = 1.0',
+    '[config]\nfile = "params.json"\nwrite = { dim = "hidden_size" }\nread = { hidden_size = "dim" }',
+]
+WRONG = [
+    ("padd = 3", "unknown key 'padd' (known: "),
+    ("boxes = 1", "boxes should be true or false and is 1"),
+    ('pad_vocabulary_to = "vocab"', "pad_vocabulary_to: 'vocab' should be over size and tp"),
+    ('files = { name = "a", stage = "b" }', "files: unknown key 'stage'"),
+    ('engine = { name = "vllm", of = "x" }', "engine: unknown key 'of'"),
+    ('[tensors]\n"a.*" = { from = "b.*", cuts = 0 }', "'a.*': unknown key 'cuts'"),
+    ('[tensors]\n"a.*" = [{ from = "b.*" }, { from = "b.*", cuts = 0 }]', "'a.*': unknown key 'cuts'"),
+    ('[tensors]\n"a.*" = { cut = 0 }', "'a.*' has no 'from'"),
+    ('[names]\n"a.*" = { to = "b.*", if = "x" }', "'a.*': unknown key 'if'"),
+    ('[dropped]\n"a.*" = { above = "x" }', "'a.*': unknown key 'above'"),
+    ('[refused]\n"a.*" = { why = "it cannot", scalar = true }', "'a.*': unknown key 'scalar'"),
+    ('[stacks]\n"a.{layer}.*" = { name = "a.*", of = "x" }', "'a.{layer}.*': unknown key 'of'"),
+    (
+        '[further]\n"a.{layer}.*" = { to = "b.{further}.*", beyond = "x", why = "y" }',
+        "'a.{layer}.*': unknown key 'why'",
+    ),
+    (
+        '[[constants]]\nbeside = "a.*"\nnames = ["a.*"]\ndtype = "F32"\nvalue = 1.0\nshaped = []',
+        "constants[0]: unknown key 'shaped'",
+    ),
+    ('[config]\nfile = "params.json"\nwrite = {}\nread = {}\nmore = {}', "config: unknown key 'more'"),
+]
+
+
+def _format(tmp_path: Path, text: str) -> Format:
+    least = "".join(f"{line}\n" for line in LEAST.splitlines() if not text.startswith(line.split(" = ")[0]))
+    (tmp_path / "mine.toml").write_text(least + text + "\n")
+    return read_format(tmp_path / "mine.toml")
+
+
+@pytest.mark.parametrize("text", RIGHT)
+def test_what_a_file_may_say(text: str, tmp_path: Path) -> None:
+    assert _format(tmp_path, text).name == "mine"
+
+
+@pytest.mark.parametrize(("text", "message"), WRONG)
+def test_what_no_file_says_is_named(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=re.escape(f"mine.toml: {message}")):
+        _format(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"line": []}, "unknown key 'line'"),
+        ({"lines": [{"types": ["a"], "tensors": {"a.*": {"from": "b.*", "cuts": 0}}}]}, "'a.*': unknown key 'cuts'"),
+        ({"refused": [{"types": ["a"], "reason": "x"}]}, "refused[0] has no 'why'"),
+        ({"seen": [{"types": ["a"], "tensors": {}, "count": 1}]}, "seen[0]: unknown key 'count'"),
+    ],
+)
+def test_what_no_table_of_types_says_is_named(table: dict[str, object], message: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(LEAST)
+    assert read_format(tmp_path / "mine.toml", {"lines": []}).rules.lines == ()
+    with pytest.raises(PlanError, match=re.escape(message)):
+        read_format(tmp_path / "mine.toml", table)
+
+
+def test_a_table_of_names_says_one_for_each_kind_of_mesh(tmp_path: Path) -> None:
+    files = _format(tmp_path, 'files = { name = "a-{rank}.pt", pp = "b-{pp}-{tp}.pt", folder = "in" }').files
+    assert files.name_of(Mesh((("tp", 2),)), 1, 0) == "in/a-1.pt"
+    assert files.name_of(Mesh((("pp", 2), ("tp", 2))), 3, 0) == "in/b-1-1.pt"
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes", "tp", "multiple"),
+    [
+        ("", (1000,), 4, 1),
+        ('pad_vocabulary_to = "0"', (1000,), 4, 0),
+        ('pad_vocabulary_to = "64"', (1000, 2000), 3, 64),
+        ('pad_vocabulary_to = "128 * tp"', (1000,), 4, 512),
+        ('pad_vocabulary_to = "64 if size % tp == 0 else 64 * tp"', (1000, 1002), 4, 256),
+        ('pad_vocabulary_to = "64"', (), 4, 1),
+    ],
+)
+def test_what_the_vocabulary_is_padded_to(
+    text: str, sizes: tuple[int, ...], tp: int, multiple: int, tmp_path: Path
+) -> None:
+    assert _format(tmp_path, text).padding.multiple(sizes, tp) == multiple

@@ -584,7 +584,7 @@ def _splits_in(case: Case, format: Format) -> Iterator[tuple[str, Line]]:
             continue
         to = line["to"].removesuffix("*") + target.rpartition(".")[2] if line["to"].endswith("*") else line["to"]
         if part == whole:
-            yield to, {"whole": True}
+            yield to, {"cut": False}
         elif len(part[1]) == len(whole[1]) and len(line["from"]) == 1:
             yield from ((to, found) for found in _ranges(whole, part))
         elif len(part[1]) == len(whole[1]):
@@ -604,7 +604,7 @@ def _ranges(whole: tuple[str, tuple[int, ...], bytes], part: tuple[str, tuple[in
             if whole[1][dim] % (2 * parts) == 0:
                 of = np.frombuffer(whole[2], "<u4").reshape(*whole[1][:dim], parts, 2, -1, *whole[1][dim + 1 :])
                 if of.take(0, dim + 1).tobytes() == part[2]:
-                    yield {"cut": dim} | ({"parts": parts} if parts > 1 else {})
+                    yield {"cut": {"dim": dim, "parts": parts} if parts > 1 else dim}
                     return
 
 
@@ -753,7 +753,7 @@ def _meshes(verdict: Verdict, others: Sequence[str]) -> dict[str, int | None]:
         degrees = dict(re.findall(r"([a-z]+)([0-9]*)", mesh))
         for dimension, degree in degrees.items():  # "tp2-ep": the experts of two ranks, on the same two
             found[dimension] = max(found.get(dimension, 1), int(degree or degrees["tp"]))
-    is_general = found["tp"] >= max(DEGREES) and not any("cut" in line for line in verdict.lines.values())
+    is_general = found["tp"] >= max(DEGREES) and all(line.get("cut", False) is False for line in verdict.lines.values())
     return {**found, "tp": None if is_general else found["tp"]}
 
 

@@ -40,7 +40,21 @@ from formats.documents import (
 from formats.errors import NotationError, PlanError, brief, nearest
 from formats.notation.expressions import Expression, read_expression
 from formats.notation.format import Container, Files, Format, Loading, Padding, Rules, Types
-from formats.notation.format_rules import Constant, Demand, Dropped, Further, Line, Refusal, Renaming, Settings, Stack
+from formats.notation.format_rules import (
+    Condition,
+    Constant,
+    Cut,
+    Demand,
+    Dropped,
+    Further,
+    Line,
+    Order,
+    Ranks,
+    Refusal,
+    Renaming,
+    Settings,
+    Stack,
+)
 from formats.notation.patterns import Pattern
 
 T = TypeVar("T")
@@ -263,35 +277,47 @@ def _line(target: str, fields: Record) -> Line:
     line = Line(
         target=Pattern(target),
         sources=sources,
-        when=fields.find("when", _expression, None),
-        output_first=fields.find("output_first", truth, False),
-        pairs=_of_each(fields.find("pairs", _one_or_more(text), ()), sources),
-        halves=_of_each(fields.find("halves", _one_or_more(text), ()), sources),
+        condition=Condition(
+            when=fields.find("when", _expression, None),
+            without=fields.find("without", _pattern, None),
+            beside=fields.find("beside", _pattern, None),
+        ),
+        order=Order(
+            output_first=fields.find("output_first", truth, False),
+            pairs=_of_each(fields.find("pairs", _one_or_more(text), ()), sources),
+            halves=_of_each(fields.find("halves", _one_or_more(text), ()), sources),
+            by=fields.find("by", text, None),
+            ones=fields.find("ones", items(whole(0)), None),
+        ),
+        ranks=Ranks(
+            cut=fields.find("cut", _cut, None),
+            first_rank=fields.find("first_rank", truth, False),
+            every_stage=fields.find("every_stage", truth, False),
+            first_stage=fields.find("first_stage", text, None),
+            last_stage=fields.find("last_stage", text, None),
+        ),
         apart=_all(fields, "apart", text),
+        part=fields.find("part", text, None),
         dtype=fields.find("dtype", text, None),
         function=fields.find("function", text, None),
-        first_rank=fields.find("first_rank", truth, False),
-        whole=fields.find("whole", truth, False),
-        every_stage=fields.find("every_stage", truth, False),
-        first_stage=fields.find("first_stage", text, None),
-        last_stage=fields.find("last_stage", text, None),
-        deal=fields.find("deal", text, None),
-        cut=fields.find("cut", whole(0), None),
-        parts=fields.find("parts", whole(1), 1),
-        by=fields.find("by", text, None),
-        part=fields.find("part", text, None),
-        evenly=fields.find("evenly", truth, False),
-        without=fields.find("without", _pattern, None),
-        beside=fields.find("beside", _pattern, None),
         also=fields.find("also", truth, False),
-        ones=fields.find("ones", items(whole(0)), None),
     )
-    if line.ones is not None and len(sources) > 1:
+    if line.order.ones is not None and len(sources) > 1:
         raise NotationError(f"'{target}': 'ones' is for what is made of one tensor")
     for source in sources:
         if source.stars != line.target.stars or len(source.indices - line.target.indices) > 1:
             raise NotationError(f"'{target}': '{source.text}' has other wildcards")
     return line
+
+
+def _cut(value: object, where: str) -> Cut:
+    """``false``, an axis, a dimension, or a table of a dimension and its parts."""
+    if value is False:
+        return Cut()
+    if isinstance(value, str):
+        return Cut(axis=value)
+    table = value if isinstance(value, dict) else {"dim": value}
+    return record(lambda of: Cut(dim=of.get("dim", whole(0)), parts=of.find("parts", whole(1), 1)))(table, where)
 
 
 def lines_of_types(groups: object) -> list[Line]:

@@ -10,51 +10,85 @@ from formats.notation.patterns import Pattern
 
 
 @dataclass(frozen=True)
-class Line:
-    """A tensor of the program's, and what it is made of, where ``when`` holds.
+class Condition:
+    """Where a line holds.
+
+    ``when`` is true of the model, no tensor matches ``without``, and one that ``beside`` matches is there, with the
+    same indices.
+    """
+
+    when: Expression | None = None
+    without: Pattern | None = None
+    beside: Pattern | None = None
+
+
+@dataclass(frozen=True)
+class Order:
+    """In which order the elements are stored.
 
     ``output_first`` stores what Hugging Face stores input first (``->``) as output, input. ``pairs`` has, for each
     source, the axis whose two halves are stored as pairs (``""``: none); ``halves`` the axis whose pairs are stored as
-    halves. ``apart`` takes the components of a packed tensor apart, and joins them one after the other. ``dtype`` is
-    another dtype, without loss. ``function`` is the one arithmetic that some program does. ``first_rank`` says that of
-    equal parts all but the first rank's are zeros, ``whole`` that every rank has all of it, ``every_stage`` that every
-    pipeline stage has it. ``deal`` is the axis that is dealt over ``tp`` in place of those that the model's rules deal,
-    ``cut`` the dimension, in equal ranges, or in one of each of its equal ``parts``.
-    ``by`` is the axis behind which the sources are joined: each of its indices has a part of all of them. What is
-    joined ``evenly`` is divided over ``tp`` in equal ranges, wherever these end. With ``part``, the line covers that
-    component of a packed tensor alone; all components must have such lines.
-    ``first_stage`` and ``last_stage`` are other names on the first and the last of several stages. Where a tensor that
-    ``without`` matches is there, the line does not hold; with ``beside`` it holds only where that tensor is there, with
-    the same indices. With ``also``, the tensor is stored once more under the line's name, if no tensor has it (two
-    names of one tensor). ``ones`` are the places of the dimensions of length 1 in what is stored, where Hugging Face's
-    tensor has them elsewhere or has none; None: it has the same. ``types`` are the classes and model types for which
-    the line holds, as ``config.json`` has them at its top; None: all.
+    halves. ``by`` is the axis behind which the sources are joined: each of its indices has a part of all of them. What
+    is joined so is divided over ``tp`` in equal ranges, wherever these end. ``ones`` are the places of dimensions of
+    length 1 in what is stored, where Hugging Face's tensor has them elsewhere or has none; None: it has the same.
+    """
+
+    output_first: bool = False
+    pairs: tuple[str, ...] = ()
+    halves: tuple[str, ...] = ()
+    by: str | None = None
+    ones: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a tensor is divided over ``tp``, in place of what the model's rules say.
+
+    Along an ``axis``; or along a dimension, in equal ranges or in one of each of its equal ``parts``; with neither, not
+    at all: every rank has all of it.
+    """
+
+    axis: str | None = None
+    dim: int | None = None
+    parts: int = 1
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Which ranks have what of a tensor.
+
+    ``first_rank`` says that of equal parts all but the first rank's are zeros, ``every_stage`` that every pipeline
+    stage has it. ``first_stage`` and ``last_stage`` are other names on the first and the last of several stages.
+    """
+
+    cut: Cut | None = None
+    first_rank: bool = False
+    every_stage: bool = False
+    first_stage: str | None = None
+    last_stage: str | None = None
+
+
+@dataclass(frozen=True)
+class Line:
+    """A tensor of the program's, and what it is made of, where the ``condition`` holds.
+
+    ``apart`` takes the components of a packed tensor apart, and joins them one after the other. With ``part``, the line
+    covers that component of a packed tensor alone; all components must have such lines. ``dtype`` is another dtype,
+    without loss. ``function`` is the one arithmetic that some program does. With ``also``, the tensor is stored once
+    more under the line's name, if no tensor has it (two names of one tensor). ``types`` are the classes and model types
+    for which the line holds, as ``config.json`` has them at its top; None: all.
     """
 
     target: Pattern
     sources: tuple[Pattern, ...]
-    when: Expression | None = None
-    output_first: bool = False
-    pairs: tuple[str, ...] = ()
-    halves: tuple[str, ...] = ()
+    condition: Condition = Condition()
+    order: Order = Order()
+    ranks: Ranks = Ranks()
     apart: tuple[str, ...] = ()
+    part: str | None = None
     dtype: str | None = None
     function: str | None = None
-    first_rank: bool = False
-    whole: bool = False
-    every_stage: bool = False
-    first_stage: str | None = None
-    last_stage: str | None = None
-    deal: str | None = None
-    cut: int | None = None
-    parts: int = 1
-    by: str | None = None
-    part: str | None = None
-    evenly: bool = False
-    without: Pattern | None = None
-    beside: Pattern | None = None
     also: bool = False
-    ones: tuple[int, ...] | None = None
     types: frozenset[str] | None = None
 
 

@@ -143,7 +143,7 @@ class Arrangement:
             shown = " and ".join(sorted(dtypes))
             raise PlanError(f"'{name}' would be joined from tensors of different dtypes, {shown}")
         portions = tuple(part.portion for part in ordered[:slots])
-        if first.portion.line is not None and first.portion.line.cut is not None:
+        if first.portion.cut is not None and first.portion.cut.dim is not None:
             _check_equal(name, ordered[:slots])
         layouts = self._evenly(name, portions, tuple(part.layout for part in ordered))
         key = (portions, layouts, first.dtype)
@@ -158,7 +158,7 @@ class Arrangement:
     def _evenly(self, name: str, portions: tuple[Portion, ...], layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
         """The layouts of what is joined, where its ranks have equal ranges of it."""
         line, mesh = portions[0].line, self._laid.mesh
-        if line is None or not line.evenly or dict(mesh.degrees).get("tp", 1) == 1:
+        if line is None or line.order.by is None or dict(mesh.degrees).get("tp", 1) == 1:
             return layouts
         key = (portions, layouts)
         if key not in self._even:
@@ -192,7 +192,7 @@ class Arrangement:
         """The name of a stored tensor on each rank, if it is not the same on all."""
         mesh = self.plan.mesh
         target, at = self._placed_further(tensor, str(portion.target), at)
-        own = {"first": portion.line.first_stage, "last": portion.line.last_stage} if portion.line else {}
+        own = {"first": portion.line.ranks.first_stage, "last": portion.line.ranks.last_stage} if portion.line else {}
         is_staged = mesh.pp > 1 and any(own.values())
         if self.boxes is not None or not (is_staged or (self._firsts and any(f"{{{axis}}}" in target for axis in at))):
             return None
@@ -264,22 +264,21 @@ class Arrangement:
         if portion.by_index:
             places = (*places, (str(kind.rule.dims[0].axis), int(index or 0)))
         rule, sizes = portion.component.shape, self.plan.model.sizes.of(dict(kind.indices))
-        cut = (portion.line.cut, portion.line.parts) if portion.line and portion.line.cut is not None else None
-        if portion.line is not None and (portion.line.whole or cut is not None):
+        cut, deal = portion.cut, portion.cut.axis if portion.cut else None
+        if cut is not None and deal is None:
             rule = Shape(tuple(Dim((Summand((length,)),)) for length in rule.sizes(sizes)))
-        deal = portion.line.deal if portion.line is not None else None
         model = _dealt_along(self.plan.model, deal) if deal else self.plan.model
-        stages = None if portion.line is not None and portion.line.every_stage else kind.stages
+        stages = None if portion.line is not None and portion.line.ranks.every_stage else kind.stages
         owned = (places, kind.indices, rule.axes, stages)
         part = replace(kind, rule=rule, shape=rule.sizes(sizes), places=places, stages=stages)
         if owned not in self._laid.owners:
             is_dealt = places or stages is not None
             self._laid.owners[owned] = owners_of(self._laid.model, self._laid.mesh, part) if is_dealt else None
         owners = self._laid.owners[owned]
-        key = (rule, kind.indices, part.shape, DTYPE_BITS[kind.dtype] % 8, owners, deal, cut)
+        key = (rule, kind.indices, part.shape, DTYPE_BITS[kind.dtype] % 8, owners, cut)
         if key not in self._laid.layouts:
             layout = layout_of(model, self._laid.mesh, part, self._laid.padding, owners)
-            if cut is not None:
+            if cut is not None and cut.dim is not None:
                 layout = _in_ranges(kind.name, layout, portion, self._laid.mesh)
             self._laid.layouts[key] = layout
         return self._laid.layouts[key]
@@ -366,9 +365,9 @@ def _check_equal(name: str, parts: Sequence[_Part]) -> None:
 
 def _in_ranges(name: str, layout: Layout, portion: Portion, mesh: Mesh) -> Layout:
     """The layout of what a line cuts along a dimension, whatever the model's rules say. Raises PlanError."""
-    assert portion.line is not None and portion.line.cut is not None
-    place, parts = sum(portion.component.counts[: portion.line.cut]), portion.line.parts
-    last = place + portion.component.counts[portion.line.cut] - 1
+    assert portion.cut is not None and portion.cut.dim is not None
+    place, parts = sum(portion.component.counts[: portion.cut.dim]), portion.cut.parts
+    last = place + portion.component.counts[portion.cut.dim] - 1
     while place < last and parts % layout.full[place] == 0:  # a factor counts the parts
         parts, place = parts // layout.full[place], place + 1
     degree, length = dict(mesh.degrees).get("tp", 1), layout.full[place]

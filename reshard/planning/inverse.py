@@ -62,7 +62,9 @@ class Origins:
         """Whether a name is a further one of a tensor that the architecture has: of a tied one."""
         matches = ((line, line.target.match(name)) for line in self._format.rules.lines if line.also)
         return any(
-            found is not None and (line.when is None or self._holds(line)) and self._known(line, found) is not None
+            found is not None
+            and (line.condition.when is None or self._holds(line))
+            and self._known(line, found) is not None
             for line, found in matches
         )
 
@@ -110,25 +112,28 @@ class Origins:
     def _sources(self, name: str) -> list[str] | None:
         for line in self._format.rules.lines:
             found = line.target.match(name)
-            if found is None or line.also or (line.when is not None and not self._holds(line)):
+            if found is None or line.also or (line.condition.when is not None and not self._holds(line)):
                 continue
             sources = self._known(line, found)
             if sources is not None:
                 is_spelled = line.types is not None and len(sources) == 1 and self._is_same_line(sources[0], name)
                 return [name] if is_spelled else sources  # as transformers itself saves it
         for line in self._format.rules.lines:
-            if name in {line.first_stage, line.last_stage} and (sources := self._known(line, {})) is not None:
+            if (
+                name in {line.ranks.first_stage, line.ranks.last_stage}
+                and (sources := self._known(line, {})) is not None
+            ):
                 return sources
         return [name] if self._format.rules.keep and self._is_known(name) else None
 
     def _holds(self, line: Line) -> bool:
-        assert line.when is not None
-        return bool(self._sizes.evaluate(line.when, {}))
+        assert line.condition.when is not None
+        return bool(self._sizes.evaluate(line.condition.when, {}))
 
     def _known(self, line: Line, found: Mapping[str, str]) -> list[str] | None:
         """The sources of a line, if the architecture has a line for each of them, packed or not."""
         names: dict[str, None] = {}
-        if line.without is not None and any(source.fill(found) in self._there for source in line.sources):
+        if line.condition.without is not None and any(source.fill(found) in self._there for source in line.sources):
             return None
         for source in line.sources:
             (stacked,) = source.indices - line.target.indices or {None}

@@ -16,7 +16,7 @@ from formats.notation.architecture import Architecture, is_index
 from formats.notation.axes import Shape
 from formats.notation.components import Component, components, whole, without_first
 from formats.notation.format import Format
-from formats.notation.format_rules import Line, Use
+from formats.notation.format_rules import Cut, Line, Use
 from formats.notation.unfused_experts import by_name
 from reshard.planning.model import BoundTensor, Kind, Model
 from reshard.planning.stages import divided
@@ -46,6 +46,11 @@ class Portion:
     lead: int
     vector: bool = False
     """Whether a number is stored as a vector of one."""
+
+    @property
+    def cut(self) -> Cut | None:
+        """How it is divided over the ranks, where the model's rules do not say it."""
+        return self.line.ranks.cut if self.line else None
 
     @property
     def function(self) -> str | None:
@@ -258,13 +263,15 @@ class _Reading:
     def _uses(self, name: str, kind: Kind) -> Iterator[Use]:
         for use in self.format.rules.uses(name):
             line = use.line
-            if line.also or (line.by is not None and line.by not in kind.rule.axes):
+            if line.also or (line.order.by is not None and line.order.by not in kind.rule.axes):
                 continue
-            if line.without is not None and any(line.without.match(other) is not None for other in self._there):
+            if line.condition.without is not None and any(
+                line.condition.without.match(other) is not None for other in self._there
+            ):
                 continue
-            if line.beside is not None and not self._beside.holds(use, self._first[kind]):
+            if line.condition.beside is not None and not self._beside.holds(use, self._first[kind]):
                 continue
-            if line.when is None or self.model.sizes.evaluate(line.when, dict(kind.indices)):
+            if line.condition.when is None or self.model.sizes.evaluate(line.condition.when, dict(kind.indices)):
                 yield use
 
     def _unpacked(self, kind: Kind, name: str) -> Iterator[Taken]:
@@ -290,28 +297,31 @@ class _Reading:
 
     def _portion(self, kind: Kind, component: Component, use: Use, *, by_index: bool = False) -> Portion:
         line, sizes = use.line, self.model.sizes.of(dict(kind.indices))
-        for axes, halves in ((line.pairs, True), (line.halves, False)):
+        for axes, halves in ((line.order.pairs, True), (line.order.halves, False)):
             if axes and axes[use.source]:
                 component = component.in_two(axes[use.source], sizes, halves=halves)
         dims = list(range(len(component.counts)))
-        if line.output_first and component.arrow is not None:
+        if line.order.output_first and component.arrow is not None:
             dims[-2:] = [dims[-1], dims[-2]]
-        has_arrow = component.arrow is not None and not line.output_first
+        has_arrow = component.arrow is not None and not line.order.output_first
         order = [factor for dim in dims for factor in component.of_dim(dim)]
         if component.pair is not None:
             at = order.index(component.pair)
             order[at], order[at + 1] = order[at + 1], order[at]
         counts = tuple(component.counts[dim] for dim in dims)
         joined = len(dims) - 1 if has_arrow and len(dims) > 1 else 0
-        if line.ones is not None:
-            counts, joined = _with_ones(counts, [str(component.factors[place]) == "1" for place in order], line.ones), 0
+        if line.order.ones is not None:
+            counts, joined = (
+                _with_ones(counts, [str(component.factors[place]) == "1" for place in order], line.order.ones),
+                0,
+            )
         lead = 0
-        if line.by is not None:
+        if line.order.by is not None:
             begin = sum(counts[:joined])
             inside = [component.factors[place].axis for place in order[begin : begin + counts[joined]]]
-            if line.by not in inside:
-                raise PlanError(f"tensor '{kind.name}': '{line.by}' is no factor of '{component.shape}'")
-            lead = inside.index(line.by) + 1
+            if line.order.by not in inside:
+                raise PlanError(f"tensor '{kind.name}': '{line.order.by}' is no factor of '{component.shape}'")
+            lead = inside.index(line.order.by) + 1
         return Portion(
             component, by_index, use.target, use.stacked[1:-1] if use.stacked else None, use.source,
             len(line.sources), line, tuple(order), counts, joined, lead,
@@ -364,7 +374,7 @@ class _Beside:
 
     def __init__(self, model: Model, format: Format) -> None:
         self._architecture, self._format = model.architecture, format
-        self.lines = [line for line in format.rules.lines if line.beside is not None]
+        self.lines = [line for line in format.rules.lines if line.condition.beside is not None]
         self._names = {kind: template_of(model.architecture, kind) for kind in model.kinds} if self.lines else {}
         wanted = {other for name in self._names.values() for other in self._others(name)}
         self._axes = {kind: tuple(model.architecture.index_places(kind.name)) for kind in self._names}
@@ -387,12 +397,14 @@ class _Beside:
         return tuple(numbers.get(axis, -1) for axis in axes) in self._there[other]
 
     def _others(self, name: str) -> list[str]:
-        return [self._other(use, name) for use in self._format.rules.uses(name) if use.line.beside is not None]
+        return [
+            self._other(use, name) for use in self._format.rules.uses(name) if use.line.condition.beside is not None
+        ]
 
     @staticmethod
     def _other(use: Use, name: str) -> str:
-        assert use.line.beside is not None
-        return use.line.beside.fill(use.line.sources[use.source].match(name) or {})
+        assert use.line.condition.beside is not None
+        return use.line.condition.beside.fill(use.line.sources[use.source].match(name) or {})
 
 
 def apart_by_lines(model: Model, format: Format) -> Model:

@@ -112,7 +112,7 @@ class Placed(NamedTuple):
 
     def is_zero(self, rank: int) -> bool:
         """Whether a rank has zeros in its place, because a rank before it has the same part."""
-        if self.portion.line is None or not self.portion.line.first_rank:
+        if self.portion.line is None or not self.portion.line.ranks.first_rank:
             return False
         boxes = self.layout.boxes
         return any(boxes[other].dims == boxes[rank].dims for other in boxes if other < rank)
@@ -120,7 +120,7 @@ class Placed(NamedTuple):
     @property
     def zeros(self) -> frozenset[int]:
         """The ranks that have zeros in its place."""
-        if self.portion.line is None or not self.portion.line.first_rank:
+        if self.portion.line is None or not self.portion.line.ranks.first_rank:
             return frozenset()
         return frozenset(rank for rank in self.layout.boxes if self.is_zero(rank))
 

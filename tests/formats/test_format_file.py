@@ -11,6 +11,7 @@ from formats.errors import PlanError
 from formats.mesh import Mesh
 from formats.notation.format import Format
 from formats.notation.format_file import read_format
+from formats.notation.format_rules import Cut
 
 LEAST = 'loaded_by = "a program"\nload = "it {out}"\nfiles = "model-{rank}.safetensors"\n'
 RIGHT = [
@@ -29,6 +30,8 @@ RIGHT = [
     '[config]\nfile = "params.json"\nwrite = { dim = "hidden_size" }\nread = { hidden_size = "dim" }',
 ]
 WRONG = [
+    ('[tensors]\n"a.*" = { from = "b.*", cut = true }', "'a.*'.cut.dim should be a whole number from 0 on and is true"),
+    ('[tensors]\n"a.*" = { from = "b.*", cut = { dim = 0, part = 3 } }', "'a.*'.cut: unknown key 'part'"),
     ("padd = 3", "unknown key 'padd' (known: "),
     ("boxes = 1", "boxes should be true or false and is 1"),
     ('pad_vocabulary_to = "vocab"', "pad_vocabulary_to: 'vocab' should be over size and tp"),
@@ -107,3 +110,18 @@ def test_what_the_vocabulary_is_padded_to(
     text: str, sizes: tuple[int, ...], tp: int, multiple: int, tmp_path: Path
 ) -> None:
     assert _format(tmp_path, text).padding.multiple(sizes, tp) == multiple
+
+
+@pytest.mark.parametrize(
+    ("text", "cut"),
+    [
+        ("false", Cut()),
+        ('"hidden"', Cut(axis="hidden")),
+        ("1", Cut(dim=1)),
+        ("0", Cut(dim=0)),
+        ("{ dim = 0, parts = 3 }", Cut(dim=0, parts=3)),
+    ],
+)
+def test_where_a_line_is_cut(text: str, cut: Cut, tmp_path: Path) -> None:
+    (line,) = _format(tmp_path, f'[tensors]\n"a.*" = {{ from = "b.*", cut = {text} }}').rules.lines
+    assert line.ranks.cut == cut

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -30,6 +31,16 @@ def reserve(descriptor: int, nbytes: int) -> None:
         failed = fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes))
         if failed and ctypes.get_errno() in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def check_space(folder: Path, needed: int, what: str = "", hint: str = "write to another disk") -> None:
+    """Raise CheckpointError if the disk has less free space than ``needed`` bytes. It says for ``what``."""
+    free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+    if needed > free:
+        place = f"{folder}: not enough space for {what}" if what else str(folder)
+        raise CheckpointError(
+            f"{place}: {needed:,} bytes are needed and {free:,} are free", f"free some space, or {hint}"
+        )
 
 
 def stop_with_parent(parent: int) -> None:

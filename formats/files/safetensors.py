@@ -48,6 +48,9 @@ DTYPE_BITS: dict[str, int] = {
     "U64": 64,
 }
 
+DTYPE_NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""The dtypes of weights that are not quantized, as config.json calls them."""
+
 #: Bytes; what the safetensors library accepts at most.
 MAX_HEADER = 100_000_000
 
@@ -99,6 +102,12 @@ def read_header(path: Path) -> Header:
     except OSError as error:
         raise unreadable(path, error) from error
     return parse_header(raw, path, size)
+
+
+def stated_dtype(config: Mapping[str, Any]) -> str | None:
+    """The dtype that a config.json states, as a header calls it; None if it states none of ``DTYPE_NAMES``."""
+    said = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+    return next((dtype for dtype, name in DTYPE_NAMES.items() if name == said), None)
 
 
 def parse_header(raw: bytes, path: Path, file_size: int | None) -> Header:

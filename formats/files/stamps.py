@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.documents import LARGEST, Record, optional, size, text, whole
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, MismatchError
 from formats.regular_files import read_file
 
 _NUMBER = whole(-LARGEST, 2**64)
@@ -97,6 +97,18 @@ def stamp_of(path: Path, name: str) -> Stamp:
     etag = target.name if in_cache else _downloaded(path, name, found.st_mtime)
     content = f"etag:{etag}" if etag else None
     return Stamp(name, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, _host(), content)
+
+
+def check_unchanged(stamps: Mapping[Path, Stamp]) -> None:
+    """Raise MismatchError if a file is no longer in the state that it had before it was read."""
+    for path, stamp in stamps.items():
+        if not path.exists() or stamp_of(path, stamp.name).open_state != stamp.open_state:
+            raise was_changed(path)
+
+
+def was_changed(path: Path) -> MismatchError:
+    """The error of a file that is no longer in the state that it had before it was read."""
+    return MismatchError(f"{path} was changed while it was read", "run the command again when nobody writes there")
 
 
 def stamps_in(folder: Path) -> dict[Path, Stamp]:

@@ -429,19 +429,27 @@ def _dim_runs(dim: Dim, sizes: Mapping[str, int], shares: Mapping[str, Share]) -
 
 
 def _summand_runs(summand: Summand, sizes: Mapping[str, int], shares: Mapping[str, Share]) -> tuple[list[Run], int]:
-    """The owned runs of a product, built from the fastest factor outwards, and its full size."""
+    """The owned runs of a product, and its full size."""
+    factors = [(_factor_runs(factor, sizes, shares), _factor_size(factor, sizes)) for factor in summand.factors]
+    return product_runs(factors, summand), math.prod(size for _, size in factors)
+
+
+def product_runs(factors: Sequence[tuple[Sequence[Run], int]], what: object = "a stored dimension") -> list[Run]:
+    """The runs of a product of factors, each with its own runs and its size, slowest first.
+
+    Raises NotationError if there are too many; it says ``what`` is the product.
+    """
     inner, inner_size = [Run(0, 1)], 1
-    for factor in reversed(summand.factors):
-        outer = _factor_runs(factor, sizes, shares)
+    for outer, size in reversed(factors):
         if inner == [Run(0, inner_size)]:
             inner = [Run(run.offset * inner_size, run.length * inner_size) for run in outer]
         else:
             if sum(run.length for run in outer) * len(inner) > MOST_RUNS:
-                raise NotationError(f"'{summand}' falls into more than {MOST_RUNS:,} pieces for a rank")
+                raise NotationError(f"'{what}' falls into more than {MOST_RUNS:,} pieces for a rank")
             indices = (index for run in outer for index in range(run.offset, run.end))
             inner = list(merge_runs(Run(i * inner_size + run.offset, run.length) for i in indices for run in inner))
-        inner_size *= _factor_size(factor, sizes)
-    return inner, inner_size
+        inner_size *= size
+    return inner
 
 
 def _factor_runs(factor: Factor, sizes: Mapping[str, int], shares: Mapping[str, Share]) -> list[Run]:

@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 from formats.errors import MismatchError, NotationError, PlanError
 from formats.files.boxes import At
-from formats.files.safetensors import DTYPE_BITS
+from formats.files.safetensors import DTYPE_BITS, stated_dtype
 from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture import is_index
 from formats.notation.axes import Dim, Run, Shape, Summand
 from formats.notation.components import whole
 from formats.notation.format import Format
 from formats.notation.format_rules import Constant, Further
-from reshard.planning.boxes import InBoxes, boxes_on
+from reshard.planning.boxes import InBoxes, boxes_on, in_two
 from reshard.planning.geometry import Geometry
 from reshard.planning.model import BoundTensor, Kind, Model
 from reshard.planning.plan import Box, Layout, Plan, layout_of, owners_of
@@ -164,7 +164,7 @@ class Arrangement:
         if key not in self._even:
             try:
                 self._even[key] = evenly(portions, layouts, mesh)
-            except NotationError as error:
+            except (NotationError, PlanError) as error:
                 raise PlanError(f"'{name}' cannot be split over {mesh}: {error.message}", error.hint) from None
         return self._even[key]
 
@@ -303,11 +303,7 @@ class Arrangement:
     def _dtype(self, constant: Constant) -> str:
         if constant.dtype != "model":
             return constant.dtype
-        config = self.plan.model.config
-        return _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), "BF16")
-
-
-_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+        return stated_dtype(self.plan.model.config) or "BF16"
 
 
 def evenly(portions: Sequence[Portion], layouts: Sequence[Layout], mesh: Mesh) -> tuple[Layout, ...]:
@@ -343,15 +339,9 @@ def evenly(portions: Sequence[Portion], layouts: Sequence[Layout], mesh: Mesh) -
 
 
 def _as_product(run: Run, sizes: Sequence[int]) -> Iterator[tuple[Run, ...]]:
-    """The runs of each factor, slowest first, whose product a run is; raises NotationError if there are none."""
+    """The runs of each factor, slowest first, whose product a run is; raises PlanError if there are none."""
     for number in range(len(sizes)):
-        inner = math.prod(sizes[number + 1 :])
-        if run.offset % inner == 0 and run.length % inner == 0:
-            outer, run = Run(run.offset // inner, run.length // inner), Run(0, inner)
-        elif run.offset // inner == (run.end - 1) // inner:
-            outer, run = Run(run.offset // inner, 1), Run(run.offset % inner, run.length)
-        else:
-            raise NotationError(f"a rank would have {run.length} rows from row {run.offset} on, in heads of {inner}")
+        outer, run = in_two(run, math.prod(sizes[number + 1 :]))
         yield (outer,) if outer.length else ()
 
 

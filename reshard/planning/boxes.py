@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from formats.errors import PlanError
 from formats.files.boxes import At
-from formats.notation.axes import Run, merge_runs
+from formats.notation.axes import Run, merge_runs, product_runs
 from reshard.planning.geometry import Geometry
 from reshard.planning.plan import Box, Layout
 from reshard.planning.portions import Portion
@@ -155,8 +155,7 @@ def in_two(run: Run, inner: int) -> tuple[Run, Run]:
     if run.offset // inner == (run.end - 1) // inner:
         return Run(run.offset // inner, 1), Run(run.offset % inner, run.length)
     raise PlanError(
-        f"indices {run.offset} to {run.end} of a stored dimension are a part of several blocks of {inner}, which are "
-        "stored in another order in the target"
+        f"indices {run.offset} to {run.end} of a stored dimension are neither whole blocks of {inner} nor a part of one"
     )
 
 
@@ -207,21 +206,7 @@ def _dims_of(geometry: Geometry, rank: int) -> list[list[Run]] | None:
             of = [(layout.boxes[rank].dims[factor], layout.padded[factor]) for factor in factors]
             lead = first.lead if dim == first.dim else 0
             outer = outer or of[:lead]
-            runs += [Run(base + run.offset, run.length) for run in joined_runs(of[lead:])]
+            runs += [Run(base + run.offset, run.length) for run in product_runs(of[lead:])]
             base += math.prod(size for _, size in of[lead:])
-        dims.append(list(merge_runs(joined_runs([*outer, (tuple(merge_runs(runs)), base)]))))
+        dims.append(list(merge_runs(product_runs([*outer, (tuple(merge_runs(runs)), base)]))))
     return dims
-
-
-def joined_runs(factors: Sequence[tuple[Sequence[Run], int]]) -> tuple[Run, ...]:
-    """The runs of a product of factors, each with its own runs and its size, slowest first."""
-    found: tuple[Run, ...] = (Run(0, 1),)
-    size = 1
-    for runs, length in reversed(factors):
-        if found == (Run(0, size),):
-            found = tuple(Run(run.offset * size, run.length * size) for run in runs)
-        else:
-            indices = (index for run in runs for index in range(run.offset, run.end))
-            found = tuple(Run(index * size + run.offset, run.length) for index in indices for run in found)
-        size *= length
-    return found

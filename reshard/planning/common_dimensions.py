@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from formats.notation.axes import Run
-from reshard.planning.boxes import InBoxes, in_two, joined_runs
+from formats.notation.axes import Run, product_runs
+from reshard.planning.boxes import InBoxes, in_two
 from reshard.planning.plan import Box, Layout
 from reshard.planning.stored import Placed
 
@@ -73,7 +73,7 @@ def _over(placed: Placed, blocks: Sequence[tuple[int, ...]]) -> Layout:
             tuple(math.prod(of[factor] for factor in block) for block in blocks) for of in (layout.full, layout.padded)
         )
         runs = {
-            rank: tuple(joined_runs([(box.dims[f], layout.padded[f]) for f in block]) for block in blocks)
+            rank: tuple(tuple(product_runs([(box.dims[f], layout.padded[f]) for f in block])) for block in blocks)
             for rank, box in layout.boxes.items()
         }
     boxes = {rank: Box(found, tuple(sum(run.length for run in dim) for dim in found)) for rank, found in runs.items()}

@@ -30,6 +30,7 @@ from formats.quantization.companions import is_of_activations
 from reshard.planning.model import BoundTensor, Kind, Model
 from reshard.planning.required import lines_of, outermost
 from reshard.planning.sizes import check_members
+from reshard.planning.stages import HEADED, predicts_further
 
 At = tuple[int, ...]
 """The indices in a name, outermost first."""
@@ -38,8 +39,6 @@ _RECOMPUTED = (
     ".inv_freq", ".position_ids", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias",
 )  # fmt: skip
 """Frequencies, positions and masks in old checkpoints, sometimes in a few layers only. No loader reads them."""
-
-_HEADED = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
 def check_complete(model: Model, where: Path) -> None:
@@ -162,14 +161,14 @@ class Present:
 
         None if the config does not say, or if the stack is replicated or predicts further tokens.
         """
-        return self._counts(stack, outer)[0] if self.is_dealt(stack) and not _further(stack) else None
+        return self._counts(stack, outer)[0] if self.is_dealt(stack) and not predicts_further(stack) else None
 
     def is_further(self, stack: str, at: At) -> bool:
         """Whether a member of a stack, or a member of a stack around it, predicts further tokens."""
         for inner, _ in _around(f"{stack}."):
             depth = len(_axes(inner))
             count, whole = self._counts(inner, at[: depth - 1])
-            if _further(inner) or (count != whole and (count is None or at[depth - 1] >= count)):
+            if predicts_further(inner) or (count != whole and (count is None or at[depth - 1] >= count)):
                 return True
         return False
 
@@ -177,7 +176,7 @@ class Present:
         """How many members a stack has: first without the layers that predict further tokens, then with them."""
         if (stack, outer) not in self._known:
             axis, indices = _axes(stack)[-1], dict(zip(_axes(stack), outer, strict=False))
-            counts = self.sizes.count(axis, indices, without=_further), self.sizes.count(axis, indices)
+            counts = self.sizes.count(axis, indices, without=predicts_further), self.sizes.count(axis, indices)
             check_members(axis, counts[1], len(self.model.tensors))
             self._known[stack, outer] = counts
         return self._known[stack, outer]
@@ -233,11 +232,6 @@ def _around(template: str) -> Iterator[tuple[str, str]]:
     while stack:
         yield stack, inner
         inner, stack = stack, _outer(stack)
-
-
-def _further(name: str) -> bool:
-    """Whether a setting or a name belongs to layers that predict further tokens."""
-    return "nextn" in name or "mtp" in name
 
 
 def _moved(name: str, old: At, new: At) -> str:
@@ -413,7 +407,7 @@ def _has_head(present: Present, tables: Sequence[str]) -> bool:
     config, settings = present.model.config, present.sizes.settings
     ties = (config.get("tie_word_embeddings"), settings.get("tie_word_embeddings"))
     classes = config.get("architectures")
-    headed = isinstance(classes, list) and bool(classes) and str(classes[0]).endswith(_HEADED)
+    headed = isinstance(classes, list) and bool(classes) and str(classes[0]).endswith(HEADED)
     whole = present.architecture.prefixes[:1] != ("",) and any(() in present.lines[t] for t in tables)
     spelled = all(present.lines[table][()][0].name.startswith(table.rpartition(".")[0]) for table in tables)
     return headed and whole and spelled and ties[0] is False and True not in ties

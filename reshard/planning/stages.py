@@ -19,8 +19,9 @@ from formats.notation.expressions import Expression
 from reshard.planning.model import BoundTensor, Kind, Model
 
 _HEADLESS = ("Model", "Classification", "QuestionAnswering")
-"""How the names of classes end that have no head for tokens, unless they end as the next ones."""
-_HEADED = ("HeadModel", "HeadsModel", "MTModel")
+"""How the names of classes end that have no head for tokens, unless they end as the next ones, or are Marian's."""
+HEADED = ("ForCausalLM", "HeadModel", "HeadsModel", "ForConditionalGeneration")
+"""How the names of classes end that have a head for tokens, with weights of its own if config.json unties them."""
 
 
 def with_stages(model: Model, mesh: Mesh) -> Mesh:
@@ -53,7 +54,7 @@ def even_stages(layers: int, degree: int) -> tuple[int, ...]:
 def layers_of(model: Model) -> int:
     """The number of layers that are dealt, without those that predict further tokens. Raises PlanError."""
     layers = model.architecture.layers
-    count = model.sizes.count(layers.text, {}, without=_further)
+    count = model.sizes.count(layers.text, {}, without=predicts_further)
     if count is None:
         count = model.sizes.evaluate(layers, {}) or model.sizes.of({}).get(layers.text)
     if not isinstance(count, int) or count < 1:
@@ -61,9 +62,9 @@ def layers_of(model: Model) -> int:
     return count
 
 
-def _further(setting: str) -> bool:
-    """Whether a setting belongs to layers that predict further tokens."""
-    return "nextn" in setting or "mtp" in setting
+def predicts_further(name: str) -> bool:
+    """Whether a setting or a name belongs to layers that predict further tokens."""
+    return "nextn" in name or "mtp" in name
 
 
 def layers_at(mesh: Mesh, stage: int) -> range:
@@ -199,4 +200,4 @@ def _is_tied(model: Model) -> bool:
         settings = (model.config, model.sizes.settings)
         return not any(found.get("tie_word_embeddings") is False for found in settings)
     name = str(classes[0])
-    return name.endswith(_HEADED) or not name.endswith(_HEADLESS)
+    return name.endswith((*HEADED, "MTModel")) or not name.endswith(_HEADLESS)

@@ -11,14 +11,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from formats.files.safetensors import DTYPE_BITS, tensor_bytes
+from formats.files.safetensors import DTYPE_BITS, DTYPE_NAMES, stated_dtype, tensor_bytes
 from formats.notation.architecture import Architecture
 from formats.notation.axes import Run
 from reshard.planning.model import Kind
 from reshard.planning.plan import Entry, Layout, Plan
 
 _SCALES = ("_scales", "_scale", "_scale_inv", ".scales", ".qzeros", ".g_idx", "_bias", ".bias")
-_ACTIVATION_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 
 
 @dataclass(frozen=True)
@@ -269,10 +268,7 @@ def _looked_up(table: Entry) -> int:
 
 def activation_bytes(plan: Plan) -> int:
     """Bytes of one activation: by the config's dtype, else by that of the largest floating-point weight, else 2."""
-    settings = plan.model.sizes.settings
-    named = str(settings.get("dtype") or settings.get("torch_dtype")).removeprefix("torch.")
-    if named in _ACTIVATION_BYTES:
-        return _ACTIVATION_BYTES[named]
-    floats = [entry for entry in plan.laid.values() if entry.dtype in _ACTIVATION_BYTES]
+    floats = [entry for entry in plan.laid.values() if entry.dtype in DTYPE_NAMES]
     largest = max(floats, key=lambda entry: math.prod(entry.layout.full), default=None)
-    return _ACTIVATION_BYTES[largest.dtype] if largest else 2
+    dtype = stated_dtype(plan.model.sizes.settings) or (largest.dtype if largest else "BF16")
+    return DTYPE_BITS[dtype] // 8

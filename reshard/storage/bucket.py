@@ -22,7 +22,7 @@ from reshard.storage.parts import not_begun
 from reshard.storage.remote import StoredFile, ask, etag_of, explain, open_store
 from reshard.storage.stand_in import Elsewhere, stand_in
 from reshard.storage.threads import Threads
-from reshard.system import disk_errors
+from reshard.system import check_space, disk_errors
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -104,7 +104,7 @@ def fetch_stored(url: str, wanted: Weights, cache: Path) -> Fetched:
             if file not in whole
             if (entry := entries[file])
         }
-        _check_space(cache, sum(sizes[file] for file in whole), name)
+        check_space(cache, sum(sizes[file] for file in whole), name, "give another place with --cache-dir")
 
         def fill(at: Path) -> None:
             shutil.copytree(sides, at, dirs_exist_ok=True)
@@ -228,13 +228,3 @@ def _copy(store: ObjectStore, names: Iterable[str], folder: Path, url: str) -> N
 
     with Threads(_REQUESTS) as threads:
         threads.map(copy, names)
-
-
-def _check_space(cache: Path, needed: int, name: str) -> None:
-    there = next(path for path in [cache, *cache.parents] if path.exists())
-    free = shutil.disk_usage(there).free
-    if needed > free:
-        raise CheckpointError(
-            f"not enough space for {name} in {cache}: {needed / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free",
-            "free some space, or give another place with --cache-dir",
-        )

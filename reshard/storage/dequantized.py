@@ -23,11 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from formats.documents import json_bytes
-from formats.errors import CheckpointError, MismatchError, NotationError, PlanError
+from formats.errors import CheckpointError, NotationError, PlanError
 from formats.files.checkpoint import MODELOPT, Checkpoint, WeightFile, open_checkpoint
 from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header, tensor_bytes
 from formats.files.sharded import is_sharded
-from formats.files.stamps import Stamp, stamp_of, stamps_in, stamps_of
+from formats.files.stamps import Stamp, check_unchanged, stamps_in, stamps_of, was_changed
 from formats.notation.architecture import Architecture
 from formats.notation.architecture_files import find_architecture, load_architecture
 from formats.notation.axes import Shape
@@ -92,9 +92,7 @@ class LocalFile(Remote):
         except OSError as error:
             raise unreadable(self.path, error) from error
         if (found.st_size, found.st_mtime_ns, found.st_ino) != (self.size, self.mtime_ns, self.inode):
-            raise MismatchError(
-                f"{self.path} was changed while it was read", "run the command again when nobody writes there"
-            )
+            raise was_changed(self.path)
 
     def open(self) -> Read:
         """Open the file; it may be closed and opened again between two reads."""
@@ -300,7 +298,7 @@ def dequantized(fetched: Fetched, weights: Weights, cache: Path, plan_file: Path
 
     def fill(at: Path) -> None:
         _fill(at, checkpoint, made)
-        _check_unchanged(stamps)
+        check_unchanged(stamps)
 
     with disk_errors(folder):
         there = {file: Elsewhere(of, of.size) for file, of in made.items()}
@@ -315,15 +313,6 @@ def _sides(checkpoint: Checkpoint) -> list[Path]:
 
 def _local(path: Path, root: Path, stamp: Stamp) -> LocalFile:
     return LocalFile(path, root, stamp.size, stamp.mtime_ns, stamp.inode, stamp.content)
-
-
-def _check_unchanged(stamps: Mapping[Path, Stamp]) -> None:
-    """Raise MismatchError if a file is no longer in the state that it had before it was read."""
-    for path, stamp in stamps.items():
-        if stamp_of(path, stamp.name).open_state != stamp.open_state:
-            raise MismatchError(
-                f"{path} was changed while it was read", "run the command again when nobody writes there"
-            )
 
 
 def _input_first(architecture: Architecture, sizes: AxisSizes, weight: str, shape: tuple[int, ...]) -> set[bool]:

@@ -28,6 +28,7 @@ from reshard.storage.fetched import Fetched, Weights
 from reshard.storage.names import left_out, needed_to_plan, side_files, weight_files
 from reshard.storage.remote import HubFile
 from reshard.storage.stand_in import Elsewhere, stand_in
+from reshard.system import check_space
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoSibling
@@ -244,13 +245,8 @@ def _cached_listing(request: _Request, folder: Path) -> list[str]:
 def _check_space(request: _Request, folder: Path, needed: int) -> None:
     """Raise CheckpointError if the disk is too small for ``needed`` bytes; unfinished downloads count as done."""
     begun = sum(path.stat().st_size for path in (folder.parent.parent / "blobs").glob("*.incomplete"))
-    free = shutil.disk_usage(folder).free
-    if needed - begun > free:
-        raise CheckpointError(
-            f"not enough space for {request.repo} in {folder.parent.parent.parent}: "
-            f"{needed / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free",
-            "free some space, or give another place with --cache-dir (or HF_HOME)",
-        )
+    hint = "give another place with --cache-dir (or HF_HOME)"
+    check_space(folder.parent.parent.parent, needed - begun, request.repo, hint)
 
 
 def _stand_in_folder(request: _Request, wanted: Weights, commit: str) -> Path:

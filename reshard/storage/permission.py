@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -99,12 +98,3 @@ def _numbers(paths: Iterable[Path]) -> Iterator[tuple[int, int]]:
             found = path.lstat()
             if path.is_dir() or found.st_nlink == 1:
                 yield found.st_dev, found.st_ino
-
-
-def check_space(folder: Path, needed: int) -> None:
-    """Raise CheckpointError if the disk has less free space than ``needed`` bytes."""
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise CheckpointError(
-            f"{folder}: {needed:,} bytes are needed and {free:,} are free", "free some space, or write to another disk"
-        )

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from formats.documents import read_config
-from formats.errors import CheckpointError, MismatchError
+from formats.errors import CheckpointError
 from formats.files.checkpoint import (
     Checkpoint,
     fingerprint,
@@ -25,7 +25,7 @@ from formats.files.sharded import (
     SourceRecord,
     plan_digest,
 )
-from formats.files.stamps import Stamp, stamp_of
+from formats.files.stamps import Stamp, check_unchanged
 from formats.mesh import Mesh
 from formats.notation.architecture_document import to_document
 from formats.notation.format import Format
@@ -195,11 +195,7 @@ class Source:
         for file in self.files.values():
             if file.remote is not None:
                 file.remote.check_unchanged()
-        for path, stamp in self.stamps.items():
-            if not path.exists() or stamp_of(path, stamp.name).open_state != stamp.open_state:
-                raise MismatchError(
-                    f"{path} was changed while it was read", "run the command again when nobody writes there"
-                )
+        check_unchanged(self.stamps)
 
     @property
     def model(self) -> Model:

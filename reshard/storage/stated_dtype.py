@@ -12,10 +12,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from formats.files.safetensors import TensorInfo
+from formats.files.safetensors import DTYPE_NAMES, TensorInfo
 
-NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""The dtypes of weights that are not quantized, as config.json calls them."""
 _KEYS = ("dtype", "torch_dtype")
 
 
@@ -26,7 +24,7 @@ def dtype_of(held: Iterable[Mapping[str, TensorInfo]]) -> str | None:
         for info in tensors.values():
             counts[info.dtype] += math.prod(info.shape)
     found = counts.most_common(1)
-    return NAMES.get(found[0][0]) if found else None
+    return DTYPE_NAMES.get(found[0][0]) if found else None
 
 
 def with_dtype(config: Mapping[str, Any], section: Iterable[str], dtype: str | None) -> tuple[dict[str, Any], set[str]]:
@@ -37,7 +35,7 @@ def with_dtype(config: Mapping[str, Any], section: Iterable[str], dtype: str | N
     found, others = copy.deepcopy(dict(config)), set[str]()
     for part in _parts(found, section):
         for key in _KEYS:
-            if dtype is not None and part.get(key) in {*NAMES.values()} - {dtype}:
+            if dtype is not None and part.get(key) in {*DTYPE_NAMES.values()} - {dtype}:
                 others.add(part[key])
                 part[key] = dtype
     return found, others

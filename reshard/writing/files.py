@@ -27,11 +27,12 @@ from reshard.storage.journal import Finished, Read
 from reshard.storage.marks import is_published, staging_of
 from reshard.storage.output import PublishedError, Staging
 from reshard.storage.parts import Dealt
-from reshard.storage.permission import check_output, check_space
+from reshard.storage.permission import check_output
 from reshard.storage.place import Bucket
 from reshard.storage.retries import Traffic
 from reshard.storage.source import Source, SourceFile
 from reshard.storage.upload import Uploading
+from reshard.system import check_space
 from reshard.writing.progress import Count, Progress
 from reshard.writing.shard_files import ShardFile
 

@@ -19,8 +19,9 @@ from reshard.planning.plan import Plan
 from reshard.planning.rank_config import rank_config
 from reshard.storage.marks import staging_of, unfinished_command
 from reshard.storage.output import PATIENCE, Staging
-from reshard.storage.permission import check_no_strangers, check_output, check_space
+from reshard.storage.permission import check_no_strangers, check_output
 from reshard.storage.source import Source
+from reshard.system import check_space
 from reshard.writing.files import NewFile, Written, already_staged, new_file
 from reshard.writing.outputs import Output
 from reshard.writing.publishing import check_read, check_unchanged

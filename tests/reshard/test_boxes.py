@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from formats.errors import MismatchError, PlanError
 from formats.files.boxes import At, check_tiling, whole_shape
-from formats.notation.axes import Run
-from reshard.planning.boxes import in_two, joined_runs
+from formats.notation.axes import Run, product_runs
+from reshard.planning.boxes import in_two
 
 
 @st.composite
@@ -32,11 +32,11 @@ def test_the_runs_of_a_product_have_its_elements(of: list[tuple[list[Run], int]]
     numbers = np.arange(np.prod(sizes)).reshape(sizes)
     kept = [[index for run in runs for index in range(run.offset, run.end)] for runs, _ in of]
     wanted = numbers[np.ix_(*kept)].ravel().tolist()
-    assert [index for run in joined_runs(of) for index in range(run.offset, run.end)] == wanted
+    assert [index for run in product_runs(of) for index in range(run.offset, run.end)] == wanted
 
 
 @given(st.integers(0, 30), st.integers(1, 30), st.integers(1, 8))
-def test_a_runin_two_is_the_same_run(offset: int, length: int, inner: int) -> None:
+def test_a_run_in_two_is_the_same_run(offset: int, length: int, inner: int) -> None:
     try:
         first, second = in_two(Run(offset, length), inner)
     except PlanError:

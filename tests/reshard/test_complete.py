@@ -243,6 +243,14 @@ def test_what_publishers_leave_out_is_not_missing(kind: str, tmp_path: Path) -> 
     open_source(written(tmp_path, config, change(llama_tensors())))
 
 
+def test_a_model_with_two_heads_has_that_for_tokens(tmp_path: Path) -> None:
+    """As all classes have whose names end as those of models with a head."""
+    config = LLAMA | {"architectures": ["LlamaDoubleHeadsModel"]}
+    open_source(written(tmp_path / "whole", config, llama_tensors()))
+    message = refusal(written(tmp_path / "part", config, without(llama_tensors(), "lm_head")))
+    assert "'lm_head.weight' is missing" in message
+
+
 @pytest.mark.parametrize("name", ["t5", "t5-encoder", "mt5", "marian"])
 def test_encoders_and_decoders(name: str, tmp_path: Path) -> None:
     """Positions in the first layer alone, MLPs with and without a gate, no norm at the end; and each without one."""

@@ -352,7 +352,11 @@ def test_unknown_revision(client: Client) -> None:
 def test_disk_too_small(hub: HubServer, client: Client) -> None:
     before = "import shutil, collections; shutil.disk_usage = lambda _: collections.namedtuple('u', 'free')(1000)\n"
     error = client(before=before).error
-    assert "not enough space" in error and "0.0 GB needed" in error and "--cache-dir" in error
+    assert (
+        f"not enough space for {REPO}: " in error
+        and "bytes are needed and 1,000 are free" in error
+        and "--cache-dir" in error
+    )
     assert not set(hub.downloads()) & set(SHARDS)
 
 

@@ -14,8 +14,16 @@ from typing import Any
 
 import torch
 import transformers
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+from formats.transformers_internals import (
+    WeightConverter,
+    WeightRenaming,
+    class_for,
+    dot_natural_key,
+    get_model_conversion_mapping,
+    is_auto,
+    rename_source_key,
+)
 
 
 def model_class(config: Mapping[str, Any]) -> Any:
@@ -29,10 +37,9 @@ def model_class(config: Mapping[str, Any]) -> Any:
 
 def concrete_class(cls: Any, config: Mapping[str, Any]) -> Any:
     """The class of the model itself, where ``cls`` is one of transformers' ``AutoModel`` classes."""
-    if not hasattr(cls, "_model_mapping"):
+    if not is_auto(cls):
         return cls
-    settings = transformers.AutoConfig.for_model(**settings_of(config))
-    return cls._model_mapping[type(settings)]
+    return class_for(cls, transformers.AutoConfig.for_model(**settings_of(config)))
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -120,13 +120,14 @@ def _network(model: Model) -> Any:
     import torch
     import transformers
 
+    from formats.transformers_internals import is_auto
     from formats.transformers_modules import model_class, settings_of
 
     try:
         config = transformers.AutoConfig.for_model(**settings_of(model.config))
         cls = model_class(model.config)
         with torch.device("meta"):
-            return cls.from_config(config) if hasattr(cls, "_model_mapping") else cls._from_config(config)
+            return cls.from_config(config) if is_auto(cls) else cls._from_config(config)
     except Exception as error:  # whatever the constructors of transformers raise
         kind, text = model.config.get("model_type"), " ".join(str(error).split())
         raise PlanError(f"transformers cannot build a model of type '{kind}': {text}") from None
@@ -300,7 +301,7 @@ def _plan_experts(draft: _Draft, network: Any, owner: str, parts: list[_Part]) -
 
 def _is_transposed(network: Any, name: str) -> bool:
     """Whether transformers turns a parameter around as it loads it."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
+    from formats.transformers_internals import get_model_conversion_mapping
 
     for entry in get_model_conversion_mapping(network):
         turns = any(type(operation).__name__ == "Transpose" for operation in getattr(entry, "operations", ()))

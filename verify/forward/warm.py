@@ -2,6 +2,6 @@
 first model, is made once for all ranks.
 """
 
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from formats.transformers_internals import get_checkpoint_conversion_mapping
 
 get_checkpoint_conversion_mapping("llama")

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 import transformers
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
 
 from formats.documents import read_config
 from formats.errors import CheckpointError, ReshardError
 from formats.notation.architecture_files import find_architecture, load_architecture
 from formats.quantization.settings import without_quantization
+from formats.transformers_internals import not_saved, revert_weight_conversion, tied_weights
 from formats.transformers_modules import concrete_class, model_class, settings_of
 from reshard.planning.binding import bind
 from reshard.planning.model import FullTensor, Model
@@ -75,8 +75,7 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         cls = concrete_class(model_class(config), config)
         with quiet_transformers(), torch.device("meta"), no_init_weights():
             model = cls(transformers.AutoConfig.for_model(**settings_of(config)))
-        tied = set(getattr(model, "all_tied_weights_keys", None) or {})
-        ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+        tied, ignored = tied_weights(model), not_saved(model)
         saved = ((key, tensor) for key, tensor in model.state_dict().items() if key not in tied)
         state = {key: tensor for key, tensor in saved if not any(re.search(pattern, key) for pattern in ignored)}
         return {key: tuple(tensor.shape) for key, tensor in revert_weight_conversion(model, state).items()}

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from transformers.core_model_loading import revert_weight_conversion
 
+from formats.transformers_internals import revert_weight_conversion
 from reshard.planning.plan import Layout
 from verify.rank.collectives import Groups, reduce_from_group
 from verify.rank.layers import Part

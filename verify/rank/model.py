@@ -17,6 +17,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from formats.errors import CheckpointError
+from formats.transformers_internals import has_first_values, tied_weights
 from formats.transformers_modules import concrete_class, model_class, placements, settings_of
 from reshard.planning.rank_config import with_sizes_of_whole
 from verify.rank.collectives import Groups
@@ -125,13 +126,13 @@ def localised(cls: Any, rank: Rank, modules: ModuleTable, cut: dict[str, None], 
                     old.data = new
                 else:
                     module._buffers[last] = new
-        filled = {*placed, *(getattr(self, "all_tied_weights_keys", None) or {})}
+        filled = {*placed, *tied_weights(self)}
         for path, module in self.named_modules():
             _say_size(module)
             own = {f"{path}.{key}" if path else key for key in module._parameters}
             if own & filled and not module._non_persistent_buffers_set:
                 # It comes from the folder; first values may have the original's sizes. A table of sines may not.
-                module._is_hf_initialized = True
+                has_first_values(module)
         modules.set_attributes(self)
 
     return type(cls.__name__, (cls,), {"__init__": __init__, "__module__": cls.__module__})

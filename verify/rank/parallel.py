@@ -32,6 +32,7 @@ from accelerate.hooks import add_hook_to_module, remove_hook_from_module
 from torch import nn
 
 from formats.errors import PlanError
+from formats.transformers_internals import tied_weights
 from formats.transformers_modules import placements
 from reshard.planning.plan import Layout
 from verify.rank.collectives import Groups
@@ -72,7 +73,7 @@ def parallelise(
     }
     values = model.state_dict(keep_vars=True)
     by_tensor = {id(values[name]): role for name, role in by_name.items()}
-    for tied, kept in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+    for tied, kept in tied_weights(model).items():
         # One tensor, as a rule, but two where weights are on disk.
         role = by_name.get(kept) or by_name.get(tied)
         if role is not None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from formats.errors import ReshardError
+from formats.transformers_internals import has_first_values, tied_weights
 from formats.transformers_modules import placements
 from reshard.planning.plan import Layout, Plan
 from reshard.planning.stages import is_layered
@@ -124,7 +125,7 @@ class Pipeline:
         if len(lists) != 1:
             what = ", ".join(f"'{path}'" for path in sorted(lists))
             raise ReshardError(f"no forward of {self._plan.mesh} is known: the layers are not in one list ({what})")
-        tied = getattr(model, "all_tied_weights_keys", None) or {}
+        tied = tied_weights(model)
         for target, source in tied.items():
             both = stages.get(target, frozenset()) | stages.get(source, frozenset())
             stages |= {target: both, source: both}
@@ -139,7 +140,7 @@ class Pipeline:
             runs_everywhere = name in first and not name.startswith(inside)  # to no effect before the layers
             shape = placed[name].shape if runs_everywhere else (0,)
             instead = torch.zeros(shape, dtype=known[last].dtype, device=self._device)
-            instead._is_hf_initialized = True  # type: ignore[attr-defined]
+            has_first_values(instead)
             del known[last]
             setattr(module, last, instead)  # no parameter: nothing is to be loaded
         if tied:
@@ -148,7 +149,7 @@ class Pipeline:
             }
         present = {path for name in stages.keys() - absent for path in _around(name)}
         for path in {path for name in absent for path in _around(name)} - present:
-            model.get_submodule(path)._is_hf_initialized = True  # there is nothing to give first values to
+            has_first_values(model.get_submodule(path))  # there is nothing to give first values to
         self._absent = sorted(absent)
 
     # ------------------------------------------------------------------------------------------------- after loading

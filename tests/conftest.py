@@ -54,12 +54,12 @@ def _make_all_small() -> None:
     import reshard.engine.jobs
     import reshard.storage.output
     import reshard.writing.rank_folders
-    import verify.bytes.tensors
+    import verify.bytes.comparison
 
     # The models are tiny, and tests run side by side: threads of one wait for the core that another has.
     torch.set_num_threads(1)
     # The tensors are tiny, too: some of them go the way of large ones.
-    reshard.engine.jobs.SMALL = verify.bytes.tensors.SMALL = 1000
+    reshard.engine.jobs.SMALL = verify.bytes.comparison.SMALL = 1000
     # Nobody else writes to the outputs of a test in this process: what is in the way will not go away.
     reshard.storage.output.PATIENCE = reshard.writing.rank_folders.PATIENCE = 0.1
 

@@ -445,8 +445,8 @@ def test_a_rank_that_states_something_else(kind, tmp_path):
     rewrite(tmp_path / "tp4/rank-01-of-04", name, old, new)
     report = compare(open_source(source), open_source(tmp_path / "tp4"))
     assert report.verdict == "different"
-    file = re.escape(str(tmp_path / "tp4/rank-01-of-04/model.safetensors"))
-    assert any(re.match(f"{file}: tensor '{name}' is not the original's with", line) for line in report.problems)
+    assert [(damage.tensor, damage.rank) for damage in report.damages] == [(name, 1)]
+    assert report.first is not None and report.first.file == str(tmp_path / "tp4/rank-01-of-04/model.safetensors")
     for route in (merge, lambda *paths, **more: split(*paths, 2, **more)):
         with pytest.raises(MismatchError, match=re.escape(name) + ".*" + re.escape(message)):
             route(tmp_path / "tp4", tmp_path / "out", options=Options(fsync=False, checksum=False))

@@ -520,7 +520,8 @@ def test_scales_that_were_one_and_differ_are_refused(tmp_path):
     change_tensor(tmp_path / "tp4/rank-01-of-04/model.safetensors", name, at=2)
     report = verify_exact(open_source(source), tmp_path / "tp4")
     assert report.verdict == "different"
-    assert name in report.problems[0] and "rank-01-of-04" in report.problems[0]
+    assert report.first is not None
+    assert (report.first.tensor, report.first.rank) == (name, 1) and "rank-01-of-04" in report.first.file
     (tmp_path / "tp4/reshard.json").unlink()
     with pytest.raises(MismatchError, match=name):
         merge(tmp_path / "tp4", tmp_path / "merged")

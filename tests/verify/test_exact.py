@@ -25,14 +25,16 @@ from formats.notation.architecture_document import architecture_from_document
 from formats.notation.axes import Run
 from reshard.api import Padding, merge, split
 from reshard.cli.commands import main
+from reshard.planning.arrangement import arrangement_of
 from reshard.planning.binding import bind
 from reshard.planning.model import FullTensor
-from reshard.planning.plan import Box, Layout, make_plan
+from reshard.planning.plan import Box, Layout, Plan, make_plan
 from reshard.storage.opening import open_source
 from tests import store, zoo
 from tests.verify.faults import FAULTS, inject
-from verify.bytes import exact_report, views
-from verify.bytes import tensors as comparing
+from verify.bytes import comparison, exact_report, views
+from verify.bytes.atoms import check_all_owned
+from verify.bytes.comparison import Comparison
 from verify.bytes.exact import verify_exact
 from verify.bytes.exact_report import ExactReport
 from verify.bytes.reading import Files
@@ -123,8 +125,8 @@ def test_small_chunks_find_the_same(
         expected = check(damaged)
         for size, small, together in [(300, 0, 1), (8192, 0, 1), (8192, 4000, 3), (8192, 1 << 20, 1000)]:
             monkeypatch.setattr(views, "CHUNK", size)
-            monkeypatch.setattr(comparing, "SMALL", small)
-            monkeypatch.setattr(comparing, "TOGETHER", together)
+            monkeypatch.setattr(comparison, "SMALL", small)
+            monkeypatch.setattr(comparison, "TOGETHER", together)
             assert check(pair).verdict == "same"
             assert check(damaged) == expected
         monkeypatch.undo()
@@ -433,19 +435,18 @@ def test_any_layout_and_any_byte(data: st.DataObject, tmp_path_factory: pytest.T
     wrong = data.draw(st.integers(0, len(parts) - 1))
     at = data.draw(st.integers(0, parts[wrong]["w"].nbytes - 1))
     before, views.CHUNK = views.CHUNK, data.draw(st.sampled_from([1, 8, 40, 1000, 1 << 20]))
-    small, comparing.SMALL = comparing.SMALL, data.draw(st.sampled_from([0, 1 << 20]))
+    small, comparison.SMALL = comparison.SMALL, data.draw(st.sampled_from([0, 1 << 20]))
     try:
-        one_source: Any = _Tensors((one,))
-        sources: Any = _Tensors(tuple(parts))
-        ranks = {"w": range(len(parts))}
-        assert comparing.compare_bytes(one_source, sources, plan, ranks, lambda *_: None, 2, Files()).damages == ()
+        one_source: Any = _Tensors((one,), model)
+        sources: Any = _Tensors(tuple(parts), model)
+        assert _compared(one_source, sources, plan).damages == ()
         info = parts[wrong]["w"]
         content = bytearray(info.file.read_bytes())
         content[info.offset + at] ^= 255
         info.file.write_bytes(content)
-        report = comparing.compare_bytes(one_source, sources, plan, ranks, lambda *_: None, 2, Files())
+        report = _compared(one_source, sources, plan)
     finally:
-        views.CHUNK, comparing.SMALL = before, small
+        views.CHUNK, comparison.SMALL = before, small
     assert report.damages == (exact_report.Damage("w", wrong, 1, 1),)
     first = report.first
     assert first is not None and first.offset == info.offset + at // item * item
@@ -458,7 +459,17 @@ class _Tensors:
     """The part of a source that the byte comparison looks at."""
 
     ranks: tuple[Any, ...]
+    model: Any
     files: ClassVar[dict[Path, Any]] = {}
+    kept: ClassVar[dict[str, Any]] = {}
+    boxes: ClassVar[None] = None
+    format: ClassVar[None] = None
+
+
+def _compared(original: Any, shards: Any, plan: Plan) -> ExactReport:
+    held = {"w": range(len(shards.ranks))}
+    arrangement = arrangement_of(plan, None)
+    return Comparison(original, shards, arrangement, held, lambda *_: None, {}, Files()).run(2)
 
 
 def _saved(path: Path, dtype: str, content: np.ndarray[Any, Any]) -> Any:
@@ -477,7 +488,7 @@ def test_elements_that_nobody_owns(llama: Pair) -> None:
     rule = open_source(llama.original).plan.entries["lm_head.weight"].layout.rule
     boxes = {rank: Box(((Run(3 * rank, 2),), (Run(0, 4),)), (2, 4)) for rank in range(2)}
     with pytest.raises(PlanError, match="no rank holds"):
-        views.View(Layout(rule, (5, 4), (5, 4), boxes, 2, (5, 4), frozenset({0})), 32)
+        check_all_owned(Layout(rule, (5, 4), (5, 4), boxes, 2, (5, 4), frozenset({0})))
 
 
 # --------------------------------------------------------------------------------------------------------- the command

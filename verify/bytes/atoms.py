@@ -1,27 +1,61 @@
-"""Where the elements of a stored tensor of another program's come from: blocks that lie in both, with their strides.
+"""Where the elements of a stored tensor come from: blocks that lie in both, with their strides.
 
-A format says what a program joins, stacks and reorders (``reshard.planning.arrangement.Portion``). The plan says which
-runs of each factor a rank owns, or a file's header which box of the tensor it has. From these alone follows a *block*:
-elements that have one stride along each factor, in the original's tensor as well as in the rank's. Where the engine
-finds them is not asked.
+A format says what it joins, stacks and reorders (``reshard.planning.portions.Portion``). The plan says which runs of
+each factor a rank owns, or a file's header which box of the tensor it has. From these alone follows a *block*: elements
+that have one stride along each factor, in the original's tensor as well as in the rank's. Where the engine finds them
+is not asked.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from formats.errors import PlanError
 from formats.files.boxes import At
 from formats.notation.axes import Run
 from formats.notation.components import components
+from reshard.planning.arrangement import Arrangement
+from reshard.planning.boxes import InBoxes
 from reshard.planning.geometry import Geometry
 from reshard.planning.model import Kind, Model
-from reshard.planning.plan import Layout
+from reshard.planning.plan import Layout, Plan
 from reshard.planning.portions import Portion, rule_of
-from verify.bytes.views import pieces
+from reshard.planning.stored import Atom, Stored
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Neighbouring indices of a factor on a rank: from ``start`` in the full tensor, from ``local`` in its part."""
+
+    start: int
+    length: int
+    local: int
+    padding: bool
+
+    @property
+    def end(self) -> int:
+        """The first index after it."""
+        return self.start + self.length
+
+
+def pieces(runs: Iterable[Run], full: int) -> Iterator[Piece]:
+    """Pieces from runs, which are cut at the end of the unpadded dimension."""
+    local = 0
+    for run in runs:
+        inside = max(0, min(run.length, full - run.offset))
+        if inside:
+            yield Piece(run.offset, inside, local, False)
+        if run.length > inside:
+            yield Piece(run.offset + inside, run.length - inside, local + inside, True)
+        local += run.length
 
 
 @dataclass(frozen=True)
@@ -31,7 +65,7 @@ class Block:
     ``shard`` is the first element in the rank's tensor and ``shard_strides`` the steps there, ``original`` and
     ``original_strides`` those in the original's tensor; all count elements. For an atom that is what one index of a
     tensor has, they count from that index on. ``original`` is None for padding. ``first`` is the index of the first
-    element in the original's tensor (the padded one), and a step along a factor moves ``step`` along dimension ``dim``.
+    element in the padded tensor, and a step along a factor moves ``step`` along dimension ``dim`` there.
     """
 
     shape: tuple[int, ...]
@@ -41,6 +75,11 @@ class Block:
     original_strides: tuple[int, ...]
     first: tuple[int, ...]
     along: tuple[tuple[int, int], ...]
+
+    def of_index(self, index: int, elements: int) -> Block:
+        """The block of an atom that is what this index of a tensor has, each of so many elements, in the tensor."""
+        original = None if self.original is None else self.original + index * elements
+        return replace(self, original=original, first=(self.first[0] + index, *self.first[1:]))
 
 
 @dataclass(frozen=True)
@@ -53,25 +92,40 @@ class Part:
 
 @dataclass(frozen=True)
 class Spread:
-    """Where the factors of an atom lie in the original's tensor.
+    """Where the factors of an atom lie in a tensor of this shape.
 
     ``along`` has, for each factor, its dimension and how far one step of it moves there; ``first`` where the atom
     begins in each dimension.
     """
 
+    shape: tuple[int, ...]
     along: tuple[tuple[int, int], ...]
     first: tuple[int, ...]
 
 
-def spread_of(model: Model, kind: Kind, portion: Portion) -> Spread:
+class Spreads(NamedTuple):
+    """Where the factors of an atom lie in the original's tensor, and in the padded one."""
+
+    full: Spread
+    padded: Spread
+
+
+def spreads_of(plan: Plan, kind: Kind, portion: Portion) -> Spreads:
     """Where the factors of a portion's atoms lie in tensors of a kind."""
+    sizes = plan.model.sizes.of(dict(kind.indices))
+    full = replace(_spread(plan.model, kind, portion, sizes), shape=kind.shape)
+    padded = {axis: size for axis, size in plan.padding.items() if axis in sizes}
+    return Spreads(full, _spread(plan.model, kind, portion, {**sizes, **padded}) if padded else full)
+
+
+def _spread(model: Model, kind: Kind, portion: Portion, sizes: Mapping[str, int]) -> Spread:
     component, shift = portion.component, int(portion.by_index)
-    sizes = model.sizes.of(dict(kind.indices))
+    rule = rule_of(model, kind)
     lengths = component.shape.sizes(sizes)
     first = [0] * (len(component.counts) + shift)
     joined = 1
     if component.label is not None:
-        parts = components(rule_of(model, kind))
+        parts = components(rule)
         number = [part.label for part in parts].index(component.label)
         own = [math.prod(part.shape.sizes(sizes)[p] for p in part.of_dim(part.dim)[part.lead :]) for part in parts]
         joined, first[component.dim + shift] = sum(own), sum(own[:number])
@@ -83,16 +137,68 @@ def spread_of(model: Model, kind: Kind, portion: Portion) -> Spread:
                 step = joined
             along[place] = dim + shift, step
             step *= lengths[place]
-    return Spread(tuple(along), tuple(first))
+    return Spread(rule.sizes(sizes), tuple(along), tuple(first))
 
 
-def part_of(geometry: Geometry, kinds: Sequence[Kind], model: Model, rank: int) -> Part | None:
+class Parts:
+    """What each rank has of each stored tensor; those of equal layouts are computed once."""
+
+    def __init__(self, arrangement: Arrangement) -> None:
+        self._plan = arrangement.plan
+        self._kinds = {tensor.name: tensor.kind for tensor in arrangement.plan.model.tensors}
+        self._found: dict[tuple[Geometry, int | At], Part | None] = {}
+        self._lock = threading.Lock()
+
+    def of(self, stored: Stored, rank: int) -> Part | None:
+        """What a rank, or a file with boxes, has of a stored tensor, or None."""
+        geometry = stored.geometry
+        if isinstance(geometry, InBoxes):
+            at = geometry.boxes.get(rank)
+            return self._part(geometry.whole, stored, at) if at is not None else None
+        return self._part(geometry, stored, rank)
+
+    def _part(self, geometry: Geometry, stored: Stored, place: int | At) -> Part | None:
+        with self._lock:
+            if (geometry, place) not in self._found:
+                kinds = [self._kinds[atom.tensor] for atom in stored.atoms[: len(geometry.portions)]]
+                if isinstance(place, At):
+                    self._found[geometry, place] = part_in_box(geometry, kinds, self._plan, place)
+                else:
+                    self._found[geometry, place] = part_of(geometry, kinds, self._plan, place)
+            return self._found[geometry, place]
+
+    def kind(self, atom: Atom) -> Kind:
+        """The kind of an atom's tensor."""
+        return self._kinds[atom.tensor]
+
+
+def check_all_owned(layout: Layout) -> None:
+    """Raise PlanError if no rank holds some element: each cell of the grid of all cuts must have an owner."""
+    boxes = (zip(box.dims, layout.full, strict=True) for box in layout.boxes.values())
+    owned = [[list(pieces(runs, size)) for runs, size in dims] for dims in boxes]
+    cuts = [
+        sorted({0, size, *(n for dims in owned for piece in dims[i] for n in (piece.start, piece.end))})
+        for i, size in enumerate(layout.full)
+    ]
+    there: NDArray[np.bool_] = np.zeros([len(of) - 1 for of in cuts], bool)
+    for dims in owned:
+        owns = [
+            np.isin(of[:-1], [n for piece in found for n in of if piece.start <= n < piece.end])
+            for of, found in zip(cuts, dims, strict=True)
+        ]
+        there[np.ix_(*owns)] = True
+    inside = tuple(slice(0, of.index(size)) for of, size in zip(cuts, layout.full, strict=True))
+    if not there[inside].all():
+        raise PlanError(f"no rank holds some elements of a tensor with the rule '{layout.rule}'")
+
+
+def part_of(geometry: Geometry, kinds: Sequence[Kind], plan: Plan, rank: int) -> Part | None:
     """What a rank has of a stored tensor, whose portions are of these kinds; None if it has nothing of it.
 
     Raises PlanError where an atom has other dimensions than factors.
     """
     portions, layouts = geometry.portions, geometry.layouts
-    spreads = [spread_of(model, kind, portion) for kind, portion in zip(kinds, portions, strict=True)]
+    spreads = [spreads_of(plan, kind, portion) for kind, portion in zip(kinds, portions, strict=True)]
     atoms: list[tuple[Block, ...] | None] = [None] * len(layouts)
     shape: tuple[int, ...] = ()
     count = size = 0
@@ -108,7 +214,7 @@ def part_of(geometry: Geometry, kinds: Sequence[Kind], model: Model, rank: int) 
             inner = own[portion.outer :]
             strides = (*_strides(own[: portion.outer], row), *_strides(inner, 1))
             base = count * size + begin
-            atoms[start + slot] = tuple(_blocks(slots[slot], rank, kinds[slot], portion, spreads[slot], base, strides))
+            atoms[start + slot] = tuple(_blocks(slots[slot], rank, portion, spreads[slot], base, strides))
             begin += math.prod(inner)
         count += 1
     if not count:
@@ -147,13 +253,13 @@ def _strides(lengths: Sequence[int], last: int) -> list[int]:
 
 
 def _blocks(
-    layout: Layout, rank: int, kind: Kind, portion: Portion, spread: Spread, base: int, strides: Sequence[int]
+    layout: Layout, rank: int, portion: Portion, spreads: Spreads, base: int, strides: Sequence[int]
 ) -> Iterator[Block]:
     """The blocks of an atom on a rank: one for each piece of each factor."""
     owned = [list(pieces(layout.boxes[rank].dims[place], layout.full[place])) for place in portion.order]
     for chosen in itertools.product(*owned):
         yield _block(
-            kind, portion, spread,
+            portion, spreads,
             starts=[piece.start for piece in chosen], shape=tuple(piece.length for piece in chosen),
             shard=base + sum(piece.local * stride for piece, stride in zip(chosen, strides, strict=True)),
             strides=strides, is_padding=any(piece.padding for piece in chosen),
@@ -161,35 +267,73 @@ def _blocks(
 
 
 def _block(
-    kind: Kind, portion: Portion, spread: Spread, *, starts: Sequence[int], shape: tuple[int, ...], shard: int,
+    portion: Portion, spreads: Spreads, *, starts: Sequence[int], shape: tuple[int, ...], shard: int,
     strides: Sequence[int], is_padding: bool = False,
 ) -> Block:  # fmt: skip
     """The block that begins at these indices of an atom's factors, and at element ``shard`` of the rank's tensor."""
-    steps, first = _strides(kind.shape, 1), [*spread.first]
-    along = tuple(spread.along[place] for place in portion.order)
-    for start, (dim, step) in zip(starts, along, strict=True):
-        first[dim] += start * step
+    steps = _strides(spreads.full.shape, 1)
+    first, along = _begun(spreads.full, portion, starts)
+    index, places = _begun(spreads.padded, portion, starts)
     return Block(
         shape=shape,
         shard=shard,
         shard_strides=tuple(strides),
         original=None if is_padding else sum(i * step for i, step in zip(first, steps, strict=True)),
         original_strides=tuple(steps[dim] * step for dim, step in along),
-        first=tuple(first),
-        along=along,
+        first=index,
+        along=places,
     )
+
+
+def _begun(
+    spread: Spread, portion: Portion, starts: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+    """The index of an atom's element, and how the factors move from there, in the stored order."""
+    first, along = [*spread.first], tuple(spread.along[place] for place in portion.order)
+    for start, (dim, step) in zip(starts, along, strict=True):
+        first[dim] += start * step
+    return tuple(first), along
+
+
+class Strided(NamedTuple):
+    """Elements in bytes: the first byte, the number along each dimension, its steps and the size of one, in bytes."""
+
+    begin: int
+    shape: tuple[int, ...]
+    steps: tuple[int, ...]
+    item: int
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes from the first to the last element."""
+        return sum((n - 1) * step for n, step in zip(self.shape, self.steps, strict=True)) + self.item
+
+
+def strided(offset: int, shape: tuple[int, ...], first: int, strides: Sequence[int], bits: int) -> Strided:
+    """Where elements of a tensor at ``offset`` are; of several in a byte, the bytes.
+
+    Raises PlanError where elements that share a byte do not follow each other.
+    """
+    if not bits % 8:
+        item = bits // 8
+        return Strided(offset + first * item, shape, tuple(stride * item for stride in strides), item)
+    count = 8 // bits
+    if not strides or strides[-1] != 1 or any(n % count for n in (first, shape[-1], *strides[:-1])):
+        raise PlanError(f"elements of {bits} bits would be cut within a byte")
+    steps = (*(stride // count for stride in strides[:-1]), 1)
+    return Strided(offset + first // count, (*shape[:-1], shape[-1] // count), steps, 1)
 
 
 # ------------------------------------------------------------------------------------------------------------ boxes
 
 
-def part_in_box(whole: Geometry, kinds: Sequence[Kind], model: Model, at: At) -> Part:
+def part_in_box(whole: Geometry, kinds: Sequence[Kind], plan: Plan, at: At) -> Part:
     """What a box has of a stored tensor, whose portions are of these kinds.
 
     ``whole`` has the tensor on one rank. A box may begin and end anywhere, also in the middle of a head.
     """
     portions, layouts = whole.portions, whole.layouts
-    spreads = [spread_of(model, kind, portion) for kind, portion in zip(kinds, portions, strict=True)]
+    spreads = [spreads_of(plan, kind, portion) for kind, portion in zip(kinds, portions, strict=True)]
     atoms: list[tuple[Block, ...] | None] = [None] * len(layouts)
     if not math.prod(at.shape):
         return Part(at.shape, tuple(atoms))
@@ -208,7 +352,7 @@ def part_in_box(whole: Geometry, kinds: Sequence[Kind], model: Model, at: At) ->
             factors = [_factors(portion, own, dim, total) for dim in range(len(shape))]
             starts = [begin if dim == portion.dim else 0 for dim in range(len(shape))]
             full = [slots[slot].full[factor] for factor in portion.order]
-            found = tuple(_in_box(kinds[slot], portion, spreads[slot], inner, base, factors, starts, full))
+            found = tuple(_in_box(portion, spreads[slot], inner, base, factors, starts, full))
             atoms[place * len(portions) + slot] = found or None
             begin += _joined(portion, own)
     return Part(at.shape, tuple(atoms))
@@ -233,7 +377,7 @@ def _factors(portion: Portion, lengths: Sequence[int], dim: int, total: int) -> 
 
 
 def _in_box(
-    kind: Kind, portion: Portion, spread: Spread, box: At, base: int, factors: Sequence[Factors],
+    portion: Portion, spreads: Spreads, box: At, base: int, factors: Sequence[Factors],
     starts: Sequence[int], full: Sequence[int],
 ) -> Iterator[Block]:  # fmt: skip
     """The blocks that a box has of an atom, which begins at ``starts``; the box's own first element is ``base``.
@@ -249,7 +393,7 @@ def _in_box(
         halves = [_at_end(run, end) for run, end in zip(itertools.chain(*chosen), full, strict=True)]
         for runs in itertools.product(*halves):
             yield _block(
-                kind, portion, spread,
+                portion, spreads,
                 starts=[run.offset for run in runs], shape=tuple(run.length for run in runs),
                 shard=base + corner + sum(run.offset * stride for run, stride in zip(runs, strides, strict=True)),
                 strides=strides, is_padding=any(run.end > end for run, end in zip(runs, full, strict=True)),

@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 from formats.errors import CheckpointError, PlanError, ReshardError
 from formats.files.sharded import is_sharded
+from reshard.planning.arrangement import arrangement_of
 from reshard.planning.finer_blocks import with_blocks
 from reshard.planning.plan import Plan, make_plan
 from reshard.storage.opening import open_source
@@ -21,11 +22,11 @@ from reshard.storage.opening_programs import is_of_programs, open_as
 from reshard.storage.remote import Remote
 from reshard.storage.source import Source, read_elsewhere
 from verify.bytes import folder
+from verify.bytes.comparison import Comparison, Progress, no_progress
 from verify.bytes.exact_report import ExactReport
-from verify.bytes.program import compare_program
+from verify.bytes.program import ProgramStructure
 from verify.bytes.reading import Files
-from verify.bytes.structure import Structure, check_derived
-from verify.bytes.tensors import Progress, compare_bytes, no_progress
+from verify.bytes.structure import OwnStructure
 
 
 def verify_exact(
@@ -60,9 +61,7 @@ def open_shards(
         opened = replace(opened, beside=beside)
         return read_elsewhere(opened, remote) if remote else opened
     except ReshardError as error:
-        reason = error.__context__
-        unreadable = isinstance(reason, OSError) and not isinstance(reason, FileNotFoundError)
-        if unreadable or not (is_sharded(path) or is_of_program):
+        if _is_unreadable(error) or not (is_sharded(path) or is_of_program):
             raise
         text = f"{error.message} ({error.hint})" if error.hint else error.message
         return ExactReport("unknown", 0, 0, 0, problems=(text,))
@@ -82,33 +81,38 @@ def compare(
             f"{original.path} is {what}: it cannot be the original",
             f"give the full checkpoint first, then the shards; 'reshard merge {original.path} OUT' makes one",
         )
-    if shards.format is not None:
-        return compare_program(original, shards, progress, workers)
-    ranks = len(shards.ranks)
+    of_program = shards.format is not None
     try:
-        plan = _planned(original, shards)
+        arrangement = shards.arrangement if of_program else arrangement_of(_planned(original, shards), None)
+        found = (ProgramStructure if of_program else OwnStructure)(original, shards, arrangement)
+        found.check()
+        sums = folder.begun_sums(original, shards)
+        files = Files(original, shards, sums=sums)
+        comparison = Comparison(original, shards, arrangement, found.comparable, progress, sums, files)
     except ReshardError as error:
-        return ExactReport(str(shards.plan.mesh), ranks, 0, 0, problems=(error.message,))
-    found = Structure(original, shards, plan)
-    found.check()
-    sums = folder.begun_sums(original, shards)
-    files = Files(original, shards, sums=sums)
-    derived = check_derived(original, shards, plan, found.comparable, files)
-    compared = derived.compared
-    left = {name: [r for r in ranks if r not in compared.get(name, ())] for name, ranks in found.comparable.items()}
-    left = {name: ranks for name, ranks in left.items() if ranks}
-    found.problems += derived.problems
-    bytes_found = compare_bytes(original, shards, plan, left, progress, workers or files.workers, files, sums)
-    damaged = {shards.ranks[damage.rank][damage.tensor].file for damage in bytes_found.damages}
-    found.problems += folder.wrong_checksums(original, shards, sums, damaged, files)
+        if _is_unreadable(error):
+            raise
+        return ExactReport(str(shards.plan.mesh), len(shards.ranks), 0, 0, problems=(error.message,))
+    report = comparison.run(workers or files.workers)
+    found.problems += folder.wrong_checksums(original, shards, sums, comparison.damaged, files)
+    if found.of_any_mesh:
+        report = replace(report, mesh="of no stated mesh", ranks=None)
     return replace(
-        bytes_found,
+        report,
+        form=shards.format.name if shards.format is not None else None,
         is_listed=shards.beside is not None,
         missing=tuple(found.missing),
         extra=tuple(found.extra),
         configs=tuple(found.configs),
         problems=tuple(found.problems),
+        not_compared=tuple(found.not_compared),
     )
+
+
+def _is_unreadable(error: ReshardError) -> bool:
+    """Whether a file is there that cannot be read: that says nothing about what is in it."""
+    reason = error.__context__
+    return isinstance(reason, OSError) and not isinstance(reason, FileNotFoundError)
 
 
 def _planned(original: Source, shards: Source) -> Plan:

@@ -8,6 +8,7 @@ of the original, its commit, and what was read to make the shards: that may have
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from formats.files.boxes import OFFSETS_KEY, boxes_metadata, read_boxes
 from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, MODEL
 from formats.files.checksum import PIECE, PartialSum, checksum, file_checksum, sum_part
 from formats.files.dcp import METADATA, object_bytes
-from formats.files.safetensors import TensorInfo, read_header, tensor_bytes
+from formats.files.safetensors import TensorInfo, read_header
 from formats.files.sharded import (
     MANIFEST,
     METADATA_KEY,
@@ -40,7 +41,7 @@ from reshard.planning.program_config import program_config
 from reshard.storage.marks import PUBLISHED, STATE
 from reshard.storage.program_source import program_files
 from reshard.storage.source import KEPT, Source
-from reshard.writing.shard_files import partition
+from verify.bytes.boundaries import boundary_problem
 from verify.bytes.reading import Files
 
 INDEX = "model.safetensors.index.json"
@@ -209,14 +210,16 @@ def _configs_of(folder: Path) -> list[str]:
 
 
 def begun_sums(original: Source, shards: Source) -> dict[Path, PartialSum]:
-    """For each weight file with a checksum in the manifest, the sum of its header; the data is added later."""
+    """For each weight file with a checksum in the manifest, the sum of all but its tensors, which are added later."""
     files = [*original.files.values(), *shards.files.values()]
     said = {path for path, value in _said(original, shards).items() if value is not None}
     sums = {}
     for file in files:
-        if file.path in said and file.header is not None:
+        beside = [*([(0, file.header)] if file.header is not None else []), *file.rest]
+        if file.path in said and beside:
             sums[file.path] = PartialSum(file.size)
-            sums[file.path].add(0, len(file.header), sum_part(file.header, 0))
+            for offset, content in beside:
+                sums[file.path].add(offset, len(content), sum_part(content, offset))
     return sums
 
 
@@ -280,25 +283,25 @@ def stored_order(shards: Source, plan: Plan) -> Order:
     return [(tensor.name, kinds[tensor.name]) for tensor in in_order(shards.plan.model.tensors)]
 
 
-def boundary_problem(shards: Source, plan: Plan, rank: int, order: Order) -> str | None:
+def files_problem(shards: Source, plan: Plan, rank: int, order: Order) -> str | None:
     """Why a rank's files are not those that ``max_shard_size`` in the manifest gives; None if they are."""
     manifest = _sharded(shards).manifest
     if manifest is None:
         return None
-    held = {
-        kind: (kind.dtype, box.shape, tensor_bytes(kind.name, kind.dtype, box.shape))
-        for kind, box in plan.boxes(rank).items()
-    }
-    tensors = ((name, *held[kind]) for name, kind in order if kind in held)
-    folder = plan.mesh.folder(rank)
+    held, name = plan.boxes(rank), plan.mesh.folder(rank)
     single = ADAPTER if ADAPTER_CONFIG in _configs_of(shards.path) else MODEL
-    shards_of_rank = partition(tensors, manifest.max_shard_size, single)
-    should = [(f"{folder}/{shard.name}", [t[0] for t in shard.tensors]) for shard in shards_of_rank]
-    found = [(file.name, list(names)) for file, names in _files(shards, rank)]
-    if should == found:
-        return None
-    what = f"{len(should)} files" if len(should) != len(found) else "tensors in another order"
-    return f"{MANIFEST}: 'max_shard_size' {manifest.max_shard_size} gives {what} in {folder}, which has {len(found)}"
+    files, infos = _sharded(shards).ranks[rank].files, shards.ranks[rank].values()
+    names = _file_names(len(files), single)
+    if [file.path.name for file in files] != names:
+        return f"{MANIFEST}: the files of {name} are not called {', '.join(names)}"
+    own = [tensor for tensor, kind in order if kind in held]
+    return boundary_problem(own, infos, [file.path for file in files], manifest.max_shard_size, f"in {name}, which")
+
+
+def _file_names(count: int, single: str) -> list[str]:
+    """The names of a rank's files, as transformers' ``save_pretrained`` has them."""
+    several = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    return several if count > 1 else [single]
 
 
 def header_changes(
@@ -405,8 +408,8 @@ def document_changes(shards: Source, documents: Mapping[str, Any]) -> Iterator[t
 def _files(shards: Source, rank: int) -> Iterator[tuple[Any, Sequence[str]]]:
     """A rank's files, each with the names of its tensors in the order of its header."""
     names: dict[Path, list[str]] = {}
-    for info in shards.ranks[rank].values():
-        names.setdefault(info.file, []).append(info.name)
+    for path, infos in itertools.groupby(shards.ranks[rank].values(), key=lambda info: info.file):
+        names.setdefault(path, []).extend(info.name for info in infos)
     for file in _sharded(shards).ranks[rank].files:
         yield file, names.get(file.path, [])
 

@@ -1,76 +1,26 @@
-"""Compares a folder in another program's format with its original: tensors, files, headers, manifest."""
+"""Compares all but the bytes of tensors in another program's format: tensors, files, headers, manifest."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 
 from formats.errors import ReshardError
 from formats.files.dcp import METADATA
-from formats.files.safetensors import DTYPE_BITS, tensor_bytes
+from formats.files.safetensors import DTYPE_BITS
 from formats.files.sharded import MANIFEST
 from reshard.planning.arrangement import Arrangement, arrangement_of
-from reshard.planning.stored import Stored
 from reshard.storage.opening import open_source
 from reshard.storage.program_source import program_files, weights_folder
-from reshard.storage.source import KEPT, Source
-from reshard.writing.shard_files import partition
+from reshard.storage.source import KEPT
 from verify.bytes import folder
+from verify.bytes.boundaries import boundary_problem
 from verify.bytes.boxes import check_boxes
-from verify.bytes.exact_report import ConfigDifference, ExactReport
-from verify.bytes.reading import Files
-from verify.bytes.stored import Comparison, Parts
-from verify.bytes.structure import config_differences
-from verify.bytes.tensors import Progress
+from verify.bytes.structure import Structure, config_differences
 
 
-def compare_program(original: Source, shards: Source, progress: Progress, workers: int | None) -> ExactReport:
-    """Compare every byte that a program's files have with what follows from the original.
-
-    The plan of ``shards`` is that of the original. Raises CheckpointError if a file cannot be read.
-    """
-    assert shards.format is not None
-    try:
-        arrangement = shards.arrangement
-        found = _Structure(original, shards, arrangement)
-        found.check()
-    except ReshardError as error:
-        return ExactReport(str(shards.plan.mesh), len(shards.ranks), 0, 0, problems=(error.message,))
-    sums = folder.begun_sums(original, shards)
-    files = Files(original, shards, sums=sums)
-    comparison = Comparison(original, shards, arrangement, found.comparable, progress, sums, files)
-    report = comparison.run(workers or files.workers)
-    found.problems += folder.wrong_checksums(original, shards, sums, comparison.damaged, files)
-    if shards.boxes is not None and found.of_any_mesh:
-        report = replace(report, mesh="of no stated mesh", ranks=None)
-    return replace(
-        report,
-        form=shards.format.name,
-        is_listed=shards.beside is not None,
-        missing=tuple(found.missing),
-        extra=tuple(found.extra),
-        configs=tuple(found.configs),
-        problems=tuple(found.problems),
-        not_compared=tuple(found.not_compared),
-    )
-
-
-@dataclass
-class _Structure:
-    """All but the content of tensors; ``comparable`` has the ranks whose part has the planned dtype and shape."""
-
-    original: Source
-    shards: Source
-    arrangement: Arrangement
-    missing: list[str] = field(default_factory=list)
-    extra: list[str] = field(default_factory=list)
-    configs: list[ConfigDifference] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    comparable: dict[str, list[int]] = field(default_factory=dict)
-    of_any_mesh: bool = False
-    not_compared: list[str] = field(default_factory=list)
+class ProgramStructure(Structure):
+    """Of a folder in another program's format."""
 
     def check(self) -> None:
         """Compare, and fill in all fields."""
@@ -78,7 +28,7 @@ class _Structure:
             self._check_boxes()
         else:
             for rank in range(len(self.shards.ranks)):
-                self._check_rank(rank)
+                self._check_rank(rank, f"rank {rank}")
         self._check_kept()
         plan = self.shards.plan
         changes = [*folder.program_header_changes(self.original, self.shards, plan)]
@@ -87,8 +37,13 @@ class _Structure:
             self._check_files(documents)
             changes += folder.document_changes(self.shards, documents)
             changes += [(MANIFEST, change) for change in folder.manifest_changes(self.original, self.shards, plan)]
-        for file, (key, should, found) in changes:
-            self.configs.append(ConfigDifference(file, key, folder.shown(should, found), folder.shown(found, should)))
+        for file, change in changes:
+            self._take(file, [change])
+        path = self.shards.path / "config.json"
+        if path.is_file():  # a program may leave it out
+            found = config_differences("config.json", self.original.read_config(), path)
+            self.configs += found if found is not None else ()
+            self.problems += [] if found is not None else [f"{path}: is not a JSON object"]
         self._check_side_files()
         if self.shards.manifest is None:
             self.not_compared += self._beside()
@@ -107,26 +62,6 @@ class _Structure:
         yield from (name if (root / name).is_file() else f"{name} (not there)" for name in sorted(own))
         yield from (f"{name} (not there)" for name in sorted(side) if not (root / name).is_file())
         yield from folder.extra_entries(self.shards, known)
-
-    def _shape(self, stored: Stored, rank: int, parts: Parts) -> tuple[int, ...] | None:
-        if stored.constant is not None:
-            return stored.constant.shape
-        part = parts.of(stored, rank)
-        return part.shape if part is not None else None
-
-    def _check_rank(self, rank: int) -> None:
-        tensors, where, parts = dict(self.shards.ranks[rank]), f"rank {rank}", Parts(self.arrangement)
-        for stored, _ in self.arrangement.held(rank):
-            shape, info = self._shape(stored, rank, parts), tensors.pop(stored.name_on(rank), None)
-            if info is None:
-                made = "".join(f", of '{atom.tensor}'" for atom in stored.atoms[:1])
-                self.missing.append(f"{where}: {stored.name_on(rank)}{made}")
-            elif info.dtype != stored.dtype or info.shape != shape:
-                has, planned = f"{info.dtype} {list(info.shape)}", f"{stored.dtype} {list(shape or ())}"
-                self.problems.append(f"{info.file}: tensor '{info.name}' is {has}, the original gives {planned}")
-            else:
-                self.comparable.setdefault(stored.name, []).append(rank)
-        self.extra += [f"{where}: {name}" for name in tensors]
 
     def _check_boxes(self) -> None:
         found = check_boxes(self.shards, self.arrangement)
@@ -194,36 +129,13 @@ class _Structure:
         assert format is not None and manifest is not None
         if not format.files.has_parts or format.files.is_distributed:  # .metadata says where its chunks lie
             return
-        held = sorted(self._planned.held(rank), key=lambda found: -DTYPE_BITS[found[0].dtype])
+        order = {stored.name_on(rank): DTYPE_BITS[stored.dtype] for stored, _ in self._planned.held(rank)}
+        names = sorted(order, key=lambda name: -order[name])
         if not manifest.source.files:  # then the order is that of what was read
-            order = {name: number for number, name in enumerate(self.shards.ranks[rank])}
-            held.sort(key=lambda found: order.get(found[0].name_on(rank), 0))
-        tensors = [(s.name_on(rank), s.dtype, shape, tensor_bytes(s.name, s.dtype, shape)) for s, shape in held]
-        should = [[tensor[0] for tensor in shard.tensors] for shard in partition(tensors, manifest.max_shard_size)]
-        names: dict[Path, list[str]] = {}
-        for info in (info for tensors in self.shards.ranks for info in tensors.values()):
-            names.setdefault(info.file, []).append(info.name)
-        found = [
-            names.get(file.path, [])
-            for file in program_files(format, self.shards.path, self.shards.plan.mesh)
-            if file.rank == rank
-        ]
-        if should != found:
-            what = f"{len(should)} files" if len(should) != len(found) else "tensors in another order"
-            yield (
-                f"{MANIFEST}: 'max_shard_size' {manifest.max_shard_size} gives {what} for rank {rank}, "
-                f"which has {len(found)}"
-            )
-
-    def _check_side_files(self) -> None:
-        """Compare config.json as JSON, and the other side files byte for byte; a program may leave some out."""
-        path = self.shards.path / "config.json"
-        if path.is_file():
-            expected = self.original.read_config()
-            found = config_differences("config.json", expected, path)
-            self.configs += found if found is not None else ()
-            self.problems += [] if found is not None else [f"{path}: is not a JSON object"]
-        told = {difference.file for difference in self.configs}
-        for file in folder.changed_side_files(self.original, self.shards):
-            if file.relative_to(self.shards.path).as_posix() not in told:
-                self.problems.append(f"{file}: is not the original's")
+            names = [name for name in self.shards.ranks[rank] if name in order]
+        files = program_files(format, self.shards.path, self.shards.plan.mesh)
+        infos = (info for tensors in self.shards.ranks for info in tensors.values())
+        own = [file.path for file in files if file.rank == rank]
+        problem = boundary_problem(names, infos, own, manifest.max_shard_size, f"for rank {rank}, which")
+        if problem is not None:
+            yield problem

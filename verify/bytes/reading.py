@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +18,7 @@ import numpy as np
 
 from formats.errors import CheckpointError
 from formats.files.checksum import PartialSum, sum_part
+from formats.files.safetensors import TensorInfo
 from formats.regular_files import open_file, unreadable
 from reshard.storage.remote import Read
 from reshard.storage.source import Source, SourceFile
@@ -33,6 +34,12 @@ BLOCK = 4 << 20
 ROOM = 1 << 30
 """Bytes of blocks that are kept: ranks share most blocks, and are compared at about the same time."""
 
+ROOM_HERE = 64 << 20
+"""Bytes of blocks of files on this machine that are kept: only those of which several chunks have some bytes."""
+
+Summed = Callable[[Path, int, Array], None]
+"""Takes the bytes of a file from this offset on."""
+
 _WORKERS, _WORKERS_ELSEWHERE = 4, 16
 
 
@@ -47,6 +54,9 @@ class Files:
         self._elsewhere = {file.path: _Blocks(file, sums.get(file.path)) for file in elsewhere}
         self._open: OrderedDict[Path, BinaryIO] = OrderedDict()
         self._kept: OrderedDict[tuple[Path, int], Future[memoryview]] = OrderedDict()
+        self._shared: OrderedDict[tuple[Path, int], tuple[Future[Array], int]] = OrderedDict()
+        self._shared_bytes = 0
+        self._summed: set[tuple[Path, int]] = set()
         self._lock = threading.Lock()
 
     @property
@@ -86,6 +96,41 @@ class Files:
                 done += count
         except OSError as error:
             raise unreadable(path, error) from None
+
+    def read_shared(self, info: TensorInfo, begin: int, nbytes: int, summed: Summed) -> Array:
+        """Bytes of a tensor from ``begin``, of which more will be asked for: they are read in blocks, and kept.
+
+        Each block is told to ``summed`` once.
+        """
+        if self.is_elsewhere(info.file):
+            return self.read(info.file, info.offset + begin, nbytes)
+        numbers = range(begin // BLOCK, (begin + nbytes - 1) // BLOCK + 1)
+        blocks = [self._shared_block(info, number, summed) for number in numbers]
+        whole = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+        skip = begin - numbers.start * BLOCK
+        return whole[skip : skip + nbytes]
+
+    def _shared_block(self, info: TensorInfo, number: int, summed: Summed) -> Array:
+        offset = info.offset + number * BLOCK
+        nbytes = min(BLOCK, info.nbytes - number * BLOCK)
+        key, mine = (info.file, offset), Future[Array]()
+        with self._lock:
+            block, _ = self._shared.setdefault(key, (mine, nbytes))
+            self._shared.move_to_end(key)
+            self._shared_bytes += nbytes if block is mine else 0
+            while self._shared_bytes > ROOM_HERE and len(self._shared) > 1:
+                self._shared_bytes -= self._shared.popitem(last=False)[1][1]
+            is_first = block is mine and key not in self._summed
+            self._summed.add(key)
+        if block is mine:
+            try:
+                found = self.read(info.file, offset, nbytes)
+                if is_first:
+                    summed(info.file, offset, found)
+                mine.set_result(found)
+            except BaseException as error:
+                mine.set_exception(error)
+        return block.result()
 
     def _file(self, path: Path) -> BinaryIO:
         with self._lock:

@@ -1,183 +1,263 @@
-"""The position of each byte of a tensor on each rank."""
+"""In which pieces a tensor of the original is read and compared: chunk by chunk, with what each holder has of a chunk.
+
+A *chunk* is a range of the tensor's elements, padding among them. A *part* is what one holder (a rank, or a file with
+boxes) has of the tensor in one of its own. Of each part a chunk has blocks (``atoms.py``), which lie in one range of
+the holder's bytes. So each byte of the original is read once, and each byte of a holder as well, where the elements of
+a chunk fill that range; where they do not, as in a transposed matrix, the range is *shared* by several chunks.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from formats.errors import PlanError
 from formats.notation.axes import Run
-from reshard.planning.plan import Layout
+from verify.bytes.atoms import Block, ranges_between, strided
 
 CHUNK = 2 << 20
 """Bytes of the original that are compared at a time: they fit into the cache, and Python's overhead is small."""
+
+WIDER = 8
+"""So many times as many, where each chunk has some bytes of a long range of a holder's."""
+
+WINDOW = 4 << 20
+"""Of such a range, so many bytes are compared at a time."""
 
 Array = npt.NDArray[Any]
 Indices = npt.NDArray[np.intp]
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Neighbouring indices of a dimension on a rank: from ``start`` in the full tensor, from ``local`` in its part."""
+class Part(NamedTuple):
+    """A holder's part of a tensor: its blocks, and what stands in the place of the original's elements.
 
-    start: int
-    length: int
-    local: int
-    padding: bool
+    ``number`` tells to which stored tensor of the view it belongs, ``holder`` to whose. ``bits`` are those of an
+    element as it is stored; ``is_same`` says that it is the original's own. ``zero`` says that the holder has zeros
+    there, ``stated`` which shape of a weight it states in the place of the original's.
+    """
 
-    @property
-    def end(self) -> int:
-        """The first index after it."""
-        return self.start + self.length
+    number: int
+    holder: int
+    blocks: tuple[Block, ...]
+    bits: int
+    is_same: bool = True
+    zero: bool = False
+    stated: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True)
-class Held:
-    """A rank's part of a tensor: the pieces of each dimension, and the local shape."""
+class Chunk(NamedTuple):
+    """The indices ``begin`` to ``end`` along the view's axis; ``outer`` has one index of each dimension before it."""
 
-    pieces: tuple[tuple[Piece, ...], ...]
-    shape: tuple[int, ...]
+    outer: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class Read(NamedTuple):
+    """What a chunk has of a part: blocks, within the elements ``begin`` to ``end`` of the holder's tensor.
+
+    ``elements`` is the number of those of the blocks. If it is less than that of the range, others lie between.
+    """
+
+    part: int
+    begin: int
+    end: int
+    elements: int
+    blocks: tuple[Block, ...]
+
+
+class Words(NamedTuple):
+    """A part in one piece: the elements ``begin`` to ``end`` of the holder's tensor are these words of the original.
+
+    A word has ``size`` bytes; padding has the number after the original's last.
+    """
+
+    begin: int
+    end: int
+    size: int
+    numbers: Indices
 
 
 class View:
-    """A layout in bytes: the last dimensions, if no rank splits them, are joined into an item of ``item`` bytes.
+    """The parts of a tensor of this shape, padded shape and bits of an element; alike tensors share a view.
 
-    ``full``, ``padded`` and each part's shape are in items. A rank without a part has a part without pieces. Chunks are
-    cut along dimension ``axis``: the first dimension with at least one index in ``CHUNK`` bytes. Every piece begins and
-    ends at a multiple of ``word`` bytes.
+    ``repeats`` is how often an index of each dimension is repeated, for an original of fewer elements. Chunks are cut
+    along dimension ``axis``: the first of which at least one index has ``CHUNK`` bytes or less. ``shared`` are the
+    parts of which several chunks have some bytes of one range.
     """
 
-    def __init__(self, layout: Layout, bits: int) -> None:
-        dims = len(layout.full)
-        item_bits = bits
-        while dims and self._is_whole(layout, dims - 1) and item_bits * layout.full[dims - 1] <= CHUNK:
-            dims -= 1
-            item_bits *= layout.full[dims]
-        shapes = [layout.full[:dims], layout.padded[:dims]]
-        runs: list[tuple[tuple[Run, ...], ...]] = [
-            layout.boxes[rank].dims[:dims] if rank in layout.boxes else ((),) * dims for rank in range(layout.ranks)
-        ]
-        if not dims:  # the tensor is replicated: one dimension of bytes
-            whole = (Run(0, item_bits // 8),)
-            shapes, runs = (
-                [(item_bits // 8,)] * 2,
-                [(whole if rank in layout.boxes else (),) for rank in range(layout.ranks)],
-            )
-            item_bits = 8
-        elif item_bits % 8:  # several elements to a byte: the last dimension counts bytes
-            shapes = [(*shape[:-1], _whole_bytes(shape[-1] * item_bits, layout)) for shape in shapes]
-            scaled = [(*r[:-1], tuple(_scaled(run, item_bits, layout) for run in r[-1])) for r in runs]
-            runs, item_bits = scaled, 8
-        self.layout, self.bits, self.element, self.item = layout, bits, max(1, bits // 8), item_bits // 8
-        self.full, self.padded = shapes
-        self.parts = tuple(_part(dims_runs, self.full) for dims_runs in runs)
-        _check_all_owned(self)
-        self.inner = [self.item * math.prod(self.padded[i + 1 :]) for i in range(len(self.padded))]
-        self.axis = next(i for i, nbytes in enumerate(self.inner) if nbytes <= CHUNK or i == len(self.inner) - 1)
-        self.rows = max(1, CHUNK // self.inner[self.axis])
-        if self.axis == len(self.padded) - 1:  # so that chunks begin at a word
+    def __init__(
+        self, shape: tuple[int, ...], padded: tuple[int, ...], bits: int, parts: Sequence[Part],
+        repeats: tuple[int, ...] | None = None,
+    ) -> None:  # fmt: skip
+        self.shape, self.bits, self.repeats = shape, bits, repeats
+        ends = [np.array([*_ends(block)], np.intp) for part in parts for block in part.blocks]
+        reached = np.max(ends, axis=0, initial=0).tolist() if ends and shape else [0] * len(shape)
+        self.padded = tuple(max(sizes) for sizes in zip(shape, padded, reached, strict=True))
+        self.parts = tuple(parts)
+        inner = [math.prod(self.padded[dim + 1 :]) * bits for dim in range(len(shape))]
+        small = (dim for dim, size in enumerate(inner) if size <= 8 * CHUNK)
+        self.axis = next(small, len(shape) - 1) if shape else 0
+        self.rows = max(1, 8 * CHUNK // inner[self.axis]) if shape and inner[self.axis] else 1
+        if self.axis == len(shape) - 1:  # so that chunks begin at a word
             self.rows = max(8, self.rows // 8 * 8)
-        last = [n for part in self.parts for piece in part.pieces[-1] for n in (piece.start, piece.length, piece.local)]
-        last += [self.full[-1], *(part.shape[-1] for part in self.parts)]
-        self.word = math.gcd(8, *(n * self.item for n in last))
+        if repeats is not None and shape:  # and at an element of the original
+            self.rows = -(-self.rows // repeats[self.axis]) * repeats[self.axis]
+        found = (read for chunk in self.chunks() for read in self.reads(chunk))
+        self.shared = frozenset(read.part for read in found if read.elements != read.end - read.begin)
+        self.rows *= WIDER if self.shared else 1
 
-    @staticmethod
-    def _is_whole(layout: Layout, dim: int) -> bool:
-        size = layout.full[dim]
-        return layout.padded[dim] == size and all(box.dims[dim] == (Run(0, size),) for box in layout.boxes.values())
+    def chunks(self) -> Iterator[Chunk]:
+        """All chunks, in the order of the tensor's elements."""
+        if not self.shape:
+            yield Chunk((), 0, 1)
+            return
+        for outer in itertools.product(*map(range, self.padded[: self.axis])):
+            for begin in range(0, self.padded[self.axis], self.rows):
+                yield Chunk(outer, begin, min(begin + self.rows, self.padded[self.axis]))
 
-    def in_words(self, content: Array, rows: int, dims: Sequence[int]) -> Array:
-        """Bytes as an array of words, in the shape ``(rows, *dims)``; flat if ``dims`` is empty."""
-        shape = (rows, *dims[:-1], dims[-1] * self.item // self.word) if dims else (-1,)
-        return content.view(f"u{self.word}").reshape(shape)
+    def of_original(self, chunk: Chunk) -> Run:
+        """The elements of the original that a chunk has; none, if it has padding alone."""
+        if not self.shape:
+            return Run(0, 1)
+        end = min(chunk.end, self.shape[self.axis])
+        if end <= chunk.begin or any(i >= n for i, n in zip(chunk.outer, self.shape, strict=False)):
+            return Run(0, 0)
+        row = math.prod(self.shape[self.axis + 1 :])
+        begin = flat_index(chunk.outer, self.shape) * self.shape[self.axis] + chunk.begin
+        return Run(begin * row, (end - chunk.begin) * row)
 
-    def cut(self, spans: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
-        """The slices of an array of ``in_words``, given offset and length of each dimension after the rows."""
-        if not spans:
-            return ()
-        *middle, (start, length) = spans
-        last = slice(start * self.item // self.word, (start + length) * self.item // self.word)
-        return (slice(None), *(slice(offset, offset + size) for offset, size in middle), last)
+    def reads(self, chunk: Chunk) -> Iterator[Read]:
+        """What a chunk has of each part that has any of it."""
+        first = flat_index(chunk.outer, self.padded)
+        if self.shape:
+            inner = math.prod(self.padded[self.axis + 1 :])
+            first = (first * self.padded[self.axis] + chunk.begin) * inner
+            last = first + (chunk.end - chunk.begin) * inner
+        else:
+            last = first + 1
+        for number, (part, (begins, ends)) in enumerate(zip(self.parts, self._reaches, strict=True)):
+            near = np.flatnonzero((begins < last) & (ends > first)).tolist()
+            blocks = tuple(block for i in near for block in self._within(part.blocks[i], chunk))
+            if blocks:
+                begin, end = min(block.shard for block in blocks), max(map(end_of, blocks))
+                yield Read(number, begin, end, sum(math.prod(block.shape) for block in blocks), blocks)
 
     @cached_property
-    def original_words(self) -> tuple[Indices, ...]:
-        """For each rank, the original's word number for each of its words; padding has the number after the last."""
-        return tuple(self._original_words(part) for part in self.parts)
-
-    def _original_words(self, part: Held) -> Indices:
-        sizes, found = [*self.full[:-1], self.full[-1] * self.item // self.word], np.zeros(1, np.intp)
-        inside = np.ones(1, bool)
-        for i, (size, pieces) in enumerate(zip(sizes, part.pieces, strict=True)):
-            scale = self.item if i == len(sizes) - 1 else self.word
-            spans = [(p.start * scale // self.word, p.end * scale // self.word, p.padding) for p in pieces]
-            indices = [np.arange(first, last) for first, last, _ in spans]
-            known = [np.full(last - first, not padding) for first, last, padding in spans]
-            empty = np.zeros(0, np.intp)
-            found = (found[:, None] * size + np.concatenate([empty, *indices])).reshape(-1)
-            inside = (inside[:, None] & np.concatenate([empty > 0, *known])).reshape(-1)
-        return np.where(inside, found, math.prod(sizes))
-
-    def zeroed(self, content: Array) -> Array:
-        """The words of the original, with a zero word for padding behind them."""
-        words = content.view(f"u{self.word}")
-        return np.append(words, words.dtype.type(0))
-
-    def position(self, coordinates: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-        """The byte and the index of an element in the padded tensor; the last coordinate counts bytes."""
-        byte = 0
-        for size, coordinate in zip((*self.padded[:-1], self.padded[-1] * self.item), coordinates, strict=True):
-            byte = byte * size + coordinate
-        return byte, tuple(int(i) for i in np.unravel_index(byte * 8 // self.bits, self.layout.padded))
-
-
-def _whole_bytes(bits: int, layout: Layout) -> int:
-    if bits % 8:
-        raise PlanError(f"the rule '{layout.rule}' cuts through a byte of {layout.full}")
-    return bits // 8
-
-
-def _scaled(run: Run, bits: int, layout: Layout) -> Run:
-    return Run(_whole_bytes(run.offset * bits, layout), _whole_bytes(run.length * bits, layout))
-
-
-def _part(dims: Sequence[Sequence[Run]], full: Sequence[int]) -> Held:
-    found = tuple(tuple(pieces(runs, size)) for runs, size in zip(dims, full, strict=True))
-    return Held(found, tuple(sum(run.length for run in runs) for runs in dims))
-
-
-def pieces(runs: Iterable[Run], full: int) -> Iterator[Piece]:
-    """Pieces from runs, which are cut at the end of the unpadded dimension."""
-    local = 0
-    for run in runs:
-        inside = max(0, min(run.length, full - run.offset))
-        if inside:
-            yield Piece(run.offset, inside, local, False)
-        if run.length > inside:
-            yield Piece(run.offset + inside, run.length - inside, local + inside, True)
-        local += run.length
-
-
-def _check_all_owned(view: View) -> None:
-    """Raise PlanError if no rank holds some element: each cell of the grid of all cuts must have an owner."""
-    cuts = [
-        sorted({0, size, *(n for part in view.parts for piece in part.pieces[i] for n in (piece.start, piece.end))})
-        for i, size in enumerate(view.padded)
-    ]
-    owned: Array = np.zeros([len(c) - 1 for c in cuts], bool)
-    for part in view.parts:
-        owns = [
-            np.isin(c[:-1], [n for piece in pieces for n in c if piece.start <= n < piece.end])
-            for c, pieces in zip(cuts, part.pieces, strict=True)
+    def _reaches(self) -> list[tuple[Indices, Indices]]:
+        """Between which positions in the padded tensor the blocks of each part lie."""
+        return [
+            (
+                np.array([flat_index(block.first, self.padded) for block in part.blocks], np.intp),
+                np.array([flat_index([end - 1 for end in _ends(block)], self.padded) + 1 for block in part.blocks]),
+            )
+            for part in self.parts
         ]
-        owned[np.ix_(*owns)] = True
-    if not owned.all():
-        raise PlanError(f"no rank holds some elements of a tensor with the rule '{view.layout.rule}'")
+
+    def _within(self, block: Block, chunk: Chunk) -> Iterator[Block]:
+        """The blocks that a chunk has of a block: a range of each factor."""
+        options = []
+        bounds = [*((i, i + 1) for i in chunk.outer), *([(chunk.begin, chunk.end)] if self.shape else [])]
+        factors: list[int] = []
+        for dim, (begin, end) in enumerate(bounds):
+            own = [factor for factor, (of, _) in enumerate(block.along) if of == dim]
+            own.sort(key=lambda factor: -block.along[factor][1])
+            steps = [(block.shape[factor], block.along[factor][1]) for factor in own]
+            options.append([*ranges_between(steps, begin - block.first[dim], end - block.first[dim])])
+            factors += own
+        for chosen in itertools.product(*options):
+            runs = [Run(0, length) for length in block.shape]
+            for factor, run in zip(factors, itertools.chain(*chosen), strict=True):
+                runs[factor] = run
+            yield _cut(block, runs)
+
+    @cached_property
+    def words(self) -> tuple[Words, ...] | None:
+        """The parts in words of the original; None if they are no such thing: in another order of bytes, for one."""
+        found = []
+        for part in self.parts:
+            begin, end = min(block.shard for block in part.blocks), max(map(end_of, part.blocks))
+            count = sum(math.prod(block.shape) for block in part.blocks)
+            if self.bits % 8 or self.repeats or not part.is_same or count != end - begin:
+                return None
+            found.append(self._words(part, begin, end))
+        return tuple(found)
+
+    def _words(self, part: Part, begin: int, end: int) -> Words:
+        total = math.prod(self.shape)
+        numbers = np.full(end - begin, total, np.intp)
+        for block in part.blocks:
+            if block.original is not None and not part.zero:
+                at = _positions(block.shard - begin, block.shape, block.shard_strides)
+                numbers[at] = _positions(block.original, block.shape, block.original_strides)
+        item = self.bits // 8
+        for each in (8 // item, 4 // item, 2 // item):
+            if each > 1 and not total % each and not numbers.size % each:
+                rows = numbers.reshape(-1, each)
+                following = (rows[:, :1] + np.arange(each) == rows) & (rows[:, :1] % each == 0) & (rows < total)
+                if (following.all(axis=1) | (rows == total).all(axis=1)).all():
+                    return Words(begin, end, item * each, np.ascontiguousarray(rows[:, 0] // each))
+        return Words(begin, end, item, numbers)
+
+
+def _positions(first: int, shape: Sequence[int], strides: Sequence[int]) -> Indices:
+    found = np.full(1, first, np.intp)
+    for length, stride in zip(shape, strides, strict=True):
+        found = (found[:, None] + np.arange(length) * stride).reshape(-1)
+    return found
+
+
+def _cut(block: Block, runs: Sequence[Run]) -> Block:
+    """A block of these ranges of a block's factors."""
+    if all(run.length == length for run, length in zip(runs, block.shape, strict=True)):
+        return block
+    first, starts = [*block.first], [run.offset for run in runs]
+    for start, (dim, step) in zip(starts, block.along, strict=True):
+        first[dim] += start * step
+    original = block.original
+    if original is not None:
+        original += sum(start * step for start, step in zip(starts, block.original_strides, strict=True))
+    shard = block.shard + sum(start * step for start, step in zip(starts, block.shard_strides, strict=True))
+    return replace(block, shape=tuple(run.length for run in runs), shard=shard, original=original, first=tuple(first))
+
+
+def tiles(block: Block, bits: int) -> Iterator[Block]:
+    """A block in parts, each of which lies within ``WINDOW`` bytes of the holder's tensor."""
+    limits = [*block.shape]
+    while limits and max(of := [(n - 1) * step for n, step in zip(limits, block.shard_strides, strict=True)]) > 0:
+        if sum(of) * bits <= 8 * WINDOW:
+            break
+        dim = of.index(max(of))
+        limits[dim] = -(-limits[dim] // 2)
+    ranges = (range(0, length, limit) for length, limit in zip(block.shape, limits, strict=True))
+    for begins in itertools.product(*ranges):
+        each = zip(begins, limits, block.shape, strict=True)
+        yield _cut(block, [Run(begin, min(limit, length - begin)) for begin, limit, length in each])
+
+
+def end_of(block: Block) -> int:
+    """The element of the holder's tensor behind a block's last."""
+    return 1 + block.shard + sum((n - 1) * step for n, step in zip(block.shape, block.shard_strides, strict=True))
+
+
+def _ends(block: Block) -> list[int]:
+    """The index behind a block's last element, along each dimension of the padded tensor."""
+    found = [start + 1 for start in block.first]
+    for length, (dim, step) in zip(block.shape, block.along, strict=True):
+        found[dim] += (length - 1) * step
+    return found
+
+
+def array(data: Array, begin: int, shape: tuple[int, ...], first: int, strides: Sequence[int], bits: int) -> Array:
+    """Elements as unsigned integers, from bytes that begin with the element ``begin``; of several in a byte, bytes."""
+    of = strided(0, shape, first, strides, bits)
+    return np.ndarray(of.shape, f"<u{of.item}", data.data, of.begin - begin * bits // 8, of.steps)
 
 
 def flat_index(indices: Sequence[int], sizes: Sequence[int]) -> int:

@@ -27,9 +27,9 @@ from reshard.planning.arrangement import Arrangement, arrangement_of
 from reshard.planning.plan import Box, Plan
 from reshard.planning.rank_config import rank_config
 from reshard.planning.stored import Boxes, Placed
-from verify.bytes.atoms import Block
+from verify.bytes.atoms import Block, Parts, strided
 from verify.bytes.reading import Files
-from verify.bytes.stored import Parts, strided, tile
+from verify.bytes.views import array
 from verify.rules import with_sound_config
 
 _NONE = np.zeros(0, np.intp)
@@ -120,7 +120,8 @@ class _Held:
         info = self._ranks[rank][placed.stored.name_on(rank)]
         bits = 8 * info.nbytes // max(1, math.prod(info.shape))
         of = strided(info.offset, block.shape, block.shard, block.shard_strides, bits)
-        return tile(self._files, info.file, of, tuple(slice(0, length) for length in of.shape))
+        data = self._files.read(info.file, of.begin, of.nbytes)
+        return array(data, block.shard, block.shape, block.shard, block.shard_strides, bits)
 
 
 def _put(

@@ -1,0 +1,96 @@
+"""The one comparison of bytes, whatever the form: what it reads, where files end, and what is no copy."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reshard.api import split
+from reshard.storage.opening import open_source
+from reshard.writing.shard_files import partition
+from tests import store
+from tests.reshard.test_split import write_fp8
+from verify.bytes import reading, views
+from verify.bytes.boundaries import are_full, files_needed
+from verify.bytes.comparison import no_progress
+from verify.bytes.exact import compare, open_shards, verify_exact
+from verify.bytes.exact_report import ExactReport
+
+
+@given(sizes=st.lists(st.integers(0, 9), max_size=8), limit=st.integers(1, 12), data=st.data())
+def test_files_end_where_the_next_tensor_does_not_fit(sizes: list[int], limit: int, data: st.DataObject) -> None:
+    """The law of the proof holds for what the writer does, and for no other division."""
+    written = [[*file.sizes] for file in partition([(str(n), "U8", (n,), n) for n in sizes], limit)]
+    assert are_full(written, limit) and files_needed(sizes, limit) == len(written)
+    ends = sorted({*data.draw(st.lists(st.integers(0, len(sizes)), max_size=3)), 0, len(sizes)})
+    other = [sizes[begin:end] for begin, end in itertools.pairwise(ends)] or [[]]
+    assert are_full(other, limit) == (other == written)
+
+
+READ: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "own": ("llama", {"tp": 4}),
+    "packed": ("phi3", {"tp": 2}),
+    "vllm": ("llama", {"tp": 2, "form": "vllm"}),
+    "dcp": ("llama", {"tp": 2, "form": "dcp"}),
+    "a transposed matrix": ("gpt_oss", {"tp": 2, "form": "vllm"}),
+}
+
+
+@pytest.mark.parametrize("case", [*READ, "refined"])
+@pytest.mark.parametrize("chunk", [2 << 20, 5000])
+def test_each_byte_is_read_once(case: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many bytes as all tensors of the original and of the shards have, their checksums included."""
+    if case == "refined":
+        source = write_fp8(tmp_path / "source")
+        split(source, tmp_path / "out", 4, refine_blocks=True)
+    else:
+        model, options = READ[case]
+        source = store.checkpoint(model, "bfloat16")
+        split(source, tmp_path / "out", **options)
+    original = open_source(source)
+    shards = open_shards(tmp_path / "out", original)
+    assert not isinstance(shards, ExactReport)
+    weights, plain = {*original.files, *shards.files}, reading.Files.fill
+    read = [0]
+
+    def counted(self: reading.Files, path: Path, begin: int, buffer: views.Array) -> None:
+        plain(self, path, begin, buffer)
+        read[0] += buffer.size if path in weights else 0
+
+    monkeypatch.setattr(reading.Files, "fill", counted)
+    monkeypatch.setattr(views, "CHUNK", chunk)
+    report = compare(original, shards, no_progress, workers=1)
+    assert report.verdict == "same", report
+    held = sum(info.nbytes for source in (original, shards) for rank in source.ranks for info in rank.values())
+    held += sum(info.nbytes for info in shards.kept.values())
+    assert read[0] == held
+
+
+def test_a_wrong_scale_of_a_smaller_block(tmp_path: Path) -> None:
+    """It is told like every other element: its index among the smaller blocks, and the scale that it comes from."""
+    source = write_fp8(tmp_path / "source")
+    split(source, tmp_path / "out", 4, refine_blocks=True)
+    original = open_source(source)
+    assert verify_exact(original, tmp_path / "out").verdict == "same"
+    shards = open_source(tmp_path / "out")
+    name, info = next((n, i) for n, i in shards.ranks[1].items() if "down_proj" in n and "scale" in n)
+    with info.file.open("r+b") as file:
+        file.seek(info.offset + info.nbytes - 4)
+        file.write(b"abcd")
+    report = verify_exact(original, tmp_path / "out")
+    (damage,), first = report.damages, report.first
+    assert (damage.tensor, damage.rank, damage.elements) == (name, 1, 1)
+    assert first is not None and first.original_offset is not None and first.original_file is not None
+    assert (first.found, first.offset) == (b"abcd", info.offset + info.nbytes - 4)
+    with Path(first.original_file).open("rb") as file:
+        file.seek(first.original_offset)
+        assert file.read(4) == first.expected
+    full = open_source(source).ranks[0][name]
+    assert full.offset < first.original_offset < full.offset + full.nbytes
+    assert list(first.index) == [info.shape[0] - 1, 2 * info.shape[1] - 1]

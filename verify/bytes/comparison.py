@@ -1,0 +1,614 @@
+"""Compares what is stored with the original, element for element: in reshard's own form, and in every other.
+
+All that is stored of a tensor of the original, in whatever holders' tensors, is compared at one time, chunk by chunk
+(``views.py``), so that the original is read once. Small tensors are compared many at a time. Bytes are compared, so
+that NaN payloads and the sign of zero count. Memory does not grow with the model. Files are not mapped: a process that
+looks at a map of a file that has become shorter is killed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from formats.errors import PlanError
+from formats.files.checksum import PartialSum, sum_part
+from formats.files.safetensors import DTYPE_BITS, TensorInfo
+from formats.notation.axes import Run
+from reshard.planning.arrangement import Arrangement
+from reshard.planning.boxes import InBoxes
+from reshard.planning.model import Kind
+from reshard.planning.portions import rule_of
+from reshard.planning.stored import Stored
+from reshard.storage.source import Source
+from verify.bytes.atoms import Block, Parts, check_all_owned, strided
+from verify.bytes.boxes import ranks_of
+from verify.bytes.changes import coarse, differing, expected, pattern, repeated, stating
+from verify.bytes.exact_report import Damage, ExactReport, FirstDifference
+from verify.bytes.reading import Files
+from verify.bytes.views import Array, Chunk, Part, View, array, flat_index, tiles
+
+SMALL = 1 << 14
+"""A tensor of at most so many bytes is small: Python's overhead for it is more than the reading."""
+
+TOGETHER = 128
+"""So many small tensors are compared together."""
+
+T = TypeVar("T")
+
+Progress = Callable[[int, int], None]
+"""Called from any thread with the compared bytes of the shards so far, and the total."""
+
+
+def no_progress(done: int, total: int) -> None:
+    """Show no progress."""
+
+
+class _Use(NamedTuple):
+    """A stored tensor that has a part of a tensor: by the number of its atom; None for a file with what is kept."""
+
+    stored: Stored | None
+    number: int
+
+
+class _Tensor(NamedTuple):
+    """A tensor of the original, and for each part of its view the tensor that has it (None: not to be compared).
+
+    A constant of a format has no original.
+    """
+
+    number: int
+    name: str
+    view: View
+    original: TensorInfo | None
+    uses: Sequence[_Use]
+    held: tuple[TensorInfo | None, ...]
+
+
+class Comparison:
+    """The comparison of all tensors; ``held`` has the holders of each stored one with the planned dtype and shape."""
+
+    def __init__(
+        self,
+        original: Source,
+        shards: Source,
+        arrangement: Arrangement,
+        held: Mapping[str, Sequence[int]],
+        progress: Progress,
+        sums: Mapping[Path, PartialSum],
+        files: Files,
+    ) -> None:
+        self._arrangement, self._held = arrangement, held
+        tensors = _Tensors(original, shards, arrangement, held)
+        self._todo = Shared(_units(tensors.all()))
+        total = 0
+        for stored in arrangement.stored:
+            for holder in held.get(stored.name, ()):
+                name = stored.name if stored.naming is None else stored.name_on(holder)
+                total += shards.ranks[holder][name].nbytes
+        total += sum(info.nbytes for name, info in shards.kept.items() if tensors.is_kept(name))
+        self._tally = _Tally(total, progress, sums, files)
+        self._names = _Names(ranks_of(shards), arrangement.format is None)
+
+    @property
+    def damaged(self) -> frozenset[Path]:
+        """The files with wrong bytes."""
+        return frozenset(self._tally.damaged)
+
+    def run(self, workers: int) -> ExactReport:
+        """Compare; the report has only ``first`` and ``damages``. Raises CheckpointError if a file cannot be read."""
+        stopped, tally = threading.Event(), self._tally
+
+        def work() -> None:
+            with _Worker(tally, self._names) as worker:
+                for unit in self._todo:
+                    if stopped.is_set():
+                        return
+                    if isinstance(unit, _Unit):
+                        worker.compare(unit.tensor, unit.chunk)
+                    else:
+                        worker.compare_small(unit)
+
+        with ThreadPoolExecutor(workers) as pool:
+            futures = [pool.submit(work) for _ in range(workers)]
+            try:
+                for future in futures:
+                    future.result()
+            finally:
+                stopped.set()
+        if tally.done != tally.total:  # a partial comparison must not pass
+            raise RuntimeError(f"{tally.done} of the {tally.total} bytes of the shards were compared")
+        mesh = self._arrangement.plan.mesh
+        first = tally.first[1] if tally.first else None
+        return ExactReport(str(mesh), mesh.size, len(self._held), tally.done, first, tally.report())
+
+
+# ------------------------------------------------------------------------------------------------ what is compared
+
+
+class _Tensors:
+    """The tensors of the original, each with all that is stored of it."""
+
+    def __init__(
+        self, original: Source, shards: Source, arrangement: Arrangement, held: Mapping[str, Sequence[int]]
+    ) -> None:
+        self._original, self._shards, self._arrangement, self._held = original, shards, arrangement, held
+        self._parts = Parts(arrangement)
+        self._before = dict(
+            zip((t.kind for t in arrangement.plan.model.tensors), (t.kind for t in original.model.tensors), strict=True)
+        )
+        self._views: dict[tuple[object, ...], View] = {}
+
+    def is_kept(self, name: str) -> bool:
+        """Whether the tensor of this name in the file of what is kept is like the original's."""
+        kept, info = self._shards.kept.get(name), self._original.ranks[0].get(name)
+        return kept is not None and info is not None and (kept.dtype, kept.shape) == (info.dtype, info.shape)
+
+    def all(self) -> Iterator[_Tensor]:
+        """All tensors, in the order of the original's files, and the constants of a format."""
+        uses: dict[str, list[_Use]] = defaultdict(list)
+        held = set[str]()
+        for stored in self._arrangement.stored:
+            for number, atom in enumerate(stored.atoms):
+                uses[atom.tensor].append(_Use(stored, number))
+            held.update(atom.tensor for atom in stored.atoms if stored.name in self._held)
+        for name in self._shards.kept:
+            if self.is_kept(name):
+                uses[name].append(_Use(None, 0))
+                held.add(name)
+        infos = self._original.ranks[0]
+        files = {file: number for number, file in enumerate(sorted({info.file for info in infos.values()}))}
+        kinds = ((infos[name], kind) for name, kind, _ in self._arrangement.plan.model.tensors if name in held)
+        ordered = sorted(kinds, key=lambda each: (files[each[0].file], each[0].offset))
+        for number, (info, kind) in enumerate(ordered):
+            found = uses[info.name]
+            view = self._view(kind, found)
+            yield _Tensor(number, info.name, view, info, found, tuple(self._infos(info.name, view, found)))
+        yield from self._constants(len(ordered))
+
+    def _infos(self, name: str, view: View, uses: Sequence[_Use]) -> Iterator[TensorInfo | None]:
+        kept, ranks = self._shards.kept, self._shards.ranks
+        held = [self._held.get(use.stored.name, ()) if use.stored is not None else () for use in uses]
+        for number, holder, *_ in view.parts:
+            stored = uses[number].stored
+            if stored is None:
+                yield kept[name]
+            elif holder in held[number]:
+                yield ranks[holder][stored.name if stored.naming is None else stored.name_on(holder)]
+            else:
+                yield None
+
+    def _view(self, kind: Kind, uses: Sequence[_Use]) -> View:
+        key = (kind, *(part for use in uses for part in self._alike(use)))
+        if key not in self._views:
+            before, plan = self._before[kind], self._arrangement.plan
+            repeats = None
+            if before.shape != kind.shape:
+                steps = zip(before.rule.dims, kind.rule.dims, strict=True)
+                repeats = tuple(old.step // new.step for old, new in steps)
+            sizes = plan.model.sizes.of(dict(kind.indices))
+            padded = rule_of(plan.model, kind).sizes(
+                {axis: max(size, plan.padding.get(axis, 0)) for axis, size in sizes.items()}
+            )
+            self._check(kind, uses)
+            parts = [part for number, use in enumerate(uses) for part in self._parts_of(kind, number, use)]
+            self._views[key] = View(kind.shape, padded, DTYPE_BITS[kind.dtype], parts, repeats)
+        return self._views[key]
+
+    def _alike(self, use: _Use) -> Iterator[object]:
+        """What is equal for stored tensors that have equal parts."""
+        if use.stored is not None:
+            yield from (use.stored.geometry, use.number, use.stored.dtype, use.stored.atoms[use.number][1:])
+        else:
+            yield None
+
+    def _parts_of(self, kind: Kind, number: int, use: _Use) -> Iterator[Part]:
+        """The parts that the holders of a stored tensor have."""
+        stored = use.stored
+        if stored is None:
+            yield Part(number, 0, (_whole(kind.shape),), DTYPE_BITS[kind.dtype])
+            return
+        atom, portions = stored.atoms[use.number], stored.geometry.portions
+        function = portions[use.number % len(portions)].function
+        is_same, bits = stored.dtype == kind.dtype and function is None, DTYPE_BITS[stored.dtype]
+        zeros, whole = self._arrangement.placed[atom].zeros, self._stated_whole(kind)
+        holders = stored.geometry.boxes if isinstance(stored.geometry, InBoxes) else range(stored.geometry.ranks)
+        for holder in holders:
+            found = self._parts.of(stored, holder)
+            blocks = found.atoms[use.number] if found else None
+            if blocks:
+                if atom.at is not None:
+                    blocks = tuple(block.of_index(atom.at, math.prod(kind.shape[1:])) for block in blocks)
+                stated = stored.stated(holder) if stored.stated is not None else None
+                stated = stated if stated != whole else None
+                yield Part(number, holder, blocks, bits, is_same and stated is None, holder in zeros, stated)
+
+    def _stated_whole(self, kind: Kind) -> tuple[int, ...] | None:
+        """The shape of a weight that the original's tensor states."""
+        sizes = self._arrangement.plan.model.sizes.of(dict(kind.indices))
+        return kind.stated.sizes(sizes) if kind.stated is not None else None
+
+    def _check(self, kind: Kind, uses: Sequence[_Use]) -> None:
+        """Raise PlanError if what is stored has not each element of a tensor."""
+        elements: dict[tuple[object, ...], int] = {}
+        for stored, number in uses:
+            if stored is not None:
+                geometry = stored.geometry
+                layout = (geometry.whole if isinstance(geometry, InBoxes) else geometry).layouts[number]
+                check_all_owned(layout)
+                elements[stored.atoms[number]] = math.prod(layout.full)
+        if elements and sum(elements.values()) != math.prod(kind.shape):
+            raise PlanError(f"the format has {sum(elements.values())} elements of '{kind.name}' {list(kind.shape)}")
+
+    def _constants(self, begin: int) -> Iterator[_Tensor]:
+        """What a format stores that comes from no tensor."""
+        views: dict[tuple[int, str], View] = {}
+        for stored in self._arrangement.stored if self._arrangement.format is not None else ():
+            for holder in self._held.get(stored.name, ()) if stored.constant is not None else ():
+                info = self._shards.ranks[holder][stored.name_on(holder)]
+                key = (math.prod(info.shape), info.dtype)
+                bits = DTYPE_BITS[info.dtype]
+                view = views.setdefault(key, View(key[:1], key[:1], bits, [Part(0, 0, (_whole(key[:1]),), bits)]))
+                part = view.parts[0]._replace(holder=holder)
+                view = View(view.shape, view.padded, bits, [part])
+                yield _Tensor(begin, stored.name_on(holder), view, None, [_Use(stored, 0)], (info,))
+
+
+def _whole(shape: tuple[int, ...]) -> Block:
+    """All elements of two tensors that are stored alike."""
+    steps = [1]
+    for length in reversed(shape[1:]):
+        steps.insert(0, steps[0] * length)
+    strides = tuple(steps[: len(shape)])
+    return Block(shape, 0, strides, 0, strides, (0,) * len(shape), tuple((dim, 1) for dim in range(len(shape))))
+
+
+class _Unit(NamedTuple):
+    """A chunk of a tensor."""
+
+    tensor: _Tensor
+    chunk: Chunk
+
+
+def _units(tensors: Iterator[_Tensor]) -> Iterator[_Unit | Sequence[_Tensor]]:
+    """Units of work: a chunk of a tensor, or several small tensors."""
+    for is_small, found in itertools.groupby(tensors, _is_small):
+        if not is_small:
+            yield from (_Unit(tensor, chunk) for tensor in found for chunk in tensor.view.chunks())
+            continue
+        while together := list(itertools.islice(found, TOGETHER)):
+            yield together
+
+
+def _is_small(tensor: _Tensor) -> bool:
+    """Whether a tensor is small, and its parts are the original's own words."""
+    info = tensor.original
+    return info is not None and info.nbytes <= SMALL and tensor.view.words is not None
+
+
+class Shared(Generic[T]):
+    """An iterator that several threads can use."""
+
+    def __init__(self, items: Iterator[T]) -> None:
+        self._items, self._lock = items, threading.Lock()
+
+    def __iter__(self) -> Iterator[T]:
+        while True:
+            with self._lock:
+                item = next(self._items, None)
+            if item is None:
+                return
+            yield item
+
+
+# ------------------------------------------------------------------------------------------------------ the results
+
+
+class _Tally:
+    """The results of all threads."""
+
+    def __init__(self, total: int, progress: Progress, sums: Mapping[Path, PartialSum], files: Files) -> None:
+        self.total, self.done, self.sums, self.files = total, 0, sums, files
+        self.first: tuple[tuple[int, int, int, str], FirstDifference] | None = None
+        self.damaged: set[Path] = set()
+        self._damages: dict[tuple[int, str, str, int], tuple[int, int, str | None]] = {}
+        self._progress, self._lock = progress, threading.Lock()
+
+    def compared(self, nbytes: int) -> None:
+        """Add to the number of compared bytes."""
+        with self._lock:
+            self.done += nbytes
+            self._progress(self.done, self.total)
+
+    def summed(self, sums: Mapping[Path, PartialSum]) -> None:
+        """Add the sums of what a thread has read."""
+        with self._lock:
+            for path, part in sums.items():
+                self.sums[path].merge(part)
+
+    def differs(self, number: int, flat: int, file: Path, nbytes: int, elements: int, first: FirstDifference) -> None:
+        """Add the wrong bytes and elements of a part of a tensor; ``first`` is at element ``flat`` of the tensor."""
+        with self._lock:
+            self.damaged.add(file)
+            key = number, first.tensor, first.stored or "", first.rank
+            before = self._damages.get(key, (0, 0, None))
+            self._damages[key] = before[0] + nbytes, before[1] + elements, first.stored
+            place = (number, flat, first.rank, first.stored or "")
+            if self.first is None or place < self.first[0]:
+                self.first = place, first
+
+    def report(self) -> tuple[Damage, ...]:
+        """What is damaged, in the order of the original's tensors."""
+        return tuple(
+            Damage(tensor, rank, nbytes, elements, stored)
+            for (_, tensor, _, rank), (nbytes, elements, stored) in sorted(self._damages.items())
+        )
+
+
+# ----------------------------------------------------------------------------------------------------- the comparing
+
+
+@dataclass
+class _Run:
+    """Bytes ``begin`` to ``end`` of a file."""
+
+    file: Path
+    begin: int
+    end: int
+    data: Array = field(default_factory=lambda: np.empty(0, np.uint8))
+
+
+class _Span(NamedTuple):
+    """Some bytes of a tensor: ``begin`` to ``end`` of a run."""
+
+    run: _Run
+    begin: int
+    end: int
+
+    @property
+    def data(self) -> Array:
+        """A view of the bytes."""
+        return self.run.data[self.begin : self.end]
+
+
+class _Runs:
+    """Bytes to read; those that follow each other in a file are joined into one run."""
+
+    def __init__(self) -> None:
+        self.found: list[_Run] = []
+        self._last: dict[Path, _Run] = {}
+
+    def add(self, file: Path, begin: int, nbytes: int) -> _Span:
+        """Add bytes of a file."""
+        run = self._last.get(file)
+        if run is None or run.end != begin:
+            run = self._last[file] = _Run(file, begin, begin)
+            self.found.append(run)
+        run.end += nbytes
+        return _Span(run, begin - run.begin, run.end - run.begin)
+
+
+class _Names(NamedTuple):
+    """What reports call a holder's rank; and whether each tensor has the original's name."""
+
+    ranks: Sequence[int]
+    is_own: bool
+
+
+class _Worker:
+    """One thread's buffers and sums."""
+
+    def __init__(self, tally: _Tally, names: _Names, *, sums: bool = True) -> None:
+        self._tally, self._names = tally, names
+        self._summed: Mapping[Path, PartialSum] = tally.sums if sums else {}
+        self._buffers: dict[str, Array] = {}
+        self._sums: dict[Path, PartialSum] = {}
+
+    def __enter__(self) -> _Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._tally.summed(self._sums)
+
+    def _read(self, use: str, path: Path, offset: int, nbytes: int) -> Array:
+        """``nbytes`` of a file, in the buffer of this name."""
+        if use not in self._buffers or self._buffers[use].size < nbytes:
+            self._buffers[use] = np.empty(nbytes, np.uint8)
+        buffer = self._buffers[use][:nbytes]
+        self._fill(path, offset, buffer)
+        return buffer
+
+    def _fill(self, path: Path, offset: int, buffer: Array) -> None:
+        """Fill the buffer from ``offset`` of a file, and add to the file's sum, if it is wanted and not done there."""
+        self._tally.files.fill(path, offset, buffer)
+        self._add(path, offset, buffer)
+
+    def _add(self, path: Path, offset: int, content: Array) -> None:
+        if path in self._summed and not self._tally.files.is_elsewhere(path):
+            if path not in self._sums:
+                self._sums[path] = PartialSum(self._summed[path].size)
+            self._sums[path].add(offset, content.size, sum_part(content, offset))
+
+    def compare_small(self, tensors: Sequence[_Tensor]) -> None:
+        """Compare small tensors; neighbours in a file are read with one call.
+
+        A tensor that differs is compared again, chunk by chunk, to find the place.
+        """
+        runs, spans = _Runs(), []
+        for tensor in tensors:
+            item, info = tensor.view.bits // 8, tensor.original
+            assert info is not None and tensor.view.words is not None
+            parts = [
+                (words, runs.add(held.file, held.offset + words.begin * item, (words.end - words.begin) * item))
+                for words, held in zip(tensor.view.words, tensor.held, strict=True)
+                if held is not None
+            ]
+            spans.append((tensor, runs.add(info.file, info.offset, info.nbytes), parts))
+        for run in runs.found:
+            run.data = np.empty(run.end - run.begin, np.uint8)
+            self._fill(run.file, run.begin, run.data)
+        done = 0
+        for tensor, original, parts in spans:
+            size, ours = 0, original.data
+            for words, (run, begin, end) in parts:
+                if words.size != size:
+                    size, own = words.size, original.data.view(f"u{words.size}")
+                    ours = np.append(own, own.dtype.type(0))  # padding
+                if ours.take(words.numbers).tobytes() != run.data[begin:end].tobytes():  # faster than arrays, if small
+                    break
+            else:
+                done += sum(found.end - found.begin for _, found in parts)
+                continue
+            with _Worker(self._tally, self._names, sums=False) as again:
+                for chunk in tensor.view.chunks():
+                    again.compare(tensor, chunk)
+        self._tally.compared(done)
+
+    def compare(self, tensor: _Tensor, chunk: Chunk) -> None:
+        """Compare a chunk of the original with what each holder has of it."""
+        view, done = tensor.view, 0
+        run = view.of_original(chunk)
+        original = self._original(tensor, chunk, run) if tensor.original is not None and run.length else None
+        for read in view.reads(chunk):
+            part, info = view.parts[read.part], tensor.held[read.part]
+            if info is None:
+                continue
+            left = original
+            if part.stated is not None and left is not None:
+                left = self._stated(tensor, part.stated, run)
+            pair = _Pair.of(tensor, part, info, self._names)
+            if read.part in view.shared:
+                for block in (tile for each in read.blocks for tile in tiles(each, part.bits)):
+                    self._compare_shared(pair, block, (left, run.offset))
+            else:
+                begin, end = read.begin * part.bits // 8, read.end * part.bits // 8
+                found = self._read("held", info.file, info.offset + begin, end - begin)
+                for block in read.blocks:
+                    self._compare(pair, block, (left, run.offset), (found, read.begin))
+            done += read.elements * part.bits // 8
+        self._tally.compared(done)
+
+    def _original(self, tensor: _Tensor, chunk: Chunk, run: Run) -> Array:
+        """A chunk of the original's bytes."""
+        view, info = tensor.view, tensor.original
+        assert info is not None
+        if view.repeats is not None:
+            _, few = coarse(view, chunk)
+            item = view.bits // 8
+            data = self._read("original", info.file, info.offset + few.offset * item, few.length * item)
+            return repeated(view, chunk, data, run.length)
+        begin = info.offset + run.offset * view.bits // 8
+        return self._read("original", info.file, begin, run.length * view.bits // 8)
+
+    def _stated(self, tensor: _Tensor, shape: Sequence[int], run: Run) -> Array:
+        """What stands in the place of a chunk of the original, in a tensor that states this shape of a weight."""
+        assert tensor.original is not None
+        item = tensor.view.bits // 8
+        return stating(self._tally.files, tensor.original, shape)[run.offset * item : run.end * item]
+
+    def _compare_shared(self, pair: _Pair, block: Block, ours: tuple[Array | None, int]) -> None:
+        """Compare a block of which other chunks have elements of the same range of bytes."""
+        of = strided(0, block.shape, block.shard, block.shard_strides, DTYPE_BITS[pair.dtypes[1]])
+        found = self._tally.files.read_shared(pair.info, of.begin, of.nbytes, self._add)
+        self._compare(pair, block, ours, (found, block.shard))
+
+    def _compare(self, pair: _Pair, block: Block, ours: tuple[Array | None, int], theirs: tuple[Array, int]) -> None:
+        """Compare a block; of both sides the bytes, and the element with which they begin."""
+        left, bits = None, DTYPE_BITS[pair.dtypes[0]]
+        if ours[0] is not None and block.original is not None and not pair.zero:
+            left = array(ours[0], ours[1], block.shape, block.original, block.original_strides, bits)
+        right = array(theirs[0], theirs[1], block.shape, block.shard, block.shard_strides, DTYPE_BITS[pair.dtypes[1]])
+        if left is not None:
+            wrong = differing(left, right, pair.dtypes, pair.function)
+        else:
+            wrong = right != pair.pattern if (right != pair.pattern).any() else None
+        if wrong is not None:
+            self._count(pair, block, left, right, wrong)
+
+    def _count(self, pair: _Pair, block: Block, left: Array | None, right: Array, wrong: Array) -> None:
+        """Count the wrong elements of a block, and find the first in the order of the original's elements."""
+        tensor, bits = pair.tensor, DTYPE_BITS[pair.dtypes[1]]
+        per_byte = max(1, 8 // bits)
+        if not block.shape:  # a number
+            wrong, right = np.atleast_1d(wrong), np.atleast_1d(right)
+            left = None if left is None else np.atleast_1d(left)
+        places = np.nonzero(wrong)
+        coordinates = [np.full(places[0].size, start) for start in block.first]
+        for factor, found in enumerate(places[: len(block.shape)]):
+            dim, step = block.along[factor]
+            coordinates[dim] = coordinates[dim] + found * (step * (per_byte if factor == len(places) - 1 else 1))
+        one = int(np.lexsort(coordinates[::-1])[0]) if coordinates else 0
+        index, at = tuple(int(each[one]) for each in coordinates), tuple(int(each[one]) for each in places)
+        elements = [i * (per_byte if factor == len(places) - 1 else 1) for factor, i in enumerate(at)]
+        moved = sum(i * step for i, step in zip(elements, block.shard_strides, strict=False))
+        nbytes = right.itemsize * int(places[0].size)
+        if left is not None and left.dtype == right.dtype and pair.function is None:
+            changed = np.ascontiguousarray(left[places] ^ right[places])
+            nbytes = int(np.count_nonzero(changed.view(np.uint8)))
+        elif left is None:
+            changed = np.ascontiguousarray(right[places] ^ right.dtype.type(pair.pattern))
+            nbytes = int(np.count_nonzero(changed.view(np.uint8)))
+        should = pair.pattern.to_bytes(right.itemsize, "little")
+        if left is not None:
+            should = expected(np.ascontiguousarray(left[at]).reshape(1), pair.dtypes, pair.function)
+        byte = pair.info.offset + (block.shard + moved) * bits // 8
+        file, original = pair.place(block, elements) if left is not None else (None, None)
+        difference = FirstDifference(
+            tensor.name, index, pair.rank, str(pair.info.file), byte, should,
+            np.ascontiguousarray(right[at]).reshape(1).tobytes(), file, original, pair.stored, pair.because,
+        )  # fmt: skip
+        count = int(places[0].size) * per_byte
+        flat = flat_index(index, tensor.view.padded)
+        self._tally.differs(tensor.number, flat, pair.info.file, nbytes, count, difference)
+
+
+class _Pair(NamedTuple):
+    """A tensor and a part of it, as a report calls them.
+
+    ``dtypes`` are the original's and that in which it is stored. ``pattern`` are the bits that stand where nothing of
+    the original does, ``because`` says why.
+    """
+
+    tensor: _Tensor
+    info: TensorInfo
+    rank: int
+    stored: str | None
+    dtypes: tuple[str, str]
+    function: str | None
+    zero: bool
+    pattern: int
+    because: str
+
+    @classmethod
+    def of(cls, tensor: _Tensor, part: Part, info: TensorInfo, names: _Names) -> _Pair:
+        """The tensor, and what a holder has of it."""
+        stored, number = tensor.uses[part.number]
+        function, value, because = None, 0.0, "zero, as an earlier rank has it" if part.zero else "padding"
+        if stored is not None and stored.constant is not None:
+            value, because = stored.constant.value, f"a constant of the format, {stored.constant.value}"
+        elif stored is not None:
+            function = stored.geometry.portions[number % len(stored.geometry.portions)].function
+        return cls(
+            tensor, info, names.ranks[part.holder] if stored is not None else 0, None if names.is_own else info.name,
+            (tensor.original.dtype if tensor.original else info.dtype, info.dtype), function, part.zero,
+            pattern(value, info.dtype), because,
+        )  # fmt: skip
+
+    def place(self, block: Block, element: Sequence[int]) -> tuple[str, int]:
+        """The original's file, and the byte there from which an element of a block comes."""
+        info, view = self.tensor.original, self.tensor.view
+        assert info is not None and block.original is not None
+        flat = block.original + sum(i * step for i, step in zip(element, block.original_strides, strict=False))
+        if view.repeats is not None:
+            index = np.unravel_index(flat, view.shape)
+            flat = flat_index([int(i) // times for i, times in zip(index, view.repeats, strict=True)], info.shape)
+        return str(info.file), info.offset + flat * DTYPE_BITS[info.dtype] // 8

@@ -1,6 +1,6 @@
 """Does a split pay? What a rank reads to load its part of a checkpoint, and how long that takes.
 
-    python -m benchmarks.loading [--gigabytes 1.6] [--tp 2 4 8 16] [--rounds 3] [--megabytes 100] [--folder DIR]
+    python -m benchmarks.loading [--gigabytes 1.6] [--tp 2 4 8] [--rounds 3] [--megabytes 100] [--folder DIR]
 
 Each load is a process of its own; the clock runs from the first byte wanted to the last tensor in memory (no imports).
 The files are not in the page cache when it begins (``posix_fadvise``). Ways, in turn in each round:
@@ -174,7 +174,7 @@ def from_network(url: str, source: Path, folder: Path, tp: int) -> dict[str, flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=1.6)
-    parser.add_argument("--tp", type=int, nargs="*", default=[2, 4, 8, 16])
+    parser.add_argument("--tp", type=int, nargs="*", default=[2, 4, 8])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--megabytes", type=float, default=100.0)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "reshard-benchmark")

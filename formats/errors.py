@@ -42,6 +42,10 @@ class MismatchError(ReshardError):
     """Things that should be equal are not: a checksum, replicas, shards of different runs."""
 
 
+class LiveError(ReshardError):
+    """A push between running processes that could not be carried out: the message names the rank and the cause."""
+
+
 def one_line(text: str) -> str:
     """The same text on one line of at most ``LONGEST_LINE`` characters, all of them printable: others are escaped."""
     text = printable(" ".join(text.split()))

@@ -1,0 +1,94 @@
+"""The sides of a push in a few letters, such as ``fsdp2:4tp2`` or ``vllm:tp4``: what a program's ranks would hold."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from formats.errors import PlanError
+from formats.notation.format import Format
+from formats.notation.format_file import format_of
+from reshard.live.held import Held
+from reshard.live.runs import cut
+from reshard.live.sides import Live
+from reshard.mesh.plan import Degrees
+from reshard.model.model import Model
+from reshard.placement.arrangement import Arrangement, on_mesh
+from reshard.placement.chunks import dims_of
+from reshard.placement.program_plan import plan_for
+
+NAMED: Mapping[str, str] = {"fsdp2": "dcp-transformers", "transformers": "dcp-transformers"}
+"""The formats of programs whose ranks are live, if not of the same name."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A program on so many ranks: ``tp``, ``ep`` and ``pp`` as in ``split --as``.
+
+    ``program`` is the name of a format (``vllm``, ``sglang``, ``megatron``), or ``fsdp2`` for a model of transformers.
+    ``fsdp`` ranks hold equal parts of the first dimension of what is left, ``replicas`` hold the same.
+    """
+
+    program: str
+    tp: int = 1
+    ep: int = 1
+    pp: int = 1
+    fsdp: int = 1
+    replicas: int = 1
+
+    @property
+    def format(self) -> Format:
+        """The format of its tensors. Raises PlanError."""
+        return format_of(NAMED.get(self.program, self.program))
+
+    @property
+    def degrees(self) -> Degrees:
+        """The degrees by which the rules split."""
+        return Degrees(tp=self.tp, ep=self.ep, pp=self.pp)
+
+    def __str__(self) -> str:
+        degrees = {"": self.fsdp, "x": self.replicas, "tp": self.tp, "ep": self.ep, "pp": self.pp}
+        shown = "".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1)
+        return f"{self.program}:{shown or 1}"
+
+
+_NAMES: Mapping[str, str] = {"": "fsdp", "fsdp": "fsdp", "x": "replicas", "tp": "tp", "ep": "ep", "pp": "pp"}
+
+
+def target_of(text: str) -> Target:
+    """Reads ``fsdp2:4tp2``, ``megatron:tp2pp2ep2``, ``vllm:tp4``. A plain number is of FSDP. Raises PlanError."""
+    program, _, rest = text.partition(":")
+    found = re.findall(r"([a-z]*)(\d+)", rest)
+    known = {_NAMES[name]: int(number) for name, number in found if name in _NAMES}
+    if "".join(f"{name}{number}" for name, number in found) != rest or len(known) != len(found) or 0 in known.values():
+        raise PlanError(
+            f"'{text}' is not a program and its degrees",
+            "write for example fsdp2:8, fsdp2:4tp2, megatron:tp2pp2, vllm:tp4",
+        )
+    return Target(program, **known)
+
+
+def arranged(model: Model, target: Target) -> Arrangement:
+    """What a program's ranks have of a model, without FSDP. Raises PlanError."""
+    return on_mesh(plan_for(model, target.format, target.degrees), target.format)
+
+
+def held_on(model: Model, target: Target) -> Live:
+    """What the ranks of a program that shards with DTensors would hold. Raises PlanError."""
+    arrangement = arranged(model, target)
+    whole = {each.name: each.geometry.shape(0) for each in on_mesh(arrangement.plan.unsplit, target.format).stored}
+    inner = arrangement.plan.mesh.size
+    ranks: list[list[Held]] = [[] for _ in range(target.replicas * target.fsdp * inner)]
+    for stored in arrangement.stored:
+        geometry, shape = stored.geometry, whole[stored.name]
+        assert geometry.chunks is None and shape is not None
+        for number, parts in enumerate(ranks if stored.constant is None else ()):
+            dims = dims_of(geometry, number % inner)
+            if dims is None:
+                continue
+            runs = [tuple(of) for of in dims]
+            if runs and target.fsdp > 1:
+                runs[0] = tuple(cut(runs[0], target.fsdp, number // inner % target.fsdp))
+            parts.append(Held(stored.name, stored.dtype, shape, tuple(runs)))
+    return Live(target.format, ranks)

@@ -11,12 +11,13 @@ from formats.notation.format import Format
 from formats.notation.format_file import format_of
 from reshard.live.held import Held
 from reshard.live.runs import cut
-from reshard.live.sides import Live
+from reshard.live.sides import Live, Runs
 from reshard.mesh.plan import Degrees
 from reshard.model.model import Model
 from reshard.placement.arrangement import Arrangement, on_mesh
 from reshard.placement.chunks import dims_of
-from reshard.placement.program_plan import plan_for
+from reshard.placement.geometry import Geometry
+from reshard.placement.program_plan import check_demands, plan_for, program_plan
 
 NAMED: Mapping[str, str] = {"fsdp2": "dcp-transformers", "transformers": "dcp-transformers"}
 """The formats of programs whose ranks are live, if not of the same name."""
@@ -70,8 +71,15 @@ def target_of(text: str) -> Target:
 
 
 def arranged(model: Model, target: Target) -> Arrangement:
-    """What a program's ranks have of a model, without FSDP. Raises PlanError."""
-    return on_mesh(plan_for(model, target.format, target.degrees), target.format)
+    """What a program's ranks have of a model, without FSDP. Raises PlanError.
+
+    Running ranks may have their own layers where a format's files have all (Megatron's).
+    """
+    format, degrees = target.format, target.degrees
+    if format.container.chunks and degrees.pp > 1:
+        check_demands(model, format, degrees.mesh)
+        return on_mesh(program_plan(model, format, degrees.mesh), format)
+    return on_mesh(plan_for(model, format, degrees), format)
 
 
 def held_on(model: Model, target: Target) -> Live:
@@ -79,16 +87,26 @@ def held_on(model: Model, target: Target) -> Live:
     arrangement = arranged(model, target)
     whole = {each.name: each.geometry.shape(0) for each in on_mesh(arrangement.plan.unsplit, target.format).stored}
     inner = arrangement.plan.mesh.size
+    known: dict[tuple[Geometry, int], Runs | None] = {}
     ranks: list[list[Held]] = [[] for _ in range(target.replicas * target.fsdp * inner)]
     for stored in arrangement.stored:
         geometry, shape = stored.geometry, whole[stored.name]
         assert geometry.chunks is None and shape is not None
         for number, parts in enumerate(ranks if stored.constant is None else ()):
-            dims = dims_of(geometry, number % inner)
-            if dims is None:
-                continue
-            runs = [tuple(of) for of in dims]
-            if runs and target.fsdp > 1:
-                runs[0] = tuple(cut(runs[0], target.fsdp, number // inner % target.fsdp))
-            parts.append(Held(stored.name, stored.dtype, shape, tuple(runs)))
+            if (geometry, number) not in known:
+                known[geometry, number] = _runs(geometry, number, inner, target.fsdp)
+            runs = known[geometry, number]
+            if runs is not None:
+                parts.append(Held(stored.name, stored.dtype, shape, runs))
     return Live(target.format, ranks)
+
+
+def _runs(geometry: Geometry, number: int, inner: int, fsdp: int) -> Runs | None:
+    """What rank ``number`` holds of a tensor of which ``inner`` ranks have parts, each dealt to ``fsdp`` ranks."""
+    dims = dims_of(geometry, number % inner)
+    if dims is None:
+        return None
+    runs = [tuple(of) for of in dims]
+    if runs and fsdp > 1:
+        runs[0] = cut(runs[0], fsdp, number // inner % fsdp)
+    return tuple(runs)

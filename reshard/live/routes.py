@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from hashlib import sha256
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +21,8 @@ from formats.files.safetensors import DTYPE_BITS
 from formats.notation.axes import Run
 from reshard.live.sides import Side, blocks_between
 from reshard.mesh.plan import Box, Layout
-from reshard.move.moves import change_of, check_atoms
+from reshard.move.elements import conversion
+from reshard.move.moves import check_atoms
 from reshard.placement.common_dimensions import Groups, over
 from reshard.placement.stored import Atom, Placed
 from reshard.version import __version__
@@ -133,17 +136,33 @@ class Routes:
         return max([*self.sent, *self.received]) / link
 
     def parts(self, rank: int) -> Iterator[list[Part]]:
-        """For each bucket what a rank sends or receives, in order; ranks of the target count on from the source's."""
-        source, target, first = self.source, self.target, self.source.ranks
-        begin = 0
+        """For each bucket what a rank sends or receives, in order, elements of more bytes first.
+
+        Ranks of the target count on from the source's.
+        """
+        known: dict[int, list[tuple[int, Block, int]]] = {}
+        width, begin = self.source.width, 0
         for end in self.ends:
-            yield [
-                Part(move, block, sender, wanting)
-                for move in self.moves[begin:end]
-                for (block, wanting), sender in zip(move.way.wants, move.senders, strict=True)
-                if rank in (sender // source.width, first + wanting // target.width)
-            ]
+            parts = []
+            for move in self.moves[begin:end]:
+                if move.way.number not in known:
+                    known[move.way.number] = self._of(rank, move.way)
+                for number, block, target in known[move.way.number]:
+                    if rank in (move.senders[number] // width, self._receiver(target)):
+                        parts.append(Part(move, block, move.senders[number], target))
+            yield sorted(parts, key=lambda part: -DTYPE_BITS[part.move.dtype])
             begin = end
+
+    def _of(self, rank: int, way: Way) -> list[tuple[int, Block, int]]:
+        """What a rank may send or receive of a way: the number of each of its ``wants``, the block, and the target."""
+        return [
+            (number, block, target)
+            for number, (block, target) in enumerate(way.wants)
+            if rank == self._receiver(target) or any(rank == holder // self.source.width for holder in block.sources)
+        ]
+
+    def _receiver(self, holder: int) -> int:
+        return self.source.ranks + holder // self.target.width
 
 
 def routes(source: Side, target: Side, *, bucket: int = BUCKET, hosts: Sequence[str] = ()) -> Routes:
@@ -154,9 +173,12 @@ def routes(source: Side, target: Side, *, bucket: int = BUCKET, hosts: Sequence[
     """
     check_atoms(source.arrangement, target.arrangement)
     found = _Planning(source, target, bucket, hosts)
-    for atom, wanted in [*target.placed.items(), *target.copies]:
-        if wanted.stored.constant is None:
-            found.add(atom, wanted)
+    layers = {tensor.name: tensor.at[0] if tensor.at else -1 for tensor in target.arrangement.plan.model.tensors}
+    wanted = [each for each in [*target.placed.items(), *target.copies] if each[1].stored.constant is None]
+    for _, atoms in itertools.groupby(
+        sorted(wanted, key=lambda each: layers[each[0].tensor]), lambda each: layers[each[0].tensor]
+    ):
+        found.add(atoms)
     return found.routes()
 
 
@@ -174,18 +196,29 @@ class _Planning:
         self._ends: list[int] = []
         self._count = 0
 
-    def add(self, atom: Atom, wanted: Placed) -> None:
-        """Plan an atom. Raises PlanError."""
+    def add(self, atoms: Iterable[tuple[Atom, Placed]]) -> None:
+        """Plan the atoms of a layer, in turns from each of their senders. Raises PlanError."""
+        moves = [move for atom, wanted in atoms for move in self._moves_of(atom, wanted)]
+        turns: Counter[int] = Counter()
+        ordered = []
+        for move in moves:
+            first = move.way.blocks[0].sources[0] if move.way.blocks else 0
+            ordered.append((turns[first], move))
+            turns[first] += 1
+        for _, move in sorted(ordered, key=itemgetter(0)):
+            self._place(move)
+
+    def _moves_of(self, atom: Atom, wanted: Placed) -> Iterator[Move]:
         held = self._source.placed.get(atom)
         if held is None or held.portion.function is not None:
             raise PlanError(f"no rank of the source holds tensor '{atom.tensor}', which the target wants")
-        own, change = self._source.dtype(held.stored), change_of(atom.tensor, held, wanted)
-        same = own == wanted.stored.dtype and wanted.portion.function is None
-        if change is not None and not same:
-            change.elements()  # raises, if there is no such change
+        own, stored = self._source.dtype(held.stored), self._target.dtype(wanted.stored)
+        same = own == stored and wanted.portion.function is None
         dtype = own if same else held.stored.dtype
+        if not same and (dtype, wanted.portion.function) != (stored, None):
+            conversion(atom.tensor, dtype, stored, wanted.portion.function)  # raises, if there is none
         for way in self._ways_of(held, wanted, DTYPE_BITS[dtype] // 8):
-            self._place(Move(atom, held, wanted, way, dtype, ()))
+            yield Move(atom, held, wanted, way, dtype, ())
 
     def _place(self, move: Move) -> None:
         way, key = move.way, (move.way.number, move.dtype)

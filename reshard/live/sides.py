@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,14 +36,18 @@ from reshard.source.source import UNSPLIT
 Ranks = Sequence[Sequence[Held]]
 """What each rank of a live side holds."""
 
+Runs = tuple[tuple[Run, ...], ...]
+"""What a rank holds of each dimension."""
+
 _WHERE = Path("the live model")
 
 
 class Piece(NamedTuple):
     """A chunk of a stored tensor in a rank's tensor.
 
-    ``part`` is the number of the ``Held`` among the rank's, ``lead`` the number of its first dimensions that are not
-    the stored tensor's (they have one index), ``at`` where the chunk begins in the others, ``shape`` its shape.
+    ``part`` is the number of the part among those that the rank has of the stored tensor, ``lead`` the number of its
+    first dimensions that are not the stored tensor's (they have one index), ``at`` where the chunk begins in the
+    others, ``shape`` its shape.
     """
 
     part: int
@@ -80,13 +85,17 @@ class Live:
     format: Format
     ranks: Ranks
 
-    def stored(self) -> Iterator[tuple[int, int, Held, str, int]]:
-        """All parts: the rank, the number of the part, the part, the stored tensor's name, and how many of the part's
-        dimensions are indices in that name.
+    def stored(self) -> Iterator[tuple[int, Held, str, int]]:
+        """All parts: the rank, the part, the stored tensor's name, and how many of the part's dimensions are indices in
+        that name.
         """
+        known: dict[tuple[str, tuple[object, ...]], tuple[str, int]] = {}
         for rank, parts in enumerate(self.ranks):
-            for number, held in enumerate(parts):
-                yield rank, number, held, *_unstacked(self.format, held)
+            for held in parts:
+                key = (held.name, held.runs if self.format.rules.stacks else ())
+                if key not in known:
+                    known[key] = _unstacked(self.format, held)
+                yield rank, held, *known[key]
 
 
 def bound(live: Live, config: Mapping[str, Any], *, dtype: str | None = None) -> Plan:
@@ -108,7 +117,7 @@ def bound(live: Live, config: Mapping[str, Any], *, dtype: str | None = None) ->
 def _whole(live: Live, dtype: str | None) -> dict[str, TensorInfo]:
     """The whole stored tensors that ranks hold parts of."""
     found: dict[str, TensorInfo] = {}
-    for rank, _, held, name, lead in live.stored():
+    for rank, held, name, lead in live.stored():
         shape, kind = held.shape[lead:], dtype if dtype and held.dtype == "F32" else held.dtype
         info = found.setdefault(name, TensorInfo(name, kind, shape, _WHERE, 0, 0))
         if (info.shape, info.dtype) != (shape, kind):
@@ -145,23 +154,35 @@ def live_side(live: Live, own: Arrangement, other: Arrangement) -> Side:
     that each is a product of runs there, too. Raises MismatchError if ranks lack something or hold something else.
     """
     cuts = _Cuts(own, other)
-    found: dict[str, dict[int, list[tuple[Chunk, Piece]]]] = {}
+    found: dict[str, list[tuple[int, int, Runs]]] = {}
     dtypes: dict[str, str] = {}
-    for rank, number, held, name, lead in live.stored():
-        pieces = found.setdefault(name, {}).setdefault(rank, [])
-        pieces += _pieces(held, number, lead, cuts.of(name))
+    for rank, held, name, lead in live.stored():
+        found.setdefault(name, []).append((rank, lead, held.runs[lead:]))
         dtypes[name] = held.dtype
-    width = max((len(pieces) for of in found.values() for pieces in of.values()), default=1)
-    chunks: dict[str, dict[int, Chunk]] = {}
-    places: dict[str, dict[int, Piece]] = {}
-    for name, of in found.items():
-        numbered = [(rank * width + i, each) for rank, pieces in of.items() for i, each in enumerate(pieces)]
-        chunks[name] = {holder: chunk for holder, (chunk, _) in numbered}
-        places[name] = {holder: piece for holder, (_, piece) in numbered}
-    stored = _in_chunks(own, chunks, len(live.ranks) * width)
+    alike = {name: (tuple(parts), cuts.of(name)) for name, parts in found.items()}
+    known = {key: _by_rank(*key) for key in dict.fromkeys(alike.values())}
+    width = max((len(pieces) for of in known.values() for pieces in of.values()), default=1)
+    numbered = {
+        key: {rank * width + i: each for rank, pieces in of.items() for i, each in enumerate(pieces)}
+        for key, of in known.items()
+    }
+    chunks = {key: {holder: chunk for holder, (chunk, _) in of.items()} for key, of in numbered.items()}
+    places = {key: {holder: piece for holder, (_, piece) in of.items()} for key, of in numbered.items()}
+    stored = _in_chunks(own, {name: chunks[key] for name, key in alike.items()}, len(live.ranks) * width)
     placed = {atom: Placed(stored[each.stored.name], each.number) for atom, each in own.placed.items()}
     copies = [(atom, Placed(stored[each.stored.name], 0)) for atom, each in own.copies if each.stored.name in stored]
-    return Side(own, placed, copies, len(live.ranks), width, places, dtypes)
+    pieces = {name: places[key] for name, key in alike.items()}
+    return Side(own, placed, copies, len(live.ranks), width, pieces, dtypes)
+
+
+def _by_rank(parts: Sequence[tuple[int, int, Runs]], cut: Sequence[_Cut]) -> dict[int, list[tuple[Chunk, Piece]]]:
+    """The chunks of a stored tensor that each rank has, given the parts of all ranks."""
+    found: dict[int, list[tuple[Chunk, Piece]]] = {}
+    numbers: Counter[int] = Counter()
+    for rank, lead, runs in parts:
+        found.setdefault(rank, []).extend(_pieces(runs, numbers[rank], lead, cut))
+        numbers[rank] += 1
+    return found
 
 
 def _in_chunks(own: Arrangement, chunks: Mapping[str, Mapping[int, Chunk]], holders: int) -> dict[str, Stored]:
@@ -176,7 +197,7 @@ def _in_chunks(own: Arrangement, chunks: Mapping[str, Mapping[int, Chunk]], hold
             raise MismatchError(f"no rank holds tensor '{each.name}'")
         at = chunks[each.name]
         assert each.geometry.chunks is None
-        key = (each.geometry, tuple(at.items()))
+        key = (each.geometry, id(at))
         if key not in known:
             whole = each.constant.shape if each.constant else each.geometry.shape(0) or ()
             check_tiling(each.name, dict(enumerate(dict.fromkeys(at.values()))), whole, _WHERE)
@@ -188,10 +209,10 @@ def _in_chunks(own: Arrangement, chunks: Mapping[str, Mapping[int, Chunk]], hold
     return found
 
 
-def _pieces(held: Held, part: int, lead: int, cut: Sequence[_Cut]) -> Iterator[tuple[Chunk, Piece]]:
+def _pieces(held: Runs, part: int, lead: int, cut: Sequence[_Cut]) -> Iterator[tuple[Chunk, Piece]]:
     """A part as chunks: all products of its runs, which are cut further where ``cut`` says."""
     dims = []
-    for runs, where in itertools.zip_longest(held.runs[lead:], cut):
+    for runs, where in itertools.zip_longest(held, cut):
         at, found = 0, []
         for run in runs:
             ends = [run.offset, *sorted({*(where.ends(run) if where else ())} - {run.offset, run.end}), run.end]

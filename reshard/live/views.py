@@ -19,8 +19,8 @@ from reshard.placement.common_dimensions import Groups
 from reshard.placement.geometry import Geometry
 from reshard.placement.stored import Placed
 
-Tensors = Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
-"""A rank's tensors: by name, or for a live side in the order of its parts."""
+Tensors = Mapping[str, Sequence[torch.Tensor]]
+"""A rank's tensors by the names of stored tensors; a live rank may have several parts of one."""
 
 
 def pack(parts: Sequence[Part], source: Side, tensors: Tensors, room: torch.Tensor) -> None:
@@ -43,14 +43,14 @@ def unpack(parts: Sequence[Part], target: Side, tensors: Tensors, room: torch.Te
         of_atom = atom_view(target, move.wanted, part.target, tensors, move.way.groups, move.way.after)
         for view in _blocks(of_atom, [[(span.target, span.length) for span in dim] for dim in part.block.spans]):
             nbytes = view.numel() * dtype.itemsize
-            view.copy_(_converted(part, room[at : at + nbytes].view(dtype).view(view.shape)))
+            block = room[at : at + nbytes].view(dtype).view(view.shape)
+            view.copy_(_converted(part, block, target.dtype(move.wanted.stored)))
             at += nbytes
 
 
-def _converted(part: Part, block: torch.Tensor) -> torch.Tensor:
+def _converted(part: Part, block: torch.Tensor, stored: str) -> torch.Tensor:
     """What arrived, as the target stores it."""
-    move = part.move
-    stored, function = move.wanted.stored.dtype, move.wanted.portion.function
+    move, function = part.move, part.move.wanted.portion.function
     if move.dtype == stored and function is None:
         return block
     edit = conversion(move.atom.tensor, move.dtype, stored, function)
@@ -117,11 +117,9 @@ def _in_stored_order(groups: Groups, order: Sequence[int]) -> Groups:
 def chunk_view(side: Side, placed: Placed, holder: int, tensors: Tensors) -> torch.Tensor:
     """A stored tensor on a holder: all that its rank has, or, on a live side, the holder's chunk."""
     if side.pieces is None:
-        assert isinstance(tensors, Mapping)
-        return tensors[placed.stored.name_on(holder)]
+        return tensors[placed.stored.name_on(holder)][0]
     piece = side.pieces[placed.stored.name][holder]
-    assert isinstance(tensors, Sequence)
-    tensor = tensors[piece.part]
+    tensor = tensors[placed.stored.name][piece.part]
     for _ in range(piece.lead):
         tensor = tensor.select(0, 0)
     for dim, (begin, length) in enumerate(zip(piece.at, piece.shape, strict=True)):

@@ -116,7 +116,7 @@ class _Moves:
         ranks: frozenset[int],
     ) -> Job:
         """The job that moves an atom to these ranks."""
-        change = change_of(atom.tensor, held, wanted)
+        change = _change(atom.tensor, held, wanted)
         key = (*_alike(held), *_alike(wanted), change, ranks)
         if key not in self._known:
             nbytes = tensor_bytes(atom.tensor, held.stored.dtype, held.layout.full)
@@ -217,7 +217,7 @@ class _Kept:
         return lambda rank: there
 
 
-def change_of(name: str, held: Placed, wanted: Placed) -> Change | None:
+def _change(name: str, held: Placed, wanted: Placed) -> Change | None:
     """The change of an atom's elements, if it is stored in another dtype or by a function."""
     function = wanted.portion.function
     if held.stored.dtype == wanted.stored.dtype and function is None:

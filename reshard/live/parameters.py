@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from formats.errors import LiveError, PlanError, ReshardError
 from formats.notation.axes import Run
@@ -97,16 +98,15 @@ def _local(tensor: DTensor) -> tuple[tuple[Runs, ...], torch.Tensor]:
     return runs_of(tensor.shape, mesh.shape, coordinate, placements, local.shape), local
 
 
-def _plain(placement: object, dims: int) -> Cut | None:
+def _plain(placement: Placement, dims: int) -> Cut | None:
     """A placement as data. Raises PlanError for one that is not known to be a part of a tensor."""
-    kind = type(placement).__name__
-    if kind == "Replicate":
+    if type(placement) is Replicate:
         return None
-    if kind not in ("Shard", "_StridedShard"):
-        hint = "sum it (redistribute) before a push" if "Partial" in kind else None
+    if type(placement) not in (Shard, _StridedShard):
+        hint = "sum it (redistribute) before a push" if isinstance(placement, Partial) else None
         raise PlanError(f"the placement {placement} does not say which elements a rank holds", hint)
-    dim: int = getattr(placement, "dim")
-    return Cut(dim % dims, getattr(placement, "split_factor", 1))
+    assert isinstance(placement, Shard | _StridedShard)
+    return Cut(placement.dim % dims, int(placement.split_factor) if isinstance(placement, _StridedShard) else 1)
 
 
 def _whole(shape: Sequence[int]) -> tuple[Runs, ...]:

@@ -2,8 +2,8 @@
 
 torch's own function (``compute_local_shape_and_global_offset``, torch 2.13) gives one box from the first offset, and is
 silent where the rank's indices have holes. Here they are runs. A strided placement can be read in two ways, and torch
-uses both: ``distribute_tensor`` makes the one, ``fully_shard`` of a module that is sharded already the other. Sizes that
-do not divide tell them apart: the shape of the local tensor decides.
+uses both: ``distribute_tensor`` makes the one, ``fully_shard`` of a module that is sharded already the other. They
+differ only where sizes do not divide, and then the shape of the local tensor decides.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Placements = Sequence[Cut | None]
 
 
 def cut(runs: Runs, pieces: int, index: int) -> Runs:
-    """Piece ``index`` of the indices in ``runs``, cut as ``torch.chunk`` cuts: the last pieces may be short or empty."""
+    """Piece ``index`` of the indices in ``runs``, as ``torch.chunk`` cuts: the last pieces may be short or empty."""
     total = sum(run.length for run in runs)
     each = -(-total // pieces)
     begin, end = min(total, index * each), min(total, (index + 1) * each)

@@ -104,7 +104,7 @@ def _plain(placement: Placement, dims: int) -> Cut | None:
         return None
     if type(placement) not in (Shard, _StridedShard):
         hint = "sum it (redistribute) before a push" if isinstance(placement, Partial) else None
-        raise PlanError(f"the placement {placement} does not say which elements a rank holds", hint)
+        raise PlanError(f"the placement {placement!r} does not say which elements a rank holds", hint)
     assert isinstance(placement, Shard | _StridedShard)
     return Cut(placement.dim % dims, int(placement.split_factor) if isinstance(placement, _StridedShard) else 1)
 

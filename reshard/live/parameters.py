@@ -6,6 +6,7 @@ Nothing is copied, and no collective runs: the tensors are views of the live par
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 
 import torch
 from torch import nn
@@ -47,12 +48,10 @@ def held(model: nn.Module | Named) -> list[tuple[Held, torch.Tensor]]:
 
 def check_unchanged(planned: Sequence[Held], now: Sequence[Held]) -> None:
     """Raise LiveError, with the tensor's name, unless a later reading of the model gave what the plan was made of."""
-    before, after = ({held.name: held for held in each} for each in (planned, now))
-    for name in [*before, *after]:
-        old, new = before.get(name), after.get(name)
+    for old, new in zip_longest(planned, now):
         if old != new:
             raise LiveError(
-                f"{name}: {_shown(new)}, and the plan was made with {_shown(old)}",
+                f"the model has {_shown(new)} where the plan has {_shown(old)}",
                 "push when the model is sharded as it was, or plan anew",
             )
 
@@ -72,21 +71,32 @@ def _is_elsewhere(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None
 
 
-def _of(name: str, tensor: torch.Tensor) -> tuple[Held, torch.Tensor]:
-    shape, dtype = tuple(tensor.shape), DTYPE_NAMES.get(tensor.dtype)
+def piece(name: str, shape: tuple[int, ...], runs: tuple[Runs, ...], local: torch.Tensor) -> tuple[Held, torch.Tensor]:
+    """The part ``runs`` of a tensor of ``shape``, whose elements are in ``local``.
+
+    Raises PlanError if they have no dtype of checkpoints, or are not yet there, or not plainly.
+    """
+    dtype = DTYPE_NAMES.get(local.dtype)
     if dtype is None:
-        raise PlanError(f"{name} is of {tensor.dtype}, which no checkpoint has")
-    try:
-        runs, local = _local(tensor) if isinstance(tensor, DTensor) else (_whole(shape), tensor.detach())
-    except ReshardError as error:
-        raise PlanError(f"{name}: {error.message}", error.hint) from error
+        raise PlanError(f"{name} is of {local.dtype}, which no checkpoint has")
     if type(local) not in (torch.Tensor, nn.Parameter):
         raise PlanError(
             f"{name}: a {type(local).__name__} is no plain tensor, so its bytes are not where its shape says"
         )
     if local.device.type == "meta":
         raise PlanError(f"{name} is on the meta device: it has no data yet")
-    return Held(name, dtype, shape, runs), local
+    return Held(name, dtype, shape, runs), local.detach()
+
+
+def _of(name: str, tensor: torch.Tensor) -> tuple[Held, torch.Tensor]:
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return piece(name, shape, tuple((Run(0, size),) if size else () for size in shape), tensor)
+    try:
+        runs, local = _local(tensor)
+    except ReshardError as error:
+        raise PlanError(f"{name}: {error.message}", error.hint) from error
+    return piece(name, shape, runs, local)
 
 
 def _local(tensor: DTensor) -> tuple[tuple[Runs, ...], torch.Tensor]:
@@ -109,11 +119,8 @@ def _plain(placement: Placement, dims: int) -> Cut | None:
     return Cut(placement.dim % dims, int(placement.split_factor) if isinstance(placement, _StridedShard) else 1)
 
 
-def _whole(shape: Sequence[int]) -> tuple[Runs, ...]:
-    return tuple((Run(0, size),) if size else () for size in shape)
-
-
 def _shown(held: Held | None) -> str:
     if held is None:
-        return "not there"
-    return f"{held.dtype} {[*held.local]} of {[*held.shape]}"
+        return "no tensor"
+    runs = ["+".join(f"{run.offset}:{run.end}" for run in dim) for dim in held.runs]
+    return f"{held.name} ({held.dtype} [{', '.join(runs)}] of {[*held.shape]})"

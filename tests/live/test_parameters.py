@@ -262,11 +262,14 @@ def test_what_has_no_bytes_is_refused() -> None:
 
 
 def test_a_model_that_is_sharded_otherwise_than_planned() -> None:
-    whole = Held("w", "F32", (4,), ((Run(0, 4),),))
-    check_unchanged([whole], [whole])
-    with pytest.raises(LiveError, match=r"w: F32 \[4\] of \[4\], and the plan was made with F32 \[2\] of \[4\]"):
-        check_unchanged([whole._replace(runs=((Run(0, 2),),))], [whole])
-    with pytest.raises(LiveError, match=r"w: not there"):
-        check_unchanged([whole], [])
-    with pytest.raises(LiveError, match=r"w: BF16 .* made with F32"):
-        check_unchanged([whole], [whole._replace(dtype="BF16")])
+    part = Held("w", "F32", (4, 2), ((Run(0, 1), Run(2, 1)), (Run(0, 2),)))
+    check_unchanged([part], [part])
+    for other, said in (
+        (part._replace(runs=((Run(0, 2),), (Run(0, 2),))), r"w \(F32 \[0:2, 0:2\] of \[4, 2\]\)"),
+        (part._replace(dtype="BF16"), r"w \(BF16 "),
+        (part._replace(name="v"), r"v \(F32"),
+    ):
+        with pytest.raises(LiveError, match=rf"has {said}.* where the plan has w \(F32 \[0:1\+2:3, 0:2\]"):
+            check_unchanged([part], [other])
+    with pytest.raises(LiveError, match=r"has no tensor where the plan has w"):
+        check_unchanged([part, part], [part])

@@ -44,6 +44,11 @@ class Target:
         return format_of(NAMED.get(self.program, self.program))
 
     @property
+    def ranks(self) -> int:
+        """The number of its ranks."""
+        return self.fsdp * self.replicas * self.degrees.mesh.size
+
+    @property
     def degrees(self) -> Degrees:
         """The degrees by which the rules split."""
         return Degrees(tp=self.tp, ep=self.ep, pp=self.pp)

@@ -19,10 +19,13 @@ from numpy.typing import NDArray
 from formats.errors import PlanError
 from formats.files.safetensors import DTYPE_BITS
 from formats.notation.axes import Run
-from reshard.live.sides import Side, blocks_between
+from reshard.live.meshes import Target, arranged
+from reshard.live.sides import Live, Side, blocks_between, by_rules, live_side, whole
 from reshard.mesh.plan import Box, Layout
+from reshard.model.model import Model
 from reshard.move.elements import conversion
 from reshard.move.moves import check_atoms
+from reshard.placement.arrangement import same_atoms
 from reshard.placement.common_dimensions import Groups, over
 from reshard.placement.stored import Atom, Placed
 from reshard.version import __version__
@@ -163,6 +166,18 @@ class Routes:
 
     def _receiver(self, holder: int) -> int:
         return self.source.ranks + holder // self.target.width
+
+
+def between(
+    model: Model, source: Live, target: Live | Target, *, bucket: int = BUCKET, hosts: Sequence[str] = ()
+) -> Routes:
+    """The plan of a push of a model from live ranks to others, or to those of a program by its rules. Raises PlanError,
+    MismatchError.
+    """
+    there = whole(model, target) if isinstance(target, Live) else arranged(model, target)
+    own, other = same_atoms(whole(model, source), there)
+    wanted = live_side(target, other, own) if isinstance(target, Live) else by_rules(other)
+    return routes(live_side(source, own, other), wanted, bucket=bucket, hosts=hosts)
 
 
 def routes(source: Side, target: Side, *, bucket: int = BUCKET, hosts: Sequence[str] = ()) -> Routes:

@@ -22,8 +22,8 @@ from formats.notation.architecture_files import find_architecture
 from formats.notation.axes import Run
 from formats.notation.format import Format
 from reshard.live.held import Held
-from reshard.mesh.plan import Plan
 from reshard.model.binding import bind
+from reshard.model.model import Model
 from reshard.placement.arrangement import Arrangement, on_mesh
 from reshard.placement.chunks import InChunks, stored_dims
 from reshard.placement.common_dimensions import Groups, blocks_of
@@ -61,8 +61,8 @@ class Side:
     """One side of a push.
 
     ``placed`` says where each atom lies, ``copies`` where it lies once more. Holders stand for ranks: holder ``h`` is
-    on rank ``h // width``. ``pieces`` has, for a live side, the chunk that each holder of a stored tensor has; None for a
-    side by rules. ``dtypes`` has the dtypes of a live side's tensors, where they are not the model's.
+    on rank ``h // width``. ``pieces`` has the chunk that each holder of a stored tensor has; None for a side that is
+    made by rules. ``dtypes`` has the dtypes of a live side's tensors, where they are not the model's.
     """
 
     arrangement: Arrangement
@@ -98,20 +98,25 @@ class Live:
                 yield rank, held, *known[key]
 
 
-def bound(live: Live, config: Mapping[str, Any], *, dtype: str | None = None) -> Plan:
-    """The plan, unsplit, of the model that live ranks hold, with the padding that they have.
+def bound(live: Live, config: Mapping[str, Any], *, dtype: str | None = None) -> Model:
+    """The model that live ranks hold. ``dtype``: what is F32 there is taken as of this dtype.
 
-    ``dtype``: what is F32 there is taken as of this dtype. Raises CheckpointError, PlanError, or MismatchError if ranks
-    do not agree.
+    Raises CheckpointError, PlanError, or MismatchError if ranks do not agree.
     """
-    whole, format = _whole(live, dtype), live.format
+    stored = _whole(live, dtype)
     architecture = find_architecture(dict(config), _WHERE)
-    full = inferred_tensors(format, architecture, config, [whole])
-    model = bind(architecture, config, full, known=inferred_sizes(architecture, config, [whole]))
+    full = inferred_tensors(live.format, architecture, config, [stored])
+    return bind(architecture, config, full, known=inferred_sizes(architecture, config, [stored]))
+
+
+def whole(model: Model, live: Live) -> Arrangement:
+    """A model's tensors in the format of live ranks, unsplit, with the padding that they have. Raises PlanError."""
+    format = live.format
     plan = program_plan(model, format, UNSPLIT)
-    if not format.padding.free:
-        return plan
-    return program_plan(model, format, UNSPLIT, padding=padding_of(on_mesh(plan, format), [whole]))
+    if format.padding.free:
+        padding = padding_of(on_mesh(plan, format), [_whole(live, None)])
+        plan = program_plan(model, format, UNSPLIT, padding=padding)
+    return on_mesh(plan, format)
 
 
 def _whole(live: Live, dtype: str | None) -> dict[str, TensorInfo]:

@@ -23,28 +23,28 @@ Tensors = Mapping[str, Sequence[torch.Tensor]]
 """A rank's tensors by the names of stored tensors; a live rank may have several parts of one."""
 
 
-def pack(parts: Sequence[Part], source: Side, tensors: Tensors, room: torch.Tensor) -> None:
+def pack(parts: Sequence[Part], side: Side, tensors: Tensors, room: torch.Tensor) -> None:
     """Fill ``room`` (bytes) with the blocks of ``parts``, which this rank of the source sends, one after another."""
     at = 0
     for part in parts:
         move, dtype = part.move, TORCH_DTYPES[part.move.dtype]
-        of_atom = atom_view(source, move.held, part.source, tensors, move.way.groups, move.way.before)
+        of_atom = atom_view(side, move.held, part.source, tensors, move.way.groups, move.way.before)
         for view in _blocks(of_atom, [[(span.source, span.length) for span in dim] for dim in part.block.spans]):
             nbytes = view.numel() * dtype.itemsize
             room[at : at + nbytes].view(dtype).view(view.shape).copy_(view)
             at += nbytes
 
 
-def unpack(parts: Sequence[Part], target: Side, tensors: Tensors, room: torch.Tensor) -> None:
+def unpack(parts: Sequence[Part], side: Side, tensors: Tensors, room: torch.Tensor) -> None:
     """Copy the blocks of ``parts`` from ``room`` (bytes) to where they belong on this rank of the target."""
     at = 0
     for part in parts:
         move, dtype = part.move, TORCH_DTYPES[part.move.dtype]
-        of_atom = atom_view(target, move.wanted, part.target, tensors, move.way.groups, move.way.after)
+        of_atom = atom_view(side, move.wanted, part.target, tensors, move.way.groups, move.way.after)
         for view in _blocks(of_atom, [[(span.target, span.length) for span in dim] for dim in part.block.spans]):
             nbytes = view.numel() * dtype.itemsize
             block = room[at : at + nbytes].view(dtype).view(view.shape)
-            view.copy_(_converted(part, block, target.dtype(move.wanted.stored)))
+            view.copy_(_converted(part, block, side.dtype(move.wanted.stored)))
             at += nbytes
 
 

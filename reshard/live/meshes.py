@@ -19,8 +19,10 @@ from reshard.placement.chunks import dims_of
 from reshard.placement.geometry import Geometry
 from reshard.placement.program_plan import check_demands, plan_for, program_plan
 
-NAMED: Mapping[str, str] = {"fsdp2": "dcp-transformers", "transformers": "dcp-transformers"}
-"""The formats of programs whose ranks are live, if not of the same name."""
+TRAINERS: Mapping[str, str] = {
+    "fsdp2": "dcp-transformers", "transformers": "dcp-transformers", "torchtitan": "torchtitan", "megatron": "megatron",
+}  # fmt: skip
+"""The formats of what trainers hold: they have the names of the program's tensors, and chunks of them."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Target:
     @property
     def format(self) -> Format:
         """The format of its tensors. Raises PlanError."""
-        return format_of(NAMED.get(self.program, self.program))
+        return format_of(TRAINERS.get(self.program, self.program))
 
     @property
     def ranks(self) -> int:
@@ -51,7 +53,9 @@ class Target:
     @property
     def degrees(self) -> Degrees:
         """The degrees by which the rules split."""
-        return Degrees(tp=self.tp, ep=self.ep, pp=self.pp)
+        format = self.format
+        same = self.ep > 1 and format.files.ep is None and not format.container.chunks  # its engines deal experts so
+        return Degrees(tp=self.tp, ep=self.ep, pp=self.pp, same_ranks=same)
 
     def __str__(self) -> str:
         degrees = {"": self.fsdp, "x": self.replicas, "tp": self.tp, "ep": self.ep, "pp": self.pp}
@@ -88,16 +92,21 @@ def arranged(model: Model, target: Target) -> Arrangement:
 
 
 def held_on(model: Model, target: Target) -> Live:
-    """What the ranks of a program that shards with DTensors would hold. Raises PlanError."""
+    """What the ranks of a trainer would hold. Raises PlanError."""
+    if target.program not in TRAINERS:
+        raise PlanError(
+            f"'{target}': {target.program} is no trainer, and has no FSDP", f"trainers are {', '.join(TRAINERS)}"
+        )
     arrangement = arranged(model, target)
     whole = {each.name: each.geometry.shape(0) for each in on_mesh(arrangement.plan.unsplit, target.format).stored}
     inner = arrangement.plan.mesh.size
     known: dict[tuple[Geometry, int], Runs | None] = {}
     ranks: list[list[Held]] = [[] for _ in range(target.replicas * target.fsdp * inner)]
+    again = {placed.stored.name for _, placed in arrangement.copies}  # a tied parameter comes once
     for stored in arrangement.stored:
         geometry, shape = stored.geometry, whole[stored.name]
         assert geometry.chunks is None and shape is not None
-        for number, parts in enumerate(ranks if stored.constant is None else ()):
+        for number, parts in enumerate(() if stored.constant or stored.name in again else ranks):
             if (geometry, number) not in known:
                 known[geometry, number] = _runs(geometry, number, inner, target.fsdp)
             runs = known[geometry, number]

@@ -24,7 +24,7 @@ from formats.torch_dtypes import TORCH_DTYPES
 from reshard.live import parameters
 from reshard.live.fence import Fence
 from reshard.live.held import Held, from_document, to_document
-from reshard.live.meshes import NAMED, Target, target_of
+from reshard.live.meshes import TRAINERS, Target, target_of
 from reshard.live.message import Message, Step
 from reshard.live.routes import BUCKET, Part, Routes, between
 from reshard.live.sides import Live, bound
@@ -383,7 +383,7 @@ def push(
     """
     target = target_of(to) if isinstance(to, str) else to
     meeting = Meeting(store=store, trainers=world, receivers=receivers or target.ranks, **options)
-    said: dict[str, Any] = {"format": NAMED.get(program, program), "dtype": dtype, "target": str(target)}
+    said: dict[str, Any] = {"format": TRAINERS.get(program, program), "dtype": dtype, "target": str(target)}
     said["config"] = _config(model, config) if rank == 0 else None
     return Push(meeting, rank, device, reader(model, program), said)
 
@@ -424,7 +424,7 @@ def pull(
         return Pull(meeting, rank, device, **ways)
     poison = ways.pop("poison", partial(poisoned, model))
     return Pull(
-        meeting, rank, device, parts=reader(model, program), format=NAMED.get(program, program), keep=keep,
+        meeting, rank, device, parts=reader(model, program), format=TRAINERS.get(program, program), keep=keep,
         poison=poison, **ways,
     )  # fmt: skip
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from formats.errors import PlanError
 from formats.files.safetensors import DTYPE_BITS
 from formats.notation.axes import Run
-from reshard.live.meshes import Target, arranged
+from reshard.live.meshes import Target, arranged, held_on
 from reshard.live.sides import Live, Side, blocks_between, by_rules, live_side, whole
 from reshard.mesh.plan import Box, Layout
 from reshard.model.model import Model
@@ -174,6 +174,8 @@ def between(
     """The plan of a push of a model from live ranks to others, or to those of a program by its rules. Raises PlanError,
     MismatchError.
     """
+    if isinstance(target, Target) and target.fsdp * target.replicas > 1:
+        target = held_on(model, target)
     there = whole(model, target) if isinstance(target, Live) else arranged(model, target)
     own, other = same_atoms(whole(model, source), there)
     wanted = live_side(target, other, own) if isinstance(target, Live) else by_rules(other)

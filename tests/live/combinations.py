@@ -15,15 +15,18 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 from formats.errors import ReshardError
 from formats.notation.axes import Run
 from formats.torch_dtypes import TORCH_DTYPES
+from reshard.api import split
 from reshard.commands.rank_tensors import load_rank
-from reshard.live.meshes import arranged, held_on, target_of
+from reshard.live.meshes import Target, arranged, held_on, target_of
 from reshard.live.routes import Routes, between
 from reshard.live.sides import Live, bound
 from reshard.live.views import Tensors, pack, unpack
@@ -84,16 +87,32 @@ def wrong(folder: Path, source: str, target: str) -> list[str]:
     routes = between(bound(live, opened.read_config()), live, receivers, bucket=BUCKET)
     if isinstance(receivers, Live):
         wanted = parts_of(opened, receivers, theirs)
-    else:
+    elif theirs.format is not None and theirs.format.container.chunks:
         wanted = [_expected(opened, theirs, rank) for rank in range(theirs.plan.mesh.size)]
+    else:
+        wanted = on_disk(folder, goal)
     found = [_rooms(routes, rank, wanted[rank]) for rank in range(routes.target.ranks)]
     _execute(routes, given, found)
+    constants = {each.name for each in theirs.stored if each.constant is not None}
     return [
         f"rank {rank}: {name}"
         for rank, tensors in enumerate(wanted)
         for name, of in tensors.items()
-        if not all(map(_equal, of, found[rank][name]))
+        if not (name in constants or all(map(_equal, of, found[rank].get(name, [None] * len(of)))))
     ]
+
+
+@cache
+def on_disk(folder: Path, target: Target) -> list[dict[str, list[torch.Tensor]]]:
+    """What each rank of a program reads of a checkpoint that was split for it."""
+    out = folder.with_name(f"{folder.name}-{target}".replace(":", "-"))
+    degrees = target.degrees
+    split(folder, out, format=target.program, tp=degrees.tp, ep=degrees.ep, pp=degrees.pp, workers=1)
+    ranks = []
+    for tensors in open_source(out).ranks:
+        files = {info.file for info in tensors.values()}
+        ranks.append({name: [tensor] for file in files for name, tensor in load_file(str(file)).items()})
+    return ranks
 
 
 def _expected(source: Source, arrangement: Arrangement, rank: int) -> dict[str, list[torch.Tensor]]:
@@ -131,8 +150,10 @@ def _execute(routes: Routes, given: Sequence[Tensors], found: Sequence[Tensors])
     assert sent == routes.nbytes == sum(routes.received)
 
 
-def _equal(wanted: torch.Tensor, found: torch.Tensor) -> bool:
+def _equal(wanted: torch.Tensor, found: torch.Tensor | None) -> bool:
     """Whether tensors have the same bytes; one that a trainer has in F32 keeps its dtype where the rules allow both."""
+    if found is None:
+        return False
     if found.dtype != wanted.dtype:
         wanted = wanted.to(found.dtype)
     return wanted.shape == found.shape and torch.equal(_bytes(wanted), _bytes(found))

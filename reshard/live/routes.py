@@ -138,6 +138,15 @@ class Routes:
         """The seconds that a push takes at least, where each rank sends and receives ``link`` bytes a second."""
         return max([*self.sent, *self.received]) / link
 
+    def pairs(self) -> Counter[tuple[int, int]]:
+        """The bytes that each rank of the source sends to each of the target, by their numbers on their sides."""
+        found: Counter[tuple[int, int]] = Counter()
+        for move in self.moves:
+            item = DTYPE_BITS[move.dtype] // 8
+            for (block, target), sender in zip(move.way.wants, move.senders, strict=True):
+                found[sender // self.source.width, target // self.target.width] += block.numel * item
+        return found
+
     def parts(self, rank: int) -> Iterator[list[Part]]:
         """For each bucket what a rank sends or receives, in order, elements of more bytes first.
 

@@ -9,33 +9,26 @@ from reshard.cli.printing import print_json, print_lines
 from reshard.text import align, human_bytes, plural
 
 if TYPE_CHECKING:
-    from reshard.live.routes import Routes
-    from reshard.source.source import Source
+    from reshard.live.routing import Routes
 
 MOST = 16
 """Of more ranks on a side, those that send or receive as much are shown as one line."""
 
 
-def print_push(opened: Source, source: str, ends: tuple[str, str], link: int, as_json: bool) -> Routes:
-    """Plan a push of a checkpoint's model between two programs, and print it. Raises PlanError."""
-    from reshard.live.meshes import held_on, target_of
-    from reshard.live.routes import between
-
-    here, there = map(target_of, ends)
-    routes = between(opened.model, held_on(opened.model, here), there)
+def print_push(routes: Routes, source: str, ends: tuple[str, str], link: int, as_json: bool) -> None:
+    """Print the plan of a push of a checkpoint's model between two programs."""
     if as_json:
-        print_json({"command": "plan", "source": source, "from": str(here), "to": str(there), **document(routes, link)})
-        return routes
+        print_json({"command": "plan", "source": source, "from": ends[0], "to": ends[1], **document(routes, link)})
+        return
     cells = [("", "sends", "receives")]
     cells += [(name, human_bytes(count), "") for name, count in _rows("trainer", routes.sent)]
     cells += [(name, "", human_bytes(count)) for name, count in _rows("receiver", routes.received)]
     most = "sends" if max(routes.sent) > max(routes.received) else "receives"
     print_lines(
-        f"{source}: {here} -> {there}, {human_bytes(routes.nbytes)} in {plural(len(routes.ends), 'step')}", "",
+        f"{source}: {ends[0]} -> {ends[1]}, {human_bytes(routes.nbytes)} in {plural(len(routes.ends), 'step')}", "",
         *align(cells, right=(1, 2), width=None), "",
         f"At least {routes.bound(link):.3g} s at {human_bytes(link)}/s for each rank, by what the busiest {most}.",
     )  # fmt: skip
-    return routes
 
 
 def document(routes: Routes, link: int) -> dict[str, Any]:

@@ -160,19 +160,20 @@ def _plan_push(
 ) -> None:
     """Plan a push. Raises UsageError, ReshardError."""
     from reshard.cli.live_plan import print_push
-    from reshard.source.access import open_any
-    from reshard.store.selection import Weights
+    from reshard.live.exports import routes
+    from reshard.source.access import Access
 
     if trainer is None or receiver is None:
         raise click.UsageError("--from and --to go together: --from fsdp2:8 --to vllm:tp4")
     if others := given_options() - _WITH_PUSH:
         raise click.UsageError(f"--from and --to go without {min(others)}: write degrees as in vllm:tp4")
-    opened = open_any(request.source, request, Weights.HEADERS)
-    routes = print_push(opened, str(request.source), (trainer, receiver), link, as_json)
+    about = {field.name: getattr(request, field.name) for field in dataclasses.fields(Access)}
+    found = routes(request.source, source=trainer, target=receiver, **about)
+    print_push(found, str(request.source), (trainer, receiver), link, as_json)
     if report is not None:
         from reshard.pages.push_page import push_page
 
-        write_report(report, push_page(routes, f"{request.source}: {trainer} to {receiver}", link))
+        write_report(report, push_page(found, f"{request.source}: {trainer} to {receiver}", link))
         print_note(f"Drew the push: {report}")
 
 

@@ -24,7 +24,7 @@ from formats.errors import LiveError
 from reshard.commands.load import LoadRequest, load
 from reshard.commands.rank_tensors import load_rank
 from reshard.live.meshes import arranged, target_of
-from reshard.live.push import pull, push
+from reshard.live.process import pull, push
 from reshard.source.opening import open_source
 
 TRAINERS, RECEIVERS, TARGET = 2, 3, "vllm:tp3"

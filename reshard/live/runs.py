@@ -57,7 +57,7 @@ def runs_of(
     """
     if not shape:
         return ()
-    readings = (_sharded_last(shape, sizes, coordinate, placements), _in_order(shape, sizes, coordinate, placements))
+    readings = (_sharded_last(shape, sizes, coordinate, placements), in_order(shape, sizes, coordinate, placements))
     sized = tuple(local)
     fitting = [each for each in readings if each and tuple(sum(run.length for run in dim) for dim in each) == sized]
     dims = [each.dim for each in placements if each is not None]
@@ -69,7 +69,7 @@ def runs_of(
     )
 
 
-def _in_order(
+def in_order(
     shape: Sequence[int], sizes: Sequence[int], coordinate: Sequence[int], placements: Placements
 ) -> tuple[Runs, ...]:
     """What ``distribute_tensor`` makes: each dimension of the mesh cuts what the ones before it have left."""

@@ -56,28 +56,6 @@ class Piece(NamedTuple):
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class Side:
-    """One side of a push.
-
-    ``placed`` says where each atom lies, ``copies`` where it lies once more. Holders stand for ranks: holder ``h`` is
-    on rank ``h // width``. ``pieces`` has the chunk that each holder of a stored tensor has; None for a side that is
-    made by rules. ``dtypes`` has the dtypes of a live side's tensors, where they are not the model's.
-    """
-
-    arrangement: Arrangement
-    placed: Mapping[Atom, Placed]
-    copies: Sequence[tuple[Atom, Placed]]
-    ranks: int
-    width: int = 1
-    pieces: Mapping[str, Mapping[int, Piece]] | None = None
-    dtypes: Mapping[str, str] | None = None
-
-    def dtype(self, stored: Stored) -> str:
-        """The dtype in which a stored tensor is there."""
-        return (self.dtypes or {}).get(stored.name, stored.dtype)
-
-
 @dataclass(frozen=True)
 class Live:
     """What the ranks of a running program hold, by the names of a format."""
@@ -96,6 +74,30 @@ class Live:
                 if key not in known:
                     known[key] = _unstacked(self.format, held)
                 yield rank, held, *known[key]
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """One side of a push.
+
+    ``placed`` says where each atom lies, ``copies`` where it lies once more. Holders stand for ranks: holder ``h`` is
+    on rank ``h // width``. ``pieces`` has the chunk that each holder of a stored tensor has; None for a side that is
+    made by rules. ``dtypes`` has the dtypes of a live side's tensors, where they are not the model's, ``live`` what its
+    ranks hold.
+    """
+
+    arrangement: Arrangement
+    placed: Mapping[Atom, Placed]
+    copies: Sequence[tuple[Atom, Placed]]
+    ranks: int
+    width: int = 1
+    pieces: Mapping[str, Mapping[int, Piece]] | None = None
+    dtypes: Mapping[str, str] | None = None
+    live: Live | None = None
+
+    def dtype(self, stored: Stored) -> str:
+        """The dtype in which a stored tensor is there."""
+        return (self.dtypes or {}).get(stored.name, stored.dtype)
 
 
 def bound(live: Live, config: Mapping[str, Any], *, dtype: str | None = None) -> Model:
@@ -177,7 +179,7 @@ def live_side(live: Live, own: Arrangement, other: Arrangement) -> Side:
     placed = {atom: Placed(stored[each.stored.name], each.number) for atom, each in own.placed.items()}
     copies = [(atom, Placed(stored[each.stored.name], 0)) for atom, each in own.copies if each.stored.name in stored]
     pieces = {name: places[key] for name, key in alike.items()}
-    return Side(own, placed, copies, len(live.ranks), width, pieces, dtypes)
+    return Side(own, placed, copies, len(live.ranks), width, pieces, dtypes, live)
 
 
 def _by_rank(parts: Sequence[tuple[int, int, Runs]], cut: Sequence[_Cut]) -> dict[int, list[tuple[Chunk, Piece]]]:

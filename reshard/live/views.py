@@ -10,7 +10,7 @@ import torch
 
 from formats.notation.axes import Run
 from formats.torch_dtypes import TORCH_DTYPES
-from reshard.live.routes import Part
+from reshard.live.routing import Part
 from reshard.live.sides import Side
 from reshard.mesh.plan import Layout
 from reshard.move.elements import conversion
@@ -27,9 +27,8 @@ def pack(parts: Sequence[Part], side: Side, tensors: Tensors, room: torch.Tensor
     """Fill ``room`` (bytes) with the blocks of ``parts``, which this rank of the source sends, one after another."""
     at = 0
     for part in parts:
-        move, dtype = part.move, TORCH_DTYPES[part.move.dtype]
-        of_atom = atom_view(side, move.held, part.source, tensors, move.way.groups, move.way.before)
-        for view in _blocks(of_atom, [[(span.source, span.length) for span in dim] for dim in part.block.spans]):
+        dtype = TORCH_DTYPES[part.move.dtype]
+        for view in block_views(part, side, tensors, sends=True):
             nbytes = view.numel() * dtype.itemsize
             room[at : at + nbytes].view(dtype).view(view.shape).copy_(view)
             at += nbytes
@@ -39,13 +38,29 @@ def unpack(parts: Sequence[Part], side: Side, tensors: Tensors, room: torch.Tens
     """Copy the blocks of ``parts`` from ``room`` (bytes) to where they belong on this rank of the target."""
     at = 0
     for part in parts:
-        move, dtype = part.move, TORCH_DTYPES[part.move.dtype]
-        of_atom = atom_view(side, move.wanted, part.target, tensors, move.way.groups, move.way.after)
-        for view in _blocks(of_atom, [[(span.target, span.length) for span in dim] for dim in part.block.spans]):
+        dtype = TORCH_DTYPES[part.move.dtype]
+        for view in block_views(part, side, tensors, sends=False):
             nbytes = view.numel() * dtype.itemsize
             block = room[at : at + nbytes].view(dtype).view(view.shape)
-            view.copy_(_converted(part, block, side.dtype(move.wanted.stored)))
+            view.copy_(_converted(part, block, side.dtype(part.move.wanted.stored)))
             at += nbytes
+
+
+def block_views(part: Part, side: Side, tensors: Tensors, *, sends: bool) -> Iterator[torch.Tensor]:
+    """The blocks of a part on one side, as views of the rank's own tensors: alike in number and shape on both sides."""
+    move, way = part.move, part.move.way
+    if sends:
+        view = atom_view(side, move.held, part.source, tensors, way.groups, way.before)
+        ranges = [[(span.source, span.length) for span in dim] for dim in part.block.spans]
+    else:
+        view = atom_view(side, move.wanted, part.target, tensors, way.groups, way.after)
+        ranges = [[(span.target, span.length) for span in dim] for dim in part.block.spans]
+    for product in itertools.product(*ranges):
+        block = view
+        for dim, (begin, length) in enumerate(product):
+            if length != block.shape[dim]:
+                block = block.narrow(dim, begin, length)
+        yield block
 
 
 def _converted(part: Part, block: torch.Tensor, stored: str) -> torch.Tensor:
@@ -56,16 +71,6 @@ def _converted(part: Part, block: torch.Tensor, stored: str) -> torch.Tensor:
     edit = conversion(move.atom.tensor, move.dtype, stored, function)
     raw = block.contiguous().view(torch.uint8).view(*block.shape, block.itemsize).cpu().numpy()
     return torch.from_numpy(edit(raw)).view(TORCH_DTYPES[stored]).view(block.shape).to(block.device)
-
-
-def _blocks(view: torch.Tensor, dims: Sequence[Sequence[tuple[int, int]]]) -> Iterator[torch.Tensor]:
-    """All products of ranges (where each begins, and its length) of a tensor's dimensions."""
-    for product in itertools.product(*dims):
-        block = view
-        for dim, (begin, length) in enumerate(product):
-            if length != block.shape[dim]:
-                block = block.narrow(dim, begin, length)
-        yield block
 
 
 def atom_view(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from reshard.live.routes import Routes
+from reshard.live.routing import Routes
 from reshard.pages.document import html_page
 from reshard.pages.markup import Html, element, joined
 from reshard.pages.plots import CHARACTER, TOP, Frame, both_widths, rectangle, text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -472,12 +472,14 @@ def inferred_tensors(
     forms = {name: architecture.form(name)[0] for name in found if format.rules.keep}
     first = {form: name for name, form in reversed(forms.items())}
     kept = {form for form, name in first.items() if not any(line.target.match(name) for line in format.rules.lines)}
+    alone = Counter(found.values())
     return [
         FullTensor(
-            name, stored[of].dtype, None, stored[of].file.name, stored[of].shape if forms.get(name) in kept else None
+            name, stored[of].dtype, None, stored[of].file.name,
+            stored[of].shape if alone[of] == 1 or forms.get(name) in kept else None,
         )
         for name, of in found.items()
-    ]
+    ]  # fmt: skip
 
 
 def kept_tensors(path: FilePath) -> list[FullTensor]:

@@ -27,7 +27,7 @@ from formats.torch_dtypes import TORCH_DTYPES
 from reshard.api import split
 from reshard.commands.rank_tensors import load_rank
 from reshard.live.meshes import Target, arranged, held_on, target_of
-from reshard.live.routes import Routes, between
+from reshard.live.routing import Routes, between
 from reshard.live.sides import Live, bound
 from reshard.live.views import Tensors, pack, unpack
 from reshard.placement.arrangement import Arrangement, on_mesh

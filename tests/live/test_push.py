@@ -23,7 +23,7 @@ def trainer(
     rank: int, folder: Path, source: Mapping[str, int], port: int, target: str, options: Mapping[str, Any]
 ) -> Any:
     """A rank of a trainer with FSDP2, tensor parallelism, or both."""
-    from reshard.live.push import push
+    from reshard.live.process import push
     from tests.live.trainers import sharded
 
     model = sharded(rank, folder, source)
@@ -44,7 +44,7 @@ def receiver(
 
     from reshard.commands.rank_tensors import load_rank
     from reshard.live.meshes import arranged, target_of
-    from reshard.live.push import pull
+    from reshard.live.process import pull
     from reshard.source.opening import open_source
 
     take = pull(store=f"tcp://127.0.0.1:{port}", rank=rank, world=world, trainers=trainers, **options)

@@ -1,6 +1,6 @@
 """Pushes: the ranks of a trainer give their weights to the ranks of a receiver, each byte once.
 
-All processes say what they hold, and each makes the same plan (``reshard.live.routes``). A push has two phases: when
+All processes say what they hold, and each makes the same plan (``reshard.live.routing``). A push has two phases: when
 all receivers have everything and its checksums are right, all commit.
 """
 
@@ -26,7 +26,7 @@ from reshard.live.fence import Fence
 from reshard.live.held import Held, from_document, to_document
 from reshard.live.meshes import TRAINERS, Target, target_of
 from reshard.live.message import Message, Step
-from reshard.live.routes import BUCKET, Part, Routes, between
+from reshard.live.routing import BUCKET, Part, Routes, between
 from reshard.live.sides import Live, bound
 from reshard.live.views import Tensors, pack, unpack
 from reshard.live.wire import Stats, Wire

@@ -2,8 +2,8 @@
 
     python -m benchmarks.live_wire --gigabytes 1 --senders 4 --receivers 4 --bucket 64
 
-Each sender fills each bucket with an equal part for each receiver. Plain gloo sends from, and receives into, the tensors
-themselves; the wire packs, sums, sends, compares and unpacks. Each way runs once to warm up, then in turns with others.
+Each sender fills each bucket with an equal part for each receiver. Plain gloo sends from, and receives into, the
+tensors themselves; the wire packs, sums, sends, compares and unpacks. Each way runs once to warm up, then in turns.
 """
 
 from __future__ import annotations

@@ -117,6 +117,7 @@ class Fence:
         end = time.monotonic() + patience
         names = sha256(json_bytes(self.names)).hexdigest()
         hello = _MAGIC + _message("hello", reshard=__version__, names=names, rank=self.rank, secret=secret)
+        why: Exception | None = None
         while True:
             try:
                 if self.rank == 0 and self._coordinator is None:
@@ -124,11 +125,12 @@ class Fence:
                     self._coordinator = _Coordinator(listener, self.names, names, secret, self.timeout, patience)
                 cause = self._hello(place, hello, max(_PAUSE, end - time.monotonic()))
             except (OSError, EOFError, ValueError) as error:
+                why = error if why is None or isinstance(error, ValueError) else why  # a refusal says most
                 if time.monotonic() < end:
                     time.sleep(_PAUSE)
                     continue
                 where = f"{self.names[0]} at tcp://{place[0]}:{place[1]}"
-                cause = f"{self.names[self.rank]} could not join {where} within {patience:g} s: {error}"
+                cause = f"{self.names[self.rank]} could not join {where} within {patience:g} s: {why}"
             if not cause:
                 return
             if self._coordinator is not None:

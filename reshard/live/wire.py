@@ -32,7 +32,7 @@ from torch import distributed
 
 from formats.documents import json_bytes
 from formats.errors import PlanError, ReshardError
-from formats.torch_internals import PrefixStore
+from formats.torch_internals import PrefixStore, is_timeout
 from reshard.live.fence import Fence
 from reshard.live.message import Message, Step
 
@@ -318,7 +318,9 @@ class Wire:
             yield
         except (OSError, RuntimeError, ValueError) as error:
             self._fence.check()
-            raise self._fence.blame(peer, f"{self._fence.names[peer]} {what} ({error})") from error
+            late = isinstance(error, TimeoutError) or is_timeout(error)
+            why = f"for {self._fence.timeout:g} s" if late else "any more: the connection to it was lost"
+            raise self._fence.blame(peer, f"{self._fence.names[peer]} {what} {why}") from error
         finally:
             self._fence.waits_for = None
 
@@ -375,11 +377,11 @@ class _Shared:
         end = time.monotonic() + self._fence.timeout
         while not self._said[what]:
             if not self._poll.poll(max(0, end - time.monotonic()) * 1000):
-                raise TimeoutError(f"for {self._fence.timeout:g} s")
+                raise TimeoutError
             self._fence.check()
             word = self.socket.recv(_SAID.size)
             if not word:
-                raise ConnectionError("its connection was closed")
+                raise ConnectionError
             kind, start = _SAID.unpack(word)
             self._said[kind].append(start)
         return self._said[what].popleft()

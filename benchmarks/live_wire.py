@@ -3,7 +3,8 @@
     python -m benchmarks.live_wire --gigabytes 1 --senders 4 --receivers 4 --bucket 64
 
 Each sender fills each bucket with an equal part for each receiver. Plain gloo sends from, and receives into, the
-tensors themselves; the wire packs, sums, sends, compares and unpacks. Each way runs once to warm up, then in turns.
+tensors themselves; the second way copies them into a bucket and out of one, as tensors of which a peer has a part need.
+The wire packs, sums, sends, compares and unpacks. Each way runs once to warm up, then in turns with the others.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
-WAYS = ("gloo", "the wire over gloo", "the wire over shared memory")
+WAYS = ("gloo", "gloo, from and into a bucket", "the wire over gloo", "the wire over shared memory")
 
 
 def main() -> None:
@@ -80,6 +81,23 @@ def rank(options: argparse.Namespace, number: int, port: int) -> None:
             for work in [way([held[step, turn]], peers[turn], 0) for turn in turns]:
                 work.wait()
 
+    memory = torch.empty(2, len(peers), share, dtype=torch.uint8)
+
+    def packed(_: int) -> None:
+        works: list[list[tuple[int, object]]] = []
+        for step in range(steps + 1):
+            if step < steps:
+                turns = [(number + turn) % len(peers) for turn in range(len(peers))]
+                for turn in turns:
+                    if sends:
+                        memory[step % 2, turn].copy_(held[step, turn])
+                way = group.send if sends else group.recv
+                works.append([(turn, way([memory[step % 2, turn]], peers[turn], 0)) for turn in turns])
+            for turn, work in works[step - 1] if step else ():
+                work.wait()
+                if not sends:
+                    held[step - 1, turn].copy_(memory[(step - 1) % 2, turn])
+
     def over(wire: Wire) -> Callable[[int], None]:
         def message(step: int, turn: int) -> Message:
             mine = held[step, turn]
@@ -89,7 +107,7 @@ def rank(options: argparse.Namespace, number: int, port: int) -> None:
         todo = [Step(each if sends else [], [] if sends else each) for each in messages]
         return lambda version: (wire.exchange(todo, version), None)[1]
 
-    ways = dict(zip(WAYS, (plain, over(wires[0]), over(wires[1])), strict=True))
+    ways = dict(zip(WAYS, (plain, packed, over(wires[0]), over(wires[1])), strict=True))
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     processor: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(options.rounds + 1):

@@ -399,7 +399,7 @@ def _endpoint(store: str) -> tuple[str, int, str]:
     """Host, port and secret of ``tcp://SECRET@HOST:PORT``."""
     try:
         url = urlsplit(store)
-        host, port, secret = url.hostname, url.port, url.username or ""
+        host, port, secret = url.hostname, url.port, url.netloc.rpartition("@")[0]
     except ValueError:
         host = port = None
     if host is None or not port or url.scheme != "tcp" or url.path:

@@ -82,7 +82,7 @@ class Wire:
             self._connect(listener, size)
         except Exception as error:
             self.close()
-            raise fence.fail(f"it could not connect to the others: {error}") from error
+            raise fence.blame(rank, f"it could not connect to the others: {error}") from error
         finally:
             if listener is not None:
                 listener.close()
@@ -160,8 +160,9 @@ class Wire:
         for peer in below:
             made[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             made[peer].settimeout(seconds)
-            made[peer].connect("\0" + near[peer])
-            socket.send_fds(made[peer], [str(self._rank).encode()], [descriptor])
+            with self._waiting(peer, "shares no memory"):
+                made[peer].connect("\0" + near[peer])
+                socket.send_fds(made[peer], [str(self._rank).encode()], [descriptor])
         listener.settimeout(seconds)
         while above:
             with self._waiting(min(above), "shares no memory"):
@@ -256,9 +257,9 @@ class Wire:
             self._settle()
         part = self._out.memory[start : start + size]
         message.work(part[HEAD : HEAD + message.nbytes])
-        part[HEAD + message.nbytes :].zero_()
         words = part.view(torch.int64)
-        words[:4] = torch.stack([*torch.tensor([version, step, message.nbytes]), _checksum(part)])
+        words[:3] = torch.tensor([version, step, message.nbytes], device=self._device)
+        words[3] = _checksum(part)
         with self._waiting(message.peer, f"takes nothing in step {step}"):
             if message.peer in self._links:
                 done = self._links[message.peer].send(start)

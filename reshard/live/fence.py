@@ -33,6 +33,7 @@ _MAGIC = b"reshard\n"
 _SIZES = struct.Struct(">IQ")
 _LARGEST_HEAD = 1 << 20
 _LARGEST_HELLO = 4096
+_PART = 1 << 20
 _PAUSE = 0.05
 _rank = whole(0)
 
@@ -214,6 +215,8 @@ class _Coordinator(threading.Thread):
         self._timeout, self._patience = timeout, patience
         self._all = range(len(names))
         self._joined: dict[int, asyncio.StreamWriter] = {}
+        self._mail: dict[int, asyncio.Queue[bytes | None]] = {}
+        self._posts = set[asyncio.Task[None]]()
         self._refused = ""
         self._complete = self._broken = False
         self._left: set[int] = set()
@@ -241,13 +244,18 @@ class _Coordinator(threading.Thread):
         self._loop.call_later(self._patience, self._end_of_patience)
         await self._end.wait()
         server.close()
-        if not self._broken:
-            self._tell(_message("left"))
-        for writer in self._joined.values():
-            writer.close()
-        closing = [asyncio.create_task(writer.wait_closed()) for writer in self._joined.values()]
-        if closing:
-            await asyncio.wait(closing, timeout=GRACE)
+        self._tell(_message("left"), None)
+        if self._posts:
+            await asyncio.wait(self._posts, timeout=GRACE)
+
+    async def _post(self, writer: asyncio.StreamWriter, mail: asyncio.Queue[bytes | None]) -> None:
+        """Write what there is for one rank; a large message in parts, as each rank's buffer would have a copy of it."""
+        with contextlib.suppress(OSError):  # of which the one who reads from it will hear
+            while (message := await mail.get()) is not None:
+                for start in range(0, len(message), _PART):
+                    writer.write(message[start : start + _PART])
+                    await writer.drain()
+        writer.close()
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         rank = None
@@ -287,7 +295,8 @@ class _Coordinator(threading.Thread):
             self._refused = f" ({self._names[rank]} was refused: {cause})"
             writer.write(_message("refused", cause=f"it was refused: {cause}"))
             return None
-        self._joined[rank] = writer
+        self._joined[rank], self._mail[rank] = writer, asyncio.Queue()
+        self._posts.add(asyncio.create_task(self._post(writer, self._mail[rank])))
         if len(self._joined) == len(self._names):
             self._complete = True
             self._tell(_message("joined"))
@@ -358,10 +367,11 @@ class _Coordinator(threading.Thread):
             self._tell(_message("broken", cause=cause))
             self._end.set()
 
-    def _tell(self, message: bytes) -> None:
+    def _tell(self, *messages: bytes | None) -> None:
         """Never waits for a peer that does not read. Rank 0 is the last: its process may end when it knows."""
         for rank in sorted(self._joined, reverse=True):
-            self._joined[rank].write(message)
+            for message in messages:
+                self._mail[rank].put_nowait(message)
 
     def _named(self, ranks: Sequence[int] | set[int]) -> str:
         return listed([self._names[r] for r in sorted(ranks)], most=4)

@@ -96,6 +96,19 @@ def test_failure_reaches_all(store: str) -> None:
     assert play(store, part) == ["receiver 0: no memory"] * 3
 
 
+def test_anew_while_the_broken_one_is_not_closed(store: str) -> None:
+    def part(fence: Fence) -> list[bytes]:
+        with pytest.raises(LiveError):
+            fence.gather(str(fence.rank), b"")
+        new = Fence(store, fence.rank, NAMES, timeout=TIMEOUT)
+        try:
+            return new.gather("plan", b"new")
+        finally:
+            new.close()
+
+    assert play(store, part) == [[b"new"] * 3] * 3
+
+
 def is_ringing(fence: Fence) -> bool:
     fence.alarm.settimeout(0)
     try:

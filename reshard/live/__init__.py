@@ -1,1 +1,1 @@
-"""Moves between running processes: from the ranks of a trainer to those of an engine, without disk, without gathering."""
+"""Moves between running processes: a trainer's ranks to an engine's, without disk and without gathering."""

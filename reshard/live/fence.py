@@ -179,6 +179,8 @@ class Fence:
         except (OSError, EOFError, ValueError):
             if not self._left:
                 self._break(f"{self.names[0]} died, or the connection to it was lost")
+        finally:
+            self._file.close()
 
     def _report(self, message: bytes, cause: str) -> LiveError:
         if self._cause is None:

@@ -91,7 +91,8 @@ class Wire:
         """Send and receive all messages of this rank; their ``work`` is called in this thread, one after another.
 
         All ranks call it with the same version, and with the same steps: where a rank has nothing to do in one, its
-        step is empty. Raises LiveError, on all ranks, after which the wire and its fence are of no use.
+        step is empty. The tensor that ``work`` is given is memory for this call only. Raises LiveError, on all ranks,
+        after which the wire and its fence are of no use.
         """
         start = time.monotonic()
         tasks = self._in_order(steps)

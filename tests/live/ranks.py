@@ -50,12 +50,11 @@ class Told:
 
 
 class Ranks:
-    """The four processes. Those that are left when the test ends are killed."""
+    """The four processes. Those that are left when the test ends are killed. Wants the fixture ``fork_server``."""
 
     def __init__(self, store: str, plot: Plot) -> None:
         self._store, self._plot = store, plot
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "reshard.live.wire", "tests.live.ranks"])
         self._processes: dict[int, Any] = {}
         self._pipes: dict[int, Connection] = {}
 

@@ -200,6 +200,7 @@ MOMENTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("fork_server")
 @pytest.mark.parametrize("victim, moment, shared", one_of_each(MOMENTS))
 def test_killed(store: str, victim: int, moment: str, shared: bool) -> None:
     """All others learn who died; then they, and a new process in its place, do the whole push."""
@@ -213,6 +214,7 @@ def test_killed(store: str, victim: int, moment: str, shared: bool) -> None:
         check_again(ranks)
 
 
+@pytest.mark.usefixtures("fork_server")
 @thorough
 @pytest.mark.parametrize("victim", [0, 3])
 def test_killed_before_it_joined(store: str, victim: int) -> None:
@@ -230,6 +232,7 @@ def test_killed_before_it_joined(store: str, victim: int) -> None:
         check_again(ranks)
 
 
+@pytest.mark.usefixtures("fork_server")
 @thorough
 @pytest.mark.parametrize(
     "victim, moment, shared, cause",
@@ -280,6 +283,7 @@ TRICKS = [
 ]
 
 
+@pytest.mark.usefixtures("fork_server")
 @thorough
 @pytest.mark.parametrize("victim, moment, trick, shared, name, cause", TRICKS)
 def test_faults(

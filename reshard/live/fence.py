@@ -33,6 +33,7 @@ _MAGIC = b"reshard\n"
 _SIZES = struct.Struct(">IQ")
 _LARGEST_HEAD = 1 << 20
 _LARGEST_HELLO = 4096
+_PART = 1 << 20
 _PAUSE = 0.05
 _rank = whole(0)
 
@@ -117,6 +118,7 @@ class Fence:
         end = time.monotonic() + patience
         names = sha256(json_bytes(self.names)).hexdigest()
         hello = _MAGIC + _message("hello", reshard=__version__, names=names, rank=self.rank, secret=secret)
+        why: Exception | None = None
         while True:
             try:
                 if self.rank == 0 and self._coordinator is None:
@@ -124,11 +126,12 @@ class Fence:
                     self._coordinator = _Coordinator(listener, self.names, names, secret, self.timeout, patience)
                 cause = self._hello(place, hello, max(_PAUSE, end - time.monotonic()))
             except (OSError, EOFError, ValueError) as error:
+                why = error if why is None or isinstance(error, ValueError) else why  # a refusal says most
                 if time.monotonic() < end:
                     time.sleep(_PAUSE)
                     continue
                 where = f"{self.names[0]} at tcp://{place[0]}:{place[1]}"
-                cause = f"{self.names[self.rank]} could not join {where} within {patience:g} s: {error}"
+                cause = f"{self.names[self.rank]} could not join {where} within {patience:g} s: {why}"
             if not cause:
                 return
             if self._coordinator is not None:
@@ -176,6 +179,8 @@ class Fence:
         except (OSError, EOFError, ValueError):
             if not self._left:
                 self._break(f"{self.names[0]} died, or the connection to it was lost")
+        finally:
+            self._file.close()
 
     def _report(self, message: bytes, cause: str) -> LiveError:
         if self._cause is None:
@@ -212,6 +217,8 @@ class _Coordinator(threading.Thread):
         self._timeout, self._patience = timeout, patience
         self._all = range(len(names))
         self._joined: dict[int, asyncio.StreamWriter] = {}
+        self._mail: dict[int, asyncio.Queue[bytes | None]] = {}
+        self._posts = set[asyncio.Task[None]]()
         self._refused = ""
         self._complete = self._broken = False
         self._left: set[int] = set()
@@ -239,13 +246,18 @@ class _Coordinator(threading.Thread):
         self._loop.call_later(self._patience, self._end_of_patience)
         await self._end.wait()
         server.close()
-        if not self._broken:
-            self._tell(_message("left"))
-        for writer in self._joined.values():
-            writer.close()
-        closing = [asyncio.create_task(writer.wait_closed()) for writer in self._joined.values()]
-        if closing:
-            await asyncio.wait(closing, timeout=GRACE)
+        self._tell(_message("left"), None)
+        if self._posts:
+            await asyncio.wait(self._posts, timeout=GRACE)
+
+    async def _post(self, writer: asyncio.StreamWriter, mail: asyncio.Queue[bytes | None]) -> None:
+        """Write what there is for one rank; a large message in parts, as each rank's buffer would have a copy of it."""
+        with contextlib.suppress(OSError):  # of which the one who reads from it will hear
+            while (message := await mail.get()) is not None:
+                for start in range(0, len(message), _PART):
+                    writer.write(message[start : start + _PART])
+                    await writer.drain()
+        writer.close()
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         rank = None
@@ -285,7 +297,8 @@ class _Coordinator(threading.Thread):
             self._refused = f" ({self._names[rank]} was refused: {cause})"
             writer.write(_message("refused", cause=f"it was refused: {cause}"))
             return None
-        self._joined[rank] = writer
+        self._joined[rank], self._mail[rank] = writer, asyncio.Queue()
+        self._posts.add(asyncio.create_task(self._post(writer, self._mail[rank])))
         if len(self._joined) == len(self._names):
             self._complete = True
             self._tell(_message("joined"))
@@ -356,10 +369,11 @@ class _Coordinator(threading.Thread):
             self._tell(_message("broken", cause=cause))
             self._end.set()
 
-    def _tell(self, message: bytes) -> None:
+    def _tell(self, *messages: bytes | None) -> None:
         """Never waits for a peer that does not read. Rank 0 is the last: its process may end when it knows."""
         for rank in sorted(self._joined, reverse=True):
-            self._joined[rank].write(message)
+            for message in messages:
+                self._mail[rank].put_nowait(message)
 
     def _named(self, ranks: Sequence[int] | set[int]) -> str:
         return listed([self._names[r] for r in sorted(ranks)], most=4)
@@ -397,7 +411,7 @@ def _endpoint(store: str) -> tuple[str, int, str]:
     """Host, port and secret of ``tcp://SECRET@HOST:PORT``."""
     try:
         url = urlsplit(store)
-        host, port, secret = url.hostname, url.port, url.username or ""
+        host, port, secret = url.hostname, url.port, url.netloc.rpartition("@")[0]
     except ValueError:
         host = port = None
     if host is None or not port or url.scheme != "tcp" or url.path:

@@ -32,7 +32,7 @@ from torch import distributed
 
 from formats.documents import json_bytes
 from formats.errors import PlanError, ReshardError
-from formats.torch_internals import PrefixStore
+from formats.torch_internals import PrefixStore, is_timeout
 from reshard.live.fence import Fence
 from reshard.live.message import Message, Step
 
@@ -82,7 +82,7 @@ class Wire:
             self._connect(listener, size)
         except Exception as error:
             self.close()
-            raise fence.fail(f"it could not connect to the others: {error}") from error
+            raise fence.blame(rank, f"it could not connect to the others: {error}") from error
         finally:
             if listener is not None:
                 listener.close()
@@ -91,7 +91,8 @@ class Wire:
         """Send and receive all messages of this rank; their ``work`` is called in this thread, one after another.
 
         All ranks call it with the same version, and with the same steps: where a rank has nothing to do in one, its
-        step is empty. Raises LiveError, on all ranks, after which the wire and its fence are of no use.
+        step is empty. The tensor that ``work`` is given is memory for this call only. Raises LiveError, on all ranks,
+        after which the wire and its fence are of no use.
         """
         start = time.monotonic()
         tasks = self._in_order(steps)
@@ -160,8 +161,9 @@ class Wire:
         for peer in below:
             made[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             made[peer].settimeout(seconds)
-            made[peer].connect("\0" + near[peer])
-            socket.send_fds(made[peer], [str(self._rank).encode()], [descriptor])
+            with self._waiting(peer, "shares no memory"):
+                made[peer].connect("\0" + near[peer])
+                socket.send_fds(made[peer], [str(self._rank).encode()], [descriptor])
         listener.settimeout(seconds)
         while above:
             with self._waiting(min(above), "shares no memory"):
@@ -256,9 +258,9 @@ class Wire:
             self._settle()
         part = self._out.memory[start : start + size]
         message.work(part[HEAD : HEAD + message.nbytes])
-        part[HEAD + message.nbytes :].zero_()
         words = part.view(torch.int64)
-        words[:4] = torch.stack([*torch.tensor([version, step, message.nbytes]), _checksum(part)])
+        words[:3] = torch.tensor([version, step, message.nbytes], device=self._device)
+        words[3] = _checksum(part)
         with self._waiting(message.peer, f"takes nothing in step {step}"):
             if message.peer in self._links:
                 done = self._links[message.peer].send(start)
@@ -318,7 +320,9 @@ class Wire:
             yield
         except (OSError, RuntimeError, ValueError) as error:
             self._fence.check()
-            raise self._fence.blame(peer, f"{self._fence.names[peer]} {what} ({error})") from error
+            late = isinstance(error, TimeoutError) or is_timeout(error)
+            why = f"for {self._fence.timeout:g} s" if late else "any more: the connection to it was lost"
+            raise self._fence.blame(peer, f"{self._fence.names[peer]} {what} {why}") from error
         finally:
             self._fence.waits_for = None
 
@@ -375,11 +379,11 @@ class _Shared:
         end = time.monotonic() + self._fence.timeout
         while not self._said[what]:
             if not self._poll.poll(max(0, end - time.monotonic()) * 1000):
-                raise TimeoutError(f"for {self._fence.timeout:g} s")
+                raise TimeoutError
             self._fence.check()
             word = self.socket.recv(_SAID.size)
             if not word:
-                raise ConnectionError("its connection was closed")
+                raise ConnectionError
             kind, start = _SAID.unpack(word)
             self._said[kind].append(start)
         return self._said[what].popleft()

@@ -42,14 +42,15 @@ class Meeting:
     """Where the processes of a push meet, and how.
 
     ``store`` is ``tcp://HOST:PORT``, where the trainer's rank 0 listens. ``timeout`` is how many seconds a process lets
-    the others wait at most, ``bucket`` the bytes of a step on each rank. Without ``shared`` no memory is shared between
-    processes of one host.
+    the others wait at most, ``join`` how many it may take until all have come, ``bucket`` the bytes of a step on each
+    rank. Without ``shared`` no memory is shared between processes of one host.
     """
 
     store: str
     trainers: int
     receivers: int
     timeout: float = 10.0
+    join: float = 120.0
     bucket: int = BUCKET
     shared: bool = True
 
@@ -104,7 +105,8 @@ class _Process:
                 self.close()
         if self._fence is None or self._wire is None or self.routes is None:
             meeting = self.meeting
-            self._fence = Fence(meeting.store, self.rank, meeting.names, timeout=meeting.timeout)
+            times = {"timeout": meeting.timeout, "join": meeting.join}
+            self._fence = Fence(meeting.store, self.rank, meeting.names, **times)
             try:
                 self._plan(self._fence)
                 self._wire = Wire(self._fence, self.rank, self.device, meeting.bucket, shared=meeting.shared)

@@ -58,7 +58,8 @@ def held(model: nn.Module | Iterable[nn.Module]) -> list[tuple[Held, torch.Tenso
     for chunk in [model] if isinstance(model, nn.Module) else model:
         chunk = _unwrapped(chunk)
         live = {each.untyped_storage().data_ptr() for each in [*chunk.parameters(), *chunk.buffers()]}
-        assert isinstance(chunk, _Chunk)
+        if not isinstance(chunk, _Chunk):
+            raise PlanError(f"a {type(chunk).__name__} is no model of Megatron-Core: it has no sharded_state_dict()")
         for part, tensor in _parts(chunk.sharded_state_dict(metadata={"singleton_local_shards": False})):
             if tensor.untyped_storage().data_ptr() not in live:
                 raise PlanError(f"{part.key}: what Megatron-Core would store is not what the model holds, but a copy")

@@ -33,7 +33,7 @@ Named = Iterable[tuple[str, torch.Tensor]]
 def held(model: nn.Module | Named) -> list[tuple[Held, torch.Tensor]]:
     """What this rank holds of each parameter and each buffer that checkpoints have, with the live tensor.
 
-    The model, or its tensors with their names, which are those of its ``state_dict()``; a tied parameter comes under
+    The model, or its tensors with their names, which are those of ``named_parameters()``; a tied parameter comes under
     each of its names. A DTensor's tensor is the local one, which may be empty; any other tensor is held whole. Modules
     of FSDP2 are resharded first: after a forward without a backward some hold whole parameters. Raises PlanError,
     with the tensor's name, for what has no runs: a partial sum, an unknown placement, a dtype without a name.
@@ -57,13 +57,17 @@ def check_unchanged(planned: Sequence[Held], now: Sequence[Held]) -> None:
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters and the persistent buffers."""
-    lasting = model.state_dict(keep_vars=True)
-    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
-        if name in lasting or isinstance(tensor, nn.Parameter):
-            for wrapper in _WRAPPERS:
-                name = name.replace(wrapper, "")
-            yield name, tensor
+    """The parameters and the persistent buffers. Not by ``state_dict()``, which gathers in some models' hooks."""
+    passing = {
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name in module._non_persistent_buffers_set
+    }
+    parameters, buffers = (each(remove_duplicate=False) for each in (model.named_parameters, model.named_buffers))
+    for name, tensor in [*parameters, *(buffer for buffer in buffers if buffer[0] not in passing)]:
+        for wrapper in _WRAPPERS:
+            name = name.replace(wrapper, "")
+        yield name, tensor
 
 
 def _is_elsewhere(tensor: torch.Tensor) -> bool:

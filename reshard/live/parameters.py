@@ -12,11 +12,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 from formats.errors import LiveError, PlanError, ReshardError
 from formats.notation.axes import Run
 from formats.torch_dtypes import TORCH_DTYPES
+from formats.torch_internals import unsaved_buffers
 from reshard.live.held import Held
 from reshard.live.runs import Cut, Runs, runs_of
 
@@ -61,7 +62,7 @@ def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     passing = {
         f"{prefix}.{name}".lstrip(".")
         for prefix, module in model.named_modules(remove_duplicate=False)
-        for name in module._non_persistent_buffers_set
+        for name in unsaved_buffers(module)
     }
     parameters, buffers = (each(remove_duplicate=False) for each in (model.named_parameters, model.named_buffers))
     for name, tensor in [*parameters, *(buffer for buffer in buffers if buffer[0] not in passing)]:
@@ -116,11 +117,11 @@ def _plain(placement: Placement, dims: int) -> Cut | None:
     """A placement as data. Raises PlanError for one that is not known to be a part of a tensor."""
     if type(placement) is Replicate:
         return None
-    if type(placement) not in (Shard, _StridedShard):
+    if type(placement) not in (Shard, StridedShard):
         hint = "sum it (redistribute) before a push" if isinstance(placement, Partial) else None
         raise PlanError(f"the placement {placement!r} does not say which elements a rank holds", hint)
-    assert isinstance(placement, Shard | _StridedShard)
-    return Cut(placement.dim % dims, int(placement.split_factor) if isinstance(placement, _StridedShard) else 1)
+    assert isinstance(placement, Shard | StridedShard)
+    return Cut(placement.dim % dims, int(placement.split_factor) if isinstance(placement, StridedShard) else 1)
 
 
 def _shown(held: Held | None) -> str:

@@ -71,8 +71,8 @@ def grouped(key: str, data: torch.Tensor) -> object:
     return {"deeper": [Part(key, experts, (6, 4, 3), (2, 0, 0))]}
 
 
-def reversed_rows(key: str, data: torch.Tensor) -> object:
-    return Part(key, data.flip(0), (4,), (0,))
+def in_order(*order: int) -> Callable[[str, torch.Tensor], object]:
+    return lambda key, data: Part(key, data[list(order)], (4,), (0,))
 
 
 def test_layers_are_a_dimension() -> None:
@@ -85,8 +85,14 @@ def test_layers_are_a_dimension() -> None:
 
 
 def test_gate_and_up_are_two_parts() -> None:
-    model = Model((6, 3), lambda weight: Factory("fc1", weight, gated))
+    model, given = Model((6, 3), lambda weight: Factory("fc1", weight, seen)), []
+
+    def seen(key: str, data: torch.Tensor) -> object:
+        given.append(data)
+        return gated(key, data)
+
     parts = held(model)
+    assert len(given) == 1 and given[0] is model.weight  # no indices, of 8 bytes each, where there are views
     assert [own.runs[1] for own, _ in parts] == [(Run(3, 3),), (Run(9, 3),)]
     assert [int(tensor[0, 0, 0]) for _, tensor in parts] == [0, 9]
     assert {tensor.untyped_storage().data_ptr() for _, tensor in parts} == {model.weight.untyped_storage().data_ptr()}
@@ -94,6 +100,7 @@ def test_gate_and_up_are_two_parts() -> None:
 
 def test_what_would_be_copied_is_found_by_indices() -> None:
     model = Model((6, 4), lambda weight: Factory("experts", weight, grouped))
+    model.weight.data = torch.arange(100.0)[13:37].view(6, 4)  # in a buffer of all parameters, as DDP has them
     ((own, tensor),) = held(model)
     assert own.runs == ((Run(2, 2),), (Run(0, 4),), (Run(0, 3),))
     assert tensor.equal(model.weight.view(2, 3, 4).transpose(-1, -2))
@@ -102,8 +109,9 @@ def test_what_would_be_copied_is_found_by_indices() -> None:
 
 
 def test_what_is_no_view_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"^w: what Megatron-Core would store is no view"):
-        held(Model((4,), lambda weight: Factory("w", weight, reversed_rows)))
+    for order in ((3, 2, 1, 0), (0, 1, 3, 2)):
+        with pytest.raises(PlanError, match=r"^w: what Megatron-Core would store is no view"):
+            held(Model((4,), lambda weight, order=order: Factory("w", weight, in_order(*order))))
     with pytest.raises(PlanError, match=r"^w: .* but a copy"):
         held(Model((4,), lambda weight: Part("w", weight.clone(), (4,), (0,))))
     with pytest.raises(PlanError, match=r"a Linear is no model of Megatron-Core"):

@@ -34,8 +34,8 @@ Named = Iterable[tuple[str, torch.Tensor]]
 def held(model: nn.Module | Named) -> list[tuple[Held, torch.Tensor]]:
     """What this rank holds of each parameter and each buffer that checkpoints have, with the live tensor.
 
-    The model, or its tensors with their names, which are those of its ``named_parameters()``; a tied parameter comes once. A
-    DTensor's tensor is the local one, which may be empty; any other tensor is held whole. Modules of FSDP2 are
+    The model, or its tensors with their names, which are those of ``named_parameters()``; a tied parameter comes once.
+    A DTensor's tensor is the local one, which may be empty; any other tensor is held whole. Modules of FSDP2 are
     resharded first: after a forward without a backward some hold whole parameters. Raises PlanError, with the tensor's
     name, for what has no runs: a partial sum, an unknown placement, a dtype without a name.
     """

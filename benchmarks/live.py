@@ -54,8 +54,8 @@ def main() -> None:
         print(f"{name:45} {seconds:7.3f} s  {seconds / best['push, shared memory']:5.2f} x the push")
     print(f"bytes of the push: {sum(each.get('sent', 0) for each in said):,}, as planned: {said[0]['planned']:,}")
     extra = [max(each["extra"] for each in side) for side in (said[: given.trainers], said[given.trainers :])]
-    print(f"plan: {said[0]['plan']:.3f} s; memory of the first push: {extra[0]:.0f} MB on a trainer, {extra[1]:.0f} MB on "
-          f"a receiver, with its copy of {max(each['copy'] for each in said[given.trainers :]):.0f} MB")  # fmt: skip
+    print(f"plan: {said[0]['plan']:.3f} s; memory of the first push: {extra[0]:.0f} MB on a trainer")
+    print(f"on a receiver {extra[1]:.0f} MB, with its copy of {max(each.get('copy', 0) for each in said):.0f} MB")
 
 
 def rank(given: argparse.Namespace) -> dict[str, Any]:

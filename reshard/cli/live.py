@@ -76,9 +76,12 @@ def _demo(as_json: bool) -> int:
         ("the same by gather and broadcast", gathered, f"{first['gather_seconds']:.3f} s", ""),
     ]
     print_lines(
-        f"A Llama with random weights: two processes train (FSDP2), three hold what {demo.TARGET} has", "",
-        *align(cells, right=(1, 2), width=None), "", *align([("", "bytes", "time", ""), *rows], right=(1, 2), width=None),
-    )  # fmt: skip
+        f"A Llama with random weights: two processes train (FSDP2), three hold what {demo.TARGET} has",
+        "",
+        *align(cells, right=(1, 2), width=None),
+        "",
+        *align([("", "bytes", "time", ""), *rows], right=(1, 2), width=None),
+    )
     return DONE if exact else NO
 
 

@@ -1,0 +1,201 @@
+"""The receiving end of a push inside a vLLM worker: a weight transfer engine of vLLM's (``reshard.live.vllm``).
+
+An update leaves the engine as it is: what came is kept, and compared with what vLLM's model has. Only ``finish`` gives
+it to the model, on all ranks or on none. At more than one rank nothing is raised, because vLLM then takes the answer to
+one call for that to the next: all ranks agree on errors, and tell them to the trainer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, Protocol
+
+import torch
+from vllm.distributed import get_world_group
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.logger import init_logger
+
+from formats.errors import LiveError, MismatchError, ReshardError, listed
+from reshard.live import vllm_reload
+from reshard.live.vllm_reload import Parameter
+
+_LOGGER = init_logger("vllm.reshard")
+
+
+class Receiver(Protocol):
+    """A rank's end of the pushes of a trainer."""
+
+    def receive(self, version: int) -> Mapping[str, torch.Tensor]:
+        """This rank's tensors by name, when they are here and all ranks agree on the push. Raises LiveError."""
+        ...
+
+    def commit(self, version: int, error: str | None) -> None:
+        """Tell all ranks that this one computes with the new tensors, or why not. Raises LiveError."""
+        ...
+
+
+@dataclass
+class Init(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not installed where types are checked
+    """``store``: where trainer and engine meet, as in ``tcp://10.0.0.1:29600``."""
+
+    given: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Update(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """``version``: the number of the push."""
+
+    given: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Engine(WeightTransferEngine):  # type: ignore[misc]
+    """Receives pushes. Made by each worker; raises LiveError for a version of vLLM that was not tried."""
+
+    init_info_cls, update_info_cls = Init, Update
+    supports_draft_weight_update = False
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        vllm_reload.layerwise()
+        self.receiver: Receiver | None = None
+        self.parameters: Sequence[Parameter] = ()
+        self.problem: str | None = None
+        self._kept: tuple[int, Mapping[str, torch.Tensor]] | None = None
+
+    def parse_init_info(self, init_dict: dict[str, Any]) -> Init:
+        """Whatever is given: a rank that raises here would be alone."""
+        return Init(init_dict)
+
+    def parse_update_info(self, update_dict: dict[str, Any]) -> Update:
+        """Whatever is given."""
+        return Update(update_dict)
+
+    def init_transfer_engine(self, init_info: Init) -> None:
+        """Meet the trainer."""
+
+        def meet() -> None:
+            self.parameters = vllm_reload.load_time(self.model)
+            self.receiver = self.connect(str(_only(init_info.given, "store", str)))
+
+        self.problem = self._agreed(meet)
+
+    def connect(self, store: str) -> Receiver:
+        """This rank's end of a store's pushes. Raises LiveError."""
+        from reshard.live.push import pull  # not needed to list the engine
+
+        group = get_world_group()
+        receiver: Receiver = pull(store, group.rank_in_group, group.world_size, self.device)
+        return receiver
+
+    def start_weight_update(self) -> None:
+        """Begin: nothing changes, the old weights serve."""
+        self._kept = None
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive a push and keep it, if all ranks have all of it and it is what the model has."""
+        version, kept = -1, {}
+
+        def receive() -> None:
+            nonlocal version, kept
+            version = int(_only(update_info, "version", int))
+            if self.receiver is None:
+                raise LiveError(self.problem or "init_weight_transfer_engine was not called")
+            kept = by_all_names(self.receiver.receive(version), self.parameters)
+
+        self._kept = None
+        self.problem = self._agreed(receive)
+        if self.problem is None:
+            self._kept = version, kept
+        else:
+            self._tell(version)
+
+    def receive_weights(self, update_info: Update) -> None:
+        """Part of vLLM's interface; ``update_weights`` does it."""
+        self.update_weights(dict(update_info.given))
+
+    def finish_weight_update(self) -> None:
+        """Compute with what was received; if any rank fails, no rank answers requests until the next push."""
+        if self._kept is None:
+            return
+        (version, kept), self._kept = self._kept, None
+        self.problem = self._agreed(lambda: vllm_reload.commit(self.model, kept, self.model_config.dtype))
+        poison(self.model, self.problem)
+        self._tell(version)
+
+    def shutdown(self) -> None:
+        """Forget the trainer."""
+        self._kept = self.receiver = None
+
+    def _tell(self, version: int) -> None:
+        if self.receiver is not None:
+            with contextlib.suppress(ReshardError):  # the trainer that would hear it has an error of its own
+                self.receiver.commit(version, self.problem)
+
+    def _agreed(self, work: Callable[[], None]) -> str | None:
+        """Do something on all ranks: what went wrong on any, the same words on each."""
+        group, wrong = get_world_group(), None
+        try:
+            work()
+        except Exception as error:
+            wrong = f"vLLM's rank {group.rank_in_group}: {_words(error)}"
+        said: list[str | None] = [None] * group.world_size
+        torch.distributed.all_gather_object(said, wrong, group=group.cpu_group)
+        found = "; ".join(dict.fromkeys(filter(None, said))) or None
+        if found is not None:
+            _LOGGER.error("reshard: %s", found)
+        return found
+
+
+def by_all_names(tensors: Mapping[str, torch.Tensor], wanted: Sequence[Parameter]) -> dict[str, torch.Tensor]:
+    """What was received under each name of each parameter.
+
+    A first dimension may be shorter: that of a vocabulary without padding. Raises MismatchError if anything is missing,
+    of another shape or dtype, or not known.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for parameter in wanted:
+        own = [name for name in parameter.names if name in tensors]
+        if not own:
+            raise MismatchError(f"parameter '{parameter.names[0]}' was not received")
+        tensor = tensors[own[0]]
+        shape = tuple(tensor.shape)
+        fits = shape[1:] == parameter.shape[1:] and (shape[:1] <= parameter.shape[:1] or not shape)
+        if not fits or len(shape) != len(parameter.shape) or tensor.dtype != parameter.dtype:
+            raise MismatchError(
+                f"parameter '{own[0]}' is {parameter.dtype} {list(parameter.shape)} in vLLM, and {tensor.dtype} "
+                f"{list(shape)} was received"
+            )
+        found |= dict.fromkeys(parameter.names, tensor)
+    unknown = [name for name in tensors if name not in found]
+    if unknown:
+        raise MismatchError(f"vLLM's model has no parameter {listed([repr(name) for name in unknown], 3)}")
+    return found
+
+
+def poison(model: torch.nn.Module, why: str | None) -> None:
+    """Have a model that is half new answer no request; without a reason, answer again."""
+    if why is None:
+        vars(model).pop("compute_logits", None)
+        return
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise LiveError(f"the weights are half new, because a push failed: {why}", "push again, before any request")
+
+    vars(model)["compute_logits"] = refuse  # called in each step, also where a captured graph runs the layers
+
+
+def _only(given: Mapping[str, Any], key: str, kind: type) -> object:
+    """The value of the one key that there should be. Raises LiveError."""
+    if given.keys() != {key} or type(given[key]) is not kind:
+        raise LiveError(f"vLLM was told {dict(given)}, and not {{'{key}': a {kind.__name__}}}")
+    return given[key]
+
+
+def _words(error: Exception) -> str:
+    return error.message if isinstance(error, ReshardError) else f"{type(error).__name__}: {error}"

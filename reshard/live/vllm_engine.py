@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 from vllm.distributed import get_world_group
@@ -25,6 +25,7 @@ from formats.errors import LiveError, MismatchError, ReshardError, listed
 from reshard.live import vllm_reload
 from reshard.live.vllm_reload import Parameter
 
+T = TypeVar("T")
 _LOGGER = init_logger("vllm.reshard")
 
 
@@ -81,7 +82,7 @@ class Engine(WeightTransferEngine):  # type: ignore[misc]
 
         def meet() -> None:
             self.parameters = vllm_reload.load_time(self.model)
-            self.receiver = self.connect(str(_only(init_info.given, "store", str)))
+            self.receiver = self.connect(_only(init_info.given, "store", str))
 
         self.problem = self._agreed(meet)
 
@@ -103,7 +104,7 @@ class Engine(WeightTransferEngine):  # type: ignore[misc]
 
         def receive() -> None:
             nonlocal version, kept
-            version = int(_only(update_info, "version", int))
+            version = _only(update_info, "version", int)
             if self.receiver is None:
                 raise LiveError(self.problem or "init_weight_transfer_engine was not called")
             kept = by_all_names(self.receiver.receive(version), self.parameters)
@@ -190,11 +191,12 @@ def poison(model: torch.nn.Module, why: str | None) -> None:
     vars(model)["compute_logits"] = refuse  # called in each step, also where a captured graph runs the layers
 
 
-def _only(given: Mapping[str, Any], key: str, kind: type) -> object:
+def _only(given: Mapping[str, Any], key: str, kind: type[T]) -> T:
     """The value of the one key that there should be. Raises LiveError."""
-    if given.keys() != {key} or type(given[key]) is not kind:
-        raise LiveError(f"vLLM was told {dict(given)}, and not {{'{key}': a {kind.__name__}}}")
-    return given[key]
+    value = given.get(key)
+    if given.keys() != {key} or not isinstance(value, kind):
+        raise LiveError(f"vLLM was told {dict(given)}, and not {{'{key}': a value of {kind.__name__}}}")
+    return value
 
 
 def _words(error: Exception) -> str:

@@ -88,7 +88,7 @@ def differences(checkpoint: Path, rank: int, meeting: str, question: Question) -
     from formats.torch_dtypes import TORCH_DTYPES
     from reshard.live.witness import compare, probed, recorded, same
 
-    arrangement = _arrangement(checkpoint, question)
+    arrangement = arrangement_of(checkpoint, question)
     tensors = {tensor.name: (tensor.dtype, tensor.shape) for tensor in arrangement.plan.model.tensors}
     dtype = TORCH_DTYPES[stated_dtype(arrangement.plan.model.config) or "BF16"]  # vLLM would have BF16 in place of F32
     model = built(checkpoint, rank, meeting, question, dtype)
@@ -100,7 +100,7 @@ def differences(checkpoint: Path, rank: int, meeting: str, question: Question) -
     return found
 
 
-def _arrangement(checkpoint: Path, question: Question) -> Arrangement:
+def arrangement_of(checkpoint: Path, question: Question) -> Arrangement:
     """Our rules for vLLM's ranks."""
     from formats.notation.format_file import format_of
     from reshard.mesh.plan import Degrees
@@ -117,7 +117,13 @@ def built(checkpoint: Path, rank: int, meeting: str, question: Question, dtype: 
     """This rank's part of vLLM's model, before loading. The process is a rank of vLLM's from then on."""
     import torch
     from vllm.config import (
-        CacheConfig, DeviceConfig, LoadConfig, ModelConfig, ParallelConfig, VllmConfig, set_current_vllm_config,
+        CacheConfig,
+        DeviceConfig,
+        LoadConfig,
+        ModelConfig,
+        ParallelConfig,
+        VllmConfig,
+        set_current_vllm_config,
     )  # fmt: skip
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.model_executor.model_loader import get_model_loader

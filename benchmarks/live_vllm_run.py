@@ -1,0 +1,96 @@
+"""One engine of ``benchmarks.live_vllm``: runs in vLLM's environment, and writes what it answered.
+
+ENGINES/vllm/bin/python -m benchmarks.live_vllm_run REQUEST.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from reshard.live.vllm import Offline, update
+
+PROMPTS = ([5, 9, 2, 31], [*range(3, 135)], [*range(40, 100)] * 2, [77, 3])
+"""Two are longer than a block of the cache (128 tokens on a CPU): the second time, they are answered from it."""
+TOKENS = 24
+
+
+class Run:
+    """An engine, and what it has answered so far."""
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self.request, self.found = request, dict[str, Any]()
+        further: dict[str, Any] = {}
+        if request["store"]:
+            further = {
+                "weight_transfer_config": {"backend": "reshard"}, "load_format": "dummy",
+                "worker_extension_cls": "benchmarks.live_vllm_worker.Extension",
+            }  # fmt: skip
+        self.llm = LLM(
+            request["folder"], tensor_parallel_size=request["tp"], enforce_eager=True, skip_tokenizer_init=True,
+            distributed_executor_backend="mp", max_model_len=256, max_num_seqs=4, **further,
+        )  # fmt: skip
+        self.engine = Offline(self.llm)
+
+    def answer(self, name: str) -> None:
+        """Greedy tokens after each prompt, and their log-probabilities."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=0, ignore_eos=True, detokenize=False)
+        answers = self.llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], sampling, use_tqdm=False)
+        self.found[name] = [
+            [[token, step[token].logprob] for token, step in zip(one.token_ids, one.logprobs, strict=True)]
+            for one in (answer.outputs[0] for answer in answers)
+        ]
+
+    def push(self, version: int) -> list[str]:
+        """Have the engine receive a version: what its ranks said, and how long it took."""
+        start = time.perf_counter()
+        update(self.engine, version, lambda: None)
+        self.found[f"milliseconds-{version}"] = 1000 * (time.perf_counter() - start)
+        root = Path(self.request["store"].removeprefix("file://"))
+        said = [(root / f"said-{version}-{rank}").read_text(encoding="utf-8") for rank in range(self.request["tp"])]
+        self.found[f"said-{version}"] = said
+        return said
+
+    def live(self) -> None:
+        """Two pushes, one that lacks the last rank's shards, one that fails half-way, and one that heals it."""
+        last = self.request["tp"] - 1
+        self.engine.init(self.request["store"])
+        self.answer("dummy")
+        for version in (1, 2, 3):  # of 3 the last rank has no shards
+            self.push(version)
+            self.answer(f"after-{version}")
+        self.found["loader"] = self.llm.collective_rpc("ask_loader", args=(self.request["folder"], self.request["tp"]))
+        self.answer("after-loader")
+        self.llm.collective_rpc("break_commit", args=(last, 3))
+        self.push(4)
+        self.llm.collective_rpc("break_commit", args=(-1, 0))
+        self.push(5)
+        self.answer("after-5")
+        self.llm.collective_rpc("break_commit", args=(last, 3))
+        self.push(6)
+        try:
+            self.answer("poisoned")
+        except Exception as error:
+            self.found["refused"] = f"{type(error).__name__}: {error}"
+
+
+def main() -> None:
+    """Run what the request says."""
+    request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    run = Run(request)
+    if request["store"]:
+        run.live()
+    else:
+        run.answer("fresh")
+    Path(request["out"]).write_text(json.dumps(run.found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -92,7 +92,7 @@ def equal(one: Answer, other: Answer) -> list[bool]:
 
 def checkpoint(root: Path, name: str, version: int) -> Path:
     """A model in BF16, which vLLM packs on a CPU; each version with other values."""
-    folder = zoo.save(name, root / f"model-{version}", torch.bfloat16, settings=SIZES)
+    folder = zoo.save(name, root / f"model-{version}", torch.bfloat16, settings=SIZES | {"max_position_embeddings": 512, "vocab_size": 203})
     generator = torch.Generator().manual_seed(version)
     path = folder / "model.safetensors"
     tensors = {key: draw(tensor, generator) for key, tensor in sorted(load_file(path).items())}

@@ -33,7 +33,7 @@ class Run:
             }  # fmt: skip
         self.llm = LLM(
             request["folder"], tensor_parallel_size=request["tp"], enforce_eager=True, skip_tokenizer_init=True,
-            distributed_executor_backend="mp", max_model_len=256, max_num_seqs=4, **further,
+            distributed_executor_backend="mp", max_model_len=256, max_num_seqs=1, **further,
         )  # fmt: skip
         self.engine = Offline(self.llm)
 

@@ -276,11 +276,12 @@ def compare(arrangement: Arrangement, rank: int, model: torch.nn.Module, loaded:
             continue
         room = rooms[name]
         seen.add(id(room))
-        line = _difference(_Opinions(tuple(room.shape), names, shapes), own, loaded[name])
         if tuple(room.shape) != held[stored.name]:
-            line = f" has shape {[*held[stored.name]]} by our rules, and {[*room.shape]} in the engine"
+            line: str | None = f" has shape {[*held[stored.name]]} by our rules, and {[*room.shape]} in the engine"
         elif room.dtype != TORCH_DTYPES[stored.dtype]:
             line = f" is {stored.dtype} by our rules, and {room.dtype} in the engine"
+        else:
+            line = _difference(_Opinions(tuple(room.shape), names, shapes), own, loaded[name])
         found += [f"rank {rank}: '{name}'{line}"] if line else []
     for name, room in rooms.items():
         if id(room) not in seen and (isinstance(room, torch.nn.Parameter) or len(loaded[name])):
@@ -310,8 +311,8 @@ def _difference(words: _Opinions, own: Ranges, loaded: Ranges) -> str | None:
     if np.array_equal(own, loaded):
         return None
     size = math.prod(words.shape)
-    edges = np.unique(np.concatenate([[0, size], *([rows[:, 0], rows[:, 0] + rows[:, 1]] for rows in (own, loaded))]))
-    edges = edges[edges <= size]
+    ends = [edge for rows in (own, loaded) for edge in (rows[:, 0], rows[:, 0] + rows[:, 1])]
+    edges = np.unique(np.concatenate([np.array([0, size]), *ends]))
     said = [_at(rows, edges[:-1]) for rows in (own, loaded)]
     differ = (said[0] != said[1]).any(1)
     lengths, first = np.diff(edges), int(np.flatnonzero(differ)[0])

@@ -24,12 +24,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks import serve
 from benchmarks.engines import SIZES
-from benchmarks.serve import SETTINGS
 from reshard.api import split
 from tests import zoo
 
 CASES = ("llama:1", "llama:2", "mixtral:1", "mixtral:2", "qwen2-tied:2")
+SETTINGS = {**SIZES, "max_position_embeddings": 512, "vocab_size": 203}
+"""Prompts longer than a block of the cache; a vocabulary that vLLM pads."""
 ROOT = Path(__file__).parents[1]
 PATIENCE = 900.0
 """Seconds for one engine."""
@@ -75,10 +77,10 @@ def compare(root: Path, python: str, name: str, tp: int) -> list[str]:
     wrong += [] if "refused" in live else ["a model that is half new has answered"]
     tokens = [token for answer in live["after-1"] for token in answer]
     milliseconds = " ".join(f"{live[f'milliseconds-{version}']:.0f}" for version in (1, 2, 5))
-    witnesses = " ".join(f"{rank['recorder']:.0f}/{rank['probe']:.0f}" for rank in live["loader"])
+    witnesses = " ".join(f"{rank['milliseconds']:.0f}" for rank in live["loader"])
     print(
         f"{name} tp {tp}: {sum(equal(live['after-1'], fresh[1]))} of {len(tokens)} tokens equal a fresh engine's "
-        f"({sum(equal(live['dummy'], fresh[1]))} before), pushes {milliseconds} ms, recorder/probe {witnesses} ms; "
+        f"({sum(equal(live['dummy'], fresh[1]))} before), pushes {milliseconds} ms, loader asked in {witnesses} ms; "
         f"after a failure: {live.get('refused')}", flush=True,
     )  # fmt: skip
     return wrong
@@ -92,7 +94,12 @@ def equal(one: Answer, other: Answer) -> list[bool]:
 
 def checkpoint(root: Path, name: str, version: int) -> Path:
     """A model in BF16, which vLLM packs on a CPU; each version with other values."""
-    folder = zoo.save(name, root / f"model-{version}", torch.bfloat16, settings=SIZES | {"max_position_embeddings": 512, "vocab_size": 203})
+    folder = zoo.save(
+        name,
+        root / f"model-{version}",
+        torch.bfloat16,
+        settings=SIZES | {"max_position_embeddings": 512, "vocab_size": 203},
+    )
     generator = torch.Generator().manual_seed(version)
     path = folder / "model.safetensors"
     tensors = {key: draw(tensor, generator) for key, tensor in sorted(load_file(path).items())}
@@ -114,7 +121,7 @@ def run(root: Path, python: str, folder: Path, tp: int, store: Path | None) -> M
     given = {"folder": str(folder), "tp": tp, "store": f"file://{store}" if store else None, "out": str(out)}
     request.write_text(json.dumps(given), encoding="utf-8")
     command = [python, "-m", "benchmarks.live_vllm_run", str(request)]
-    environment = {**os.environ, **SETTINGS, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, **serve.SETTINGS, "PYTHONPATH": str(ROOT)}
     before = {*Path("/dev/shm").glob("vllm_dist_*")}
     process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                text=True, errors="replace", start_new_session=True)  # fmt: skip

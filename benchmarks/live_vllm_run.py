@@ -67,6 +67,7 @@ class Run:
             self.push(version)
             self.answer(f"after-{version}")
         self.found["loader"] = self.llm.collective_rpc("ask_loader", args=(self.request["folder"], self.request["tp"]))
+        self.llm.reset_prefix_cache()  # what is answered from it is summed in another order
         self.answer("after-loader")
         self.llm.collective_rpc("break_commit", args=(last, 3))
         self.push(4)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
+from vllm.config import set_current_vllm_config
 from vllm.distributed import get_world_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -24,6 +25,8 @@ from vllm.logger import init_logger
 from formats.errors import LiveError, MismatchError, ReshardError, listed
 from reshard.live import vllm_reload
 from reshard.live.vllm_reload import Parameter
+from reshard.live.witness import compare, recorded
+from reshard.placement.arrangement import Arrangement
 
 T = TypeVar("T")
 _LOGGER = init_logger("vllm.reshard")
@@ -177,6 +180,17 @@ def by_all_names(tensors: Mapping[str, torch.Tensor], wanted: Sequence[Parameter
     if unknown:
         raise MismatchError(f"vLLM's model has no parameter {listed([repr(name) for name in unknown], 3)}")
     return found
+
+
+def ask_loader(engine: Engine, arrangement: Arrangement, rank: int) -> list[str]:
+    """How the running model's own loader and our rules differ, as ``witness.compare`` says it. No request may run.
+
+    Raises LiveError if the loader does what is not followed.
+    """
+    model, tensors = engine.model, arrangement.plan.model.tensors
+    with set_current_vllm_config(engine.vllm_config), vllm_reload.as_loaded(model):
+        loaded = recorded(model, model.load_weights, {of.name: (of.dtype, of.shape) for of in tensors})
+        return compare(arrangement, rank, model, loaded)
 
 
 def poison(model: torch.nn.Module, why: str | None) -> None:

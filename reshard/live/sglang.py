@@ -11,7 +11,8 @@ from collections.abc import Iterable
 
 import torch
 
-from formats.errors import LiveError, MismatchError
+from formats.errors import LiveError
+from reshard.live.receiver import by_all_names, parameters_of
 
 NAME = "reshard"
 """Of the small tensor."""
@@ -32,18 +33,13 @@ def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor
     if [*found] != [NAME]:
         raise LiveError(f"SGLang was given {len(found)} tensors, and not one called '{NAME}'")
     said = json.loads(bytes(found[NAME].cpu().tolist()))
-    rooms = dict(model.named_parameters(remove_duplicate=False))
     device = next(model.parameters()).device
     receiver = pull(said["store"], torch.distributed.get_rank(), said["world"], device)
     error: str | None = None
     try:
-        tensors = receiver.receive(said["version"])
-        for name, tensor in tensors.items():
-            room = rooms.get(name)
-            if room is None or room.shape != tensor.shape or room.dtype != tensor.dtype:
-                raise MismatchError(f"tensor '{name}', {tensor.dtype} {list(tensor.shape)}, is not in SGLang's model")
-        for name, tensor in tensors.items():
-            rooms[name].copy_(tensor)
+        tensors = by_all_names(receiver.receive(said["version"]), parameters_of(model))
+        for name, room in model.named_parameters():
+            room[: len(tensors[name])].copy_(tensors[name])
     except Exception as failure:
         error = str(failure)
         raise

@@ -86,7 +86,7 @@ def differences(checkpoint: Path, rank: int, meeting: str, question: Question) -
     """What one rank finds."""
     from formats.files.safetensors import stated_dtype
     from formats.torch_dtypes import TORCH_DTYPES
-    from reshard.live.witness import compare, probed, recorded, same
+    from reshard.live.witness import apart, compare, probed, recorded
 
     arrangement = arrangement_of(checkpoint, question)
     tensors = {tensor.name: (tensor.dtype, tensor.shape) for tensor in arrangement.plan.model.tensors}
@@ -96,7 +96,7 @@ def differences(checkpoint: Path, rank: int, meeting: str, question: Question) -
     found = compare(arrangement, rank, model, loaded)
     if question.probe:
         again = probed(model, model.load_weights, tensors)  # type: ignore[arg-type]
-        found += [f"rank {rank}: '{name}': the index probe differs from the recorder" for name in same(loaded, again)]
+        found += [f"rank {rank}: '{name}': the index probe differs from the recorder" for name in apart(loaded, again)]
     return found
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from vllm.config import set_current_vllm_config
@@ -22,26 +22,14 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.logger import init_logger
 
-from formats.errors import LiveError, MismatchError, ReshardError, listed
+from formats.errors import LiveError, ReshardError
 from reshard.live import vllm_reload
-from reshard.live.vllm_reload import Parameter
+from reshard.live.receiver import Parameter, Receiver, by_all_names
 from reshard.live.witness import compare, recorded
 from reshard.placement.arrangement import Arrangement
 
 T = TypeVar("T")
 _LOGGER = init_logger("vllm.reshard")
-
-
-class Receiver(Protocol):
-    """A rank's end of the pushes of a trainer."""
-
-    def receive(self, version: int) -> Mapping[str, torch.Tensor]:
-        """This rank's tensors by name, when they are here and all ranks agree on the push. Raises LiveError."""
-        ...
-
-    def commit(self, version: int, error: str | None) -> None:
-        """Tell all ranks that this one computes with the new tensors, or why not. Raises LiveError."""
-        ...
 
 
 @dataclass
@@ -154,32 +142,6 @@ class Engine(WeightTransferEngine):  # type: ignore[misc]
         if found is not None:
             _LOGGER.error("reshard: %s", found)
         return found
-
-
-def by_all_names(tensors: Mapping[str, torch.Tensor], wanted: Sequence[Parameter]) -> dict[str, torch.Tensor]:
-    """What was received under each name of each parameter.
-
-    A first dimension may be shorter: that of a vocabulary without padding. Raises MismatchError if anything is missing,
-    of another shape or dtype, or not known.
-    """
-    found: dict[str, torch.Tensor] = {}
-    for parameter in wanted:
-        own = [name for name in parameter.names if name in tensors]
-        if not own:
-            raise MismatchError(f"parameter '{parameter.names[0]}' was not received")
-        tensor = tensors[own[0]]
-        shape = tuple(tensor.shape)
-        fits = shape[1:] == parameter.shape[1:] and (shape[:1] <= parameter.shape[:1] or not shape)
-        if not fits or len(shape) != len(parameter.shape) or tensor.dtype != parameter.dtype:
-            raise MismatchError(
-                f"parameter '{own[0]}' is {parameter.dtype} {list(parameter.shape)} in vLLM, and {tensor.dtype} "
-                f"{list(shape)} was received"
-            )
-        found |= dict.fromkeys(parameter.names, tensor)
-    unknown = [name for name in tensors if name not in found]
-    if unknown:
-        raise MismatchError(f"vLLM's model has no parameter {listed([repr(name) for name in unknown], 3)}")
-    return found
 
 
 def ask_loader(engine: Engine, arrangement: Arrangement, rank: int) -> list[str]:

@@ -12,11 +12,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from formats.errors import LiveError
+from reshard.live.receiver import Parameter, parameters_of
 
 TRIED = ("0.32",)
 """The versions of vLLM with which this was tried."""
@@ -27,14 +28,6 @@ SYMBOLS = (
     "materialize_layer", "restore_layer_on_meta",
 )  # fmt: skip
 """What is used of it."""
-
-
-class Parameter(NamedTuple):
-    """A parameter of vLLM's model as weights are loaded into it; ``names`` are several if a tensor is tied."""
-
-    names: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 @cache
@@ -53,22 +46,14 @@ def layerwise() -> ModuleType:
 
 def load_time(model: torch.nn.Module) -> list[Parameter]:
     """The parameters of a running model, as weights are loaded into them. Raises LiveError."""
-    found: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), []).append(name)
-    parameters = []
-    for names in found.values():
-        tensor = _before_processing(model, names[0])
-        parameters.append(Parameter(tuple(names), tuple(tensor.shape), tensor.dtype))
-    return parameters
+    return parameters_of(model, lambda name, tensor: _before_processing(model, name, tensor))
 
 
-def _before_processing(model: torch.nn.Module, name: str) -> torch.Tensor:
+def _before_processing(model: torch.nn.Module, name: str, now: torch.Tensor) -> torch.Tensor:
     """A parameter as it was when the model was built, without data; what vLLM did not note then, as it is now."""
     prefix, _, leaf = name.rpartition(".")
-    layer = model.get_submodule(prefix)
-    noted: Mapping[str, torch.Tensor] = layerwise().get_layerwise_info(layer).restore_metadata[0]
-    return noted[leaf] if leaf in noted else layer.get_parameter(leaf)
+    noted: Mapping[str, torch.Tensor] = layerwise().get_layerwise_info(model.get_submodule(prefix)).restore_metadata[0]
+    return noted.get(leaf, now)
 
 
 @torch.no_grad()

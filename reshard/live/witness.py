@@ -117,8 +117,8 @@ def rooms_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return rooms | {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in rooms}
 
 
-def recorded(model: torch.nn.Module, load: Load, tensors: Tensors) -> dict[str, Ranges]:
-    """What a loader puts into each parameter, by each of its names; the parameters are in their load-time shapes.
+def recorded(model: torch.nn.Module, load: Load, tensors: Tensors) -> dict[str, Sequence[Copied]]:
+    """What a loader copies into each parameter, by each of its names; the parameters are in their load-time shapes.
 
     Raises LiveError if the loader does something with a tensor that is not followed.
     """
@@ -130,12 +130,11 @@ def recorded(model: torch.nn.Module, load: Load, tensors: Tensors) -> dict[str, 
     found: dict[int, list[Copied]] = {}
     for room, copied in log:
         found.setdefault(room.untyped_storage()._cdata, []).append(copied)
-    rooms = rooms_of(model)
-    return {name: ranges(found.get(room.untyped_storage()._cdata, ())) for name, room in rooms.items()}
+    return {name: found.get(room.untyped_storage()._cdata, ()) for name, room in rooms_of(model).items()}
 
 
 def probed(model: torch.nn.Module, load: Load, tensors: Tensors) -> dict[str, Ranges]:
-    """The same by the index probe, 8 bytes an element: the loader copies the numbers of elements."""
+    """The ranges by the index probe, 8 bytes an element: the loader copies the numbers of elements."""
     with _numbered(model) as rooms:
         load(
             (name, (torch.arange(math.prod(shape)) + ((number + 1) << _BITS)).view(shape))
@@ -252,12 +251,14 @@ def _strides(placed: Placed, rank: int) -> tuple[int, tuple[int, ...]]:
     return lies.base * 8 // bits, tuple(strides)
 
 
-def same(one: Mapping[str, Ranges], other: Mapping[str, Ranges]) -> list[str]:
-    """The parameters of which two witnesses do not say the same."""
-    return [name for name in one if not np.array_equal(one[name], other[name])]
+def apart(loaded: Mapping[str, Sequence[Copied]], found: Mapping[str, Ranges]) -> list[str]:
+    """The parameters of which the recorder and the probe do not say the same: none, if both are right."""
+    return [name for name in loaded if not np.array_equal(ranges(loaded[name]), found[name])]
 
 
-def compare(arrangement: Arrangement, rank: int, model: torch.nn.Module, loaded: Mapping[str, Ranges]) -> list[str]:
+def compare(
+    arrangement: Arrangement, rank: int, model: torch.nn.Module, loaded: Mapping[str, Sequence[Copied]]
+) -> list[str]:
     """How an engine's loader and our rules differ on a rank: a line for each tensor, none if they agree.
 
     ``model`` has its load-time shapes, ``loaded`` is what the loader puts into each of its tensors. A tensor of several
@@ -281,7 +282,7 @@ def compare(arrangement: Arrangement, rank: int, model: torch.nn.Module, loaded:
         elif room.dtype != TORCH_DTYPES[stored.dtype]:
             line = f" is {stored.dtype} by our rules, and {room.dtype} in the engine"
         else:
-            line = _difference(_Opinions(tuple(room.shape), names, shapes), own, loaded[name])
+            line = _difference(_Opinions(tuple(room.shape), names, shapes), own, ranges(loaded[name]))
         found += [f"rank {rank}: '{name}'{line}"] if line else []
     for name, room in rooms.items():
         if id(room) not in seen and (isinstance(room, torch.nn.Parameter) or len(loaded[name])):

@@ -19,7 +19,7 @@ import torch
 
 from formats.errors import LiveError, MismatchError
 from reshard.live import vllm, vllm_reload
-from reshard.live.vllm_reload import Parameter
+from reshard.live.receiver import Parameter, by_all_names
 from tests.live import layerwise
 
 SPLIT = Parameter(("a.weight",), (4, 3), torch.float32)
@@ -137,9 +137,9 @@ FAILED: dict[str, tuple[Mapping[str, torch.Tensor] | Exception, str]] = {
     "missing": ({"head.weight": torch.ones(8, 3)}, "vLLM's rank 1: parameter 'a.weight' was not received"),
     "dtype": (
         weights(2.0) | {"a.weight": torch.ones(4, 3, dtype=torch.bfloat16)},
-        "vLLM's rank 1: parameter 'a.weight' is torch.float32 [4, 3] in vLLM, and torch.bfloat16 [4, 3] was received",
+        "vLLM's rank 1: parameter 'a.weight' is torch.float32 [4, 3] in the engine, and torch.bfloat16 [4, 3] was received",
     ),
-    "unknown": (weights(2.0) | {"b": torch.ones(1)}, "vLLM's rank 1: vLLM's model has no parameter 'b'"),
+    "unknown": (weights(2.0) | {"b": torch.ones(1)}, "vLLM's rank 1: the engine's model has no parameter 'b'"),
 }
 
 
@@ -182,13 +182,11 @@ def test_nothing_is_raised_on_one_rank_alone(engine: Any) -> None:
     assert "'store'" in engine.problem, "the first error is told again"
 
 
-def test_names_shapes_and_dtypes_are_compared(engine: Any) -> None:
-    from reshard.live.vllm_engine import by_all_names
-
+def test_names_shapes_and_dtypes_are_compared() -> None:
     given = {"a.weight": torch.ones(4, 3), "head.weight": torch.ones(8, 3)}
     assert by_all_names(given, [SPLIT, TIED])["embed.weight"] is given["head.weight"]
     for shape in [(5, 3), (4, 2), (4,), (12,), (4, 3, 1)]:
-        with pytest.raises(MismatchError, match=r"'a\.weight' is torch\.float32 \[4, 3\] in vLLM"):
+        with pytest.raises(MismatchError, match=r"'a\.weight' is torch\.float32 \[4, 3\] in the engine"):
             by_all_names(given | {"a.weight": torch.ones(shape)}, [SPLIT, TIED])
 
 

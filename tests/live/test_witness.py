@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from formats.errors import LiveError
 from formats.notation.format import Format
 from formats.notation.format_file import PROGRAMS, format_of, read_format
-from reshard.live.witness import Ranges, Recorder, by_rules, compare, joined, probed, recorded, same
+from reshard.live.witness import Copied, Recorder, View, apart, by_rules, compare, joined, probed, ranges, recorded
 from reshard.mesh.plan import Degrees
 from reshard.placement.arrangement import Arrangement, on_mesh
 from reshard.placement.program_plan import plan_for
@@ -32,13 +32,13 @@ def arranged(model: str | Path, tp: int, format: Format | None = None) -> Arrang
     return on_mesh(plan_for(open_source(folder).model, format, Degrees(tp=tp)), format)
 
 
-def asked(arrangement: Arrangement, rank: int, tp: int) -> tuple[Model, dict[str, Ranges]]:
+def asked(arrangement: Arrangement, rank: int, tp: int) -> tuple[Model, dict[str, Sequence[Copied]]]:
     """A rank's model, and what its loaders put into it."""
     bound = arrangement.plan.model
     tensors = {tensor.name: (tensor.dtype, tensor.shape) for tensor in bound.tensors}
     model = Model(bound.config, tensors, rank, tp)
     loaded = recorded(model, model.load_weights, tensors)
-    assert same(loaded, probed(model, model.load_weights, tensors)) == []
+    assert apart(loaded, probed(model, model.load_weights, tensors)) == []
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters()), "the probe put nothing back"
     return model, loaded
 
@@ -106,9 +106,8 @@ def test_a_transposed_square_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "model.layers.0.self_attn.o_proj.weight"
     rows, columns = model.get_parameter(name).shape
     number = next(i for i, tensor in enumerate(arrangement.plan.model.tensors) if tensor.name == name)
-    at = np.arange(rows * columns)
-    turned = np.stack([at, np.ones_like(at), np.full_like(at, number), at % rows * columns + at // rows], 1)
-    (found,) = compare(arrangement, 0, model, loaded | {name: joined(turned)})
+    turned = Copied(View(0, (rows, columns), (columns, 1)), number, View(0, (rows, columns), (1, rows)))
+    (found,) = compare(arrangement, 0, model, loaded | {name: [turned]})
     assert found == (
         f"rank 0: '{name}'[0:1, 1:2] is '{name}'[0:1, 1:2] by our rules, and '{name}'[1:2, 0:1] by the engine's "
         f"loader ({rows * columns - rows:,} of {rows * columns:,} elements differ)"
@@ -120,7 +119,7 @@ def test_a_tensor_of_one_side_is_named() -> None:
     model, loaded = asked(arrangement, 0, 2)
     model.add("model.layers.0.mlp.extra", torch.nn.Parameter(torch.zeros(3)))
     del model.model.layers._modules["1"].mlp.down_proj.weight
-    found = compare(arrangement, 0, model, loaded | {"model.layers.0.mlp.extra": joined(np.empty((0, 4), np.int64))})
+    found = compare(arrangement, 0, model, loaded | {"model.layers.0.mlp.extra": ()})
     assert found == [
         "rank 0: 'model.layers.1.mlp.down_proj.weight' is in our rules, and not in the engine's model",
         "rank 0: 'model.layers.0.mlp.extra' is in the engine's model, and our rules say nothing of it",
@@ -172,10 +171,10 @@ def test_a_recorded_view_is_the_view(view: str) -> None:
         for _, tensor in weights:  # type: ignore[attr-defined]
             model.room.data.copy_(VIEWS[view](tensor))
 
-    rows = recorded(model, load, {"w": ("F32", shape)})["room"]
-    found = np.concatenate([np.arange(start, start + length) for _, length, _, start in rows])
-    assert found.tolist() == expected.flatten().tolist()
-    assert same({"room": rows}, probed(model, load, {"w": ("F32", shape)})) == []
+    copies = recorded(model, load, {"w": ("F32", shape)})
+    found = [start + i for _, length, _, start in ranges(copies["room"]) for i in range(length)]
+    assert found == expected.flatten().tolist()
+    assert apart(copies, probed(model, load, {"w": ("F32", shape)})) == []
 
 
 def test_rules_cover_each_element_once() -> None:

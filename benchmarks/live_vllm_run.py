@@ -25,12 +25,9 @@ class Run:
         from vllm import LLM
 
         self.request, self.found = request, dict[str, Any]()
-        further: dict[str, Any] = {}
+        further: dict[str, Any] = {"worker_extension_cls": "benchmarks.live_vllm_worker.Extension"}
         if request["store"]:
-            further = {
-                "weight_transfer_config": {"backend": "reshard"}, "load_format": "dummy",
-                "worker_extension_cls": "benchmarks.live_vllm_worker.Extension",
-            }  # fmt: skip
+            further |= {"weight_transfer_config": {"backend": "reshard"}, "load_format": "dummy"}
         self.llm = LLM(
             request["folder"], tensor_parallel_size=request["tp"], enforce_eager=True, skip_tokenizer_init=True,
             distributed_executor_backend="mp", max_model_len=256, max_num_seqs=1, **further,

@@ -43,6 +43,7 @@ def connect(_: vllm_engine.Engine, store: str) -> Files:
     return Files(Path(store.removeprefix("file://")), vllm_engine.get_world_group().rank_in_group)
 
 
+torch.cpu._init_amx()  # vLLM 0.32 does not ask the system for tiles, and dies in attention of one rank
 vllm_engine.Engine.connect = connect  # type: ignore[method-assign,assignment]
 _RENEW = vllm_reload._renew
 

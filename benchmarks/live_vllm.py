@@ -26,10 +26,13 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks import serve
 from benchmarks.engines import SIZES
+from benchmarks.live_vllm_run import sent
+from formats.errors import LiveError
 from reshard.api import split
+from reshard.live.vllm import Server, update
 from tests import zoo
 
-CASES = ("llama:1", "llama:2", "mixtral:1", "mixtral:2", "qwen2-tied:2")
+CASES = ("llama:1", "llama:2", "mixtral:1", "mixtral:2", "qwen2-tied:2", "llama:2:http")
 SETTINGS = {**SIZES, "max_position_embeddings": 512, "vocab_size": 203}
 """Prompts longer than a block of the cache; a vocabulary that vLLM pads."""
 ROOT = Path(__file__).parents[1]
@@ -48,10 +51,44 @@ def main() -> None:
     wrong = []
     for case in arguments.cases.split(","):
         with tempfile.TemporaryDirectory(prefix="reshard-live-") as folder:
-            name, tp = case.split(":")
-            wrong += [f"{case}: {line}" for line in compare(Path(folder), arguments.python, name, int(tp))]
+            name, tp, *http = case.split(":")
+            one = over_http if http else compare
+            wrong += [f"{case}: {line}" for line in one(Path(folder), arguments.python, name, int(tp))]
     print("\n".join(wrong) or "all as it should be")
     sys.exit(1 if wrong else 0)
+
+
+def over_http(root: Path, python: str, name: str, tp: int) -> list[str]:
+    """The same with 'vllm serve': a push while it serves, one that fails, and what it answers."""
+    folders, store = [checkpoint(root, name, version) for version in (0, 1)], root / "store"
+    store.mkdir()
+    split(folders[1], store / "1", tp=tp, format="vllm")
+    (store / "2").mkdir()
+    os.environ.update(VLLM_SERVER_DEV_MODE="1", PYTHONPATH=str(ROOT))
+    degree = f"--tensor-parallel-size {tp} --worker-extension-cls benchmarks.live_vllm_worker.Extension"
+    fresh = serve.answers(python, f"vllm serve {folders[1]} {degree}")
+    backend = """--load-format dummy --weight-transfer-config '{"backend": "reshard"}'"""
+    wrong = []
+    with serve.served(python, f"vllm serve {folders[0]} {degree} {backend}") as address:
+        server = Server(address.removesuffix("/v1/completions"))
+        server.init(f"file://{store}")
+        before = [serve.ask(address, prompt) for prompt in serve.PROMPTS]
+        update(server, 1, lambda: sent(f"file://{store}", 1, tp))
+        after = [serve.ask(address, prompt) for prompt in serve.PROMPTS]
+        try:
+            update(server, 2, lambda: sent(f"file://{store}", 2, tp))
+            wrong.append("a push without shards did not fail")
+        except LiveError as error:
+            print(f"{name} tp {tp} over HTTP: {error.message}")
+            server.resume()
+        again = [serve.ask(address, prompt) for prompt in serve.PROMPTS]
+    differ = [serve.differing(fresh, answers) for answers in (before, after, again)]
+    print(
+        f"{name} tp {tp} over HTTP: {differ[1]} of {len(serve.PROMPTS) * serve.TOKENS} tokens or log-probabilities "
+        f"differ from a fresh server's ({differ[0]} before), {differ[2]} after a push that fails",
+        flush=True,
+    )
+    return [*wrong, *(["tokens differ over HTTP"] if differ[1] or differ[2] or not differ[0] else [])]
 
 
 def compare(root: Path, python: str, name: str, tp: int) -> list[str]:
@@ -65,15 +102,14 @@ def compare(root: Path, python: str, name: str, tp: int) -> list[str]:
         path.unlink()
     fresh = {of: run(root, python, folders[of], tp, None)["fresh"] for of in (1, 2)}
     live = run(root, python, folders[0], tp, store)
-    wanted = {"after-1": 1, "after-2": 2, "after-3": 2, "after-loader": 2, "after-5": 1}
-    wrong = [f"{step} differs from a fresh engine" for step, of in wanted.items() if live[step] != fresh[of]]
+    equals = {"after-1": 1, "after-2": 2, "after-3": 2, "after-loader": 2, "after-5": 1}
+    wrong = [f"{step} differs from a fresh engine" for step, of in equals.items() if live[step] != fresh[of]]
     wrong += [f"'{step}' and '{other}' are equal" for step, other in (("dummy", "after-1"), ("after-1", "after-2"))
               if live[step] == live[other]]  # fmt: skip
     wrong += [line for rank in live["loader"] for line in rank["differences"]]
-    said = {version: {*live[f"said-{version}"]} for version in (1, 2, 3, 4, 5, 6)}
-    wrong += [f"version {version}: {said[version]}" for version in (1, 2, 5) if said[version] != {"committed"}]
-    wrong += [f"version {version}: {said[version]}" for version in (3, 4, 6) if len(said[version] - {"committed"}) != 1
-              or "committed" in said[version]]  # fmt: skip
+    said = {version: live[f"said-{version}"] for version in (1, 2, 3, 4, 5, 6)}
+    wanted = {1: "committed", 2: "committed", 3: "no shards", 4: "no memory left", 5: "committed", 6: "no memory left"}
+    wrong += [f"version {version}: {said[version]}" for version, text in wanted.items() if text not in said[version]]
     wrong += [] if "refused" in live else ["a model that is half new has answered"]
     tokens = [token for answer in live["after-1"] for token in answer]
     milliseconds = " ".join(f"{live[f'milliseconds-{version}']:.0f}" for version in (1, 2, 5))

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from formats.errors import LiveError
 from reshard.live.vllm import Offline, update
 
 PROMPTS = ([5, 9, 2, 31], [*range(3, 135)], [*range(40, 100)] * 2, [77, 3])
@@ -45,15 +46,17 @@ class Run:
             for one in (answer.outputs[0] for answer in answers)
         ]
 
-    def push(self, version: int) -> list[str]:
-        """Have the engine receive a version: what its ranks said, and how long it took."""
+    def push(self, version: int, *, resume: bool = True) -> None:
+        """Have the engine receive a version; ``resume``: also if that fails."""
         start = time.perf_counter()
-        update(self.engine, version, lambda: None)
+        try:
+            said = update(self.engine, version, lambda: sent(self.request["store"], version, self.request["tp"]))
+        except LiveError as error:
+            said = error.message
+            if resume:
+                self.engine.resume()
         self.found[f"milliseconds-{version}"] = 1000 * (time.perf_counter() - start)
-        root = Path(self.request["store"].removeprefix("file://"))
-        said = [(root / f"said-{version}-{rank}").read_text(encoding="utf-8") for rank in range(self.request["tp"])]
         self.found[f"said-{version}"] = said
-        return said
 
     def live(self) -> None:
         """Two pushes, one that lacks the last rank's shards, one that fails half-way, and one that heals it."""
@@ -67,7 +70,7 @@ class Run:
         self.llm.reset_prefix_cache()  # what is answered from it is summed in another order
         self.answer("after-loader")
         self.llm.collective_rpc("break_commit", args=(last, 3))
-        self.push(4)
+        self.push(4, resume=False)
         self.llm.collective_rpc("break_commit", args=(-1, 0))
         self.push(5)
         self.answer("after-5")
@@ -77,6 +80,20 @@ class Run:
             self.answer("poisoned")
         except Exception as error:
             self.found["refused"] = f"{type(error).__name__}: {error}"
+
+
+def sent(store: str, version: int, ranks: int) -> str:
+    """Wait until all ranks have said how it went, as a trainer does. Raises LiveError if they failed."""
+    paths = [Path(store.removeprefix("file://")) / f"said-{version}-{rank}" for rank in range(ranks)]
+    end = time.monotonic() + 60
+    while not all(path.exists() for path in paths):
+        if time.monotonic() > end:
+            raise LiveError("the engine has said nothing")
+        time.sleep(0.005)
+    said = "; ".join(dict.fromkeys(path.read_text(encoding="utf-8") for path in paths))
+    if said != "committed":
+        raise LiveError(said)
+    return said
 
 
 def main() -> None:

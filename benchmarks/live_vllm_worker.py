@@ -36,7 +36,9 @@ class Files:
         return {name: tensor for name, tensor in found.items() if not name.endswith(constants)}
 
     def commit(self, version: int, error: str | None) -> None:
-        (self.root / f"said-{version}-{self.rank}").write_text(error or "committed", encoding="utf-8")
+        part = self.root / f"part-{version}-{self.rank}"
+        part.write_text(error or "committed", encoding="utf-8")
+        part.rename(self.root / f"said-{version}-{self.rank}")
 
 
 def connect(_: vllm_engine.Engine, store: str) -> Files:

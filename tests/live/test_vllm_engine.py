@@ -137,7 +137,8 @@ FAILED: dict[str, tuple[Mapping[str, torch.Tensor] | Exception, str]] = {
     "missing": ({"head.weight": torch.ones(8, 3)}, "vLLM's rank 1: parameter 'a.weight' was not received"),
     "dtype": (
         weights(2.0) | {"a.weight": torch.ones(4, 3, dtype=torch.bfloat16)},
-        "vLLM's rank 1: parameter 'a.weight' is torch.float32 [4, 3] in the engine, and torch.bfloat16 [4, 3] was received",
+        "vLLM's rank 1: parameter 'a.weight' is torch.float32 [4, 3] in the engine, and torch.bfloat16 [4, 3] was "
+        "received",
     ),
     "unknown": (weights(2.0) | {"b": torch.ones(1)}, "vLLM's rank 1: the engine's model has no parameter 'b'"),
 }

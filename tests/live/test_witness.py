@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +22,8 @@ from reshard.source.opening import open_source
 from tests import store, zoo
 from tests.live.loaders import Model
 from tests.marks import one_of_each
+from tests.programs.oracles import ORACLES, module
+from tests.programs.oracles import checkpoint as oracle_checkpoint
 
 CASES = [("llama-biases", 2), ("llama", 1), ("llama", 4), ("llama-mqa", 2), ("qwen2-tied", 2), ("mixtral", 2)]
 
@@ -184,3 +187,31 @@ def test_rules_cover_each_element_once() -> None:
         assert shape is not None
         padding = 27 * shape[1] if stored.name == "lm_head.weight" else 0
         assert int(rows[:, 1].sum()) == math.prod(shape) - padding, stored.name
+
+
+RECORDED = [
+    (path.stem, mesh)
+    for path in sorted((ORACLES / "vllm" / "models").glob("*.json"))
+    for mesh in json.loads(path.read_text()).get("meshes", {})
+    if mesh.startswith("tp") and "-" not in mesh
+]
+
+
+@pytest.mark.parametrize(("model", "mesh"), one_of_each(RECORDED, kind=lambda case: case[0] in ("bloom", "mixtral")))
+def test_the_ranges_of_our_rules_are_what_vllm_holds(model: str, mesh: str) -> None:
+    """Against the fixtures: the number of the checkpoint's element at each place of each tensor of each rank."""
+    arrangement, tp = arranged(oracle_checkpoint("vllm", model), int(mesh[2:])), int(mesh[2:])
+    fixture = module("vllm", "check")
+    first = fixture.first_ids(fixture.read_model(model)["tensors"])
+    starts = np.array([first[tensor.name] for tensor in arrangement.plan.model.tensors])
+    files = fixture.read_mesh(model, mesh)
+    for rank in range(tp):
+        held = {name: shard for file, shards in files.items() for name, shard in shards.items() if f"-{rank}-" in file}
+        named = {stored.name: rows for stored, rows in by_rules(arrangement, rank)}
+        assert named.keys() == {name for name, shard in held.items() if shard.ids is not None}
+        for name, rows in named.items():
+            found = np.zeros(held[name].ids.size, np.int64)
+            for at, length, number, start in rows:
+                found[at : at + length] = starts[number] + start + np.arange(length)
+            expected = held[name].ids.ravel()
+            assert np.array_equal(found[expected != fixture.ANY], expected[expected != fixture.ANY]), name

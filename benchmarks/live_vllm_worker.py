@@ -76,7 +76,7 @@ class Extension:
         from vllm.config import set_current_vllm_config
 
         engine, rank = self.weight_transfer_engine, vllm_engine.get_world_group().rank_in_group
-        arrangement = vllm_check.arrangement_of(Path(checkpoint), vllm_check.Question(tp))
+        arrangement = vllm_check.arrangement_of(checkpoint, vllm_check.Question(tp))
         start = time.perf_counter()
         found = vllm_engine.ask_loader(engine, arrangement, rank)
         seconds, model = time.perf_counter() - start, engine.model

@@ -69,21 +69,27 @@ class Engine(WeightTransferEngine):  # type: ignore[misc]
         return Update(update_dict)
 
     def init_transfer_engine(self, init_info: Init) -> None:
-        """Meet the trainer."""
+        """Meet the trainer, and agree on the plan: with what this model is made of, and with its own loader."""
+
+        def look() -> None:
+            self.parameters = vllm_reload.load_time(self.model)
+            self.receiver = self.connect(init_info.given)
 
         def meet() -> None:
-            self.parameters = vllm_reload.load_time(self.model)
-            self.receiver = self.connect(_only(init_info.given, "store", str))
+            if self.receiver is not None:
+                self.receiver.check()
 
-        self.problem = self._agreed(meet)
+        self.problem = self._agreed(look) or self._agreed(meet)
 
-    def connect(self, store: str) -> Receiver:
-        """This rank's end of a store's pushes. Raises LiveError."""
-        from reshard.live.push import pull  # not needed to list the engine
+    def connect(self, ticket: Mapping[str, Any]) -> Receiver:
+        """This rank's end of the pushes of a trainer, from the trainer's ``ticket``. Raises LiveError."""
+        from reshard.live.process import pull_by  # not needed to list the engine
 
         group = get_world_group()
-        receiver: Receiver = pull(store, group.rank_in_group, group.world_size, self.device)
-        return receiver
+        return pull_by(
+            ticket, group.rank_in_group, group.world_size, str(self.device),
+            witness=lambda arrangement, rank: ask_loader(self, arrangement, rank),
+        )  # fmt: skip
 
     def start_weight_update(self) -> None:
         """Begin: nothing changes, the old weights serve."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from formats.errors import LiveError
+from formats.torch_internals import unsaved_buffers
 from reshard.live.receiver import Parameter, parameters_of
 
 TRIED = ("0.32",)
@@ -101,7 +102,7 @@ def _begun(layer: torch.nn.Module) -> Any:
     vllm = layerwise()
     info = vllm.get_layerwise_info(layer)
     info.kernel_tensors = vllm.get_layer_params_buffers(layer)
-    info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
+    info.kernel_non_persistent_buffers = set(unsaved_buffers(layer))
     vllm.restore_layer_on_meta(layer, info)
     vllm.initialize_online_processing(layer)
     return info

@@ -53,6 +53,14 @@ def size(text: str) -> int:
     return found
 
 
+def rate(text: str) -> int:
+    """Bytes a second: ``50GB/s``, or ``400Gbit/s``. Raises ValueError."""
+    match = re.fullmatch(r"(.*?)(bit|B)?(/s)?", text.strip())
+    assert match is not None
+    found = size(match[1] + "B")
+    return found // 8 if match[2] == "bit" else found
+
+
 def counts(text: str) -> tuple[int, ...]:
     """Whole numbers with commas between them: ``8,9,9,6``. Raises ValueError."""
     if re.fullmatch(r"\d{1,9}(,\d{1,9})*", text) is None:

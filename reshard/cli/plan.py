@@ -14,6 +14,7 @@ from reshard.cli.help import Command, Group, option
 from reshard.cli.options import (
     PATH,
     Place,
+    Value,
     access_options,
     check_degrees,
     debug_option,
@@ -25,6 +26,7 @@ from reshard.cli.options import (
     mesh_options,
     named_in,
     padding_options,
+    rate,
     report_option,
     request_of,
 )
@@ -68,11 +70,19 @@ _NOT_WITH_TP_PLAN = {
         help="Write the architecture file in use.")  # fmt: skip
 @option("--draft", "draft_file", group=Group.OUTPUT, type=PATH, metavar="FILE",
         help="Draft one, for a model that has no rules.")  # fmt: skip
+@option(
+    "--from", "trainer", group=Group.WHAT, metavar="WHO", help="Plan a push between running programs: from these ranks."
+)
+@option("--to", "receiver", group=Group.WHAT, metavar="WHO", help="... to these, such as vllm:tp4.")
+@option(
+    "--link", group=Group.RARE, type=Value("rate", rate), metavar="RATE", help="Bytes a second of a rank in a push."
+)
 @json_option
 @debug_option
 def plan_command(
-    save_file: Path | None, draft_file: Path | None, tp_plan: bool, report: Path | None, as_json: bool, **given: Any
-) -> None:
+    save_file: Path | None, draft_file: Path | None, tp_plan: bool, report: Path | None, trainer: str | None,
+    receiver: str | None, link: int | None, as_json: bool, **given: Any,
+) -> None:  # fmt: skip
     """Show which degrees are possible, or with a degree what each rank would hold, from the headers alone.
 
     If a model or one of its tensors has no rules, make an architecture file: --draft writes a draft, --save the rules
@@ -86,6 +96,11 @@ def plan_command(
     check_degrees(given)
     request = request_of(PlanRequest, given, quiet=as_json)
     source, format = str(request.source), wanted_format(request)
+    if trainer is not None or receiver is not None:
+        _plan_push(request, trainer, receiver, link or _LINK, report, as_json)
+        return
+    if link is not None:
+        raise click.UsageError("--link goes with --from and --to")
     _check_together(report, has_mesh := has_degree(given), format is not None, tp_plan)
     if draft_file is not None:
         _write_draft(request, draft_file)
@@ -121,6 +136,45 @@ def _check_together(report: Path | None, has_mesh: bool, has_format: bool, tp_pl
         raise click.UsageError(f"--tp-plan goes with --tp alone, without {min(others)}")
     if report is not None and (not has_mesh or has_format or tp_plan):
         raise click.UsageError("--report goes with --tp, --ep or --pp, without --as and --tp-plan")
+
+
+# ----------------------------------------------------------------------------------------------------------- pushes
+
+_LINK = 50_000_000_000
+_WITH_PUSH = {
+    "--from",
+    "--to",
+    "--link",
+    "--report",
+    "--json",
+    "--debug",
+    "--plan",
+    "--revision",
+    "--token",
+    "--cache-dir",
+}
+
+
+def _plan_push(
+    request: PlanRequest, trainer: str | None, receiver: str | None, link: int, report: Path | None, as_json: bool
+) -> None:
+    """Plan a push. Raises UsageError, ReshardError."""
+    from reshard.cli.live_plan import print_push
+    from reshard.live.exports import routes
+    from reshard.source.access import Access
+
+    if trainer is None or receiver is None:
+        raise click.UsageError("--from and --to go together: --from fsdp2:8 --to vllm:tp4")
+    if others := given_options() - _WITH_PUSH:
+        raise click.UsageError(f"--from and --to go without {min(others)}: write degrees as in vllm:tp4")
+    about = {field.name: getattr(request, field.name) for field in dataclasses.fields(Access)}
+    found = routes(request.source, source=trainer, target=receiver, **about)
+    print_push(found, str(request.source), (trainer, receiver), link, as_json)
+    if report is not None:
+        from reshard.pages.push_page import push_page
+
+        write_report(report, push_page(found, f"{request.source}: {trainer} to {receiver}", link))
+        print_note(f"Drew the push: {report}")
 
 
 # ------------------------------------------------------------------------------------------------------- plan files

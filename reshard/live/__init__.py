@@ -1,1 +1,31 @@
-"""Moves between running processes: from the ranks of a trainer to those of an engine, without disk, without gathering."""
+"""Moves between running processes: a trainer's ranks to an engine's, without disk and without gathering."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from formats.errors import LiveError
+    from reshard.live.exports import placements, routes
+    from reshard.live.meshes import Target
+    from reshard.live.process import pull, push
+    from reshard.live.vllm import Offline, Server, update
+
+_PLACES = {
+    "LiveError": "formats.errors",
+    "Target": "reshard.live.meshes",
+    **dict.fromkeys(("placements", "routes"), "reshard.live.exports"),
+    **dict.fromkeys(("pull", "push"), "reshard.live.process"),
+    **dict.fromkeys(("Offline", "Server", "update"), "reshard.live.vllm"),
+}
+"""Where each name is. It is imported when it is first asked for: planning needs no torch."""
+__all__ = ["LiveError", "Offline", "Server", "Target", "placements", "pull", "push", "routes", "update"]
+
+
+def __getattr__(name: str) -> Any:
+    """A name of the API, imported now."""
+    if name not in _PLACES:
+        raise AttributeError(f"module 'reshard.live' has no attribute '{name}'")
+    found = globals()[name] = getattr(import_module(_PLACES[name]), name)
+    return found

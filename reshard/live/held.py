@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from formats.notation.axes import Run
 
@@ -30,3 +31,22 @@ class Held(NamedTuple):
     def numel(self) -> int:
         """The number of elements that the rank holds."""
         return math.prod(self.local)
+
+
+def to_document(parts: Sequence[Held]) -> dict[str, Any]:
+    """Parts as JSON: each distinct dtype, shape and runs once, and the number of these for each name."""
+    known: dict[Held, int] = {}
+    names = [[part.name, known.setdefault(part._replace(name=""), len(known))] for part in parts]
+    kinds = [
+        [kind.dtype, kind.shape, [[[run.offset, run.length] for run in dim] for dim in kind.runs]] for kind in known
+    ]
+    return {"names": names, "kinds": kinds}
+
+
+def from_document(document: Mapping[str, Any]) -> list[Held]:
+    """The inverse of ``to_document``."""
+    kinds = [
+        (dtype, tuple(shape), tuple(tuple(Run(*run) for run in dim) for dim in runs))
+        for dtype, shape, runs in document["kinds"]
+    ]
+    return [Held(name, *kinds[number]) for name, number in document["names"]]

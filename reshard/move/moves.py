@@ -43,7 +43,7 @@ def jobs_of(source: Source, target: Arrangement, places: TargetPlaces, *, compar
     format = source.format if source.manifest is None else None
     moves = _Moves(compare=compare, zeros=format is None or not format.padding.free)
     kept = _Kept(source, there, places)
-    _check_atoms(here, there)
+    check_atoms(here, there)
     ranks_of: dict[tuple[Geometry | InChunks, int], frozenset[int]] = {}
     for atom in kept.atoms if here.dropped or there.dropped else here.placed:
         found, wanted = here.placed.get(atom), there.placed.get(atom)
@@ -68,7 +68,7 @@ def jobs_of(source: Source, target: Arrangement, places: TargetPlaces, *, compar
             yield job._replace(again=True)
 
 
-def _check_atoms(here: Arrangement, there: Arrangement) -> None:
+def check_atoms(here: Arrangement, there: Arrangement) -> None:
     """Raise PlanError for an atom that one side has, and that the other neither has nor leaves out by its format."""
     for atom in here.placed.keys() ^ there.placed.keys():
         lacking = there if atom in here.placed else here

@@ -71,13 +71,7 @@ class InChunks:
 
     def groups(self, number: int) -> tuple[tuple[int, ...], ...]:
         """The factors of an atom that are one dimension, in the stored order."""
-        portion, found, start = self.portions[number % len(self.portions)], [], 0
-        for dim, count in enumerate(portion.counts):
-            lead = portion.lead if dim == portion.dim and len(self.portions) > 1 else 0
-            found += [portion.order[start : start + lead]] if lead else []
-            found.append(portion.order[start + lead : start + count])
-            start += count
-        return tuple(found)
+        return stored_dims(self.portions, number)
 
     @cached_property
     def _parts(self) -> tuple[Mapping[int, _Part], ...]:
@@ -124,7 +118,7 @@ class InChunks:
             if dim != self.portions[0].dim or len(self.portions) == 1:
                 runs.append(run)
                 continue
-            portion, (begin, end, total) = self.portions[slot], self._extent(place, slot)
+            portion, (begin, end, total) = self.portions[slot], self.extent(place, slot)
             lead, inner = in_two(run, total)
             first, last = max(inner.offset, begin), min(inner.end, end)
             if first >= last:
@@ -137,7 +131,7 @@ class InChunks:
                 rows = Rows(self.whole.nbytes((last - first) * behind), self.whole.nbytes(inner.length * behind))
         return _Part(tuple(runs), Lies(self.whole.nbytes(base), rows))
 
-    def _extent(self, place: int, slot: int) -> tuple[int, int, int]:
+    def extent(self, place: int, slot: int) -> tuple[int, int, int]:
         """Where an atom begins and ends along the dimension in which atoms are joined, and the length of all."""
         layouts = self.whole.layouts[place * len(self.portions) :]
         ends = [0]
@@ -145,6 +139,17 @@ class InChunks:
             own = _of_dim(portion, portion.dim)[portion.lead :]
             ends.append(ends[-1] + math.prod(layout.padded[factor] for factor in own))
         return ends[slot], ends[slot + 1], ends[-1]
+
+
+def stored_dims(portions: Sequence[Portion], number: int) -> tuple[tuple[int, ...], ...]:
+    """The factors of an atom in each stored dimension, in the stored order; those before what is joined are apart."""
+    portion, found, start = portions[number % len(portions)], [], 0
+    for dim, count in enumerate(portion.counts):
+        lead = portion.lead if dim == portion.dim and len(portions) > 1 else 0
+        found += [portion.order[start : start + lead]] if lead else []
+        found.append(portion.order[start + lead : start + count])
+        start += count
+    return tuple(found)
 
 
 def in_two(run: Run, inner: int) -> tuple[Run, Run]:
@@ -172,7 +177,7 @@ def chunks_on(geometry: Geometry) -> dict[int, Chunk]:
 
     All ranks' runs are cut wherever any rank's run begins or ends, so two chunks are equal or disjoint.
     """
-    owned = {rank: dims for rank in geometry.holders if (dims := _dims_of(geometry, rank)) is not None}
+    owned = {rank: dims for rank in geometry.holders if (dims := dims_of(geometry, rank)) is not None}
     ends = [
         {end for run in itertools.chain(*of) for end in (run.offset, run.end)}
         for of in zip(*owned.values(), strict=True)
@@ -192,7 +197,7 @@ def _cut(run: Run, cuts: Sequence[int]) -> Iterator[Run]:
     return (Run(begin, end - begin) for begin, end in itertools.pairwise(ends))
 
 
-def _dims_of(geometry: Geometry, rank: int) -> list[list[Run]] | None:
+def dims_of(geometry: Geometry, rank: int) -> list[list[Run]] | None:
     """The runs of each stored dimension that a rank has; None if it has nothing of the tensor."""
     slots = len(geometry.portions)
     places = [i // slots for i in range(0, len(geometry.layouts), slots) if rank in geometry.layouts[i].boxes]

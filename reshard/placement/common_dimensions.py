@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -37,9 +37,18 @@ def in_common(held: Placed, wanted: Placed) -> Between:
     source, target = held.portion.order, wanted.portion.order
     if sorted(source) != sorted(target):
         return Between(held.layout, wanted.layout, (), ())
-    after = {factor: place for place, factor in enumerate(target)}
     coarse = [placed for placed in (held, wanted) if placed.stored.geometry.chunks is not None]
     starts = {group[0] for placed in coarse or [held] for group in placed.stored.geometry.groups(placed.number)}
+    blocks = blocks_of(source, target, starts)
+    after = {factor: place for place, factor in enumerate(target)}
+    order = sorted(range(len(blocks)), key=lambda number: after[blocks[number][0]])
+    same = tuple(order) == tuple(range(len(blocks)))
+    return Between(over(held, blocks), over(wanted, blocks), () if same else tuple(order), blocks)
+
+
+def blocks_of(source: Sequence[int], target: Sequence[int], starts: Collection[int]) -> Groups:
+    """Factors that follow each other in both orders, together; each of ``starts`` begins a block of its own."""
+    after = {factor: place for place, factor in enumerate(target)}
     blocks: list[tuple[int, ...]] = []
     for factor in source:
         is_next = blocks and after[blocks[-1][-1]] + 1 == after[factor]
@@ -47,13 +56,11 @@ def in_common(held: Placed, wanted: Placed) -> Between:
             blocks[-1] += (factor,)
         else:
             blocks.append((factor,))
-    order = sorted(range(len(blocks)), key=lambda number: after[blocks[number][0]])
-    same = tuple(order) == tuple(range(len(blocks)))
-    return Between(_over(held, blocks), _over(wanted, blocks), () if same else tuple(order), tuple(blocks))
+    return tuple(blocks)
 
 
-def _over(placed: Placed, blocks: Sequence[tuple[int, ...]]) -> Layout:
-    """An atom's layout with a dimension for each block of factors."""
+def over(placed: Placed, blocks: Groups) -> Layout:
+    """An atom's layout with a dimension for each block of factors. Raises PlanError (see ``in_common``)."""
     layout, geometry, gone = placed.layout, placed.stored.geometry, placed.zeros | placed.layout.empty
     if geometry.chunks is None and not gone and [*blocks] == [(factor,) for factor in range(len(layout.full))]:
         return layout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -469,13 +469,17 @@ def inferred_tensors(
     """The tensors of the original, inferred from the names of stored tensors. Raises CheckpointError."""
     stored = {name: info for rank in reversed(ranks) for name, info in rank.items()}
     found = origins_of(format, architecture, config).of(stored)
-    kept = {
-        name for name in found if format.rules.keep and not any(line.target.match(name) for line in format.rules.lines)
-    }
+    forms = {name: architecture.form(name)[0] for name in found if format.rules.keep}
+    first = {form: name for name, form in reversed(forms.items())}
+    kept = {form for form, name in first.items() if not any(line.target.match(name) for line in format.rules.lines)}
+    alone = Counter(found.values())
     return [
-        FullTensor(name, stored[of].dtype, None, stored[of].file.name, stored[of].shape if name in kept else None)
+        FullTensor(
+            name, stored[of].dtype, None, stored[of].file.name,
+            stored[of].shape if alone[of] == 1 or forms.get(name) in kept else None,
+        )
         for name, of in found.items()
-    ]
+    ]  # fmt: skip
 
 
 def kept_tensors(path: FilePath) -> list[FullTensor]:

@@ -1,0 +1,97 @@
+"""``reshard live``: a push between processes to look at, and the check of a plan with an engine's own loader."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+
+from reshard.cli.errors import DONE, NO
+from reshard.cli.help import Command, Group, option
+from reshard.cli.options import debug_option, json_option
+from reshard.cli.printing import print_json, print_lines
+from reshard.text import align, human_bytes
+
+
+@click.command(
+    "live",
+    cls=Command,
+    examples={
+        "reshard live demo": "two processes train, three receive: bytes, seconds, and whether all is exact",
+        "reshard live demo --json": "the same as JSON",
+        "reshard live check meta-llama/Llama-3.1-8B --to vllm:tp4": "whether vLLM's own loader agrees with the rules",
+    },
+)
+@click.argument("what", type=click.Choice(["demo", "check"]))
+@click.argument("source", required=False)
+@option("--to", "receiver", group=Group.WHAT, metavar="WHO", help="The engine and its degrees, such as vllm:tp4.")
+@json_option
+@debug_option
+def live_command(what: str, source: str | None, receiver: str | None, as_json: bool) -> int:
+    """Try a push between running processes, or check one before there is any.
+
+    'demo' trains in two processes and pushes to three. 'check' asks vLLM's own loader, in its environment on a CPU and
+    without weights, where each element belongs, and compares that with the rules. docs/how-to/live.md has the rest.
+
+    Exit code 0: all is exact, or both agree. 1: not.
+    """
+    if what == "demo":
+        if source is not None or receiver is not None:
+            raise click.UsageError("demo goes without SOURCE and --to")
+        return _demo(as_json)
+    if source is None or receiver is None:
+        raise click.UsageError("check goes with SOURCE and --to: reshard live check SOURCE --to vllm:tp4")
+    return _check(source, receiver, as_json)
+
+
+def _demo(as_json: bool) -> int:
+    from reshard.cli.demo_model import CONFIG, write_model
+    from reshard.live import demo
+
+    sizes = {"hidden_size": 192, "intermediate_size": 528, "num_attention_heads": 6, "num_key_value_heads": 3}
+    with tempfile.TemporaryDirectory(prefix="reshard-live-") as folder:
+        said = demo.run(write_model(Path(folder) / "model", CONFIG | sizes), f"tcp://127.0.0.1:{_free_port()}")
+    trainers, receivers = said[: demo.TRAINERS], said[demo.TRAINERS :]
+    first, exact = trainers[0], all(all(each["exact"]) for each in receivers)
+    if as_json:
+        print_json(
+            {
+                "command": "live", "to": demo.TARGET, "exact": exact, "steps": first["steps"],
+                "sent": [each["sent"] for each in trainers], "received": [each["received"] for each in receivers],
+                "seconds": first["seconds"], "gathered_bytes": first["gathered"] * (len(said) - 1),
+                "gathered_seconds": first["gather_seconds"],
+            }
+        )  # fmt: skip
+        return DONE if exact else NO
+    cells = [("", "sends", "receives")]
+    cells += [(f"trainer {i}", human_bytes(each["sent"]), "") for i, each in enumerate(trainers)]
+    cells += [(f"receiver {i}", "", human_bytes(each["received"])) for i, each in enumerate(receivers)]
+    total = human_bytes(sum(each["sent"] for each in trainers))
+    gathered = human_bytes(first["gathered"] * (len(said) - 1))
+    rows: list[tuple[str, ...]] = [
+        ("push 1", total, f"{first['seconds'][0]:.3f} s", _exact(receivers, 0)),
+        ("push 2, after a training step", total, f"{first['seconds'][1]:.3f} s", _exact(receivers, 1)),
+        ("the same by gather and broadcast", gathered, f"{first['gather_seconds']:.3f} s", ""),
+    ]
+    print_lines(
+        f"A Llama with random weights: two processes train (FSDP2), three hold what {demo.TARGET} has", "",
+        *align(cells, right=(1, 2), width=None), "", *align([("", "bytes", "time", ""), *rows], right=(1, 2), width=None),
+    )  # fmt: skip
+    return DONE if exact else NO
+
+
+def _exact(receivers: list[dict[str, Any]], number: int) -> str:
+    return "exact" if all(each["exact"][number] for each in receivers) else "DIFFERENT"
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _check(source: str, receiver: str, as_json: bool) -> int:
+    raise NotImplementedError

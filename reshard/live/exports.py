@@ -1,0 +1,125 @@
+"""The plan of a push for those who move the bytes themselves: as objects and JSON, and as placements of DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from formats.errors import PlanError
+from formats.notation.axes import Run
+from formats.torch_dtypes import TORCH_DTYPES
+from reshard.live.meshes import Target, arranged, held_on, target_of
+from reshard.live.routing import BUCKET, Routes, between
+from reshard.live.runs import Cut, in_order
+from reshard.live.sides import Side
+from reshard.model.model import Model
+from reshard.placement.chunks import dims_of
+from reshard.source.access import Access, open_any
+from reshard.store.selection import Weights
+
+
+def routes(
+    checkpoint: str | Path, *, source: Target | str, target: Target | str, bucket: int = BUCKET, **access: Any
+) -> Routes:
+    """The plan of a push of a checkpoint's model between ranks that need not run, such as ``fsdp2:8`` and ``vllm:tp4``.
+
+    ``access`` are the fields of ``reshard.source.access.Access``. Reads headers only. Raises ReshardError.
+    """
+    opened = open_any(checkpoint, Access(**access), Weights.HEADERS)
+    own, other = (target_of(end) if isinstance(end, str) else end for end in (source, target))
+    return between(opened.model, held_on(opened.model, own), other, bucket=bucket)
+
+
+def document(plan: Routes) -> Iterator[dict[str, Any]]:
+    """The blocks of a plan as JSON objects, in the order in which they are sent.
+
+    A block goes from rank ``from`` of the source to rank ``to`` of the target, in step ``step``: on each side a view of
+    the rank's own contiguous tensor, with ``offset``, ``shape`` and ``stride`` in elements. Both views have one shape.
+    """
+    import torch
+
+    from reshard.live.views import block_views
+
+    first = plan.source.ranks
+    rooms: dict[int, Mapping[str, Sequence[torch.Tensor]]] = {}
+    for sender in range(first):
+        for step, parts in enumerate(plan.parts(sender)):
+            for part in parts:
+                receiver = part.target // plan.target.width
+                for rank, side in ((sender, plan.source), (first + receiver, plan.target)):
+                    if rank not in rooms:
+                        rooms[rank] = _rooms(side, rank if rank < first else rank - first)
+                views = zip(
+                    block_views(part, plan.source, rooms[sender], sends=True),
+                    block_views(part, plan.target, rooms[first + receiver], sends=False),
+                    strict=True,
+                )
+                for here, there in views:
+                    yield {
+                        "step": step, "from": sender, "to": receiver, "tensor": part.move.atom.tensor,
+                        "dtype": part.move.dtype, "shape": list(here.shape),
+                        "source": _view(part.move.held.stored.name, here),
+                        "target": _view(part.move.wanted.stored.name_on(part.target), there),
+                    }  # fmt: skip
+
+
+def _view(name: str, view: Any) -> dict[str, Any]:
+    return {"tensor": name, "offset": view.storage_offset(), "stride": list(view.stride())}
+
+
+def _rooms(side: Side, rank: int) -> dict[str, list[Any]]:
+    """A rank's tensors without data."""
+    import torch
+
+    if side.pieces is None:
+        return {
+            each.name_on(rank): [torch.empty(shape, dtype=TORCH_DTYPES[each.dtype], device="meta")]
+            for each, shape in side.arrangement.held(rank)
+        }
+    assert side.live is not None
+    found: dict[str, list[Any]] = {}
+    for of, held, name, _ in side.live.stored():
+        if of == rank:
+            found.setdefault(name, []).append(torch.empty(held.local, dtype=TORCH_DTYPES[held.dtype], device="meta"))
+    return found
+
+
+def placements(checkpoint: str | Path, target: Target | str, **access: Any) -> dict[str, str | None]:
+    """How a DTensor on the target's ranks would say which part a rank has, for each tensor of the target.
+
+    ``Replicate()``, ``Shard(0)``, or ``_StridedShard(0, split_factor=2)`` for a packed one; None where no placement
+    says it, as for heads that several ranks have. Only for ranks of one dimension (tp). Raises ReshardError.
+    """
+    goal = target_of(target) if isinstance(target, str) else target
+    opened = open_any(checkpoint, Access(**access), Weights.HEADERS)
+    return {name: _placement(dims) for name, dims in _dims(opened.model, goal)}
+
+
+Dims = Sequence[Sequence[Sequence[Run]] | None]
+
+
+def _dims(model: Model, target: Target) -> Iterator[tuple[str, Dims]]:
+    """The runs of each dimension that each rank has of each tensor."""
+    arrangement = arranged(model, target)
+    if len([degree for _, degree in arrangement.plan.mesh.degrees if degree > 1]) > 1 and not target.degrees.same_ranks:
+        raise PlanError(f"'{target}' has ranks along several dimensions, and placements are of one")
+    for stored in arrangement.stored:
+        if stored.constant is None:
+            assert stored.geometry.chunks is None
+            yield stored.name, [dims_of(stored.geometry, rank) for rank in range(arrangement.plan.mesh.size)]
+
+
+def _placement(ranks: Dims) -> str | None:
+    if any(dims is None for dims in ranks):
+        return None
+    held = [tuple(tuple(of) for of in dims) for dims in ranks if dims is not None]
+    if all(dims == held[0] for dims in held):
+        return "Replicate()"
+    shape = [max(run.end for dims in held for run in dims[dim]) for dim in range(len(held[0]))]
+    for dim in range(len(shape)):
+        for parts in {1, len(held[0][dim])}:
+            cuts = [in_order(shape, [len(held)], [rank], [Cut(dim, parts)]) for rank in range(len(held))]
+            if cuts == held:
+                return f"Shard({dim})" if parts == 1 else f"_StridedShard({dim}, split_factor={parts})"
+    return None

@@ -1,0 +1,119 @@
+"""What this rank holds of a model of Megatron-Core, as its ``sharded_state_dict()`` says: views of the live tensors.
+
+Source: Megatron-Core 0.16.1, ``dist_checkpointing/mapping.py``. Names and shapes are those of its distributed
+checkpoints (``formats/programs/megatron.toml``). No collective runs. Megatron-Core is not imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from copy import copy
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from formats.errors import PlanError
+from formats.notation.axes import Run
+from reshard.live.held import Held
+from reshard.live.parameters import piece
+
+
+@runtime_checkable
+class _ShardedTensor(Protocol):
+    """A part of a stored tensor; the first ``prepend_axis_num`` dimensions, of size 1, are missing in ``data``."""
+
+    key: str
+    data: torch.Tensor
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    prepend_axis_num: int
+
+
+@runtime_checkable
+class _Factory(Protocol):
+    """A parameter that is stored in several parts."""
+
+    data: torch.Tensor
+
+    def build(self) -> object: ...
+
+
+@runtime_checkable
+class _Chunk(Protocol):
+    """A model of Megatron-Core, or the part of one that is a stage of the pipeline."""
+
+    def sharded_state_dict(self, *, metadata: dict[str, object]) -> object: ...
+
+
+@torch.no_grad()
+def held(model: nn.Module | Iterable[nn.Module]) -> list[tuple[Held, torch.Tensor]]:
+    """What this rank holds of each stored tensor, with the live tensor, which has the dimensions of the stored one.
+
+    The model, or its chunks where the pipeline is interleaved; wrapped by Megatron's DDP or Float16Module, or not. A
+    rank may hold several parts of one tensor: layers, experts, and gate and up, which are stored one after the other.
+    A table has the rows that this mesh pads it to. Raises PlanError for a part that is no view of a parameter.
+    """
+    found = []
+    for chunk in [model] if isinstance(model, nn.Module) else model:
+        chunk = _unwrapped(chunk)
+        live = {each.untyped_storage().data_ptr() for each in [*chunk.parameters(), *chunk.buffers()]}
+        assert isinstance(chunk, _Chunk)
+        for part, tensor in _parts(chunk.sharded_state_dict(metadata={"singleton_local_shards": False})):
+            if tensor.untyped_storage().data_ptr() not in live:
+                raise PlanError(f"{part.key}: what Megatron-Core would store is not what the model holds, but a copy")
+            found.append(_of(part, tensor))
+    return found
+
+
+def _unwrapped(chunk: nn.Module) -> nn.Module:
+    while isinstance(inner := getattr(chunk, "module", None), nn.Module):
+        chunk = inner
+    return chunk
+
+
+def _parts(state: object) -> Iterator[tuple[_ShardedTensor, torch.Tensor]]:
+    """Each part of a stored tensor in a state, with its live tensor. Objects, such as extra states, are passed over."""
+    if isinstance(state, Mapping):
+        state = list(state.values())
+    if isinstance(state, list):
+        for each in state:
+            yield from _parts(each)
+    elif isinstance(state, _Factory):
+        yield from _built(state)
+    elif isinstance(state, _ShardedTensor):
+        yield state, state.data
+
+
+def _built(factory: _Factory) -> Iterator[tuple[_ShardedTensor, torch.Tensor]]:
+    """The parts that a factory makes of its parameter, as views of it."""
+    whole = factory.data
+    parts = [*_parts(factory.build())]
+    if all(tensor.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() for _, tensor in parts):
+        yield from parts
+        return
+    factory = copy(factory)  # it copies: given indices instead, it shows where its parts lie
+    factory.data = torch.arange(whole.numel()).view(whole.shape)
+    for part, indices in _parts(factory.build()):
+        yield part, _view(whole, factory.data, indices, part.key)
+
+
+def _view(whole: torch.Tensor, all_indices: torch.Tensor, indices: torch.Tensor, name: str) -> torch.Tensor:
+    """The elements of ``whole`` at ``indices``, as a view of it. Raises PlanError if none has them."""
+    first = (0,) * indices.dim()
+    offset = int(indices[first])
+    strides = [
+        int(indices[(*first[:dim], 1, *first[dim + 1 :])]) - offset if size > 1 else 1
+        for dim, size in enumerate(indices.shape)
+    ]
+    if not whole.is_contiguous() or not torch.equal(all_indices.as_strided(indices.shape, strides, offset), indices):
+        raise PlanError(f"{name}: what Megatron-Core would store is no view of what the model holds")
+    return whole.as_strided(indices.shape, strides, whole.storage_offset() + offset)
+
+
+def _of(part: _ShardedTensor, tensor: torch.Tensor) -> tuple[Held, torch.Tensor]:
+    local = tensor[(None,) * part.prepend_axis_num]
+    runs = tuple(
+        (Run(int(at), size),) if size else () for at, size in zip(part.global_offset, local.shape, strict=True)
+    )
+    return piece(part.key, tuple(part.global_shape), runs, local)

@@ -1,0 +1,126 @@
+"""The sides of a push in a few letters, such as ``fsdp2:4tp2`` or ``vllm:tp4``: what a program's ranks would hold."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from formats.errors import PlanError
+from formats.notation.format import Format
+from formats.notation.format_file import format_of
+from reshard.live.held import Held
+from reshard.live.runs import cut
+from reshard.live.sides import Live, Runs
+from reshard.mesh.plan import Degrees
+from reshard.model.model import Model
+from reshard.placement.arrangement import Arrangement, on_mesh
+from reshard.placement.chunks import dims_of
+from reshard.placement.geometry import Geometry
+from reshard.placement.program_plan import check_demands, plan_for, program_plan
+
+TRAINERS: Mapping[str, str] = {
+    "fsdp2": "dcp-transformers", "transformers": "dcp-transformers", "torchtitan": "torchtitan", "megatron": "megatron",
+}  # fmt: skip
+"""The formats of what trainers hold: they have the names of the program's tensors, and chunks of them."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A program on so many ranks: ``tp``, ``ep`` and ``pp`` as in ``split --as``.
+
+    ``program`` is the name of a format (``vllm``, ``sglang``, ``megatron``), or ``fsdp2`` for a model of transformers.
+    ``fsdp`` ranks hold equal parts of the first dimension of what is left, ``replicas`` hold the same.
+    """
+
+    program: str
+    tp: int = 1
+    ep: int = 1
+    pp: int = 1
+    fsdp: int = 1
+    replicas: int = 1
+
+    @property
+    def format(self) -> Format:
+        """The format of its tensors. Raises PlanError."""
+        return format_of(TRAINERS.get(self.program, self.program))
+
+    @property
+    def ranks(self) -> int:
+        """The number of its ranks."""
+        return self.fsdp * self.replicas * self.degrees.mesh.size
+
+    @property
+    def degrees(self) -> Degrees:
+        """The degrees by which the rules split."""
+        format = self.format
+        same = self.ep > 1 and format.files.ep is None and not format.container.chunks  # its engines deal experts so
+        return Degrees(tp=self.tp, ep=self.ep, pp=self.pp, same_ranks=same)
+
+    def __str__(self) -> str:
+        degrees = {"": self.fsdp, "x": self.replicas, "tp": self.tp, "ep": self.ep, "pp": self.pp}
+        shown = "".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1)
+        return f"{self.program}:{shown or 1}"
+
+
+_NAMES: Mapping[str, str] = {"": "fsdp", "fsdp": "fsdp", "x": "replicas", "tp": "tp", "ep": "ep", "pp": "pp"}
+
+
+def target_of(text: str) -> Target:
+    """Reads ``fsdp2:4tp2``, ``megatron:tp2pp2ep2``, ``vllm:tp4``. A plain number is of FSDP. Raises PlanError."""
+    program, _, rest = text.partition(":")
+    found = re.findall(r"([a-z]*)(\d+)", rest)
+    known = {_NAMES[name]: int(number) for name, number in found if name in _NAMES}
+    if "".join(f"{name}{number}" for name, number in found) != rest or len(known) != len(found) or 0 in known.values():
+        raise PlanError(
+            f"'{text}' is not a program and its degrees",
+            "write for example fsdp2:8, fsdp2:4tp2, megatron:tp2pp2, vllm:tp4",
+        )
+    return Target(program, **known)
+
+
+def arranged(model: Model, target: Target) -> Arrangement:
+    """What a program's ranks have of a model, without FSDP. Raises PlanError.
+
+    Running ranks may have their own layers where a format's files have all (Megatron's).
+    """
+    format, degrees = target.format, target.degrees
+    if format.container.chunks and degrees.pp > 1:
+        check_demands(model, format, degrees.mesh)
+        return on_mesh(program_plan(model, format, degrees.mesh), format)
+    return on_mesh(plan_for(model, format, degrees), format)
+
+
+def held_on(model: Model, target: Target) -> Live:
+    """What the ranks of a trainer would hold. Raises PlanError."""
+    if target.program not in TRAINERS:
+        raise PlanError(
+            f"'{target}': {target.program} is no trainer, and has no FSDP", f"trainers are {', '.join(TRAINERS)}"
+        )
+    arrangement = arranged(model, target)
+    whole = {each.name: each.geometry.shape(0) for each in on_mesh(arrangement.plan.unsplit, target.format).stored}
+    inner = arrangement.plan.mesh.size
+    known: dict[tuple[Geometry, int], Runs | None] = {}
+    ranks: list[list[Held]] = [[] for _ in range(target.replicas * target.fsdp * inner)]
+    again = {placed.stored.name for _, placed in arrangement.copies}  # a tied parameter comes once
+    for stored in arrangement.stored:
+        geometry, shape = stored.geometry, whole[stored.name]
+        assert geometry.chunks is None and shape is not None
+        for number, parts in enumerate(() if stored.constant or stored.name in again else ranks):
+            if (geometry, number) not in known:
+                known[geometry, number] = _runs(geometry, number, inner, target.fsdp)
+            runs = known[geometry, number]
+            if runs is not None:
+                parts.append(Held(stored.name, stored.dtype, shape, runs))
+    return Live(target.format, ranks)
+
+
+def _runs(geometry: Geometry, number: int, inner: int, fsdp: int) -> Runs | None:
+    """What rank ``number`` holds of a tensor of which ``inner`` ranks have parts, each dealt to ``fsdp`` ranks."""
+    dims = dims_of(geometry, number % inner)
+    if dims is None:
+        return None
+    runs = [tuple(of) for of in dims]
+    if runs and fsdp > 1:
+        runs[0] = cut(runs[0], fsdp, number // inner % fsdp)
+    return tuple(runs)

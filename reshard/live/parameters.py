@@ -1,0 +1,126 @@
+"""What this rank holds of a torch model: DTensors by their placements, everything else whole.
+
+Nothing is copied, and no collective runs: the tensors are views of the live parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from formats.errors import LiveError, PlanError, ReshardError
+from formats.notation.axes import Run
+from formats.torch_dtypes import TORCH_DTYPES
+from reshard.live.held import Held
+from reshard.live.runs import Cut, Runs, runs_of
+
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+"""What headers call a dtype of torch."""
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+"""What torch.compile and activation checkpointing put into the names of parameters."""
+
+Named = Iterable[tuple[str, torch.Tensor]]
+
+
+@torch.no_grad()
+def held(model: nn.Module | Named) -> list[tuple[Held, torch.Tensor]]:
+    """What this rank holds of each parameter and each buffer that checkpoints have, with the live tensor.
+
+    The model, or its tensors with their names, which are those of its ``state_dict()``; a tied parameter comes once. A
+    DTensor's tensor is the local one, which may be empty; any other tensor is held whole. Modules of FSDP2 are
+    resharded first: after a forward without a backward some hold whole parameters. Raises PlanError, with the tensor's
+    name, for what has no runs: a partial sum, an unknown placement, a dtype without a name.
+    """
+    if isinstance(model, nn.Module):
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        model = _named(model)
+    return [_of(name, tensor) for name, tensor in model if not _is_elsewhere(tensor)]
+
+
+def check_unchanged(planned: Sequence[Held], now: Sequence[Held]) -> None:
+    """Raise LiveError, with the tensor's name, unless a later reading of the model gave what the plan was made of."""
+    for old, new in zip_longest(planned, now):
+        if old != new:
+            raise LiveError(
+                f"the model has {_shown(new)} where the plan has {_shown(old)}",
+                "push when the model is sharded as it was, or plan anew",
+            )
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters and the persistent buffers."""
+    lasting = model.state_dict(keep_vars=True)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name in lasting or isinstance(tensor, nn.Parameter):
+            for wrapper in _WRAPPERS:
+                name = name.replace(wrapper, "")
+            yield name, tensor
+
+
+def _is_elsewhere(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is on a mesh that this rank is no part of."""
+    return isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None
+
+
+def piece(name: str, shape: tuple[int, ...], runs: tuple[Runs, ...], local: torch.Tensor) -> tuple[Held, torch.Tensor]:
+    """The part ``runs`` of a tensor of ``shape``, whose elements are in ``local``.
+
+    Raises PlanError if they have no dtype of checkpoints, or are not yet there, or not plainly.
+    """
+    dtype = DTYPE_NAMES.get(local.dtype)
+    if dtype is None:
+        raise PlanError(f"{name} is of {local.dtype}, which no checkpoint has")
+    if type(local) not in (torch.Tensor, nn.Parameter):
+        raise PlanError(
+            f"{name}: a {type(local).__name__} is no plain tensor, so its bytes are not where its shape says"
+        )
+    if local.device.type == "meta":
+        raise PlanError(f"{name} is on the meta device: it has no data yet")
+    return Held(name, dtype, shape, runs), local.detach()
+
+
+def _of(name: str, tensor: torch.Tensor) -> tuple[Held, torch.Tensor]:
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return piece(name, shape, tuple((Run(0, size),) if size else () for size in shape), tensor)
+    try:
+        runs, local = _local(tensor)
+    except ReshardError as error:
+        raise PlanError(f"{name}: {error.message}", error.hint) from error
+    return piece(name, shape, runs, local)
+
+
+def _local(tensor: DTensor) -> tuple[tuple[Runs, ...], torch.Tensor]:
+    """The runs of a DTensor, and the live tensor with their elements."""
+    mesh, local = tensor.device_mesh, tensor.to_local()
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None  # see _is_elsewhere
+    placements = [_plain(placement, tensor.dim()) for placement in tensor.placements]
+    return runs_of(tensor.shape, mesh.shape, coordinate, placements, local.shape), local
+
+
+def _plain(placement: Placement, dims: int) -> Cut | None:
+    """A placement as data. Raises PlanError for one that is not known to be a part of a tensor."""
+    if type(placement) is Replicate:
+        return None
+    if type(placement) not in (Shard, _StridedShard):
+        hint = "sum it (redistribute) before a push" if isinstance(placement, Partial) else None
+        raise PlanError(f"the placement {placement!r} does not say which elements a rank holds", hint)
+    assert isinstance(placement, Shard | _StridedShard)
+    return Cut(placement.dim % dims, int(placement.split_factor) if isinstance(placement, _StridedShard) else 1)
+
+
+def _shown(held: Held | None) -> str:
+    if held is None:
+        return "no tensor"
+    runs = ["+".join(f"{run.offset}:{run.end}" for run in dim) for dim in held.runs]
+    return f"{held.name} ({held.dtype} [{', '.join(runs)}] of {[*held.shape]})"

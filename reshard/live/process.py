@@ -1,0 +1,444 @@
+"""Pushes: the ranks of a trainer give their weights to the ranks of a receiver, each byte once.
+
+All processes say what they hold, and each makes the same plan (``reshard.live.routing``). A push has two phases: when
+all receivers have everything and its checksums are right, all commit.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from formats.documents import json_bytes, read_config
+from formats.errors import LiveError, MismatchError, PlanError, ReshardError
+from formats.files.checkpoint import CONFIG
+from formats.notation.format_file import format_of
+from formats.torch_dtypes import TORCH_DTYPES
+from reshard.live import parameters
+from reshard.live.fence import Fence
+from reshard.live.held import Held, from_document, to_document
+from reshard.live.meshes import TRAINERS, Target, target_of
+from reshard.live.message import Message, Step
+from reshard.live.routing import BUCKET, Part, Routes, between
+from reshard.live.sides import Live, bound
+from reshard.live.views import Tensors, pack, unpack
+from reshard.live.wire import Stats, Wire
+from reshard.source.access import HubAccess, find
+from reshard.store.selection import Weights
+
+Parts = Sequence[tuple[Held, torch.Tensor]]
+"""What a rank holds, with its tensors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """Where the processes of a push meet, and how.
+
+    ``store`` is ``tcp://HOST:PORT``, where the trainer's rank 0 listens. ``timeout`` is how many seconds a process lets
+    the others wait at most, ``join`` how many it may take until all have come, ``bucket`` the bytes of a step on each
+    rank. Without ``shared`` no memory is shared between processes of one host.
+    """
+
+    store: str
+    trainers: int
+    receivers: int
+    timeout: float = 10.0
+    join: float = 120.0
+    bucket: int = BUCKET
+    shared: bool = True
+
+    @property
+    def names(self) -> list[str]:
+        """What errors call the processes."""
+        return [f"{role} {i}" for role in ("trainer", "receiver") for i in range(getattr(self, f"{role}s"))]
+
+
+class _Begin(NamedTuple):
+    """What a process says before a push: the version it is at (None: none, or half of one), and what is wrong."""
+
+    version: int
+    digest: str
+    at: int | None
+    problem: str
+
+
+class _Process:
+    """One process of a push. It meets the others when it first needs them, and again after a failure."""
+
+    def __init__(self, meeting: Meeting, rank: int, device: str) -> None:
+        self.meeting, self.rank, self.device = meeting, rank, device
+        self.routes: Routes | None = None
+        self.at: int | None = None
+        self._said: Sequence[dict[str, Any]] = ()
+        self._fence: Fence | None = None
+        self._wire: Wire | None = None
+        self._parts: list[list[Part]] = []
+
+    def close(self) -> None:
+        """Leave the others."""
+        if self._wire is not None:
+            self._wire.close()
+        if self._fence is not None:
+            self._fence.close()
+        self._wire = self._fence = None
+
+    def _describe(self) -> dict[str, Any]:
+        """What this process says of itself. Raises ReshardError."""
+        raise NotImplementedError
+
+    def _verify(self, routes: Routes) -> None:
+        """Compare the plan with what this process has. Raises ReshardError."""
+
+    def _meet(self) -> tuple[Fence, Wire, Routes]:
+        """Join the others, plan, and agree; does nothing while the connection holds. Raises LiveError."""
+        if self._fence is not None:
+            try:
+                self._fence.check()
+            except LiveError:
+                self.close()
+        if self._fence is None or self._wire is None or self.routes is None:
+            meeting = self.meeting
+            times = {"timeout": meeting.timeout, "join": meeting.join}
+            self._fence = Fence(meeting.store, self.rank, meeting.names, **times)
+            try:
+                self._plan(self._fence)
+                self._wire = Wire(self._fence, self.rank, self.device, meeting.bucket, shared=meeting.shared)
+            except ReshardError as error:
+                self.close()
+                raise error
+        assert self.routes is not None
+        return self._fence, self._wire, self.routes
+
+    def _plan(self, fence: Fence) -> None:
+        """Make the plan from what all say, and agree on it. Raises LiveError on all ranks, or on none."""
+        said = self._told(fence, "description", self._describe)
+        if said != self._said:
+            self.routes = None
+
+        def planned() -> dict[str, Any]:
+            if self.routes is None:
+                self.routes, self._said = _routes(self.meeting, said), said
+                self._parts = list(self.routes.parts(self.rank))
+            self._verify(self.routes)
+            return {"digest": self.routes.digest}
+
+        answers = self._told(fence, "plan", planned)
+        for name, each in zip(self.meeting.names, answers, strict=True):
+            if each != answers[0]:
+                raise LiveError(f"{name} has made another plan than {self.meeting.names[0]}")
+
+    def _told(self, fence: Fence, what: str, own: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+        """What all processes say. Raises LiveError on all ranks if one has a problem."""
+        said = [json.loads(each) for each in fence.gather(what, json_bytes(_tried(own), indent=None))]
+        self._raise(said)
+        return said
+
+    def _raise(self, said: Iterable[Mapping[str, Any]]) -> None:
+        """Raise LiveError if any process says that it has a problem."""
+        for name, each in zip(self.meeting.names, said, strict=True):
+            if each.get("problem"):
+                raise LiveError(f"{name}: {each['problem']}")
+
+    def _begin(self, version: int, problem: str = "") -> tuple[Fence, Wire, Routes]:
+        """Agree that this version is pushed. Raises LiveError on all ranks, or on none."""
+        fence, wire, routes = self._meet()
+        mine = _Begin(version, routes.digest, self.at, problem)
+        said = [_Begin(*json.loads(each)) for each in fence.gather("begin", json_bytes([*mine], indent=None))]
+        for name, each in zip(self.meeting.names, said, strict=True):
+            if each.problem:
+                raise LiveError(f"{name}: {each.problem}")
+            if each.version != said[0].version:
+                raise LiveError(
+                    f"{name} is to have version {each.version}, and {self.meeting.names[0]} {said[0].version}"
+                )
+            if each.digest != said[0].digest:
+                raise LiveError(f"{name} has another plan than {self.meeting.names[0]}")
+            if each.at is not None and each.at >= version:
+                raise LiveError(f"{name} has version {each.at} already: push a later one")
+        return fence, wire, routes
+
+    def _steps(self, tensors: Tensors) -> list[Step]:
+        """What this rank does in each bucket."""
+        assert self.routes is not None
+        source, target, first = self.routes.source, self.routes.target, self.routes.source.ranks
+        is_sender = self.rank < first
+        steps = []
+        for parts in self._parts:
+            peers: dict[int, list[Part]] = {}
+            for part in parts:
+                peer = first + part.target // target.width if is_sender else part.source // source.width
+                peers.setdefault(peer, []).append(part)
+            work = partial(pack, side=source) if is_sender else partial(unpack, side=target)
+            messages = [
+                Message(peer, sum(part.nbytes for part in of), partial(_worked, work, of, tensors))
+                for peer, of in peers.items()
+            ]
+            steps.append(Step(messages, ()) if is_sender else Step((), messages))
+        return steps
+
+    def _agree(self, fence: Fence, what: str, problem: str = "") -> None:
+        """Raise LiveError on all ranks if any has a problem."""
+        self._raise({"problem": each.decode()} for each in fence.gather(what, problem.encode()))
+
+
+def _worked(work: Callable[..., None], parts: Sequence[Part], tensors: Tensors, room: torch.Tensor) -> None:
+    work(parts, tensors=tensors, room=room)
+
+
+def _tried(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What a call returns, or the problem that it raises: told to all, so that none waits."""
+    try:
+        return call()
+    except ReshardError as error:
+        return {"problem": error.message}
+
+
+class Push(_Process):
+    """A trainer's rank: gives its weights to the receivers. Made by ``push``."""
+
+    def __init__(
+        self, meeting: Meeting, rank: int, device: str, read: Callable[[], Parts], said: Mapping[str, Any]
+    ) -> None:
+        super().__init__(meeting, rank, device)
+        self._read, self._own = read, dict(said)
+        self._planned: list[Held] = []
+
+    def _describe(self) -> dict[str, Any]:
+        self._planned = [held for held, _ in self._read()]
+        return {"host": socket.gethostname(), "held": to_document(self._planned), **self._own}
+
+    def check(self) -> Routes:
+        """Meet all others and agree on the plan, before any byte moves: coverage, dtypes, and the receivers' witnesses.
+
+        Returns the plan. Raises LiveError on all ranks, with the tensor's name.
+        """
+        return self._meet()[2]
+
+    def __call__(self, version: int) -> Stats:
+        """Push the weights as they are now; returns when all receivers compute with them.
+
+        Raises LiveError on all ranks. Then receivers have the version before, or refuse to go on.
+        """
+        self._meet()
+        found = _tried(partial(self._tensors))
+        fence, wire, _ = self._begin(version, found.get("problem", ""))
+        stats = wire.exchange(self._steps(found["tensors"]), version)
+        self._agree(fence, "received")
+        self._agree(fence, "committed")
+        self.at = version
+        return stats
+
+    def _tensors(self) -> dict[str, Any]:
+        parts = self._read()
+        parameters.check_unchanged(self._planned, [held for held, _ in parts])
+        assert self.routes is not None
+        return {"tensors": by_stored_name(self._own["format"], parts)}
+
+
+class Pull(_Process):
+    """A receiver's rank. Made by ``pull``.
+
+    ``parts`` are the live tensors to write to; None: tensors are made for what the rules say that this rank has.
+    ``keep``: what comes is kept, and written at the end: a second copy, and the old weights serve until then. Else it
+    is written as it comes, and a failure on the way leaves the model ``poisoned``.
+    """
+
+    def __init__(
+        self, meeting: Meeting, rank: int, device: str, *, parts: Callable[[], Parts] | None = None,
+        format: str | None = None, keep: bool = True, witness: Callable[[Routes, int], Sequence[str]] | None = None,
+        poison: Callable[[str | None], None] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(meeting, meeting.trainers + rank, device)
+        self._live, self._format, self._keep, self._witness, self._poison = parts, format, keep, witness, poison
+        self._room: dict[str, list[torch.Tensor]] = {}
+        self._open: tuple[Fence, int] | None = None
+
+    @property
+    def number(self) -> int:
+        """The rank among the receivers."""
+        return self.rank - self.meeting.trainers
+
+    def check(self) -> Routes:
+        """As ``Push.check``, which it meets."""
+        return self._meet()[2]
+
+    def _describe(self) -> dict[str, Any]:
+        held = to_document([held for held, _ in self._live()]) if self._live else None
+        return {"host": socket.gethostname(), "held": held, "format": self._format}
+
+    def _verify(self, routes: Routes) -> None:
+        if self._witness is not None:
+            differences = self._witness(routes, self.number)
+            if differences:
+                raise MismatchError(f"{differences[0]} ({len(differences)} differences in all)")
+
+    def receive(self, version: int) -> dict[str, torch.Tensor]:
+        """Receive a push: this rank's tensors by name, when all ranks have all of theirs. ``commit`` must follow.
+
+        With ``parts``, they hold what came. Raises LiveError on all ranks.
+        """
+        fence, wire, routes = self._begin(version)
+        live = by_stored_name(self._format or "", self._live()) if self._live else None
+        room = live if live is not None and not self._keep else self._rooms(routes, live)
+        self._zero(routes, room)
+        if self._live and not self._keep:
+            self._mark("a push has begun to change it")
+        wire.exchange(self._steps(room), version)
+        self._agree(fence, "received")
+        self._open = fence, version
+        if live is not None and self._keep:
+            self._mark("a push has begun to change it")
+            for name, tensors in live.items():
+                for tensor, new in zip(tensors, room[name], strict=True):
+                    tensor.copy_(new)
+        return {} if live is not None else {name: tensors[0] for name, tensors in room.items()}
+
+    def commit(self, version: int, error: str | None = None) -> None:
+        """Tell all ranks that this one computes with the new weights, or why not. Raises LiveError on all if any does
+        not; does nothing where no push has come so far.
+        """
+        if self._open is None or self._open[1] != version:
+            return
+        (fence, _), self._open = self._open, None
+        self._agree(fence, "committed", error or "")
+        self.at = version
+        self._mark(None)
+
+    def __call__(self, version: int) -> None:
+        """Receive a push and compute with it. Raises LiveError on all ranks."""
+        self.receive(version)
+        self.commit(version)
+
+    def _mark(self, why: str | None) -> None:
+        self.at = None if why else self.at
+        if self._poison is not None:
+            self._poison(why)
+
+    def _rooms(self, routes: Routes, live: Tensors | None) -> dict[str, list[torch.Tensor]]:
+        """Tensors for what comes, kept between pushes."""
+        if not self._room:
+            if live is not None:
+                self._room = {name: [torch.empty_like(each) for each in tensors] for name, tensors in live.items()}
+            else:
+                held = routes.target.arrangement.held(self.number)
+                self._room = {
+                    each.name_on(self.number): [torch.zeros(shape, dtype=TORCH_DTYPES[each.dtype], device=self.device)]
+                    for each, shape in held
+                    if each.constant is None
+                }
+        return self._room
+
+    def _zero(self, routes: Routes, room: Tensors) -> None:
+        """Fill what no rank sends with zeros: padding."""
+        counts: dict[str, int] = {}
+        for part in (part for parts in self._parts for part in parts):
+            name = part.move.wanted.stored.name_on(part.target)
+            counts[name] = counts.get(name, 0) + part.block.numel
+        for name, tensors in room.items():
+            if counts.get(name, 0) < sum(tensor.numel() for tensor in tensors):
+                for tensor in tensors:
+                    tensor.zero_()
+
+
+def _routes(meeting: Meeting, descriptions: Sequence[Mapping[str, Any]]) -> Routes:
+    """The plan that follows from what all processes say. Raises ReshardError."""
+    trainers, receivers = descriptions[: meeting.trainers], descriptions[meeting.trainers :]
+    first = trainers[0]
+    live = Live(format_of(first["format"]), [from_document(each["held"]) for each in trainers])
+    model = bound(live, first["config"], dtype=first["dtype"])
+    goal: Live | Target = target_of(first["target"])
+    if receivers[0]["held"] is not None:
+        goal = Live(format_of(receivers[0]["format"]), [from_document(each["held"]) for each in receivers])
+    found = between(model, live, goal, bucket=meeting.bucket, hosts=[each["host"] for each in descriptions])
+    if found.target.ranks != meeting.receivers:
+        raise PlanError(f"{goal} has {found.target.ranks} ranks, and there are {meeting.receivers} receivers")
+    return found
+
+
+def by_stored_name(format: str, parts: Parts) -> dict[str, list[torch.Tensor]]:
+    """A rank's tensors by the names of stored tensors."""
+    found: dict[str, list[torch.Tensor]] = {}
+    live = Live(format_of(format), [[held for held, _ in parts]])
+    for (_, tensor), (_, _, name, _) in zip(parts, live.stored(), strict=True):
+        found.setdefault(name, []).append(tensor)
+    return found
+
+
+def push(
+    model: Any, *, to: Target | str, store: str, rank: int, world: int,
+    config: Mapping[str, Any] | str | Path | None = None, program: str = "transformers", dtype: str | None = None,
+    receivers: int | None = None, device: str = "cpu", **options: Any,
+) -> Push:  # fmt: skip
+    """A trainer's rank of ``world``, which pushes ``model`` to the ranks of ``to``.
+
+    ``model`` is a torch module or its named tensors; of Megatron-Core, a list of model chunks.
+    ``config`` is the model's config.json: a folder, a Hub id, or what is in it; by default that of the model itself.
+    ``program`` names the model's tensors: ``transformers``, ``torchtitan`` or ``megatron``. ``dtype``: what the trainer
+    has in F32 is rounded to it. ``options`` are those of ``Meeting``. Raises PlanError, CheckpointError.
+    """
+    target = target_of(to) if isinstance(to, str) else to
+    meeting = Meeting(store=store, trainers=world, receivers=receivers or target.ranks, **options)
+    said: dict[str, Any] = {"format": TRAINERS.get(program, program), "dtype": dtype, "target": str(target)}
+    said["config"] = _config(model, config) if rank == 0 else None
+    return Push(meeting, rank, device, reader(model, program), said)
+
+
+def reader(model: Any, program: str) -> Callable[[], Parts]:
+    """What reads a rank's tensors anew."""
+    if program == "megatron":
+        from reshard.live import megatron
+
+        return partial(megatron.held, model)
+    if not isinstance(model, torch.nn.Module):
+        model = list(model)
+    return partial(parameters.held, model)
+
+
+def _config(model: Any, config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
+    if config is None:
+        own = getattr(model, "config", None)
+        if own is None or not hasattr(own, "to_json_string"):
+            raise PlanError("the model has no config of transformers", "give config=: a folder, a Hub id, or a mapping")
+        return dict(json.loads(own.to_json_string(use_diff=False)))
+    if isinstance(config, Mapping):
+        return config
+    return read_config(find(config, HubAccess(), Weights.HEADERS) / CONFIG)
+
+
+def pull(
+    model: torch.nn.Module | None = None, *, store: str, rank: int, world: int, trainers: int,
+    program: str = "transformers", keep: bool = True, device: str = "cpu", **options: Any,
+) -> Pull:  # fmt: skip
+    """A receiver's rank of ``world``. ``model`` is written to; without one, ``receive`` returns the tensors.
+
+    ``program`` names the model's tensors. ``options`` are those of ``Meeting`` and ``Pull``. Raises PlanError.
+    """
+    ways = {key: options.pop(key) for key in ("witness", "poison") if key in options}
+    meeting = Meeting(store=store, trainers=trainers, receivers=world, **options)
+    if model is None:
+        return Pull(meeting, rank, device, **ways)
+    poison = ways.pop("poison", partial(poisoned, model))
+    return Pull(
+        meeting, rank, device, parts=reader(model, program), format=TRAINERS.get(program, program), keep=keep,
+        poison=poison, **ways,
+    )  # fmt: skip
+
+
+def poisoned(model: torch.nn.Module, why: str | None) -> None:
+    """Have a model that is half new refuse to compute; without a reason, compute again."""
+    handle = vars(model).pop("_reshard_poison", None)
+    if handle is not None:
+        handle.remove()
+    if why is not None:
+
+        def refuse(*_: object) -> None:
+            raise LiveError(f"the weights are half new: {why}, and it has not ended", "push again")
+
+        vars(model)["_reshard_poison"] = model.register_forward_pre_hook(refuse)

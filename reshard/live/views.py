@@ -1,0 +1,161 @@
+"""Live tensors as the blocks that are sent: views, without copies; and packing them into messages."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from formats.notation.axes import Run
+from formats.torch_dtypes import TORCH_DTYPES
+from reshard.live.routing import Part
+from reshard.live.sides import Side
+from reshard.mesh.plan import Layout
+from reshard.move.elements import conversion
+from reshard.placement.chunks import InChunks, in_two, stored_dims
+from reshard.placement.common_dimensions import Groups
+from reshard.placement.geometry import Geometry
+from reshard.placement.stored import Placed
+
+Tensors = Mapping[str, Sequence[torch.Tensor]]
+"""A rank's tensors by the names of stored tensors; a live rank may have several parts of one."""
+
+
+def pack(parts: Sequence[Part], side: Side, tensors: Tensors, room: torch.Tensor) -> None:
+    """Fill ``room`` (bytes) with the blocks of ``parts``, which this rank of the source sends, one after another."""
+    at = 0
+    for part in parts:
+        dtype = TORCH_DTYPES[part.move.dtype]
+        for view in block_views(part, side, tensors, sends=True):
+            nbytes = view.numel() * dtype.itemsize
+            room[at : at + nbytes].view(dtype).view(view.shape).copy_(view)
+            at += nbytes
+
+
+def unpack(parts: Sequence[Part], side: Side, tensors: Tensors, room: torch.Tensor) -> None:
+    """Copy the blocks of ``parts`` from ``room`` (bytes) to where they belong on this rank of the target."""
+    at = 0
+    for part in parts:
+        dtype = TORCH_DTYPES[part.move.dtype]
+        for view in block_views(part, side, tensors, sends=False):
+            nbytes = view.numel() * dtype.itemsize
+            block = room[at : at + nbytes].view(dtype).view(view.shape)
+            view.copy_(_converted(part, block, side.dtype(part.move.wanted.stored)))
+            at += nbytes
+
+
+def block_views(part: Part, side: Side, tensors: Tensors, *, sends: bool) -> Iterator[torch.Tensor]:
+    """The blocks of a part on one side, as views of the rank's own tensors: alike in number and shape on both sides."""
+    move, way = part.move, part.move.way
+    if sends:
+        view = atom_view(side, move.held, part.source, tensors, way.groups, way.before)
+        ranges = [[(span.source, span.length) for span in dim] for dim in part.block.spans]
+    else:
+        view = atom_view(side, move.wanted, part.target, tensors, way.groups, way.after)
+        ranges = [[(span.target, span.length) for span in dim] for dim in part.block.spans]
+    for product in itertools.product(*ranges):
+        block = view
+        for dim, (begin, length) in enumerate(product):
+            if length != block.shape[dim]:
+                block = block.narrow(dim, begin, length)
+        yield block
+
+
+def _converted(part: Part, block: torch.Tensor, stored: str) -> torch.Tensor:
+    """What arrived, as the target stores it."""
+    move, function = part.move, part.move.wanted.portion.function
+    if move.dtype == stored and function is None:
+        return block
+    edit = conversion(move.atom.tensor, move.dtype, stored, function)
+    raw = block.contiguous().view(torch.uint8).view(*block.shape, block.itemsize).cpu().numpy()
+    return torch.from_numpy(edit(raw)).view(TORCH_DTYPES[stored]).view(block.shape).to(block.device)
+
+
+def atom_view(
+    side: Side, placed: Placed, holder: int, tensors: Tensors, groups: Groups, layout: Layout
+) -> torch.Tensor:
+    """An atom's part on a holder, as a view of the rank's own tensor, with a dimension for each of ``groups``."""
+    geometry, (place, slot) = placed.stored.geometry, divmod(placed.number, len(placed.stored.geometry.portions))
+    tensor = chunk_view(side, placed, holder, tensors)
+    lengths = dict(zip(groups, layout.boxes[holder].shape, strict=True))
+    if geometry.chunks is None:
+        stack, lead, begin, own = _in_geometry(geometry, holder, place, slot)
+    else:
+        stack, lead, begin, own = _in_chunk(geometry, holder, place, slot)
+    portion = geometry.portions[slot]
+    if stack is not None:
+        tensor = tensor.select(0, stack)
+    if len(geometry.portions) > 1 and portion.counts:
+        if portion.lead:
+            tensor = _split(tensor, portion.dim, (lead, tensor.shape[portion.dim] // max(lead, 1)))
+        tensor = tensor.narrow(portion.dim + bool(portion.lead), begin, own)
+    elif len(geometry.portions) > 1:  # numbers, joined to a vector
+        tensor = tensor.narrow(0, slot, 1).squeeze(0)
+    order: list[tuple[int, ...]] = []
+    at = 0
+    for factors in stored_dims(geometry.portions, placed.number):
+        blocks = [block for block in _in_stored_order(groups, portion.order) if block[0] in factors]
+        order += blocks
+        if len(blocks) == 1:
+            at += 1
+        elif blocks:
+            tensor = _split(tensor, at, [lengths[block] for block in blocks])
+            at += len(blocks)
+        else:
+            tensor = tensor.squeeze(at)
+    if not portion.counts and tensor.dim() > len(order):  # a scalar with shape [1]
+        tensor = tensor.reshape(())
+    return tensor.permute([order.index(block) for block in groups])
+
+
+def _split(tensor: torch.Tensor, dim: int, lengths: Sequence[int]) -> torch.Tensor:
+    """A view with several dimensions in place of one."""
+    return tensor.view(*tensor.shape[:dim], *lengths, *tensor.shape[dim + 1 :])
+
+
+def _in_stored_order(groups: Groups, order: Sequence[int]) -> Groups:
+    return tuple(sorted(groups, key=lambda block: order.index(block[0])))
+
+
+def chunk_view(side: Side, placed: Placed, holder: int, tensors: Tensors) -> torch.Tensor:
+    """A stored tensor on a holder: all that its rank has, or, on a live side, the holder's chunk."""
+    if side.pieces is None:
+        return tensors[placed.stored.name_on(holder)][0]
+    piece = side.pieces[placed.stored.name][holder]
+    tensor = tensors[placed.stored.name][piece.part]
+    for _ in range(piece.lead):
+        tensor = tensor.select(0, 0)
+    for dim, (begin, length) in enumerate(zip(piece.at, piece.shape, strict=True)):
+        if length != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, begin, length)
+    return tensor
+
+
+def _in_geometry(geometry: Geometry, rank: int, place: int, slot: int) -> tuple[int | None, int, int, int]:
+    """An atom's index in the rank's stack; of what is joined, the length before it, and its begin and length there."""
+    slots, portions = len(geometry.portions), geometry.portions
+    stack = sum(rank in geometry.layouts[i * slots].boxes for i in range(place)) if geometry.is_stack else None
+    inner, lead = [], 1
+    for number, portion in enumerate(portions):
+        factors = stored_dims(portions, number)
+        box = geometry.layouts[place * slots + number].boxes[rank]
+        found = [math.prod(sum(run.length for run in box.dims[f]) for f in factors[d]) for d in range(len(factors))]
+        if portion.lead and slots > 1:
+            lead = found[portion.dim]
+        inner.append(found[portion.dim + bool(portion.lead and slots > 1)] if found else 1)
+    return stack, lead, sum(inner[:slot]), inner[slot]
+
+
+def _in_chunk(geometry: InChunks, holder: int, place: int, slot: int) -> tuple[int | None, int, int, int]:
+    """The same in a chunk."""
+    chunk, portion = geometry.chunks[holder], geometry.portions[slot]
+    stack = place - chunk.offset[0] if geometry.is_stack else None
+    if len(geometry.portions) == 1 or not portion.counts:
+        return stack, 1, 0, 1
+    dim = portion.dim + geometry.is_stack
+    begin, end, total = geometry.extent(place, slot)
+    lead, inner = in_two(Run(chunk.offset[dim], chunk.shape[dim]), total)
+    first = max(inner.offset, begin)
+    return stack, lead.length, first - inner.offset, min(inner.end, end) - first

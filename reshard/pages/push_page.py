@@ -1,0 +1,88 @@
+"""The page of a push: a picture of who sends how much to whom, and the sums of each rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from reshard.live.routing import Routes
+from reshard.pages.document import html_page
+from reshard.pages.markup import Html, element, joined
+from reshard.pages.plots import CHARACTER, TOP, Frame, both_widths, rectangle, text
+from reshard.text import human_bytes, plural
+
+MOST = 64
+"""More ranks of a side are drawn in groups of neighbours."""
+_STYLE = "svg .sent { fill: var(--error); } svg .none { fill: none; stroke: var(--line); }"
+
+
+def push_page(routes: Routes, title: str, link: int) -> str:
+    """The text of the page; ``link`` is how many bytes a rank sends or receives in a second."""
+    pairs = routes.pairs()
+    facts = [
+        ("sent in all", human_bytes(routes.nbytes)),
+        ("steps", f"{len(routes.ends):,}"),
+        ("pairs of ranks", f"{len(pairs):,}"),
+        ("the busiest trainer sends", human_bytes(max(routes.sent))),
+        ("the busiest receiver receives", human_bytes(max(routes.received))),
+        (f"at {human_bytes(link)}/s at least", f"{routes.bound(link):.3g} s"),
+    ]
+    words = (
+        "A row is a trainer's rank, a column a receiver's. The darker a cell, the more bytes go that way. Each byte "
+        "goes once, from one of the ranks that hold it to each that lacks it, without a gather."
+    )
+    picture = both_widths(lambda name, width: _matrix(routes, pairs, name, width))
+    body = element(
+        "body",
+        element("main",
+            element("header", element("h1", title)),
+            element("dl", *(part for name, value in facts for part in (element("dt", name), element("dd", value)))),
+            element("h2", "Who sends how much to whom"),
+            element("p", words),
+            element("figure", picture),
+        ),
+    )  # fmt: skip
+    return html_page(f"{title} · reshard plan", _STYLE, body)
+
+
+def _matrix(routes: Routes, pairs: Counter[tuple[int, int]], name: str, width: int) -> Html:
+    """The picture: a cell for each pair of ranks, or of groups of ranks."""
+    rows, columns = _groups(len(routes.sent)), _groups(len(routes.received))
+    of_row, of_column = _group_of(rows), _group_of(columns)
+    cells = Counter[tuple[int, int]]()
+    for (sender, receiver), nbytes in pairs.items():
+        cells[of_row[sender], of_column[receiver]] += nbytes
+    left = int(max(len(_label("trainer", ranks)) for ranks in rows) * CHARACTER) + 10
+    side = min(28.0, (width - left - 8) / len(columns))
+    frame = Frame(name, width, TOP + 20 + side * len(rows), left, 8)
+    most = max(cells.values(), default=1)
+    marks = [text(left, TOP + 12, _label("receiver", range(len(routes.received))), "label")]
+    for row, ranks in enumerate(rows):
+        y = TOP + 18 + row * side
+        if row % max(1, round(12 / side)) == 0:
+            marks.append(text(left - 6, y + side / 2 + 4, _label("trainer", ranks), "label", "end"))
+        for column, others in enumerate(columns):
+            marks.append(_cell(frame, (left + column * side, y, side), cells[row, column], most, ranks, others))
+    return frame.svg(joined(*marks), "Who sends how much to whom", plural(len(pairs), "pair") + " of ranks")
+
+
+def _cell(frame: Frame, at: tuple[float, float, float], nbytes: int, most: int, ranks: range, others: range) -> Html:
+    x, y, side = at
+    mark = rectangle("sent" if nbytes else "none", x + 1, y + 1, max(side - 2, 1), max(side - 2, 1))
+    if nbytes:
+        mark = element("g", mark, opacity=f"{0.15 + 0.85 * nbytes / most:.2f}")
+    title = f"{_label('trainer', ranks)} to {_label('receiver', others)}"
+    return frame.hot(rectangle("hit", x, y, side, side), mark, title, human_bytes(nbytes) if nbytes else "nothing")
+
+
+def _groups(count: int) -> Sequence[range]:
+    each = -(-count // MOST)
+    return [range(begin, min(begin + each, count)) for begin in range(0, count, each)]
+
+
+def _group_of(groups: Sequence[range]) -> list[int]:
+    return [number for number, ranks in enumerate(groups) for _ in ranks]
+
+
+def _label(role: str, ranks: range) -> str:
+    return f"{role} {ranks[0]}" if len(ranks) == 1 else f"{role}s {ranks[0]} to {ranks[-1]}"

@@ -1,0 +1,107 @@
+"""A sample of ``python -m tests.live.combinations``: what a push brings is what the disk has, byte for byte."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from pathlib import Path
+
+import pytest
+
+from formats.errors import PlanError, ReshardError
+from reshard.live import exports
+from reshard.live.meshes import held_on, target_of
+from reshard.live.routing import between
+from reshard.source.opening import open_source
+from tests import zoo
+from tests.live.combinations import SOURCES, TARGETS, walk
+from tests.marks import one_of_each
+
+MODELS = (
+    "llama", "mixtral", "llama-tied", "qwen3_moe", "deepseek_v3", "gpt_oss", "phi3", "gpt_neox", "falcon", "bloom", "gpt2",
+    "mamba2", "qwen3_next", "gemma3", "glm4_moe", "qwen2-tied", "olmo2", "granitemoehybrid", "nemotron_h", "llama4",
+    "llava_onevision", "bert", "qwen2_moe", "starcoder2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("model", one_of_each(MODELS, lambda model: model in ("llama", "mixtral")))
+def test_combinations(model: str) -> None:
+    pairs = list(itertools.product(SOURCES, TARGETS))
+    found = list(itertools.islice(walk([model], pairs, zlib.crc32(model.encode())), 24))
+    assert [each for each in found if each[-1] != "same" and not each[-1].startswith("refused")] == []
+    assert any(each[-1] == "same" for each in found)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import torch
+
+    return zoo.save("llama", tmp_path_factory.mktemp("live") / "model", dtype=torch.bfloat16)
+
+
+def test_the_digest_is_of_the_plan_alone(llama: Path) -> None:
+    one, same, other = (
+        exports.routes(llama, source="fsdp2:2", target=target) for target in ("vllm:tp2", "vllm:tp2", "vllm:tp4")
+    )
+    assert one.digest == same.digest != other.digest
+
+
+def test_replicas_share_the_sending(llama: Path) -> None:
+    plan = exports.routes(llama, source="fsdp2:x4", target="vllm:tp1", bucket=1 << 14)
+    assert max(plan.sent) - min(plan.sent) <= 1 << 14
+    assert sum(plan.sent) == plan.received[0]
+
+
+def test_the_same_host_sends_first(llama: Path) -> None:
+    model = open_source(llama).model
+    hosts = ["a", "b", "b", "a"]
+    plan = between(model, held_on(model, target_of("fsdp2:x2")), target_of("vllm:tp2"), hosts=hosts)
+    assert plan.pairs().keys() == {(1, 0), (0, 1)}
+
+
+def test_no_step_is_larger_than_a_bucket(llama: Path) -> None:
+    plan = exports.routes(llama, source="fsdp2:2", target="vllm:tp1", bucket=1 << 12)
+    for rank in range(3):
+        assert max(sum(part.nbytes for part in parts) for parts in plan.parts(rank)) <= 1 << 12
+
+
+def test_blocks_as_views(llama: Path) -> None:
+    plan = exports.routes(llama, source="fsdp2:3", target="vllm:tp2")
+    blocks = list(exports.document(plan))
+    sizes = [zoo.torch.Size(each["shape"]).numel() * 2 for each in blocks]
+    assert sum(sizes) == plan.nbytes
+    assert {each["to"] for each in blocks} == {0, 1}
+
+
+def test_placements(llama: Path) -> None:
+    found = exports.placements(llama, "vllm:tp2")
+    assert found["model.layers.0.mlp.gate_up_proj.weight"] == "_StridedShard(0, split_factor=2)"
+    assert found["model.layers.0.mlp.down_proj.weight"] == "Shard(1)"
+    assert found["model.norm.weight"] == "Replicate()"
+
+
+@pytest.mark.parametrize(
+    "text", ["vllm:", "vllm", "vllm:1", "fsdp2:tp2", "fsdp2:8", "megatron:tp2pp2ep2", "fsdp2:4x2tp2"]
+)
+def test_targets(text: str) -> None:
+    assert target_of(str(target_of(text))) == target_of(text)
+
+
+@pytest.mark.parametrize("text", ["vllm:tp0", "vllm:tp", "vllm:xx2", "vllm:tp2tp2", "vllm:2-2", "vllm: tp2"])
+def test_what_is_no_target(text: str) -> None:
+    with pytest.raises(PlanError, match="is not a program and its degrees"):
+        target_of(text)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "why"),
+    [
+        ("vllm:tp2", "vllm:tp2", "vllm is no trainer"),
+        ("fsdp2:2", "vllm:2", "vllm is no trainer"),
+        ("fsdp2:2", "vllm:tp5", "heads do not divide by 5"),
+        ("fsdp2:2", "nonsense:tp2", "is no format"),
+    ],
+)
+def test_what_cannot_be_pushed(llama: Path, source: str, target: str, why: str) -> None:
+    with pytest.raises(ReshardError, match=why):
+        exports.routes(llama, source=source, target=target)

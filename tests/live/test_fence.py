@@ -1,0 +1,262 @@
+"""The control connection: all ranks hear the same, and the same error names who failed (ranks are threads here)."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+
+import pytest
+
+from formats.documents import json_bytes, text
+from formats.errors import LiveError
+from reshard.live import fence as fence_module
+from reshard.live.fence import Fence
+from reshard.version import __version__
+
+NAMES = ("trainer 0", "trainer 1", "receiver 0")
+TIMEOUT = 1.0
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port
+
+
+@pytest.fixture
+def store() -> str:
+    return f"tcp://127.0.0.1:{free_port()}"
+
+
+def play(store: str, part: Callable[[Fence], object], ranks: dict[int, str] | None = None) -> list[object]:
+    """What ``part`` returns on each rank, or its error's message; ``ranks`` gives some their own store, or none."""
+
+    def rank(number: int) -> object:
+        place = (ranks or {}).get(number, store)
+        if not place:
+            return None
+        try:
+            fence = Fence(place, number, NAMES, timeout=TIMEOUT)
+        except LiveError as error:
+            return error.message
+        try:
+            return part(fence)
+        except LiveError as error:
+            return error.message
+        finally:
+            fence.close()
+
+    with ThreadPoolExecutor(len(NAMES)) as pool:
+        return list(pool.map(rank, range(len(NAMES))))
+
+
+def test_all_hear_what_each_said(store: str) -> None:
+    def part(fence: Fence) -> list[list[bytes]]:
+        return [fence.gather("a", bytes([fence.rank]) * fence.rank), fence.gather("b", b"x" * 5_000_000 * fence.rank)]
+
+    expected = [[b"", b"\1", b"\2\2"], [b"", b"x" * 5_000_000, b"x" * 10_000_000]]
+    assert play(store, part) == [expected] * 3
+    assert play(store, part) == [expected] * 3  # the port is free again
+
+
+def test_late(store: str) -> None:
+    def part(fence: Fence) -> None:
+        time.sleep(1.5 * TIMEOUT * (fence.rank == 1))
+        fence.gather("plan", b"")
+
+    assert play(store, part) == ["trainer 1 did not come to 'plan' within 1 s"] * 3
+
+
+def test_different_things(store: str) -> None:
+    def part(fence: Fence) -> None:
+        time.sleep(0.1 * fence.rank)
+        fence.gather("plan" if fence.rank < 2 else "commit", b"")
+
+    assert play(store, part) == ["receiver 0 came to 'commit' when others had come to 'plan'"] * 3
+
+
+def test_failure_reaches_all(store: str) -> None:
+    def part(fence: Fence) -> None:
+        assert not is_ringing(fence)
+        if fence.rank == 2:
+            time.sleep(0.1)
+            raise fence.fail("no memory")
+        if fence.rank == 1:
+            fence.gather("plan", b"")
+        time.sleep(0.5)
+        assert is_ringing(fence)
+        with pytest.raises(LiveError):
+            fence.gather("plan", b"")
+        raise fence.fail("a later one")
+
+    assert play(store, part) == ["receiver 0: no memory"] * 3
+
+
+def test_anew_while_the_broken_one_is_not_closed(store: str) -> None:
+    def part(fence: Fence) -> list[bytes]:
+        with pytest.raises(LiveError):
+            fence.gather(str(fence.rank), b"")
+        new = Fence(store, fence.rank, NAMES, timeout=TIMEOUT)
+        try:
+            return new.gather("plan", b"new")
+        finally:
+            new.close()
+
+    assert play(store, part) == [[b"new"] * 3] * 3
+
+
+def is_ringing(fence: Fence) -> bool:
+    fence.alarm.settimeout(0)
+    try:
+        return fence.alarm.recv(1) == b""
+    except BlockingIOError:
+        return False
+
+
+def test_one_who_leaves(store: str) -> None:
+    def part(fence: Fence) -> None:
+        if fence.rank < 2:
+            time.sleep(0.2)
+            fence.check()  # to leave is no failure
+            fence.gather("plan", b"")
+
+    assert play(store, part) == ["receiver 0 has left before 'plan'"] * 2 + [None]
+
+
+def test_rank_0_leaves(store: str) -> None:
+    def part(fence: Fence) -> None:
+        if fence.rank:
+            time.sleep(0.2)
+            fence.check()
+            fence.gather("plan", b"")
+
+    assert play(store, part) == [None] + ["trainer 0 has left: it was to gather 'plan'"] * 2
+
+
+def test_connection_lost(store: str) -> None:
+    def part(fence: Fence) -> None:
+        if fence.rank == 1:
+            fence._socket.shutdown(socket.SHUT_RDWR)
+        else:
+            fence.gather("plan", b"")
+
+    cause = "trainer 1 died, or its connection was lost"
+    assert play(store, part) == [cause, None, cause]
+
+
+def test_blame_goes_to_the_end_of_the_chain(store: str) -> None:
+    """Receiver 0 waits for trainer 1, which waits for trainer 0, which waits for nobody."""
+
+    def part(fence: Fence) -> None:
+        fence.waits_for = {0: None, 1: 0, 2: 1}[fence.rank]
+        fence.gather("begin", b"")
+        if fence.rank == 2:
+            raise fence.blame(1, "trainer 1 sends nothing")
+        fence.gather("end", b"")
+
+    cause = "trainer 0 keeps the others waiting (receiver 0: trainer 1 sends nothing)"
+    assert play(store, part) == [cause] * 3
+
+
+def test_blame_of_the_one_that_works(store: str) -> None:
+    def part(fence: Fence) -> None:
+        if fence.rank == 2:
+            raise fence.blame(1, "trainer 1 sends nothing")
+        fence.gather("end", b"")
+
+    assert play(store, part) == ["receiver 0: trainer 1 sends nothing"] * 3
+
+
+def test_missing(store: str) -> None:
+    cause = "trainer 1 did not join within 1 s"
+    assert play(store, lambda fence: fence.check(), {1: ""}) == [cause, None, cause]
+
+
+def test_one_who_came_and_died(store: str) -> None:
+    def part(fence: Fence) -> None:
+        fence.check()
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(play, store, part, {1: "", 2: ""})
+        time.sleep(0.3)
+        names = sha256(json_bytes(NAMES)).hexdigest()
+        hello = fence_module._message("hello", reshard=__version__, names=names, rank=1, secret="")
+        with socket.create_connection(("127.0.0.1", int(store.rpartition(":")[2]))) as connection:
+            connection.sendall(b"reshard\n" + hello[:40])
+            time.sleep(0.1)
+            connection.sendall(hello[40:])
+        cause = "trainer 1, receiver 0 did not join within 1 s (trainer 1 came and died)"
+        assert running.result() == [cause, None, None]
+
+
+def test_nobody_listens(store: str) -> None:
+    found = play(store, lambda fence: fence.check(), {0: ""})
+    for name, error in zip(NAMES[1:], found[1:], strict=True):
+        assert f"{name} could not join trainer 0 at tcp://127.0.0.1:" in str(error)
+        assert "within 1 s: [Errno 111] Connection refused" in str(error)
+
+
+def test_secret(store: str) -> None:
+    secret, wrong = (store.replace("//", f"//{word}@") for word in ("s3cret", "gu3ss"))
+    assert play(secret, lambda fence: fence.gather("a", b"")) == [[b""] * 3] * 3
+    found = play(secret, lambda fence: fence.check(), {2: wrong})
+    assert found[:2] == ["receiver 0 did not join within 1 s (receiver 0 was refused: another secret)"] * 2
+    assert str(found[2]).endswith("within 1 s: it was refused: another secret") or found[2] == found[0]
+    assert "cret" not in str(found).replace("another secret", "") and "gu3ss" not in str(found)
+
+
+def test_who_may_not_join(store: str) -> None:
+    def refused(rank: int, names: tuple[str, ...]) -> str:
+        with pytest.raises(LiveError) as error:
+            Fence(store, rank, names, timeout=TIMEOUT, join=0.2)
+        return error.value.message
+
+    def answer(version: str) -> str:
+        hello = fence_module._message("hello", reshard=version, names="", rank=1, secret="")
+        with socket.create_connection(("127.0.0.1", int(store.rpartition(":")[2]))) as connection:
+            connection.sendall(b"reshard\n" + hello)
+            head, _ = fence_module._read(connection.makefile("rb"))
+        return str(head.get("cause", text))
+
+    def part(fence: Fence) -> None:
+        if fence.rank == 1:
+            assert "other processes are to take part" in refused(1, (*NAMES, "receiver 1"))
+            assert "another process has its place" in refused(1, NAMES)
+            assert f"it has reshard 0.0.7, trainer 0 has {__version__}" in answer("0.0.7")
+        fence.gather("after", b"")
+
+    assert play(store, part) == [None] * 3
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        b"GET / HTTP/1.1\r\n\r\n", b"", b"reshard\n" + struct.pack(">IQ", 2**32 - 1, 2**60),
+        b"reshard\n" + struct.pack(">IQ", 2, 0) + b"[]", b"reshard\n" + struct.pack(">IQ", 12, 0) + b'{"rank": -1}',
+    ],
+)  # fmt: skip
+def test_strangers(store: str, noise: bytes) -> None:
+    port = int(store.rpartition(":")[2])
+
+    def part(fence: Fence) -> list[bytes]:
+        if fence.rank == 1:
+            with socket.create_connection(("127.0.0.1", port)) as stranger:
+                stranger.sendall(noise)
+                if noise:
+                    stranger.settimeout(0.5)
+                    with pytest.raises((ConnectionError, EOFError)):
+                        if not stranger.recv(1):
+                            raise EOFError
+        return fence.gather("plan", b"")
+
+    assert play(store, part) == [[b""] * 3] * 3
+
+
+@pytest.mark.parametrize("store", ["10.0.0.1:80", "tcp://host", "http://h:1", "tcp://:80", "tcp://h:99999999", ""])
+def test_no_store(store: str) -> None:
+    with pytest.raises(LiveError, match="no tcp://HOST:PORT"):
+        Fence(store, 0, NAMES)

@@ -71,7 +71,7 @@ def over_http(root: Path, python: str, name: str, tp: int) -> list[str]:
     wrong = []
     with serve.served(python, f"vllm serve {folders[0]} {degree} {backend}") as address:
         server = Server(address.removesuffix("/v1/completions"))
-        server.init(f"file://{store}")
+        server.init(f"file://{store}", 0)
         before = [serve.ask(address, prompt) for prompt in serve.PROMPTS]
         update(server, 1, lambda: sent(f"file://{store}", 1, tp))
         after = [serve.ask(address, prompt) for prompt in serve.PROMPTS]

@@ -61,7 +61,7 @@ class Run:
     def live(self) -> None:
         """Two pushes, one that lacks the last rank's shards, one that fails half-way, and one that heals it."""
         last = self.request["tp"] - 1
-        self.engine.init(self.request["store"])
+        self.engine.init(self.request["store"], 0)
         self.answer("dummy")
         for version in (1, 2, 3):  # of 3 the last rank has no shards
             self.push(version)

@@ -41,11 +41,14 @@ class Files:
         part.rename(self.root / f"said-{version}-{self.rank}")
 
 
-def connect(_: vllm_engine.Engine, store: str) -> Files:
+def connect(engine: vllm_engine.Engine, store: str, trainers: int, **options: Any) -> Any:
+    if not store.startswith("file://"):
+        return CONNECT(engine, store, trainers, **options)
     return Files(Path(store.removeprefix("file://")), vllm_engine.get_world_group().rank_in_group)
 
 
 torch.cpu._init_amx()  # vLLM 0.32 does not ask the system for tiles, and dies in attention of one rank
+CONNECT = vllm_engine.Engine.connect
 vllm_engine.Engine.connect = connect  # type: ignore[method-assign,assignment]
 _RENEW = vllm_reload._renew
 

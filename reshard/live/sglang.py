@@ -12,36 +12,36 @@ from collections.abc import Iterable
 import torch
 
 from formats.errors import LiveError
+from reshard.live.process import pull
 from reshard.live.receiver import by_all_names, parameters_of
 
 NAME = "reshard"
 """Of the small tensor."""
 
 
-def ticket(store: str, version: int, world: int) -> tuple[str, torch.Tensor]:
-    """The named tensor that tells ``world`` ranks of SGLang to receive a push."""
-    text = json.dumps({"store": store, "version": version, "world": world})
+def ticket(version: int, *, store: str, trainers: int, world: int) -> tuple[str, torch.Tensor]:
+    """The named tensor that tells ``world`` ranks of SGLang to receive a push of so many ``trainers``."""
+    text = json.dumps({"version": version, "store": store, "trainers": trainers, "world": world})
     return NAME, torch.tensor(list(text.encode()), dtype=torch.uint8)
 
 
 @torch.no_grad()
 def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Receive the push that a ticket names into a running model. Raises LiveError, MismatchError."""
-    from reshard.live.push import pull
-
     found = dict(named_tensors)
     if [*found] != [NAME]:
         raise LiveError(f"SGLang was given {len(found)} tensors, and not one called '{NAME}'")
     said = json.loads(bytes(found[NAME].cpu().tolist()))
-    device = next(model.parameters()).device
-    receiver = pull(said["store"], torch.distributed.get_rank(), said["world"], device)
+    version, device = said.pop("version"), str(next(model.parameters()).device)
+    receiver = pull(**said, rank=torch.distributed.get_rank(), device=device)
     error: str | None = None
     try:
-        tensors = by_all_names(receiver.receive(said["version"]), parameters_of(model))
+        tensors = by_all_names(receiver.receive(version), parameters_of(model))
         for name, room in model.named_parameters():
             room[: len(tensors[name])].copy_(tensors[name])
     except Exception as failure:
         error = str(failure)
         raise
     finally:
-        receiver.commit(said["version"], error)
+        receiver.commit(version, error)
+        receiver.close()

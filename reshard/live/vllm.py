@@ -32,8 +32,8 @@ def register() -> None:
 class Receiving(Protocol):
     """A vLLM that the trainer's rank 0 can call."""
 
-    def init(self, store: str) -> None:
-        """Have all of its ranks meet the trainer at a store, once."""
+    def init(self, store: str, trainers: int, **options: Any) -> None:
+        """Tell all of its ranks where they will meet so many trainers, once; ``options`` are those of ``Meeting``."""
         ...
 
     def pause(self) -> None:
@@ -74,8 +74,8 @@ class Server:
     url: str
     timeout: float = 600.0
 
-    def init(self, store: str) -> None:  # noqa: D102
-        self._post("init_weight_transfer_engine", init_info={"store": store})
+    def init(self, store: str, trainers: int, **options: Any) -> None:  # noqa: D102
+        self._post("init_weight_transfer_engine", init_info={"store": store, "trainers": trainers, **options})
 
     def pause(self) -> None:  # noqa: D102
         self._post("pause?mode=wait&clear_cache=true")  # mode=keep would keep the cache
@@ -110,8 +110,8 @@ class Offline:
 
     llm: Any
 
-    def init(self, store: str) -> None:  # noqa: D102
-        self.llm.init_weight_transfer_engine({"init_info": {"store": store}})
+    def init(self, store: str, trainers: int, **options: Any) -> None:  # noqa: D102
+        self.llm.init_weight_transfer_engine({"init_info": {"store": store, "trainers": trainers, **options}})
 
     def pause(self) -> None:  # noqa: D102
         self.llm.sleep(level=0)

@@ -86,8 +86,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         said[:] = [made.other, own]
 
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
-    monkeypatch.setattr(Engine, "connect", lambda *_: receiver)
-    made.init_transfer_engine(made.parse_init_info({"store": "tcp://here:1"}))
+    monkeypatch.setattr(Engine, "connect", lambda _, *, store, trainers: receiver)
+    made.init_transfer_engine(made.parse_init_info({"store": "tcp://here:1", "trainers": 2}))
     yield made
     vllm_reload.layerwise.cache_clear()
     sys.modules.pop("reshard.live.vllm_engine")
@@ -173,14 +173,14 @@ def test_half_new_weights_answer_nothing_until_a_push_heals_them(engine: Any, mo
 def test_nothing_is_raised_on_one_rank_alone(engine: Any) -> None:
     engine.update_weights({"version": 1, "more": 2})
     assert (
-        engine.problem == "vLLM's rank 1: vLLM was told {'version': 1, 'more': 2}, and not {'version': a value of int}"
+        engine.problem == "vLLM's rank 1: vLLM was told {'version': 1, 'more': 2}, and not {'version': a number}"
     )
     engine.finish_weight_update()
     engine.init_transfer_engine(engine.parse_init_info({"stroe": "tcp://here:1"}))
-    assert engine.problem.endswith("and not {'store': a value of str}")
+    assert "'stroe'" in engine.problem
     engine.shutdown()
     engine.update_weights({"version": 1})
-    assert "'store'" in engine.problem, "the first error is told again"
+    assert "'stroe'" in engine.problem, "the first error is told again"
 
 
 def test_names_shapes_and_dtypes_are_compared() -> None:

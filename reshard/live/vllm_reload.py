@@ -121,6 +121,7 @@ def as_loaded(model: torch.nn.Module) -> Iterator[None]:
     """
     vllm = layerwise()
     begun, biases = [], []
+    aliases = [each.names for each in parameters_of(model)]
     try:
         for layer in model.modules():
             begun.append((layer, _begun(layer)))
@@ -131,6 +132,10 @@ def as_loaded(model: torch.nn.Module) -> Iterator[None]:
                 if tensor is begun[-1][1].kernel_tensors[0].get(leaf):  # vLLM leaves it where it is
                     biases.append((tensor, tensor.data))
                     tensor.data = torch.empty_like(_before_processing(layer, leaf, tensor), device=tensor.device)
+        for first, *others in aliases:
+            for name in others:  # vLLM forgets which are one
+                prefix, _, leaf = name.rpartition(".")
+                model.get_submodule(prefix)._parameters[leaf] = model.get_parameter(first)
         yield
     finally:
         for tensor, data in biases:

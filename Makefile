@@ -56,6 +56,7 @@ engines: .venv/ready $(ENGINES)/vllm/ready $(ENGINES)/megatron/ready $(ENGINES)/
 	$(ENGINES)/torchtitan/bin/python -m benchmarks.load_torchtitan
 	$(BIN)/python -m benchmarks.engines $(ENGINES)/megatron.jsonl --engine megatron \
 		--python $(ENGINES)/megatron/bin/python --faults
+	$(BIN)/python -m benchmarks.live_megatron --python $(ENGINES)/megatron/bin/python
 	$(BIN)/python -m benchmarks.engines $(ENGINES)/vllm.jsonl --python $(ENGINES)/vllm/bin/python --faults
 	$(BIN)/python -m benchmarks.serve --python $(ENGINES)/vllm/bin/python
 	$(BIN)/python -m benchmarks.live_vllm --python $(ENGINES)/vllm/bin/python

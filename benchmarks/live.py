@@ -3,10 +3,10 @@
     python -m benchmarks.live [--gigabytes 1] [--trainers 4] [--receivers 4] [--rounds 3]
 
 Trainers hold a Llama under FSDP2; receivers hold what vLLM has at that tp. Each way gives every receiver its part:
-the push (over shared memory, and over gloo alone); plain gloo sends of the push's bytes between the same ranks, without
-packing; ``full_tensor()`` of each parameter on all trainers, a broadcast to all receivers, which cut their parts; a
-gather to the trainer's rank 0 and the same broadcast; and a checkpoint on tmpfs (torch's own, split by reshard, loaded).
-Prints seconds of the best round, and the memory that the first push took on top (VmHWM).
+the push (over shared memory, and over gloo alone); plain gloo sends of the push's bytes between the same ranks,
+without packing; ``full_tensor()`` of each parameter on all trainers, a broadcast to all receivers, which cut their
+parts; a gather to the trainer's rank 0 and the same broadcast; and a checkpoint on tmpfs (torch's own, split by
+reshard, loaded). Prints seconds of the best round, and the memory that the first push took on top (VmHWM).
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ def main() -> None:
     for name, seconds in best.items():
         print(f"{name:45} {seconds:7.3f} s  {seconds / best['push, shared memory']:5.2f} x the push")
     print(f"bytes of the push: {sum(each.get('sent', 0) for each in said):,}, as planned: {said[0]['planned']:,}")
-    print(f"plan: {said[0]['plan']:.3f} s; the first push took {max(each['extra'] for each in said[: given.trainers]):.0f}"
-          f" MB more on a trainer, {max(each['extra'] for each in said[given.trainers :]):.0f} MB on a receiver")  # fmt: skip
+    extra = [max(each["extra"] for each in side) for side in (said[: given.trainers], said[given.trainers :])]
+    print(f"plan: {said[0]['plan']:.3f} s; memory of the first push: {extra[0]:.0f} MB on a trainer")
+    print(f"on a receiver {extra[1]:.0f} MB, with its copy of {max(each.get('copy', 0) for each in said):.0f} MB")
 
 
 def rank(given: argparse.Namespace) -> dict[str, Any]:
@@ -79,10 +80,16 @@ def rank(given: argparse.Namespace) -> dict[str, Any]:
     return {"seconds": seconds, **process.said}
 
 
-def peak() -> float:
-    """The peak of resident memory so far, in MB."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("VmHWM:")[2].split()[0]) / 1024
+def extra(work: Callable[[], object]) -> float:
+    """The peak of resident memory in some work over what it was before, in MB."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    work()
+    return _status("VmHWM") - before
+
+
+def _status(key: str) -> float:
+    return int(Path("/proc/self/status").read_text().partition(f"{key}:")[2].split()[0]) / 1024
 
 
 class Process:
@@ -158,10 +165,12 @@ class Trainer(Process):
         return self.end._tensors()["tensors"]
 
     def push(self, number: int) -> None:
-        before = peak()
-        stats = self.end(number + 1)
-        if not number:
-            self.said |= {"extra": peak() - before, "sent": sum(stats.sent.values())}
+        if number:
+            self.end(number + 1)
+            return
+        stats: list[Any] = []
+        self.said["extra"] = extra(lambda: stats.append(self.end(1)))
+        self.said["sent"] = sum(stats[0].sent.values())
 
     def push_gloo(self, number: int) -> None:
         self.other(number + 1)
@@ -222,7 +231,7 @@ class Receiver(Process):
                 trainers=given.trainers,
                 timeout=60,
                 shared=not i,
-            )  # fmt: skip
+            )
             for i in range(2)
         ]
         super().__init__(given, *ends)
@@ -231,10 +240,11 @@ class Receiver(Process):
         return self.end._rooms(self.routes, None)
 
     def push(self, number: int) -> None:
-        before = peak()
-        self.end(number + 1)
-        if not number:
-            self.said |= {"extra": peak() - before}
+        if number:
+            self.end(number + 1)
+            return
+        self.said["extra"] = extra(lambda: self.end(1))
+        self.said["copy"] = sum(tensor.nbytes for of in self.tensors().values() for tensor in of) / 1e6
 
     def push_gloo(self, number: int) -> None:
         self.other(number + 1)

@@ -79,13 +79,12 @@ def train(folder: Path, address: str, store: str, tp: int, rank: int) -> None:
     model = sharded(folder, "trainers", rank, WORLD)
     server = live.Server(address.removesuffix("/v1/completions"))
     push = live.push(model, to=f"vllm:tp{tp}", store=store, rank=rank, world=WORLD, timeout=TIMEOUT)
-    if rank == 0:
-        server.init(store, WORLD, timeout=TIMEOUT)
+    live.join(push, server if rank == 0 else None)
     optimizer, said = torch.optim.SGD(model.parameters(), lr=0.5), list[Any]()
     for version in (1, 2):
         start = time.perf_counter()
         with without_gathers():
-            sent = live.update(server, version, lambda v=version: push(v)) if rank == 0 else push(version)
+            sent = live.update(push, server if rank == 0 else None, version)
         seconds = time.perf_counter() - start
         said.append((*_compared(folder, model, address, rank), seconds, sum(sent.sent.values())))
         loss = model(torch.arange(40).view(2, 20) + rank).logits.float().log_softmax(-1)[..., 7].mean()

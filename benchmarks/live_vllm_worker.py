@@ -26,6 +26,9 @@ class Files:
     def __init__(self, root: Path, rank: int) -> None:
         self.root, self.rank = root, rank
 
+    def check(self) -> None:
+        pass
+
     def receive(self, version: int) -> Mapping[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
         for path in sorted((self.root / str(version)).glob(f"model-rank-{self.rank}-part-*.safetensors")):
@@ -41,9 +44,10 @@ class Files:
         part.rename(self.root / f"said-{version}-{self.rank}")
 
 
-def connect(engine: vllm_engine.Engine, store: str, trainers: int, **options: Any) -> Any:
+def connect(engine: vllm_engine.Engine, ticket: Mapping[str, Any]) -> Any:
+    store = str(ticket["store"])
     if not store.startswith("file://"):
-        return CONNECT(engine, store, trainers, **options)
+        return CONNECT(engine, ticket)
     return Files(Path(store.removeprefix("file://")), vllm_engine.get_world_group().rank_in_group)
 
 
@@ -79,7 +83,7 @@ class Extension:
         from vllm.config import set_current_vllm_config
 
         engine, rank = self.weight_transfer_engine, vllm_engine.get_world_group().rank_in_group
-        arrangement = vllm_check.arrangement_of(Path(checkpoint), vllm_check.Question(tp))
+        arrangement = vllm_check.arrangement_of(checkpoint, vllm_check.Question(tp))
         start = time.perf_counter()
         found = vllm_engine.ask_loader(engine, arrangement, rank)
         seconds, model = time.perf_counter() - start, engine.model

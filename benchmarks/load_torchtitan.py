@@ -4,6 +4,7 @@
 
 For each small model: split, ``dcp.load`` of the whole state of torchtitan's model, which fails where a name is missing,
 the logits against those of transformers, ``dcp.save`` of the state, a merge, and every tensor against the original.
+What the model holds then (``reshard.live``) must be what ``--as torchtitan-live`` writes.
 Attention is in plain torch instead of flex attention, which needs a compiler. Prints a line for each. Exit code 1:
 something differs.
 """
@@ -23,9 +24,12 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from transformers.utils.logging import disable_progress_bar
 
 from reshard.api import merge, split
+from reshard.live.parameters import held
 from tests import zoo
 
 MODELS = (
@@ -198,6 +202,16 @@ def _logits(model: torch.nn.Module, original: Path) -> float:
     return float((found - wanted).abs().max() / wanted.abs().max())
 
 
+def _held(model: torch.nn.Module, folder: Path) -> list[str]:
+    """What a model holds otherwise than a folder."""
+    whole: dict[str, Any] = {}
+    reader = dcp.FileSystemReader(folder)
+    _load_state_dict(whole, reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    found = {own.name: tensor for own, tensor in held(model)}
+    return [f"'{key}' is held otherwise" for key in found.keys() | whole.keys() if key not in found or key not in whole
+            or not torch.equal(found[key], whole[key])]  # fmt: skip
+
+
 def _check(name: str, root: Path) -> list[str]:
     from transformers import AutoConfig
 
@@ -215,6 +229,8 @@ def _check(name: str, root: Path) -> list[str]:
     model.load_state_dict(state)
     far, noise = _logits(model, original), NOISE_OF_EXPERTS if "moe" in " ".join(state) else NOISE
     wrong = [f"logits differ by {far:.1e} of the largest, which is more than {noise:.0e}"] if not far < noise else []
+    split(original, root / "live", tp=2, format="torchtitan-live")
+    wrong += _held(model, root / "live")
     dcp.save(model.state_dict(), checkpoint_id=root / "saved", no_dist=True)
     merge(root / "saved", root / "merged", config=original)
     before, after = load_file(original / "model.safetensors"), load_file(root / "merged" / "model.safetensors")

@@ -58,7 +58,8 @@ def held(model: nn.Module | Iterable[nn.Module]) -> list[tuple[Held, torch.Tenso
     for chunk in [model] if isinstance(model, nn.Module) else model:
         chunk = _unwrapped(chunk)
         live = {each.untyped_storage().data_ptr() for each in [*chunk.parameters(), *chunk.buffers()]}
-        assert isinstance(chunk, _Chunk)
+        if not isinstance(chunk, _Chunk):
+            raise PlanError(f"a {type(chunk).__name__} is no model of Megatron-Core: it has no sharded_state_dict()")
         for part, tensor in _parts(chunk.sharded_state_dict(metadata={"singleton_local_shards": False})):
             if tensor.untyped_storage().data_ptr() not in live:
                 raise PlanError(f"{part.key}: what Megatron-Core would store is not what the model holds, but a copy")
@@ -95,18 +96,18 @@ def _built(factory: _Factory) -> Iterator[tuple[_ShardedTensor, torch.Tensor]]:
     factory = copy(factory)  # it copies: given indices instead, it shows where its parts lie
     factory.data = torch.arange(whole.numel()).view(whole.shape)
     for part, indices in _parts(factory.build()):
-        yield part, _view(whole, factory.data, indices, part.key)
+        yield part, _view(whole, indices, part.key)
 
 
-def _view(whole: torch.Tensor, all_indices: torch.Tensor, indices: torch.Tensor, name: str) -> torch.Tensor:
-    """The elements of ``whole`` at ``indices``, as a view of it. Raises PlanError if none has them."""
+def _view(whole: torch.Tensor, indices: torch.Tensor, name: str) -> torch.Tensor:
+    """The elements of ``whole`` at ``indices``, as a view of it. Raises PlanError if no view has them."""
     first = (0,) * indices.dim()
     offset = int(indices[first])
-    strides = [
-        int(indices[(*first[:dim], 1, *first[dim + 1 :])]) - offset if size > 1 else 1
-        for dim, size in enumerate(indices.shape)
-    ]
-    if not whole.is_contiguous() or not torch.equal(all_indices.as_strided(indices.shape, strides, offset), indices):
+    strides, viewed = [], torch.tensor(offset)
+    for dim, size in enumerate(indices.shape):
+        strides.append(int(indices[(*first[:dim], 1, *first[dim + 1 :])]) - offset if size > 1 else 1)
+        viewed = viewed[..., None] + torch.arange(size) * strides[-1]
+    if not whole.is_contiguous() or min(strides) < 0 or not viewed.equal(indices):
         raise PlanError(f"{name}: what Megatron-Core would store is no view of what the model holds")
     return whole.as_strided(indices.shape, strides, whole.storage_offset() + offset)
 

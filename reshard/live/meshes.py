@@ -20,7 +20,8 @@ from reshard.placement.geometry import Geometry
 from reshard.placement.program_plan import check_demands, plan_for, program_plan
 
 TRAINERS: Mapping[str, str] = {
-    "fsdp2": "dcp-transformers", "transformers": "dcp-transformers", "torchtitan": "torchtitan", "megatron": "megatron",
+    "fsdp2": "dcp-transformers", "transformers": "dcp-transformers", "torchtitan": "torchtitan-live",
+    "megatron": "megatron",
 }  # fmt: skip
 """The formats of what trainers hold: they have the names of the program's tensors, and chunks of them."""
 

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 from formats.errors import LiveError, PlanError, ReshardError
 from formats.notation.axes import Run
 from formats.torch_dtypes import TORCH_DTYPES
+from formats.torch_internals import unsaved_buffers
 from reshard.live.held import Held
 from reshard.live.runs import Cut, Runs, runs_of
 
@@ -33,8 +34,8 @@ Named = Iterable[tuple[str, torch.Tensor]]
 def held(model: nn.Module | Named) -> list[tuple[Held, torch.Tensor]]:
     """What this rank holds of each parameter and each buffer that checkpoints have, with the live tensor.
 
-    The model, or its tensors with their names, which are those of its ``state_dict()``; a tied parameter comes once. A
-    DTensor's tensor is the local one, which may be empty; any other tensor is held whole. Modules of FSDP2 are
+    The model, or its tensors with their names, which are those of ``named_parameters()``; a tied parameter comes once.
+    A DTensor's tensor is the local one, which may be empty; any other tensor is held whole. Modules of FSDP2 are
     resharded first: after a forward without a backward some hold whole parameters. Raises PlanError, with the tensor's
     name, for what has no runs: a partial sum, an unknown placement, a dtype without a name.
     """
@@ -57,13 +58,17 @@ def check_unchanged(planned: Sequence[Held], now: Sequence[Held]) -> None:
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters and the persistent buffers."""
-    lasting = model.state_dict(keep_vars=True)
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if name in lasting or isinstance(tensor, nn.Parameter):
-            for wrapper in _WRAPPERS:
-                name = name.replace(wrapper, "")
-            yield name, tensor
+    """The parameters and the persistent buffers. Not by ``state_dict()``, which gathers in some models' hooks."""
+    passing = {
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name in unsaved_buffers(module)
+    }
+    parameters, buffers = model.named_parameters(), model.named_buffers()
+    for name, tensor in [*parameters, *(buffer for buffer in buffers if buffer[0] not in passing)]:
+        for wrapper in _WRAPPERS:
+            name = name.replace(wrapper, "")
+        yield name, tensor
 
 
 def _is_elsewhere(tensor: torch.Tensor) -> bool:
@@ -112,11 +117,11 @@ def _plain(placement: Placement, dims: int) -> Cut | None:
     """A placement as data. Raises PlanError for one that is not known to be a part of a tensor."""
     if type(placement) is Replicate:
         return None
-    if type(placement) not in (Shard, _StridedShard):
+    if type(placement) not in (Shard, StridedShard):
         hint = "sum it (redistribute) before a push" if isinstance(placement, Partial) else None
         raise PlanError(f"the placement {placement!r} does not say which elements a rank holds", hint)
-    assert isinstance(placement, Shard | _StridedShard)
-    return Cut(placement.dim % dims, int(placement.split_factor) if isinstance(placement, _StridedShard) else 1)
+    assert isinstance(placement, Shard | StridedShard)
+    return Cut(placement.dim % dims, int(placement.split_factor) if isinstance(placement, StridedShard) else 1)
 
 
 def _shown(held: Held | None) -> str:

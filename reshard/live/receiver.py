@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 class Receiver(Protocol):
     """A rank's end of the pushes of a trainer."""
 
+    def check(self) -> object:
+        """Meet all others and agree on the plan. Raises LiveError."""
+        ...
+
     def receive(self, version: int) -> Mapping[str, torch.Tensor]:
         """This rank's tensors by name, when they are here and all ranks agree on the push. Raises LiveError."""
         ...

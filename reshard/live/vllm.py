@@ -8,17 +8,20 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from formats.errors import LiveError
 
+if TYPE_CHECKING:
+    from reshard.live.process import Push
+    from reshard.live.routing import Routes
+    from reshard.live.wire import Stats
+
 NAME = "reshard"
 """Of the backend, as in ``--weight-transfer-config '{"backend": "reshard"}'``."""
-
-T = TypeVar("T")
 
 
 def register() -> None:
@@ -32,8 +35,8 @@ def register() -> None:
 class Receiving(Protocol):
     """A vLLM that the trainer's rank 0 can call."""
 
-    def init(self, store: str, trainers: int, **options: Any) -> None:
-        """Tell all of its ranks where they will meet so many trainers, once; ``options`` are those of ``Meeting``."""
+    def init(self, ticket: Mapping[str, Any]) -> None:
+        """Have all of its ranks meet the trainer that a ticket names."""
         ...
 
     def pause(self) -> None:
@@ -49,19 +52,35 @@ class Receiving(Protocol):
         ...
 
 
-def update(engine: Receiving, version: int, push: Callable[[], T]) -> T:
-    """Do a push while an engine receives it: what ``push`` returns.
+def join(push: Push, engine: Receiving | None) -> Routes:
+    """Have an engine meet the trainer: ``push.check()`` on all ranks of the trainer. ``engine`` is None but on rank 0.
 
-    ``push`` returns when all of the engine's ranks compute with the new weights, else it raises. Then the engine stays
-    paused: push again, or ``resume()`` with the old weights, if no rank had begun to change its own.
+    Raises LiveError on all ranks.
     """
+    if engine is None:
+        return push.check()
+    with ThreadPoolExecutor(1) as thread:
+        met = thread.submit(engine.init, push.ticket)
+        routes = push.check()
+        met.result()
+    return routes
+
+
+def update(push: Push, engine: Receiving | None, version: int) -> Stats:
+    """A push, on all ranks of the trainer, which an engine receives. ``engine`` is None but on rank 0.
+
+    Returns when all of the engine's ranks compute with the new weights, else raises LiveError. Then the engine stays
+    paused: push again, or ``resume()`` it with the old weights, if no rank had begun to change its own.
+    """
+    if engine is None:
+        return push(version)
     engine.pause()
     with ThreadPoolExecutor(1) as thread:
         received = thread.submit(engine.receive, version)
-        result = push()
+        stats = push(version)
         received.result()
     engine.resume(version)
-    return result
+    return stats
 
 
 @dataclass(frozen=True)
@@ -74,8 +93,8 @@ class Server:
     url: str
     timeout: float = 600.0
 
-    def init(self, store: str, trainers: int, **options: Any) -> None:  # noqa: D102
-        self._post("init_weight_transfer_engine", init_info={"store": store, "trainers": trainers, **options})
+    def init(self, ticket: Mapping[str, Any]) -> None:  # noqa: D102
+        self._post("init_weight_transfer_engine", init_info=dict(ticket))
 
     def pause(self) -> None:  # noqa: D102
         self._post("pause?mode=wait&clear_cache=true")  # mode=keep would keep the cache
@@ -110,8 +129,8 @@ class Offline:
 
     llm: Any
 
-    def init(self, store: str, trainers: int, **options: Any) -> None:  # noqa: D102
-        self.llm.init_weight_transfer_engine({"init_info": {"store": store, "trainers": trainers, **options}})
+    def init(self, ticket: Mapping[str, Any]) -> None:  # noqa: D102
+        self.llm.init_weight_transfer_engine({"init_info": dict(ticket)})
 
     def pause(self) -> None:  # noqa: D102
         self.llm.sleep(level=0)

@@ -1,6 +1,6 @@
 """Asks vLLM's own loaders where they put each element, on a CPU, without weights and without an engine.
 
-    python -m reshard.live.vllm_check CHECKPOINT RANK MEETING '{"tp": 2, "ep": false, "probe": true}'
+    python -m reshard.live.vllm_check SOURCE CONFIG RANK MEETING '{"tp": 2, "ep": false, "probe": true}'
 
 is one rank. vLLM builds its model on each rank, so that each has its own part; nothing is loaded or run.
 """
@@ -17,7 +17,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from formats.documents import json_bytes
 from formats.errors import LiveError
+from formats.files.checkpoint import CONFIG
+from reshard.live.meshes import Target, arranged
+from reshard.source.access import Access, open_any
+from reshard.store.selection import Weights
 
 if TYPE_CHECKING:
     import torch
@@ -40,15 +45,26 @@ class Question:
     ep: bool = False
     probe: bool = False
 
+    @property
+    def target(self) -> Target:
+        """vLLM's ranks."""
+        return Target("vllm", tp=self.tp, ep=self.tp if self.ep else 1)
 
-def check(checkpoint: Path, question: Question, *, python: str = sys.executable, timeout: float = 600.0) -> list[str]:
+
+def check(source: str | Path, question: Question, *, python: str = sys.executable, timeout: float = 600.0) -> list[str]:
     """How vLLM's loaders and our rules differ: a line for each tensor of each rank, none if they agree.
 
-    ``checkpoint`` is a folder in Hugging Face's form, of which only headers are read. ``python`` has vLLM and reshard.
-    Raises LiveError if a rank cannot build the model, or its loader cannot be followed.
+    ``source`` is a checkpoint in Hugging Face's form, of which only headers are read. ``python`` has vLLM and reshard.
+    Raises LiveError if a rank cannot build the model, or its loader cannot be followed; ReshardError.
     """
+    opened = open_any(source, Access(), Weights.HEADERS)
+    arranged(opened.model, question.target)  # refuses what the rules refuse
     with tempfile.TemporaryDirectory(prefix="reshard-check-") as folder:
-        command = [python, "-m", "reshard.live.vllm_check", str(checkpoint.resolve())]
+        config = opened.path if isinstance(opened.path, Path) else Path(folder)
+        if config == Path(folder):
+            (config / CONFIG).write_bytes(json_bytes(opened.read_config()))
+        place = str(config.resolve()) if isinstance(opened.path, Path) else str(source)
+        command = [python, "-m", "reshard.live.vllm_check", place, str(config.resolve())]
         ident = f"reshard{os.getpid()}{Path(folder).name[-8:]}"  # of vLLM's shared memory
         further = [f"file://{folder}/meeting", json.dumps(asdict(question))]
         ranks = [
@@ -61,7 +77,7 @@ def check(checkpoint: Path, question: Question, *, python: str = sys.executable,
         try:
             said = [rank.communicate(timeout=timeout)[0] for rank in ranks]
         except subprocess.TimeoutExpired:
-            raise LiveError(f"vLLM has not built {checkpoint} within {timeout:.0f} s") from None
+            raise LiveError(f"vLLM has not built {source} within {timeout:.0f} s") from None
         finally:
             for rank in ranks:
                 rank.kill()
@@ -82,16 +98,16 @@ def _answer(rank: int, said: str) -> Sequence[str]:
     raise LiveError(f"rank {rank} of the check ended early: {last[-1]}", hint)
 
 
-def differences(checkpoint: Path, rank: int, meeting: str, question: Question) -> list[str]:
-    """What one rank finds."""
+def differences(source: str, config: Path, rank: int, meeting: str, question: Question) -> list[str]:
+    """What one rank finds; ``config`` is a folder with the checkpoint's config.json."""
     from formats.files.safetensors import stated_dtype
     from formats.torch_dtypes import TORCH_DTYPES
     from reshard.live.witness import apart, compare, probed, recorded
 
-    arrangement = arrangement_of(checkpoint, question)
+    arrangement = arrangement_of(source, question)
     tensors = {tensor.name: (tensor.dtype, tensor.shape) for tensor in arrangement.plan.model.tensors}
     dtype = TORCH_DTYPES[stated_dtype(arrangement.plan.model.config) or "BF16"]  # vLLM would have BF16 in place of F32
-    model = built(checkpoint, rank, meeting, question, dtype)
+    model = built(config, rank, meeting, question, dtype)
     loaded = recorded(model, model.load_weights, tensors)  # type: ignore[arg-type]  # a method of vLLM's
     found = compare(arrangement, rank, model, loaded)
     if question.probe:
@@ -100,20 +116,12 @@ def differences(checkpoint: Path, rank: int, meeting: str, question: Question) -
     return found
 
 
-def arrangement_of(checkpoint: Path, question: Question) -> Arrangement:
+def arrangement_of(source: str | Path, question: Question) -> Arrangement:
     """Our rules for vLLM's ranks."""
-    from formats.notation.format_file import format_of
-    from reshard.mesh.plan import Degrees
-    from reshard.placement.arrangement import on_mesh
-    from reshard.placement.program_plan import plan_for
-    from reshard.source.opening import open_source
-
-    format, source = format_of("vllm"), open_source(checkpoint)
-    degrees = Degrees(tp=question.tp, ep=question.tp if question.ep else 1, same_ranks=question.ep)
-    return on_mesh(plan_for(source.model, format, degrees), format)
+    return arranged(open_any(source, Access(), Weights.HEADERS).model, question.target)
 
 
-def built(checkpoint: Path, rank: int, meeting: str, question: Question, dtype: torch.dtype) -> torch.nn.Module:
+def built(config_folder: Path, rank: int, meeting: str, question: Question, dtype: torch.dtype) -> torch.nn.Module:
     """This rank's part of vLLM's model, before loading. The process is a rank of vLLM's from then on."""
     import torch
     from vllm.config import (
@@ -130,7 +138,7 @@ def built(checkpoint: Path, rank: int, meeting: str, question: Question, dtype: 
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     torch.set_num_threads(1)
-    path = str(checkpoint)
+    path = str(config_folder)
     model_config = ModelConfig(
         model=path, tokenizer=path, skip_tokenizer_init=True, dtype=dtype, max_model_len=64, enforce_eager=True
     )
@@ -153,8 +161,8 @@ def built(checkpoint: Path, rank: int, meeting: str, question: Question, dtype: 
 
 def main() -> None:
     """Be one rank: print what it finds."""
-    checkpoint, rank, meeting, question = sys.argv[1:]
-    found = differences(Path(checkpoint), int(rank), meeting, Question(**json.loads(question)))
+    source, config, rank, meeting, question = sys.argv[1:]
+    found = differences(source, Path(config), int(rank), meeting, Question(**json.loads(question)))
     print(ANSWER + json.dumps(found), flush=True)
     os._exit(0)  # vLLM's process groups need no orderly end
 

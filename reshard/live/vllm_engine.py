@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from vllm.config import set_current_vllm_config
@@ -24,17 +24,17 @@ from vllm.logger import init_logger
 
 from formats.errors import LiveError, ReshardError
 from reshard.live import vllm_reload
-from reshard.live.process import pull
 from reshard.live.receiver import Parameter, Receiver, by_all_names
 from reshard.live.witness import compare, recorded
 from reshard.placement.arrangement import Arrangement
 
+T = TypeVar("T")
 _LOGGER = init_logger("vllm.reshard")
 
 
 @dataclass
 class Init(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not installed where types are checked
-    """The arguments of ``connect``: where trainer and engine meet, as in ``tcp://10.0.0.1:29600``."""
+    """``store``: where trainer and engine meet, as in ``tcp://10.0.0.1:29600``."""
 
     given: Mapping[str, Any] = field(default_factory=dict)
 
@@ -69,23 +69,26 @@ class Engine(WeightTransferEngine):  # type: ignore[misc]
         return Update(update_dict)
 
     def init_transfer_engine(self, init_info: Init) -> None:
-        """Meet the trainer."""
+        """Meet the trainer, and agree on the plan: with what this model is made of, and with its own loader."""
+
+        def look() -> None:
+            self.parameters = vllm_reload.load_time(self.model)
+            self.receiver = self.connect(init_info.given)
 
         def meet() -> None:
-            self.parameters = vllm_reload.load_time(self.model)
-            self.receiver = self.connect(**init_info.given)
+            if self.receiver is not None:
+                self.receiver.check()
 
-        self.problem = self._agreed(meet)
+        self.problem = self._agreed(look) or self._agreed(meet)
 
-    def connect(self, store: str, trainers: int, **options: Any) -> Receiver:
-        """This rank's end of the pushes of so many ``trainers``, which it meets with the first push.
+    def connect(self, ticket: Mapping[str, Any]) -> Receiver:
+        """This rank's end of the pushes of a trainer, from the trainer's ``ticket``. Raises LiveError."""
+        from reshard.live.process import pull_by  # not needed to list the engine
 
-        ``options`` are those of ``Meeting``. Then vLLM's own loader is compared with the plan.
-        """
         group = get_world_group()
-        return pull(
-            store=store, trainers=trainers, rank=group.rank_in_group, world=group.world_size, device=str(self.device),
-            witness=lambda routes, rank: ask_loader(self, routes.target.arrangement, rank), **options,
+        return pull_by(
+            ticket, group.rank_in_group, group.world_size, str(self.device),
+            witness=lambda arrangement, rank: ask_loader(self, arrangement, rank),
         )  # fmt: skip
 
     def start_weight_update(self) -> None:
@@ -98,9 +101,7 @@ class Engine(WeightTransferEngine):  # type: ignore[misc]
 
         def receive() -> None:
             nonlocal version, kept
-            if update_info.keys() != {"version"} or not isinstance(update_info["version"], int):
-                raise LiveError(f"vLLM was told {update_info}, and not {{'version': a number}}")
-            version = update_info["version"]
+            version = _only(update_info, "version", int)
             if self.receiver is None:
                 raise LiveError(self.problem or "init_weight_transfer_engine was not called")
             kept = by_all_names(self.receiver.receive(version), self.parameters)
@@ -170,6 +171,14 @@ def poison(model: torch.nn.Module, why: str | None) -> None:
         raise LiveError(f"the weights are half new, because a push failed: {why}", "push again, before any request")
 
     vars(model)["compute_logits"] = refuse  # called in each step, also where a captured graph runs the layers
+
+
+def _only(given: Mapping[str, Any], key: str, kind: type[T]) -> T:
+    """The value of the one key that there should be. Raises LiveError."""
+    value = given.get(key)
+    if given.keys() != {key} or not isinstance(value, kind):
+        raise LiveError(f"vLLM was told {dict(given)}, and not {{'{key}': a value of {kind.__name__}}}")
+    return value
 
 
 def _words(error: Exception) -> str:

@@ -74,7 +74,7 @@ def test_what_torch_does_not_document_is_there() -> None:
     assert "running_mean" in torch_internals.own_buffers(norm)
     assert not torch_internals.has_buffers_of_its_own(norm)
     norm.register_buffer("table", torch.zeros(1), persistent=False)
-    assert torch_internals.has_buffers_of_its_own(norm)
+    assert torch_internals.has_buffers_of_its_own(norm) and torch_internals.unsaved_buffers(norm) == {"table"}
     held = torch.nn.ModuleList([torch.nn.Identity(), norm])
     torch_internals.renumber(held, [1])
     assert next(iter(held.state_dict())) == "1.weight"

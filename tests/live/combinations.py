@@ -107,7 +107,16 @@ def on_disk(folder: Path, target: Target) -> list[dict[str, list[torch.Tensor]]]
     """What each rank of a program reads of a checkpoint that was split for it."""
     out = folder.with_name(f"{folder.name}-{target}".replace(":", "-"))
     degrees = target.degrees
-    split(folder, out, format=target.program, tp=degrees.tp, ep=degrees.ep, pp=degrees.pp, workers=1)
+    split(
+        folder,
+        out,
+        format=target.program,
+        tp=degrees.tp,
+        ep=degrees.ep,
+        pp=degrees.pp,
+        same_ranks=degrees.same_ranks,
+        workers=1,
+    )
     ranks = []
     for tensors in open_source(out).ranks:
         files = {info.file for info in tensors.values()}

@@ -239,6 +239,12 @@ class Router(nn.Module):
         self.head.weight = self.embed.weight
         self.register_buffer("e_score_correction_bias", torch.zeros(3))
         self.register_buffer("inv_freq", torch.zeros(5), persistent=False)
+        self.register_state_dict_post_hook(gathers)
+
+
+def gathers(*_: object) -> None:
+    """As torchtitan's fused q, k and v do in ``state_dict()``."""
+    raise AssertionError("gathers")
 
 
 def test_names_are_those_of_a_checkpoint() -> None:

@@ -36,9 +36,9 @@ def distributed(size: int, sizes: tuple[int, ...], coordinate: tuple[int, ...], 
 
 
 def fully_sharded(size: int, sizes: tuple[int, ...], coordinate: tuple[int, ...]) -> list[int]:
-    """What ``fully_shard`` does over the first dimension of the mesh to what the others cut before."""
+    """What ``fully_shard`` does over each dimension of the mesh to what the ones behind it have cut before."""
     found = list(range(size))
-    for pieces, index in [*zip(sizes[1:], coordinate[1:], strict=True), (sizes[0], coordinate[0])]:
+    for pieces, index in zip(reversed(sizes), reversed(coordinate), strict=True):
         found = chunk(found, pieces, index)
     return found
 
@@ -126,6 +126,20 @@ def test_a_wrong_reading_never_covers_a_larger_tensor() -> None:
 def test_two_readings_that_no_rank_can_tell_apart_are_refused() -> None:
     with pytest.raises(PlanError, match=r"two readings of .*_StridedShard"):
         runs_of([13], [2, 2, 4], [0, 1, 0], [Cut(0, 8), Cut(0), Cut(0)], [1])
+
+
+def test_three_cuts_are_read_or_refused() -> None:
+    found = []
+    for size, coordinate in itertools.product(range(1, 30), ranks((2, 3, 2))):
+        expected = fully_sharded(size, (2, 3, 2), coordinate)
+        try:
+            (runs,) = runs_of([size], (2, 3, 2), coordinate, [Cut(0, 6), Cut(0, 2), Cut(0)], [len(expected)])
+        except PlanError:
+            found.append("refused")
+        else:
+            assert indices(runs) == expected
+            found.append("read")
+    assert found.count("read") > 2 * found.count("refused") > 0
 
 
 def test_a_part_of_another_shape_is_refused() -> None:

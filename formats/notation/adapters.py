@@ -2,21 +2,26 @@
 
 Beside a weight ``out in`` PEFT keeps ``lora_A``, ``r in``, and ``lora_B``, ``out r``: their product is added to the
 weight. So A is cut if the weight is cut along its input, B if it is cut along its output; otherwise they are
-replicated. Beside experts that are one tensor, ``expert x y``, A is ``(expert r) x`` and B ``y (r expert)``. Source:
-peft/tuners/lora/layer.py (``ParamWrapper``), peft/utils/save_and_load.py of PEFT 0.17.
+replicated. Beside experts that are one tensor, ``expert x y``, A is ``(expert r) x`` and B ``y (r expert)``; since PEFT
+0.19, if the module stores the output first, A is ``(expert r) y`` and B ``x (r expert)``. Names are those of
+transformers' modules (``module_names.py``) or of the checkpoint. Sources: peft/tuners/lora/layer.py (``ParamWrapper``),
+peft/tuners/tuners_utils.py (``_inject_parameters``), peft/utils/save_and_load.py of PEFT 0.17 to 0.21.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
 
 from formats.documents import Unfit, items, json_object, mapping, text, whole
 from formats.errors import PlanError, brief
-from formats.notation.architecture import Architecture, Rule
+from formats.notation.architecture import Architecture
 from formats.notation.architecture_document import architecture_from_document, to_document
 from formats.notation.axes import Shape
+from formats.notation.module_names import ModuleTensor, as_modules, module_tensors, with_first_indices
 
 PREFIX = "base_model.model."
 """What stands before a module's name in an adapter."""
@@ -32,103 +37,198 @@ _LINES: Mapping[str, str] = {
     "lora_embedding_A": "{r} {outer}",
     "lora_embedding_B": "{inner} {r}",
 }
+_FIRST_AS_INPUT = {"lora_A.weight": "({stack} {r}) {first}", "lora_B.weight": "{second} ({r} {stack})"}
+_LAST_AS_INPUT = {"lora_A.weight": "({stack} {r}) {second}", "lora_B.weight": "{first} ({r} {stack})"}
+_WHOLE = ("{whole}",)
+_ASKS = (0, 19)
+"""The first version of PEFT that asks a module whether it stores the input first (``is_transposed``)."""
+_KEY = re.compile(r"(?:\w|-|\\[.d]|\.\*|\.|[|()^$+])+")
+_MOST_REPEATS = 4
 
 
-_OF_STACKS: Mapping[str, str] = {"lora_A.weight": "({stack} {r}) {first}", "lora_B.weight": "{second} ({r} {stack})"}
+@dataclass(frozen=True)
+class Settings:
+    """What ``adapter_config.json`` says of an adapter: ``ranks`` by pattern of a name, ``rank`` for all others."""
+
+    rank: int
+    ranks: Mapping[str, int]
+    targets: tuple[str, ...]
+    version: tuple[int, ...] | None
+
+    def ranks_of(self, name: str) -> tuple[int, ...]:
+        """The rank of what covers a name; several, if a pattern may be for some of its indices alone."""
+        return tuple(dict.fromkeys(_of_patterns(self.ranks, name, self.rank)))
+
+    def layouts(self, stack: ModuleTensor) -> tuple[Mapping[str, str], ...]:
+        """The ways in which PEFT may have joined A and B of a stack of matrices."""
+        if self.version is not None and self.version < _ASKS:
+            return (_FIRST_AS_INPUT,)
+        input_first = any(shape.arrow is not None for shape, _ in stack.shapes)
+        return (_FIRST_AS_INPUT, _LAST_AS_INPUT) if input_first or self.version is None else (_LAST_AS_INPUT,)
+
+    def is_target(self, name: str) -> bool:
+        """Whether a parameter's name ends as one of ``target_parameters``, in which an index may be a number."""
+        return any(_ends_as(name, target) for target in self.targets)
 
 
-def adapter_architecture(base: Architecture, settings: Any, where: object) -> Architecture:
-    """The architecture of an adapter to a model, by its ``adapter_config.json``.
-
-    A module that is saved whole (``modules_to_save``) has the model's own rule. Raises PlanError for an adapter that is
-    not LoRA.
-    """
+def settings_of(found: object, where: object) -> Settings:
+    """Read ``adapter_config.json``. Raises PlanError for an adapter that is not LoRA, or of another form."""
     try:
-        found = json_object(settings, SETTINGS)
-        kind = found.get("peft_type")
+        document = json_object(found, SETTINGS)
+        kind = document.get("peft_type")
         if kind != "LORA":
             raise PlanError(
                 f"{where}: the adapter is {brief(kind)}; only LORA is read", "merge it into its base model first"
             )
-        of_modules = mapping(_RANK)(found.get("rank_pattern") or {}, "rank_pattern")
-        ranks = sorted({_RANK(found.get("r"), "r"), *of_modules.values()})
-        targets = items(text)(found.get("target_parameters") or [], "target_parameters")
+        version = re.match(r"(\d{1,4})\.(\d{1,4})", str(document.get("peft_version") or ""))
+        return Settings(
+            rank=_RANK(document.get("r"), "r"),
+            ranks=patterns_of(document, "rank_pattern", where),
+            targets=items(text)(document.get("target_parameters") or [], "target_parameters"),
+            version=(int(version[1]), int(version[2])) if version else None,
+        )
     except Unfit as error:
         raise PlanError(f"{where}: adapter_config.json: {error}") from None
-    document = to_document(base)
-    lines = {PREFIX + name: rule for name, rule in document["tensors"].items()}
-    for name, rules in base.tensors.items():
-        module, _, leaf = name.rpartition(".")
-        for suffix, line in _LINES.items() if leaf == "weight" and "*" not in name else ():
-            entries = [entry for rule in rules if (entry := _rule(rule, line, ranks))]
-            if entries:
-                lines[f"{PREFIX}{module}.{suffix}"] = entries
-    lines |= {PREFIX + name: {"shape": shapes} for name, shapes in _beside_stacks(base, targets, ranks)}
-    stages = {key if key == "layers" else PREFIX + key: value for key, value in document.get("stages", {}).items()}
-    prefixes = [PREFIX + prefix for prefix in base.prefixes]
-    made = {**document, "prefixes": prefixes, "tensors": lines, "partial": True}
-    return architecture_from_document(made | ({"stages": stages} if stages else {}), base.name, str(where))
 
 
-def _beside_stacks(base: Architecture, targets: Sequence[str], ranks: Sequence[int]) -> Iterator[tuple[str, list[str]]]:
-    """What belongs to stacks of matrices (experts), with its shapes.
-
-    PEFT wraps a module once for each of its tensors that is changed, in their order: the names of all but the last have
-    a ``base_layer`` for each that follows.
-    """
-    of_module: dict[str, list[Stack]] = {}
-    for name, stack in _stacks(base).items():
-        if any(_is_target(name, target) for target in targets):
-            of_module.setdefault(name.rpartition(".")[0], []).append(stack)
-    for module, stacks in of_module.items():
-        for place, stack in enumerate(reversed(stacks)):
-            for suffix, line in _OF_STACKS.items():
-                name = f"{module}.{'base_layer.' * place}{suffix}"
-                yield name, [line.format(r=rank, **stack._asdict()) for rank in ranks]
-
-
-class Stack(NamedTuple):
-    """The dimensions of a stack of matrices, as rules have them."""
-
-    stack: str
-    first: str
-    second: str
-
-
-def _stacks(base: Architecture) -> dict[str, Stack]:
-    """The stacks of matrices of an architecture by name, those of experts that checkpoints have by name among them."""
-    found: dict[str, Stack] = {}
-    for name, rules in base.tensors.items():
-        dims = [str(dim) for dim in rules[0].shapes[0].dims]
-        if len(dims) == 3 and dims[0].isidentifier() and not name.endswith(("*", ".weight")):
-            found[name] = Stack(*dims)
-        apart = _EXPERT.fullmatch(name)
-        if apart is not None and len(dims) == 2:  # transformers makes one tensor of them as it loads them
-            module, axis, leaf = apart.groups()
-            fused, rows = ("gate_up", f"(gate: {dims[0]} + up: {dims[0]})") if leaf == "gate" else (leaf, dims[0])
-            found.setdefault(f"{module}.{fused}_proj", Stack(axis, rows, dims[1]))
+def patterns_of(document: Mapping[str, Any], name: str, where: object) -> Mapping[str, int]:
+    """A table of numbers by patterns of names, regular expressions. Raises PlanError, Unfit."""
+    found = mapping(_RANK)(document.get(name) or {}, name)
+    for key in found:
+        repeats = key.count("*") + key.count("+")
+        if len(key) > 1000 or _KEY.fullmatch(key) is None or repeats > _MOST_REPEATS or re.search(r"\)[*+]", key):
+            raise PlanError(f"{where}: adapter_config.json: {name} has the pattern {brief(key)}, which is not read")
+        try:
+            re.compile(key)
+        except re.error as error:
+            raise PlanError(f"{where}: adapter_config.json: {name}: {brief(key)}: {error}") from None
     return found
 
 
-_EXPERT = re.compile(r"(.*)\.\{(\w+)\}\.(gate|down)_proj\.weight")
+def _of_patterns(patterns: Mapping[str, int], name: str, otherwise: int) -> Iterator[int]:
+    """The numbers that may hold for what a line covers: by the first pattern that fits, as PEFT's get_pattern_key."""
+    first = with_first_indices(name)
+    for key, value in patterns.items():
+        fits = re.match(rf"(.*\.)?({key})$", first) is not None
+        if any(character.isdecimal() for character in key) and first != name:
+            yield value
+        elif fits:
+            yield value
+            return
+    yield otherwise
 
 
-def _is_target(name: str, target: str) -> bool:
-    """Whether a tensor's name ends as a target of PEFT's, in which an index may be a number."""
+def _ends_as(name: str, target: str) -> bool:
     own, other = name.split("."), target.split(".")
     pairs = zip(own[::-1], other[::-1], strict=False)
     return len(other) <= len(own) and all(a == b or (a.startswith("{") and b.isdecimal()) for a, b in pairs)
 
 
-def _rule(rule: Rule, line: str, ranks: Sequence[int]) -> dict[str, Any]:
-    """The rule of what belongs to a weight, in one shape for each shape of the weight and each rank; {} if none."""
-    shapes = dict.fromkeys(shape for weight in rule.shapes for shape in _shapes(weight, line, ranks))
-    if not shapes:
-        return {}
-    return {"shape": [*shapes]} | ({"when": rule.when.text} if rule.when else {})
+@dataclass(frozen=True)
+class Wrapped:
+    """A parameter that PEFT may have wrapped: the names of what belongs to it begin with ``place``.
+
+    ``tensors`` are the ways in which a checkpoint may have it: with each expert by name or not. ``is_stack``: it is a
+    stack of matrices, of which A and B are joined.
+    """
+
+    tensors: tuple[ModuleTensor, ...]
+    place: str
+    is_stack: bool
+
+    @property
+    def name(self) -> str:
+        """The parameter's name."""
+        return self.tensors[0].name
+
+    def key(self, settings: Settings) -> str:
+        """What the patterns of ranks are compared with: a parameter's name if it is a target itself, or its module."""
+        return self.name if settings.is_target(self.name) else self.name.removesuffix(".weight")
 
 
-def _shapes(weight: Shape, line: str, ranks: Sequence[int]) -> Iterator[str]:
-    if len(weight.dims) == 2 and weight.output_dim is not None:
-        outer, inner = weight.dims[weight.output_dim], weight.dims[1 - weight.output_dim]
-        yield from (line.format(r=rank, outer=outer, inner=inner) for rank in ranks)
+def parameters(base: Architecture, config: Mapping[str, Any]) -> Mapping[str, tuple[ModuleTensor, ...]]:
+    """The tensors of a model by the names of modules, and by those of checkpoints, which are modules' elsewhere."""
+    found: dict[str, tuple[ModuleTensor, ...]] = {}
+    for tensor in (*module_tensors(base, config), *as_modules(base)):
+        if tensor not in (others := found.get(tensor.name, ())):
+            found[tensor.name] = (*others, tensor)
+    return found
+
+
+def wrapped(base: Architecture, config: Mapping[str, Any], settings: Settings) -> Iterator[Wrapped]:
+    """The parameters that an adapter to a model may change."""
+    of_module: dict[str, list[tuple[ModuleTensor, ...]]] = {}
+    for name, tensors in parameters(base, config).items():
+        module, _, leaf = name.rpartition(".")
+        if tensors[0].dims == 2 and leaf == "weight" and "*" not in name:
+            yield Wrapped(tensors, f"{module}.", is_stack=False)
+        elif tensors[0].dims == 3 and settings.is_target(name):
+            of_module.setdefault(module, []).append(tensors)
+    for module, stacks in of_module.items():  # PEFT wraps a module once for each of its tensors, in their order
+        inputs = {_matrix(tensors[0].shapes[0][0])[1] for tensors in stacks}
+        stacks.sort(key=lambda tensors: _matrix(tensors[0].shapes[0][0])[0] in inputs)
+        for place, tensors in enumerate(reversed(stacks)):
+            yield Wrapped(tensors, f"{module}.{'base_layer.' * place}", is_stack=True)
+
+
+def _matrix(shape: Shape) -> tuple[str, str]:
+    """The output and the input of a matrix, or of each of a stack."""
+    first, second = (str(dim) for dim in shape.dims[-2:])
+    return (second, first) if shape.arrow is not None else (first, second)
+
+
+def adapter_architecture(base: Architecture, config: Mapping[str, Any], where: object) -> Architecture:
+    """The architecture of an adapter to a model, by the model's config.json with ``adapter_config.json`` in it.
+
+    A module that is saved whole (``modules_to_save``, an embedding) has the model's own rule. Raises PlanError for an
+    adapter that is not LoRA.
+    """
+    settings = settings_of(config[SETTINGS], where)
+    document = to_document(base)
+    lines: dict[str, Any] = {PREFIX + name: rule for name, rule in document["tensors"].items()}
+    stages = {key if key == "layers" else PREFIX + key: value for key, value in document.get("stages", {}).items()}
+    for name, tensors in parameters(base, config).items():
+        if tensors[0].parts[0].source != name:
+            lines[PREFIX + name] = _rules(tensors[0], _WHOLE)
+            stage = base.stage_of(with_first_indices(tensors[0].parts[0].source))
+            stages |= {f"{PREFIX}{name.rpartition('.')[0]}.*": stage.text} if stage is not None else {}
+    for each in wrapped(base, config, settings):
+        lines |= {f"{PREFIX}{each.place}{suffix}": rules for suffix, rules in _beside(each, settings)}
+    lines = {name: rules for name, rules in lines.items() if rules}
+    prefixes = [PREFIX + prefix for prefix in base.prefixes]
+    made = {**document, "prefixes": prefixes, "tensors": lines, "partial": True}
+    return architecture_from_document(made | ({"stages": stages} if stages else {}), base.name, str(where))
+
+
+def _beside(each: Wrapped, settings: Settings) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """What belongs to a parameter, by the end of its name, with its rules."""
+    ranks = settings.ranks_of(each.key(settings))
+    layouts = settings.layouts(each.tensors[0]) if each.is_stack else (_LINES,)
+    for suffix in layouts[0]:
+        texts = [layout[suffix] for layout in layouts]
+        yield suffix, _rules(each.tensors[0], [text.replace("{r}", str(rank)) for rank in ranks for text in texts])
+    if not each.is_stack:
+        yield "base_layer.weight", _rules(each.tensors[0], _WHOLE)
+
+
+def _words(shape: Shape) -> dict[str, str]:
+    dims = [str(dim) for dim in shape.dims]
+    outer, inner = _matrix(shape)
+    return {
+        "whole": str(shape),
+        "stack": dims[0],
+        "first": dims[-2],
+        "second": dims[-1],
+        "outer": outer,
+        "inner": inner,
+    }
+
+
+def _rules(tensor: ModuleTensor, lines: Sequence[str]) -> list[dict[str, Any]]:
+    """Rules for what belongs to a tensor: shapes for each shape of the tensor, under the same conditions."""
+    rules = []
+    for when, pairs in groupby(tensor.shapes, key=lambda pair: pair[1]):
+        shapes = [shape for shape, _ in pairs if lines == _WHOLE or len(shape.dims) == tensor.dims]
+        found = dict.fromkeys(line.format(**_words(shape)) for shape in shapes for line in lines)
+        rules.append({"shape": [*found]} | ({"when": when.text} if when else {}))
+    return [rule for rule in rules if rule["shape"]]

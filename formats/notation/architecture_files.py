@@ -245,7 +245,7 @@ def find_architecture(config: Mapping[str, Any], where: FilePath) -> Architectur
         raise PlanError(f"unknown model_type '{model_type}' in {where / 'config.json'}{names}", hint)
     inside = language_model(config)
     architecture = _built_in(path, inside.file.stem if inside else None)
-    return adapter_architecture(architecture, config[SETTINGS], where) if SETTINGS in config else architecture
+    return adapter_architecture(architecture, config, where) if SETTINGS in config else architecture
 
 
 @cache  # there are more of them than a cache keeps by default

@@ -6,6 +6,7 @@ tensors are there.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -273,8 +274,11 @@ def _with_layouts_on_disk(
 
 
 def _ending(template: str) -> str:
-    """The module's name behind the last index of a line's name."""
-    return template.rpartition(".")[0].rpartition("}.")[2]
+    """The module's name behind the last index of a line's name; that of the weight, for what an adapter adds to it."""
+    return _ADAPTERS.sub("", template.rpartition(".")[0].rpartition("}.")[2])
+
+
+_ADAPTERS = re.compile(r"(\.base_layer)*\.lora_[AB]$")
 
 
 def _layouts_on_disk(

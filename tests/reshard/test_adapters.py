@@ -135,7 +135,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="the adapter is 'IA3'; only LORA is read"):
         split(other, tmp_path / "out", tp=2, config=base)
     wrong = adapter(tmp_path / "wrong", {"r": 3})
-    with pytest.raises(PlanError, match=r"has shape \[2, 37\], and the rule gives '3 vocab' \[3, 37\]"):
+    with pytest.raises(PlanError, match=r"has shape \[2, 37\], but the rule '3 vocab' gives \[3, 37\]"):
         split(wrong, tmp_path / "out", tp=2, config=base)
     local = adapter(tmp_path / "local", {"base_model_name_or_path": str(base)})
     split(local, tmp_path / "out", tp=2)

@@ -1,0 +1,141 @@
+"""The tensors of transformers' own modules, which adapters name, by the lines of a checkpoint's tensors.
+
+A checkpoint may have other names than the modules (``block_sparse_moe`` for ``mlp``), each expert by name where the
+module has one tensor ``experts.gate_up_proj``, or a packed tensor where modules have its components. What a module's
+tensor is made of stands in ``formats/programs/transformers.json``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from formats.notation.architecture import Architecture, Rule
+from formats.notation.axes import Dim, Shape, Summand
+from formats.notation.components import components
+from formats.notation.expressions import Expression
+from formats.notation.format_file import format_of
+from formats.notation.format_rules import Use
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a module's tensor has of a checkpoint's: the line of that one, all of it or the component ``label``."""
+
+    source: str
+    label: str | None = None
+
+
+@dataclass(frozen=True)
+class ModuleTensor:
+    """A tensor of a module, and the checkpoint's tensors that it is made of, joined along their output.
+
+    ``stacked`` is the index of the sources' names that is its first dimension. With ``turned``, the sources have their
+    input first and it has its output first. A rule of it has one shape for each of the sources'.
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+    shapes: tuple[tuple[Shape, Expression | None], ...]
+    stacked: str | None = None
+    turned: bool = False
+
+    @property
+    def dims(self) -> int:
+        """The number of dimensions of its first shape; 0 if it may have any."""
+        first = self.shapes[0][0] if self.shapes else None
+        return 0 if first is None or first.is_open else len(first.dims)
+
+
+def module_tensors(base: Architecture, config: Mapping[str, Any]) -> Iterator[ModuleTensor]:
+    """The tensors that transformers' modules for a config.json have, in place of those of a checkpoint's lines.
+
+    Of a model type that is not known there, they are the checkpoint's.
+    """
+    rules = format_of("transformers").of(config).rules
+    joined: dict[tuple[int, str], dict[int, tuple[Use, Part, tuple[Rule, ...]]]] = defaultdict(dict)
+    order: list[tuple[int, str]] = []
+    for name, of in base.tensors.items():
+        taken = False
+        for each, part, own in _named(name, of):
+            use = next((use for use in rules.uses(each) if not use.line.also and use.line.part is None), None)
+            if use is not None and not (taken and part.label is None):
+                key = id(use.line), use.target
+                order.append(key)
+                joined[key][use.source] = use, part, own
+                taken = True
+        if not taken:
+            yield ModuleTensor(name, (Part(name),), tuple(_each(of)))
+    for key in dict.fromkeys(order):
+        found = [joined[key][slot] for slot in sorted(joined[key])]
+        use = found[0][0]
+        if len(found) == len(use.line.sources):
+            shapes = tuple(_joined(use, [rules for _, _, rules in found]))
+            turned = use.line.order.output_first and any(rule.shapes[0].arrow is not None for rule in found[0][2])
+            stacked = use.stacked[1:-1] if use.stacked else None
+            yield ModuleTensor(_spelled(base, use.target), tuple(part for _, part, _ in found), shapes, stacked, turned)
+
+
+def _spelled(base: Architecture, name: str) -> str:
+    """A name in the architecture's own spelling."""
+    first = base.prefixes[0] if base.prefixes else ""
+    others = sorted(filter(None, base.prefixes), key=len, reverse=True) if first else []
+    found = next((prefix for prefix in others if name.startswith(prefix)), "")
+    return first + name.removeprefix(found) if found else name
+
+
+def as_modules(base: Architecture) -> Iterator[ModuleTensor]:
+    """The tensors of a checkpoint as tensors of modules with the same names."""
+    return (ModuleTensor(name, (Part(name),), tuple(_each(of))) for name, of in base.tensors.items())
+
+
+def _named(name: str, of: tuple[Rule, ...]) -> Iterator[tuple[str, Part, tuple[Rule, ...]]]:
+    """A checkpoint's tensor, or its components under the names that they have where they are not packed."""
+    parts = components(of[0].shapes[0]) if not of[0].shapes[0].is_open else ()
+    module, _, leaf = name.rpartition(".")
+    for part in parts:
+        own = _component(of[0].shapes[0], part.dim, str(part.label))
+        if own is not None:
+            new = f"{module.rpartition('.')[0]}.{part.label}_proj.{leaf}"
+            yield new, Part(name, part.label), (Rule((own,), of[0].when),)
+    yield name, Part(name), of
+
+
+def _component(shape: Shape, dim: int, label: str) -> Shape | None:
+    """The shape of one component that lies in one piece, else None."""
+    own = [summand for summand in shape.dims[dim].summands if summand.label == label]
+    if len(own) != 1:
+        return None
+    return Shape((*shape.dims[:dim], Dim((Summand(own[0].factors),)), *shape.dims[dim + 1 :]), shape.arrow)
+
+
+def _each(of: Sequence[Rule]) -> Iterator[tuple[Shape, Expression | None]]:
+    return ((shape, rule.when) for rule in of for shape in rule.shapes)
+
+
+def _joined(use: Use, of: Sequence[Sequence[Rule]]) -> Iterator[tuple[Shape, Expression | None]]:
+    """The shapes of a tensor that is joined of these, one for each shape that all of them have."""
+    for each in zip(*map(list, map(_each, of)), strict=False):
+        shapes = [shape for shape, _ in each]
+        if any(shape.is_open for shape in shapes):
+            continue
+        made = shapes[0]
+        if use.line.order.output_first and made.arrow is not None:
+            made = Shape((*made.dims[:-2], made.dims[-1], made.dims[-2]))
+        if len(shapes) > 1:
+            at = made.output_dim if made.output_dim is not None else 0
+            dims = [shape.dims[at] for shape in shapes]
+            sum_of = Dim(tuple(Summand((dim,), f"part{place}") for place, dim in enumerate(dims)))
+            made = Shape((*made.dims[:at], sum_of, *made.dims[at + 1 :]), made.arrow)
+        if use.stacked:
+            arrow = None if made.arrow is None else made.arrow + 1
+            made = Shape((Dim((Summand((use.stacked[1:-1],)),)), *made.dims), arrow)
+        yield made, each[0][1]
+
+
+def with_first_indices(name: str) -> str:
+    """The first of the names that a line covers."""
+    return re.sub(r"\{\w+\}", "0", name)

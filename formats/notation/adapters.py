@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -20,7 +20,7 @@ from formats.documents import Unfit, items, json_object, mapping, text, whole
 from formats.errors import PlanError, brief
 from formats.notation.architecture import Architecture
 from formats.notation.architecture_document import architecture_from_document, to_document
-from formats.notation.axes import Shape
+from formats.notation.axes import Dim, Shape, Summand
 from formats.notation.module_names import ModuleTensor, as_modules, module_tensors, with_first_indices
 
 PREFIX = "base_model.model."
@@ -188,10 +188,13 @@ def adapter_architecture(base: Architecture, config: Mapping[str, Any], where: o
     lines: dict[str, Any] = {PREFIX + name: rule for name, rule in document["tensors"].items()}
     stages = {key if key == "layers" else PREFIX + key: value for key, value in document.get("stages", {}).items()}
     for name, tensors in parameters(base, config).items():
+        module, _, leaf = name.rpartition(".")
+        if leaf == "bias":
+            lines[f"{PREFIX}{module}.base_layer.bias"] = _rules(tensors, _WHOLE)
         if tensors[0].parts[0].source != name:
-            lines[PREFIX + name] = _rules(tensors[0], _WHOLE)
+            lines[PREFIX + name] = _rules(tensors, _WHOLE)
             stage = base.stage_of(with_first_indices(tensors[0].parts[0].source))
-            stages |= {f"{PREFIX}{name.rpartition('.')[0]}.*": stage.text} if stage is not None else {}
+            stages |= {f"{PREFIX}{module}.*": stage.text} if stage is not None else {}
     for each in wrapped(base, config, settings):
         lines |= {f"{PREFIX}{each.place}{suffix}": rules for suffix, rules in _beside(each, settings)}
     lines = {name: rules for name, rules in lines.items() if rules}
@@ -206,29 +209,35 @@ def _beside(each: Wrapped, settings: Settings) -> Iterator[tuple[str, list[dict[
     layouts = settings.layouts(each.tensors[0]) if each.is_stack else (_LINES,)
     for suffix in layouts[0]:
         texts = [layout[suffix] for layout in layouts]
-        yield suffix, _rules(each.tensors[0], [text.replace("{r}", str(rank)) for rank in ranks for text in texts])
+        yield suffix, _rules(each.tensors, [text.replace("{r}", str(rank)) for rank in ranks for text in texts])
     if not each.is_stack:
-        yield "base_layer.weight", _rules(each.tensors[0], _WHOLE)
+        yield "base_layer.weight", _rules(each.tensors, _WHOLE)
 
 
 def _words(shape: Shape) -> dict[str, str]:
-    dims = [str(dim) for dim in shape.dims]
-    outer, inner = _matrix(shape)
-    return {
-        "whole": str(shape),
-        "stack": dims[0],
-        "first": dims[-2],
-        "second": dims[-1],
-        "outer": outer,
-        "inner": inner,
-    }
+    if len(shape.dims) < 2:
+        return {"whole": str(shape)}
+    (stack, *_), (first, second), (outer, inner) = shape.dims, shape.dims[-2:], _matrix(shape)
+    of_stack = {"stack": str(stack), "first": str(first), "second": str(second)}
+    return {"whole": str(shape), **of_stack, "outer": outer, "inner": inner}
 
 
-def _rules(tensor: ModuleTensor, lines: Sequence[str]) -> list[dict[str, Any]]:
-    """Rules for what belongs to a tensor: shapes for each shape of the tensor, under the same conditions."""
+def _rules(tensors: Sequence[ModuleTensor], lines: Sequence[str]) -> list[dict[str, Any]]:
+    """Rules for what belongs to a tensor: shapes for each shape that it may have, under the same conditions."""
     rules = []
-    for when, pairs in groupby(tensor.shapes, key=lambda pair: pair[1]):
-        shapes = [shape for shape, _ in pairs if lines == _WHOLE or len(shape.dims) == tensor.dims]
+    every = [(shape, when) for tensor in tensors for shape, when in tensor.shapes]
+    for when, pairs in groupby(every, key=lambda pair: pair[1]):
+        shapes = [_unlabelled(shape) for shape, _ in pairs if lines == _WHOLE or len(shape.dims) == tensors[0].dims]
         found = dict.fromkeys(line.format(**_words(shape)) for shape in shapes for line in lines)
         rules.append({"shape": [*found]} | ({"when": when.text} if when else {}))
     return [rule for rule in rules if rule["shape"]]
+
+
+def _unlabelled(shape: Shape) -> Shape:
+    """The same shape without the names of components: a tensor may be known under several."""
+    return replace(shape, dims=tuple(map(_plain, shape.dims)))
+
+
+def _plain(dim: Dim) -> Dim:
+    each = ([_plain(factor) if isinstance(factor, Dim) else factor for factor in of.factors] for of in dim.summands)
+    return replace(dim, summands=tuple(Summand(tuple(factors)) for factors in each))

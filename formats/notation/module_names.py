@@ -56,14 +56,14 @@ def module_tensors(base: Architecture, config: Mapping[str, Any]) -> Iterator[Mo
     Of a model type that is not known there, they are the checkpoint's.
     """
     rules = format_of("transformers").of(config).rules
-    joined: dict[tuple[int, str], dict[int, tuple[Use, Part, tuple[Rule, ...]]]] = defaultdict(dict)
-    order: list[tuple[int, str]] = []
+    joined: dict[tuple[int, str, bool], dict[int, tuple[Use, Part, tuple[Rule, ...]]]] = defaultdict(dict)
+    order: list[tuple[int, str, bool]] = []
     for name, of in base.tensors.items():
         taken = False
         for each, part, own in _named(name, of):
             use = next((use for use in rules.uses(each) if not use.line.also and use.line.part is None), None)
             if use is not None and not (taken and part.label is None):
-                key = id(use.line), use.target
+                key = id(use.line), use.target, part.label is not None
                 order.append(key)
                 joined[key][use.source] = use, part, own
                 taken = True
@@ -72,19 +72,28 @@ def module_tensors(base: Architecture, config: Mapping[str, Any]) -> Iterator[Mo
     for key in dict.fromkeys(order):
         found = [joined[key][slot] for slot in sorted(joined[key])]
         use = found[0][0]
-        if len(found) == len(use.line.sources):
+        name = _spelled(base, use.target)
+        if len(found) == len(use.line.sources) and name is not None:
             shapes = tuple(_joined(use, [rules for _, _, rules in found]))
             turned = use.line.order.output_first and any(rule.shapes[0].arrow is not None for rule in found[0][2])
             stacked = use.stacked[1:-1] if use.stacked else None
-            yield ModuleTensor(_spelled(base, use.target), tuple(part for _, part, _ in found), shapes, stacked, turned)
+            yield ModuleTensor(name, tuple(part for _, part, _ in found), shapes, stacked, turned)
 
 
-def _spelled(base: Architecture, name: str) -> str:
-    """A name in the architecture's own spelling."""
-    first = base.prefixes[0] if base.prefixes else ""
-    others = sorted(filter(None, base.prefixes), key=len, reverse=True) if first else []
-    found = next((prefix for prefix in others if name.startswith(prefix)), "")
-    return first + name.removeprefix(found) if found else name
+def _spelled(base: Architecture, name: str) -> str | None:
+    """A name in the architecture's own spelling: that of its line, or with its first prefix in place of another.
+
+    None if it would be another line's name with another prefix.
+    """
+    prefixes = sorted(base.prefixes, key=len, reverse=True)
+    tail = next((name.removeprefix(prefix) for prefix in prefixes if name.startswith(prefix)), None)
+    spelled = [name] if tail is None else [name, *(prefix + tail for prefix in base.prefixes)]
+    covered = (base.match(with_first_indices(each)) for each in spelled[:2])
+    own = next((match.template for match in covered if match and not match.template.endswith("*")), None)
+    if own is not None or tail is None:
+        return own or name
+    is_free = all(base.match(with_first_indices(each)) is None for each in spelled)
+    return spelled[1] if is_free else None
 
 
 def as_modules(base: Architecture) -> Iterator[ModuleTensor]:

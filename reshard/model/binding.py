@@ -14,6 +14,7 @@ from typing import Any
 
 from formats.errors import NotationError, PlanError
 from formats.mesh import Mesh
+from formats.notation.adapters import SETTINGS
 from formats.notation.architecture import Architecture, Match, Rule
 from formats.notation.axes import Shape
 from formats.quantization.companions import Companion, shape_of, stated_shape, takes_heads
@@ -345,6 +346,8 @@ def _no_rule(tensor: FullTensor, architecture: Architecture, settings: Mapping[s
     method = unknown_method(settings, tensor.name)
     if method is not None:
         return PlanError(f"{what}: the model is quantized by {method}, a method that is not known here", _UNQUANTIZED)
+    if SETTINGS in settings:
+        return PlanError(what, "is config.json that of the adapter's base model? docs/how-to/adapters.md: what is read")
     save = "save the plan with 'reshard plan SOURCE --save FILE'"
     module = tensor.name.rpartition(".")[0]
     weight = architecture.match(f"{module}.weight")

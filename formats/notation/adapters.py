@@ -14,9 +14,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
-from formats.documents import Unfit, items, json_object, mapping, text, whole
+from formats.documents import Reader, Unfit, items, json_object, mapping, text, whole
 from formats.errors import PlanError, brief
 from formats.notation.architecture import Architecture
 from formats.notation.architecture_document import architecture_from_document, to_document
@@ -27,6 +27,7 @@ PREFIX = "base_model.model."
 """What stands before a module's name in an adapter."""
 SETTINGS = "peft_config"
 """The entry of a config that has an adapter's own settings, beside those of the model that it changes."""
+Number = TypeVar("Number", int, float)
 _RANK = whole(1, 1 << 20)
 _LINES: Mapping[str, str] = {
     "lora_A.weight": "{r} {inner}",
@@ -83,7 +84,7 @@ def settings_of(found: object, where: object) -> Settings:
         version = re.match(r"(\d{1,4})\.(\d{1,4})", str(document.get("peft_version") or ""))
         return Settings(
             rank=_RANK(document.get("r"), "r"),
-            ranks=patterns_of(document, "rank_pattern", where),
+            ranks=patterns_of(document, "rank_pattern", where, _RANK),
             targets=items(text)(document.get("target_parameters") or [], "target_parameters"),
             version=(int(version[1]), int(version[2])) if version else None,
         )
@@ -91,9 +92,9 @@ def settings_of(found: object, where: object) -> Settings:
         raise PlanError(f"{where}: adapter_config.json: {error}") from None
 
 
-def patterns_of(document: Mapping[str, Any], name: str, where: object) -> Mapping[str, int]:
+def patterns_of(document: Mapping[str, Any], name: str, where: object, reader: Reader[Number]) -> Mapping[str, Number]:
     """A table of numbers by patterns of names, regular expressions. Raises PlanError, Unfit."""
-    found = mapping(_RANK)(document.get(name) or {}, name)
+    found = mapping(reader)(document.get(name) or {}, name)
     for key in found:
         repeats = key.count("*") + key.count("+")
         if len(key) > 1000 or _KEY.fullmatch(key) is None or repeats > _MOST_REPEATS or re.search(r"\)[*+]", key):
@@ -106,16 +107,20 @@ def patterns_of(document: Mapping[str, Any], name: str, where: object) -> Mappin
 
 
 def _of_patterns(patterns: Mapping[str, int], name: str, otherwise: int) -> Iterator[int]:
-    """The numbers that may hold for what a line covers: by the first pattern that fits, as PEFT's get_pattern_key."""
+    """The numbers that may hold for what a line covers: by the first pattern that fits."""
     first = with_first_indices(name)
     for key, value in patterns.items():
-        fits = re.match(rf"(.*\.)?({key})$", first) is not None
         if any(character.isdecimal() for character in key) and first != name:
             yield value
-        elif fits:
+        elif of_pattern({key: value}, first, 0):
             yield value
             return
     yield otherwise
+
+
+def of_pattern(patterns: Mapping[str, Number], name: str, otherwise: Number) -> Number:
+    """The number for a name: by the first pattern that fits, as PEFT's get_pattern_key."""
+    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), otherwise)
 
 
 def _ends_as(name: str, target: str) -> bool:
@@ -201,6 +206,29 @@ def adapter_architecture(base: Architecture, config: Mapping[str, Any], where: o
     prefixes = [PREFIX + prefix for prefix in base.prefixes]
     made = {**document, "prefixes": prefixes, "tensors": lines, "partial": True}
     return architecture_from_document(made | ({"stages": stages} if stages else {}), base.name, str(where))
+
+
+def belongings(base: Architecture, config: Mapping[str, Any], settings: Settings) -> Mapping[str, tuple[Wrapped, str]]:
+    """The lines of what belongs to a parameter: the parameter, and the end of the line's name."""
+    return {
+        f"{PREFIX}{each.place}{suffix}": (each, suffix)
+        for each in wrapped(base, config, settings)
+        for suffix, _ in _beside(each, settings)
+    }
+
+
+def first_is_input(each: Wrapped, a: Shape, settings: Settings) -> bool | None:
+    """Whether PEFT takes the first dimension of a matrix (behind that of a stack) as its input, given the rule of A.
+
+    None if that cannot be told.
+    """
+    shape = _unlabelled(each.tensors[0].shapes[0][0])
+    if not each.is_stack:
+        return shape.arrow is not None
+    layouts, words = settings.layouts(each.tensors[0]), _words(shape)
+    if words["first"] == words["second"]:
+        return layouts[0] is _FIRST_AS_INPUT if len(layouts) == 1 else None
+    return str(a.dims[-1]) == words["first"]
 
 
 def _beside(each: Wrapped, settings: Settings) -> Iterator[tuple[str, list[dict[str, Any]]]]:

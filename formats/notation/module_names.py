@@ -58,9 +58,9 @@ def module_tensors(base: Architecture, config: Mapping[str, Any]) -> Iterator[Mo
     rules = format_of("transformers").of(config).rules
     joined: dict[tuple[int, str, bool], dict[int, tuple[Use, Part, tuple[Rule, ...]]]] = defaultdict(dict)
     order: list[tuple[int, str, bool]] = []
-    for name, of in base.tensors.items():
+    for template, of in base.tensors.items():
         taken = False
-        for each, part, own in _named(name, of):
+        for each, part, own in _named(template, of):
             use = next((use for use in rules.uses(each) if not use.line.also and use.line.part is None), None)
             if use is not None and not (taken and part.label is None):
                 key = id(use.line), use.target, part.label is not None
@@ -68,7 +68,7 @@ def module_tensors(base: Architecture, config: Mapping[str, Any]) -> Iterator[Mo
                 joined[key][use.source] = use, part, own
                 taken = True
         if not taken:
-            yield ModuleTensor(name, (Part(name),), tuple(_each(of)))
+            yield ModuleTensor(template, (Part(template),), tuple(_each(of)))
     for key in dict.fromkeys(order):
         found = [joined[key][slot] for slot in sorted(joined[key])]
         use = found[0][0]

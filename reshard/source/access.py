@@ -34,13 +34,15 @@ class Access(HubAccess):
 
     ``plan_file`` is an architecture file of the user's own, ``config`` a folder with the config.json of a model in
     another program's format. With ``download`` the weights of a Hub id are downloaded into the cache, not read by
-    ranges. With ``dequantize`` weights of 8-bit floats are read as if they were in bfloat16.
+    ranges. With ``dequantize`` weights of 8-bit floats are read as if they were in bfloat16. ``adapter`` is a LoRA
+    adapter: the source is read as if it had been merged into it.
     """
 
     plan_file: Path | None = None
     config: Path | None = None
     download: bool = False
     dequantize: bool = False
+    adapter: str | Path | None = None
 
 
 def find(source: str | Path, access: HubAccess, weights: Weights) -> FilePath:
@@ -65,6 +67,11 @@ def open_any(source: str | Path, access: Access, weights: Weights = Weights.RANG
         from reshard.source.dequantized import dequantized  # numpy
 
         path = StoredPath(dequantized(path, access.plan_file))
+    if access.adapter is not None:
+        from reshard.source.adapted import adapted  # numpy
+
+        hub = HubAccess(token=access.token, cache_dir=access.cache_dir, quiet=access.quiet)
+        path = StoredPath(adapted(path, find(access.adapter, hub, Weights.FILES), access.plan_file))
     opened = open_source(path, plan_file=access.plan_file, config=access.config)
     if access.config is not None and opened.format is None and SETTINGS not in opened.model.config:
         raise CheckpointError(f"{opened.path} has a config.json of its own", "leave --config out")

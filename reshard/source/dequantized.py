@@ -230,16 +230,17 @@ class DequantizedFile(Remote):
         return read
 
 
-class _Kept:
-    """Scales by their keys, those used last: at most ``_KEPT`` bytes, or those of one weight."""
+class Kept:
+    """Arrays by their keys, those used last: at most ``limit`` bytes, or one."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._lock = threading.Lock()
         self._arrays: OrderedDict[object, NDArray[Any]] = OrderedDict()
         self.nbytes = 0
 
     def get(self, key: object, make: Callable[[], NDArray[Any]]) -> NDArray[Any]:
-        """The scales of this key, made unless they are kept."""
+        """The array of this key, made unless it is kept."""
         with self._lock:
             if key in self._arrays:
                 self._arrays.move_to_end(key)
@@ -249,12 +250,12 @@ class _Kept:
             if key not in self._arrays:  # another thread may have made the same
                 self._arrays[key] = made
                 self.nbytes += made.nbytes
-            while len(self._arrays) > 1 and self.nbytes > _KEPT:
+            while len(self._arrays) > 1 and self.nbytes > self._limit:
                 self.nbytes -= self._arrays.popitem(last=False)[1].nbytes
         return made
 
 
-_SCALES = _Kept()
+_SCALES = Kept(_KEPT)
 
 
 def dequantized(path: FilePath, plan_file: Path | None = None) -> RangeStore:
@@ -278,7 +279,7 @@ def dequantized(path: FilePath, plan_file: Path | None = None) -> RangeStore:
     if not scaled:
         raise CheckpointError(f"{path} has no weights of 8-bit floats", "leave --dequantize out")
     _refuse_float16(checkpoint, sizes.settings, scaled, gone)
-    files = [remote_of(file.path) or _local(file.path, path, stamps[file.path]) for file in checkpoint.files]
+    files = [remote_of(file.path) or local_file(file.path, path, stamps[file.path]) for file in checkpoint.files]
     made = dict(_files(checkpoint, scaled, gone, files))
     contents: dict[str, Content] = {**made, **dict(_side_files(checkpoint, made))}
     check_unchanged(stamps)
@@ -294,7 +295,8 @@ def _sides(checkpoint: Checkpoint) -> list[FilePath]:
     return [*checkpoint.side_files, *([checkpoint.path / checkpoint.index_name] if checkpoint.index_name else [])]
 
 
-def _local(path: FilePath, root: FilePath, stamp: Stamp) -> LocalFile:
+def local_file(path: FilePath, root: FilePath, stamp: Stamp) -> LocalFile:
+    """A file of a folder on this machine, in the state that its stamp says."""
     here, folder = local_path(path), local_path(root)
     assert here is not None and folder is not None
     return LocalFile(here, folder, stamp.size, stamp.mtime_ns, stamp.inode, stamp.content)

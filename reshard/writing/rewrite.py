@@ -168,6 +168,8 @@ def _summary(
     source, plan = new.source, new.arrangement.plan
     full = source.model.sizes.of({})
     notes = ["weights in fp8 were dequantized to BF16"] if request.dequantize else []
+    if request.adapter is not None:
+        notes.append("the adapter was added to the weights, in float32, rounded once")
     return Summary(
         command=new.command, source=source.location, out=where, source_mesh=source.plan.mesh, mesh=plan.mesh,
         tensors=len(plan.model.tensors), files=len(share.files), written=0, complete=False, dry_run=request.dry_run,

@@ -1,0 +1,276 @@
+"""A base model that reads like the one into which an adapter was merged: its weights are computed when they are read.
+
+The files have the headers of the base model's: only bytes of the weights that the adapter changes differ. Each element
+is ``W + scale * (B A)`` in float32, rounded once to the dtype of the weight, to nearest, ties to even. The products are
+summed in the order of the rank, one after the other, so no bit depends on which range is read, or on a library.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from formats.documents import read_config
+from formats.errors import CheckpointError
+from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, Checkpoint, has_adapter, open_checkpoint
+from formats.files.safetensors import TensorInfo, read_header
+from formats.files.sharded import is_sharded
+from formats.files.stamps import check_unchanged, stamps_in, stamps_of
+from formats.notation.architecture_files import find_architecture, load_architecture
+from formats.store import FilePath, StoredPath, location_of, name_in
+from reshard.source.dequantized import Kept, local_file
+from reshard.source.low_rank import Changes, Product, Term, changes_of
+from reshard.store.range_store import Content, RangeStore, remote_of
+from reshard.store.remote import Read, Remote
+
+_VERSION = 1
+"""The version of the arithmetic: files that were computed with another version count as changed."""
+_TILE = 1 << 16
+"""So many elements are computed at a time: they stay in a core's cache."""
+
+Floats = NDArray[np.float32]
+
+
+class Piece(NamedTuple):
+    """A tensor of a file, up to byte ``end`` there, from byte ``source`` on of file number ``number``.
+
+    ``terms`` are added to its matrices of ``rows`` times ``columns`` elements of ``dtype``.
+    """
+
+    begin: int
+    end: int
+    number: int
+    source: int
+    dtype: str
+    rows: int
+    columns: int
+    terms: tuple[Term, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AdaptedFile(Remote):
+    """A weight file that is computed from file number ``number`` of ``files``, and from the adapter's, the last."""
+
+    header: bytes
+    pieces: tuple[Piece, ...]
+    files: tuple[Remote, ...]
+    number: int
+    size: int
+
+    @property
+    def used(self) -> tuple[Remote, Remote]:
+        """The files that it is made of."""
+        return self.files[self.number], self.files[-1]
+
+    @cached_property
+    def identity(self) -> str:
+        """A digest of the identities of the files that it is made of, and of which bytes each tensor is made of."""
+        found = hashlib.sha256(self.header)
+        pieces = [[*piece[:-1], [_plain(term) for term in piece.terms]] for piece in self.pieces]
+        found.update(json.dumps([_VERSION, [file.identity for file in self.used], pieces]).encode())
+        return f"adapted:{found.hexdigest()[:32]}"
+
+    @property
+    def made_of(self) -> str | None:
+        """A digest of the inodes."""
+        found = [file.made_of for file in self.used]
+        return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:32] if any(found) else None
+
+    @property
+    def address(self) -> str:
+        """That of the base model's file."""
+        return self.files[self.number].address
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Those of the base model's file and of the adapter's."""
+        return tuple(path for file in self.used for path in file.paths)
+
+    def over_network(self, nbytes: int) -> int:
+        """What is fetched of the base model's file."""
+        return self.files[self.number].over_network(nbytes)
+
+    def check_unchanged(self) -> None:
+        """Raise MismatchError if a file that it is made of has changed."""
+        for file in self.used:
+            file.check_unchanged()
+
+    def open(self) -> Read:
+        """Open the files that it is made of, each when it is needed."""
+        lock = threading.Lock()
+        opened = dict[int, Read]()
+        ends = [piece.end for piece in self.pieces]
+
+        def content(number: int, start: int, stop: int) -> memoryview:
+            with lock:
+                if number not in opened:
+                    opened[number] = self.files[number].open()
+            return opened[number](start, stop)
+
+        def adapter(info: TensorInfo) -> Floats:
+            key = self.files[-1].identity, info.offset
+            last = len(self.files) - 1
+            return _FACTORS.get(
+                key, lambda: _floats(content(last, info.offset, info.offset + info.nbytes), info.dtype, info.shape)
+            )
+
+        def read(start: int, stop: int) -> memoryview:
+            found = bytearray(stop - start)
+            if start < len(self.header):
+                found[: len(self.header) - start] = self.header[start:stop]
+            for piece in self.pieces[bisect_right(ends, start) :]:
+                if piece.begin >= stop:
+                    break
+                begin, end = max(start, piece.begin) - piece.begin, min(stop, piece.end) - piece.begin
+                size = _SIZES[piece.dtype] if piece.terms else 1
+                first, last = begin // size, -(-end // size)  # a range may begin or end within an element
+                own = content(piece.number, piece.source + first * size, piece.source + last * size)
+                if piece.terms:
+                    own = _added(own, piece, first, adapter)[begin - first * size :][: end - begin]
+                at = piece.begin + begin - start
+                found[at : at + end - begin] = own
+            return memoryview(found)
+
+        return read
+
+
+_FACTORS = Kept(256 << 20)
+"""A and B of the modules used last, in float32."""
+
+
+def _plain(term: Term) -> list[Any]:
+    product = term.product
+    infos = [[info.offset, info.dtype, info.shape] for info in (product.a, product.b)]
+    return [*infos, *product[2:], *term[1:]]
+
+
+def factors(product: Product, expert: int, a: Floats, b: Floats) -> tuple[Floats, Floats]:
+    """The two matrices whose product is that of an expert, as the weight has it."""
+    own_a = a.reshape(product.experts, -1, a.shape[1])[expert]
+    own_b = b.reshape(b.shape[0], -1, product.experts)[:, :, expert]
+    return (own_a.T, own_b.T) if product.crossed else (own_b, own_a)
+
+
+def _added(own: memoryview, piece: Piece, first: int, adapter: Callable[[TensorInfo], Floats]) -> memoryview:
+    """Elements of a tensor from number ``first`` on, with what the terms add to them."""
+    size, (rows, columns) = _SIZES[piece.dtype], (piece.rows, piece.columns)
+    count = len(own) // size
+    top, bottom = first // columns, -(-(first + count) // columns)
+    padded = np.zeros((bottom - top) * columns, f"<u{size}")  # whole rows: what lies around the range is cut off again
+    padded[first - top * columns :][:count] = np.frombuffer(own, padded.dtype)
+    lines = padded.reshape(-1, columns)
+    for term in piece.terms:
+        start = term.matrix * rows
+        if start >= bottom or start + rows <= top:
+            continue
+        left, right = factors(term.product, term.expert, adapter(term.product.a), adapter(term.product.b))
+        of = slice(term.at, term.at + term.length)
+        left, right = (left, right[:, of]) if term.along else (left[of], right)
+        along = term.along
+        if term.product.turned:
+            left, right, along = right.T, left.T, 1 - along
+        column, row = (term.begin, start) if along else (0, start + term.begin)
+        right = np.ascontiguousarray(right)
+        low, high = max(top, row), min(bottom, row + len(left))
+        step = max(1, _TILE // right.shape[1])
+        for at in range(low, high, step):
+            until = min(at + step, high)
+            block = lines[at - top : until - top, column : column + right.shape[1]]
+            block[:] = _sum(block, piece.dtype, left[at - row : until - row], right, term.product.scale)
+    return padded[first - top * columns :][:count].view(np.uint8).data
+
+
+def _sum(block: NDArray[Any], dtype: str, left: Floats, right: Floats, scale: float) -> NDArray[Any]:
+    """``W + scale * (left right)`` as numbers of the weight's dtype, given those of W."""
+    total, term = left[:, :1] * right[0], np.empty((len(left), right.shape[1]), np.float32)
+    for k in range(1, len(right)):
+        np.multiply(left[:, k : k + 1], right[k], out=term)
+        total += term
+    total *= np.float32(scale)
+    total += _widened(block, dtype)
+    return _rounded(total, dtype)
+
+
+def _widened(numbers: NDArray[Any], dtype: str) -> Floats:
+    if dtype == "BF16":
+        return (numbers.astype("<u4") << 16).view("<f4")
+    return np.ascontiguousarray(numbers).view("<f2" if dtype == "F16" else "<f4").astype("<f4")
+
+
+def _rounded(values: Floats, dtype: str) -> NDArray[Any]:
+    """The nearest numbers of a dtype, ties to even."""
+    bits = values.view("<u4")
+    if dtype == "F32":
+        return bits
+    if dtype == "F16":
+        with np.errstate(over="ignore"):
+            return values.astype("<f2").view("<u2")
+    even = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
+    return np.where(np.isnan(values), (bits >> 16) | 0x40, even).astype("<u2")
+
+
+_SIZES = {"BF16": 2, "F16": 2, "F32": 4}
+
+
+def _floats(content: memoryview, dtype: str, shape: tuple[int, ...]) -> Floats:
+    return _widened(np.frombuffer(content, f"<u{_SIZES[dtype]}"), dtype).reshape(shape)
+
+
+def adapted(path: FilePath, adapter: FilePath, plan_file: Path | None = None) -> RangeStore:
+    """A base model as if an adapter had been merged into it: a store around it.
+
+    Raises CheckpointError if either is not what it should be, PlanError for an adapter that is not plain LoRA, and
+    MismatchError for one of another base model.
+    """
+    if is_sharded(path):
+        raise CheckpointError(f"{path} is split: an adapter is merged into a full checkpoint", "merge the ranks first")
+    if not has_adapter(adapter):
+        raise CheckpointError(f"{adapter} is no PEFT adapter: it needs {ADAPTER} and {ADAPTER_CONFIG}, and no model")
+    known = stamps_in(path)
+    checkpoint = open_checkpoint(path)
+    if any(file.header is None for file in checkpoint.files):
+        raise CheckpointError(f"{path}: an adapter is merged only into safetensors")
+    sides = [*checkpoint.side_files, *([path / checkpoint.index_name] if checkpoint.index_name else [])]
+    stamps = stamps_of([*(file.path for file in checkpoint.files), *sides], path, known)
+    own = stamps_of([adapter / ADAPTER, adapter / ADAPTER_CONFIG], adapter, stamps_in(adapter))
+    tensors = read_header(adapter / ADAPTER).tensors
+    base = load_architecture(plan_file) if plan_file else find_architecture(checkpoint.config, path)
+    changes = changes_of(base, checkpoint, read_config(adapter / ADAPTER_CONFIG), tensors)
+    files = [remote_of(file.path) or local_file(file.path, path, stamps[file.path]) for file in checkpoint.files]
+    added = remote_of(adapter / ADAPTER) or local_file(adapter / ADAPTER, adapter, own[adapter / ADAPTER])
+    made = dict(_files(checkpoint, changes, [*files, added]))
+    contents: dict[str, Content] = {**{name_in(side, path): side for side in sides}, **made}
+    check_unchanged({**stamps, **own})
+    commit = path.store.commit if isinstance(path, StoredPath) else None
+    location = location_of(path)
+    store = RangeStore(f"{location} + {location_of(adapter)}", contents, location=location, commit=commit)
+    store.keep({name: {0: file.header} for name, file in made.items()})
+    return store
+
+
+def _files(checkpoint: Checkpoint, changes: Changes, files: Sequence[Remote]) -> Iterator[tuple[str, AdaptedFile]]:
+    held: dict[FilePath, list[TensorInfo]] = {file.path: [] for file in checkpoint.files}
+    for info in checkpoint.tensors.values():
+        held[info.file].append(info)
+    for number, file in enumerate(checkpoint.files):
+        pieces = (_piece(info, changes, number, len(files) - 1) for info in held[file.path] if info.nbytes)
+        assert file.header is not None
+        ordered = tuple(sorted(pieces, key=lambda piece: piece.begin))
+        yield file.name, AdaptedFile(file.header, ordered, tuple(files), number, file.size)
+
+
+def _piece(info: TensorInfo, changes: Changes, number: int, last: int) -> Piece:
+    other, terms = changes.replaced.get(info.name), tuple(changes.terms.get(info.name, ()))
+    rows, columns = info.shape[-2:] if terms else (1, 1)
+    source = (number, info.offset) if other is None else (last, other.offset)
+    return Piece(info.offset, info.offset + info.nbytes, *source, info.dtype, rows, columns, terms)

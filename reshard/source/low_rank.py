@@ -1,0 +1,295 @@
+"""What a LoRA adapter adds to each weight of its base model: which product of A and B, times what.
+
+Merging is arithmetic: ``W + scale * (B A)``, where ``scale`` is alpha / r, or alpha / sqrt(r) if the adapter is
+rank-stabilised. Source: peft/tuners/lora/layer.py (``get_delta_weight``), peft/utils/other.py (``get_pattern_key``).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, NamedTuple
+
+from formats.documents import Unfit, number
+from formats.errors import MismatchError, PlanError
+from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, Checkpoint
+from formats.files.safetensors import TensorInfo
+from formats.notation.adapters import (
+    PREFIX,
+    SETTINGS,
+    Settings,
+    Wrapped,
+    adapter_architecture,
+    belongings,
+    first_is_input,
+    of_pattern,
+    patterns_of,
+    settings_of,
+)
+from formats.notation.architecture import Architecture
+from formats.notation.axes import Dim
+from formats.notation.module_names import ModuleTensor, Part
+from formats.notation.patterns import Pattern
+from reshard.model.binding import bind
+from reshard.model.model import BoundTensor, FullTensor, Model
+
+FLOATS = ("BF16", "F16", "F32")
+"""The dtypes of weights that something is added to."""
+_UNREAD = (
+    "use_dora", "lora_bias", "use_qalora", "layer_replication", "alora_invocation_tokens", "arrow_config",
+    "kasa_config", "velora_config", "monteclora_config", "use_bdlora", "trainable_token_indices", "modules_to_save",
+)  # fmt: skip
+"""Settings of PEFT's with which a merge is something else, or more, than this sum."""
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mifa")
+"""Ways to begin the training that change the base model."""
+_A, _B = ("lora_A.weight", "lora_embedding_A"), ("lora_B.weight", "lora_embedding_B")
+
+
+_Names = Mapping[tuple[str, tuple[tuple[str, int], ...]], TensorInfo]
+"""A checkpoint's tensors by their lines and indices."""
+
+
+class Product(NamedTuple):
+    """``scale`` times B A, for each of ``experts``: ``a`` is ``(expert r) x``, ``b`` is ``y (r expert)``.
+
+    It has y as rows; with ``crossed``, x. ``turned``: the weight has the rows as columns.
+    """
+
+    a: TensorInfo
+    b: TensorInfo
+    experts: int
+    crossed: bool
+    turned: bool
+    scale: float
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns, before they are turned."""
+        sides = self.b.shape[0], self.a.shape[1]
+        return (sides[1], sides[0]) if self.crossed else sides
+
+
+class Term(NamedTuple):
+    """What is added to a matrix of a weight: rows (``along`` is 0) or columns ``at`` to ``at + length`` of a product.
+
+    They are added to those from ``begin`` on along the same dimension, as it is in the product. ``matrix`` is the
+    matrix's number in a weight that is a stack, ``expert`` that of the product.
+    """
+
+    product: Product
+    expert: int
+    matrix: int
+    along: int
+    begin: int
+    at: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What an adapter changes, by the names of weights: it adds terms to some, and has some itself."""
+
+    terms: Mapping[str, Sequence[Term]]
+    replaced: Mapping[str, TensorInfo]
+
+
+def changes_of(base: Architecture, checkpoint: Checkpoint, settings: Any, tensors: Mapping[str, TensorInfo]) -> Changes:
+    """What an adapter with these settings and tensors changes.
+
+    Raises PlanError for an adapter that is not plain LoRA, MismatchError for one of another base model.
+    """
+    config = {**checkpoint.config, SETTINGS: settings}
+    lora = settings_of(settings, ADAPTER)
+    _refuse(settings)
+    architecture = adapter_architecture(base, config, ADAPTER)
+    found = [FullTensor(info.name, info.dtype, info.shape, info.file.name) for info in tensors.values()]
+    model = bind(architecture, config, found)
+    merging = _Merging(base, checkpoint, lora, _Scales(settings, lora), model, tensors)
+    return merging.changes(belongings(base, config, lora))
+
+
+def _refuse(settings: Mapping[str, Any]) -> None:
+    """Raise PlanError for settings with which a merge is not this sum."""
+    asked = next((name for name in _UNREAD if settings.get(name)), None)
+    begun = settings.get("init_lora_weights")
+    if asked is None and isinstance(begun, str) and begun.lower().startswith(_CHANGES_BASE):
+        asked = f"init_lora_weights={begun}"
+    if asked is None and settings.get("bias") not in {None, "none"}:
+        asked = f"bias={settings['bias']}"
+    if asked is not None:
+        raise PlanError(
+            f"{ADAPTER_CONFIG}: an adapter with '{asked}' is not merged, only plain LoRA", "merge it with PEFT"
+        )
+
+
+class _Scales:
+    """The factor of each module's product."""
+
+    def __init__(self, settings: Mapping[str, Any], lora: Settings) -> None:
+        try:
+            self._alpha = number(settings.get("lora_alpha"), "lora_alpha")
+            self._alphas = patterns_of(settings, "alpha_pattern", ADAPTER, number)
+        except Unfit as error:
+            raise PlanError(f"{ADAPTER_CONFIG}: {error}") from None
+        self._lora, self._stabilised = lora, bool(settings.get("use_rslora"))
+
+    def of(self, key: str, rank: int) -> float:
+        """The factor for what a name covers. Raises MismatchError if its rank is not that of the settings."""
+        said = of_pattern(self._lora.ranks, key, self._lora.rank)
+        if said != rank:
+            raise MismatchError(f"{ADAPTER}: '{key}' has rank {rank}, and {ADAPTER_CONFIG} says {said}")
+        alpha = of_pattern(self._alphas, key, self._alpha)
+        return alpha / (math.sqrt(rank) if self._stabilised else rank)
+
+
+@dataclass(frozen=True)
+class _Merging:
+    base: Architecture
+    checkpoint: Checkpoint
+    lora: Settings
+    scales: _Scales
+    model: Model
+    tensors: Mapping[str, TensorInfo]
+
+    def changes(self, lines: Mapping[str, tuple[Wrapped, str]]) -> Changes:
+        pairs: dict[str, dict[str, tuple[BoundTensor, Wrapped]]] = {}
+        replaced: dict[str, TensorInfo] = {}
+        names = self._names()
+        for tensor in self.model.tensors:
+            each, suffix = lines.get(tensor.template, (None, ""))
+            if each is None or suffix not in {*_A, *_B, "base_layer.weight"}:
+                raise PlanError(f"{ADAPTER}: tensor '{tensor.name}' is not merged: it is no part of plain LoRA")
+            if suffix == "base_layer.weight":
+                weight = self._made_of(each, self._indices(tensor), names)[1][0][0]
+                self._check_same(tensor, weight)
+                replaced[weight.name] = self.tensors[tensor.name]
+            else:
+                place = tensor.name.removesuffix(suffix)
+                pairs.setdefault(place, {})["A" if suffix in _A else "B"] = tensor, each
+        terms: dict[str, list[Term]] = {}
+        for place, pair in pairs.items():
+            if pair.keys() != {"A", "B"}:
+                raise MismatchError(f"{ADAPTER}: '{place}' has only one of lora_A and lora_B")
+            for name, term in self._terms(place, pair["A"][0], pair["B"][0], pair["A"][1], names):
+                terms.setdefault(name, []).append(term)
+        return Changes(terms, replaced)
+
+    def _names(self) -> _Names:
+        """The tensors of the base model by their lines and indices."""
+        matches = ((self.base.match(name), info) for name, info in self.checkpoint.tensors.items())
+        return {(match.template, tuple(sorted(match.indices.items()))): info for match, info in matches if match}
+
+    def _indices(self, tensor: BoundTensor) -> Mapping[str, int]:
+        match = self.model.architecture.match(tensor.name)
+        assert match is not None
+        return match.indices
+
+    def _check_same(self, tensor: BoundTensor, weight: TensorInfo) -> None:
+        if (tensor.dtype, tensor.shape) != (weight.dtype, weight.shape):
+            raise MismatchError(
+                f"{ADAPTER}: tensor '{tensor.name}' is {tensor.dtype} {list(tensor.shape)}, and '{weight.name}' of the "
+                f"base model {weight.dtype} {list(weight.shape)}"
+            )
+
+    def _made_of(
+        self, each: Wrapped, indices: Mapping[str, int], names: _Names
+    ) -> tuple[ModuleTensor, list[list[TensorInfo]]]:
+        """The base model's tensors that a parameter is made of: those of each part, by their index in a stack."""
+        for tensor in each.tensors:
+            found = [list(_numbered(part, tensor.stacked, indices, names)) for part in tensor.parts]
+            if all(found) and len({len(part) for part in found}) == 1:
+                return tensor, found
+        at = "".join(f", {axis} {index}" for axis, index in indices.items())
+        raise MismatchError(f"{ADAPTER} changes '{each.name}'{at}, which the base model lacks", _OTHER_BASE)
+
+    def _terms(
+        self, place: str, a: BoundTensor, b: BoundTensor, each: Wrapped, names: _Names
+    ) -> Iterator[tuple[str, Term]]:
+        """The terms of a pair of A and B, each with the name of the weight to which it is added."""
+        indices, is_embedding = self._indices(a), a.template.endswith(_A[1])
+        tensor, parts = self._made_of(each, indices, names)
+        crossed = True if is_embedding else first_is_input(each, a.kind.rule, self.lora)
+        if crossed is None:
+            raise PlanError(f"{ADAPTER}: '{a.name}': which side is the input cannot be told without peft_version")
+        if is_embedding:
+            self._check_untied(parts[0][0], a)
+        experts = (len(parts[0]) if tensor.stacked else parts[0][0].shape[0]) if each.is_stack else 1
+        scale = self.scales.of(self._key(place, each), a.shape[0] // experts)
+        product = Product(self.tensors[a.name], self.tensors[b.name], experts, crossed, tensor.turned, scale)
+        along, at = self._along(tensor), 0
+        for part, weights in zip(tensor.parts, parts, strict=True):
+            begin, length = self._extent(part, weights[0], along ^ tensor.turned, indices)
+            for expert in range(experts):
+                place_in = (0, expert) if not tensor.stacked else (expert, 0)
+                weight = weights[place_in[0]]
+                sides = weight.shape[-2:][:: -1 if tensor.turned else 1]
+                if sides[1 - along] != product.shape[1 - along] or weight.dtype not in FLOATS:
+                    raise self._does_not_fit(a, b, weight)
+                yield weight.name, Term(product, expert, place_in[1], along, begin, at, length)
+            at += length
+        if at != product.shape[along]:
+            raise self._does_not_fit(a, b, parts[0][0])
+
+    def _key(self, place: str, each: Wrapped) -> str:
+        """The name with which the patterns of ranks and alphas are compared."""
+        module = re.sub(r"(\.base_layer)*$", "", place.removeprefix(PREFIX).rstrip("."))
+        return f"{module}.{each.name.rpartition('.')[2]}" if self.lora.is_target(each.name) else module
+
+    def _along(self, tensor: ModuleTensor) -> int:
+        """The dimension of a matrix along which the parts of a tensor are joined: its output."""
+        return int(tensor.shapes[0][0].arrow is not None)
+
+    def _extent(self, part: Part, weight: TensorInfo, dim: int, indices: Mapping[str, int]) -> tuple[int, int]:
+        """The rows (``dim`` is 0) or columns of a weight's matrices that a part has: the first and their number."""
+        length = weight.shape[-2:][dim]
+        if part.label is None:
+            return 0, length
+        packed, sizes = self.base.tensors[part.source][0].shapes[0].dims[-2:][dim], self.model.sizes.of(dict(indices))
+        begin = 0
+        for summand in packed.summands:
+            own = Dim((summand,)).size(sizes)
+            if summand.label == part.label:
+                return begin, own
+            begin += own
+        return 0, length
+
+    def _check_untied(self, weight: TensorInfo, a: BoundTensor) -> None:
+        """Raise PlanError if the embedding is the head too: the adapter changes one of them alone."""
+        own = self.base.match(weight.name)
+        others = (self.base.match(name) for name in self.checkpoint.tensors if name != weight.name)
+        tied = self.model.config.get("tie_word_embeddings")
+        if tied is None and own is not None:
+            shape = own.rules[0].shapes[0]
+            tied = not any(match is not None and match.rules[0].shapes[0] == shape for match in others)
+        if tied:
+            raise PlanError(f"{ADAPTER}: '{a.name}' changes an embedding that is the head, too (tie_word_embeddings)")
+
+    def _does_not_fit(self, a: BoundTensor, b: BoundTensor, weight: TensorInfo) -> MismatchError:
+        if weight.dtype not in FLOATS:
+            return MismatchError(
+                f"'{weight.name}' is {weight.dtype}: an adapter is merged into {', '.join(FLOATS)} alone",
+                "--dequantize makes BF16 of fp8; merge into the model as it was before it was quantized",
+            )
+        return MismatchError(
+            f"{ADAPTER}: '{a.name}' {list(a.shape)} and lora_B {list(b.shape)} do not fit '{weight.name}' "
+            f"{list(weight.shape)}", _OTHER_BASE,
+        )  # fmt: skip
+
+
+def _numbered(part: Part, stacked: str | None, indices: Mapping[str, int], names: _Names) -> Iterator[TensorInfo]:
+    """The base model's tensors of a part: one, or those of all indices of a stack from 0 on."""
+    for index in count():
+        found = {**indices, **({stacked: index} if stacked else {})}
+        own = tuple(sorted((axis, found[axis]) for axis in Pattern(part.source).indices if axis in found))
+        info = names.get((part.source, own))
+        if info is None:
+            return
+        yield info
+        if stacked is None:
+            return
+
+
+_OTHER_BASE = "give the base model that the adapter was trained on"

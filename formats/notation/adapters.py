@@ -41,6 +41,7 @@ _LINES: Mapping[str, str] = {
 _FIRST_AS_INPUT = {"lora_A.weight": "({stack} {r}) {first}", "lora_B.weight": "{second} ({r} {stack})"}
 _LAST_AS_INPUT = {"lora_A.weight": "({stack} {r}) {second}", "lora_B.weight": "{first} ({r} {stack})"}
 _WHOLE = ("{whole}",)
+_BIAS = "base_layer.bias"
 _ASKS = (0, 19)
 """The first version of PEFT that asks a module whether it stores the input first (``is_transposed``)."""
 _KEY = re.compile(r"(?:\w|-|\\[.d]|\.\*|\.|[|()^$+])+")
@@ -195,7 +196,7 @@ def adapter_architecture(base: Architecture, config: Mapping[str, Any], where: o
     for name, tensors in parameters(base, config).items():
         module, _, leaf = name.rpartition(".")
         if leaf == "bias":
-            lines[f"{PREFIX}{module}.base_layer.bias"] = _rules(tensors, _WHOLE)
+            lines[f"{PREFIX}{module}.{_BIAS}"] = _rules(tensors, _WHOLE)
         if tensors[0].parts[0].source != name:
             lines[PREFIX + name] = _rules(tensors, _WHOLE)
             stage = base.stage_of(with_first_indices(tensors[0].parts[0].source))
@@ -210,7 +211,9 @@ def adapter_architecture(base: Architecture, config: Mapping[str, Any], where: o
 
 def belongings(base: Architecture, config: Mapping[str, Any], settings: Settings) -> Mapping[str, tuple[Wrapped, str]]:
     """The lines of what belongs to a parameter: the parameter, and the end of the line's name."""
-    return {
+    biases = {name: tensors for name, tensors in parameters(base, config).items() if name.endswith(".bias")}
+    of_biases = (Wrapped(tensors, name.removesuffix("bias"), is_stack=False) for name, tensors in biases.items())
+    return {f"{PREFIX}{each.place}{_BIAS}": (each, _BIAS) for each in of_biases} | {
         f"{PREFIX}{each.place}{suffix}": (each, suffix)
         for each in wrapped(base, config, settings)
         for suffix, _ in _beside(each, settings)

@@ -118,8 +118,8 @@ class AdaptedFile(Remote):
             return opened[number](start, stop)
 
         def adapter(info: TensorInfo) -> Floats:
-            key = self.files[-1].identity, info.offset
             last = len(self.files) - 1
+            key = self.files[last], info.offset
             return _FACTORS.get(
                 key, lambda: _floats(content(last, info.offset, info.offset + info.nbytes), info.dtype, info.shape)
             )

@@ -234,7 +234,7 @@ class Kept:
     """Arrays by their keys, those used last: at most ``limit`` bytes, or one."""
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self.limit = limit
         self._lock = threading.Lock()
         self._arrays: OrderedDict[object, NDArray[Any]] = OrderedDict()
         self.nbytes = 0
@@ -250,7 +250,7 @@ class Kept:
             if key not in self._arrays:  # another thread may have made the same
                 self._arrays[key] = made
                 self.nbytes += made.nbytes
-            while len(self._arrays) > 1 and self.nbytes > self._limit:
+            while len(self._arrays) > 1 and self.nbytes > self.limit:
                 self.nbytes -= self._arrays.popitem(last=False)[1].nbytes
         return made
 

@@ -45,6 +45,8 @@ _UNREAD = (
 """Settings of PEFT's with which a merge is something else, or more, than this sum."""
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mifa")
 """Ways to begin the training that change the base model."""
+_NO_PART, _WITH_PEFT = "it is no part of plain LoRA", "merge it with PEFT (merge_and_unload)"
+_OF_BASE = ("base_layer.weight", "base_layer.bias")
 _A, _B = ("lora_A.weight", "lora_embedding_A"), ("lora_B.weight", "lora_embedding_B")
 
 
@@ -120,9 +122,7 @@ def _refuse(settings: Mapping[str, Any]) -> None:
     if asked is None and settings.get("bias") not in {None, "none"}:
         asked = f"bias={settings['bias']}"
     if asked is not None:
-        raise PlanError(
-            f"{ADAPTER_CONFIG}: an adapter with '{asked}' is not merged, only plain LoRA", "merge it with PEFT"
-        )
+        raise PlanError(f"{ADAPTER_CONFIG}: an adapter with '{asked}' is not merged, only plain LoRA", _WITH_PEFT)
 
 
 class _Scales:
@@ -160,9 +160,10 @@ class _Merging:
         names = self._names()
         for tensor in self.model.tensors:
             each, suffix = lines.get(tensor.template, (None, ""))
-            if each is None or suffix not in {*_A, *_B, "base_layer.weight"}:
-                raise PlanError(f"{ADAPTER}: tensor '{tensor.name}' is not merged: it is no part of plain LoRA")
-            if suffix == "base_layer.weight":
+            if each is None or suffix not in {*_A, *_B, *_OF_BASE}:
+                why = "it is in a part of the model without rules" if tensor.template.endswith("*") else _NO_PART
+                raise PlanError(f"{ADAPTER}: tensor '{tensor.name}' is not merged: {why}", _WITH_PEFT)
+            if suffix in _OF_BASE:
                 weight = self._made_of(each, self._indices(tensor), names)[1][0][0]
                 self._check_same(tensor, weight)
                 replaced[weight.name] = self.tensors[tensor.name]

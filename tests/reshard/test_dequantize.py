@@ -410,7 +410,7 @@ def test_what_readers_keep_is_bounded(
     source: Path, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Open files and scales, over all readers."""
-    monkeypatch.setattr(storage, "_KEPT", 3000)
+    monkeypatch.setattr(storage._SCALES, "limit", 3000)
     copy = quantized(store.checkpoint("deepseek_v3", "bfloat16"), tmp_path / "many", 40)
     files = [of.remote for of in dequantized(copy, tmp_path).files.values() if of.remote]
     storage._opened.cache_clear()

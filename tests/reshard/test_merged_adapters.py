@@ -1,0 +1,198 @@
+"""Adapters of PEFT's own: read, split and merged back byte for byte, and merged into their base model."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from formats.errors import MismatchError, PlanError, ReshardError
+from formats.store import StoredPath
+from reshard.api import merge, split
+from reshard.source.adapted import adapted
+from reshard.store.range_store import remote_of
+from tests import peft_adapters, store
+from tests.marks import one_of_each
+from tests.support import command, contents
+
+PREFIX = "base_model.model."
+CASES = [
+    ("mixtral", "experts"), ("mixtral", "linear"), ("llama", "embeddings"),
+    ("mixtral", "down"), ("qwen3_moe", "experts"), ("qwen3_moe", "linear"), ("deepseek_v3", "experts"),
+    ("gpt_oss", "experts"), ("gpt_oss", "down"), ("llama4_text", "experts"), ("nemotron_h", "up"),
+    ("granitemoe", "experts"), ("qwen3_5_moe_text", "experts"), ("qwen2_moe", "linear"), ("glm4_moe", "linear"),
+    ("gemma4_text-experts", "experts"), ("gpt2", "linear"), ("phi3", "linear"), ("bamba", "linear"),
+    ("phi", "embeddings"), ("lfm2_moe", "experts"), ("minimax", "linear"), ("jamba", "linear"),
+]  # fmt: skip
+"""Models of the zoo, and what of them is changed: modules with other names, stacks with either side first."""
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: each for file in sorted(folder.glob("*.safetensors")) for name, each in load_file(file).items()}
+
+
+@pytest.mark.parametrize(("name", "kind"), one_of_each(CASES, kind=lambda case: case[1]))
+def test_it_is_split_merged_back_and_split_again(name: str, kind: str, tmp_path: Path) -> None:
+    source, base = peft_adapters.made(name, kind), store.checkpoint(name)
+    split(source, tmp_path / "out", tp=2, config=base)
+    merge(tmp_path / "out", tmp_path / "merged")
+    restored = contents(tmp_path / "merged")
+    assert {file: restored[file] for file in contents(source)} == contents(source)
+    split(tmp_path / "out", tmp_path / "one", tp=1)
+    split(source, tmp_path / "direct", tp=1, config=base)
+    assert contents(tmp_path / "one" / "rank-00-of-01") == contents(tmp_path / "direct" / "rank-00-of-01")
+
+
+@pytest.mark.parametrize(("name", "kind"), one_of_each(CASES, kind=lambda case: case[1]))
+def test_it_is_merged_as_peft_merges_it(name: str, kind: str, tmp_path: Path) -> None:
+    """All sums of the products are exact, so that every order of summing gives the same bits."""
+    source, base = peft_adapters.made(name, kind), store.checkpoint(name)
+    merge(base, tmp_path / "out", adapter=source)
+    found, wanted, before = (
+        tensors(folder) for folder in (tmp_path / "out", peft_adapters.merged(name, source, tmp_path / "peft"), base)
+    )
+    assert found.keys() == wanted.keys() | before.keys()
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    assert sum(not torch.equal(found[key], before[key]) for key in found) > 1
+    assert {file: data for file, data in contents(base).items() if file != "model.safetensors"} == {
+        file: data for file, data in contents(tmp_path / "out").items() if file != "model.safetensors"
+    }
+
+
+@pytest.mark.parametrize(("name", "kind"), one_of_each([case for case in CASES if case[0] != "bamba"]))
+def test_a_ranks_adapter_merges_into_the_ranks_weights(name: str, kind: str, tmp_path: Path) -> None:
+    """To merge and to split may change places: so A and B are cut as their weight is."""
+    source, base = peft_adapters.made(name, kind), store.checkpoint(name)
+    split(base, tmp_path / "out", tp=2, adapter=source)
+    split(base, tmp_path / "base", tp=2)
+    split(source, tmp_path / "adapter", tp=2, config=base)
+    for rank in ("rank-00-of-02", "rank-01-of-02"):
+        alone = tmp_path / f"alone-{rank}"
+        shutil.copytree(tmp_path / "base" / rank, alone)
+        save_file(tensors(alone), alone / "model.safetensors", {"format": "pt"})
+        merge(alone, tmp_path / f"merged-{rank}", adapter=tmp_path / "adapter" / rank)
+        found, wanted = tensors(tmp_path / f"merged-{rank}"), tensors(tmp_path / "out" / rank)
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[key], wanted[key]) for key in wanted), rank
+
+
+def by_definition(base: Path, adapter: Path, scale: dict[str, float]) -> dict[str, torch.Tensor]:
+    """W + scale * (B A) for Mixtral's experts, by loops over experts and the rank; ``scale`` by the end of a name."""
+    found, low = tensors(base), {name: each.numpy() for name, each in tensors(adapter).items()}
+    for layer in range(3):
+        place = f"{PREFIX}model.layers.{layer}.mlp.experts."
+        for nested, names in (("base_layer.", ("w1", "w3")), ("", ("w2",))):
+            a, b = low[f"{place}{nested}lora_A.weight"], low[f"{place}{nested}lora_B.weight"]
+            experts = 6
+            r = len(a) // experts
+            for expert in range(experts):
+                delta = np.zeros((len(b), a.shape[1]), np.float32)
+                for k in range(r):
+                    delta += np.outer(b[:, k * experts + expert], a[expert * r + k])
+                delta *= np.float32(scale["gate_up" if nested else "down"])
+                for part, name in zip(np.split(delta, len(names)), names, strict=True):
+                    key = f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{name}.weight"
+                    found[key] = (found[key].float() + torch.from_numpy(part)).to(found[key].dtype)
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("stabilised", [False, True])
+def test_it_is_merged_as_defined(dtype: str, stabilised: bool, tmp_path: Path) -> None:
+    """Bit for bit, with random numbers, a rank and an alpha of its own for gate_up."""
+    settings = {
+        "use_rslora": stabilised,
+        "rank_pattern": {r".*\.gate_up_proj": 5},
+        "alpha_pattern": {"gate_up_proj": 7},
+    }
+    adapter = tmp_path / "adapter"
+    shutil.copytree(peft_adapters.made("mixtral", "experts", **settings), adapter)
+    chance = torch.Generator().manual_seed(3)
+    random = {name: torch.randn(each.shape, generator=chance) for name, each in tensors(adapter).items()}
+    save_file(random, adapter / "adapter_model.safetensors")
+    base = store.checkpoint("mixtral", dtype)
+    merge(base, tmp_path / "out", adapter=adapter)
+    root = math.sqrt if stabilised else float
+    wanted = by_definition(base, adapter, {"gate_up": 7 / root(5), "down": 6 / root(3)})
+    found = tensors(tmp_path / "out")
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_no_bit_depends_on_the_range_that_is_read() -> None:
+    base = store.checkpoint("mixtral", "bfloat16")
+    path = StoredPath(adapted(base, peft_adapters.made("mixtral", "linear")), "model.safetensors")
+    file = remote_of(path)
+    assert file is not None
+    read, chance = file.open(), np.random.default_rng(0)
+    whole = bytes(read(0, file.size))
+    assert whole != (base / "model.safetensors").read_bytes() and file.size == len(whole)
+    for _ in range(300):
+        start, stop = sorted(int(n) for n in chance.integers(0, file.size + 1, 2))
+        stop = min(stop, start + int(chance.integers(1, 20000)))
+        assert bytes(read(start, stop)) == whole[start:stop]
+
+
+def test_the_commands(tmp_path: Path) -> None:
+    adapter, base = peft_adapters.made("mixtral", "experts"), store.checkpoint("mixtral", "bfloat16")
+    done = command("merge", adapter, "--into", base, tmp_path / "out")
+    assert done.returncode == 0 and "added to the weights, in float32, rounded once" in done.stdout, done.stderr
+    done = command("split", base, tmp_path / "served", "--adapter", adapter, "--tp", "2", "--as", "vllm")
+    assert done.returncode == 0, done.stderr
+    split(tmp_path / "out", tmp_path / "two", tp=2, format="vllm")
+    one, other = (tensors(tmp_path / folder) for folder in ("served", "two"))
+    assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+    assert not torch.equal(tensors(base)["lm_head.weight"], torch.zeros(1))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "dora": ({"use_dora": True}, "an adapter with 'use_dora' is not merged, only plain LoRA"),
+    "bias": ({"bias": "all"}, "an adapter with 'bias=all' is not merged"),
+    "whole modules": ({"modules_to_save": ["lm_head"]}, "'modules_to_save' is not merged"),
+    "pissa": ({"init_lora_weights": "pissa_niter_4"}, "'init_lora_weights=pissa_niter_4' is not merged"),
+    "kind": ({"peft_type": "IA3"}, "the adapter is 'IA3'; only LORA is read"),
+    "rank": ({"r": 4}, r"has shape \[18, 80\], but the rule '\(expert 4\) hidden'"),
+    "pattern": ({"rank_pattern": {"(a+)+": 2}}, "has the pattern '.*', which is not read"),
+    "alpha": ({"lora_alpha": "many"}, "lora_alpha"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case: str, tmp_path: Path) -> None:
+    settings, message = REFUSED[case]
+    adapter = tmp_path / "adapter"
+    shutil.copytree(peft_adapters.made("mixtral", "experts"), adapter)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | settings))
+    with pytest.raises(ReshardError, match=message):
+        merge(store.checkpoint("mixtral"), tmp_path / "out", adapter=adapter)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_for_another_base_is_refused(tmp_path: Path) -> None:
+    experts = peft_adapters.made("mixtral", "experts")
+    with pytest.raises(PlanError, match=r"has shape \[18, 80\], but the rule '\(expert 3\) hidden' gives \[15, 80\]"):
+        merge(store.checkpoint("qwen3_moe"), tmp_path / "out", adapter=experts)
+    with pytest.raises(PlanError, match="has no rule in plan 'llama'"):
+        merge(store.checkpoint("llama"), tmp_path / "out", adapter=experts)
+    with pytest.raises(MismatchError, match=r"changes 'lm_head.weight', which the base model lacks"):
+        merge(store.checkpoint("llama-tied"), tmp_path / "out", adapter=peft_adapters.made("llama", "embeddings"))
+    short = tmp_path / "short"
+    shutil.copytree(store.checkpoint("mixtral"), short)
+    kept = {name: each for name, each in tensors(short).items() if ".experts.5." not in name}
+    save_file(kept, short / "model.safetensors", {"format": "pt"})
+    with pytest.raises(MismatchError, match=r"do not fit 'model\.layers"):
+        merge(short, tmp_path / "out", adapter=experts)
+    packed = tmp_path / "packed"
+    shutil.copytree(store.checkpoint("llama"), packed)
+    ints = {name: each.to(torch.int8) if "q_proj" in name else each for name, each in tensors(packed).items()}
+    save_file(ints, packed / "model.safetensors", {"format": "pt"})
+    with pytest.raises(MismatchError, match="is I8: an adapter is merged into BF16, F16, F32 alone"):
+        merge(packed, tmp_path / "out", adapter=peft_adapters.made("llama", "linear"))

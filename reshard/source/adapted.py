@@ -28,6 +28,8 @@ from formats.files.sharded import is_sharded
 from formats.files.stamps import check_unchanged, stamps_in, stamps_of
 from formats.notation.architecture_files import find_architecture, load_architecture
 from formats.store import FilePath, StoredPath, location_of, name_in
+from reshard.model.binding import bind
+from reshard.model.model import FullTensor
 from reshard.source.dequantized import Kept, local_file
 from reshard.source.low_rank import Changes, Product, Term, changes_of
 from reshard.store.range_store import Content, RangeStore, remote_of
@@ -245,6 +247,8 @@ def adapted(path: FilePath, adapter: FilePath, plan_file: Path | None = None) ->
     own = stamps_of([adapter / ADAPTER, adapter / ADAPTER_CONFIG], adapter, stamps_in(adapter))
     tensors = read_header(adapter / ADAPTER).tensors
     base = load_architecture(plan_file) if plan_file else find_architecture(checkpoint.config, path)
+    full = [FullTensor(info.name, info.dtype, info.shape, info.file.name) for info in checkpoint.tensors.values()]
+    base = bind(base, checkpoint.config, full).architecture  # of several layouts, that of these files
     changes = changes_of(base, checkpoint, read_config(adapter / ADAPTER_CONFIG), tensors)
     files = [remote_of(file.path) or local_file(file.path, path, stamps[file.path]) for file in checkpoint.files]
     added = remote_of(adapter / ADAPTER) or local_file(adapter / ADAPTER, adapter, own[adapter / ADAPTER])

@@ -218,6 +218,8 @@ class _Merging:
         if is_embedding:
             self._check_untied(parts[0][0], a)
         experts = (len(parts[0]) if tensor.stacked else parts[0][0].shape[0]) if each.is_stack else 1
+        if not a.shape[0] == b.shape[1] or a.shape[0] % experts:
+            raise self._does_not_fit(a, b, parts[0][0])
         scale = self.scales.of(self._key(place, each), a.shape[0] // experts)
         product = Product(self.tensors[a.name], self.tensors[b.name], experts, crossed, tensor.turned, scale)
         along, at = self._along(tensor), 0

@@ -84,4 +84,4 @@ def open_any(source: str | Path, access: Access, weights: Weights = Weights.RANG
 
 def lines_of_any(source: str | Path, access: Access) -> Architecture:
     """The lines that cover the tensors of a folder or a Hub id, even if shapes do not fit. Raises ReshardError."""
-    return lines_of(find(source, access, Weights.HEADERS), access.plan_file)
+    return lines_of(find(source, access, Weights.HEADERS), access.plan_file, access.config)

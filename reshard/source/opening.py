@@ -97,12 +97,12 @@ def open_shards_of(model: Model, path: FilePath, *, plan_file: Path | None = Non
     return open_program(Folder(path, stamps, found.manifest), found.formats, model)
 
 
-def lines_of(path: FilePath, plan_file: Path | None = None) -> Architecture:
+def lines_of(path: FilePath, plan_file: Path | None = None, config: Path | None = None) -> Architecture:
     """The lines that cover a checkpoint's tensors, even if shapes do not fit. Raises CheckpointError, PlanError."""
     found = recognise(path)
     if found.kind == "split":
         return _architecture(open_sharded(path, found.manifest), plan_file)
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_adapter(path, config) if found.kind == "adapter" else open_checkpoint(path)
     architecture = load_architecture(plan_file) if plan_file else find_architecture(checkpoint.config, path)
     return lines_for(architecture, checkpoint.config, _full_tensors(_with_aliases(checkpoint)))
 

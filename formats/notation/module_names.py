@@ -17,6 +17,7 @@ from formats.notation.architecture import Architecture, Rule
 from formats.notation.axes import Dim, Shape, Summand
 from formats.notation.components import components
 from formats.notation.expressions import Expression
+from formats.notation.format import Rules
 from formats.notation.format_file import format_of
 from formats.notation.format_rules import Use
 
@@ -59,16 +60,18 @@ def module_tensors(base: Architecture, config: Mapping[str, Any]) -> Iterator[Mo
     joined: dict[tuple[int, str, bool], dict[int, tuple[Use, Part, tuple[Rule, ...]]]] = defaultdict(dict)
     order: list[tuple[int, str, bool]] = []
     for template, of in base.tensors.items():
-        taken = False
-        for each, part, own in _named(template, of):
-            use = next((use for use in rules.uses(each) if not use.line.also and use.line.part is None), None)
-            if use is not None and not (taken and part.label is None):
-                key = id(use.line), use.target, part.label is not None
-                order.append(key)
-                joined[key][use.source] = use, part, own
-                taken = True
-        if not taken:
+        for own in ([(template, Part(template), of)], list(_components(template, of))):
+            uses = [_use(rules, name) for name, _, _ in own]
+            if own and all(uses):
+                break
+        else:
             yield ModuleTensor(template, (Part(template),), tuple(_each(of)))
+            continue
+        for use, (_, part, of_part) in zip(uses, own, strict=True):
+            assert use is not None
+            key = id(use.line), use.target, part.label is not None
+            order.append(key)
+            joined[key][use.source] = use, part, of_part
     for key in dict.fromkeys(order):
         found = [joined[key][slot] for slot in sorted(joined[key])]
         use = found[0][0]
@@ -101,8 +104,12 @@ def as_modules(base: Architecture) -> Iterator[ModuleTensor]:
     return (ModuleTensor(name, (Part(name),), tuple(_each(of))) for name, of in base.tensors.items())
 
 
-def _named(name: str, of: tuple[Rule, ...]) -> Iterator[tuple[str, Part, tuple[Rule, ...]]]:
-    """A checkpoint's tensor, or its components under the names that they have where they are not packed."""
+def _use(rules: Rules, name: str) -> Use | None:
+    return next((use for use in rules.uses(name) if not use.line.also and use.line.part is None), None)
+
+
+def _components(name: str, of: tuple[Rule, ...]) -> Iterator[tuple[str, Part, tuple[Rule, ...]]]:
+    """The components of a checkpoint's tensor, under the names that they have where they are not packed."""
     parts = components(of[0].shapes[0]) if not of[0].shapes[0].is_open else ()
     module, _, leaf = name.rpartition(".")
     for part in parts:
@@ -110,7 +117,6 @@ def _named(name: str, of: tuple[Rule, ...]) -> Iterator[tuple[str, Part, tuple[R
         if own is not None:
             new = f"{module.rpartition('.')[0]}.{part.label}_proj.{leaf}"
             yield new, Part(name, part.label), (Rule((own,), of[0].when),)
-    yield name, Part(name), of
 
 
 def _component(shape: Shape, dim: int, label: str) -> Shape | None:

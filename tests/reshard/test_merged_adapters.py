@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from formats.errors import MismatchError, PlanError, ReshardError
+from formats.notation.adapters import SETTINGS, adapter_architecture
+from formats.notation.architecture_files import find_architecture
 from formats.store import StoredPath
 from reshard.api import merge, split
 from reshard.source.adapted import adapted
@@ -30,6 +33,7 @@ CASES = [
     ("granitemoe", "experts"), ("qwen3_5_moe_text", "experts"), ("qwen2_moe", "linear"), ("glm4_moe", "linear"),
     ("gemma4_text-experts", "experts"), ("gpt2", "linear"), ("phi3", "linear"), ("bamba", "linear"),
     ("phi", "embeddings"), ("lfm2_moe", "experts"), ("minimax", "linear"), ("jamba", "linear"),
+    ("bailing_hybrid", "linear"), ("qwen3_vl_moe", "experts"), ("nomic_bert", "linear"),
 ]  # fmt: skip
 """Models of the zoo, and what of them is changed: modules with other names, stacks with either side first."""
 
@@ -84,6 +88,36 @@ def test_a_ranks_adapter_merges_into_the_ranks_weights(name: str, kind: str, tmp
         found, wanted = tensors(tmp_path / f"merged-{rank}"), tensors(tmp_path / "out" / rank)
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[key], wanted[key]) for key in wanted), rank
+
+
+@pytest.mark.parametrize("name", one_of_each(["qwen3_moe", "gpt_oss", "mixtral"]))
+def test_each_rank_has_the_columns_of_its_experts(name: str, tmp_path: Path) -> None:
+    """The expert is the slowest of A's rows, and the fastest of B's columns."""
+    source = peft_adapters.made(name, "experts")
+    config = json.loads((store.checkpoint(name) / "config.json").read_text())
+    experts = config["num_local_experts"]
+    count = next(n for n in range(2, experts + 1) if experts % n == 0)
+    split(source, tmp_path / "out", tp=1, ep=count, config=store.checkpoint(name))
+    whole = tensors(source)
+    for rank in range(count):
+        own = slice(rank * experts // count, (rank + 1) * experts // count)
+        for key, found in tensors(tmp_path / "out" / f"rank-{rank:02d}-of-{count:02d}").items():
+            if "lora_A" in key:
+                wanted = whole[key].reshape(experts, 3, -1)[own].flatten(0, 1)
+            else:
+                wanted = whole[key].reshape(-1, 3, experts)[:, :, own].flatten(1)
+            assert torch.equal(found, wanted), key
+
+
+def test_the_order_of_wrappers_is_not_that_of_lines() -> None:
+    """What is wrapped last is what gives the module's output."""
+    config = json.loads((store.checkpoint("qwen3_moe") / "config.json").read_text())
+    adapter = peft_adapters.made("qwen3_moe", "experts") / "adapter_config.json"
+    settings = {**config, SETTINGS: json.loads(adapter.read_text())}
+    base = find_architecture(config, adapter)
+    turned = replace(base, tensors=dict(reversed(base.tensors.items())))
+    one, other = (adapter_architecture(each, settings, adapter).tensors for each in (base, turned))
+    assert one == other
 
 
 def by_definition(base: Path, adapter: Path, scale: dict[str, float]) -> dict[str, torch.Tensor]:
@@ -193,9 +227,15 @@ def test_an_adapter_for_another_base_is_refused(tmp_path: Path) -> None:
         merge(store.checkpoint("qwen3_moe"), tmp_path / "out", adapter=experts)
     with pytest.raises(PlanError, match="has no rule in plan 'llama'"):
         merge(store.checkpoint("llama"), tmp_path / "out", adapter=experts)
+    embeddings = peft_adapters.made("llama", "embeddings")
+    tied = without(store.checkpoint("llama"), tmp_path / "tied", "nothing")
+    config = json.loads((tied / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (tied / "config.json").write_text(json.dumps(config))
+    with pytest.raises(PlanError, match=r"changes an embedding that is the head, too"):
+        merge(tied, tmp_path / "out", adapter=embeddings)
     headless = without(store.checkpoint("llama"), tmp_path / "headless", "lm_head")
     with pytest.raises(MismatchError, match=r"changes 'lm_head.weight', which the base model lacks"):
-        merge(headless, tmp_path / "out", adapter=peft_adapters.made("llama", "embeddings"))
+        merge(headless, tmp_path / "out", adapter=embeddings)
     short = without(store.checkpoint("mixtral"), tmp_path / "short", ".experts.5.")
     with pytest.raises(MismatchError, match=r"do not fit 'model\.layers"):
         merge(short, tmp_path / "out", adapter=experts)

@@ -172,13 +172,15 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).contiguous().view(torch.uint8)
 
 
-def walk(models: Sequence[str], pairs: Sequence[tuple[str, str]], seed: int) -> Iterator[tuple[str, str, str, str]]:
-    """All combinations, model by model: the model, the source, the target, and what became of it."""
+def walk(
+    models: Sequence[str], pairs: Sequence[tuple[str, str]], seed: int, each: int | None = None
+) -> Iterator[tuple[str, str, str, str]]:
+    """All combinations, or ``each`` of a model, model by model: the model, the source, the target, what became of it."""
     order = random.Random(seed)
     for model in order.sample(models, len(models)):
         with tempfile.TemporaryDirectory() as folder:
             path = zoo.save(model, Path(folder) / "model", dtype=torch.bfloat16)
-            for source, target in order.sample(pairs, len(pairs)):
+            for source, target in order.sample(pairs, each or len(pairs)):
                 try:
                     found = wrong(path, source, target)
                     yield model, source, target, f"WRONG: {found[0]} and {len(found) - 1} more" if found else "same"
@@ -194,11 +196,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--pairs", type=int, help="of a source and a target, for each model; default: all")
     parser.add_argument("--model", action="append", choices=[*zoo.ZOO])
     given = parser.parse_args()
     counts, end = Counter[str](), time.monotonic() + given.seconds
     pairs = list(itertools.product(SOURCES, TARGETS))
-    for model, source, target, became in walk(given.model or [*zoo.ZOO], pairs, given.seed):
+    for model, source, target, became in walk(given.model or [*zoo.ZOO], pairs, given.seed, given.pairs):
         counts[became.partition(":")[0]] += 1
         if became.startswith(("WRONG", "ERROR")):
             print(model, source, target, became, flush=True)

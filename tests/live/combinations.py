@@ -175,7 +175,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 def walk(
     models: Sequence[str], pairs: Sequence[tuple[str, str]], seed: int, each: int | None = None
 ) -> Iterator[tuple[str, str, str, str]]:
-    """All combinations, or ``each`` of a model, model by model: the model, the source, the target, what became of it."""
+    """All combinations, or ``each`` of a model: the model, the source, the target, and what became of it."""
     order = random.Random(seed)
     for model in order.sample(models, len(models)):
         with tempfile.TemporaryDirectory() as folder:

@@ -29,7 +29,7 @@ from reshard.commands.rank_tensors import load_rank
 from reshard.live.meshes import Target, arranged, held_on, target_of
 from reshard.live.routing import Routes, between
 from reshard.live.sides import Live, bound
-from reshard.live.views import Tensors, pack, unpack
+from reshard.live.views import Blocks, Tensors
 from reshard.placement.arrangement import Arrangement, on_mesh
 from reshard.source.opening import open_source
 from reshard.source.source import Source
@@ -153,8 +153,8 @@ def _execute(routes: Routes, given: Sequence[Tensors], found: Sequence[Tensors])
             assert sends == receives, "two ranks would not agree"
             room = torch.empty(sum(each.nbytes for each in sends), dtype=torch.uint8)
             assert len(room) <= BUCKET
-            pack(sends, source, given[sender], room)
-            unpack(receives, target, found[receiver], room)
+            Blocks(sends, source, sends=True).pack(given[sender], room)
+            Blocks(receives, target, sends=False).unpack(found[receiver], room)
             sent += len(room)
     assert sent == routes.nbytes == sum(routes.received)
 

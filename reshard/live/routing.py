@@ -331,7 +331,7 @@ def _blocks(before: Layout, after: Layout, window: _Window) -> Iterator[Block]:
     sources, targets = _alike(before), _alike(after)
     for held, holders in sources.items():
         for wanted, wanting in targets.items():
-            spans = tuple(map(_spans, held, wanted, window))
+            spans = tuple(map(spans_of, held, wanted, window))
             if all(spans):
                 numel = math.prod(sum(span.length for span in dim) for dim in spans)
                 yield Block(tuple(holders), tuple(wanting), spans, numel)
@@ -346,7 +346,7 @@ def _alike(layout: Layout) -> Mapping[tuple[tuple[Run, ...], ...], list[int]]:
 
 
 @lru_cache(maxsize=1 << 16)
-def _spans(held: tuple[Run, ...], wanted: tuple[Run, ...], window: Run) -> tuple[Span, ...]:
+def spans_of(held: tuple[Run, ...], wanted: tuple[Run, ...], window: Run) -> tuple[Span, ...]:
     """The ranges of a dimension within a window that both sides have; neighbours on both sides are joined."""
     found: list[Span] = []
     at = 0

@@ -7,14 +7,17 @@ import zlib
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from formats.errors import PlanError, ReshardError
+from formats.notation.axes import Run
 from reshard.live import exports
 from reshard.live.meshes import held_on, target_of
-from reshard.live.routing import between
+from reshard.live.routing import between, spans_of
 from reshard.source.opening import open_source
 from tests import zoo
-from tests.live.combinations import SOURCES, TARGETS, walk
+from tests.live.combinations import SOURCES, TARGETS, walk, wrong
 from tests.marks import one_of_each
 
 MODELS = (
@@ -30,6 +33,34 @@ def test_combinations(model: str) -> None:
     found = list(itertools.islice(walk([model], pairs, zlib.crc32(model.encode())), 24))
     assert [each for each in found if each[-1] != "same" and not each[-1].startswith("refused")] == []
     assert any(each[-1] == "same" for each in found)
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "source", "target"),
+    [
+        ("deepseek_v3", "bfloat16", "torchtitan:3", "vllm:tp2"),  # numbers of 4 bytes beside an odd number of 2
+        ("mamba2", "float32", "fsdp2:2", "vllm:tp2"),  # a function of numbers whose dtype stays
+    ],
+)
+def test_what_one_model_has(tmp_path: Path, model: str, dtype: str, source: str, target: str) -> None:
+    assert wrong(zoo.save(model, tmp_path / "model", dtype=getattr(zoo.torch, dtype)), source, target) == []
+
+
+def runs_within(size: int) -> st.SearchStrategy[tuple[Run, ...]]:
+    """Runs in increasing order, with holes between them."""
+    return st.sets(st.integers(0, size), min_size=2).map(sorted).map(
+        lambda ends: tuple(Run(a, b - a) for a, b in zip(ends[::2], ends[1::2], strict=False))
+    )  # fmt: skip
+
+
+@given(runs_within(24), runs_within(24), runs_within(24))
+def test_spans_are_what_both_have(held: tuple[Run, ...], wanted: tuple[Run, ...], window: tuple[Run, ...]) -> None:
+    here, there = ([i for run in of for i in range(run.offset, run.end)] for of in (held, wanted))
+    found = [
+        (span.source + i, span.target + i) for span in spans_of(held, wanted, window[0]) for i in range(span.length)
+    ]
+    within = range(window[0].offset, window[0].end)
+    assert found == [(here.index(i), there.index(i)) for i in here if i in there and i in within]
 
 
 @pytest.fixture(scope="module")

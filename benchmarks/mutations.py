@@ -165,7 +165,6 @@ MUTATIONS = (
     Mutation("reshard/live", "-DTYPE_BITS[part.move.dtype]", "0", ROUTES),
     Mutation("reshard/live", "if move.dtype == stored and function is None:", "if move.dtype == stored:", ROUTES),
     Mutation("reshard/live", "span.source and last.target + last.length == span.target", "span.source", ROUTES),
-    Mutation("reshard/live", "[*target.placed.items(), *target.copies]", "[*target.placed.items()]", ROUTES),
     # live: the second witness, and vLLM's worker
     Mutation("reshard/live", "min(run.length, size - run.offset)", "run.length", WITNESS),
     Mutation("reshard/live", "step = lies.rows.stride * 8 // bits", "pass", WITNESS),

@@ -81,15 +81,13 @@ class Live:
 class Side:
     """One side of a push.
 
-    ``placed`` says where each atom lies, ``copies`` where it lies once more. Holders stand for ranks: holder ``h`` is
-    on rank ``h // width``. ``pieces`` has the chunk that each holder of a stored tensor has; None for a side that is
-    made by rules. ``dtypes`` has the dtypes of a live side's tensors, where they are not the model's, ``live`` what its
-    ranks hold.
+    ``placed`` says where each atom lies. Holders stand for ranks: holder ``h`` is on rank ``h // width``. ``pieces``
+    has the chunk that each holder of a stored tensor has; None for a side that is made by rules. ``dtypes`` has the
+    dtypes of a live side's tensors, where they are not the model's, ``live`` what its ranks hold.
     """
 
     arrangement: Arrangement
     placed: Mapping[Atom, Placed]
-    copies: Sequence[tuple[Atom, Placed]]
     ranks: int
     width: int = 1
     pieces: Mapping[str, Mapping[int, Piece]] | None = None
@@ -152,7 +150,7 @@ def _unstacked(format: Format, held: Held) -> tuple[str, int]:
 
 def by_rules(arrangement: Arrangement) -> Side:
     """The side that a program's ranks are, by rules alone."""
-    return Side(arrangement, arrangement.placed, arrangement.copies, arrangement.plan.mesh.size)
+    return Side(arrangement, arrangement.placed, arrangement.plan.mesh.size)
 
 
 def live_side(live: Live, own: Arrangement, other: Arrangement) -> Side:
@@ -178,9 +176,8 @@ def live_side(live: Live, own: Arrangement, other: Arrangement) -> Side:
     places = {key: {holder: piece for holder, (_, piece) in of.items()} for key, of in numbered.items()}
     stored = _in_chunks(own, {name: chunks[key] for name, key in alike.items()}, len(live.ranks) * width)
     placed = {atom: Placed(stored[each.stored.name], each.number) for atom, each in own.placed.items()}
-    copies = [(atom, Placed(stored[each.stored.name], 0)) for atom, each in own.copies if each.stored.name in stored]
     pieces = {name: places[key] for name, key in alike.items()}
-    return Side(own, placed, copies, len(live.ranks), width, pieces, dtypes, live)
+    return Side(own, placed, len(live.ranks), width, pieces, dtypes, live)
 
 
 def _by_rank(parts: Sequence[tuple[int, int, Runs]], cut: Sequence[_Cut]) -> dict[int, list[tuple[Chunk, Piece]]]:

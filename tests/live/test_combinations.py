@@ -15,7 +15,9 @@ from formats.notation.axes import Run
 from reshard.live import exports
 from reshard.live.meshes import held_on, target_of
 from reshard.live.routing import between, spans_of
+from reshard.pages.push_page import push_page
 from reshard.source.opening import open_source
+from reshard.text import human_bytes
 from tests import zoo
 from tests.live.combinations import SOURCES, TARGETS, walk, wrong
 from tests.marks import one_of_each
@@ -96,6 +98,17 @@ def test_no_step_is_larger_than_a_bucket(llama: Path) -> None:
         assert max(sum(part.nbytes for part in parts) for parts in plan.parts(rank)) <= 1 << 12
 
 
+def test_larger_elements_come_first(tmp_path: Path) -> None:
+    """So that all lie at multiples of their size, without room between them."""
+    folder = zoo.save("deepseek_v3", tmp_path / "model", dtype=zoo.torch.bfloat16)
+    plan = exports.routes(folder, source="torchtitan:3", target="vllm:tp2")
+    for rank in range(5):
+        for parts in plan.parts(rank):
+            dtypes = [part.move.dtype for part in parts]
+            assert dtypes == sorted(dtypes, key=["F32", "BF16"].index)
+    assert {part.move.dtype for part in next(plan.parts(0))} == {"F32", "BF16"}
+
+
 def test_blocks_as_views(llama: Path) -> None:
     plan = exports.routes(llama, source="fsdp2:3", target="vllm:tp2")
     blocks = list(exports.document(plan))
@@ -136,3 +149,16 @@ def test_what_is_no_target(text: str) -> None:
 def test_what_cannot_be_pushed(llama: Path, source: str, target: str, why: str) -> None:
     with pytest.raises(ReshardError, match=why):
         exports.routes(llama, source=source, target=target)
+
+
+def test_the_picture(llama: Path) -> None:
+    plan = exports.routes(llama, source="fsdp2:3", target="vllm:tp2")
+    page = push_page(plan, "a push", 50e9)
+    for (sender, receiver), nbytes in plan.pairs().items():
+        assert f"trainer {sender} to receiver {receiver}: {human_bytes(nbytes)}" in page
+    assert "<script" not in page
+
+
+def test_ranks_are_drawn_in_groups(llama: Path) -> None:
+    page = push_page(exports.routes(llama, source="fsdp2:70", target="vllm:tp1"), "a push", 50e9)
+    assert "trainers 0 to 1 to receiver 0" in page

@@ -82,6 +82,8 @@ def wrong(folder: Path, source: str, target: str) -> list[str]:
         live, mine, theirs = held_on(opened.model, own), arranged(opened.model, own), arranged(opened.model, goal)
     except ReshardError as error:
         raise Refused(error.message) from None
+    if mine.dropped and goal.program in LIVE:
+        raise Refused("a receiver that has the checkpoint's tensors has more than the trainer")
     given = parts_of(opened, live, mine)
     receivers = held_on(opened.model, goal) if goal.program in LIVE else goal
     routes = between(bound(live, opened.read_config()), live, receivers, bucket=BUCKET)

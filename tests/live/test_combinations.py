@@ -32,9 +32,9 @@ MODELS = (
 @pytest.mark.parametrize("model", one_of_each(MODELS, lambda model: model in ("llama", "mixtral")))
 def test_combinations(model: str) -> None:
     pairs = list(itertools.product(SOURCES, TARGETS))
-    found = list(itertools.islice(walk([model], pairs, zlib.crc32(model.encode())), 16))
-    assert [each for each in found if each[-1] != "same" and not each[-1].startswith("refused")] == []
-    assert any(each[-1] == "same" for each in found)
+    possible = (each for each in walk([model], pairs, zlib.crc32(model.encode())) if not each[-1].startswith("refused"))
+    found = list(itertools.islice(possible, 8))
+    assert found and [each for each in found if each[-1] != "same"] == []
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,8 @@ UNEVEN = ("tests/reshard/test_uneven.py",)
 COMMANDS = ("tests/verify/test_cli.py",)
 VLLM = ("tests/programs/test_vllm.py", "tests/programs/test_vllm_names.py")
 PROFILE = ("tests/verify/test_profile.py",)
+WITNESS = ("tests/live/test_witness.py",)
+RECEIVER = ("tests/live/test_vllm_engine.py",)
 
 MUTATIONS = (
     # the notation
@@ -149,6 +151,22 @@ MUTATIONS = (
     Mutation("verify", "return self.memory.total <= self.capacity", "return True", PROFILE),
     Mutation("reshard/store", 'return {**self.__dict__, "_opened": {}}', "return {**self.__dict__}", BUCKETS),
     Mutation("verify/forward", "with _without_the_script(), variable(", "with variable(", ("tests/test_api.py",)),
+    # live: the second witness, and vLLM's worker
+    Mutation("reshard/live", "min(run.length, size - run.offset)", "run.length", WITNESS),
+    Mutation("reshard/live", "step = lies.rows.stride * 8 // bits", "pass", WITNESS),
+    Mutation("reshard/live", " & (rows[:-1, 2] == rows[1:, 2])", "", WITNESS),
+    Mutation("reshard/live", "strides[outer - 1] == (length, length)", "strides[outer - 1][0] == length", WITNESS),
+    Mutation("reshard/live", "said[0] != said[1]", "said[0] > said[1]", WITNESS),
+    Mutation("reshard/live", "id(room) not in seen and (", "False and (", WITNESS),
+    Mutation("reshard/live", "            room.data = data\n", "            pass\n", WITNESS),
+    Mutation("reshard/live", "room.zero_()", "pass", RECEIVER),
+    Mutation("reshard/live", "quantization.moe_kernel = None", "pass", RECEIVER),
+    Mutation("reshard/live", "poison(self.model, self.problem)", "pass", RECEIVER),
+    Mutation("reshard/live", 'vars(model).pop("compute_logits", None)', "pass", RECEIVER),
+    Mutation("reshard/live", "filter(None, said)", "filter(None, said[-1:])", RECEIVER),
+    Mutation("reshard/live", "dict.fromkeys(parameter.names, tensor)", "{name: tensor}", RECEIVER),
+    Mutation("reshard/live", "or tensor.dtype != parameter.dtype", "", RECEIVER),
+    Mutation("reshard/live", "    engine.resume(version)\n", "", RECEIVER),
 )  # fmt: skip
 
 

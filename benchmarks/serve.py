@@ -97,7 +97,7 @@ def differing(one: Sequence[Answer], other: Sequence[Answer]) -> int:
 def answers(python: str, command: str) -> list[Answer]:
     """What a server that is started by a command answers to the prompts. Raises NotServedError."""
     with served(python, command) as address:
-        return [_ask(address, prompt) for prompt in PROMPTS]
+        return [ask(address, prompt) for prompt in PROMPTS]
 
 
 @contextlib.contextmanager
@@ -137,7 +137,7 @@ def _wait(server: subprocess.Popen[bytes], health: str, log: Any) -> None:
     raise NotServedError(f"vllm serve did not answer within {PATIENCE:.0f} s")
 
 
-def _ask(address: str, prompt: Sequence[int]) -> Answer:
+def ask(address: str, prompt: Sequence[int]) -> Answer:
     """Greedy tokens after a prompt, as ids, with their log-probabilities."""
     request = {
         "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "logprobs": 1, "ignore_eos": True,

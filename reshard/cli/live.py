@@ -10,9 +10,9 @@ import click
 
 from reshard.cli.errors import DONE, NO
 from reshard.cli.help import Command, Group, option
-from reshard.cli.options import debug_option, json_option
+from reshard.cli.options import PATH, debug_option, json_option
 from reshard.cli.printing import print_json, print_lines
-from reshard.text import align, human_bytes
+from reshard.text import align, human_bytes, plural
 
 
 @click.command(
@@ -27,9 +27,11 @@ from reshard.text import align, human_bytes
 @click.argument("what", type=click.Choice(["demo", "check"]))
 @click.argument("source", required=False)
 @option("--to", "receiver", group=Group.WHAT, metavar="WHO", help="The engine and its degrees, such as vllm:tp4.")
+@option("--engine-python", "python", group=Group.WHERE, type=PATH, metavar="FILE",
+        help="The Python that has vLLM, and reshard.")  # fmt: skip
 @json_option
 @debug_option
-def live_command(what: str, source: str | None, receiver: str | None, as_json: bool) -> int:
+def live_command(what: str, source: str | None, receiver: str | None, python: Path | None, as_json: bool) -> int:
     """Try a push between running processes, or check one before there is any.
 
     'demo' trains in two processes and pushes to three. 'check' asks vLLM's own loader, in its environment on a CPU and
@@ -38,12 +40,12 @@ def live_command(what: str, source: str | None, receiver: str | None, as_json: b
     Exit code 0: all is exact, or both agree. 1: not.
     """
     if what == "demo":
-        if source is not None or receiver is not None:
-            raise click.UsageError("demo goes without SOURCE and --to")
+        if source is not None or receiver is not None or python is not None:
+            raise click.UsageError("demo goes without SOURCE, --to and --engine-python")
         return _demo(as_json)
     if source is None or receiver is None:
         raise click.UsageError("check goes with SOURCE and --to: reshard live check SOURCE --to vllm:tp4")
-    return _check(source, receiver, as_json)
+    return _check(source, receiver, python, as_json)
 
 
 def _demo(as_json: bool) -> int:
@@ -96,5 +98,20 @@ def _free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def _check(source: str, receiver: str, as_json: bool) -> int:
-    raise NotImplementedError
+def _check(source: str, receiver: str, python: Path | None, as_json: bool) -> int:
+    import sys
+
+    from reshard.live.meshes import target_of
+    from reshard.live.vllm_check import Question, check
+
+    target = target_of(receiver)
+    if target.program != "vllm" or target.pp > 1 or target.ep not in (1, target.tp):
+        raise click.UsageError("--to names vLLM on ranks of tp: vllm:tp4, or vllm:tp4ep4 with experts over them")
+    question = Question(target.tp, ep=target.ep > 1, probe=True)
+    found = check(source, question, python=str(python or sys.executable))
+    if as_json:
+        print_json({"command": "live", "source": source, "to": str(target), "agree": not found, "differences": found})
+    else:
+        ranks = plural(target.tp, "rank")
+        print_lines(*(found or [f"{source}: vLLM's own loader and the rules agree on each element of {ranks}"]))
+    return NO if found else DONE

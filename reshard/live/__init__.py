@@ -7,20 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from formats.errors import LiveError
-    from reshard.live.exports import placements, routes
+    from reshard.live.exports import document, placements, routes
     from reshard.live.meshes import Target
     from reshard.live.process import pull, push
-    from reshard.live.vllm import Offline, Server, update
+    from reshard.live.vllm import Offline, Server, join, update
 
 _PLACES = {
     "LiveError": "formats.errors",
     "Target": "reshard.live.meshes",
-    **dict.fromkeys(("placements", "routes"), "reshard.live.exports"),
+    **dict.fromkeys(("document", "placements", "routes"), "reshard.live.exports"),
     **dict.fromkeys(("pull", "push"), "reshard.live.process"),
-    **dict.fromkeys(("Offline", "Server", "update"), "reshard.live.vllm"),
+    **dict.fromkeys(("Offline", "Server", "join", "update"), "reshard.live.vllm"),
 }
 """Where each name is. It is imported when it is first asked for: planning needs no torch."""
-__all__ = ["LiveError", "Offline", "Server", "Target", "placements", "pull", "push", "routes", "update"]
+__all__ = [
+    "LiveError", "Offline", "Server", "Target", "document", "join", "placements", "pull", "push", "routes", "update",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

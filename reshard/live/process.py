@@ -30,11 +30,16 @@ from reshard.live.routing import BUCKET, Part, Routes, between
 from reshard.live.sides import Live, bound
 from reshard.live.views import Tensors, pack, unpack
 from reshard.live.wire import Stats, Wire
+from reshard.placement.arrangement import Arrangement, on_mesh
 from reshard.source.access import HubAccess, find
 from reshard.store.selection import Weights
 
 Parts = Sequence[tuple[Held, torch.Tensor]]
 """What a rank holds, with its tensors."""
+
+
+Witness = Callable[[Arrangement, int], Sequence[str]]
+"""How what an engine's own loader does on a rank differs from the rules: a line for each tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,6 +219,15 @@ class Push(_Process):
         self._planned = [held for held, _ in self._read()]
         return {"host": socket.gethostname(), "held": to_document(self._planned), **self._own}
 
+    @property
+    def ticket(self) -> dict[str, Any]:
+        """What an engine's ranks must know to meet this trainer."""
+        meeting = self.meeting
+        return {
+            "store": meeting.store, "trainers": meeting.trainers, "timeout": meeting.timeout, "join": meeting.join,
+            "bucket": meeting.bucket, "shared": meeting.shared,
+        }  # fmt: skip
+
     def check(self) -> Routes:
         """Meet all others and agree on the plan, before any byte moves: coverage, dtypes, and the receivers' witnesses.
 
@@ -252,7 +266,7 @@ class Pull(_Process):
 
     def __init__(
         self, meeting: Meeting, rank: int, device: str, *, parts: Callable[[], Parts] | None = None,
-        format: str | None = None, keep: bool = True, witness: Callable[[Routes, int], Sequence[str]] | None = None,
+        format: str | None = None, keep: bool = True, witness: Witness | None = None,
         poison: Callable[[str | None], None] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(meeting, meeting.trainers + rank, device)
@@ -275,7 +289,9 @@ class Pull(_Process):
 
     def _verify(self, routes: Routes) -> None:
         if self._witness is not None:
-            differences = self._witness(routes, self.number)
+            arrangement = routes.target.arrangement
+            assert arrangement.format is not None
+            differences = self._witness(on_mesh(arrangement.plan, arrangement.format), self.number)
             if differences:
                 raise MismatchError(f"{differences[0]} ({len(differences)} differences in all)")
 
@@ -429,6 +445,15 @@ def pull(
         meeting, rank, device, parts=reader(model, program), format=TRAINERS.get(program, program), keep=keep,
         poison=poison, **ways,
     )  # fmt: skip
+
+
+def pull_by(ticket: Mapping[str, Any], rank: int, world: int, device: str, *, witness: Witness | None = None) -> Pull:
+    """An engine's rank of ``world``, from the ``ticket`` of the trainer that it is to meet. Raises LiveError."""
+    try:
+        meeting = Meeting(receivers=world, **ticket)
+    except TypeError:
+        raise LiveError(f"{dict(ticket)} is not a ticket of a trainer", "give the engine push.ticket") from None
+    return Pull(meeting, rank, device, witness=witness)
 
 
 def poisoned(model: torch.nn.Module, why: str | None) -> None:

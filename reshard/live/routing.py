@@ -73,6 +73,11 @@ class Way:
         return tuple((block, target) for block in self.blocks for target in block.targets)
 
     @cached_property
+    def firsts(self) -> tuple[int, ...]:
+        """The first holder that may send, for all that is sent."""
+        return tuple(block.sources[0] for block, _ in self.wants)
+
+    @cached_property
     def has_choice(self) -> bool:
         """Whether a block may be sent by one of several."""
         return any(len(block.sources) > 1 for block in self.blocks)
@@ -251,7 +256,7 @@ class _Planning:
         if way.has_choice:
             move, cost = self._chosen(move)
         else:
-            move = move._replace(senders=tuple(block.sources[0] for block, _ in way.wants))
+            move = move._replace(senders=way.firsts)
             if key not in self._costs:
                 self._costs[key] = self._cost(move)
             cost = self._costs[key]

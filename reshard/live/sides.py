@@ -108,7 +108,7 @@ def bound(live: Live, config: Mapping[str, Any], *, dtype: str | None = None) ->
     stored = _whole(live, dtype)
     architecture = find_architecture(dict(config), _WHERE)
     full = inferred_tensors(live.format, architecture, config, [stored])
-    return bind(architecture, config, full, known=inferred_sizes(architecture, config, [stored]))
+    return bind(architecture, config, full, known=inferred_sizes(architecture, config, [stored], full))
 
 
 def whole(model: Model, live: Live) -> Arrangement:

@@ -84,7 +84,7 @@ def states_of(source: Source) -> Iterator[tuple[Affix, Source]]:
         ranks, chunks = chunks_of(format, training.found, names)
         held = [whole_tensors(ranks, chunks)]
         full = inferred_tensors(format, architecture, config, held)
-        model = bind(architecture, config, full, known=inferred_sizes(architecture, config, held))
+        model = bind(architecture, config, full, known=inferred_sizes(architecture, config, held, full))
         plan = program_plan(model, format, source.plan.mesh, padding=source.plan.padding or None)
         check_stored(arrangement_of(plan, format, chunks), ranks, source.path)
         yield affix, replace(source, plan=plan, unsplit=model, ranks=ranks, chunks=chunks, kept={})
@@ -372,7 +372,7 @@ def _bound(
     full: Sequence[FullTensor],
     held: Sequence[Mapping[str, TensorInfo]],
 ) -> Model:
-    known = folder.manifest.identity.sizes if folder.manifest else inferred_sizes(architecture, config, held)
+    known = folder.manifest.identity.sizes if folder.manifest else inferred_sizes(architecture, config, held, full)
     model = bind(architecture, config, full, known=known)
     _check_extent(model, held)
     return model

@@ -489,19 +489,28 @@ def kept_tensors(path: FilePath) -> list[FullTensor]:
 
 
 def inferred_sizes(
-    architecture: Architecture, config: Mapping[str, object], ranks: Sequence[Mapping[str, TensorInfo]]
+    architecture: Architecture,
+    config: Mapping[str, object],
+    ranks: Sequence[Mapping[str, TensorInfo]],
+    full: Sequence[FullTensor],
 ) -> dict[str, int]:
-    """The sizes of axes that config.json does not give, from tensors that keep their names."""
+    """The sizes of axes that config.json does not give, from tensors that are stored as they are.
+
+    ``full`` are the inferred tensors; of a single rank, those with a shape may have another name there.
+    """
     sizes = AxisSizes(architecture, config, {})
     dealt = {axis for families in architecture.families.values() for family in families for axis in family}
     known, found = sizes.of({}), dict[str, int]()
-    for name, info in ranks[0].items():
+    shapes = {name: info.shape for name, info in ranks[0].items()}
+    if len(ranks) == 1:
+        shapes |= {tensor.name: tensor.held for tensor in full if tensor.held is not None}
+    for name, shape in shapes.items():
         match = architecture.match(name)
         rule = sizes.holds(match) if match else None
-        for dim, length in zip(rule.shapes[0].dims if rule else (), info.shape, strict=False):
+        for dim, length in zip(rule.shapes[0].dims if rule else (), shape, strict=False):
             if dim.axis is not None and dim.axis not in known:
                 holders = sum(name in tensors for tensors in ranks)  # those of one pipeline stage
-                found.setdefault(dim.axis, length * (holders if dim.axis in dealt else 1))
+                found.setdefault(dim.axis, length * (holders if dim.axis in dealt and holders else 1))
     return found
 
 

@@ -19,8 +19,8 @@ from tests.marks import one_of_each
 
 MODELS = (
     "llama", "mixtral", "llama-tied", "qwen3_moe", "deepseek_v3", "gpt_oss", "phi3", "gpt_neox", "falcon", "bloom",
-    "gpt2", "mamba2", "qwen3_next", "gemma3", "glm4_moe", "qwen2-tied", "olmo2", "granitemoehybrid", "nemotron_h", "llama4",
-    "llava_onevision", "bert", "qwen2_moe", "starcoder2",
+    "gpt2", "mamba2", "qwen3_next", "gemma3", "glm4_moe", "qwen2-tied", "olmo2", "granitemoehybrid", "nemotron_h",
+    "llama4", "llava_onevision", "bert", "qwen2_moe", "starcoder2",
 )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ DEFAULTS = {
 
 def run(request: dict[str, Any]) -> list[list[list[float]]]:
     """What the request asks for."""
-    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]  # it is the engine's environment's
+    from vllm import LLM, SamplingParams
 
     ranks, size = request["tp"] * request["pp"], request["vocabulary"]
     longest = max(map(len, request["prompts"])) + 8

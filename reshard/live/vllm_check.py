@@ -1,0 +1,171 @@
+"""Asks vLLM's own loaders where they put each element, on a CPU, without weights and without an engine.
+
+    python -m reshard.live.vllm_check SOURCE CONFIG RANK MEETING '{"tp": 2, "ep": false, "probe": true}'
+
+is one rank. vLLM builds its model on each rank, so that each has its own part; nothing is loaded or run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from formats.documents import json_bytes
+from formats.errors import LiveError
+from formats.files.checkpoint import CONFIG
+from reshard.live.meshes import Target, arranged
+from reshard.source.access import Access, open_any
+from reshard.store.selection import Weights
+
+if TYPE_CHECKING:
+    import torch
+
+    from reshard.placement.arrangement import Arrangement
+
+SETTINGS = {
+    "VLLM_TARGET_DEVICE": "cpu", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+    "GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1", "OMP_NUM_THREADS": "1",
+}  # fmt: skip
+ANSWER = "reshard's answer: "
+"""Before the line with what a rank found: vLLM prints lines of its own."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked: ``tp`` ranks, experts over the same ranks with ``ep``, the index probe too with ``probe``."""
+
+    tp: int = 1
+    ep: bool = False
+    probe: bool = False
+
+    @property
+    def target(self) -> Target:
+        """vLLM's ranks."""
+        return Target("vllm", tp=self.tp, ep=self.tp if self.ep else 1)
+
+
+def check(source: str | Path, question: Question, *, python: str = sys.executable, timeout: float = 600.0) -> list[str]:
+    """How vLLM's loaders and our rules differ: a line for each tensor of each rank, none if they agree.
+
+    ``source`` is a checkpoint in Hugging Face's form, of which only headers are read. ``python`` has vLLM and reshard.
+    Raises LiveError if a rank cannot build the model, or its loader cannot be followed; ReshardError.
+    """
+    opened = open_any(source, Access(), Weights.HEADERS)
+    arranged(opened.model, question.target)  # refuses what the rules refuse
+    with tempfile.TemporaryDirectory(prefix="reshard-check-") as folder:
+        config = opened.path if isinstance(opened.path, Path) else Path(folder)
+        if config == Path(folder):
+            (config / CONFIG).write_bytes(json_bytes(opened.read_config()))
+        place = str(config.resolve()) if isinstance(opened.path, Path) else str(source)
+        command = [python, "-m", "reshard.live.vllm_check", place, str(config.resolve())]
+        ident = f"reshard{os.getpid()}{Path(folder).name[-8:]}"  # of vLLM's shared memory
+        further = [f"file://{folder}/meeting", json.dumps(asdict(question))]
+        ranks = [
+            subprocess.Popen(
+                [*command, str(rank), *further], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                errors="replace", env={**os.environ, **SETTINGS, "VLLM_DIST_IDENT": ident},
+            )
+            for rank in range(question.tp)
+        ]  # fmt: skip
+        try:
+            said = [rank.communicate(timeout=timeout)[0] for rank in ranks]
+        except subprocess.TimeoutExpired:
+            raise LiveError(f"vLLM has not built {source} within {timeout:.0f} s") from None
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+            for left in Path("/dev/shm").glob(f"*{ident}*"):
+                left.unlink(missing_ok=True)
+    return [line for rank, text in enumerate(said) for line in _answer(rank, text)]
+
+
+def _answer(rank: int, said: str) -> Sequence[str]:
+    lines = said.strip().splitlines()
+    for line in lines:
+        if line.startswith(ANSWER):
+            found: list[str] = json.loads(line.removeprefix(ANSWER))
+            return found
+    last = [line for line in lines if "Error" in line] or lines or ["it said nothing"]
+    hint = "give the python of an environment with vLLM" if "No module named 'vllm" in said else None
+    raise LiveError(f"rank {rank} of the check ended early: {last[-1]}", hint)
+
+
+def differences(source: str, config: Path, rank: int, meeting: str, question: Question) -> list[str]:
+    """What one rank finds; ``config`` is a folder with the checkpoint's config.json."""
+    from formats.files.safetensors import stated_dtype
+    from formats.torch_dtypes import TORCH_DTYPES
+    from reshard.live.witness import apart, compare, probed, recorded
+
+    arrangement = arrangement_of(source, question)
+    tensors = {tensor.name: (tensor.dtype, tensor.shape) for tensor in arrangement.plan.model.tensors}
+    dtype = TORCH_DTYPES[stated_dtype(arrangement.plan.model.config) or "BF16"]  # vLLM would have BF16 in place of F32
+    model = built(config, rank, meeting, question, dtype)
+    loaded = recorded(model, model.load_weights, tensors)  # type: ignore[arg-type]  # a method of vLLM's
+    found = compare(arrangement, rank, model, loaded)
+    if question.probe:
+        again = probed(model, model.load_weights, tensors)  # type: ignore[arg-type]
+        found += [f"rank {rank}: '{name}': the index probe differs from the recorder" for name in apart(loaded, again)]
+    return found
+
+
+def arrangement_of(source: str | Path, question: Question) -> Arrangement:
+    """Our rules for vLLM's ranks."""
+    return arranged(open_any(source, Access(), Weights.HEADERS).model, question.target)
+
+
+def built(config_folder: Path, rank: int, meeting: str, question: Question, dtype: torch.dtype) -> torch.nn.Module:
+    """This rank's part of vLLM's model, before loading. The process is a rank of vLLM's from then on."""
+    import torch
+    from vllm.config import (
+        CacheConfig,
+        DeviceConfig,
+        LoadConfig,
+        ModelConfig,
+        ParallelConfig,
+        VllmConfig,
+        set_current_vllm_config,
+    )  # fmt: skip
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    torch.set_num_threads(1)
+    path = str(config_folder)
+    model_config = ModelConfig(
+        model=path, tokenizer=path, skip_tokenizer_init=True, dtype=dtype, max_model_len=64, enforce_eager=True
+    )
+    parallel = ParallelConfig(
+        tensor_parallel_size=question.tp, enable_expert_parallel=question.ep, distributed_executor_backend="mp"
+    )
+    parallel.rank = rank
+    load = LoadConfig(load_format="safetensors", use_tqdm_on_load=False)
+    config = VllmConfig(
+        model_config=model_config, parallel_config=parallel, load_config=load,
+        device_config=DeviceConfig(device="cpu"), cache_config=CacheConfig(block_size=32),
+    )  # fmt: skip
+    with set_current_vllm_config(config):
+        init_distributed_environment(question.tp, rank, meeting, local_rank=rank, backend="gloo")
+        initialize_model_parallel(question.tp, 1)
+        with set_default_torch_dtype(model_config.dtype), torch.device("cpu"):
+            model: torch.nn.Module = get_model_loader(load).create_model(vllm_config=config, model_config=model_config)
+    return model
+
+
+def main() -> None:
+    """Be one rank: print what it finds."""
+    source, config, rank, meeting, question = sys.argv[1:]
+    found = differences(source, Path(config), int(rank), meeting, Question(**json.loads(question)))
+    print(ANSWER + json.dumps(found), flush=True)
+    os._exit(0)  # vLLM's process groups need no orderly end
+
+
+if __name__ == "__main__":
+    main()

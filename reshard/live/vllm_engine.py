@@ -1,0 +1,185 @@
+"""The receiving end of a push inside a vLLM worker: a weight transfer engine of vLLM's (``reshard.live.vllm``).
+
+An update leaves the engine as it is: what came is kept, and compared with what vLLM's model has. Only ``finish`` gives
+it to the model, on all ranks or on none. At more than one rank nothing is raised, because vLLM then takes the answer to
+one call for that to the next: all ranks agree on errors, and tell them to the trainer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.distributed import get_world_group
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.logger import init_logger
+
+from formats.errors import LiveError, ReshardError
+from reshard.live import vllm_reload
+from reshard.live.receiver import Parameter, Receiver, by_all_names
+from reshard.live.witness import compare, recorded
+from reshard.placement.arrangement import Arrangement
+
+T = TypeVar("T")
+_LOGGER = init_logger("vllm.reshard")
+
+
+@dataclass
+class Init(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not installed where types are checked
+    """``store``: where trainer and engine meet, as in ``tcp://10.0.0.1:29600``."""
+
+    given: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Update(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """``version``: the number of the push."""
+
+    given: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Engine(WeightTransferEngine):  # type: ignore[misc]
+    """Receives pushes. Made by each worker; raises LiveError for a version of vLLM that was not tried."""
+
+    init_info_cls, update_info_cls = Init, Update
+    supports_draft_weight_update = False
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        vllm_reload.layerwise()
+        self.receiver: Receiver | None = None
+        self.parameters: Sequence[Parameter] = ()
+        self.problem: str | None = None
+        self._kept: tuple[int, Mapping[str, torch.Tensor]] | None = None
+
+    def parse_init_info(self, init_dict: dict[str, Any]) -> Init:
+        """Whatever is given: a rank that raises here would be alone."""
+        return Init(init_dict)
+
+    def parse_update_info(self, update_dict: dict[str, Any]) -> Update:
+        """Whatever is given."""
+        return Update(update_dict)
+
+    def init_transfer_engine(self, init_info: Init) -> None:
+        """Meet the trainer, and agree on the plan: with what this model is made of, and with its own loader."""
+
+        def look() -> None:
+            self.parameters = vllm_reload.load_time(self.model)
+            self.receiver = self.connect(init_info.given)
+
+        def meet() -> None:
+            if self.receiver is not None:
+                self.receiver.check()
+
+        self.problem = self._agreed(look) or self._agreed(meet)
+
+    def connect(self, ticket: Mapping[str, Any]) -> Receiver:
+        """This rank's end of the pushes of a trainer, from the trainer's ``ticket``. Raises LiveError."""
+        from reshard.live.process import pull_by  # not needed to list the engine
+
+        group = get_world_group()
+        return pull_by(
+            ticket, group.rank_in_group, group.world_size, str(self.device),
+            witness=lambda arrangement, rank: ask_loader(self, arrangement, rank),
+        )  # fmt: skip
+
+    def start_weight_update(self) -> None:
+        """Begin: nothing changes, the old weights serve."""
+        self._kept = None
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive a push and keep it, if all ranks have all of it and it is what the model has."""
+        version, kept = -1, {}
+
+        def receive() -> None:
+            nonlocal version, kept
+            version = _only(update_info, "version", int)
+            if self.receiver is None:
+                raise LiveError(self.problem or "init_weight_transfer_engine was not called")
+            kept = by_all_names(self.receiver.receive(version), self.parameters)
+
+        self._kept = None
+        self.problem = self._agreed(receive)
+        if self.problem is None:
+            self._kept = version, kept
+        else:
+            self._tell(version)
+
+    def receive_weights(self, update_info: Update) -> None:
+        """Part of vLLM's interface; ``update_weights`` does it."""
+        self.update_weights(dict(update_info.given))
+
+    def finish_weight_update(self) -> None:
+        """Compute with what was received; if any rank fails, no rank answers requests until the next push."""
+        if self._kept is None:
+            return
+        (version, kept), self._kept = self._kept, None
+        self.problem = self._agreed(lambda: vllm_reload.commit(self.model, kept, self.model_config.dtype))
+        poison(self.model, self.problem)
+        self._tell(version)
+
+    def shutdown(self) -> None:
+        """Forget the trainer."""
+        self._kept = self.receiver = None
+
+    def _tell(self, version: int) -> None:
+        if self.receiver is not None:
+            with contextlib.suppress(ReshardError):  # the trainer that would hear it has an error of its own
+                self.receiver.commit(version, self.problem)
+
+    def _agreed(self, work: Callable[[], None]) -> str | None:
+        """Do something on all ranks: what went wrong on any, the same words on each."""
+        group, wrong = get_world_group(), None
+        try:
+            work()
+        except Exception as error:
+            wrong = f"vLLM's rank {group.rank_in_group}: {_words(error)}"
+        said: list[str | None] = [None] * group.world_size
+        torch.distributed.all_gather_object(said, wrong, group=group.cpu_group)
+        found = "; ".join(dict.fromkeys(filter(None, said))) or None
+        if found is not None:
+            _LOGGER.error("reshard: %s", found)
+        return found
+
+
+def ask_loader(engine: Engine, arrangement: Arrangement, rank: int) -> list[str]:
+    """How the running model's own loader and our rules differ, as ``witness.compare`` says it. No request may run.
+
+    Raises LiveError if the loader does what is not followed.
+    """
+    model, tensors = engine.model, arrangement.plan.model.tensors
+    with set_current_vllm_config(engine.vllm_config), vllm_reload.as_loaded(model):
+        loaded = recorded(model, model.load_weights, {of.name: (of.dtype, of.shape) for of in tensors})
+        return compare(arrangement, rank, model, loaded)
+
+
+def poison(model: torch.nn.Module, why: str | None) -> None:
+    """Have a model that is half new answer no request; without a reason, answer again."""
+    if why is None:
+        vars(model).pop("compute_logits", None)
+        return
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise LiveError(f"the weights are half new, because a push failed: {why}", "push again, before any request")
+
+    vars(model)["compute_logits"] = refuse  # called in each step, also where a captured graph runs the layers
+
+
+def _only(given: Mapping[str, Any], key: str, kind: type[T]) -> T:
+    """The value of the one key that there should be. Raises LiveError."""
+    value = given.get(key)
+    if given.keys() != {key} or not isinstance(value, kind):
+        raise LiveError(f"vLLM was told {dict(given)}, and not {{'{key}': a value of {kind.__name__}}}")
+    return value
+
+
+def _words(error: Exception) -> str:
+    return error.message if isinstance(error, ReshardError) else f"{type(error).__name__}: {error}"

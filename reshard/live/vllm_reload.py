@@ -1,0 +1,134 @@
+"""vLLM's reloading of layers, which is private and changes from month to month: the one module that uses it.
+
+Each layer is made anew in the shapes in which vLLM loads weights, filled, and processed as after loading; then its
+values are copied into the tensors that the engine computes with. So weights that a kernel packs come out right, and
+captured graphs keep their addresses.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from formats.errors import LiveError
+from reshard.live.receiver import Parameter, parameters_of
+
+TRIED = ("0.32",)
+"""The versions of vLLM with which this was tried."""
+LAYERWISE = "vllm.model_executor.model_loader.reload.layerwise"
+SYMBOLS = (
+    "_get_original_loader", "_layerwise_process", "_place_kernel_tensors", "get_layer_params_buffers",
+    "get_layer_tensors", "get_layerwise_info", "initialize_online_processing", "is_deferred_attention_layer",
+    "materialize_layer", "restore_layer_on_meta",
+)  # fmt: skip
+"""What is used of it."""
+
+
+@cache
+def layerwise() -> ModuleType:
+    """vLLM's module. Raises LiveError if this version was not tried, or has a function under another name."""
+    version = str(importlib.import_module("vllm").__version__)
+    tried = " or ".join(TRIED)
+    if not version.startswith(tuple(f"{each}." for each in TRIED)):
+        raise LiveError(f"vLLM {version} was not tried with live pushes", f"install vLLM {tried}")
+    module = importlib.import_module(LAYERWISE)
+    lacking = [name for name in SYMBOLS if not hasattr(module, name)]
+    if lacking:
+        raise LiveError(f"vLLM {version} has no {LAYERWISE}.{lacking[0]}", f"install another build of vLLM {tried}")
+    return module
+
+
+def load_time(model: torch.nn.Module) -> list[Parameter]:
+    """The parameters of a running model, as weights are loaded into them. Raises LiveError."""
+    return parameters_of(model, lambda name, tensor: _before_processing(model, name, tensor))
+
+
+def _before_processing(model: torch.nn.Module, name: str, now: torch.Tensor) -> torch.Tensor:
+    """A parameter as it was when the model was built, without data; what vLLM did not note then, as it is now."""
+    prefix, _, leaf = name.rpartition(".")
+    noted: Mapping[str, torch.Tensor] = layerwise().get_layerwise_info(model.get_submodule(prefix)).restore_metadata[0]
+    return noted.get(leaf, now)
+
+
+@torch.no_grad()
+def commit(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+    """Give a running model its parameters: one layer after another, so that no request finds it without.
+
+    ``tensors`` has all of them, by each of their names; ``dtype`` is the model's. The caller holds vLLM's current
+    configuration. What is raised on the way leaves the model half new.
+    """
+    layers: dict[torch.nn.Module, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        prefix, _, leaf = name.rpartition(".")
+        layers.setdefault(model.get_submodule(prefix), {})[leaf] = tensor
+    for layer, own in layers.items():
+        _renew(layer, own)
+    for layer in model.modules():
+        if layerwise().is_deferred_attention_layer(layer):  # it makes its own of others' weights
+            layer.process_weights_after_loading(dtype)  # type: ignore[operator]  # a method of vLLM's
+
+
+def _renew(layer: torch.nn.Module, own: Mapping[str, torch.Tensor]) -> None:
+    """Give one layer its parameters, as if it were loaded."""
+    vllm = layerwise()
+    info = _begun(layer)
+    vllm.materialize_layer(layer, info)
+    for leaf, buffer in info.kernel_tensors[1].items():  # no push brings buffers
+        room = getattr(layer, leaf, None)
+        if room is not None and room is not buffer and room.shape == buffer.shape:
+            room.copy_(buffer)
+    for leaf, tensor in own.items():
+        room = layer.get_parameter(leaf).data
+        if room.shape != tensor.shape:
+            room.zero_()  # the padding of the vocabulary
+            room = room[tuple(slice(0, size) for size in tensor.shape)]
+        room.copy_(tensor)
+    quantization = getattr(layer, "quant_method", None)
+    on_cpu = all(tensor.device.type == "cpu" for tensor in info.kernel_tensors[0].values())
+    if on_cpu and getattr(quantization, "moe_kernel", None) is not None:
+        quantization.moe_kernel = None  # type: ignore[union-attr]  # with one, vLLM 0.32 does not pack experts again
+    vllm._layerwise_process(layer, info)
+
+
+def _begun(layer: torch.nn.Module) -> Any:
+    """vLLM's notes of a layer, which has its load-time tensors on the meta device from then on."""
+    vllm = layerwise()
+    info = vllm.get_layerwise_info(layer)
+    info.kernel_tensors = vllm.get_layer_params_buffers(layer)
+    info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
+    vllm.restore_layer_on_meta(layer, info)
+    vllm.initialize_online_processing(layer)
+    return info
+
+
+@contextmanager
+def as_loaded(model: torch.nn.Module) -> Iterator[None]:
+    """A running model as it was before loading, with vLLM's own loaders, for the length of a block.
+
+    Its parameters have storage of their own, and nothing in it. All is put back at the end, so no request may run.
+    """
+    vllm = layerwise()
+    begun, biases = [], []
+    try:
+        for layer in model.modules():
+            begun.append((layer, _begun(layer)))
+            vllm.materialize_layer(layer, begun[-1][1])
+            for leaf, tensor in vllm.get_layer_tensors(layer).items():
+                if hasattr(tensor, "weight_loader"):
+                    tensor.weight_loader = vllm._get_original_loader(tensor)
+                if tensor is begun[-1][1].kernel_tensors[0].get(leaf):  # vLLM leaves it where it is
+                    biases.append((tensor, tensor.data))
+                    tensor.data = torch.empty_like(tensor)
+        yield
+    finally:
+        for tensor, data in biases:
+            tensor.data = data
+        for layer, info in begun:
+            vllm._place_kernel_tensors(layer, info)
+            info.reset()

@@ -1,0 +1,342 @@
+"""The second witness: where an engine's own loader puts each element of a checkpoint, compared with our rules.
+
+The loader (``model.load_weights``) runs once on tensors without storage, which record what is copied where. The index
+probe does the same with tensors that hold the number of each element: slower, and independent of views.
+
+Both give, for each parameter, *ranges*: rows of (first element of the parameter, how many, number of the Hugging Face
+tensor, first element of that tensor). They are as long as possible, so that equal maps have equal rows. What no range
+covers is not loaded: padding, or a mistake.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from formats.errors import LiveError, PlanError
+from formats.files.safetensors import DTYPE_BITS
+from formats.torch_dtypes import TORCH_DTYPES
+from reshard.mesh.plan import make_plan
+from reshard.placement.arrangement import Arrangement, arrangement_of, same_atoms
+from reshard.placement.stored import Placed, Stored
+from reshard.source.source import UNSPLIT
+
+Ranges = NDArray[np.int64]
+"""Of shape ``[n, 4]``: see above."""
+Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Dtype and shape of each tensor of the checkpoint, in the order of their numbers."""
+
+_VIEWS = frozenset([
+    "narrow", "view", "reshape", "__getitem__", "unsqueeze", "squeeze", "transpose", "t", "permute", "flatten",
+    "unflatten", "contiguous", "chunk", "unbind", "split", "select", "swapaxes", "movedim", "expand",
+])  # fmt: skip
+_FUNCTIONS = frozenset(["to", "float", "exp", "neg"])
+"""What is computed of each element alone."""
+_BITS = 40
+"""Of the number of an element within its tensor, in the index probe."""
+
+
+class View(NamedTuple):
+    """Elements of a tensor: the first one's number, and a shape with strides."""
+
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class Copied(NamedTuple):
+    """Elements of a parameter, and those of a tensor of the checkpoint that go there; both views have one shape."""
+
+    into: View
+    number: int
+    of: View
+
+
+class Recorder(torch.Tensor):
+    """A tensor of a checkpoint, or a view of it, without storage. What is copied from it is noted in ``notes``."""
+
+    place: torch.Tensor
+    number: int
+    notes: list[tuple[torch.Tensor, Copied]]
+
+    @staticmethod
+    def of(place: torch.Tensor, number: int, notes: list[tuple[torch.Tensor, Copied]]) -> Recorder:
+        """``place``: the view, of a tensor on the meta device."""
+        made = torch.Tensor._make_wrapper_subclass(Recorder, place.shape, strides=place.stride(), dtype=place.dtype)
+        assert isinstance(made, Recorder)
+        made.place, made.number, made.notes = place, number, notes
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Note a copy, follow a view; of what is not followed, ``__torch_dispatch__`` is told."""
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name == "copy_" and isinstance(args[1], Recorder) and not isinstance(args[0], Recorder):
+            args[1]._note(args[0])
+            return args[0]
+        own = args[0] if args and isinstance(args[0], Recorder) else None
+        with torch._C.DisableTorchFunctionSubclass():
+            if own is None or name not in _VIEWS | _FUNCTIONS:
+                return func(*args, **kwargs)
+            if name in _FUNCTIONS:
+                return own
+            found = func(own.place, *args[1:], **kwargs)
+        views = [found] if isinstance(found, torch.Tensor) else found
+        if any(view.untyped_storage()._cdata != own.place.untyped_storage()._cdata for view in views):
+            raise LiveError(f"the loader copies a part of tensor {own.number} with '{name}' before it uses it")
+        made = [Recorder.of(view, own.number, own.notes) for view in views]
+        return made[0] if isinstance(found, torch.Tensor) else tuple(made)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Raise LiveError: there is nothing to compute with."""
+        raise LiveError(f"the loader does '{func}' with a tensor, which is not followed here")
+
+    def _note(self, room: torch.Tensor) -> None:
+        source = self.place.expand(room.shape)
+        into, of = (View(int(x.storage_offset()), tuple(x.shape), tuple(x.stride())) for x in (room, source))
+        self.notes.append((room, Copied(into, self.number, of)))
+
+
+Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
+"""A model's ``load_weights``."""
+
+
+def rooms_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A model's parameters and stored buffers, each under all of its names."""
+    rooms: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    return rooms | {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in rooms}
+
+
+def recorded(model: torch.nn.Module, load: Load, tensors: Tensors) -> dict[str, Sequence[Copied]]:
+    """What a loader copies into each parameter, by each of its names; the parameters are in their load-time shapes.
+
+    Raises LiveError if the loader does something with a tensor that is not followed.
+    """
+    log: list[tuple[torch.Tensor, Copied]] = []
+    load(
+        (name, Recorder.of(torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="meta"), number, log))
+        for number, (name, (dtype, shape)) in enumerate(tensors.items())
+    )
+    found: dict[int, list[Copied]] = {}
+    for room, copied in log:
+        found.setdefault(room.untyped_storage()._cdata, []).append(copied)
+    return {name: found.get(room.untyped_storage()._cdata, ()) for name, room in rooms_of(model).items()}
+
+
+def probed(model: torch.nn.Module, load: Load, tensors: Tensors) -> dict[str, Ranges]:
+    """The ranges by the index probe, 8 bytes an element: the loader copies the numbers of elements."""
+    with _numbered(model) as rooms:
+        load(
+            (name, (torch.arange(math.prod(shape)) + ((number + 1) << _BITS)).view(shape))
+            for number, (name, (_, shape)) in enumerate(tensors.items())
+        )
+        return {name: _counted(room.detach().reshape(-1).numpy()) for name, room in rooms.items()}
+
+
+@contextmanager
+def _numbered(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+    """A model's tensors with -1 in each element, 64 bits each, for the length of a block."""
+    rooms, before = rooms_of(model), {}
+    for room in rooms.values():
+        if id(room) not in before:
+            before[id(room)] = room, room.data, room.requires_grad
+            room.requires_grad_(False)
+            room.data = torch.full(room.shape, -1, dtype=torch.int64)
+    try:
+        yield rooms
+    finally:
+        for room, data, grad in before.values():
+            room.data = data
+            room.requires_grad_(grad)
+
+
+def _counted(values: NDArray[np.int64]) -> Ranges:
+    """The ranges in the numbers of elements: -1 is not loaded, 0 is padding."""
+    at = np.flatnonzero(values > 0)
+    one = np.ones_like(at)
+    return joined(np.stack([at, one, (values[at] >> _BITS) - 1, values[at] & ((1 << _BITS) - 1)], 1))
+
+
+def ranges(copies: Iterable[Copied]) -> Ranges:
+    """The ranges of copies into one parameter. Raises LiveError if an element is loaded twice."""
+    rows = [_rows(copied) for copied in copies]
+    return joined(np.concatenate(rows) if rows else np.empty((0, 4), np.int64))
+
+
+def joined(rows: Ranges) -> Ranges:
+    """The same ranges in order, each as long as possible. Raises LiveError if two overlap."""
+    rows = rows[np.argsort(rows[:, 0], kind="stable")]
+    ends, starts = rows[:-1, 0] + rows[:-1, 1], rows[1:, 0]
+    if (ends > starts).any():
+        raise LiveError(f"element {starts[ends > starts][0]} of a parameter is loaded twice")
+    goes_on = (ends == starts) & (rows[:-1, 2] == rows[1:, 2]) & (rows[:-1, 3] + rows[:-1, 1] == rows[1:, 3])
+    first = np.flatnonzero(np.concatenate([[True], ~goes_on])) if len(rows) else np.empty(0, np.int64)
+    lengths = np.add.reduceat(rows[:, 1], first) if len(rows) else rows[:, 1]
+    return np.stack([rows[first, 0], lengths, rows[first, 2], rows[first, 3]], 1)
+
+
+def _rows(copied: Copied) -> Ranges:
+    """A copy as ranges that may be joined: its last dimensions as far as they are in one piece on both sides."""
+    shape, strides = copied.into.shape, list(zip(copied.into.stride, copied.of.stride, strict=True))
+    if 0 in shape:
+        return np.empty((0, 4), np.int64)
+    length, outer = 1, len(shape)
+    while outer and (shape[outer - 1] == 1 or strides[outer - 1] == (length, length)):
+        outer -= 1
+        length *= shape[outer]
+    starts = [np.zeros(1, np.int64) for _ in range(2)]
+    for size, steps in zip(shape[:outer], strides[:outer], strict=True):
+        starts = [(at[:, None] + np.arange(size) * step).ravel() for at, step in zip(starts, steps, strict=True)]
+    into, of = starts[0] + copied.into.offset, starts[1] + copied.of.offset
+    return np.stack([into, np.full_like(into, length), np.full_like(into, copied.number), of], 1)
+
+
+def by_rules(arrangement: Arrangement, rank: int) -> Iterator[tuple[Stored, Ranges]]:
+    """What our rules put into each tensor of a rank; constants are left out. Raises PlanError."""
+    model = arrangement.plan.model
+    numbers = {tensor.name: number for number, tensor in enumerate(model.tensors)}
+    whole, arrangement = same_atoms(arrangement_of(make_plan(model, UNSPLIT, padding={}), None), arrangement)
+    for stored, _ in arrangement.held(rank):
+        if stored.constant is not None:
+            continue
+        copies: list[Copied] = []
+        for number, atom in enumerate(stored.atoms):
+            placed = Placed(stored, number)
+            if stored.geometry.lies(rank, number) is not None and not placed.is_zero(rank):
+                copies += _copies(whole.placed[atom], placed, rank, numbers[atom.tensor])
+        yield stored, ranges(copies)
+
+
+def _copies(held: Placed, placed: Placed, rank: int, number: int) -> Iterator[Copied]:
+    """What a rank has of an atom: a copy for each product of runs."""
+    if sorted(held.portion.order) != sorted(placed.portion.order):
+        raise PlanError(f"'{placed.stored.name}' counts '{held.stored.name}' in blocks of another size")
+    sizes, dims = held.layout.full, placed.layout.boxes[rank].dims
+    (first, to), (begin, of) = _strides(placed, rank), _strides(held, 0)
+    parts = []
+    for size, runs in zip(sizes, dims, strict=True):
+        ends = itertools.accumulate((run.length for run in runs), initial=0)
+        parts.append(
+            [(at, run.offset, min(run.length, size - run.offset)) for at, run in zip(ends, runs, strict=False)]
+        )
+    for part in itertools.product(*parts):
+        shape = tuple(max(length, 0) for _, _, length in part)  # what is behind the tensor's end is padding
+        into = first + sum(at * step for (at, _, _), step in zip(part, to, strict=True))
+        out_of = begin + sum(at * step for (_, at, _), step in zip(part, of, strict=True))
+        yield Copied(View(into, shape, to), number, View(out_of, shape, of))
+
+
+def _strides(placed: Placed, rank: int) -> tuple[int, tuple[int, ...]]:
+    """Where an atom begins in its stored tensor on a rank, and the stride of each of its factors, in elements."""
+    stored, layout, portion = placed.stored, placed.layout, placed.portion
+    lies = stored.geometry.lies(rank, placed.number)
+    assert lies is not None
+    bits = DTYPE_BITS[stored.dtype]
+    strides, step = [0] * len(portion.order), 1
+    for place, factor in reversed([*enumerate(portion.order)]):
+        if lies.rows is not None and place == portion.outer - 1:
+            step = lies.rows.stride * 8 // bits
+        strides[factor] = step
+        step *= sum(run.length for run in layout.boxes[rank].dims[factor])
+    return lies.base * 8 // bits, tuple(strides)
+
+
+def apart(loaded: Mapping[str, Sequence[Copied]], found: Mapping[str, Ranges]) -> list[str]:
+    """The parameters of which the recorder and the probe do not say the same: none, if both are right."""
+    return [name for name in loaded if not np.array_equal(ranges(loaded[name]), found[name])]
+
+
+def compare(
+    arrangement: Arrangement, rank: int, model: torch.nn.Module, loaded: Mapping[str, Sequence[Copied]]
+) -> list[str]:
+    """How an engine's loader and our rules differ on a rank: a line for each tensor, none if they agree.
+
+    ``model`` has its load-time shapes, ``loaded`` is what the loader puts into each of its tensors. A tensor of several
+    names is known by any of them. Constants, and buffers of which both say nothing, are left out.
+    """
+    rooms = rooms_of(model)
+    names = [tensor.name for tensor in arrangement.plan.model.tensors]
+    shapes = [tensor.shape for tensor in arrangement.plan.model.tensors]
+    found, held = [], dict[str, tuple[int, ...]]()
+    held = {stored.name: shape for stored, shape in arrangement.held(rank)}
+    seen: set[int] = set()
+    for stored, own in by_rules(arrangement, rank):
+        name = stored.name_on(rank)
+        if name not in rooms:
+            found.append(f"rank {rank}: '{name}' is in our rules, and not in the engine's model")
+            continue
+        room = rooms[name]
+        seen.add(id(room))
+        if tuple(room.shape) != held[stored.name]:
+            line: str | None = f" has shape {[*held[stored.name]]} by our rules, and {[*room.shape]} in the engine"
+        elif room.dtype != TORCH_DTYPES[stored.dtype]:
+            line = f" is {stored.dtype} by our rules, and {room.dtype} in the engine"
+        else:
+            line = _difference(_Opinions(tuple(room.shape), names, shapes), own, ranges(loaded[name]))
+        found += [f"rank {rank}: '{name}'{line}"] if line else []
+    for name, room in rooms.items():
+        if id(room) not in seen and (isinstance(room, torch.nn.Parameter) or len(loaded[name])):
+            seen.add(id(room))
+            found.append(f"rank {rank}: '{name}' is in the engine's model, and our rules say nothing of it")
+    return found
+
+
+class _Opinions(NamedTuple):
+    """What is needed to say where elements are."""
+
+    shape: tuple[int, ...]
+    names: Sequence[str]
+    shapes: Sequence[tuple[int, ...]]
+
+    def of(self, rows: Ranges, at: int, length: int) -> str:
+        """What ranges say of elements from ``at`` on, of which they say one thing."""
+        row = rows[max(int(np.searchsorted(rows[:, 0], at, side="right")) - 1, 0)] if len(rows) else None
+        if row is None or not row[0] <= at < row[0] + row[1]:
+            return "nothing"
+        start = int(row[3] + at - row[0])
+        return f"'{self.names[row[2]]}'{_box(start, start + length - 1, self.shapes[row[2]])}"
+
+
+def _difference(words: _Opinions, own: Ranges, loaded: Ranges) -> str | None:
+    """The first elements of a parameter of which two witnesses say something else, and how many they are."""
+    if np.array_equal(own, loaded):
+        return None
+    size = math.prod(words.shape)
+    ends = [edge for rows in (own, loaded) for edge in (rows[:, 0], rows[:, 0] + rows[:, 1])]
+    edges = np.unique(np.concatenate([np.array([0, size]), *ends]))
+    said = [_at(rows, edges[:-1]) for rows in (own, loaded)]
+    differ = (said[0] != said[1]).any(1)
+    lengths, first = np.diff(edges), int(np.flatnonzero(differ)[0])
+    at, length = int(edges[first]), int(lengths[first])
+    count = int(lengths[differ].sum())
+    return (
+        f"{_box(at, at + length - 1, words.shape)} is {words.of(own, at, length)} by our rules, and "
+        f"{words.of(loaded, at, length)} by the engine's loader ({count:,} of {size:,} elements differ)"
+    )
+
+
+def _at(rows: Ranges, elements: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Tensor and element at each of these elements of a parameter; -1 where nothing is loaded."""
+    if not len(rows):
+        return np.full((len(elements), 2), -1, np.int64)
+    row = rows[np.maximum(np.searchsorted(rows[:, 0], elements, side="right") - 1, 0)]
+    inside = (row[:, 0] <= elements) & (elements < row[:, 0] + row[:, 1])
+    return np.where(inside[:, None], np.stack([row[:, 2], row[:, 3] + elements - row[:, 0]], 1), -1)
+
+
+def _box(first: int, last: int, shape: tuple[int, ...]) -> str:
+    """The box from one element to another, as an index: ``[0:2, 3:4]``."""
+    if not shape:
+        return ""
+    low, high = (np.unravel_index(each, shape) for each in (first, last))
+    return f"[{', '.join(f'{min(a, b)}:{max(a, b) + 1}' for a, b in zip(low, high, strict=True))}]"

@@ -10,7 +10,6 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -72,7 +71,7 @@ class Model(Weights):
 class Stops:
     """What a push and a receiver do where this process is to stop."""
 
-    version = 0
+    version, swapped = 0, False
     stop: Callable[[str], None]
 
     def _verify(self, routes: Routes) -> None:
@@ -91,6 +90,12 @@ class Stops:
             message.work(room)
 
         return message._replace(work=work)
+
+    def _told(self, fence: Fence, what: str, own: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+        said: list[dict[str, Any]] = super()._told(fence, what, own)  # type: ignore[misc]
+        if self.swapped and what == "description":  # what the trainers hold
+            said[0]["held"], said[1]["held"] = said[1]["held"], said[0]["held"]
+        return said
 
     def _agree(self, fence: Fence, what: str, problem: str = "") -> None:
         if what == "committed":
@@ -117,7 +122,7 @@ def be(rank: int, store: str, plot: Fault, pipe: Connection) -> None:
         if one.version == plot.versions[-1] or moment == "check":
             plot.at(rank, moment, pipe)
 
-    one.process.stop = stop
+    one.process.stop, one.process.swapped = stop, plot.wrong == "swapped" and plot.rank == rank
     while True:
         error = None
         try:
@@ -126,11 +131,14 @@ def be(rank: int, store: str, plot: Fault, pipe: Connection) -> None:
                 wrong = plot.wrong == "version" and plot.rank == rank
                 one.push(version + wrong)
                 plot.at(rank, "after", pipe)
+                plot.at(rank, "later", pipe)
+                time.sleep(1.0 if plot.moment == "later" else 0.0)
         except LiveError as problem:
             error = problem.message
         except Exception as problem:
             error = f"a bug: {problem!r}"
         pipe.send((error, time.time(), one.state()))
+        one.process.meeting = replace(one.process.meeting, join=START)
         try:
             plot = pipe.recv() or replace(plot, rank=-2, versions=(3,))
         except EOFError:
@@ -232,7 +240,7 @@ def changed(tensors: dict[str, torch.Tensor], how: str) -> dict[str, torch.Tenso
             tensor = tensor.float()
         case "shape":
             tensor = torch.cat([tensor, tensor[:2]])
-        case "missing":
+        case "missing" | "missing by rules":
             return tensors
     return {**tensors, A_WEIGHT: tensor}
 
@@ -272,12 +280,13 @@ def check_again(ranks: Ranks, *without: int) -> None:
 HELD = {
     ("keep", "exchange"): (1, True), ("straight", "exchange"): (None, False), ("keep", "received"): (2, False),
     ("straight", "received"): (2, False), ("keep", "after"): (1, True), ("straight", "after"): (1, True),
+    ("keep", "later"): (1, True), ("straight", "later"): (1, True),
 }  # fmt: skip
 """What receivers have when a push has failed at a moment: the version, and whether they compute."""
 
 KILLS = [
     (victim, moment, way)
-    for number, moment in enumerate(("exchange", "received", "after", "check", "join"))
+    for number, moment in enumerate(("exchange", "received", "after", "later", "check", "join"))
     for victim, way in enumerate(("keep", "straight", "rules", "keep", "straight")[number % 2 :][:4])
 ]
 
@@ -295,7 +304,7 @@ def test_killed(start: Callable[[Fault], Ranks], victim: int, moment: str, way: 
         if moment == "join":
             check(told, name, "did not join within 4 s", f"could not join {name} at", since=since, within=JOIN + 2)
         else:
-            check(told, name, "died, or ", since=since)
+            check(told, name, "died, or ", since=since, within=TIMEOUT + 2 + (moment == "later"))
         for receiver in {2, 3} - {victim}:
             held = (0, True) if moment in ("join", "check") else HELD.get((way, moment))
             assert way == "rules" or told[receiver].state == held
@@ -328,25 +337,28 @@ def test_stopped(start: Callable[[Fault], Ranks], victim: int, moment: str, way:
 
 WRONG = [
     (3, "bucket", "receiver 1 has made another plan than trainer 0"),
+    (2, "swapped", "receiver 0 has made another plan than trainer 0"),
     (3, "version", "receiver 1 is to have version 2, and trainer 0 1"),
-    (1, "dtype", f"tensor '{A_WEIGHT}' is F32"),
-    (1, "shape", f"tensor '{A_WEIGHT}' is BF16 [98, 64] on rank 1"),
-    (1, "name", A_WEIGHT),
-    (-1, "missing", A_WEIGHT),
-]
+    (1, "dtype", f"tensor '{A_WEIGHT}' is F32 [96, 64] on rank 1, and BF16 [96, 64] on a rank before it"),
+    (1, "shape", f"tensor '{A_WEIGHT}' is BF16 [98, 64] on rank 1, and BF16 [96, 64] on a rank before it"),
+    (1, "name", f"tensor '{A_WEIGHT.replace('up', 'pu')}' is none that the format 'dcp-transformers' has for 'llama' "
+     "(held by trainer 1)"),
+    (-1, "missing", f"tensor '{A_WEIGHT}' is none of this model's (held by receiver 0, receiver 1)"),
+    (-1, "missing by rules", f"'{A_WEIGHT}'"),
+]  # fmt: skip
 
 
 @thorough
 @pytest.mark.parametrize("victim, wrong, cause", WRONG)
 def test_wrong(start: Callable[[Fault], Ranks], victim: int, wrong: str, cause: str) -> None:
     """What a rank has, or does, otherwise is refused before any byte moves, on all ranks."""
-    plot = Fault(victim, wrong=wrong, way="straight")
+    plot = Fault(victim, wrong=wrong, way="rules" if "by rules" in wrong else "straight")
     with start(plot) as ranks:
         told = ranks.told()
-        print(told)
+        print({each.error for each in told.values()})
         assert len({each.error for each in told.values()}) == 1
         check(told, "", cause, since=min(each.when for each in told.values()), within=1)
-        assert [told[rank].state for rank in (2, 3)] == [(0, True)] * 2
+        assert plot.way == "rules" or [told[rank].state for rank in (2, 3)] == [(0, True)] * 2
         again = {victim} if victim >= 0 else {0, 1}
         for rank in again:
             ranks.send_signal(rank, signal.SIGKILL)

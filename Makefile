@@ -59,12 +59,15 @@ engines: .venv/ready $(ENGINES)/vllm/ready $(ENGINES)/megatron/ready $(ENGINES)/
 	$(BIN)/python -m benchmarks.live_megatron --python $(ENGINES)/megatron/bin/python
 	$(BIN)/python -m benchmarks.engines $(ENGINES)/vllm.jsonl --python $(ENGINES)/vllm/bin/python --faults
 	$(BIN)/python -m benchmarks.serve --python $(ENGINES)/vllm/bin/python
+	$(BIN)/python -m benchmarks.live_vllm --python $(ENGINES)/vllm/bin/python
+	$(BIN)/python -m benchmarks.live_train --python $(ENGINES)/vllm/bin/python
 	$(BIN)/python -m benchmarks.launchers
 
 $(ENGINES)/vllm/ready: benchmarks/engines-vllm.txt
 	$(PYTHON) -m venv $(ENGINES)/vllm
 	$(ENGINES)/vllm/bin/pip install --quiet torch==2.13.0
 	$(ENGINES)/vllm/bin/pip install --quiet --no-deps --requirement $<
+	$(ENGINES)/vllm/bin/pip install --quiet --no-deps --editable .  # its entry point
 	$(ENGINES)/vllm/bin/python benchmarks/name_vllm.py
 	touch $@
 

@@ -71,12 +71,12 @@ def over_http(root: Path, python: str, name: str, tp: int) -> list[str]:
     wrong = []
     with serve.served(python, f"vllm serve {folders[0]} {degree} {backend}") as address:
         server = Server(address.removesuffix("/v1/completions"))
-        server.init(f"file://{store}")
+        server.init({"store": f"file://{store}"})
         before = [serve.ask(address, prompt) for prompt in serve.PROMPTS]
-        update(server, 1, lambda: sent(f"file://{store}", 1, tp))
+        update(lambda of: sent(f"file://{store}", of, tp), server, 1)
         after = [serve.ask(address, prompt) for prompt in serve.PROMPTS]
         try:
-            update(server, 2, lambda: sent(f"file://{store}", 2, tp))
+            update(lambda of: sent(f"file://{store}", of, tp), server, 2)
             wrong.append("a push without shards did not fail")
         except LiveError as error:
             print(f"{name} tp {tp} over HTTP: {error.message}")

@@ -50,7 +50,7 @@ class Run:
         """Have the engine receive a version; ``resume``: also if that fails."""
         start = time.perf_counter()
         try:
-            said = update(self.engine, version, lambda: sent(self.request["store"], version, self.request["tp"]))
+            said = update(lambda of: sent(self.request["store"], of, self.request["tp"]), self.engine, version)
         except LiveError as error:
             said = error.message
             if resume:
@@ -61,7 +61,7 @@ class Run:
     def live(self) -> None:
         """Two pushes, one that lacks the last rank's shards, one that fails half-way, and one that heals it."""
         last = self.request["tp"] - 1
-        self.engine.init(self.request["store"])
+        self.engine.init({"store": self.request["store"]})
         self.answer("dummy")
         for version in (1, 2, 3):  # of 3 the last rank has no shards
             self.push(version)

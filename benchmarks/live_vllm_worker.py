@@ -26,6 +26,9 @@ class Files:
     def __init__(self, root: Path, rank: int) -> None:
         self.root, self.rank = root, rank
 
+    def check(self) -> None:
+        pass
+
     def receive(self, version: int) -> Mapping[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
         for path in sorted((self.root / str(version)).glob(f"model-rank-{self.rank}-part-*.safetensors")):
@@ -41,11 +44,15 @@ class Files:
         part.rename(self.root / f"said-{version}-{self.rank}")
 
 
-def connect(_: vllm_engine.Engine, store: str) -> Files:
+def connect(engine: vllm_engine.Engine, ticket: Mapping[str, Any]) -> Any:
+    store = str(ticket["store"])
+    if not store.startswith("file://"):
+        return CONNECT(engine, ticket)
     return Files(Path(store.removeprefix("file://")), vllm_engine.get_world_group().rank_in_group)
 
 
 torch.cpu._init_amx()  # vLLM 0.32 does not ask the system for tiles, and dies in attention of one rank
+CONNECT = vllm_engine.Engine.connect
 vllm_engine.Engine.connect = connect  # type: ignore[method-assign,assignment]
 _RENEW = vllm_reload._renew
 

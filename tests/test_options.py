@@ -22,6 +22,7 @@ VALUES = {
     "--part": "0/2", "--pad-vocab-to": "24", "--plan": "rules.toml", "--config": "model", "--revision": "main",
     "--save": "saved.toml", "--draft": "draft.toml", "--report": "page.html", "--as": "vllm",
     "--device": "cpu", "--dtype": "float32", "--batch": "3", "--seq": "9", "--seed": "5", "--prompt": "Hello",
+    "--from": "fsdp2:2", "--to": "vllm:tp2", "--link": "10GB/s",
     "--timeout": "7", "--engine": "vllm", "--engine-mesh": "tp=2", "--engine-python": "nowhere",
 }  # fmt: skip
 """What the options are given; the others are flags."""
@@ -128,7 +129,7 @@ def test_options_that_cannot_be_kept_are_named(form: str | None, made: Path) -> 
     "line",
     [
         "merge shards out", "plan model", "plan model --tp 4", "plan model --as vllm --tp 4",
-        "plan model --as dcp --tp 4", "plan model --tp-plan", "formats",
+        "plan model --as dcp --tp 4", "plan model --tp-plan", "plan model --from fsdp2:2 --to vllm:tp2", "formats",
         "formats model", "models", "models llama", "inspect model", "inspect shards",
         "verify model shards --exact-only",
     ],

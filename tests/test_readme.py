@@ -22,7 +22,7 @@ from formats.notation.architecture import Architecture
 from formats.notation.architecture_files import BUILT_IN, built_in_architectures, load_architecture
 from tests import remote, support, zoo
 from tests.marks import thorough
-from tools.api_text import api_text
+from tools.api_text import api_text, live_text
 from verify.coverage import FILE as COVERAGE
 from verify.coverage import coverage
 
@@ -223,12 +223,20 @@ def test_examples_show_what_is_printed(tmp_path: Path) -> None:
 
 def test_the_api_is_in_the_page() -> None:
     assert block(PYTHON.read_text(), "api") == api_text(), "run make docs"
+    assert block(PYTHON.read_text(), "live") == live_text(), "run make docs"
 
 
 DEMO = {
     "split": ["split model out --tp 4", "split model other --tp 4 --dry-run", "split out engine --tp 2 --as vllm"],
     "merge": ["merge out merged"],
-    "plan": ["plan model", "plan model --tp 8", "plan model --tp 2 --as vllm", "plan model --tp-plan"],
+    "plan": [
+        "plan model",
+        "plan model --tp 8",
+        "plan model --tp 2 --as vllm",
+        "plan model --tp-plan",
+        "plan model --from fsdp2:2 --to vllm:tp2",
+    ],
+    "live": ["live demo"],
     "inspect": ["inspect model", "inspect out", "inspect engine"],
     "formats": ["formats", "formats model"],
     "models": ["models phi"],
@@ -334,6 +342,7 @@ def main() -> None:
             (ARCHITECTURES, "architectures", architecture_table),
             (COMMANDS, "help", usage_text),
             (PYTHON, "api", api_text),
+            (PYTHON, "live", live_text),
             *examples(Path(folder)),
         ]
         for page, part, content in made:

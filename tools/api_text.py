@@ -12,6 +12,7 @@ from inspect import Parameter, cleandoc
 from typing import Any
 
 import reshard
+import reshard.live
 from reshard.mesh.plan import Plan
 from reshard.source.inspect import Report
 from reshard.writing.summary import Summary
@@ -33,6 +34,16 @@ def api_text() -> str:
         "## What they return\n",
         *map(_result_class, dict.fromkeys(results)),
     ]
+    return "\n".join(parts)
+
+
+def live_text() -> str:
+    """What ``reshard.live`` has, in the order in which one uses it."""
+    parts = []
+    for name in reshard.live.__all__:
+        thing = getattr(reshard.live, name)
+        shape = "" if isinstance(thing, type) else f"\n```\nreshard.live.{name}{inspect.signature(thing)}\n```\n"
+        parts.append(f"### reshard.live.{name}\n{shape}\n{_text(thing)}\n")
     return "\n".join(parts)
 
 

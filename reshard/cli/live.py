@@ -27,7 +27,7 @@ from reshard.text import align, human_bytes, plural
 @click.argument("what", type=click.Choice(["demo", "check"]))
 @click.argument("source", required=False)
 @option("--to", "receiver", group=Group.WHAT, metavar="WHO", help="The engine and its degrees, such as vllm:tp4.")
-@option("--engine-python", "python", group=Group.WHERE, type=PATH, metavar="FILE",
+@option("--engine-python", "python", group=Group.HOW, type=PATH, metavar="FILE",
         help="The Python that has vLLM, and reshard.")  # fmt: skip
 @json_option
 @debug_option

@@ -15,7 +15,7 @@ MOST = 16
 """Of more ranks on a side, those that send or receive as much are shown as one line."""
 
 
-def print_push(routes: Routes, source: str, ends: tuple[str, str], link: int, as_json: bool) -> None:
+def print_push(routes: Routes, source: str, ends: tuple[str, str], link: float, as_json: bool) -> None:
     """Print the plan of a push of a checkpoint's model between two programs."""
     if as_json:
         print_json({"command": "plan", "source": source, "from": ends[0], "to": ends[1], **document(routes, link)})
@@ -31,7 +31,7 @@ def print_push(routes: Routes, source: str, ends: tuple[str, str], link: int, as
     )  # fmt: skip
 
 
-def document(routes: Routes, link: int) -> dict[str, Any]:
+def document(routes: Routes, link: float) -> dict[str, Any]:
     """The numbers of a plan for JSON."""
     return {
         "bytes": routes.nbytes,

@@ -53,12 +53,11 @@ def size(text: str) -> int:
     return found
 
 
-def rate(text: str) -> int:
-    """Bytes a second: ``50GB/s``, or ``400Gbit/s``. Raises ValueError."""
-    match = re.fullmatch(r"(.*?)(bit|B)?(/s)?", text.strip())
-    assert match is not None
-    found = size(match[1] + "B")
-    return found // 8 if match[2] == "bit" else found
+def speed(text: str) -> float:
+    """Bytes per second: ``450GB/s``. Raises ValueError."""
+    if not text.endswith("/s"):
+        raise ValueError(f"'{text}' is not a speed such as 450GB/s")
+    return float(size(text.removesuffix("/s")))
 
 
 def counts(text: str) -> tuple[int, ...]:

@@ -26,9 +26,9 @@ from reshard.cli.options import (
     mesh_options,
     named_in,
     padding_options,
-    rate,
     report_option,
     request_of,
+    speed,
 )
 from reshard.cli.printing import print_json, print_lines, print_note, terminal_width, write_report
 from reshard.text import align, human_bytes, plural, shape_text
@@ -70,18 +70,15 @@ _NOT_WITH_TP_PLAN = {
         help="Write the architecture file in use.")  # fmt: skip
 @option("--draft", "draft_file", group=Group.OUTPUT, type=PATH, metavar="FILE",
         help="Draft one, for a model that has no rules.")  # fmt: skip
-@option(
-    "--from", "trainer", group=Group.WHAT, metavar="WHO", help="Plan a push between running programs: from these ranks."
-)
+@option("--from", "trainer", group=Group.WHAT, metavar="WHO", help="A push between running ranks: from fsdp2:8.")
 @option("--to", "receiver", group=Group.WHAT, metavar="WHO", help="... to these, such as vllm:tp4.")
-@option(
-    "--link", group=Group.RARE, type=Value("rate", rate), metavar="RATE", help="Bytes a second of a rank in a push."
-)
+@option("--link", group=Group.HOW, type=Value("speed", speed), metavar="SPEED",
+        help="Of a rank in a push; default: 50GB/s.")  # fmt: skip
 @json_option
 @debug_option
 def plan_command(
     save_file: Path | None, draft_file: Path | None, tp_plan: bool, report: Path | None, trainer: str | None,
-    receiver: str | None, link: int | None, as_json: bool, **given: Any,
+    receiver: str | None, link: float | None, as_json: bool, **given: Any,
 ) -> None:  # fmt: skip
     """Show which degrees are possible, or with a degree what each rank would hold, from the headers alone.
 
@@ -140,7 +137,7 @@ def _check_together(report: Path | None, has_mesh: bool, has_format: bool, tp_pl
 
 # ----------------------------------------------------------------------------------------------------------- pushes
 
-_LINK = 50_000_000_000
+_LINK = 50e9
 _WITH_PUSH = {
     "--from",
     "--to",
@@ -156,7 +153,7 @@ _WITH_PUSH = {
 
 
 def _plan_push(
-    request: PlanRequest, trainer: str | None, receiver: str | None, link: int, report: Path | None, as_json: bool
+    request: PlanRequest, trainer: str | None, receiver: str | None, link: float, report: Path | None, as_json: bool
 ) -> None:
     """Plan a push. Raises UsageError, ReshardError."""
     from reshard.cli.live_plan import print_push

@@ -22,6 +22,7 @@ from reshard.cli.options import (
     report_option,
     request_of,
     size,
+    speed,
     timeout_option,
 )
 from reshard.cli.printing import print_json, print_lines, print_note, write_report
@@ -52,13 +53,6 @@ def phases(text: str) -> tuple[str, ...]:
         if each not in _PHASES:
             raise ValueError(f"there is no phase '{each}'; the phases are {', '.join(_PHASES)}")
     return found
-
-
-def speed(text: str) -> float:
-    """Bytes per second: ``450GB/s``. Raises ValueError."""
-    if not text.endswith("/s"):
-        raise ValueError(f"'{text}' is not a speed such as 450GB/s")
-    return float(size(text.removesuffix("/s")))
 
 
 def memory(text: str) -> int:

@@ -21,7 +21,17 @@ _PLACES = {
 }
 """Where each name is. It is imported when it is first asked for: planning needs no torch."""
 __all__ = [
-    "LiveError", "Offline", "Server", "Target", "document", "join", "placements", "pull", "push", "routes", "update",
+    "LiveError",
+    "Offline",
+    "Server",
+    "Target",
+    "document",
+    "join",
+    "placements",
+    "pull",
+    "push",
+    "routes",
+    "update",
 ]  # fmt: skip
 
 

@@ -64,7 +64,7 @@ class Weights(torch.nn.Module):
             module: torch.nn.Module = self
             *path, leaf = name.split(".")
             for step in path:
-                if step not in module._modules:
+                if not hasattr(module, step):
                     module.add_module(step, torch.nn.Module())
                 module = module.get_submodule(step)
             module.register_parameter(leaf, torch.nn.Parameter(tensor))

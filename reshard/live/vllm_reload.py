@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from formats.errors import LiveError
+from formats.torch_internals import unsaved_buffers
 from reshard.live.receiver import Parameter, parameters_of
 
 TRIED = ("0.32",)
@@ -46,13 +47,19 @@ def layerwise() -> ModuleType:
 
 def load_time(model: torch.nn.Module) -> list[Parameter]:
     """The parameters of a running model, as weights are loaded into them. Raises LiveError."""
-    return parameters_of(model, lambda name, tensor: _before_processing(model, name, tensor))
+
+    def loaded(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        prefix, _, leaf = name.rpartition(".")
+        return _before_processing(model.get_submodule(prefix), leaf, tensor)
+
+    return parameters_of(model, loaded)
 
 
-def _before_processing(model: torch.nn.Module, name: str, now: torch.Tensor) -> torch.Tensor:
+def _before_processing(layer: torch.nn.Module, leaf: str, now: torch.Tensor) -> torch.Tensor:
     """A parameter as it was when the model was built, without data; what vLLM did not note then, as it is now."""
-    prefix, _, leaf = name.rpartition(".")
-    noted: Mapping[str, torch.Tensor] = layerwise().get_layerwise_info(model.get_submodule(prefix)).restore_metadata[0]
+    noted: Mapping[str, torch.Tensor] = layerwise().get_layerwise_info(layer).restore_metadata[0]
+    if leaf == "bias" and leaf not in noted and "weight" in noted:  # some kernels of CPUs have it in F32
+        return now.to("meta", noted["weight"].dtype)
     return noted.get(leaf, now)
 
 
@@ -101,7 +108,7 @@ def _begun(layer: torch.nn.Module) -> Any:
     vllm = layerwise()
     info = vllm.get_layerwise_info(layer)
     info.kernel_tensors = vllm.get_layer_params_buffers(layer)
-    info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
+    info.kernel_non_persistent_buffers = set(unsaved_buffers(layer))
     vllm.restore_layer_on_meta(layer, info)
     vllm.initialize_online_processing(layer)
     return info
@@ -115,6 +122,7 @@ def as_loaded(model: torch.nn.Module) -> Iterator[None]:
     """
     vllm = layerwise()
     begun, biases = [], []
+    aliases = [each.names for each in parameters_of(model)]
     try:
         for layer in model.modules():
             begun.append((layer, _begun(layer)))
@@ -124,7 +132,11 @@ def as_loaded(model: torch.nn.Module) -> Iterator[None]:
                     tensor.weight_loader = vllm._get_original_loader(tensor)
                 if tensor is begun[-1][1].kernel_tensors[0].get(leaf):  # vLLM leaves it where it is
                     biases.append((tensor, tensor.data))
-                    tensor.data = torch.empty_like(tensor)
+                    tensor.data = torch.empty_like(_before_processing(layer, leaf, tensor), device=tensor.device)
+        for first, *others in aliases:
+            for name in others:  # vLLM forgets which are one
+                prefix, _, leaf = name.rpartition(".")
+                model.get_submodule(prefix)._parameters[leaf] = model.get_parameter(first)
         yield
     finally:
         for tensor, data in biases:

@@ -16,7 +16,7 @@ MOST = 64
 _STYLE = "svg .sent { fill: var(--error); } svg .none { fill: none; stroke: var(--line); }"
 
 
-def push_page(routes: Routes, title: str, link: int) -> str:
+def push_page(routes: Routes, title: str, link: float) -> str:
     """The text of the page; ``link`` is how many bytes a rank sends or receives in a second."""
     pairs = routes.pairs()
     facts = [

@@ -82,7 +82,7 @@ class Wire:
             self._connect(listener, size)
         except Exception as error:
             self.close()
-            raise fence.blame(rank, f"it could not connect to the others: {error}") from error
+            raise fence.fail(f"it could not connect to the others: {error}", rank) from error
         finally:
             if listener is not None:
                 listener.close()
@@ -322,7 +322,7 @@ class Wire:
             self._fence.check()
             late = isinstance(error, TimeoutError) or is_timeout(error)
             why = f"for {self._fence.timeout:g} s" if late else "any more: the connection to it was lost"
-            raise self._fence.blame(peer, f"{self._fence.names[peer]} {what} {why}") from error
+            raise self._fence.fail(f"{self._fence.names[peer]} {what} {why}", peer) from error
         finally:
             self._fence.waits_for = None
 

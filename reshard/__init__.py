@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from formats.errors import ReshardError
     from formats.refusals import SettingError
     from reshard.api import inspect, load, merge, plan, split
+    from reshard.live.meshes import Target
     from verify.api import profile, verify
 
 _PLACES = {
@@ -20,9 +21,10 @@ _PLACES = {
     **dict.fromkeys(("profile", "verify"), "verify.api"),
     "SettingError": "formats.refusals",
     "ReshardError": "formats.errors",
+    "Target": "reshard.live.meshes",
 }
 """Where each name is. It is imported when it is first asked for: the command line must start at once."""
-__all__ = ["ReshardError", "SettingError", "inspect", "load", "merge", "plan", "profile", "split", "verify"]
+__all__ = ["ReshardError", "SettingError", "Target", "inspect", "load", "merge", "plan", "profile", "split", "verify"]
 
 
 def check_not_hidden(package: str) -> None:

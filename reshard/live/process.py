@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from reshard.live.meshes import TRAINERS, Target, target_of
 from reshard.live.message import Message, Step
 from reshard.live.routing import BUCKET, Part, Routes, between
 from reshard.live.sides import Live, bound
-from reshard.live.views import Tensors, pack, unpack
+from reshard.live.views import Blocks, Tensors
 from reshard.live.wire import Stats, Wire
 from reshard.placement.arrangement import Arrangement, on_mesh
 from reshard.source.access import HubAccess, find
@@ -84,7 +84,7 @@ class _Process:
         self._said: Sequence[dict[str, Any]] = ()
         self._fence: Fence | None = None
         self._wire: Wire | None = None
-        self._parts: list[list[Part]] = []
+        self._messages: list[list[tuple[int, int, Blocks]]] = []
 
     def close(self) -> None:
         """Leave the others."""
@@ -100,6 +100,9 @@ class _Process:
 
     def _verify(self, routes: Routes) -> None:
         """Compare the plan with what this process has. Raises ReshardError."""
+
+    def _forget(self) -> None:
+        """Let go of what follows from an earlier plan."""
 
     def _meet(self, join: float | None = None) -> tuple[Fence, Wire, Routes]:
         """Join the others, plan, and agree; does nothing while the connection holds. Raises LiveError.
@@ -134,7 +137,8 @@ class _Process:
         def planned() -> dict[str, Any]:
             if self.routes is None:
                 self.routes, self._said = _planned(self.meeting, said), said
-                self._parts = list(self.routes.parts(self.rank))
+                self._messages = list(self._made(self.routes))
+                self._forget()
             self._verify(self.routes)
             return {"digest": self.routes.digest}
 
@@ -176,30 +180,32 @@ class _Process:
 
     def _steps(self, tensors: Tensors) -> list[Step]:
         """What this rank does in each bucket."""
-        assert self.routes is not None
-        source, target, first = self.routes.source, self.routes.target, self.routes.source.ranks
-        is_sender = self.rank < first
-        steps = []
-        for parts in self._parts:
-            peers: dict[int, list[Part]] = {}
-            for part in parts:
-                peer = first + part.target // target.width if is_sender else part.source // source.width
-                peers.setdefault(peer, []).append(part)
-            work = partial(pack, side=source) if is_sender else partial(unpack, side=target)
+        is_sender, steps = self.rank < self.meeting.trainers, []
+        for peers in self._messages:
             messages = [
-                Message(peer, sum(part.nbytes for part in of), partial(_worked, work, of, tensors))
-                for peer, of in peers.items()
+                Message(peer, nbytes, partial(blocks.pack if is_sender else blocks.unpack, tensors))
+                for peer, nbytes, blocks in peers
             ]
             steps.append(Step(messages, ()) if is_sender else Step((), messages))
         return steps
 
+    def _made(self, routes: Routes) -> Iterator[list[tuple[int, int, Blocks]]]:
+        """For each bucket, the messages of this rank: the other rank, the bytes, and what is in it."""
+        source, target, first = routes.source, routes.target, routes.source.ranks
+        is_sender = self.rank < first
+        for parts in routes.parts(self.rank):
+            peers: dict[int, list[Part]] = {}
+            for part in parts:
+                peer = first + part.target // target.width if is_sender else part.source // source.width
+                peers.setdefault(peer, []).append(part)
+            side = source if is_sender else target
+            yield [
+                (peer, sum(part.nbytes for part in of), Blocks(of, side, sends=is_sender)) for peer, of in peers.items()
+            ]
+
     def _agree(self, fence: Fence, what: str, problem: str = "") -> None:
         """Raise LiveError on all ranks if any has a problem."""
         self._raise({"problem": each.decode()} for each in fence.gather(what, problem.encode()))
-
-
-def _worked(work: Callable[..., None], parts: Sequence[Part], tensors: Tensors, room: torch.Tensor) -> None:
-    work(parts, tensors=tensors, room=room)
 
 
 def _tried(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -278,6 +284,7 @@ class Pull(_Process):
         self._live, self._format, self._keep, self._witness, self._poison = parts, format, keep, witness, poison
         self._room: dict[str, list[torch.Tensor]] = {}
         self._open: tuple[Fence, int] | None = None
+        self._padded: set[str] | None = None
 
     @property
     def number(self) -> int:
@@ -299,6 +306,9 @@ class Pull(_Process):
             differences = self._witness(on_mesh(arrangement.plan, arrangement.format), self.number)
             if differences:
                 raise MismatchError(f"{differences[0]} ({len(differences)} differences in all)")
+
+    def _forget(self) -> None:
+        self._room, self._padded = {}, None
 
     def receive(self, version: int) -> dict[str, torch.Tensor]:
         """Receive a push: this rank's tensors by name, when all ranks have all of theirs. ``commit`` must follow.
@@ -358,12 +368,14 @@ class Pull(_Process):
 
     def _zero(self, routes: Routes, room: Tensors) -> None:
         """Fill what no rank sends with zeros: padding."""
-        counts: dict[str, int] = {}
-        for part in (part for parts in self._parts for part in parts):
-            name = part.move.wanted.stored.name_on(part.target)
-            counts[name] = counts.get(name, 0) + part.block.numel
+        if self._padded is None:
+            counts: dict[str, int] = {}
+            for part in (part for parts in routes.parts(self.rank) for part in parts):
+                name = part.move.wanted.stored.name_on(part.target)
+                counts[name] = counts.get(name, 0) + part.block.numel
+            self._padded = {name for name, of in room.items() if counts.get(name, 0) < sum(each.numel() for each in of)}
         for name, tensors in room.items():
-            if counts.get(name, 0) < sum(tensor.numel() for tensor in tensors):
+            if name in self._padded:
                 for tensor in tensors:
                     tensor.zero_()
 

@@ -213,9 +213,9 @@ class _Coordinator(threading.Thread):
 
     def stop(self) -> None:
         """Rank 0 leaves: nobody listens any more."""
-        if self.is_alive():
+        with contextlib.suppress(RuntimeError):  # of a loop that has ended already
             self._loop.call_soon_threadsafe(self._end.set)
-            self.join(4 * GRACE)
+        self.join(4 * GRACE)
 
     def run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from formats.documents import json_bytes, read_config
-from formats.errors import LiveError, MismatchError, PlanError, ReshardError
+from formats.errors import LiveError, MismatchError, PlanError, ReshardError, listed
 from formats.files.checkpoint import CONFIG
 from formats.notation.format_file import format_of
 from formats.torch_dtypes import TORCH_DTYPES
@@ -104,23 +104,27 @@ class _Process:
     def _forget(self) -> None:
         """Let go of what follows from an earlier plan."""
 
-    def _meet(self) -> tuple[Fence, Wire, Routes]:
-        """Join the others, plan, and agree; does nothing while the connection holds. Raises LiveError."""
+    def _meet(self, join: float | None = None) -> tuple[Fence, Wire, Routes]:
+        """Join the others, plan, and agree; does nothing while the connection holds. Raises LiveError.
+
+        ``join`` is how many seconds they may take to come; by default, as many as to all else if they have come before.
+        """
+        meeting, lost = self.meeting, ""
         if self._fence is not None:
             try:
                 self._fence.check()
-            except LiveError:
+            except LiveError as error:
+                lost = f"{error.message}; then "
                 self.close()
         if self._fence is None or self._wire is None or self.routes is None:
-            meeting = self.meeting
-            times = {"timeout": meeting.timeout, "join": meeting.join}
-            self._fence = Fence(meeting.store, self.rank, meeting.names, **times)
+            join = join or (meeting.timeout if self._said else meeting.join)
             try:
+                self._fence = Fence(meeting.store, self.rank, meeting.names, timeout=meeting.timeout, join=join)
                 self._plan(self._fence)
                 self._wire = Wire(self._fence, self.rank, self.device, meeting.bucket, shared=meeting.shared)
             except ReshardError as error:
                 self.close()
-                raise error
+                raise LiveError(f"{lost}{error.message}", error.hint) from error
         assert self.routes is not None
         return self._fence, self._wire, self.routes
 
@@ -132,7 +136,7 @@ class _Process:
 
         def planned() -> dict[str, Any]:
             if self.routes is None:
-                self.routes, self._said = _routes(self.meeting, said), said
+                self.routes, self._said = _planned(self.meeting, said), said
                 self._messages = list(self._made(self.routes))
                 self._forget()
             self._verify(self.routes)
@@ -150,10 +154,11 @@ class _Process:
         return said
 
     def _raise(self, said: Iterable[Mapping[str, Any]]) -> None:
-        """Raise LiveError if any process says that it has a problem."""
-        for name, each in zip(self.meeting.names, said, strict=True):
-            if each.get("problem"):
-                raise LiveError(f"{name}: {each['problem']}")
+        """Raise LiveError if any process says that it has a problem, without a name if all have the same."""
+        problems = [each.get("problem") for each in said]
+        for name, problem in zip(self.meeting.names, problems, strict=True):
+            if problem:
+                raise LiveError(problem if {*problems} == {problem} else f"{name}: {problem}")
 
     def _begin(self, version: int, problem: str = "") -> tuple[Fence, Wire, Routes]:
         """Agree that this version is pushed. Raises LiveError on all ranks, or on none."""
@@ -239,7 +244,7 @@ class Push(_Process):
 
         Returns the plan. Raises LiveError on all ranks, with the tensor's name.
         """
-        return self._meet()[2]
+        return self._meet(self.meeting.join)[2]
 
     def __call__(self, version: int) -> Stats:
         """Push the weights as they are now; returns when all receivers compute with them.
@@ -288,7 +293,7 @@ class Pull(_Process):
 
     def check(self) -> Routes:
         """As ``Push.check``, which it meets."""
-        return self._meet()[2]
+        return self._meet(self.meeting.join)[2]
 
     def _describe(self) -> dict[str, Any]:
         held = to_document([held for held, _ in self._live()]) if self._live else None
@@ -375,8 +380,19 @@ class Pull(_Process):
                     tensor.zero_()
 
 
+def _planned(meeting: Meeting, descriptions: Sequence[Mapping[str, Any]]) -> Routes:
+    """The plan that follows from what all processes say. Raises ReshardError, with who holds the tensor it names."""
+    try:
+        return _routes(meeting, descriptions)
+    except ReshardError as error:
+        names = [{name for name, _ in each["held"]["names"]} if each["held"] else set() for each in descriptions]
+        holders = [who for who, of in zip(meeting.names, names, strict=True) if {*error.message.split("'")} & of]
+        if 0 < len(holders) < sum(map(bool, names)):
+            raise PlanError(f"{error.message} (held by {listed(holders)})", error.hint) from error
+        raise
+
+
 def _routes(meeting: Meeting, descriptions: Sequence[Mapping[str, Any]]) -> Routes:
-    """The plan that follows from what all processes say. Raises ReshardError."""
     trainers, receivers = descriptions[: meeting.trainers], descriptions[meeting.trainers :]
     first = trainers[0]
     live = Live(format_of(first["format"]), [from_document(each["held"]) for each in trainers])

@@ -31,6 +31,7 @@ from reshard.placement.common_dimensions import Groups, blocks_of
 from reshard.placement.geometry import Geometry
 from reshard.placement.program_plan import program_plan
 from reshard.placement.stored import Atom, Placed, Stored
+from reshard.source.completeness import check_complete
 from reshard.source.program_source import inferred_sizes, inferred_tensors, padding_of
 from reshard.source.source import UNSPLIT
 
@@ -102,12 +103,14 @@ class Side:
 def bound(live: Live, config: Mapping[str, Any], *, dtype: str | None = None) -> Model:
     """The model that live ranks hold. ``dtype``: what is F32 there is taken as of this dtype.
 
-    Raises CheckpointError, PlanError, or MismatchError if ranks do not agree.
+    Raises CheckpointError if it is not complete, PlanError, or MismatchError if ranks do not agree.
     """
     stored = _whole(live, dtype)
     architecture = find_architecture(dict(config), _WHERE)
     full = inferred_tensors(live.format, architecture, config, [stored])
-    return bind(architecture, config, full, known=inferred_sizes(architecture, config, [stored], full))
+    model = bind(architecture, config, full, known=inferred_sizes(architecture, config, [stored], full))
+    check_complete(model, _WHERE)
+    return model
 
 
 def whole(model: Model, live: Live) -> Arrangement:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from reshard.commands import diff as _diff
 from reshard.commands import inspect as _inspect
 from reshard.commands import load as _load
 from reshard.commands import merge as _merge
@@ -10,6 +11,7 @@ from reshard.commands import split as _split
 from reshard.commands.fields import by_fields
 from reshard.writing.rewrite import WriteRequest
 
+diff = by_fields(_diff.DiffRequest, _diff.diff)
 inspect = by_fields(_inspect.InspectRequest, _inspect.inspect)
 load = by_fields(_load.LoadRequest, _load.load)
 merge = by_fields(WriteRequest, _merge.merge)

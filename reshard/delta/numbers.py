@@ -70,7 +70,8 @@ def distance(left: Codes, right: Codes, dtype: str) -> Distance:
     """The distance of elements that differ."""
     if not has_numbers(dtype):
         return Distance(left.size)
-    before, after = (_VALUES[dtype](codes).astype(np.float64) for codes in (left, right))
+    with np.errstate(invalid="ignore"):  # a NaN of the checkpoint's own
+        before, after = (_VALUES[dtype](codes).astype(np.float64) for codes in (left, right))
     finite = np.isfinite(before) & np.isfinite(after)
     if not finite.all():
         before, after, left, right = before[finite], after[finite], left[finite], right[finite]

@@ -24,7 +24,7 @@ from reshard.placement.geometry import Rows
 from reshard.placement.portions import Taken, in_parts_of
 from reshard.source.source import UNSPLIT, Source
 
-PIECE = 1 << 20
+PIECE = 1 << 19
 """Bytes of each side that are compared at a time: both stay in a processor's cache."""
 
 _STEP = 8 << 20

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reshard.cli.errors import DONE, NO
-from reshard.cli.help import Command
+from reshard.cli.help import Command, Group, option
 from reshard.cli.options import (
+    PATH,
     Place,
     access_options,
     debug_option,
@@ -34,11 +35,12 @@ if TYPE_CHECKING:
     examples={
         "reshard diff model out": "tensor by tensor, whatever the form and the mesh",
         "reshard diff out served --json": "the same as JSON, for a script",
-        "reshard diff meta-llama/Llama-3.1-8B s3://bucket/tuned": "a fine-tuned model in a bucket with its base",
+        "reshard diff model out --out delta": "also write what changed, for 'reshard patch'",
     },
 )
 @click.argument("a", type=Place(), metavar="A")
 @click.argument("b", type=Place(), metavar="B")
+@option("--out", group=Group.OUTPUT, type=PATH, metavar="DELTA", help="Also write what changed, for 'reshard patch'.")
 @access_options
 @progress_option
 @json_option

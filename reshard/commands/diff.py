@@ -7,6 +7,7 @@ from pathlib import Path
 
 from formats.errors import CheckpointError, MismatchError
 from reshard.delta.differences import Diff, Progress, differences, no_progress
+from reshard.delta.storing import write_delta
 from reshard.source.access import Access, find, open_found
 from reshard.source.opening import open_shards_of
 from reshard.source.recognise import recognise
@@ -17,12 +18,13 @@ from reshard.store.selection import Weights
 @dataclass(frozen=True)
 class DiffRequest(Access):
     """What ``diff`` takes: two checkpoints of one model, each in any form. ``progress`` is called with the bytes
-    compared so far, and the total.
+    compared so far, and the total. ``out`` is a new folder for a delta (see ``reshard.delta.delta``).
     """
 
     a: str | Path = field(repr=False)  # a URL may have a password
     b: str | Path = field(repr=False)
     _: KW_ONLY
+    out: Path | None = None
     progress: Progress = no_progress
 
 
@@ -32,7 +34,10 @@ def diff(request: DiffRequest) -> Diff:
     Raises ReshardError, also where copies of a tensor in one of them differ.
     """
     try:
-        return differences(*open_both(request.a, request.b, request), progress=request.progress)
+        a, b = open_both(request.a, request.b, request)
+        if request.out is not None:
+            return write_delta(a, b, request.out, request.progress)
+        return differences(a, b, progress=request.progress)
     except MismatchError as error:  # one of them is not one model: that is no answer
         raise CheckpointError(error.message, error.hint) from error
 

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from formats.files.safetensors import tensor_bytes
-from reshard.delta.numbers import Codes, Distance, codes_of, distance, has_numbers, unit_of
+from reshard.delta.numbers import Distance, codes_of, distance, has_numbers, unit_of
 from reshard.delta.streams import Jobs, Pair, Side, Where, jobs_of_both, side_by_side
 from reshard.model.model import BoundTensor
 from reshard.move.reading import Bytes
@@ -77,13 +77,10 @@ class Diff:
 
 
 class Keeper(Protocol):
-    """Keeps what is found, for a delta. It is called from several threads, for each tensor from one."""
+    """Keeps what is read, for a delta. It is called from several threads, for each tensor from one."""
 
-    def compared(self, name: str, where: Where, pair: Pair) -> None:
+    def compared(self, name: str, where: Where, pair: Pair, *, same: bool) -> None:
         """Take in bytes of a tensor on both sides."""
-
-    def differs(self, name: str, where: Where, begin: int, wrong: Codes, content: Codes) -> None:
-        """Take in what the second side has, in elements from byte ``begin`` of an atom on, and which differ."""
 
 
 Progress = Callable[[int, int], None]
@@ -173,23 +170,19 @@ class _Comparing:
         for where, job in own.items():
             for pair in side_by_side(left.pieces(job), right.pieces(other[where])):
                 seen += pair.left.size
+                same = _equal(pair.left, pair.right)
                 if self._keeper is not None:
-                    self._keeper.compared(name, where, pair)
-                if not _equal(pair.left, pair.right):
-                    found = found.plus(self._differing(name, where, pair, dtype))
+                    self._keeper.compared(name, where, pair, same=same)
+                if not same:
+                    left_codes, right_codes = codes_of(pair.left, dtype), codes_of(pair.right, dtype)
+                    wrong = left_codes != right_codes
+                    found = found.plus(distance(left_codes[wrong], right_codes[wrong], dtype))
                 with self._lock:
                     self._done += pair.left.size
                     self._progress(self._done, self.total)
         if seen != nbytes:  # a partial comparison must not pass
             raise RuntimeError(f"{seen} of the {nbytes} bytes of tensor '{name}' were compared")
         return found
-
-    def _differing(self, name: str, where: Where, pair: Pair, dtype: str) -> Distance:
-        left, right = codes_of(pair.left, dtype), codes_of(pair.right, dtype)
-        wrong = left != right
-        if self._keeper is not None:
-            self._keeper.differs(name, where, pair.begin, wrong, right)
-        return distance(left[wrong], right[wrong], dtype)
 
 
 def _equal(left: Bytes, right: Bytes) -> bool:

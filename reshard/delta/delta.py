@@ -120,7 +120,10 @@ def _change(fields: Record) -> Change:
     how = fields.get("how", text)
     if how not in (SAME, SPARSE, BITS, WHOLE, GONE):
         raise Unfit(f"'{how}' is no way to store a change")
-    return Change(how, fields.get("base", optional(text)), fields.get("result", optional(text)))
+    found = Change(how, fields.get("base", optional(text)), fields.get("result", optional(text)))
+    if (found.base is None and how not in (WHOLE, GONE)) or (found.result is None and how != GONE):
+        raise Unfit(f"a tensor that is '{how}' has no checksum")
+    return found
 
 
 def _laid(fields: Record) -> Laid:

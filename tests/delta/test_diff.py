@@ -19,6 +19,7 @@ from reshard.api import diff, split
 from reshard.delta.differences import Diff, TensorDiff, rows_of
 from reshard.delta.numbers import distance
 from reshard.delta.streams import side_by_side
+from tests.golden import source
 from tests.marks import one_of_each
 from tests.support import LLAMA, change_tensor, command, contents, llama_tensors, write_checkpoint
 
@@ -78,6 +79,14 @@ def test_any_two_forms(a: str, b: str, made: Callable[[str, str], Path]) -> None
         assert [(t.name, t.kind, t.changed, t.elements) for t in differing(found)] == [
             (name, "changed", 1, 480) for name in DOWN[1:]
         ]
+
+
+@pytest.mark.parametrize("model", ["phi3", "mixtral"])
+def test_packed_and_fused_tensors(model: str, tmp_path: Path) -> None:
+    """What is one tensor here and several there is taken apart alike."""
+    made = source(model, tmp_path / "model")
+    split(made, tmp_path / "vllm", format="vllm", tp=2)
+    assert diff(made, tmp_path / "vllm").same and diff(tmp_path / "vllm", made).same
 
 
 def bf16(*values: float) -> bytes:

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from formats.errors import CheckpointError, MismatchError, ReshardError
 from formats.files.safetensors import build_header, read_header
 from reshard.api import diff, patch, split
+from reshard.delta.patched import PatchedFile, patched
+from reshard.source.opening import open_source
 from tests.marks import one_of_each
 from tests.support import change_tensor, command, contents, write_checkpoint
 
@@ -223,3 +225,20 @@ def test_a_flipped_value_is_seen(base: Path, delta: Path, tmp_path: Path) -> Non
     change_tensor(tmp_path / "delta" / "delta.safetensors", f"{EMBED}.delta_values")
     with pytest.raises(MismatchError, match="its result has another checksum"):
         patch(base, tmp_path / "out", delta=tmp_path / "delta", **ONE)
+
+
+@pytest.mark.parametrize("count", [60, 300])  # indices, and a bitmap
+def test_any_range_of_a_patched_file(base: Path, tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranges begin and end within elements and stretches of places."""
+    monkeypatch.setattr("reshard.delta.patched.STRETCH", 64)
+    places = np.random.default_rng(0).permutation(740)[: count // 3]
+    after = tuned(base, tmp_path / "after", {EMBED: [(int(i), 0x1234) for i in places]})
+    diff(base, after, out=tmp_path / "delta")
+    store = patched(open_source(base), tmp_path / "delta")
+    file = next(file for file in after.glob("*.safetensors") if EMBED in read_header(file).tensors)
+    content, made = file.read_bytes(), store.files[file.name]
+    assert isinstance(made, PatchedFile)
+    read, draw = made.open(), np.random.default_rng(1)
+    for _ in range(300):
+        begin, end = sorted(draw.integers(0, min(3000, len(content)), 2).tolist())
+        assert bytes(read(begin, end)) == content[begin:end], (begin, end)

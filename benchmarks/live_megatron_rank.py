@@ -20,8 +20,12 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.multiprocessing.spawn import start_processes
 
 import verify.engine.megatron_run as megatron_run
+from reshard.live import pull, push
 from reshard.live.held import Held
 from reshard.live.megatron import held
+
+VERSIONS, FACTOR, BUCKET = (1, 2), -1.5, 1 << 16
+"""What is pushed; by how much weights are multiplied in between; small buckets, so that a push has several."""
 
 
 def chunks(request: dict[str, Any]) -> list[Any]:
@@ -95,13 +99,45 @@ def examine(request: dict[str, Any], whole: dict[str, torch.Tensor]) -> list[dic
     ]
 
 
+@torch.no_grad()
+def give(request: dict[str, Any], rank: int, world: int) -> None:
+    """Push the stored weights, and what they are after a change in place."""
+    models = chunks(request)
+    to = request["push"]
+    pushed = push(models, program="megatron", config=request["config"], to=to["to"], store=to["store"], rank=rank,
+                  world=world, bucket=BUCKET)  # fmt: skip
+    with CommDebugMode() as counted:
+        routes = pushed.check()
+        for version in VERSIONS:
+            for parameter in (each for chunk in models for each in chunk.parameters()):
+                parameter.mul_(FACTOR if version > 1 else 1)
+            stats = pushed(version=version)
+            assert sum(stats.sent.values()) == routes.sent[rank]
+    assert counted.get_total_counts() == 0
+    pushed.close()
+
+
+def take(request: dict[str, Any], rank: int, world: int, folder: Path) -> None:
+    """Receive all pushes, and write down what came."""
+    to = request["push"]
+    taken = pull(store=to["store"], rank=rank, world=to["receivers"], trainers=world, bucket=BUCKET)
+    for version in VERSIONS:
+        found = taken.receive(version)
+        taken.commit(version)
+        torch.save(found, folder / f"received-{version}-{rank}")
+    taken.close()
+
+
 def run_rank(rank: int, world: int, folder: str) -> None:
-    """One rank."""
+    """One rank; those behind the model's are receivers."""
     from megatron.core import parallel_state
     from megatron.core.transformer.moe import experts
 
     torch.set_num_threads(1)
     request = json.loads((Path(folder) / "request").read_text())
+    if rank >= world:
+        take(request, rank - world, world, Path(folder))
+        return
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
     megatron_run.without_cuda()
     experts.gg.assert_grouped_gemm_is_available = lambda: None
@@ -113,6 +149,8 @@ def run_rank(rank: int, world: int, folder: str) -> None:
     )  # fmt: skip
     whole = torch.load(Path(folder) / "whole", weights_only=True)
     (Path(folder) / f"rank-{rank}").write_text(json.dumps(examine(request, whole)))
+    if request["push"]:
+        give(request, rank, world)
     dist.barrier()
 
 
@@ -122,7 +160,8 @@ def main() -> None:
     request = json.loads((Path(folder) / "request").read_text())
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     world = max(request["tp"], request["etp"] * request["ep"]) * request["pp"]
-    start_processes(run_rank, (world, folder), nprocs=world, start_method="fork")
+    receivers = request["push"]["receivers"] if request["push"] else 0
+    start_processes(run_rank, (world, folder), nprocs=world + receivers, start_method="fork")
 
 
 if __name__ == "__main__":

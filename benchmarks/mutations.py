@@ -60,6 +60,7 @@ VLLM = ("tests/programs/test_vllm.py", "tests/programs/test_vllm_names.py")
 PROFILE = ("tests/verify/test_profile.py",)
 WITNESS = ("tests/live/test_witness.py",)
 RECEIVER = ("tests/live/test_vllm_engine.py",)
+ROUTES = ("tests/live/test_combinations.py",)
 
 MUTATIONS = (
     # the notation
@@ -151,6 +152,19 @@ MUTATIONS = (
     Mutation("verify", "return self.memory.total <= self.capacity", "return True", PROFILE),
     Mutation("reshard/store", 'return {**self.__dict__, "_opened": {}}', "return {**self.__dict__}", BUCKETS),
     Mutation("verify/forward", "with _without_the_script(), variable(", "with variable(", ("tests/test_api.py",)),
+    # live: the plan of a push
+    Mutation("reshard/live", "ends |= {*where.ends(Run(a, b - a))}", "pass", ROUTES),
+    Mutation("reshard/live", "inside = of[bisect_right", "inside = [] and of[bisect_right", ROUTES),
+    Mutation("reshard/live", "place - chunk.offset[0]", "place", ROUTES),
+    Mutation("reshard/live", "lead, sum(inner[:slot]),", "lead, 0,", ROUTES),
+    Mutation("reshard/live", ".permute([order.index(block) for block in groups])", "", ROUTES),
+    Mutation("reshard/live", "self._all[holder // width] + cost[holder // width], holder", "holder", ROUTES),
+    Mutation("reshard/live", "if self._hosts[s // width] == self._hosts[receiver]", "if True", ROUTES),
+    Mutation("reshard/live", "if self._moves and int((self._here + cost).max()) > self._bucket:", "if False:", ROUTES),
+    Mutation("reshard/live", "-(-largest * item // self._bucket)", "1", ROUTES),
+    Mutation("reshard/live", "-DTYPE_BITS[part.move.dtype]", "0", ROUTES),
+    Mutation("reshard/live", "if move.dtype == stored and function is None:", "if move.dtype == stored:", ROUTES),
+    Mutation("reshard/live", "span.source and last.target + last.length == span.target", "span.source", ROUTES),
     # live: the second witness, and vLLM's worker
     Mutation("reshard/live", "min(run.length, size - run.offset)", "run.length", WITNESS),
     Mutation("reshard/live", "step = lies.rows.stride * 8 // bits", "pass", WITNESS),

@@ -12,17 +12,32 @@ from reshard.version import __version__ as __version__
 if TYPE_CHECKING:
     from formats.errors import ReshardError
     from formats.refusals import SettingError
-    from reshard.api import inspect, load, merge, plan, split
+    from reshard.api import diff, inspect, load, merge, patch, plan, split
+    from reshard.live.meshes import Target
     from verify.api import profile, verify
 
 _PLACES = {
-    **dict.fromkeys(("inspect", "load", "merge", "plan", "split"), "reshard.api"),
+    **dict.fromkeys(("diff", "inspect", "load", "merge", "patch", "plan", "split"), "reshard.api"),
     **dict.fromkeys(("profile", "verify"), "verify.api"),
     "SettingError": "formats.refusals",
     "ReshardError": "formats.errors",
+    "Target": "reshard.live.meshes",
 }
 """Where each name is. It is imported when it is first asked for: the command line must start at once."""
-__all__ = ["ReshardError", "SettingError", "inspect", "load", "merge", "plan", "profile", "split", "verify"]
+__all__ = [
+    "ReshardError",
+    "SettingError",
+    "Target",
+    "diff",
+    "inspect",
+    "load",
+    "merge",
+    "patch",
+    "plan",
+    "profile",
+    "split",
+    "verify",
+]
 
 
 def check_not_hidden(package: str) -> None:

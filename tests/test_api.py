@@ -28,7 +28,7 @@ OF_THE_TERMINAL = {"as_json", "report", "debug"}
 MORE = {
     "split": {"progress", "quiet"},
     "merge": {"progress", "quiet"},
-    "plan": {"save_file", "draft_file", "tp_plan"},
+    "plan": {"save_file", "draft_file", "tp_plan", "trainer", "receiver", "link"},
     "verify": {"quiet"},
 }
 ROLES = ["split", "merge", "plan", "inspect", "verify", "profile"]

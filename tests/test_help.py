@@ -60,6 +60,8 @@ def test_examples_work(name: str, model: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(model, tmp_path / "model").parent
     if [*COMMANDS].index(name) > [*COMMANDS].index("split"):
         run_examples("split", folder)
+    if name == "patch":
+        run_examples("diff", folder)
     run_examples(name, folder)
 
 

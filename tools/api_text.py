@@ -13,13 +13,14 @@ from typing import Any
 
 import reshard
 import reshard.live
+from reshard.delta.differences import Diff
 from reshard.mesh.plan import Plan
 from reshard.source.inspect import Report
 from reshard.writing.summary import Summary
 from verify.profile.run import Profile
 from verify.report.answer import Answer
 
-RESULTS: tuple[type, ...] = (Report, Plan, Profile, Summary, Answer)
+RESULTS: tuple[type, ...] = (Diff, Report, Plan, Profile, Summary, Answer)
 
 
 def api_text() -> str:

@@ -121,8 +121,8 @@ def open_adapter(path: FilePath, base: Path | None) -> Checkpoint:
     if config is None:
         raise CheckpointError(
             f"{path} is a PEFT adapter, and there is no config.json of the model that it changes ({brief(named)})",
-            "give a folder that has the model's config.json with --config DIR; or merge the adapter into the model "
-            "(merge_and_unload) and split that",
+            "give a folder that has the model's config.json with --config DIR; or merge the adapter into the model: "
+            "reshard merge ADAPTER --into BASE OUT",
         )
     files, tensors, aliases = _read_files(path, (ADAPTER,))
     side_files = tuple(file for file in find_side_files(path) if file.is_file())

@@ -28,6 +28,8 @@ PREFIX = "base_model.model."
 SETTINGS = "peft_config"
 """The entry of a config that has an adapter's own settings, beside those of the model that it changes."""
 Number = TypeVar("Number", int, float)
+MERGE_IT = "'reshard split BASE OUT --adapter ADAPTER' writes its base model with the adapter in it"
+"""A hint for what an adapter alone cannot be."""
 _RANK = whole(1, 1 << 20)
 _LINES: Mapping[str, str] = {
     "lora_A.weight": "{r} {inner}",

@@ -156,6 +156,11 @@ def _table() -> NDArray[np.float32]:
 _VALUES = _table()
 
 
+def e4m3_values() -> NDArray[np.float32]:
+    """The values of E4M3, by their bits."""
+    return _VALUES
+
+
 def scales_from(content: memoryview, dtype: str, grid: Grid) -> NDArray[np.float32]:
     """The scales of a weight as float32, those of each matrix below each other. Raises PlanError for other dtypes."""
     if dtype == "F32":

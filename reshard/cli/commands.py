@@ -28,6 +28,8 @@ COMMANDS = {
     "profile": ("reshard.cli.profile:profile_command", "Measure which degree is fast on this node."),
     "split": ("reshard.cli.split:split_command", "Split a checkpoint, re-split it, or convert it."),
     "verify": ("reshard.cli.verify:verify_command", "Prove that shards are the same model as the original."),
+    "diff": ("reshard.cli.diff:diff_command", "Show which tensors of two checkpoints differ."),
+    "patch": ("reshard.cli.patch:patch_command", "Put a delta, which diff wrote, on its base."),
     "inspect": ("reshard.cli.inspect:inspect_command", "Say what a folder is, and whether it is complete."),
     "live": ("reshard.cli.live:live_command", "Push weights between running processes: try it, check it."),
     "merge": ("reshard.cli.merge:merge_command", "Merge ranks into one full checkpoint again."),

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from reshard.cli.printing import print_json, print_lines
-from reshard.text import align, human_bytes, plural
+from reshard.text import align, human_bytes, human_time, plural
 
 if TYPE_CHECKING:
     from reshard.live.routing import Routes
@@ -27,7 +27,7 @@ def print_push(routes: Routes, source: str, ends: tuple[str, str], link: float, 
     print_lines(
         f"{source}: {ends[0]} -> {ends[1]}, {human_bytes(routes.nbytes)} in {plural(len(routes.ends), 'step')}", "",
         *align(cells, right=(1, 2), width=None), "",
-        f"At least {routes.bound(link):.3g} s at {human_bytes(link)}/s for each rank, by what the busiest {most}.",
+        f"At least {human_time(routes.bound(link))}, by what the busiest {most} at {human_bytes(link)}/s.",
     )  # fmt: skip
 
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from formats.errors import CheckpointError
 from formats.files.safetensors import tensor_bytes
 from formats.torch_dtypes import TORCH_DTYPES
+from reshard.move.blocks import fill, room
 from reshard.move.jobs import Job, Options, TargetFile, TargetPlace
-from reshard.move.mover import check_slab
 from reshard.move.moves import jobs_of
 from reshard.move.reading import Bytes, Reader, ranges
-from reshard.move.transfer import Slab
 from reshard.placement.arrangement import Arrangement
 from reshard.source.source import Source
 
@@ -26,7 +23,7 @@ def load_rank(source: Source, target: Arrangement, rank: int) -> dict[str, torch
     for name, (dtype, _) in held.items():
         if dtype not in TORCH_DTYPES:
             raise CheckpointError(f"tensor '{name}' is {dtype}, which torch does not have")
-    rooms = {name: _room(tensor_bytes(name, dtype, shape)) for name, (dtype, shape) in held.items()}
+    rooms = {name: room(tensor_bytes(name, dtype, shape)) for name, (dtype, shape) in held.items()}
     memory = {TargetFile(Path(name), b"", data.size): data for name, data in rooms.items()}
     places = {rank: {file.path.as_posix(): TargetPlace(file, 0) for file in memory}}
     reader = Reader()
@@ -37,10 +34,6 @@ def load_rank(source: Source, target: Arrangement, rank: int) -> dict[str, torch
     finally:
         reader.close()
     return {name: _tensor(rooms[name], dtype, shape) for name, (dtype, shape) in held.items()}
-
-
-def _room(nbytes: int) -> Bytes:
-    return np.empty(nbytes, dtype=np.uint8)
 
 
 def _tensor(data: Bytes, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -57,36 +50,13 @@ def _load(source: Source, job: Job, reader: Reader, data: Bytes, place: TargetPl
         if place.rows is None:
             begins = {r.rank: place.offset + r.offset for r in slab.writes}
             blocks = {r.rank: data[begins[r.rank] : begins[r.rank] + r.nbytes].reshape(r.shape) for r in slab.writes}
-            _fill(job, slab, reader, blocks)
+            fill(job, slab, reader, blocks)
         else:
-            blocks = {r.rank: _room(r.nbytes).reshape(r.shape) for r in slab.writes}
-            _fill(job, slab, reader, blocks)
+            blocks = {r.rank: room(r.nbytes).reshape(r.shape) for r in slab.writes}
+            fill(job, slab, reader, blocks)
             for region in slab.writes:
                 flat = blocks[region.rank].reshape(-1)
                 for offset, at, length in ranges(place, region.offset, region.nbytes):
                     data[offset : offset + length] = flat[at : at + length]
         if source.is_elsewhere:
             reader.ahead.done()
-
-
-def _fill(job: Job, slab: Slab, reader: Reader, blocks: Mapping[int, Bytes]) -> None:
-    """Fill the regions that a slab writes."""
-    if slab.is_flat and not slab.checks:
-        _read_flat(job, slab, reader, blocks)
-        return
-    read = {region.rank: reader.read(job.source(region.rank), region, _room) for region in slab.reads}
-    check_slab(job, slab, read)
-    for copy in slab.copies:
-        blocks[copy.target][copy.target_slices] = copy.block(read)
-
-
-def _read_flat(job: Job, slab: Slab, reader: Reader, blocks: Mapping[int, Bytes]) -> None:
-    """Read plain byte ranges directly into the tensor's memory."""
-    starts = {region.rank: region.offset for region in slab.reads}
-    for copy in slab.copies:
-        block = blocks[copy.target][copy.target_slices]
-        if copy.source is None:
-            block[:] = 0
-        else:
-            place = job.source(copy.source)
-            reader.fill_from(place, starts[copy.source] + copy.source_slices[0].start, block)

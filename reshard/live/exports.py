@@ -8,7 +8,6 @@ from typing import Any
 
 from formats.errors import PlanError
 from formats.notation.axes import Run
-from formats.torch_dtypes import TORCH_DTYPES
 from reshard.live.meshes import Target, arranged, held_on, target_of
 from reshard.live.routing import BUCKET, Routes, between
 from reshard.live.runs import Cut, in_order
@@ -71,6 +70,8 @@ def _view(name: str, view: Any) -> dict[str, Any]:
 def _rooms(side: Side, rank: int) -> dict[str, list[Any]]:
     """A rank's tensors without data."""
     import torch
+
+    from formats.torch_dtypes import TORCH_DTYPES
 
     if side.pieces is None:
         return {

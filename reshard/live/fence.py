@@ -4,7 +4,8 @@ Rank 0 listens, and each process, rank 0's own too, has one connection to it. Ra
 watches: a connection that ends, or a rank that is missing when the time is over, breaks the fence for good. Then each
 call on each rank raises the same LiveError, and all make a new fence.
 
-A message is two big-endian numbers (32 and 64 bits: the sizes of what follows), a JSON object, and plain bytes.
+Who comes says a fixed number of bytes first: reshard, a digest of what all must know, and its rank. Then a message is
+two big-endian numbers (32 and 64 bits: the sizes of what follows), a JSON object, and plain bytes.
 """
 
 from __future__ import annotations
@@ -12,16 +13,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import json
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
-from typing import BinaryIO
+from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
-from formats.documents import Record, items, json_bytes, optional, sound, strict_json, text, whole
+from formats.documents import json_bytes
 from formats.errors import LiveError, listed
 from reshard.version import __version__
 
@@ -30,12 +32,10 @@ GRACE = 0.5
 """Seconds in which a healthy process answers a question on the control connection."""
 
 _MAGIC = b"reshard\n"
+_HELLO = struct.Struct(">32sI")
 _SIZES = struct.Struct(">IQ")
-_LARGEST_HEAD = 1 << 20
-_LARGEST_HELLO = 4096
 _PART = 1 << 20
 _PAUSE = 0.05
-_rank = whole(0)
 
 
 class Fence:
@@ -58,11 +58,11 @@ class Fence:
         self._changed = threading.Condition()
         self._sending = threading.Lock()
         self._answers: list[list[bytes]] = []
-        self._cause: str | None = None
-        self._left = self._closed = False
+        self._cause = ""
+        self._closed = False
         self._coordinator: _Coordinator | None = None
         self.host, port, secret = _endpoint(store)
-        self._join((self.host, port), secret, timeout if join is None else join)
+        self._join((self.host, port), _token(self.names, secret), timeout if join is None else join)
         self.address: str = self._socket.getsockname()[0]
         """The address of this machine on the network on which rank 0 is reached."""
         threading.Thread(target=self._listen, name="reshard fence", daemon=True).start()
@@ -75,120 +75,102 @@ class Fence:
         self.check()
         self._send(_message("say", content, what=what))
         # rank 0 decides, a little later than the timeout if this rank came first
-        self._wait(lambda: bool(self._answers) or self._left, self.timeout + 2 * GRACE)
-        self.check()
+        self._wait(lambda: bool(self._answers), self.timeout + 2 * GRACE)
         if not self._answers:
-            self._break(f"{self.names[0]} {'has left' if self._left else 'does not answer'}: it was to gather {what!r}")
+            self._break(f"{self.names[0]} does not answer: it was to gather {what!r}")
             self.check()
         return self._answers.pop()
 
-    def fail(self, cause: str) -> LiveError:
-        """Tell all ranks that this one cannot go on; returns the error to raise, which may be an earlier one's."""
-        return self._report(_message("fail", cause=cause), f"{self.names[self.rank]}: {cause}")
+    def fail(self, cause: str, peer: int | None = None) -> LiveError:
+        """Tell all ranks that this one cannot go on; returns the error to raise, which may be an earlier one's.
 
-    def blame(self, peer: int, cause: str) -> LiveError:
-        """Tell all ranks that nothing comes from ``peer``; returns the error to raise.
-
-        Who is named is found out first: a rank that does not answer, or the one for which ``peer`` itself waits.
+        If that is as nothing comes from ``peer``, who is named is found out first: a rank that does not answer, or the
+        one for which ``peer`` itself waits.
         """
-        return self._report(_message("blame", peer=peer, cause=cause), f"{self.names[self.rank]}: {cause}")
+        cause = f"{self.names[self.rank]}: {cause}"
+        if not self._cause:
+            self._send(_message("fail", peer=peer, cause=cause))
+            self._wait(lambda: False, 2 * GRACE)
+            self._break(f"{self.names[0]} does not answer ({cause})")
+        return LiveError(self._cause or cause, HINT)
 
     def check(self) -> None:
         """Raise LiveError if a failure or a death is known."""
-        if self._cause is not None:
+        if self._cause:
             raise LiveError(self._cause, HINT)
 
     def close(self) -> None:
-        """Leave. This is no failure, unless another rank still wants to gather."""
+        """Leave, which ends the fence for the others, too."""
         with self._changed:
-            if self._closed:
-                return
             self._closed = True
-        self._send(_message("bye"))
         if self._coordinator is not None:
             self._coordinator.stop()
-        _shut(self._socket)
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
         self._bell.close()
         self.alarm.close()
 
     # ------------------------------------------------------------------------------------------------------ private
 
-    def _join(self, place: tuple[str, int], secret: str, patience: float) -> None:
+    def _join(self, place: tuple[str, int], token: bytes, patience: float) -> None:
         """Connect, and wait until all have: with retries, as others may still be leaving an earlier fence."""
-        end = time.monotonic() + patience
-        names = sha256(json_bytes(self.names)).hexdigest()
-        hello = _MAGIC + _message("hello", reshard=__version__, names=names, rank=self.rank, secret=secret)
-        why: Exception | None = None
+        end, why = time.monotonic() + patience, ""
         while True:
             try:
                 if self.rank == 0 and self._coordinator is None:
-                    listener = socket.create_server(place, family=_family(place[0]), backlog=self.world)
-                    self._coordinator = _Coordinator(listener, self.names, names, secret, self.timeout, patience)
-                cause = self._hello(place, hello, max(_PAUSE, end - time.monotonic()))
+                    family = socket.AF_INET6 if ":" in place[0] else socket.AF_INET
+                    listener = socket.create_server(place, family=family, backlog=self.world)
+                    self._coordinator = _Coordinator(listener, self.names, token, self.timeout, patience)
+                cause = self._hello(place, token, max(_PAUSE, end - time.monotonic()))
+                break
             except (OSError, EOFError, ValueError) as error:
-                why = error if why is None or isinstance(error, ValueError) else why  # a refusal says most
-                if time.monotonic() < end:
-                    time.sleep(_PAUSE)
-                    continue
+                why = str(error) if not why or isinstance(error, ValueError) else why  # a refusal says most
+            if time.monotonic() > end:
                 where = f"{self.names[0]} at tcp://{place[0]}:{place[1]}"
                 cause = f"{self.names[self.rank]} could not join {where} within {patience:g} s: {why}"
-            if not cause:
-                return
+                break
+            time.sleep(_PAUSE)
+        if cause:
             if self._coordinator is not None:
                 self._coordinator.stop()
             raise LiveError(cause, HINT)
 
-    def _hello(self, place: tuple[str, int], hello: bytes, seconds: float) -> str:
+    def _hello(self, place: tuple[str, int], token: bytes, seconds: float) -> str:
         """Connect and wait for the others: why that failed for all, else nothing. Raises if it may be tried again."""
         self._socket = socket.create_connection(place, timeout=seconds)
         try:
-            _watch(self._socket, self.timeout)
-            self._socket.sendall(hello)
+            self._socket.sendall(_MAGIC + _HELLO.pack(token, self.rank))
             self._socket.settimeout(seconds + 2 * GRACE)
             self._file: BinaryIO = self._socket.makefile("rb")
             head, _ = _read(self._file)
-            do, cause = head.get("do", text), head.find("cause", text, "")
-            if do not in ("joined", "broken"):
-                raise ValueError(cause or "it has left")
+            if head["do"] == "refused":
+                raise ValueError(head["cause"])
             self._socket.settimeout(None)
         except BaseException:
             self._socket.close()
             raise
-        return cause
+        return str(head.get("cause", ""))
 
     def _listen(self) -> None:
         try:
             while True:
                 head, content = _read(self._file)
-                match head.get("do", text):
+                match head["do"]:
                     case "all":
-                        sizes = head.get("sizes", items(_rank, self.world))
-                        ends = [sum(sizes[: r + 1]) for r in range(self.world)]
-                        said = [content[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+                        ends = [sum(head["sizes"][: r + 1]) for r in range(self.world)]
+                        said = [content[end - size : end] for end, size in zip(ends, head["sizes"], strict=True)]
                         with self._changed:
                             self._answers.append(said)
                             self._changed.notify_all()
                     case "ask":
                         self._send(_message("here", waits=self.waits_for))
-                    case "left":
-                        with self._changed:
-                            self._left = True
-                            self._changed.notify_all()
                     case "broken":
-                        self._break(head.get("cause", text))
+                        self._break(head["cause"])
         except (OSError, EOFError, ValueError):
-            if not self._left:
-                self._break(f"{self.names[0]} died, or the connection to it was lost")
+            self._break(f"{self.names[0]} died, or has left")
         finally:
             self._file.close()
-
-    def _report(self, message: bytes, cause: str) -> LiveError:
-        if self._cause is None:
-            self._send(message)
-            self._wait(lambda: False, 2 * GRACE)
-            if self._cause is None:
-                self._break(f"{self.names[0]} does not answer ({cause})")
-        return LiveError(self._cause or cause, HINT)
 
     def _send(self, message: bytes) -> None:
         with self._sending, contextlib.suppress(OSError):  # of which the listening thread has the cause
@@ -196,11 +178,11 @@ class Fence:
 
     def _wait(self, done: Callable[[], bool], seconds: float) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: done() or self._cause is not None, seconds)
+            self._changed.wait_for(lambda: done() or bool(self._cause), seconds)
 
     def _break(self, cause: str) -> None:
         with self._changed:
-            if self._cause is None and not self._closed:
+            if not self._cause and not self._closed:
                 self._cause = cause
                 self._bell.close()
             self._changed.notify_all()
@@ -210,18 +192,16 @@ class _Coordinator(threading.Thread):
     """Rank 0's other half: what all the connections lead to."""
 
     def __init__(
-        self, listener: socket.socket, names: tuple[str, ...], digest: str, secret: str, timeout: float, patience: float
+        self, listener: socket.socket, names: tuple[str, ...], token: bytes, timeout: float, patience: float
     ) -> None:
         super().__init__(name="reshard coordinator", daemon=True)
-        self._listener, self._names, self._digest, self._secret = listener, names, digest, secret
+        self._listener, self._names, self._token = listener, names, token
         self._timeout, self._patience = timeout, patience
         self._all = range(len(names))
-        self._joined: dict[int, asyncio.StreamWriter] = {}
         self._mail: dict[int, asyncio.Queue[bytes | None]] = {}
         self._posts = set[asyncio.Task[None]]()
         self._refused = ""
         self._complete = self._broken = False
-        self._left: set[int] = set()
         self._what = ""
         self._said: dict[int, bytes] = {}
         self._deadline: asyncio.TimerHandle | None = None
@@ -232,10 +212,10 @@ class _Coordinator(threading.Thread):
         self.start()
 
     def stop(self) -> None:
-        """Rank 0 leaves: all are told, and nobody listens any more."""
-        if self.is_alive():
+        """Rank 0 leaves: nobody listens any more."""
+        with contextlib.suppress(RuntimeError):  # of a loop that has ended already
             self._loop.call_soon_threadsafe(self._end.set)
-            self.join(4 * GRACE)
+        self.join(4 * GRACE)
 
     def run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
@@ -246,7 +226,7 @@ class _Coordinator(threading.Thread):
         self._loop.call_later(self._patience, self._end_of_patience)
         await self._end.wait()
         server.close()
-        self._tell(_message("left"), None)
+        self._tell(None)
         if self._posts:
             await asyncio.wait(self._posts, timeout=GRACE)
 
@@ -261,68 +241,51 @@ class _Coordinator(threading.Thread):
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         rank = None
-        try:
+        with contextlib.suppress(OSError, EOFError, ValueError):
             rank = await asyncio.wait_for(self._hello(reader, writer), self._timeout)
             while rank is not None:
-                head, content = await _receive(reader, _LARGEST_HEAD)
-                self._take(rank, head, content)
-        except (OSError, EOFError, ValueError, TimeoutError):
-            pass
+                sizes = _SIZES.unpack(await reader.readexactly(_SIZES.size))
+                head, content = [await reader.readexactly(size) for size in sizes]
+                self._take(rank, json.loads(head), content)
         writer.close()
-        if rank is not None and self._joined.get(rank) is writer and rank not in self._left:
-            if self._complete:
-                self._fail(f"{self._names[rank]} died, or its connection was lost")
-            else:
-                del self._joined[rank]
-                self._refused = f" ({self._names[rank]} came and died)"
+        if rank is not None and self._complete:
+            self._fail(f"{self._names[rank]} died, or has left")
+        elif rank is not None:
+            del self._mail[rank]
 
     async def _hello(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int | None:
         """The rank of who has come; None, after an answer, for one who may not join. Raises for a stranger."""
         if await reader.readexactly(len(_MAGIC)) != _MAGIC:
             raise ValueError("not one of us")
-        _watch(writer.get_extra_info("socket"), self._timeout)
-        head, _ = await _receive(reader, _LARGEST_HELLO)
-        rank = head.get("rank", whole(0, len(self._names) - 1))
-        version = head.get("reshard", text)
-        cause = ""
-        if not hmac.compare_digest(head.get("secret", text).encode(), self._secret.encode()):
-            cause = "another secret"
-        elif version != __version__:
-            cause = f"it has reshard {version}, {self._names[0]} has {__version__}"
-        elif head.get("names", text) != self._digest:
-            cause = "other processes are to take part"
-        elif rank in self._joined:
-            cause = "another process has its place"
+        token, rank = _HELLO.unpack(await reader.readexactly(_HELLO.size))
+        cause = "another process has its place" if rank in self._mail else ""
+        if not hmac.compare_digest(token, self._token):
+            cause = "another secret, other processes, or another version of reshard"
         if cause:
-            self._refused = f" ({self._names[rank]} was refused: {cause})"
+            self._refused = f" ({self._named([r for r in self._all if r == rank])} was refused: {cause})"
             writer.write(_message("refused", cause=f"it was refused: {cause}"))
             return None
-        self._joined[rank], self._mail[rank] = writer, asyncio.Queue()
+        self._mail[rank] = asyncio.Queue()
         self._posts.add(asyncio.create_task(self._post(writer, self._mail[rank])))
-        if len(self._joined) == len(self._names):
+        if len(self._mail) == len(self._names):
             self._complete = True
             self._tell(_message("joined"))
-        return rank
+        return int(rank)
 
-    def _take(self, rank: int, head: Record, content: bytes) -> None:
-        match head.get("do", text):
+    def _take(self, rank: int, head: dict[str, Any], content: bytes) -> None:
+        match head["do"]:
             case "say":
-                self._say(rank, head.get("what", text), content)
-            case "fail":
-                self._fail(f"{self._names[rank]}: {head.get('cause', text)}")
-            case "blame":
-                if self._blame is None:
-                    self._blame = rank, head.get("peer", whole(0, len(self._names) - 1)), head.get("cause", text)
-                    self._tell(_message("ask"))
-                    self._loop.call_later(GRACE, self._judge)
+                self._say(rank, head["what"], content)
+            case "fail" if head["peer"] is None:
+                self._fail(head["cause"])
+            case "fail" if self._blame is None:
+                self._blame = rank, head["peer"], head["cause"]
+                self._tell(_message("ask"))
+                self._loop.call_later(GRACE, self._judge)
             case "here":
-                self._waits[rank] = head.get("waits", optional(whole(0, len(self._names) - 1)))
+                self._waits[rank] = head["waits"]
                 if len(self._waits) == len(self._names):
                     self._judge()
-            case "bye":
-                self._left.add(rank)
-                if self._said:
-                    self._fail(f"{self._names[rank]} has left before {self._what!r}")
 
     def _say(self, rank: int, what: str, content: bytes) -> None:
         if not self._said:
@@ -330,10 +293,8 @@ class _Coordinator(threading.Thread):
             self._deadline = self._loop.call_later(self._timeout, self._end_of_gather)
         if what != self._what:
             self._fail(f"{self._names[rank]} came to {what!r} when others had come to {self._what!r}")
-        elif self._left:
-            self._fail(f"{self._named(self._left)} has left before {what!r}")
         self._said[rank] = content
-        if len(self._said) == len(self._names) and self._deadline is not None:
+        if len(self._said) == len(self._names) and self._deadline is not None and not self._broken:
             self._deadline.cancel()
             said = [self._said[r] for r in self._all]
             self._said.clear()
@@ -341,27 +302,25 @@ class _Coordinator(threading.Thread):
 
     def _judge(self) -> None:
         """Who is the cause of what one rank saw: one that does not answer, else the last of a chain of waiting."""
-        if self._broken or self._blame is None:
-            return
+        assert self._blame is not None
         accuser, at, cause = self._blame
-        cause = f"{self._names[accuser]}: {cause}"
-        silent = [r for r in self._all if r not in self._waits and r not in self._left]
+        silent = self._all - self._waits.keys()
         if silent:
             self._fail(f"{self._named(silent)} does not answer ({cause})")
             return
         chain = [accuser, at]
-        while (before := self._waits.get(at)) is not None and before not in chain:
+        while (before := self._waits[at]) is not None and before not in chain:
             chain.append(at := before)
         self._fail(f"{self._names[at]} keeps the others waiting ({cause})" if len(chain) > 2 else cause)
 
     def _end_of_gather(self) -> None:
-        missing = [r for r in self._all if r not in self._said]
-        self._fail(f"{self._named(missing)} did not come to {self._what!r} within {self._timeout:g} s")
+        missing = self._named(self._all - self._said.keys())
+        self._fail(f"{missing} did not come to {self._what!r} within {self._timeout:g} s")
 
     def _end_of_patience(self) -> None:
         if not self._complete:
-            missing = [r for r in self._all if r not in self._joined]
-            self._fail(f"{self._named(missing)} did not join within {self._patience:g} s{self._refused}")
+            missing = self._named(self._all - self._mail.keys())
+            self._fail(f"{missing} did not join within {self._patience:g} s{self._refused}")
 
     def _fail(self, cause: str) -> None:
         if not self._broken:
@@ -369,14 +328,18 @@ class _Coordinator(threading.Thread):
             self._tell(_message("broken", cause=cause))
             self._end.set()
 
-    def _tell(self, *messages: bytes | None) -> None:
+    def _tell(self, message: bytes | None) -> None:
         """Never waits for a peer that does not read. Rank 0 is the last: its process may end when it knows."""
-        for rank in sorted(self._joined, reverse=True):
-            for message in messages:
-                self._mail[rank].put_nowait(message)
+        for rank in sorted(self._mail, reverse=True):
+            self._mail[rank].put_nowait(message)
 
-    def _named(self, ranks: Sequence[int] | set[int]) -> str:
+    def _named(self, ranks: Iterable[int]) -> str:
         return listed([self._names[r] for r in sorted(ranks)], most=4)
+
+
+def _token(names: Sequence[str], secret: str) -> bytes:
+    """What all processes must know."""
+    return sha256(json_bytes([__version__, names, secret])).digest()
 
 
 def _message(do: str, content: bytes = b"", **fields: object) -> bytes:
@@ -384,13 +347,9 @@ def _message(do: str, content: bytes = b"", **fields: object) -> bytes:
     return _SIZES.pack(len(head), len(content)) + head + content
 
 
-def _head(raw: bytes) -> Record:
-    return Record(sound(strict_json(raw.decode())), "")
-
-
-def _read(file: BinaryIO) -> tuple[Record, bytes]:
+def _read(file: BinaryIO) -> tuple[dict[str, Any], bytes]:
     head, content = _SIZES.unpack(_exactly(file, _SIZES.size))
-    return _head(_exactly(file, head)), _exactly(file, content)
+    return json.loads(_exactly(file, head)), _exactly(file, content)
 
 
 def _exactly(file: BinaryIO, count: int) -> bytes:
@@ -398,13 +357,6 @@ def _exactly(file: BinaryIO, count: int) -> bytes:
     if len(found) < count:
         raise EOFError("the connection was closed")
     return found
-
-
-async def _receive(reader: asyncio.StreamReader, largest: int) -> tuple[Record, bytes]:
-    head, content = _SIZES.unpack(await reader.readexactly(_SIZES.size))
-    if head > largest or (largest == _LARGEST_HELLO and content):
-        raise ValueError("too large")
-    return _head(await reader.readexactly(head)), await reader.readexactly(content)
 
 
 def _endpoint(store: str) -> tuple[str, int, str]:
@@ -417,23 +369,3 @@ def _endpoint(store: str) -> tuple[str, int, str]:
     if host is None or not port or url.scheme != "tcp" or url.path:
         raise LiveError("the store of a push is no tcp://HOST:PORT", "for example tcp://10.0.0.1:29600")
     return host, port, secret
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _watch(connection: socket.socket, seconds: float) -> None:
-    """Let the system notice that the other machine is gone, within about ``seconds``."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    values = {"TCP_KEEPIDLE": seconds / 2, "TCP_KEEPINTVL": seconds / 6, "TCP_KEEPCNT": 3}
-    for option, value in (values | {"TCP_USER_TIMEOUT": seconds * 1000}).items():
-        if hasattr(socket, option):  # not everywhere
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), max(1, round(value)))
-
-
-def _shut(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
-    connection.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from formats.documents import json_bytes, read_config
-from formats.errors import LiveError, MismatchError, PlanError, ReshardError
+from formats.errors import LiveError, MismatchError, PlanError, ReshardError, listed
 from formats.files.checkpoint import CONFIG
 from formats.notation.format_file import format_of
 from formats.torch_dtypes import TORCH_DTYPES
@@ -28,7 +28,7 @@ from reshard.live.meshes import TRAINERS, Target, target_of
 from reshard.live.message import Message, Step
 from reshard.live.routing import BUCKET, Part, Routes, between
 from reshard.live.sides import Live, bound
-from reshard.live.views import Tensors, pack, unpack
+from reshard.live.views import Blocks, Tensors
 from reshard.live.wire import Stats, Wire
 from reshard.placement.arrangement import Arrangement, on_mesh
 from reshard.source.access import HubAccess, find
@@ -84,7 +84,7 @@ class _Process:
         self._said: Sequence[dict[str, Any]] = ()
         self._fence: Fence | None = None
         self._wire: Wire | None = None
-        self._parts: list[list[Part]] = []
+        self._messages: list[list[tuple[int, int, Blocks]]] = []
 
     def close(self) -> None:
         """Leave the others."""
@@ -101,23 +101,30 @@ class _Process:
     def _verify(self, routes: Routes) -> None:
         """Compare the plan with what this process has. Raises ReshardError."""
 
-    def _meet(self) -> tuple[Fence, Wire, Routes]:
-        """Join the others, plan, and agree; does nothing while the connection holds. Raises LiveError."""
+    def _forget(self) -> None:
+        """Let go of what follows from an earlier plan."""
+
+    def _meet(self, join: float | None = None) -> tuple[Fence, Wire, Routes]:
+        """Join the others, plan, and agree; does nothing while the connection holds. Raises LiveError.
+
+        ``join`` is how many seconds they may take to come; by default, as many as to all else if they have come before.
+        """
+        meeting, lost = self.meeting, ""
         if self._fence is not None:
             try:
                 self._fence.check()
-            except LiveError:
+            except LiveError as error:
+                lost = f"{error.message}; then "
                 self.close()
         if self._fence is None or self._wire is None or self.routes is None:
-            meeting = self.meeting
-            times = {"timeout": meeting.timeout, "join": meeting.join}
-            self._fence = Fence(meeting.store, self.rank, meeting.names, **times)
+            join = join or (meeting.timeout if self._said else meeting.join)
             try:
+                self._fence = Fence(meeting.store, self.rank, meeting.names, timeout=meeting.timeout, join=join)
                 self._plan(self._fence)
                 self._wire = Wire(self._fence, self.rank, self.device, meeting.bucket, shared=meeting.shared)
             except ReshardError as error:
                 self.close()
-                raise error
+                raise LiveError(f"{lost}{error.message}", error.hint) from error
         assert self.routes is not None
         return self._fence, self._wire, self.routes
 
@@ -129,8 +136,9 @@ class _Process:
 
         def planned() -> dict[str, Any]:
             if self.routes is None:
-                self.routes, self._said = _routes(self.meeting, said), said
-                self._parts = list(self.routes.parts(self.rank))
+                self.routes, self._said = _planned(self.meeting, said), said
+                self._messages = list(self._made(self.routes))
+                self._forget()
             self._verify(self.routes)
             return {"digest": self.routes.digest}
 
@@ -146,10 +154,11 @@ class _Process:
         return said
 
     def _raise(self, said: Iterable[Mapping[str, Any]]) -> None:
-        """Raise LiveError if any process says that it has a problem."""
-        for name, each in zip(self.meeting.names, said, strict=True):
-            if each.get("problem"):
-                raise LiveError(f"{name}: {each['problem']}")
+        """Raise LiveError if any process says that it has a problem, without a name if all have the same."""
+        problems = [each.get("problem") for each in said]
+        for name, problem in zip(self.meeting.names, problems, strict=True):
+            if problem:
+                raise LiveError(problem if {*problems} == {problem} else f"{name}: {problem}")
 
     def _begin(self, version: int, problem: str = "") -> tuple[Fence, Wire, Routes]:
         """Agree that this version is pushed. Raises LiveError on all ranks, or on none."""
@@ -171,30 +180,32 @@ class _Process:
 
     def _steps(self, tensors: Tensors) -> list[Step]:
         """What this rank does in each bucket."""
-        assert self.routes is not None
-        source, target, first = self.routes.source, self.routes.target, self.routes.source.ranks
-        is_sender = self.rank < first
-        steps = []
-        for parts in self._parts:
-            peers: dict[int, list[Part]] = {}
-            for part in parts:
-                peer = first + part.target // target.width if is_sender else part.source // source.width
-                peers.setdefault(peer, []).append(part)
-            work = partial(pack, side=source) if is_sender else partial(unpack, side=target)
+        is_sender, steps = self.rank < self.meeting.trainers, []
+        for peers in self._messages:
             messages = [
-                Message(peer, sum(part.nbytes for part in of), partial(_worked, work, of, tensors))
-                for peer, of in peers.items()
+                Message(peer, nbytes, partial(blocks.pack if is_sender else blocks.unpack, tensors))
+                for peer, nbytes, blocks in peers
             ]
             steps.append(Step(messages, ()) if is_sender else Step((), messages))
         return steps
 
+    def _made(self, routes: Routes) -> Iterator[list[tuple[int, int, Blocks]]]:
+        """For each bucket, the messages of this rank: the other rank, the bytes, and what is in it."""
+        source, target, first = routes.source, routes.target, routes.source.ranks
+        is_sender = self.rank < first
+        for parts in routes.parts(self.rank):
+            peers: dict[int, list[Part]] = {}
+            for part in parts:
+                peer = first + part.target // target.width if is_sender else part.source // source.width
+                peers.setdefault(peer, []).append(part)
+            side = source if is_sender else target
+            yield [
+                (peer, sum(part.nbytes for part in of), Blocks(of, side, sends=is_sender)) for peer, of in peers.items()
+            ]
+
     def _agree(self, fence: Fence, what: str, problem: str = "") -> None:
         """Raise LiveError on all ranks if any has a problem."""
         self._raise({"problem": each.decode()} for each in fence.gather(what, problem.encode()))
-
-
-def _worked(work: Callable[..., None], parts: Sequence[Part], tensors: Tensors, room: torch.Tensor) -> None:
-    work(parts, tensors=tensors, room=room)
 
 
 def _tried(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -233,7 +244,7 @@ class Push(_Process):
 
         Returns the plan. Raises LiveError on all ranks, with the tensor's name.
         """
-        return self._meet()[2]
+        return self._meet(self.meeting.join)[2]
 
     def __call__(self, version: int) -> Stats:
         """Push the weights as they are now; returns when all receivers compute with them.
@@ -273,6 +284,7 @@ class Pull(_Process):
         self._live, self._format, self._keep, self._witness, self._poison = parts, format, keep, witness, poison
         self._room: dict[str, list[torch.Tensor]] = {}
         self._open: tuple[Fence, int] | None = None
+        self._padded: set[str] | None = None
 
     @property
     def number(self) -> int:
@@ -281,7 +293,7 @@ class Pull(_Process):
 
     def check(self) -> Routes:
         """As ``Push.check``, which it meets."""
-        return self._meet()[2]
+        return self._meet(self.meeting.join)[2]
 
     def _describe(self) -> dict[str, Any]:
         held = to_document([held for held, _ in self._live()]) if self._live else None
@@ -294,6 +306,9 @@ class Pull(_Process):
             differences = self._witness(on_mesh(arrangement.plan, arrangement.format), self.number)
             if differences:
                 raise MismatchError(f"{differences[0]} ({len(differences)} differences in all)")
+
+    def _forget(self) -> None:
+        self._room, self._padded = {}, None
 
     def receive(self, version: int) -> dict[str, torch.Tensor]:
         """Receive a push: this rank's tensors by name, when all ranks have all of theirs. ``commit`` must follow.
@@ -353,18 +368,31 @@ class Pull(_Process):
 
     def _zero(self, routes: Routes, room: Tensors) -> None:
         """Fill what no rank sends with zeros: padding."""
-        counts: dict[str, int] = {}
-        for part in (part for parts in self._parts for part in parts):
-            name = part.move.wanted.stored.name_on(part.target)
-            counts[name] = counts.get(name, 0) + part.block.numel
+        if self._padded is None:
+            counts: dict[str, int] = {}
+            for part in (part for parts in routes.parts(self.rank) for part in parts):
+                name = part.move.wanted.stored.name_on(part.target)
+                counts[name] = counts.get(name, 0) + part.block.numel
+            self._padded = {name for name, of in room.items() if counts.get(name, 0) < sum(each.numel() for each in of)}
         for name, tensors in room.items():
-            if counts.get(name, 0) < sum(tensor.numel() for tensor in tensors):
+            if name in self._padded:
                 for tensor in tensors:
                     tensor.zero_()
 
 
+def _planned(meeting: Meeting, descriptions: Sequence[Mapping[str, Any]]) -> Routes:
+    """The plan that follows from what all processes say. Raises ReshardError, with who holds the tensor it names."""
+    try:
+        return _routes(meeting, descriptions)
+    except ReshardError as error:
+        names = [{name for name, _ in each["held"]["names"]} if each["held"] else set() for each in descriptions]
+        holders = [who for who, of in zip(meeting.names, names, strict=True) if {*error.message.split("'")} & of]
+        if 0 < len(holders) < sum(map(bool, names)):
+            raise PlanError(f"{error.message} (held by {listed(holders)})", error.hint) from error
+        raise
+
+
 def _routes(meeting: Meeting, descriptions: Sequence[Mapping[str, Any]]) -> Routes:
-    """The plan that follows from what all processes say. Raises ReshardError."""
     trainers, receivers = descriptions[: meeting.trainers], descriptions[meeting.trainers :]
     first = trainers[0]
     live = Live(format_of(first["format"]), [from_document(each["held"]) for each in trainers])

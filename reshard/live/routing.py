@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from formats.errors import PlanError
 from formats.files.safetensors import DTYPE_BITS
 from formats.notation.axes import Run
-from reshard.live.meshes import Target, arranged, held_on
+from reshard.live.meshes import TRAINERS, Target, arranged, held_on
 from reshard.live.sides import Live, Side, blocks_between, by_rules, live_side, whole
 from reshard.mesh.plan import Box, Layout
 from reshard.model.model import Model
@@ -188,7 +188,7 @@ def between(
     """The plan of a push of a model from live ranks to others, or to those of a program by its rules. Raises PlanError,
     MismatchError.
     """
-    if isinstance(target, Target) and target.fsdp * target.replicas > 1:
+    if isinstance(target, Target) and (target.program in TRAINERS or target.fsdp * target.replicas > 1):
         target = held_on(model, target)
     there = whole(model, target) if isinstance(target, Live) else arranged(model, target)
     own, other = same_atoms(whole(model, source), there)
@@ -205,7 +205,7 @@ def routes(source: Side, target: Side, *, bucket: int = BUCKET, hosts: Sequence[
     check_atoms(source.arrangement, target.arrangement)
     found = _Planning(source, target, bucket, hosts)
     layers = {tensor.name: tensor.at[0] if tensor.at else -1 for tensor in target.arrangement.plan.model.tensors}
-    wanted = [each for each in [*target.placed.items(), *target.copies] if each[1].stored.constant is None]
+    wanted = [each for each in target.placed.items() if each[1].stored.constant is None]
     for _, atoms in itertools.groupby(
         sorted(wanted, key=lambda each: layers[each[0].tensor]), lambda each: layers[each[0].tensor]
     ):
@@ -331,7 +331,7 @@ def _blocks(before: Layout, after: Layout, window: _Window) -> Iterator[Block]:
     sources, targets = _alike(before), _alike(after)
     for held, holders in sources.items():
         for wanted, wanting in targets.items():
-            spans = tuple(map(_spans, held, wanted, window))
+            spans = tuple(map(spans_of, held, wanted, window))
             if all(spans):
                 numel = math.prod(sum(span.length for span in dim) for dim in spans)
                 yield Block(tuple(holders), tuple(wanting), spans, numel)
@@ -346,7 +346,7 @@ def _alike(layout: Layout) -> Mapping[tuple[tuple[Run, ...], ...], list[int]]:
 
 
 @lru_cache(maxsize=1 << 16)
-def _spans(held: tuple[Run, ...], wanted: tuple[Run, ...], window: Run) -> tuple[Span, ...]:
+def spans_of(held: tuple[Run, ...], wanted: tuple[Run, ...], window: Run) -> tuple[Span, ...]:
     """The ranges of a dimension within a window that both sides have; neighbours on both sides are joined."""
     found: list[Span] = []
     at = 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from reshard.placement.common_dimensions import Groups, blocks_of
 from reshard.placement.geometry import Geometry
 from reshard.placement.program_plan import program_plan
 from reshard.placement.stored import Atom, Placed, Stored
+from reshard.source.completeness import check_complete
 from reshard.source.program_source import inferred_sizes, inferred_tensors, padding_of
 from reshard.source.source import UNSPLIT
 
@@ -80,15 +82,13 @@ class Live:
 class Side:
     """One side of a push.
 
-    ``placed`` says where each atom lies, ``copies`` where it lies once more. Holders stand for ranks: holder ``h`` is
-    on rank ``h // width``. ``pieces`` has the chunk that each holder of a stored tensor has; None for a side that is
-    made by rules. ``dtypes`` has the dtypes of a live side's tensors, where they are not the model's, ``live`` what its
-    ranks hold.
+    ``placed`` says where each atom lies. Holders stand for ranks: holder ``h`` is on rank ``h // width``. ``pieces``
+    has the chunk that each holder of a stored tensor has; None for a side that is made by rules. ``dtypes`` has the
+    dtypes of a live side's tensors, where they are not the model's, ``live`` what its ranks hold.
     """
 
     arrangement: Arrangement
     placed: Mapping[Atom, Placed]
-    copies: Sequence[tuple[Atom, Placed]]
     ranks: int
     width: int = 1
     pieces: Mapping[str, Mapping[int, Piece]] | None = None
@@ -103,12 +103,14 @@ class Side:
 def bound(live: Live, config: Mapping[str, Any], *, dtype: str | None = None) -> Model:
     """The model that live ranks hold. ``dtype``: what is F32 there is taken as of this dtype.
 
-    Raises CheckpointError, PlanError, or MismatchError if ranks do not agree.
+    Raises CheckpointError if it is not complete, PlanError, or MismatchError if ranks do not agree.
     """
     stored = _whole(live, dtype)
     architecture = find_architecture(dict(config), _WHERE)
     full = inferred_tensors(live.format, architecture, config, [stored])
-    return bind(architecture, config, full, known=inferred_sizes(architecture, config, [stored], full))
+    model = bind(architecture, config, full, known=inferred_sizes(architecture, config, [stored], full))
+    check_complete(model, _WHERE)
+    return model
 
 
 def whole(model: Model, live: Live) -> Arrangement:
@@ -151,7 +153,7 @@ def _unstacked(format: Format, held: Held) -> tuple[str, int]:
 
 def by_rules(arrangement: Arrangement) -> Side:
     """The side that a program's ranks are, by rules alone."""
-    return Side(arrangement, arrangement.placed, arrangement.copies, arrangement.plan.mesh.size)
+    return Side(arrangement, arrangement.placed, arrangement.plan.mesh.size)
 
 
 def live_side(live: Live, own: Arrangement, other: Arrangement) -> Side:
@@ -177,17 +179,23 @@ def live_side(live: Live, own: Arrangement, other: Arrangement) -> Side:
     places = {key: {holder: piece for holder, (_, piece) in of.items()} for key, of in numbered.items()}
     stored = _in_chunks(own, {name: chunks[key] for name, key in alike.items()}, len(live.ranks) * width)
     placed = {atom: Placed(stored[each.stored.name], each.number) for atom, each in own.placed.items()}
-    copies = [(atom, Placed(stored[each.stored.name], 0)) for atom, each in own.copies if each.stored.name in stored]
     pieces = {name: places[key] for name, key in alike.items()}
-    return Side(own, placed, copies, len(live.ranks), width, pieces, dtypes, live)
+    return Side(own, placed, len(live.ranks), width, pieces, dtypes, live)
 
 
 def _by_rank(parts: Sequence[tuple[int, int, Runs]], cut: Sequence[_Cut]) -> dict[int, list[tuple[Chunk, Piece]]]:
-    """The chunks of a stored tensor that each rank has, given the parts of all ranks."""
+    """The chunks of a stored tensor that each rank has, given the parts of all ranks.
+
+    All are cut wherever one of them begins or ends, so that two chunks are equal or have nothing in common.
+    """
     found: dict[int, list[tuple[Chunk, Piece]]] = {}
     numbers: Counter[int] = Counter()
+    edges = [
+        sorted({edge for runs in {*of} for run in runs for edge in (run.offset, run.end)})
+        for of in zip(*(runs for _, _, runs in parts), strict=True)
+    ]
     for rank, lead, runs in parts:
-        found.setdefault(rank, []).extend(_pieces(runs, numbers[rank], lead, cut))
+        found.setdefault(rank, []).extend(_pieces(runs, numbers[rank], lead, edges, cut))
         numbers[rank] += 1
     return found
 
@@ -216,14 +224,19 @@ def _in_chunks(own: Arrangement, chunks: Mapping[str, Mapping[int, Chunk]], hold
     return found
 
 
-def _pieces(held: Runs, part: int, lead: int, cut: Sequence[_Cut]) -> Iterator[tuple[Chunk, Piece]]:
-    """A part as chunks: all products of its runs, which are cut further where ``cut`` says."""
+def _pieces(
+    held: Runs, part: int, lead: int, edges: Sequence[Sequence[int]], cut: Sequence[_Cut]
+) -> Iterator[tuple[Chunk, Piece]]:
+    """A part as chunks: all products of its runs, which are cut at ``edges``, and further where ``cut`` says."""
     dims = []
-    for runs, where in itertools.zip_longest(held, cut):
+    for runs, of, where in itertools.zip_longest(held, edges, cut):
         at, found = 0, []
         for run in runs:
-            ends = [run.offset, *sorted({*(where.ends(run) if where else ())} - {run.offset, run.end}), run.end]
-            found += [(Run(a, b - a), at + a - run.offset) for a, b in itertools.pairwise(ends)]
+            inside = of[bisect_right(of, run.offset) : bisect_left(of, run.end)]
+            ends = {run.offset, *inside, run.end}
+            for a, b in itertools.pairwise(sorted(ends)) if where else ():
+                ends |= {*where.ends(Run(a, b - a))}
+            found += [(Run(a, b - a), at + a - run.offset) for a, b in itertools.pairwise(sorted(ends))]
             at += run.length
         dims.append(found)
     for product in itertools.product(*dims):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -23,27 +24,71 @@ Tensors = Mapping[str, Sequence[torch.Tensor]]
 """A rank's tensors by the names of stored tensors; a live rank may have several parts of one."""
 
 
-def pack(parts: Sequence[Part], side: Side, tensors: Tensors, room: torch.Tensor) -> None:
-    """Fill ``room`` (bytes) with the blocks of ``parts``, which this rank of the source sends, one after another."""
-    at = 0
-    for part in parts:
-        dtype = TORCH_DTYPES[part.move.dtype]
-        for view in block_views(part, side, tensors, sends=True):
-            nbytes = view.numel() * dtype.itemsize
-            room[at : at + nbytes].view(dtype).view(view.shape).copy_(view)
-            at += nbytes
+class _View(NamedTuple):
+    """A block as a view of a tensor, in elements; ``room`` and ``packed`` are its offset and strides in a message."""
+
+    part: Part
+    name: str
+    number: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    room: int
+    packed: tuple[int, ...]
 
 
-def unpack(parts: Sequence[Part], side: Side, tensors: Tensors, room: torch.Tensor) -> None:
-    """Copy the blocks of ``parts`` from ``room`` (bytes) to where they belong on this rank of the target."""
-    at = 0
-    for part in parts:
-        dtype = TORCH_DTYPES[part.move.dtype]
-        for view in block_views(part, side, tensors, sends=False):
-            nbytes = view.numel() * dtype.itemsize
-            block = room[at : at + nbytes].view(dtype).view(view.shape)
-            view.copy_(_converted(part, block, side.dtype(part.move.wanted.stored)))
-            at += nbytes
+class Blocks:
+    """The blocks of a message on one side, one after another. Views are found once, and no tensor is kept."""
+
+    def __init__(self, parts: Sequence[Part], side: Side, *, sends: bool) -> None:
+        self._parts, self._side, self._sends = parts, side, sends
+        self._views: list[_View] | None = None
+
+    def pack(self, tensors: Tensors, room: torch.Tensor) -> None:
+        """Fill ``room`` (bytes) with the blocks."""
+        for _, view, block in self._on(tensors, room):
+            block.copy_(view)
+
+    def unpack(self, tensors: Tensors, room: torch.Tensor) -> None:
+        """Copy the blocks from ``room`` (bytes) to where they belong."""
+        for part, view, block in self._on(tensors, room):
+            view.copy_(_converted(part, block, self._side.dtype(part.move.wanted.stored)))
+
+    def _on(self, tensors: Tensors, room: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor, torch.Tensor]]:
+        """Each block: as a view of the rank's tensor, and of the message."""
+        if self._views is None:
+            self._views = list(self._found(tensors))
+        dtype, typed = "", room
+        for part, name, number, shape, stride, offset, at, packed in self._views:
+            if part.move.dtype != dtype:
+                dtype = part.move.dtype
+                size = TORCH_DTYPES[dtype].itemsize
+                typed = room[: len(room) // size * size].view(TORCH_DTYPES[dtype])
+            own = tensors[name][number]
+            view = own.as_strided(shape, stride, own.storage_offset() + offset)
+            yield part, view, typed.as_strided(shape, packed, typed.storage_offset() + at)
+
+    def _found(self, tensors: Tensors) -> Iterator[_View]:
+        at = 0
+        for part in self._parts:
+            size = TORCH_DTYPES[part.move.dtype].itemsize
+            placed, holder = (part.move.held, part.source) if self._sends else (part.move.wanted, part.target)
+            name, number = base_of(self._side, placed, holder)
+            first = tensors[name][number].storage_offset()
+            for view in block_views(part, self._side, tensors, sends=self._sends):
+                shape = tuple(view.shape)
+                packed = tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
+                yield _View(
+                    part,
+                    name,
+                    number,
+                    shape,
+                    view.stride(),
+                    int(view.storage_offset()) - int(first),
+                    at // size,
+                    packed,
+                )
+                at += view.numel() * size
 
 
 def block_views(part: Part, side: Side, tensors: Tensors, *, sends: bool) -> Iterator[torch.Tensor]:
@@ -119,12 +164,20 @@ def _in_stored_order(groups: Groups, order: Sequence[int]) -> Groups:
     return tuple(sorted(groups, key=lambda block: order.index(block[0])))
 
 
+def base_of(side: Side, placed: Placed, holder: int) -> tuple[str, int]:
+    """The tensor of a holder's rank that has an atom: its name, and its number among those of this name."""
+    if side.pieces is None:
+        return placed.stored.name_on(holder), 0
+    return placed.stored.name, side.pieces[placed.stored.name][holder].part
+
+
 def chunk_view(side: Side, placed: Placed, holder: int, tensors: Tensors) -> torch.Tensor:
     """A stored tensor on a holder: all that its rank has, or, on a live side, the holder's chunk."""
+    name, number = base_of(side, placed, holder)
+    tensor = tensors[name][number]
     if side.pieces is None:
-        return tensors[placed.stored.name_on(holder)][0]
-    piece = side.pieces[placed.stored.name][holder]
-    tensor = tensors[placed.stored.name][piece.part]
+        return tensor
+    piece = side.pieces[name][holder]
     for _ in range(piece.lead):
         tensor = tensor.select(0, 0)
     for dim, (begin, length) in enumerate(zip(piece.at, piece.shape, strict=True)):

@@ -1,7 +1,7 @@
 """The bytes of a push, between the processes that a fence joins.
 
 Two processes of one machine share the sender's memory (a memfd of which the descriptor is passed over a Unix socket):
-the sender fills a part of it and says so, the receiver reads it there and says so. All others use torch.distributed
+the sender fills a part of it and says where, the receiver reads it there and says so. All others use torch.distributed
 point to point, in a group of its own: gloo, on GPUs NCCL (written, and not run).
 
 All ranks go through the messages in one order, that of (step, distance from sender to receiver): the first that has not
@@ -17,15 +17,15 @@ import os
 import secrets
 import select
 import socket
-import struct
+import sys
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import torch
 from torch import distributed
@@ -37,12 +37,10 @@ from reshard.live.fence import Fence
 from reshard.live.message import Message, Step
 
 HEAD = 64
-"""Bytes before a message: version, step, size and checksum as 64-bit words, and room up to a line of the cache."""
+"""Bytes before a message: the words of ``_WORDS``, of 64 bits, and room up to a line of the cache."""
 MOST = 64
 """Messages that are on their way from one rank at a time: fewer than a socket has room for what is said about them."""
-
-_SAID = struct.Struct("<Bq")
-_SENT, _TAKEN = range(2)
+_WORDS = ("version", "step", "size", "checksum")
 
 
 class Stats(NamedTuple):
@@ -73,7 +71,8 @@ class Wire:
     ) -> None:
         self._fence, self._rank, self._device, self._bucket = fence, rank, torch.device(device), bucket
         self._limit = timedelta(seconds=fence.timeout)
-        self._links: dict[int, _Shared] = {}
+        self._out_links: dict[int, socket.socket] = {}
+        self._in_links: dict[int, tuple[socket.socket, torch.Tensor]] = {}
         self._group: distributed.ProcessGroupGloo | distributed.ProcessGroupNCCL | None = None
         size = 2 * (bucket + 2 * HEAD)
         shared = shared and self._device.type == "cpu" and hasattr(os, "memfd_create")
@@ -82,7 +81,7 @@ class Wire:
             self._connect(listener, size)
         except Exception as error:
             self.close()
-            raise fence.blame(rank, f"it could not connect to the others: {error}") from error
+            raise fence.fail(f"it could not connect to the others: {error}", rank) from error
         finally:
             if listener is not None:
                 listener.close()
@@ -90,14 +89,13 @@ class Wire:
     def exchange(self, steps: Sequence[Step], version: int) -> Stats:
         """Send and receive all messages of this rank; their ``work`` is called in this thread, one after another.
 
-        All ranks call it with the same version, and with the same steps: where a rank has nothing to do in one, its
-        step is empty. The tensor that ``work`` is given is memory for this call only. Raises LiveError, on all ranks,
-        after which the wire and its fence are of no use.
+        All ranks call it with the same version, and with steps that fit (gloo would end a process that is sent more
+        than it expects): where a rank has nothing to do in one, its step is empty. The tensor that ``work`` is given is
+        memory for this call only. Raises LiveError, on all ranks, after which the wire and its fence are of no use.
         """
         start = time.monotonic()
         tasks = self._in_order(steps)
         try:
-            self._compare(tasks, len(steps), version)
             self._run(tasks, version)
         except BaseException as error:
             self.close()
@@ -114,9 +112,8 @@ class Wire:
 
     def close(self) -> None:
         """Let go of the connections and the memory."""
-        for link in self._links.values():
-            link.socket.close()
-        self._links.clear()
+        for connection in [*self._out_links.values(), *(connection for connection, _ in self._in_links.values())]:
+            connection.close()
         if self._group is not None:
             self._group.abort()
             self._group = None
@@ -124,67 +121,48 @@ class Wire:
     # --------------------------------------------------------------------------------------------------- connecting
 
     def _connect(self, listener: socket.socket | None, size: int) -> None:
-        address = f"reshard-{secrets.token_hex(8)}"
+        fence, address = self._fence, f"reshard-{secrets.token_hex(8)}"
+        here = [self._device.type, _machine() if listener is not None else "", address]
         if listener is not None:
             listener.bind("\0" + address)
-            listener.listen(self._fence.world)
-        here = {
-            "machine": _machine() if listener is not None else "",
-            "address": address,
-            "device": self._device.type,
-            "bucket": self._bucket,
-        }
-        said = [json.loads(each) for each in self._fence.gather("wire", json_bytes(here, indent=None))]
-        for other, name in zip(said, self._fence.names, strict=True):
-            for key in ("device", "bucket"):
-                if other[key] != here[key]:
-                    raise ValueError(f"its {key} is {here[key]}, that of {name} {other[key]}")
-        descriptor = _memory(size) if listener is not None else None
-        self._out = _Ring(_mapped(descriptor, size) if descriptor is not None else self._empty(size))
-        if listener is not None and descriptor is not None:
-            near = {r: each["address"] for r, each in enumerate(said) if each["machine"] == here["machine"]}
-            self._share(listener, near, descriptor, size)
-            os.close(descriptor)
-        if len({each["machine"] for each in said}) > 1 or (listener is None and self._fence.world > 1):
+            listener.listen(fence.world)
+        said = [json.loads(each) for each in fence.gather("wire", json_bytes(here, indent=None))]
+        for name, (device, *_) in zip(fence.names, said, strict=True):
+            if device != here[0]:
+                raise ValueError(f"its tensors are on {here[0]}, those of {name} on {device}")
+        near = {r: there for r, (_, machine, there) in enumerate(said) if machine == here[1] and r != self._rank}
+        if listener is not None:
+            self._out = _Ring(self._share(listener, near, size))
+        else:
+            self._out, near = _Ring(self._empty(size)), {}
+        if len(near) + 1 < fence.world:
             self._in = _Ring(self._empty(size))
             self._group = self._make_group()
 
     def _empty(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
-    def _share(self, listener: socket.socket, near: dict[int, str], descriptor: int, size: int) -> None:
-        """Connect to the processes of this machine, each of which gives its memory to the others."""
-        seconds = self._fence.timeout
-        below = [r for r in near if r < self._rank]
-        above = {r for r in near if r > self._rank}
-        made = dict[int, socket.socket]()
-        for peer in below:
-            made[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            made[peer].settimeout(seconds)
+    def _share(self, listener: socket.socket, near: dict[int, str], size: int) -> torch.Tensor:
+        """Give this rank's memory, which is returned, to the processes of this machine, and take theirs."""
+        file = os.fdopen(os.memfd_create("reshard"), "rb+")  # without a name: gone with the last process that has it
+        file.truncate(size)
+        for peer, address in near.items():
+            self._out_links[peer] = connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with self._waiting(peer, "shares no memory"):
-                made[peer].connect("\0" + near[peer])
-                socket.send_fds(made[peer], [str(self._rank).encode()], [descriptor])
-        listener.settimeout(seconds)
-        while above:
-            with self._waiting(min(above), "shares no memory"):
+                connection.settimeout(self._fence.timeout)
+                connection.connect("\0" + address)
+                socket.send_fds(connection, [str(self._rank).encode()], [file.fileno()])
+        listener.settimeout(self._fence.timeout)
+        while missing := near.keys() - self._in_links.keys():
+            with self._waiting(min(missing), "shares no memory"):
                 connection, _ = listener.accept()
-                connection.settimeout(seconds)
-                if (
-                    struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
-                    != os.getuid()
-                ):
+                connection.settimeout(self._fence.timeout)
+                if _user(connection) != os.getuid():
                     connection.close()
                     continue
                 word, (theirs,), _, _ = socket.recv_fds(connection, 16, 1)
-                socket.send_fds(connection, [word], [descriptor])
-                above.remove(peer := int(word))
-                self._links[peer] = _Shared(connection, _mapped(theirs, size), self._fence)
-                os.close(theirs)
-        for peer in below:
-            with self._waiting(peer, "shares no memory"):
-                _, (theirs,), _, _ = socket.recv_fds(made[peer], 16, 1)
-                self._links[peer] = _Shared(made[peer], _mapped(theirs, size), self._fence)
-                os.close(theirs)
+                self._in_links[int(word)] = connection, _mapped(os.fdopen(theirs, "rb+"))
+        return _mapped(file)
 
     def _make_group(self) -> distributed.ProcessGroupGloo | distributed.ProcessGroupNCCL:
         """A group that no other part of the program knows, on a store of its own."""
@@ -221,27 +199,10 @@ class Wire:
                 raise PlanError(f"a message has {message.nbytes:,} bytes, and a bucket {self._bucket:,}")
         return tasks
 
-    def _compare(self, tasks: list[_Task], steps: int, version: int) -> None:
-        """Two ranks that expect different sizes must not begin: gloo would end the receiver's process."""
-        sizes = {"from": dict[str, int](), "to": dict[str, int]()}
-        for step, message, is_sent in tasks:
-            with_peer, peer = sizes["to" if is_sent else "from"], str(message.peer)
-            with_peer[peer] = zlib.crc32(b"%d %d " % (step, message.nbytes), with_peer.get(peer, 0))
-        mine = {"version": version, "steps": steps, **sizes}
-        said = [json.loads(each) for each in self._fence.gather("exchange", json_bytes(mine, indent=None))]
-        for number, theirs in enumerate(said):
-            name = self._fence.names[number]
-            for key in ("version", "steps"):
-                if theirs[key] != mine[key]:
-                    raise self._fence.fail(f"it exchanges {key} {mine[key]}, and {name} {theirs[key]}")
-            for key, other in (("to", "from"), ("from", "to")):
-                if theirs[other].get(str(self._rank)) != sizes[key].get(str(number)):
-                    raise self._fence.fail(f"its messages {key} {name} are not those that {name} expects")
-
     def _run(self, tasks: list[_Task], version: int) -> None:
         self._sent = deque[tuple[int, int, Callable[[], object]]]()
         self._posted = deque[tuple[torch.Tensor, Callable[[], object]]]()
-        self._to_post = deque(t.message for t in tasks if not t.is_sent and t.message.peer not in self._links)
+        self._to_post = deque(t.message for t in tasks if not t.is_sent and t.message.peer not in self._in_links)
         for task in tasks:
             self._fence.check()
             self._post()
@@ -262,8 +223,9 @@ class Wire:
         words[:3] = torch.tensor([version, step, message.nbytes], device=self._device)
         words[3] = _checksum(part)
         with self._waiting(message.peer, f"takes nothing in step {step}"):
-            if message.peer in self._links:
-                done = self._links[message.peer].send(start)
+            if link := self._out_links.get(message.peer):
+                link.send(start.to_bytes(8))
+                done: Callable[[], object] = partial(self._hear, link)
             else:
                 done = self._point_to_point("send", part, message.peer)
         self._sent.append((message.peer, step, done))
@@ -284,33 +246,45 @@ class Wire:
                 self._posted.append((part, self._point_to_point("recv", part, message.peer)))
 
     def _receive(self, message: Message, step: int, version: int) -> None:
-        link = self._links.get(message.peer)
+        link, memory = self._in_links.get(message.peer, (None, None))
         with self._waiting(message.peer, f"sends nothing in step {step}"):
-            if link is not None:
-                part = link.receive(_padded(message.nbytes))
+            if link is not None and memory is not None:
+                start = self._hear(link)
+                part = memory[start : start + _padded(message.nbytes)]
             else:
                 part, done = self._posted.popleft()
                 done()
-        found = part.view(torch.int64)[:4].tolist()
-        for what, value, expected in zip(
-            ("version", "step", "size", "checksum"),
-            found,
-            (version, step, message.nbytes, int(_checksum(part))),
-            strict=True,
-        ):
-            if value != expected:
-                name = self._fence.names[message.peer]
-                raise self._fence.fail(f"step {step} of {name} came with {what} {value}, and not {expected}")
+        expected = version, step, message.nbytes, int(_checksum(part))
+        for what, one, other in zip(_WORDS, part.view(torch.int64)[:4].tolist(), expected, strict=True):
+            if one != other:
+                raise self._fence.fail(
+                    f"step {step} of {self._fence.names[message.peer]} came with {what} {one}, and not {other}"
+                )
         message.work(part[HEAD : HEAD + message.nbytes])
         if link is not None:
-            link.say(_TAKEN)
+            link.send(bytes(8))
         else:
             self._in.free()
             self._post()
 
     def _point_to_point(self, way: str, part: torch.Tensor, peer: int) -> Callable[[], object]:
-        work = getattr(self._group, way)([part], peer, 0)
-        return lambda: work.wait(self._limit)
+        return partial(getattr(self._group, way)([part], peer, 0).wait, self._limit)
+
+    def _hear(self, link: socket.socket) -> int:
+        """The next word of a process of this machine: where a message begins in its memory, or that it has taken one.
+
+        Raises LiveError, OSError.
+        """
+        poll = select.poll()
+        for each in (link, self._fence.alarm):
+            poll.register(each, select.POLLIN)
+        if not poll.poll(self._fence.timeout * 1000):
+            raise TimeoutError
+        self._fence.check()
+        word = link.recv(8)
+        if not word:
+            raise ConnectionError
+        return int.from_bytes(word)
 
     @contextmanager
     def _waiting(self, peer: int, what: str) -> Iterator[None]:
@@ -322,7 +296,7 @@ class Wire:
             self._fence.check()
             late = isinstance(error, TimeoutError) or is_timeout(error)
             why = f"for {self._fence.timeout:g} s" if late else "any more: the connection to it was lost"
-            raise self._fence.blame(peer, f"{self._fence.names[peer]} {what} {why}") from error
+            raise self._fence.fail(f"{self._fence.names[peer]} {what} {why}", peer) from error
         finally:
             self._fence.waits_for = None
 
@@ -352,43 +326,6 @@ class _Ring:
         self._held.popleft()
 
 
-class _Shared:
-    """A process of this machine: what each says about the memory of both."""
-
-    def __init__(self, connection: socket.socket, memory: torch.Tensor, fence: Fence) -> None:
-        self.socket, self._memory, self._fence = connection, memory, fence
-        self._said: tuple[deque[int], deque[int]] = deque(), deque()
-        self._poll = select.poll()
-        self._poll.register(connection, select.POLLIN)
-        self._poll.register(fence.alarm, select.POLLIN)
-
-    def say(self, what: int, start: int = 0) -> None:
-        self.socket.send(_SAID.pack(what, start))
-
-    def send(self, start: int) -> Callable[[], object]:
-        """Say that a message begins there in this rank's memory; what is returned waits until the peer has taken it."""
-        self.say(_SENT, start)
-        return lambda: self._hear(_TAKEN)
-
-    def receive(self, size: int) -> torch.Tensor:
-        """The next message, in the memory of the peer."""
-        start = self._hear(_SENT)
-        return self._memory[start : start + size]
-
-    def _hear(self, what: int) -> int:
-        end = time.monotonic() + self._fence.timeout
-        while not self._said[what]:
-            if not self._poll.poll(max(0, end - time.monotonic()) * 1000):
-                raise TimeoutError
-            self._fence.check()
-            word = self.socket.recv(_SAID.size)
-            if not word:
-                raise ConnectionError
-            kind, start = _SAID.unpack(word)
-            self._said[kind].append(start)
-        return self._said[what].popleft()
-
-
 def _checksum(part: torch.Tensor) -> torch.Tensor:
     """The sum of a message's 64-bit words, modulo 2^64: sees what is torn, stale or flipped, not what is exchanged."""
     return part[HEAD:].view(torch.int64).sum()
@@ -398,15 +335,14 @@ def _padded(nbytes: int) -> int:
     return HEAD + (nbytes + HEAD - 1) // HEAD * HEAD
 
 
-def _memory(size: int) -> int:
-    """The descriptor of memory without a name, which is gone with the last process that has it."""
-    descriptor = os.memfd_create("reshard")
-    os.ftruncate(descriptor, size)
-    return descriptor
+def _mapped(file: BinaryIO) -> torch.Tensor:
+    with file:
+        return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
 
 
-def _mapped(descriptor: int, size: int) -> torch.Tensor:
-    return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+def _user(connection: socket.socket) -> int:
+    """Who has the other end of a Unix socket."""
+    return int.from_bytes(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)[4:8], sys.byteorder)
 
 
 def _machine() -> str:

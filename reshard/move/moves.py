@@ -59,7 +59,7 @@ def jobs_of(source: Source, target: Arrangement, places: TargetPlaces, *, compar
             ranks = ranks_of[key]
         if wanted is not None and ranks:
             yield moves.job(atom, held, wanted, sources, _targets(places, wanted), ranks)
-        if wanted is None or wanted.portion.function is not None:
+        if (wanted is None or wanted.portion.function is not None) and KEPT_RANK in places:
             yield moves.job(atom, held, kept.whole(atom), sources, kept.target(atom), frozenset({0}))
     for atom, wanted in there.copies:
         held, ranks = here.placed[atom], _ranks_of(wanted, places)

@@ -9,7 +9,7 @@ from reshard.live.routing import Routes
 from reshard.pages.document import html_page
 from reshard.pages.markup import Html, element, joined
 from reshard.pages.plots import CHARACTER, TOP, Frame, both_widths, rectangle, text
-from reshard.text import human_bytes, plural
+from reshard.text import human_bytes, human_time, plural
 
 MOST = 64
 """More ranks of a side are drawn in groups of neighbours."""
@@ -25,7 +25,7 @@ def push_page(routes: Routes, title: str, link: float) -> str:
         ("pairs of ranks", f"{len(pairs):,}"),
         ("the busiest trainer sends", human_bytes(max(routes.sent))),
         ("the busiest receiver receives", human_bytes(max(routes.received))),
-        (f"at {human_bytes(link)}/s at least", f"{routes.bound(link):.3g} s"),
+        (f"at {human_bytes(link)}/s at least", f"{human_time(routes.bound(link))}"),
     ]
     words = (
         "A row is a trainer's rank, a column a receiver's. The darker a cell, the more bytes go that way. Each byte "

@@ -8,7 +8,7 @@ from typing import Any
 
 from formats.errors import PlanError
 from formats.mesh import Mesh
-from formats.notation.adapters import SETTINGS
+from formats.notation.adapters import MERGE_IT, SETTINGS
 from formats.notation.format import Format
 from formats.refusals import refused
 from reshard.mesh.plan import Degrees, Plan, make_plan
@@ -48,7 +48,7 @@ def program_mesh(model: Model, format: Format, degrees: Degrees) -> Mesh:
 def check_demands(model: Model, format: Format, mesh: Mesh) -> None:
     """Raise PlanError if a program cannot take a model on these ranks."""
     if not format.files.is_distributed and SETTINGS in model.config:
-        raise PlanError(f"an adapter has no place in the format '{format.name}'", "merge it into its base model first")
+        raise PlanError(f"an adapter has no place in the format '{format.name}'", MERGE_IT)
     check_model_type(model, format)
     _check_compared(model, format, mesh)
 

@@ -63,6 +63,11 @@ def find(source: str | Path, access: HubAccess, weights: Weights) -> FilePath:
 def open_any(source: str | Path, access: Access, weights: Weights = Weights.RANGES) -> Source:
     """Open a folder, a Hub id or a URL; ``weights`` says how much of the weights is needed. Raises ReshardError."""
     path = find(source, access, Weights.FILES if access.download and weights is Weights.RANGES else weights)
+    return open_found(path, access, weights)
+
+
+def open_found(path: FilePath, access: Access, weights: Weights = Weights.RANGES) -> Source:
+    """Open what ``find`` has found. Raises ReshardError."""
     if access.dequantize:
         from reshard.source.dequantized import dequantized  # numpy
 

@@ -29,7 +29,7 @@ from reshard.commands.rank_tensors import load_rank
 from reshard.live.meshes import Target, arranged, held_on, target_of
 from reshard.live.routing import Routes, between
 from reshard.live.sides import Live, bound
-from reshard.live.views import Tensors, pack, unpack
+from reshard.live.views import Blocks, Tensors
 from reshard.placement.arrangement import Arrangement, on_mesh
 from reshard.source.opening import open_source
 from reshard.source.source import Source
@@ -82,6 +82,8 @@ def wrong(folder: Path, source: str, target: str) -> list[str]:
         live, mine, theirs = held_on(opened.model, own), arranged(opened.model, own), arranged(opened.model, goal)
     except ReshardError as error:
         raise Refused(error.message) from None
+    if mine.dropped and goal.program in LIVE:
+        raise Refused("a receiver that has the checkpoint's tensors has more than the trainer")
     given = parts_of(opened, live, mine)
     receivers = held_on(opened.model, goal) if goal.program in LIVE else goal
     routes = between(bound(live, opened.read_config()), live, receivers, bucket=BUCKET)
@@ -153,8 +155,8 @@ def _execute(routes: Routes, given: Sequence[Tensors], found: Sequence[Tensors])
             assert sends == receives, "two ranks would not agree"
             room = torch.empty(sum(each.nbytes for each in sends), dtype=torch.uint8)
             assert len(room) <= BUCKET
-            pack(sends, source, given[sender], room)
-            unpack(receives, target, found[receiver], room)
+            Blocks(sends, source, sends=True).pack(given[sender], room)
+            Blocks(receives, target, sends=False).unpack(found[receiver], room)
             sent += len(room)
     assert sent == routes.nbytes == sum(routes.received)
 
@@ -172,13 +174,15 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).contiguous().view(torch.uint8)
 
 
-def walk(models: Sequence[str], pairs: Sequence[tuple[str, str]], seed: int) -> Iterator[tuple[str, str, str, str]]:
-    """All combinations, model by model: the model, the source, the target, and what became of it."""
+def walk(
+    models: Sequence[str], pairs: Sequence[tuple[str, str]], seed: int, each: int | None = None
+) -> Iterator[tuple[str, str, str, str]]:
+    """All combinations, or ``each`` of a model: the model, the source, the target, and what became of it."""
     order = random.Random(seed)
     for model in order.sample(models, len(models)):
         with tempfile.TemporaryDirectory() as folder:
             path = zoo.save(model, Path(folder) / "model", dtype=torch.bfloat16)
-            for source, target in order.sample(pairs, len(pairs)):
+            for source, target in order.sample(pairs, each or len(pairs)):
                 try:
                     found = wrong(path, source, target)
                     yield model, source, target, f"WRONG: {found[0]} and {len(found) - 1} more" if found else "same"
@@ -194,11 +198,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--pairs", type=int, help="of a source and a target, for each model; default: all")
     parser.add_argument("--model", action="append", choices=[*zoo.ZOO])
     given = parser.parse_args()
     counts, end = Counter[str](), time.monotonic() + given.seconds
     pairs = list(itertools.product(SOURCES, TARGETS))
-    for model, source, target, became in walk(given.model or [*zoo.ZOO], pairs, given.seed):
+    for model, source, target, became in walk(given.model or [*zoo.ZOO], pairs, given.seed, given.pairs):
         counts[became.partition(":")[0]] += 1
         if became.startswith(("WRONG", "ERROR")):
             print(model, source, target, became, flush=True)

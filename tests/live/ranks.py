@@ -43,17 +43,21 @@ class Plot:
 
 @dataclass
 class Told:
-    """What a rank reported of a run: its error, or none; how many seconds after the other's stop."""
+    """What a rank reported of a run: its error, or none; when; what it has then."""
 
     error: str | None
     when: float
+    state: Any = None
 
 
 class Ranks:
-    """The four processes. Those that are left when the test ends are killed. Wants the fixture ``fork_server``."""
+    """The four processes. Those that are left when the test ends are killed. Wants the fixture ``fork_server``.
 
-    def __init__(self, store: str, plot: Plot) -> None:
-        self._store, self._plot = store, plot
+    ``be`` is what a process does: it is called with its rank, the store, the plot and a pipe.
+    """
+
+    def __init__(self, store: str, plot: Plot, be: Callable[..., None] | None = None) -> None:
+        self._store, self.plot, self._be = store, plot, be or _be
         self._context = multiprocessing.get_context("forkserver")
         self._processes: dict[int, Any] = {}
         self._pipes: dict[int, Connection] = {}
@@ -70,7 +74,7 @@ class Ranks:
 
     def start(self, rank: int, plot: Plot | None = None) -> None:
         self._pipes[rank], theirs = self._context.Pipe()
-        process = self._context.Process(target=_be, args=(rank, self._store, plot or self._plot, theirs))
+        process = self._context.Process(target=self._be, args=(rank, self._store, plot or self.plot, theirs))
         process.start()
         theirs.close()
         self._processes[rank] = process

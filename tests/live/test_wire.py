@@ -91,53 +91,28 @@ def test_all_to_all(store: str, shared: bool) -> None:
                 assert nbytes == found[peer][version - 1].sent[number]
 
 
-def play(store: str, *parts: tuple[list[Step], int], shared: bool = True) -> list[str | None]:
-    """Each rank's error, where its steps and its version are these."""
-    names = [f"rank {r}" for r in range(len(parts))]
-
-    def rank(number: int) -> str | None:
-        fence = Fence(store, number, names, timeout=TIMEOUT)
-        wire = Wire(fence, number, bucket=64, shared=shared)
-        try:
-            wire.exchange(*parts[number])
-            fence.gather("end", b"")
-        except LiveError as error:
-            with pytest.raises(LiveError, match=error.message[-10:]):
-                fence.gather("again", b"")
-            return error.message
-        finally:
-            wire.close()
-            fence.close()
-        return None
-
-    with ThreadPoolExecutor(len(parts)) as pool:
-        return list(pool.map(rank, range(len(parts))))
-
-
 def message(peer: int, nbytes: int = 8) -> Message:
     return Message(peer, nbytes, lambda part: None)
 
 
-VERSIONS = [(0, 3, 2, 4), (1, 3, 2, 4), (2, 4, 0, 3)]
+@pytest.mark.parametrize("sent, version, cause", [(8, 3, "version 3, and not 4"), (16, 4, "size 16, and not 8")])
+def test_other_message(store: str, sent: int, version: int, cause: str) -> None:
+    """All hear of a message that is not the one that its receiver expects."""
 
+    def rank(number: int) -> str:
+        fence = Fence(store, number, ["rank 0", "rank 1"], timeout=TIMEOUT)
+        wire = Wire(fence, number, bucket=64)
+        step, at = (Step([], [message(0)]), 4) if number else (Step([message(1, sent)], []), version)
+        with pytest.raises(LiveError) as error:
+            wire.exchange([step], at)
+            fence.gather("end", b"")
+        with pytest.raises(LiveError, match=cause):
+            fence.gather("again", b"")
+        fence.close()
+        return error.value.message
 
-def test_versions_differ(store: str) -> None:
-    found = play(store, ([Step([message(1)], [])], 3), ([Step([], [message(0)])], 3), ([Step([], [])], 4))
-    first = [f"rank {a}: it exchanges version {x}, and rank {b} {y}" for a, x, b, y in VERSIONS]
-    assert found[0] in first  # of all that see it
-    assert len(set(found)) == 1
-
-
-def test_plans_differ(store: str) -> None:
-    """gloo would end the receiver's process."""
-    found = play(store, ([Step([message(1, 16)], [])], 1), ([Step([], [message(0, 8)])], 1), shared=False)
-    assert found[0] in (
-        "rank 0: its messages to rank 1 are not those that rank 1 expects",
-        "rank 1: its messages from rank 0 are not those that rank 0 expects",
-    )
-    assert found[1] == found[0]
-    found = play(store, ([Step([message(1)], []), Step([], [])], 1), ([Step([], [message(0)])], 1))
-    assert found[0] in ("rank 0: it exchanges steps 2, and rank 1 1", "rank 1: it exchanges steps 1, and rank 0 2")
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(rank, range(2))] == [f"rank 1: step 0 of rank 0 came with {cause}"] * 2
 
 
 def test_too_large(store: str) -> None:
@@ -147,18 +122,18 @@ def test_too_large(store: str) -> None:
     fence.close()
 
 
-def test_buckets_differ(store: str) -> None:
+def test_devices_differ(store: str) -> None:
     def rank(number: int) -> str:
         fence = Fence(store, number, ["rank 0", "rank 1"])
         with pytest.raises(LiveError) as error:
-            Wire(fence, number, bucket=64 << number)
+            Wire(fence, number, "meta" if number else "cpu", bucket=64)
         fence.close()
         return error.value.message
 
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(rank, range(2)))
     assert found[0] == found[1]
-    assert "its bucket is" in found[0]
+    assert "its tensors are on cpu, those of rank 1 on meta" in found[0] or "its tensors are on meta" in found[0]
 
 
 @pytest.mark.parametrize("sizes", [[1], [3, 5], [5, 3], [10], [2, 2, 2, 9]])
@@ -239,7 +214,7 @@ def test_killed_before_it_joined(store: str, victim: int) -> None:
     [
         (0, "message", True, "does not answer"), (1, "message", False, "does not answer"),
         (3, "message", True, "does not answer"), (3, "message", False, "does not answer"),
-        (1, "exchange", True, "did not come to 'exchange' within 2 s"), (0, "end", True, "does not answer"),
+        (1, "exchange", True, "does not answer"), (0, "end", True, "does not answer"),
     ],
 )  # fmt: skip
 def test_stopped(store: str, victim: int, moment: str, shared: bool, cause: str) -> None:
@@ -274,8 +249,8 @@ def tear() -> None:
 
 
 TRICKS = [
-    (2, "message", sleep, True, "receiver 0", " nothing in step 1 for 2 s"),
-    (1, "message", sleep, False, "trainer 1", " nothing in step 1 for 2 s"),
+    (2, "message", sleep, True, "receiver 0", " nothing in step 1 "),
+    (1, "message", sleep, False, "trainer 1", " nothing in step 1 "),
     (3, "message", raise_error, True, "receiver 1: MemoryError: no room for it", ""),
     (0, "message", raise_error, False, "trainer 0: MemoryError: no room for it", ""),
     (1, "message", tear, True, "step 1 of trainer 1 came with checksum ", ", and not "),

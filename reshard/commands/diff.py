@@ -1,0 +1,59 @@
+"""What differs between two checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass, field, replace
+from pathlib import Path
+
+from formats.errors import CheckpointError, MismatchError
+from reshard.delta.differences import Diff, Progress, differences, no_progress
+from reshard.delta.storing import write_delta
+from reshard.source.access import Access, find, open_found
+from reshard.source.opening import open_shards_of
+from reshard.source.recognise import recognise
+from reshard.source.source import Source
+from reshard.store.selection import Weights
+
+
+@dataclass(frozen=True)
+class DiffRequest(Access):
+    """What ``diff`` takes: two checkpoints of one model, each in any form. ``progress`` is called with the bytes
+    compared so far, and the total. ``out`` is a new folder for a delta (see ``reshard.delta.delta``).
+    """
+
+    a: str | Path = field(repr=False)  # a URL may have a password
+    b: str | Path = field(repr=False)
+    _: KW_ONLY
+    out: Path | None = None
+    progress: Progress = no_progress
+
+
+def diff(request: DiffRequest) -> Diff:
+    """Which tensors of two checkpoints differ, and how much. Each byte is read once, in constant memory.
+
+    Raises ReshardError, also where copies of a tensor in one of them differ.
+    """
+    try:
+        a, b = open_both(request.a, request.b, request)
+        if request.out is not None:
+            return write_delta(a, b, request.out, request.progress)
+        return differences(a, b, progress=request.progress)
+    except MismatchError as error:  # one of them is not one model: that is no answer
+        raise CheckpointError(error.message, error.hint) from error
+
+
+def open_both(a: str | Path, b: str | Path, access: Access) -> tuple[Source, Source]:
+    """Open two checkpoints of one model: files of a program that does not say which are read as the other's model.
+
+    Raises ReshardError.
+    """
+    paths = [find(each, access, Weights.FILES if access.download else Weights.RANGES) for each in (a, b)]
+    found = [recognise(path) for path in paths]
+    known = [each.kind != "program" or each.manifest is not None for each in found]
+    opened: list[Source] = []
+    for path, has_model in sorted(zip(paths, known, strict=True), key=lambda each: not each[1]):
+        if opened and not has_model and access.config is None:
+            opened.append(open_shards_of(opened[0].model, path, plan_file=access.plan_file))
+        else:
+            opened.append(open_found(path, replace(access, config=None if has_model else access.config)))
+    return (opened[1], opened[0]) if known == [False, True] else (opened[0], opened[1])

@@ -1,0 +1,240 @@
+"""Which tensors of two checkpoints differ, where and how much. Each byte is read once, and memory does not grow."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from formats.files.safetensors import tensor_bytes
+from reshard.delta.numbers import Distance, codes_of, distance, has_numbers, unit_of
+from reshard.delta.streams import Jobs, Pair, Side, Where, jobs_of_both, side_by_side
+from reshard.model.model import BoundTensor
+from reshard.move.reading import Bytes
+from reshard.source.source import Source
+
+SAME, CHANGED, DTYPE, SHAPE, HERE, THERE = "same", "changed", "other dtype", "other shape", "only here", "only there"
+"""What can be said of a tensor: the kinds of ``TensorDiff``."""
+
+_WORKERS, _WORKERS_ELSEWHERE = 4, 8
+
+
+@dataclass(frozen=True)
+class TensorDiff:
+    """A tensor, by Hugging Face's name. ``kind``: same, changed, other dtype, other shape, only here, only there.
+
+    ``dtypes`` and ``shapes`` are those of both sides. Of a changed tensor, ``changed`` of ``elements`` differ in a bit
+    (bytes count as elements where a byte holds several); ``largest`` is the largest difference, ``rms`` the root mean
+    square over all elements, ``ulps`` the largest in units of the dtype's last place; None without numbers. ``other``
+    changed elements are infinite or NaN on a side, and not in these.
+    """
+
+    name: str
+    kind: str
+    dtypes: tuple[str | None, str | None]
+    shapes: tuple[tuple[int, ...] | None, tuple[int, ...] | None]
+    elements: int = 0
+    changed: int = 0
+    largest: float | None = None
+    rms: float | None = None
+    ulps: int | None = None
+    other: int = 0
+
+    @property
+    def share(self) -> float:
+        """The share of elements that differ."""
+        return self.changed / self.elements if self.elements else 0.0
+
+
+@dataclass(frozen=True)
+class Diff:
+    """What differs between two checkpoints: all tensors, the first's in its order, then those of the second alone.
+
+    ``nbytes`` were compared, of each side.
+    """
+
+    a: str
+    b: str
+    tensors: tuple[TensorDiff, ...]
+    nbytes: int
+
+    @property
+    def same(self) -> bool:
+        """Whether no tensor differs."""
+        return all(tensor.kind == SAME for tensor in self.tensors)
+
+    def of(self, kind: str) -> tuple[TensorDiff, ...]:
+        """The tensors of a kind."""
+        return tuple(tensor for tensor in self.tensors if tensor.kind == kind)
+
+
+class Keeper(Protocol):
+    """Keeps what is read, for a delta. It is called from several threads, for each tensor from one."""
+
+    def compared(self, name: str, where: Where, pair: Pair, *, same: bool) -> None:
+        """Take in bytes of a tensor on both sides."""
+
+
+Progress = Callable[[int, int], None]
+"""Called with the compared bytes so far, and the total, from any thread."""
+
+
+def no_progress(done: int, total: int) -> None:
+    """Show no progress."""
+
+
+def differences(a: Source, b: Source, keeper: Keeper | None = None, progress: Progress = no_progress) -> Diff:
+    """Compare two checkpoints of one model. Raises ReshardError."""
+    left, right = ({tensor.name: tensor for tensor in side.unsplit.tensors} for side in (a, b))
+    alike = {name: known for name, tensor in left.items() if (known := _known(tensor, right.get(name))).kind == SAME}
+    sizes = {name: tensor_bytes(name, left[name].dtype, left[name].shape) for name in alike}
+    comparing = _Comparing(a, b, jobs_of_both(a, b) if alike else ({}, {}), keeper, progress, sum(sizes.values()))
+    found = comparing.run({name: left[name].dtype for name in alike}, sizes)
+    tensors = [
+        _measured(alike[name], sizes[name], found[name]) if name in alike else _known(tensor, right.get(name))
+        for name, tensor in left.items()
+    ]
+    tensors += [TensorDiff(n, THERE, (None, t.dtype), (None, t.shape)) for n, t in right.items() if n not in left]
+    a.check_unchanged()
+    b.check_unchanged()
+    return Diff(a.shown, b.shown, tuple(tensors), comparing.total)
+
+
+def _known(tensor: BoundTensor, other: BoundTensor | None) -> TensorDiff:
+    """What is known of a tensor without its bytes."""
+    if other is None:
+        return TensorDiff(tensor.name, HERE, (tensor.dtype, None), (tensor.shape, None))
+    kind = DTYPE if tensor.dtype != other.dtype else SHAPE if tensor.shape != other.shape else SAME
+    return TensorDiff(tensor.name, kind, (tensor.dtype, other.dtype), (tensor.shape, other.shape))
+
+
+def _measured(known: TensorDiff, nbytes: int, found: Distance) -> TensorDiff:
+    dtype = str(known.dtypes[0])
+    elements, numbers = nbytes // unit_of(dtype), bool(found.changed) and has_numbers(dtype)
+    return TensorDiff(
+        known.name, CHANGED if found.changed else SAME, known.dtypes, known.shapes, elements, found.changed,
+        found.largest if numbers else None, math.sqrt(found.squares / elements) if numbers else None,
+        found.ulps if numbers else None, found.other,
+    )  # fmt: skip
+
+
+class _Comparing:
+    """Compares tensors in a few threads: each takes the next one."""
+
+    def __init__(
+        self, a: Source, b: Source, jobs: tuple[Jobs, Jobs], keeper: Keeper | None, progress: Progress, total: int
+    ) -> None:
+        self._sources, self._jobs, self._keeper, self._progress = (a, b), jobs, keeper, progress
+        self.total, self._done, self._lock, self._stopped = total, 0, threading.Lock(), threading.Event()
+
+    def run(self, dtypes: Mapping[str, str], sizes: Mapping[str, int]) -> Mapping[str, Distance]:
+        """The distance of each tensor."""
+        elsewhere = any(source.is_elsewhere for source in self._sources)
+        workers = _WORKERS_ELSEWHERE if elsewhere else min(_WORKERS, os.cpu_count() or 1)
+        waiting, found = iter(dtypes.items()), dict[str, Distance]()
+
+        def work() -> None:
+            with (
+                contextlib.closing(Side(self._sources[0])) as left,
+                contextlib.closing(Side(self._sources[1])) as right,
+            ):
+                while not self._stopped.is_set():
+                    with self._lock:
+                        name, dtype = next(waiting, (None, ""))
+                    if name is None:
+                        return
+                    found[name] = self._tensor(name, dtype, sizes[name], left, right)
+
+        with ThreadPoolExecutor(workers) as pool:
+            futures = [pool.submit(work) for _ in range(workers)]
+            try:
+                for future in futures:
+                    future.result()
+            finally:
+                self._stopped.set()
+        return found
+
+    def _tensor(self, name: str, dtype: str, nbytes: int, left: Side, right: Side) -> Distance:
+        found, seen = Distance(), 0
+        own, other = (jobs[name] for jobs in self._jobs)
+        if own.keys() != other.keys():
+            raise RuntimeError(f"tensor '{name}' is taken apart in two ways")
+        for where, job in own.items():
+            for pair in side_by_side(left.pieces(job), right.pieces(other[where])):
+                seen += pair.left.size
+                same = _equal(pair.left, pair.right)
+                if self._keeper is not None:
+                    self._keeper.compared(name, where, pair, same=same)
+                if not same:
+                    left_codes, right_codes = codes_of(pair.left, dtype), codes_of(pair.right, dtype)
+                    wrong = left_codes != right_codes
+                    found = found.plus(distance(left_codes[wrong], right_codes[wrong], dtype))
+                with self._lock:
+                    self._done += pair.left.size
+                    self._progress(self._done, self.total)
+        if seen != nbytes:  # a partial comparison must not pass
+            raise RuntimeError(f"{seen} of the {nbytes} bytes of tensor '{name}' were compared")
+        return found
+
+
+def _equal(left: Bytes, right: Bytes) -> bool:
+    whole = left.size // 8 * 8
+    if not np.array_equal(left[:whole].view("<u8"), right[:whole].view("<u8")):
+        return False
+    return whole == left.size or bool((left[whole:] == right[whole:]).all())
+
+
+# ------------------------------------------------------------------------------------------------- a row for a kind
+
+
+@dataclass(frozen=True)
+class Row:
+    """Tensors of one kind whose names differ in one number. ``name`` has all numbers: ``layers.{10..14}.mlp``."""
+
+    name: str
+    tensors: tuple[TensorDiff, ...]
+
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|(?<=\.)\d+$")
+
+
+def rows_of(tensors: Sequence[TensorDiff]) -> list[Row]:
+    """Tensors that differ, those of one name, kind, dtype and shape together."""
+    groups: dict[tuple[object, ...], list[TensorDiff]] = {}
+    for tensor in tensors:
+        shown = tuple(shape and len(shape) for shape in tensor.shapes)
+        groups.setdefault((_NUMBER.sub("{}", tensor.name), tensor.kind, tensor.dtypes, shown), []).append(tensor)
+    return [Row(_joint(str(key[0]), found), tuple(found)) for key, found in groups.items()]
+
+
+def _joint(template: str, tensors: Sequence[TensorDiff]) -> str:
+    """A name with the numbers of all in place of each of its own."""
+    numbers = zip(*(map(int, _NUMBER.findall(tensor.name)) for tensor in tensors), strict=True)
+    parts = template.split("{}")
+    shown = ["", *map(_ranges, numbers)]
+    return "".join(text + part for text, part in zip(shown, parts, strict=True))
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """``{0..3,7}``; a number alone as it is."""
+    found = [f"{a}..{b}" if b > a + 1 else f"{a},{b}" if b > a else str(a) for a, b in _stretches(sorted({*numbers}))]
+    text = ",".join(found)
+    return text if text.isdigit() else f"{{{text}}}"
+
+
+def _stretches(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    first = last = numbers[0]
+    for number in numbers[1:]:
+        if number != last + 1:
+            yield first, last
+            first = number
+        last = number
+    yield first, last

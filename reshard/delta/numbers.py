@@ -1,0 +1,94 @@
+"""How far two elements are apart: as numbers, and in units of the dtype's last place. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from formats.files.safetensors import DTYPE_BITS
+from formats.quantization.dequantizing import e4m3_values
+
+Codes = NDArray[Any]
+"""Elements as unsigned integers."""
+Numbers = NDArray[np.float64]
+
+
+def unit_of(dtype: str) -> int:
+    """The bytes that are compared as one: an element, or a byte if that holds several."""
+    return max(1, DTYPE_BITS[dtype] // 8)
+
+
+def codes_of(content: NDArray[np.uint8], dtype: str) -> Codes:
+    """The elements of a piece of a tensor, or its bytes if these hold several."""
+    return content.view(f"<u{unit_of(dtype)}")
+
+
+_VALUES: Mapping[str, Callable[[Codes], NDArray[Any]]] = {
+    "F64": lambda codes: codes.view("<f8"),
+    "F32": lambda codes: codes.view("<f4"),
+    "F16": lambda codes: codes.view("<f2"),
+    "BF16": lambda codes: (codes.astype("<u4") << np.uint32(16)).view("<f4"),
+    "F8_E5M2": lambda codes: (codes.astype("<u2") << np.uint16(8)).view("<f2"),
+    "F8_E4M3": lambda codes: e4m3_values()[codes],
+}
+"""The dtypes of sign and magnitude: what their bits mean. Others (packed integers, scales) have no difference here."""
+
+
+@dataclass(frozen=True)
+class Distance:
+    """What lies between changed elements and the elements that they were.
+
+    ``changed`` is their number, ``largest`` the largest difference, ``squares`` the sum of squares, ``ulps`` the
+    largest difference in units of the last place, counted over the numbers of the dtype. ``other`` elements are, before
+    or after, infinite or NaN, and have no difference. Without numbers only ``changed`` counts.
+    """
+
+    changed: int = 0
+    largest: float = 0.0
+    squares: float = 0.0
+    ulps: int = 0
+    other: int = 0
+
+    def plus(self, more: Distance) -> Distance:
+        """The distance of both together."""
+        return replace(
+            self, changed=self.changed + more.changed, largest=max(self.largest, more.largest),
+            squares=self.squares + more.squares, ulps=max(self.ulps, more.ulps), other=self.other + more.other,
+        )  # fmt: skip
+
+
+def has_numbers(dtype: str) -> bool:
+    """Whether elements of a dtype are compared as numbers."""
+    return dtype in _VALUES
+
+
+def distance(left: Codes, right: Codes, dtype: str) -> Distance:
+    """The distance of elements that differ."""
+    if not has_numbers(dtype):
+        return Distance(left.size)
+    with np.errstate(invalid="ignore"):  # a NaN of the checkpoint's own
+        before, after = (_VALUES[dtype](codes).astype(np.float64) for codes in (left, right))
+    finite = np.isfinite(before) & np.isfinite(after)
+    if not finite.all():
+        before, after, left, right = before[finite], after[finite], left[finite], right[finite]
+    if not before.size:
+        return Distance(finite.size, other=finite.size)
+    with np.errstate(over="ignore"):
+        difference = np.abs(after - before)
+        difference = np.minimum(difference, np.finfo(np.float64).max)  # of two float64 of opposite signs
+        squares = min(float(np.dot(difference, difference)), float(np.finfo(np.float64).max))
+    first, second = _places(left), _places(right)
+    ulps = np.where(first > second, first - second, second - first)
+    return Distance(finite.size, float(difference.max()), squares, int(ulps.max()), finite.size - before.size)
+
+
+def _places(codes: Codes) -> NDArray[np.uint64]:
+    """The place of each number among all of its dtype, in order; both zeros have one."""
+    half = np.uint64(1 << (8 * codes.itemsize - 1))
+    wide = codes.astype(np.uint64)
+    magnitude = wide & (half - np.uint64(1))
+    return np.where(wide & half, half - magnitude, half + magnitude)

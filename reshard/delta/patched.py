@@ -1,0 +1,307 @@
+"""A base with a delta that reads like a checkpoint elsewhere: the bytes of its files are put together as they are read.
+
+All is checked before anything is written: the delta's places, and the checksum of each tensor of base and result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from formats.errors import CheckpointError, MismatchError
+from formats.files.checksum import PIECE, PartialSum, sum_part
+from formats.files.safetensors import TensorInfo, parse_header
+from formats.files.stamps import Stamp, stamps_of
+from formats.store import FilePath, StoredPath, local_path
+from reshard.delta.delta import BITS, CONTENT, GONE, SAME, WHOLE, Change, Delta, contents_of, read_delta
+from reshard.delta.numbers import unit_of
+from reshard.source.dequantized import LocalFile
+from reshard.source.source import Source
+from reshard.store.range_store import RangeStore, remote_of
+from reshard.store.remote import Read, Remote
+
+STRETCH = 1 << 20
+"""So many elements are a stretch: where each begins among the places of a delta is kept. A multiple of 8."""
+
+_WORKERS = 4
+
+
+class Places(NamedTuple):
+    """Where a delta has the changed elements of a tensor: the offsets of the places and of the values in its file.
+
+    ``unit`` are the bytes of an element, ``wide`` those of an index (0 for a bitmap). ``starts`` has the number of
+    changed elements before each stretch, and that of all.
+    """
+
+    places: int
+    values: int
+    unit: int
+    wide: int
+    elements: int
+    starts: tuple[int, ...]
+
+
+class Piece(NamedTuple):
+    """A tensor of a patched file, up to byte ``end`` there: from ``offset`` of file ``number`` on, with changes."""
+
+    begin: int
+    end: int
+    number: int
+    offset: int
+    changed: Places | None
+
+
+@dataclass(frozen=True, eq=False)
+class PatchedFile(Remote):
+    """A weight file of the result. ``files`` are those of the base, and behind them the delta's."""
+
+    name: str
+    header: bytes
+    pieces: tuple[Piece, ...]
+    files: tuple[Remote, ...]
+    size: int
+
+    @property
+    def identity(self) -> str:
+        """A digest of the identities of the files, of the header, and of which bytes each tensor is made of."""
+        found = hashlib.sha256(self.header)
+        found.update(json.dumps([[file.identity for file in self.files], self.pieces]).encode())
+        return f"patched:{found.hexdigest()[:32]}"
+
+    @property
+    def made_of(self) -> str | None:
+        """A digest of the inodes."""
+        found = [file.made_of for file in self.files]
+        return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:32] if any(found) else None
+
+    @property
+    def address(self) -> str:
+        """The name, and what it is."""
+        return f"{self.name} (patched)"
+
+    @property
+    def paths(self) -> tuple[Any, ...]:
+        """Those of base and delta."""
+        return tuple(dict.fromkeys(path for file in self.files for path in file.paths))
+
+    def over_network(self, nbytes: int) -> int:
+        """As many, if the base is remote."""
+        return self.files[0].over_network(nbytes)
+
+    def check_unchanged(self) -> None:
+        """Raise MismatchError if a file has changed."""
+        for file in self.files:
+            file.check_unchanged()
+
+    def open(self) -> Read:
+        """Open the files, each when it is needed."""
+        lock, opened = threading.Lock(), dict[int, Read]()
+        ends = [piece.end for piece in self.pieces]
+
+        def file(number: int) -> Read:
+            with lock:
+                if number not in opened:
+                    opened[number] = self.files[number].open()
+                return opened[number]
+
+        def read(start: int, stop: int) -> memoryview:
+            found = bytearray(stop - start)
+            if start < len(self.header):
+                found[: len(self.header) - start] = self.header[start:stop]
+            for piece in self.pieces[bisect_right(ends, start) :]:
+                if piece.begin >= stop:
+                    break
+                begin, end = max(start, piece.begin) - piece.begin, min(stop, piece.end) - piece.begin
+                at = piece.begin + begin - start
+                found[at : at + end - begin] = _content(
+                    piece, begin, end, file(piece.number), file(len(self.files) - 1)
+                )
+            return memoryview(found)
+
+        return read
+
+
+def _content(piece: Piece, begin: int, end: int, base: Read, delta: Read) -> memoryview:
+    """Bytes ``begin`` to ``end`` of a tensor."""
+    changed = piece.changed
+    if changed is None:
+        return base(piece.offset + begin, piece.offset + end)
+    unit = changed.unit
+    first, last = begin // unit, -(-end // unit)  # a range may begin or end within an element
+    content = np.frombuffer(base(piece.offset + first * unit, piece.offset + last * unit), np.uint8).copy()
+    low, high = first // STRETCH, -(-last // STRETCH)
+    one, other = changed.starts[low], changed.starts[high]
+    if other > one:
+        places = _places(changed, low, high, delta)
+        inside = (places >= first) & (places < last)
+        values = np.frombuffer(delta(changed.values + one * unit, changed.values + other * unit), f"<u{unit}")
+        content.view(f"<u{unit}")[places[inside] - first] = values[inside]
+    return content.data[begin - first * unit :][: end - begin]
+
+
+def _places(changed: Places, low: int, high: int, delta: Read) -> NDArray[np.int64]:
+    """The flat indices of the changed elements of some stretches."""
+    if changed.wide:
+        one, other = changed.starts[low], changed.starts[high]
+        raw = delta(changed.places + one * changed.wide, changed.places + other * changed.wide)
+        return np.frombuffer(raw, f"<i{changed.wide}").astype(np.int64)
+    begin, end = low * STRETCH, min(high * STRETCH, changed.elements)
+    bits = np.frombuffer(delta(changed.places + begin // 8, changed.places + -(-end // 8)), np.uint8)
+    found: NDArray[np.int64] = np.flatnonzero(np.unpackbits(bits, bitorder="little")[: end - begin]) + begin
+    return found
+
+
+# --------------------------------------------------------------------------------------------------- putting together
+
+
+def patched(base: Source, path: FilePath) -> RangeStore:
+    """A base with a delta: a store around both. Reads all of the base, and what changed.
+
+    Raises CheckpointError for a delta that is damaged, MismatchError if it is not for this base.
+    """
+    if base.checkpoint is None or any(file.header is None for file in base.files.values()):
+        raise CheckpointError(
+            f"{base.path}: a delta is put on a full checkpoint in safetensors",
+            f"'reshard split {base.path} OUT --as huggingface' makes one",
+        )
+    delta = read_delta(path)
+    stored = contents_of(delta)
+    numbers = {file: number for number, file in enumerate(base.files)}
+    content = path / CONTENT
+    stamp = stamps_of([content], path, {})[content]
+    files = (*(_remote(file, base.path, base.stamps[file]) for file in base.files), _remote(content, path, stamp))
+    made = {}
+    for laid in delta.files:
+        pieces = _pieces(
+            base, delta, stored, parse_header(laid.header, path / laid.name, laid.size).tensors, numbers, files
+        )
+        made[laid.name] = PatchedFile(laid.name, laid.header, tuple(pieces), files, laid.size)
+    _check_sums(base, delta, made)
+    sides = {name: base.side_files[name] if kept is None else kept for name, kept in _sides(base, delta)}
+    name = f"{base.shown} with {path}"
+    store = RangeStore(name, {**made, **delta.documents, **sides}, location=base.location, commit=base.commit)
+    store.keep({file.name: {0: file.header} for file in made.values()})
+    return store
+
+
+def _sides(base: Source, delta: Delta) -> Iterator[tuple[str, bytes | None]]:
+    for name, kept in delta.sides.items():
+        if kept is None and name not in base.side_files:
+            raise _other(base, delta, f"it has no {name}")
+        yield name, kept
+
+
+def _other(base: Source, delta: Delta, why: str) -> MismatchError:
+    return MismatchError(
+        f"{delta.path} is for another base than {base.path}: {why}", "give the base that it was made of"
+    )
+
+
+def _remote(path: FilePath, root: FilePath, stamp: Stamp) -> Remote:
+    found, here, folder = remote_of(path), local_path(path), local_path(root)
+    if found is not None:
+        return found
+    assert here is not None and folder is not None
+    return LocalFile(here, folder, stamp.size, stamp.mtime_ns, stamp.inode, stamp.content)
+
+
+def _pieces(
+    base: Source, delta: Delta, stored: Mapping[str, Sequence[TensorInfo]], result: Mapping[str, TensorInfo],
+    numbers: Mapping[FilePath, int], files: Sequence[Remote],
+) -> Iterator[Piece]:  # fmt: skip
+    """What each tensor of a file is made of."""
+    there, read = base.ranks[0], files[-1].open()
+    for name, info in result.items():
+        change, end = delta.changes[name], info.offset + info.nbytes
+        if change.how == WHOLE:
+            yield Piece(info.offset, end, len(files) - 1, stored[name][0].offset, None)
+            continue
+        own = there.get(name)
+        if own is None or (own.dtype, own.shape) != (info.dtype, info.shape):
+            raise _other(
+                base, delta, f"tensor '{name}' is {'not there' if own is None else 'of another dtype or shape'}"
+            )
+        changed = None if change.how == SAME else _checked(delta, change, info, stored[name], read)
+        yield Piece(info.offset, end, numbers[own.file], own.offset, changed)
+
+
+def _checked(delta: Delta, change: Change, info: TensorInfo, own: Sequence[TensorInfo], read: Read) -> Places:
+    """The places of a tensor's changes. Raises CheckpointError unless they are in order, and in the tensor."""
+    places, values = own
+    unit = unit_of(info.dtype)
+    elements, count = info.nbytes // unit, values.nbytes // unit
+    wide = 0 if change.how == BITS else places.nbytes // count if count else 4
+    counts = np.zeros(-(-elements // STRETCH) + 1, np.int64)
+
+    def refuse(why: str) -> CheckpointError:
+        return CheckpointError(f"{delta.path / CONTENT}: tensor '{places.name}' {why}", "write the delta again")
+
+    last = -1
+    for begin in range(0, places.nbytes, PIECE):
+        raw = read(places.offset + begin, places.offset + min(begin + PIECE, places.nbytes))
+        if wide:
+            found = np.frombuffer(raw, f"<i{wide}").astype(np.int64)
+            if found[0] <= last or (np.diff(found) <= 0).any():
+                raise refuse("is not in ascending order")
+            last = int(found[-1])
+        else:
+            found = np.flatnonzero(np.unpackbits(np.frombuffer(raw, np.uint8), bitorder="little")) + begin * 8
+        if found.size and (found[0] < 0 or found[-1] >= elements):
+            raise refuse(f"has an element {max(int(found[-1]), -int(found[0]))} of {elements}")
+        np.add.at(counts, found // STRETCH + 1, 1)
+    starts = np.cumsum(counts)
+    if starts[-1] != count:
+        raise refuse(f"has {starts[-1]} places for {count} values")
+    return Places(places.offset, values.offset, unit, wide, elements, tuple(starts.tolist()))
+
+
+def _check_sums(base: Source, delta: Delta, made: Mapping[str, PatchedFile]) -> None:
+    """Raise MismatchError unless each tensor has the checksum of the base, and that of the result."""
+    wanted = {name: change for name, change in delta.changes.items() if change.how != GONE}
+    extra = base.ranks[0].keys() - delta.changes.keys()
+    if extra:
+        raise _other(base, delta, f"the delta does not know its tensor '{min(extra)}'")
+    opened = {file: _remote(file, base.path, base.stamps[file]).open() for file in base.files}
+    computed = {name: (file, file.open()) for name, file in made.items()}
+    tasks: list[Callable[[], None]] = []
+
+    def check(name: str, read: Read, info: TensorInfo, wanted: str | None, error: MismatchError) -> None:
+        if wanted is not None and _sum(read, info) != wanted:
+            raise error
+
+    for name, change in wanted.items():
+        if change.base is not None:
+            info = base.ranks[0][name]
+            error = _other(base, delta, f"tensor '{name}' has another content")
+            tasks.append(lambda n=name, i=info, c=change, e=error: check(n, opened[i.file], i, c.base, e))  # type: ignore[misc]
+    for file, read in computed.values():
+        for name, info in parse_header(file.header, delta.path / file.name, file.size).tensors.items():
+            if wanted[name].how != SAME:
+                error = MismatchError(f"{delta.path}: tensor '{name}' is damaged: its result has another checksum")
+                c = wanted[name]
+                tasks.append(lambda n=name, r=read, i=info, c=c, e=error: check(n, r, i, c.result, e))  # type: ignore[misc]
+    with ThreadPoolExecutor(_WORKERS) as pool:
+        for future in [pool.submit(task) for task in tasks]:
+            future.result()
+
+
+def _sum(read: Read, info: TensorInfo) -> str:
+    total = PartialSum(info.nbytes)
+    for begin in range(0, info.nbytes, PIECE):
+        content = read(info.offset + begin, info.offset + min(begin + PIECE, info.nbytes))
+        total.add(begin, len(content), sum_part(content, begin))
+    return total.value()
+
+
+def patched_path(base: Source, path: FilePath) -> StoredPath:
+    """The folder of the store, to be opened like a checkpoint."""
+    return StoredPath(patched(base, path))

@@ -1,0 +1,211 @@
+"""``diff``: what it says of two checkpoints, in whatever form they are."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from formats.errors import CheckpointError
+from formats.files.safetensors import build_header, tensor_bytes
+from reshard.api import diff, split
+from reshard.delta.differences import Diff, TensorDiff, rows_of
+from reshard.delta.numbers import distance
+from reshard.delta.streams import side_by_side
+from tests.golden import source
+from tests.marks import one_of_each
+from tests.support import LLAMA, change_tensor, command, contents, llama_tensors, write_checkpoint
+
+FORMS = {
+    "vllm": {"format": "vllm", "tp": 2},
+    "megatron": {"format": "megatron", "tp": 2},
+    "own": {"tp": 4},
+    "dcp": {"format": "dcp"},
+    "stages": {"pp": 3},
+}
+DOWN = [f"model.layers.{i}.mlp.down_proj.weight" for i in range(3)]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("diff") / "base", files=2)
+
+
+@pytest.fixture(scope="module")
+def tuned(base: Path) -> Path:
+    """The base, with another byte in two tensors of the last file."""
+    folder = base.parent / "tuned"
+    shutil.copytree(base, folder)
+    for name in DOWN[1:]:
+        change_tensor(folder / "model-00002-of-00002.safetensors", name, at=40)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(base: Path, tuned: Path) -> Callable[[str, str], Path]:
+    """Either of them in a form, made once."""
+
+    def make(which: str, form: str) -> Path:
+        source = {"base": base, "tuned": tuned}[which]
+        folder = base.parent / f"{which}-{form}"
+        if form == "huggingface":
+            return source
+        if not folder.exists():
+            split(source, folder, **FORMS[form])
+        return folder
+
+    return make
+
+
+def differing(found: Diff) -> list[TensorDiff]:
+    return [tensor for tensor in found.tensors if tensor.kind != "same"]
+
+
+@pytest.mark.parametrize(
+    ("a", "b"), one_of_each([(a, b) for a in ["huggingface", *FORMS] for b in FORMS], lambda pair: pair[0] == pair[1])
+)
+def test_any_two_forms(a: str, b: str, made: Callable[[str, str], Path]) -> None:
+    """The same in another form is the same; what was changed is seen, once, through any two forms."""
+    same = diff(made("base", a), made("base", b))
+    assert same.same and len(same.tensors) == 30 and same.nbytes == sum(tensor_bytes(*t) for t in llama_tensors())
+    for found in (diff(made("base", a), made("tuned", b)), diff(made("tuned", a), made("base", b))):
+        assert [(t.name, t.kind, t.changed, t.elements) for t in differing(found)] == [
+            (name, "changed", 1, 480) for name in DOWN[1:]
+        ]
+
+
+@pytest.mark.parametrize("model", ["phi3", "mixtral"])
+def test_packed_and_fused_tensors(model: str, tmp_path: Path) -> None:
+    """What is one tensor here and several there is taken apart alike."""
+    made = source(model, tmp_path / "model")
+    split(made, tmp_path / "vllm", format="vllm", tp=2)
+    assert diff(made, tmp_path / "vllm").same and diff(tmp_path / "vllm", made).same
+
+
+def bf16(*values: float) -> bytes:
+    return b"".join((np.float32(value).view("<u4") >> 16).astype("<u2").tobytes() for value in values)
+
+
+def write(folder: Path, changed: dict[str, tuple[str, tuple[int, ...], bytes]], lacking: str = "") -> Path:
+    """A Llama of zeros, but for some tensors."""
+    folder.mkdir()
+    config = LLAMA | {"tie_word_embeddings": True} if lacking else LLAMA
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {name: (dtype, shape, bytes(tensor_bytes(name, dtype, shape))) for name, dtype, shape in llama_tensors()}
+    tensors |= {name: (d, s, c + bytes(tensor_bytes(name, d, s) - len(c))) for name, (d, s, c) in changed.items()}
+    tensors.pop(lacking, None)
+    header = build_header([(name, dtype, shape) for name, (dtype, shape, _) in tensors.items()], {"format": "pt"})
+    (folder / "model.safetensors").write_bytes(header + b"".join(content for *_, content in tensors.values()))
+    return folder
+
+
+def test_how_much(tmp_path: Path) -> None:
+    """Numbers that one can compute by hand; zeros of both signs differ, and no number is between them."""
+    norm, nan = "model.norm.weight", float("nan")
+    a = write(tmp_path / "a", {norm: ("BF16", (20,), bf16(1.0, 0.0, 2.0, 5.0, nan, 1.0))})
+    b = write(tmp_path / "b", {norm: ("BF16", (20,), bf16(1.0078125, -0.0, 2.5, 5.0, 1.0, nan))})
+    (found,) = differing(diff(a, b))
+    assert (found.name, found.kind, found.elements, found.changed, found.other) == (norm, "changed", 20, 5, 2)
+    assert (found.largest, found.ulps, found.share) == (0.5, 32, 0.25)
+    assert found.rms == pytest.approx(((0.5**2 + 0.0078125**2) / 20) ** 0.5)
+    done = command("diff", a, b)
+    assert done.returncode == 1 and "changed (2 inf or NaN)" in done.stdout and "25 %" in done.stdout
+    document = json.loads(command("diff", a, b, "--json").stdout)
+    assert [t["ulps"] for t in document["tensors"] if t["kind"] == "changed"] == [32] and not document["same"]
+
+
+def test_other_dtype_shape_and_tensors(tmp_path: Path) -> None:
+    a = write(tmp_path / "a", {"model.norm.weight": ("F32", (20,), b"")})
+    b = write(tmp_path / "b", {}, "lm_head.weight")
+    assert [(t.name, t.kind) for t in differing(diff(a, b))] == [
+        ("model.norm.weight", "other dtype"),
+        ("lm_head.weight", "only here"),
+    ]
+    assert [(t.name, t.kind) for t in differing(diff(b, a))][-1] == ("lm_head.weight", "only there")
+    config = LLAMA | {"vocab_size": 41}
+    c = write_checkpoint(tmp_path / "c", config=config)
+    found = [t for t in diff(a, c).tensors if t.kind == "other shape"]
+    assert [t.shapes for t in found] == [((37, 20), (41, 20))] * 2
+    done = command("diff", a, b)
+    assert done.returncode == 1 and "other dtype F32 -> BF16" in done.stdout and "only here" in done.stdout
+
+
+def test_exit_codes(base: Path, tuned: Path, made: Callable[[str, str], Path], tmp_path: Path) -> None:
+    assert command("diff", base, made("base", "vllm"), "-q").stdout == "same\n"
+    assert command("diff", base, tuned, "-q").stdout == "different\n"
+    shown = command("diff", base, tuned)
+    assert shown.returncode == 1 and "model.layers.{1,2}.mlp.down_proj.weight" in shown.stdout
+    assert command("diff", base, tmp_path / "nothing").returncode == 2
+    broken = shutil.copytree(made("base", "own"), tmp_path / "broken")  # a norm is on all ranks
+    change_tensor(next(broken.glob("rank-02*/*.safetensors")), "model.norm.weight")
+    done = command("diff", base, broken)
+    assert done.returncode == 2 and "'model.norm.weight' should be the same" in done.stderr
+    with pytest.raises(CheckpointError, match="should be the same"):
+        diff(base, broken)
+
+
+def test_nothing_is_written(base: Path, tuned: Path) -> None:
+    before = contents(base.parent)
+    diff(base, tuned)
+    assert contents(base.parent) == before
+
+
+def test_a_row_for_a_kind() -> None:
+    names = [f"model.layers.{i}.mlp.experts.{j}.up.weight" for i in (2, 3, 4, 9) for j in (0, 1)] + [
+        "model.norm.weight"
+    ]
+    rows = rows_of([TensorDiff(name, "changed", ("BF16", "BF16"), ((1,), (1,))) for name in names])
+    assert [(row.name, len(row.tensors)) for row in rows] == [
+        ("model.layers.{2..4,9}.mlp.experts.{0,1}.up.weight", 8),
+        ("model.norm.weight", 1),
+    ]
+
+
+@given(st.lists(st.tuples(st.floats(width=32), st.floats(width=32)), min_size=1, max_size=20))
+def test_differences_of_what_is_finite(pairs: list[tuple[float, float]]) -> None:
+    left, right = (np.array(values, "<f4") for values in zip(*pairs, strict=True))
+    found = distance(left.view("<u4"), right.view("<u4"), "F32")
+    finite = np.isfinite(left) & np.isfinite(right)
+    left, right = left.astype(float), right.astype(float)
+    assert (found.changed, found.other) == (left.size, int((~finite).sum()))
+    if finite.any():
+        assert found.largest == np.abs(left[finite] - right[finite]).max()
+
+
+@given(st.floats(width=32, min_value=-(2.0**127), max_value=2.0**127), st.integers(1, 50))
+def test_ulps_count_the_numbers_between(number: float, steps: int) -> None:
+    """``nextafter`` is the oracle: from one number, so many steps lead to the other, through zero too."""
+    first = last = np.array([number], "<f4")
+    for _ in range(steps):
+        last = np.nextafter(last, np.float32(np.inf))
+    assert distance(first.view("<u4"), last.view("<u4"), "F32").ulps == steps
+
+
+@pytest.mark.parametrize(("dtype", "codes"), [("F8_E4M3", (0x38, 0xB8)), ("F8_E5M2", (0x3C, 0xBC))])
+def test_eight_bits(dtype: str, codes: tuple[int, int]) -> None:
+    """1 and -1."""
+    left, right = (np.array([code], np.uint8) for code in codes)
+    assert distance(left, right, dtype).largest == 2.0
+    assert distance(left, left + np.uint8(1), dtype).ulps == 1
+
+
+@given(st.binary(max_size=40), st.data())
+def test_pieces_are_cut_alike(content: bytes, data: st.DataObject) -> None:
+    def pieces() -> list[np.ndarray]:
+        cuts = sorted(data.draw(st.sets(st.integers(0, len(content)))) | {0, len(content)})
+        return [np.frombuffer(content[a:b], np.uint8) for a, b in itertools.pairwise(cuts)]
+
+    pairs = list(side_by_side(iter(pieces()), iter(pieces())))
+    assert b"".join(pair.left.tobytes() for pair in pairs) == content
+    assert all(pair.left.tobytes() == pair.right.tobytes() for pair in pairs)
+    assert all(pair.begin == sum(p.left.size for p in pairs[:i]) for i, pair in enumerate(pairs))
+    if content:
+        with pytest.raises(RuntimeError, match="shorter"):
+            list(side_by_side(iter(pieces()), iter([])))

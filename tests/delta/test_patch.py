@@ -1,0 +1,244 @@
+"""A delta: the result byte for byte, the smallest way to store a change, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from formats.errors import CheckpointError, MismatchError, ReshardError
+from formats.files.safetensors import build_header, read_header
+from reshard.api import diff, patch, split
+from reshard.delta.patched import PatchedFile, patched
+from reshard.source.opening import open_source
+from tests.marks import one_of_each
+from tests.support import change_tensor, command, contents, write_checkpoint
+
+EMBED, NORM = "model.embed_tokens.weight", "model.norm.weight"
+ONE = {"workers": 1, "fsync": False}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("patch") / "base", files=2)
+
+
+def changed(folder: Path, elements: dict[str, list[tuple[int, int]]]) -> None:
+    """Write these codes (bfloat16) at these elements of tensors."""
+    for file in folder.glob("*.safetensors"):
+        content = bytearray(file.read_bytes())
+        for name, info in read_header(file).tensors.items():
+            for index, code in elements.get(name, ()):
+                content[info.offset + 2 * index : info.offset + 2 * index + 2] = code.to_bytes(2, "little")
+        file.write_bytes(content)
+
+
+def tuned(base: Path, folder: Path, elements: dict[str, list[tuple[int, int]]]) -> Path:
+    shutil.copytree(base, folder)
+    changed(folder, elements)
+    return folder
+
+
+SPECIAL = st.sampled_from([0x0000, 0x8000, 0x7FC0, 0x7FC1, 0xFF80, 0x3F80])
+"""0.0, -0.0, two NaNs, -inf, 1.0."""
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.fixed_dictionaries(
+        {
+            EMBED: st.lists(st.tuples(st.integers(0, 739), SPECIAL), max_size=800),
+            NORM: st.lists(st.tuples(st.integers(0, 19), SPECIAL), max_size=40),
+        }
+    )
+)
+def test_a_patched_base_is_the_result(base: Path, elements: dict[str, list[tuple[int, int]]]) -> None:
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        after = tuned(base, folder / "after", elements)
+        diff(base, after, out=folder / "delta")
+        patch(base, folder / "patched", delta=folder / "delta", **ONE)
+        assert contents(folder / "patched") == contents(after)
+        assert diff(after, folder / "patched").same
+
+
+@pytest.mark.parametrize(
+    ("count", "ending"), [(23, ".delta_indices"), (24, ".delta_bitmap"), (693, ".delta_bitmap"), (694, "")]
+)
+def test_the_smallest_way(base: Path, tmp_path: Path, count: int, ending: str) -> None:
+    """Of 740 elements: an index has 4 bytes, the bitmap 93, and a value 2."""
+    after = tuned(base, tmp_path / "after", {EMBED: [(i, 0x1234) for i in range(count)]})
+    diff(base, after, out=tmp_path / "delta")
+    assert f"{EMBED}{ending}" in read_header(tmp_path / "delta" / "delta.safetensors").tensors
+    patch(base, tmp_path / "patched", delta=tmp_path / "delta", **ONE)
+    assert contents(tmp_path / "patched") == contents(after)
+
+
+FORMS = {"vllm": {"format": "vllm", "tp": 2}, "megatron": {"format": "megatron", "tp": 2}, "own": {"tp": 4}}
+
+
+@pytest.mark.parametrize(
+    ("a", "b"), one_of_each([(a, b) for a in ["", *FORMS] for b in FORMS], lambda pair: bool(pair[0]))
+)
+def test_a_delta_of_any_two_forms(base: Path, tmp_path: Path, a: str, b: str) -> None:
+    """Its coordinates are Hugging Face's: the base in one form and the result in another give the same bytes."""
+    after = tuned(base, tmp_path / "after", {EMBED: [(7, 1), (739, 2)], NORM: [(3, 4)]})
+    before = base
+    if a:
+        before = tmp_path / "base"
+        split(base, before, **FORMS[a], **ONE)
+    split(after, tmp_path / "shards", **FORMS[b], **ONE)
+    diff(before, tmp_path / "shards", out=tmp_path / "delta")
+    patch(base, tmp_path / "patched", delta=tmp_path / "delta", **ONE)
+    assert contents(tmp_path / "patched") == contents(after)
+
+
+def test_deltas_chain_and_files_may_change(base: Path, tmp_path: Path) -> None:
+    one = tuned(base, tmp_path / "one", {EMBED: [(1, 1)]})
+    two = write_checkpoint(tmp_path / "two", files=1)  # other values, in one file
+    (two / "tokenizer.json").write_text('{"tokens": [1]}')
+    (two / "notes.txt").write_text("new")
+    diff(base, one, out=tmp_path / "first")
+    diff(one, two, out=tmp_path / "second")
+    patch(base, tmp_path / "p1", delta=tmp_path / "first", **ONE)
+    patch(tmp_path / "p1", tmp_path / "p2", delta=tmp_path / "second", **ONE)
+    assert contents(tmp_path / "p2") == contents(two)
+    with pytest.raises(MismatchError, match="another base"):
+        patch(base, tmp_path / "p3", delta=tmp_path / "second", **ONE)
+    assert not (tmp_path / "p3").exists()
+
+
+def test_tensors_that_come_and_go(base: Path, tmp_path: Path) -> None:
+    """Of another dtype, or only on one side."""
+    after = write_checkpoint(tmp_path / "after", dtype="F32")
+    diff(base, after, out=tmp_path / "delta")
+    patch(base, tmp_path / "patched", delta=tmp_path / "delta", **ONE)
+    assert contents(tmp_path / "patched") == contents(after)
+
+
+def test_the_command(base: Path, tmp_path: Path) -> None:
+    after = tuned(base, tmp_path / "after", {NORM: [(0, 1)]})
+    delta, out = tmp_path / "delta", tmp_path / "out"
+    assert command("diff", base, after, "--out", delta, "-q").stdout == "different\n"
+    assert command("diff", base, after, "--out", delta).returncode == 2, "it is there"
+    assert command("patch", base, delta, out, "-q").returncode == 0 and contents(out) == contents(after)
+    done = command("patch", after, delta, tmp_path / "wrong")
+    assert done.returncode == 1 and "another base" in done.stderr and not (tmp_path / "wrong").exists()
+    assert command("patch", base, base, tmp_path / "wrong").returncode == 2
+
+
+# ------------------------------------------------------------------------------------------------------- damaged ones
+
+
+@pytest.fixture(scope="module")
+def delta(base: Path) -> Path:
+    """With indices."""
+    after = tuned(base, base.parent / "tuned", {EMBED: [(5, 1), (9, 2)]})
+    diff(base, after, out=base.parent / "delta")
+    return base.parent / "delta"
+
+
+def rewritten(delta: Path, folder: Path, tensors: dict[str, tuple[str, np.ndarray]]) -> Path:
+    shutil.copytree(delta, folder)
+    header = build_header([(name, dtype, content.shape) for name, (dtype, content) in tensors.items()], {})
+    data = b"".join(content.tobytes() for _, content in tensors.values())
+    (folder / "delta.safetensors").write_bytes(header + data)
+    return folder
+
+
+def sparse(indices: list[int], values: int = 2, wide: str = "I32", dtype: str = "BF16") -> dict:
+    places = np.array(indices, {"I32": "<i4", "I64": "<i8"}[wide])
+    return {
+        f"{EMBED}.delta_indices": (wide, places),
+        f"{EMBED}.delta_values": (dtype, np.ones(values, "<u2")),
+    }
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        (sparse([5, 740]), "has an element 740 of 740"),
+        (sparse([-1, 5]), "not in ascending order"),
+        (sparse([9, 5]), "not in ascending order"),
+        (sparse([5, 5]), "not in ascending order"),
+        (sparse([5, 9], values=3), "should be I32 \\[3\\] and is I32 \\[2\\]"),
+        (sparse([5, 9], wide="I64"), "should be I32"),
+        (sparse([5, 9], dtype="F16"), "should be BF16"),
+        (sparse([5, 9]), "its result has another checksum"),
+        (sparse([5, 9]) | {"x": ("I32", np.zeros(1, "<i4"))}, "'x' belongs to no change"),
+        ({}, "is not there"),
+    ],
+)
+def test_damaged_changes_are_refused(base: Path, delta: Path, tmp_path: Path, tensors: dict, message: str) -> None:
+    broken = rewritten(delta, tmp_path / "broken", tensors)
+    with pytest.raises(ReshardError, match=message):
+        patch(base, tmp_path / "out", delta=broken, **ONE)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("bits", [bytes(92) + b"\xff", b"\x01" + bytes(92), b"\x07" + bytes(92)])
+def test_a_damaged_bitmap_is_refused(base: Path, delta: Path, tmp_path: Path, bits: bytes) -> None:
+    """Bits behind the last element (740 = 92 * 8 + 4), and other numbers of bits than of values."""
+    tensors = {
+        f"{EMBED}.delta_bitmap": ("U8", np.frombuffer(bits, np.uint8)),
+        f"{EMBED}.delta_values": ("BF16", np.ones(2, "<u2")),
+    }
+    broken = rewritten(delta, tmp_path / "broken", tensors)
+    document = json.loads((broken / "delta.json").read_text())
+    document["tensors"][EMBED]["how"] = "bitmap"
+    (broken / "delta.json").write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match=r"has an element 743 of 740|places for 2 values"):
+        patch(base, tmp_path / "out", delta=broken, **ONE)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_whatever_is_changed_in_the_manifest_is_one_line(base: Path, delta: Path, data: st.DataObject) -> None:
+    """A value of ``delta.json`` is replaced: it is refused, or means the same."""
+    document = json.loads((delta / "delta.json").read_text())
+    node, path = document, []
+    while isinstance(node, dict | list) and node:
+        key = data.draw(st.sampled_from([*node] if isinstance(node, dict) else [*range(len(node))]))
+        path.append((node, key))
+        node = node[key]
+    at, key = path[data.draw(st.integers(0, len(path) - 1))]
+    at[key] = data.draw(st.sampled_from([None, -1, 2**70, "", "../x", "AAAA", [], {}, {"how": "same"}, 1.5, True]))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        shutil.copytree(delta, folder / "delta")
+        (folder / "delta" / "delta.json").write_text(json.dumps(document))
+        try:
+            patch(base, folder / "out", delta=folder / "delta", **ONE)
+        except ReshardError as error:
+            assert "\n" not in error.message
+            assert not (folder / "out").exists()
+
+
+def test_a_flipped_value_is_seen(base: Path, delta: Path, tmp_path: Path) -> None:
+    shutil.copytree(delta, tmp_path / "delta")
+    change_tensor(tmp_path / "delta" / "delta.safetensors", f"{EMBED}.delta_values")
+    with pytest.raises(MismatchError, match="its result has another checksum"):
+        patch(base, tmp_path / "out", delta=tmp_path / "delta", **ONE)
+
+
+@pytest.mark.parametrize("count", [60, 300])  # indices, and a bitmap
+def test_any_range_of_a_patched_file(base: Path, tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranges begin and end within elements and stretches of places."""
+    monkeypatch.setattr("reshard.delta.patched.STRETCH", 64)
+    places = np.random.default_rng(0).permutation(740)[: count // 3]
+    after = tuned(base, tmp_path / "after", {EMBED: [(int(i), 0x1234) for i in places]})
+    diff(base, after, out=tmp_path / "delta")
+    store = patched(open_source(base), tmp_path / "delta")
+    file = next(file for file in after.glob("*.safetensors") if EMBED in read_header(file).tensors)
+    content, made = file.read_bytes(), store.files[file.name]
+    assert isinstance(made, PatchedFile)
+    read, draw = made.open(), np.random.default_rng(1)
+    for _ in range(300):
+        begin, end = sorted(draw.integers(0, min(3000, len(content)), 2).tolist())
+        assert bytes(read(begin, end)) == content[begin:end], (begin, end)

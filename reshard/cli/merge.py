@@ -22,7 +22,7 @@ from reshard.cli.summary import carry_out, without_numpys_threads
 )
 @click.argument("source", metavar="SHARDS", type=Place())
 @click.argument("out", type=NewFolder())
-@option("--into", group=Group.WHAT, type=Place(), metavar="BASE", help="SHARDS is a LoRA adapter: add it to BASE.")
+@option("--into", group=Group.WHAT, type=Place(), metavar="BASE", help="Add SHARDS, a LoRA adapter, to BASE.")
 @option("--max-shard-size", group=Group.OUTPUT, type=SIZE, help="Largest file; default: the original files.")
 @writing_options
 def merge_command(into: str | None, as_json: bool, quiet: bool, progress: str, **given: Any) -> None:
@@ -31,8 +31,7 @@ def merge_command(into: str | None, as_json: bool, quiet: bool, progress: str, *
     SHARDS may have any format that 'reshard formats' lists. What was split from safetensors comes back file by file:
     same names, same bytes, same sha256. Padding is removed, and copies of a tensor on several ranks are compared.
 
-    With --into, OUT is BASE with W + alpha / r * (B A) for each weight W that the adapter changes, in float32, rounded
-    once. 'split BASE OUT --adapter ADAPTER' writes the same in any format.
+    With --into, OUT is BASE with W + alpha / r * (B A) for each weight W that an adapter changes.
 
     With --part, several processes share the files. The last of them makes OUT complete.
     """

@@ -26,7 +26,7 @@ def folder(path: Path, *names: str) -> Path:
     ("names", "what", "hint"),
     [
         (["config.json", "pytorch_model-00001-of-00002.bin"], "pytorch_model.bin.index.json is missing", "fetch"),
-        (["adapter_config.json", "adapter_model.safetensors"], "a PEFT adapter", "merge_and_unload"),
+        (["adapter_config.json", "adapter_model.safetensors"], "a PEFT adapter", "--into BASE"),
         (["adapter_config.json", "adapter_model.bin", "config.json"], "a PEFT adapter", "merge_and_unload"),
         (["model_index.json", "unet/diffusion_pytorch_model.safetensors"], "a diffusers pipeline", "text_encoder"),
         (["model-Q4_K_M.gguf", "config.json"], "GGUF, the format of llama.cpp", "safetensors checkpoint"),

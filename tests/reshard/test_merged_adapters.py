@@ -23,6 +23,7 @@ from reshard.source.adapted import adapted
 from reshard.store.range_store import remote_of
 from tests import peft_adapters, store
 from tests.marks import one_of_each
+from tests.reshard.test_dequantize import quantized
 from tests.support import command, contents
 
 PREFIX = "base_model.model."
@@ -245,3 +246,17 @@ def test_an_adapter_for_another_base_is_refused(tmp_path: Path) -> None:
     save_file(ints, packed / "model.safetensors", {"format": "pt"})
     with pytest.raises(MismatchError, match="is I8: an adapter is merged into BF16, F16, F32 alone"):
         merge(packed, tmp_path / "out", adapter=peft_adapters.made("llama", "linear"))
+
+
+def test_an_adapter_to_a_quantized_model(tmp_path: Path) -> None:
+    """Dequantized first, then added to: as one step, and as two."""
+    base = quantized(store.checkpoint("deepseek_v3", "bfloat16"), tmp_path / "fp8")
+    adapter = peft_adapters.made("deepseek_v3", "experts")
+    with pytest.raises(MismatchError, match="is F8_E4M3: an adapter is merged into BF16, F16, F32 alone"):
+        merge(base, tmp_path / "out", adapter=adapter)
+    merge(base, tmp_path / "one", adapter=adapter, dequantize=True, cache_dir=tmp_path / "cache")
+    merge(base, tmp_path / "plain", dequantize=True, cache_dir=tmp_path / "cache")
+    merge(tmp_path / "plain", tmp_path / "two", adapter=adapter)
+    one, two, plain = (tensors(tmp_path / folder) for folder in ("one", "two", "plain"))
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    assert any(not torch.equal(one[name], plain[name]) for name in one)

@@ -27,7 +27,7 @@ OF_THE_TERMINAL = {"as_json", "report", "debug"}
 """What says how a command prints, and no function takes."""
 MORE = {
     "split": {"progress", "quiet"},
-    "merge": {"progress", "quiet"},
+    "merge": {"progress", "quiet", "into"},
     "plan": {"save_file", "draft_file", "tp_plan", "trainer", "receiver", "link"},
     "verify": {"quiet"},
 }

@@ -46,7 +46,8 @@ def _is_for_any_mesh(form: str) -> bool:
 @mesh_options
 @format_option("The format to write: see 'reshard formats'.")
 @dequantize_option
-@option("--adapter", group=Group.WHAT, type=Place(), metavar="DIR", help="Add a LoRA adapter to SOURCE's weights first.")
+@option("--adapter", group=Group.WHAT, type=Place(), metavar="DIR",
+        help="Add a LoRA adapter to SOURCE's weights first.")  # fmt: skip
 @padding_options
 @option("--refine-blocks", group=Group.RARE, is_flag=True, help="Use smaller scale blocks where a rank cuts one.")
 @option("--rank", "ranks", group=Group.HOW, type=Value("rank", rank), multiple=True, metavar="R",

@@ -10,7 +10,7 @@ import click
 
 from reshard.cli.errors import DONE, NO
 from reshard.cli.help import Command, Group, option
-from reshard.cli.options import PATH, debug_option, json_option
+from reshard.cli.options import PATH, RANKS, Place, debug_option, json_option
 from reshard.cli.printing import print_json, print_lines
 from reshard.text import align, human_bytes, plural
 
@@ -25,8 +25,15 @@ from reshard.text import align, human_bytes, plural
     },
 )
 @click.argument("what", type=click.Choice(["demo", "check"]))
-@click.argument("source", required=False)
-@option("--to", "receiver", group=Group.WHAT, metavar="WHO", help="The engine and its degrees, such as vllm:tp4.")
+@click.argument("source", type=Place(), required=False)
+@option(
+    "--to",
+    "receiver",
+    group=Group.WHAT,
+    type=RANKS,
+    metavar="WHO",
+    help="The engine and its degrees, such as vllm:tp4.",
+)
 @option("--engine-python", "python", group=Group.HOW, type=PATH, metavar="FILE",
         help="The Python that has vLLM, and reshard.")  # fmt: skip
 @json_option

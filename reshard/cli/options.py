@@ -53,6 +53,14 @@ def size(text: str) -> int:
     return found
 
 
+def _programs() -> Iterable[str]:
+    return [f"{name}:" for name in ("fsdp2", "torchtitan", "megatron", "vllm", "sglang", "transformers")]
+
+
+RANKS = Value("ranks", str, _programs)
+"""A program and its degrees, such as ``fsdp2:8`` (``reshard.live.meshes.target_of`` reads it)."""
+
+
 def speed(text: str) -> float:
     """Bytes per second: ``450GB/s``. Raises ValueError."""
     if not text.endswith("/s"):

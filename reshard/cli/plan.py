@@ -13,6 +13,7 @@ from formats.errors import CheckpointError, PlanError
 from reshard.cli.help import Command, Group, option
 from reshard.cli.options import (
     PATH,
+    RANKS,
     Place,
     Value,
     access_options,
@@ -70,8 +71,10 @@ _NOT_WITH_TP_PLAN = {
         help="Write the architecture file in use.")  # fmt: skip
 @option("--draft", "draft_file", group=Group.OUTPUT, type=PATH, metavar="FILE",
         help="Draft one, for a model that has no rules.")  # fmt: skip
-@option("--from", "trainer", group=Group.WHAT, metavar="WHO", help="A push between running ranks: from fsdp2:8.")
-@option("--to", "receiver", group=Group.WHAT, metavar="WHO", help="... to these, such as vllm:tp4.")
+@option(
+    "--from", "trainer", group=Group.WHAT, type=RANKS, metavar="WHO", help="A push between running ranks: from fsdp2:8."
+)
+@option("--to", "receiver", group=Group.WHAT, type=RANKS, metavar="WHO", help="... to these, such as vllm:tp4.")
 @option("--link", group=Group.HOW, type=Value("speed", speed), metavar="SPEED",
         help="Of a rank in a push; default: 50GB/s.")  # fmt: skip
 @json_option

@@ -17,7 +17,7 @@ from tests import store
 from tests.programs import oracles
 from tests.support import contents, write_checkpoint
 
-MODELS = {"deepseek": "deepseek_v3", "mistral": "mixtral", "torchtitan": "qwen3_moe"}
+MODELS = {"deepseek": "deepseek_v3", "mistral": "mixtral", "torchtitan": "qwen3_moe", "torchtitan-live": "qwen3_moe"}
 FORMS = [None, "huggingface", *all_formats()]
 
 

@@ -237,6 +237,8 @@ DEMO = {
         "plan model --from fsdp2:2 --to vllm:tp2",
     ],
     "live": ["live demo"],
+    "diff": ["diff model out --out delta"],
+    "patch": ["patch model delta patched"],
     "inspect": ["inspect model", "inspect out", "inspect engine"],
     "formats": ["formats", "formats model"],
     "models": ["models phi"],
@@ -255,7 +257,7 @@ def test_each_key_of_json_is_in_the_page(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", JSON.read_text(), re.MULTILINE | re.DOTALL))
     assert sections.keys() == DEMO.keys() == {name for name, _ in commands()}
-    sections["merge"] = sections["split"]
+    sections["merge"] = sections["patch"] = sections["split"]
     for command, lines in DEMO.items():
         for line in lines:
             if "damaged" in line:

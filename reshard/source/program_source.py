@@ -472,11 +472,11 @@ def inferred_tensors(
     forms = {name: architecture.form(name)[0] for name in found if format.rules.keep}
     first = {form: name for name, form in reversed(forms.items())}
     kept = {form for form, name in first.items() if not any(line.target.match(name) for line in format.rules.lines)}
-    alone = Counter(found.values())
+    alone = Counter(found.values() if format.container.chunks else ())  # a rank's shape may be another
     return [
         FullTensor(
             name, stored[of].dtype, None, stored[of].file.name,
-            stored[of].shape if alone[of] == 1 or forms.get(name) in kept else None,
+            stored[of].shape if forms.get(name) in kept or alone[of] == 1 else None,
         )
         for name, of in found.items()
     ]  # fmt: skip

@@ -5,10 +5,6 @@ All is checked before anything is written: the delta's places, and the checksum 
 
 from __future__ import annotations
 
-import hashlib
-import json
-import threading
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,6 +22,7 @@ from reshard.delta.delta import BITS, CONTENT, GONE, SAME, WHOLE, Change, Delta,
 from reshard.delta.numbers import unit_of
 from reshard.source.dequantized import LocalFile
 from reshard.source.source import Source
+from reshard.store.computed import ComputedFile
 from reshard.store.range_store import RangeStore, remote_of
 from reshard.store.remote import Read, Remote
 
@@ -61,7 +58,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class PatchedFile(Remote):
+class PatchedFile(ComputedFile):
     """A weight file of the result. ``files`` are those of the base, and behind them the delta's."""
 
     name: str
@@ -71,17 +68,14 @@ class PatchedFile(Remote):
     size: int
 
     @property
-    def identity(self) -> str:
-        """A digest of the identities of the files, of the header, and of which bytes each tensor is made of."""
-        found = hashlib.sha256(self.header)
-        found.update(json.dumps([[file.identity for file in self.files], self.pieces]).encode())
-        return f"patched:{found.hexdigest()[:32]}"
+    def used(self) -> tuple[Remote, ...]:
+        """All files."""
+        return self.files
 
     @property
-    def made_of(self) -> str | None:
-        """A digest of the inodes."""
-        found = [file.made_of for file in self.files]
-        return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:32] if any(found) else None
+    def identity(self) -> str:
+        """A digest of the identities of the files, of the header, and of which bytes each tensor is made of."""
+        return f"patched:{self.digest_of(self.pieces)}"
 
     @property
     def address(self) -> str:
@@ -97,37 +91,12 @@ class PatchedFile(Remote):
         """As many, if the base is remote."""
         return self.files[0].over_network(nbytes)
 
-    def check_unchanged(self) -> None:
-        """Raise MismatchError if a file has changed."""
-        for file in self.files:
-            file.check_unchanged()
-
     def open(self) -> Read:
         """Open the files, each when it is needed."""
-        lock, opened = threading.Lock(), dict[int, Read]()
-        ends = [piece.end for piece in self.pieces]
-
-        def file(number: int) -> Read:
-            with lock:
-                if number not in opened:
-                    opened[number] = self.files[number].open()
-                return opened[number]
-
-        def read(start: int, stop: int) -> memoryview:
-            found = bytearray(stop - start)
-            if start < len(self.header):
-                found[: len(self.header) - start] = self.header[start:stop]
-            for piece in self.pieces[bisect_right(ends, start) :]:
-                if piece.begin >= stop:
-                    break
-                begin, end = max(start, piece.begin) - piece.begin, min(stop, piece.end) - piece.begin
-                at = piece.begin + begin - start
-                found[at : at + end - begin] = _content(
-                    piece, begin, end, file(piece.number), file(len(self.files) - 1)
-                )
-            return memoryview(found)
-
-        return read
+        file, last = self.opened(), len(self.files) - 1
+        return self.read_pieces(
+            self.pieces, lambda piece, begin, end: _content(piece, begin, end, file(piece.number), file(last))
+        )
 
 
 def _content(piece: Piece, begin: int, end: int, base: Read, delta: Read) -> memoryview:

@@ -32,7 +32,7 @@ __all__ = [
     "push",
     "routes",
     "update",
-]  # fmt: skip
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -31,7 +31,7 @@ def routes(
 
 
 def document(plan: Routes) -> Iterator[dict[str, Any]]:
-    """The blocks of a plan as JSON objects, in the order in which they are sent.
+    """The blocks of a plan as JSON objects: rank by rank of the source, in the order in which each sends.
 
     A block goes from rank ``from`` of the source to rank ``to`` of the target, in step ``step``: on each side a view of
     the rank's own contiguous tensor, with ``offset``, ``shape`` and ``stride`` in elements. Both views have one shape.

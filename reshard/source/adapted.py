@@ -8,10 +8,6 @@ summed in the order of the rank, one after the other, so no bit depends on which
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-import threading
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -32,6 +28,7 @@ from reshard.model.binding import bind
 from reshard.model.model import FullTensor
 from reshard.source.dequantized import Kept, local_file
 from reshard.source.low_rank import Changes, Product, Term, changes_of
+from reshard.store.computed import ComputedFile
 from reshard.store.range_store import Content, RangeStore, remote_of
 from reshard.store.remote import Read, Remote
 
@@ -60,7 +57,7 @@ class Piece(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class AdaptedFile(Remote):
+class AdaptedFile(ComputedFile):
     """A weight file that is computed from file number ``number`` of ``files``, and from the adapter's, the last."""
 
     header: bytes
@@ -77,16 +74,8 @@ class AdaptedFile(Remote):
     @cached_property
     def identity(self) -> str:
         """A digest of the identities of the files that it is made of, and of which bytes each tensor is made of."""
-        found = hashlib.sha256(self.header)
         pieces = [[*piece[:-1], [_plain(term) for term in piece.terms]] for piece in self.pieces]
-        found.update(json.dumps([_VERSION, [file.identity for file in self.used], pieces]).encode())
-        return f"adapted:{found.hexdigest()[:32]}"
-
-    @property
-    def made_of(self) -> str | None:
-        """A digest of the inodes."""
-        found = [file.made_of for file in self.used]
-        return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:32] if any(found) else None
+        return f"adapted:{self.digest_of([_VERSION, pieces])}"
 
     @property
     def address(self) -> str:
@@ -102,48 +91,22 @@ class AdaptedFile(Remote):
         """What is fetched of the base model's file."""
         return self.files[self.number].over_network(nbytes)
 
-    def check_unchanged(self) -> None:
-        """Raise MismatchError if a file that it is made of has changed."""
-        for file in self.used:
-            file.check_unchanged()
-
     def open(self) -> Read:
         """Open the files that it is made of, each when it is needed."""
-        lock = threading.Lock()
-        opened = dict[int, Read]()
-        ends = [piece.end for piece in self.pieces]
-
-        def content(number: int, start: int, stop: int) -> memoryview:
-            with lock:
-                if number not in opened:
-                    opened[number] = self.files[number].open()
-            return opened[number](start, stop)
+        file, last_file = self.opened(), len(self.files) - 1
 
         def adapter(info: TensorInfo) -> Floats:
-            last = len(self.files) - 1
-            key = self.files[last], info.offset
-            return _FACTORS.get(
-                key, lambda: _floats(content(last, info.offset, info.offset + info.nbytes), info.dtype, info.shape)
-            )
+            begin, end = info.offset, info.offset + info.nbytes
+            key = self.files[last_file], begin
+            return _FACTORS.get(key, lambda: _floats(file(last_file)(begin, end), info.dtype, info.shape))
 
-        def read(start: int, stop: int) -> memoryview:
-            found = bytearray(stop - start)
-            if start < len(self.header):
-                found[: len(self.header) - start] = self.header[start:stop]
-            for piece in self.pieces[bisect_right(ends, start) :]:
-                if piece.begin >= stop:
-                    break
-                begin, end = max(start, piece.begin) - piece.begin, min(stop, piece.end) - piece.begin
-                size = _SIZES[piece.dtype] if piece.terms else 1
-                first, last = begin // size, -(-end // size)  # a range may begin or end within an element
-                own = content(piece.number, piece.source + first * size, piece.source + last * size)
-                if piece.terms:
-                    own = _added(own, piece, first, adapter)[begin - first * size :][: end - begin]
-                at = piece.begin + begin - start
-                found[at : at + end - begin] = own
-            return memoryview(found)
+        def content(piece: Piece, begin: int, end: int) -> memoryview | bytes:
+            size = _SIZES[piece.dtype] if piece.terms else 1
+            first, last = begin // size, -(-end // size)  # a range may begin or end within an element
+            own = file(piece.number)(piece.source + first * size, piece.source + last * size)
+            return _added(own, piece, first, adapter)[begin - first * size :][: end - begin] if piece.terms else own
 
-        return read
+        return self.read_pieces(self.pieces, content)
 
 
 _FACTORS = Kept(256 << 20)

@@ -8,11 +8,9 @@ store has such files, a ``config.json`` without the settings of quantization, an
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 import threading
-from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache, partial
@@ -35,6 +33,7 @@ from formats.quantization.dequantizing import DTYPE, Grid, Scaled, Stored, dequa
 from formats.quantization.settings import without_quantization
 from formats.store import FilePath, StoredPath, local_path, location_of, name_in, open_file, unreadable
 from reshard.model.sizes import AxisSizes
+from reshard.store.computed import ComputedFile
 from reshard.store.range_store import Content, RangeStore, remote_of
 from reshard.store.remote import Read, Remote
 
@@ -136,7 +135,7 @@ class Piece(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class DequantizedFile(Remote):
+class DequantizedFile(ComputedFile):
     """A weight file that is computed from file number ``number`` of ``files``, and from scales in any of them."""
 
     header: bytes
@@ -156,15 +155,7 @@ class DequantizedFile(Remote):
         """A digest of the identities of the files that it is made of, of its header, and of which bytes each tensor is
         made of.
         """
-        found = hashlib.sha256(self.header)
-        found.update(json.dumps([_VERSION, [file.identity for file in self.used], self.pieces]).encode())
-        return f"dequantized:{found.hexdigest()[:32]}"
-
-    @property
-    def made_of(self) -> str | None:
-        """A digest of the inodes."""
-        found = [file.made_of for file in self.used]
-        return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:32] if any(found) else None
+        return f"dequantized:{self.digest_of([_VERSION, self.pieces])}"
 
     @property
     def address(self) -> str:
@@ -180,11 +171,6 @@ class DequantizedFile(Remote):
         """About half, if the quantized file is remote: it has one byte for an element that has two here."""
         return self.files[self.number].over_network(nbytes // 2)
 
-    def check_unchanged(self) -> None:
-        """Raise MismatchError if a file that it is made of has changed."""
-        for file in self.used:
-            file.check_unchanged()
-
     def open(self) -> Read:
         """Open the files that it is made of, each when it is needed."""
         return self.read_with(scales_from, dequantize)
@@ -194,40 +180,21 @@ class DequantizedFile(Remote):
         compute: Callable[[NDArray[np.uint8], int, Grid, NDArray[Any]], NDArray[np.uint16]],
     ) -> Read:  # fmt: skip
         """The same file with another function in place of ``dequantize``: verify has its own."""
-        lock = threading.Lock()
-        opened = dict[int, Read]()
-        ends = [piece.end for piece in self.pieces]
-
-        def file(number: int) -> Read:
-            with lock:
-                if number not in opened:
-                    opened[number] = self.files[number].open()
-                return opened[number]
+        file = self.opened()
 
         def scales_of(of: Scales) -> NDArray[Any]:
             key = read_scales, self.files[of.file], of
             return _SCALES.get(key, lambda: read_scales(file(of.file)(of.begin, of.end), of.dtype, of.grid))
 
-        def read(start: int, stop: int) -> memoryview:
-            found = bytearray(stop - start)
-            if start < len(self.header):
-                found[: len(self.header) - start] = self.header[start:stop]
-            for piece in self.pieces[bisect_right(ends, start) :]:
-                if piece.begin >= stop:
-                    break
-                begin, end = max(start, piece.begin) - piece.begin, min(stop, piece.end) - piece.begin
-                at = piece.begin + begin - start
-                if piece.scales is None:
-                    content = file(self.number)(piece.source + begin, piece.source + end)
-                else:
-                    first, last = begin // 2, -(-end // 2)  # a range may begin or end within an element
-                    codes = np.frombuffer(file(self.number)(piece.source + first, piece.source + last), np.uint8)
-                    numbers = compute(codes, first, piece.scales.grid, scales_of(piece.scales))
-                    content = numbers.astype("<u2", copy=False).view(np.uint8).data[begin - 2 * first :][: end - begin]
-                found[at : at + end - begin] = content
-            return memoryview(found)
+        def content(piece: Piece, begin: int, end: int) -> memoryview:
+            if piece.scales is None:
+                return file(self.number)(piece.source + begin, piece.source + end)
+            first, last = begin // 2, -(-end // 2)  # a range may begin or end within an element
+            codes = np.frombuffer(file(self.number)(piece.source + first, piece.source + last), np.uint8)
+            numbers = compute(codes, first, piece.scales.grid, scales_of(piece.scales))
+            return numbers.astype("<u2", copy=False).view(np.uint8).data[begin - 2 * first :][: end - begin]
 
-        return read
+        return self.read_pieces(self.pieces, content)
 
 
 class Kept:

@@ -11,9 +11,12 @@ import pytest
 from formats.errors import CheckpointError, redacted
 from reshard.cli.commands import COMMANDS, cli
 from reshard.cli.errors import print_traceback
+from reshard.commands.diff import DiffRequest
 from reshard.commands.inspect import InspectRequest
+from reshard.commands.patch import PatchRequest
 from reshard.commands.plan import PlanRequest
 from reshard.commands.split import SplitRequest
+from reshard.live.process import Meeting
 from reshard.publishing.bucket_place import Bucket
 from reshard.source.access import Access
 from reshard.store.hub import _Request
@@ -159,5 +162,9 @@ def test_no_object_shows_what_it_holds() -> None:
         PlanRequest(url),
         InspectRequest(url),
         ProfileRequest(url),
+        DiffRequest(url, url),
+        PatchRequest(url, url, delta=url),
+        Access(adapter=url),
+        Meeting(store=f"tcp://{SECRET}@here:1", trainers=1, receivers=1),
     )
     assert SECRET not in repr(requests)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from reshard.delta.patched import patched_path
@@ -18,7 +18,7 @@ from reshard.writing.summary import Summary
 class PatchRequest(WriteRequest):
     """What ``patch`` takes: ``source`` is the base, ``delta`` what ``diff`` wrote."""
 
-    delta: str | Path
+    delta: str | Path = field(repr=False)  # a URL may have a password
 
 
 def patch(request: PatchRequest) -> Summary:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,7 +51,7 @@ class Meeting:
     rank. Without ``shared`` no memory is shared between processes of one host.
     """
 
-    store: str
+    store: str = field(repr=False)  # it may have a secret
     trainers: int
     receivers: int
     timeout: float = 10.0
@@ -252,7 +252,7 @@ class Push(_Process):
         Raises LiveError on all ranks. Then receivers have the version before, or refuse to go on.
         """
         self._meet()
-        found = _tried(partial(self._tensors))
+        found = _tried(self._tensors)
         fence, wire, _ = self._begin(version, found.get("problem", ""))
         stats = wire.exchange(self._steps(found["tensors"]), version)
         self._agree(fence, "received")

@@ -42,7 +42,7 @@ class Access(HubAccess):
     config: Path | None = None
     download: bool = False
     dequantize: bool = False
-    adapter: str | Path | None = None
+    adapter: str | Path | None = field(default=None, repr=False)
 
 
 def find(source: str | Path, access: HubAccess, weights: Weights) -> FilePath:

@@ -7,8 +7,11 @@ from importlib.util import find_spec
 from formats.errors import PlanError
 
 
-def need_transformers(what: str) -> None:
-    """Raise PlanError if what runs or builds a model of transformers' is not installed; ``what`` needs it."""
-    missing = [name for name in ("transformers", "accelerate") if find_spec(name) is None]
+def need_transformers(what: str, *beside: str) -> None:
+    """Raise PlanError if what runs or builds a model of transformers' is not installed; ``what`` needs it.
+
+    ``beside`` are further packages that are needed with it.
+    """
+    missing = [name for name in ("transformers", "accelerate", *beside) if find_spec(name) is None]
     if missing:
         raise PlanError(f"{what} needs {' and '.join(missing)}", "pip install 'reshard[verify]'")

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from formats.documents import read_config
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, ReshardError
 from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, CONFIG, MODEL
 from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header, read_header
 from formats.notation.adapters import SETTINGS, settings_of
@@ -127,7 +127,13 @@ def write_adapted_rank(base: Mapping[str, TensorInfo], plan: Plan, rank: int, ad
             file.write(_part(base[name], box, files).data)
     if not read_header(adapter / ADAPTER).tensors:
         return own  # a pipeline stage that it does not change
-    return _copied(adapted(own, adapter), folder / "sum")
+    try:
+        return _copied(adapted(own, adapter), folder / "sum")
+    except ReshardError as error:  # an axis of which a rank's config.json cannot say what the rank has
+        raise CheckpointError(
+            f"a rank's part of the adapter is not added to that rank's part of the base model: {error.message}",
+            f"{BYTES_ALONE}; 'reshard split BASE OUT --adapter' is compared at any degree",
+        ) from error
 
 
 def _part(info: TensorInfo, box: Box, files: Files) -> NDArray[Any]:

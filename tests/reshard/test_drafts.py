@@ -95,7 +95,7 @@ def test_a_draft_whose_ends_are_the_models_is_whole(name: str, tmp_path: Path) -
     assert contents(tmp_path / "merged") == contents(draft)
     if name not in {"medusa", "llama-eagle3"}:  # they have no numbered layers
         hole = apart(name, tmp_path / "hole", lambda key: None if "v_proj" in key else key)
-        with pytest.raises(CheckpointError, match="v_proj.weight' is missing"):
+        with pytest.raises(CheckpointError, match=r"v_proj\.weight' is missing"):
             open_source(hole)
 
 

@@ -22,7 +22,7 @@ from formats.files.checkpoint import CONFIG
 from formats.notation.format_file import format_of
 from formats.torch_dtypes import TORCH_DTYPES
 from reshard.live import parameters
-from reshard.live.changes import Changes, word_of
+from reshard.live.changes import Changes, Memory, word_of
 from reshard.live.fence import Fence
 from reshard.live.held import Held, from_document, to_document
 from reshard.live.meshes import TRAINERS, Target, target_of
@@ -100,6 +100,7 @@ class _Process:
         self.routes: Routes | None = None
         self.at: int | None = None
         self._base: int | None = None
+        self._memory = Memory()
         self._said: Sequence[dict[str, Any]] = ()
         self._fence: Fence | None = None
         self._wire: Wire | None = None
@@ -232,7 +233,7 @@ class _Process:
         is_sender = self.rank < self.meeting.trainers
         blocks = Blocks(parts, routes.source if is_sender else routes.target, sends=is_sender)
         nbytes, word = sum(part.nbytes for part in parts), word_of(parts, routes.target)
-        return _Peer(rank, nbytes, blocks, Changes(blocks, nbytes, word) if word else None)
+        return _Peer(rank, nbytes, blocks, Changes(blocks, nbytes, word, self._memory) if word else None)
 
     def _agree(self, fence: Fence, what: str, problem: str = "") -> None:
         """Raise LiveError on all ranks if any has a problem."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -45,10 +46,11 @@ class Two:
         ]
         self.held: list[dict[str, torch.Tensor]] = [{}, {}]
 
-    def push(self, version: int, *, delta: bool = True) -> int:
-        """The bytes that were sent. Raises LiveError if it failed, on all ranks."""
+    def push(self, version: int, *, delta: bool = True, late: float = 0) -> int:
+        """The bytes that were sent; receivers come so many seconds late. Raises LiveError if it failed, on all ranks."""
 
         def receive(rank: int) -> None:
+            time.sleep(late)
             self.held[rank] = self.takes[rank].receive(version)
             self.takes[rank].commit(version)
 
@@ -171,3 +173,11 @@ def test_what_is_converted_on_arrival_is_sent_whole(tmp_path: Path) -> None:
     assert converted == {"A_log"}
     assert word_of(parts, plan.target) is None
     assert {word_of([part], plan.target) for part in parts} == {None, 4}
+
+
+def test_receivers_that_come_late(tmp_path: Path) -> None:
+    """As after the requests of an engine: longer than any wait within a push."""
+    for one in made(tmp_path, {"timeout": 2.0, "patience": 20.0}):
+        one.push(1)
+        one.push(2, late=3.0)
+        one.check()

@@ -71,6 +71,14 @@ def test_late(store: str) -> None:
     assert play(store, part, timeout=TIMEOUT) == ["trainer 1 did not come to 'plan' within 1 s"] * 3
 
 
+def test_late_by_as_much_as_is_allowed(store: str) -> None:
+    def part(fence: Fence) -> None:
+        time.sleep(1.5 * TIMEOUT * (fence.rank == 1))
+        fence.gather("begin", b"", PATIENCE)
+
+    assert play(store, part, timeout=TIMEOUT) == [None] * 3
+
+
 def test_different_things(store: str) -> None:
     def part(fence: Fence) -> None:
         time.sleep(0.1 * fence.rank)

@@ -47,7 +47,7 @@ class Two:
         self.held: list[dict[str, torch.Tensor]] = [{}, {}]
 
     def push(self, version: int, *, delta: bool = True, late: float = 0) -> int:
-        """The bytes that were sent; receivers come ``late`` seconds late. Raises LiveError if it failed, on all ranks."""
+        """The bytes that were sent; receivers come ``late`` seconds late. Raises LiveError if it failed."""
 
         def receive(rank: int) -> None:
             time.sleep(late)

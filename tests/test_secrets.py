@@ -164,7 +164,7 @@ def test_no_object_shows_what_it_holds() -> None:
         ProfileRequest(url),
         DiffRequest(url, url),
         PatchRequest(url, url, delta=url),
-        Access(adapter=url),
+        Access(adapter=url, patch=url),
         Meeting(store=f"tcp://{SECRET}@here:1", trainers=1, receivers=1),
     )
     assert SECRET not in repr(requests)

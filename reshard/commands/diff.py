@@ -18,7 +18,7 @@ from reshard.store.selection import Weights
 @dataclass(frozen=True)
 class DiffRequest(Access):
     """What ``diff`` takes: two checkpoints of one model, each in any form. ``progress`` is called with the bytes
-    compared so far, and the total. ``out`` is a new folder for a delta (see ``reshard.delta.delta``).
+    compared so far, and the total. ``out`` is a new folder for a delta (see ``formats.files.delta``).
     """
 
     a: str | Path = field(repr=False)  # a URL may have a password

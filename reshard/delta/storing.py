@@ -13,8 +13,7 @@ import numpy as np
 
 from formats.errors import CheckpointError
 from formats.files.checksum import PartialSum, sum_part
-from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header, parse_header, tensor_bytes
-from reshard.delta.delta import (
+from formats.files.delta import (
     BITS,
     CONTENT,
     DELTA,
@@ -29,9 +28,10 @@ from reshard.delta.delta import (
     sparse_bytes,
     stored_as,
 )
+from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header, parse_header, tensor_bytes, unit_of
 from reshard.delta.differences import CHANGED, HERE, Diff, Progress, TensorDiff, differences, no_progress
 from reshard.delta.differences import SAME as UNCHANGED
-from reshard.delta.numbers import codes_of, unit_of
+from reshard.delta.numbers import codes_of
 from reshard.delta.streams import Jobs, Pair, Side, Where, jobs_of_both, side_by_side
 from reshard.move.reading import Bytes
 from reshard.publishing.existing import check_place

@@ -5,26 +5,27 @@ All is checked before anything is written: the delta's places, and the checksum 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from formats.errors import CheckpointError, MismatchError
+from formats.files.checkpoint import Checkpoint, open_checkpoint
 from formats.files.checksum import PIECE, PartialSum, sum_part
-from formats.files.safetensors import TensorInfo, parse_header
-from formats.files.stamps import Stamp, stamps_of
-from formats.store import FilePath, StoredPath, local_path
-from reshard.delta.delta import BITS, CONTENT, GONE, SAME, WHOLE, Change, Delta, contents_of, read_delta
-from reshard.delta.numbers import unit_of
-from reshard.source.dequantized import LocalFile
-from reshard.source.source import Source
+from formats.files.delta import BITS, CONTENT, DELTA, SAME, WHOLE, Change, Delta, contents_of, read_delta
+from formats.files.safetensors import TensorInfo, parse_header, unit_of
+from formats.files.stamps import Stamp, check_unchanged, stamps_in, stamps_of
+from formats.store import FilePath, StoredPath, location_of
+from reshard.source.dequantized import local_file
+from reshard.source.recognise import recognise
 from reshard.store.computed import ComputedFile
-from reshard.store.range_store import RangeStore, remote_of
+from reshard.store.range_store import Content, RangeStore, remote_of
 from reshard.store.remote import Read, Remote
+from reshard.store.threads import Threads
 
 STRETCH = 1 << 20
 """So many elements are a stretch: where each begins among the places of a delta is kept. A multiple of 8."""
@@ -72,7 +73,7 @@ class PatchedFile(ComputedFile):
         """All files."""
         return self.files
 
-    @property
+    @cached_property
     def identity(self) -> str:
         """A digest of the identities of the files, of the header, and of which bytes each tensor is made of."""
         return f"patched:{self.digest_of(self.pieces)}"
@@ -132,63 +133,74 @@ def _places(changed: Places, low: int, high: int, delta: Read) -> NDArray[np.int
 # --------------------------------------------------------------------------------------------------- putting together
 
 
-def patched(base: Source, path: FilePath) -> RangeStore:
+def patched(path: FilePath, delta: FilePath) -> RangeStore:
     """A base with a delta: a store around both. Reads all of the base, and what changed.
 
-    Raises CheckpointError for a delta that is damaged, MismatchError if it is not for this base.
+    Raises CheckpointError for a base that is no full checkpoint in safetensors and for a delta that is damaged,
+    MismatchError if it is not for this base.
     """
-    if base.checkpoint is None or any(file.header is None for file in base.files.values()):
-        raise CheckpointError(
-            f"{base.path}: a delta is put on a full checkpoint in safetensors",
-            f"'reshard split {base.path} OUT --as huggingface' makes one",
-        )
-    delta = read_delta(path)
-    stored = contents_of(delta)
-    numbers = {file: number for number, file in enumerate(base.files)}
-    content = path / CONTENT
-    stamp = stamps_of([content], path, {})[content]
-    files = (*(_remote(file, base.path, base.stamps[file]) for file in base.files), _remote(content, path, stamp))
+    base, own = _Base.of(path), stamps_of([delta / DELTA], delta, stamps_in(delta))
+    found = read_delta(delta)
+    own = stamps_of([delta / DELTA, delta / CONTENT], delta, own)
+    content = remote_of(delta / CONTENT) or local_file(delta / CONTENT, delta, own[delta / CONTENT])
+    stored, files = contents_of(found), (*base.files.values(), content)
     made = {}
-    for laid in delta.files:
-        pieces = _pieces(
-            base, delta, stored, parse_header(laid.header, path / laid.name, laid.size).tensors, numbers, files
-        )
+    for laid in found.files:
+        tensors = parse_header(laid.header, delta / laid.name, laid.size).tensors
+        pieces = _pieces(base, found, stored, tensors, files)
         made[laid.name] = PatchedFile(laid.name, laid.header, tuple(pieces), files, laid.size)
-    _check_sums(base, delta, made)
-    sides = {name: base.side_files[name] if kept is None else kept for name, kept in _sides(base, delta)}
-    name = f"{base.shown} with {path}"
-    store = RangeStore(name, {**made, **delta.documents, **sides}, location=base.location, commit=base.commit)
-    store.keep({file.name: {0: file.header} for file in made.values()})
+    _check_sums(base, found, made)
+    sides = {name: base.side(name, found) if kept is None else kept for name, kept in found.sides.items()}
+    check_unchanged({**base.stamps, **own})
+    location, commit = location_of(path), path.store.commit if isinstance(path, StoredPath) else None
+    contents: dict[str, Content] = {**made, **found.documents, **sides}
+    store = RangeStore(f"{location} + {location_of(delta)}", contents, location=location, commit=commit)
+    store.keep({name: {0: file.header} for name, file in made.items()})
     return store
 
 
-def _sides(base: Source, delta: Delta) -> Iterator[tuple[str, bytes | None]]:
-    for name, kept in delta.sides.items():
-        if kept is None and name not in base.side_files:
-            raise _other(base, delta, f"it has no {name}")
-        yield name, kept
+@dataclass(frozen=True)
+class _Base:
+    """The checkpoint that a delta is put on, and how its weight files are read."""
 
+    checkpoint: Checkpoint
+    files: Mapping[FilePath, Remote]
+    stamps: Mapping[FilePath, Stamp]
 
-def _other(base: Source, delta: Delta, why: str) -> MismatchError:
-    return MismatchError(
-        f"{delta.path} is for another base than {base.path}: {why}", "give the base that it was made of"
-    )
+    @classmethod
+    def of(cls, path: FilePath) -> _Base:
+        """Open it. Raises CheckpointError unless it is a full checkpoint in safetensors."""
+        known, kind = stamps_in(path), recognise(path).kind
+        checkpoint = open_checkpoint(path) if kind == "full" else None
+        if checkpoint is None or any(file.header is None for file in checkpoint.files):
+            way = f"split {path} FULL --as huggingface" if kind == "full" else f"merge {path} FULL"
+            hint = "give the model that it belongs to" if kind == "adapter" else f"'reshard {way}' makes one"
+            raise CheckpointError(f"{path}: a delta is put on a full checkpoint in safetensors", hint)
+        stamps = stamps_of([*(file.path for file in checkpoint.files), *checkpoint.side_files], path, known)
+        files = {f.path: remote_of(f.path) or local_file(f.path, path, stamps[f.path]) for f in checkpoint.files}
+        return cls(checkpoint, files, stamps)
 
-
-def _remote(path: FilePath, root: FilePath, stamp: Stamp) -> Remote:
-    found, here, folder = remote_of(path), local_path(path), local_path(root)
-    if found is not None:
+    def side(self, name: str, delta: Delta) -> FilePath:
+        """A file beside the weights. Raises MismatchError."""
+        found = self.checkpoint.path / name
+        if found not in self.checkpoint.side_files:
+            raise self.other(delta, f"it has no {name}")
         return found
-    assert here is not None and folder is not None
-    return LocalFile(here, folder, stamp.size, stamp.mtime_ns, stamp.inode, stamp.content)
+
+    def other(self, delta: Delta, why: str) -> MismatchError:
+        """The error for a delta of another base."""
+        return MismatchError(
+            f"{delta.path} is for another base than {self.checkpoint.path}: {why}", "give the base that it was made of"
+        )
 
 
 def _pieces(
-    base: Source, delta: Delta, stored: Mapping[str, Sequence[TensorInfo]], result: Mapping[str, TensorInfo],
-    numbers: Mapping[FilePath, int], files: Sequence[Remote],
+    base: _Base, delta: Delta, stored: Mapping[str, Sequence[TensorInfo]], result: Mapping[str, TensorInfo],
+    files: Sequence[Remote],
 ) -> Iterator[Piece]:  # fmt: skip
     """What each tensor of a file is made of."""
-    there, read = base.ranks[0], files[-1].open()
+    there, read = base.checkpoint.tensors, files[-1].open()
+    numbers = {file: number for number, file in enumerate(base.files)}
     for name, info in result.items():
         change, end = delta.changes[name], info.offset + info.nbytes
         if change.how == WHOLE:
@@ -196,9 +208,7 @@ def _pieces(
             continue
         own = there.get(name)
         if own is None or (own.dtype, own.shape) != (info.dtype, info.shape):
-            raise _other(
-                base, delta, f"tensor '{name}' is {'not there' if own is None else 'of another dtype or shape'}"
-            )
+            raise base.other(delta, f"tensor '{name}' is {'not there' if own is None else 'of another dtype or shape'}")
         changed = None if change.how == SAME else _checked(delta, change, info, stored[name], read)
         yield Piece(info.offset, end, numbers[own.file], own.offset, changed)
 
@@ -233,34 +243,33 @@ def _checked(delta: Delta, change: Change, info: TensorInfo, own: Sequence[Tenso
     return Places(places.offset, values.offset, unit, wide, elements, tuple(starts.tolist()))
 
 
-def _check_sums(base: Source, delta: Delta, made: Mapping[str, PatchedFile]) -> None:
+def _check_sums(base: _Base, delta: Delta, made: Mapping[str, PatchedFile]) -> None:
     """Raise MismatchError unless each tensor has the checksum of the base, and that of the result."""
-    wanted = {name: change for name, change in delta.changes.items() if change.how != GONE}
-    extra = base.ranks[0].keys() - delta.changes.keys()
+    there = base.checkpoint.tensors
+    extra = there.keys() - delta.changes.keys()
     if extra:
-        raise _other(base, delta, f"the delta does not know its tensor '{min(extra)}'")
-    opened = {file: _remote(file, base.path, base.stamps[file]).open() for file in base.files}
-    computed = {name: (file, file.open()) for name, file in made.items()}
-    tasks: list[Callable[[], None]] = []
+        raise base.other(delta, f"the delta does not know its tensor '{min(extra)}'")
+    opened = {file: remote.open() for file, remote in base.files.items()}
+    checks: list[tuple[Read, TensorInfo, str, MismatchError]] = []
+    for name, change in delta.changes.items():
+        if change.base is not None:
+            error = base.other(delta, f"tensor '{name}' has another content")
+            checks.append((opened[there[name].file], there[name], change.base, error))
+    for file in made.values():
+        read = file.open()
+        for name, info in parse_header(file.header, delta.path / file.name, file.size).tensors.items():
+            change = delta.changes[name]
+            if change.how != SAME and change.result is not None:
+                error = MismatchError(f"{delta.path}: tensor '{name}' is damaged: its result has another checksum")
+                checks.append((read, info, change.result, error))
 
-    def check(name: str, read: Read, info: TensorInfo, wanted: str | None, error: MismatchError) -> None:
-        if wanted is not None and _sum(read, info) != wanted:
+    def check(each: tuple[Read, TensorInfo, str, MismatchError]) -> None:
+        read, info, wanted, error = each
+        if _sum(read, info) != wanted:
             raise error
 
-    for name, change in wanted.items():
-        if change.base is not None:
-            info = base.ranks[0][name]
-            error = _other(base, delta, f"tensor '{name}' has another content")
-            tasks.append(lambda n=name, i=info, c=change, e=error: check(n, opened[i.file], i, c.base, e))  # type: ignore[misc]
-    for file, read in computed.values():
-        for name, info in parse_header(file.header, delta.path / file.name, file.size).tensors.items():
-            if wanted[name].how != SAME:
-                error = MismatchError(f"{delta.path}: tensor '{name}' is damaged: its result has another checksum")
-                c = wanted[name]
-                tasks.append(lambda n=name, r=read, i=info, c=c, e=error: check(n, r, i, c.result, e))  # type: ignore[misc]
-    with ThreadPoolExecutor(_WORKERS) as pool:
-        for future in [pool.submit(task) for task in tasks]:
-            future.result()
+    with Threads(_WORKERS) as threads:
+        threads.map(check, checks)
 
 
 def _sum(read: Read, info: TensorInfo) -> str:
@@ -269,8 +278,3 @@ def _sum(read: Read, info: TensorInfo) -> str:
         content = read(info.offset + begin, info.offset + min(begin + PIECE, info.nbytes))
         total.add(begin, len(content), sum_part(content, begin))
     return total.value()
-
-
-def patched_path(base: Source, path: FilePath) -> StoredPath:
-    """The folder of the store, to be opened like a checkpoint."""
-    return StoredPath(patched(base, path))

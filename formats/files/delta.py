@@ -30,9 +30,8 @@ from formats.documents import (
 )
 from formats.documents import whole as integer
 from formats.errors import CheckpointError
-from formats.files.safetensors import DTYPE_BITS, TensorInfo, parse_header, read_header, tensor_bytes
+from formats.files.safetensors import DTYPE_BITS, TensorInfo, parse_header, read_header, tensor_bytes, unit_of
 from formats.store import FilePath
-from reshard.delta.numbers import unit_of
 
 DELTA, CONTENT = "delta.json", "delta.safetensors"
 INDICES, BITMAP, VALUES = ".delta_indices", ".delta_bitmap", ".delta_values"

@@ -24,7 +24,7 @@ class DiffRequest(Access):
     a: str | Path = field(repr=False)  # a URL may have a password
     b: str | Path = field(repr=False)
     _: KW_ONLY
-    out: Path | None = None
+    out: str | Path | None = field(default=None, repr=False)
     progress: Progress = no_progress
 
 
@@ -33,10 +33,12 @@ def diff(request: DiffRequest) -> Diff:
 
     Raises ReshardError, also where copies of a tensor in one of them differ.
     """
+    if "://" in str(request.out):
+        raise CheckpointError(f"{request.out}: a delta is written to a folder of this machine", "copy it from there")
     try:
         a, b = open_both(request.a, request.b, request)
         if request.out is not None:
-            return write_delta(a, b, request.out, request.progress)
+            return write_delta(a, b, Path(request.out), request.progress)
         return differences(a, b, progress=request.progress)
     except MismatchError as error:  # one of them is not one model: that is no answer
         raise CheckpointError(error.message, error.hint) from error

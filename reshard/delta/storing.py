@@ -36,7 +36,7 @@ from reshard.delta.streams import Jobs, Pair, Side, Where, jobs_of_both, side_by
 from reshard.move.reading import Bytes
 from reshard.publishing.existing import check_place
 from reshard.source.source import Source
-from reshard.system import disk_errors
+from reshard.system import disk_errors, reserve
 from reshard.writing.full_checkpoint import FullCheckpoint
 
 
@@ -133,11 +133,10 @@ class _Storing:
             disk_errors(file), file.open("xb") as opened,
             closing(Side(self._sources[0])) as left, closing(Side(self._sources[1])) as right,
         ):  # fmt: skip
-            opened.write(header)
-            opened.flush()
+            reserve(opened.fileno(), len(header) + sum(info.nbytes for info in infos.values()))
+            _put(opened.fileno(), 0, np.frombuffer(header, np.uint8))
             for tensor in self._diff.tensors:
                 found[tensor.name] = self._store(tensor, infos, opened.fileno(), left, right)
-            os.ftruncate(opened.fileno(), len(header) + sum(info.nbytes for info in infos.values()))
         return found
 
     def _store(self, tensor: TensorDiff, infos: Mapping[str, TensorInfo], file: int, left: Side, right: Side) -> Change:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 @option(
     "--out", group=Group.OUTPUT, type=NewFolder(), metavar="DELTA", help="Also write what changed, for 'reshard patch'."
 )
+@option("--compress", group=Group.OUTPUT, is_flag=True, help="Compress DELTA (needs zstandard).")
 @access_options
 @progress_option
 @json_option

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from formats.errors import CheckpointError, MismatchError
 from formats.files.checkpoint import Checkpoint, open_checkpoint
 from formats.files.checksum import PIECE, PartialSum, sum_part
-from formats.files.delta import BITS, CONTENT, DELTA, SAME, WHOLE, Change, Delta, contents_of, read_delta
+from formats.files.compressed import OVERWRITE, XOR, Changes, Frame, hasher, need_zstd
+from formats.files.delta import BITS, SAME, WHOLE, Change, Delta, contents_of, read_delta
 from formats.files.safetensors import TensorInfo, parse_header, unit_of
 from formats.files.stamps import Stamp, check_unchanged, stamps_in, stamps_of
 from formats.store import FilePath, StoredPath, location_of
@@ -49,13 +50,16 @@ class Places(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A tensor of a patched file, up to byte ``end`` there: from ``offset`` of file ``number`` on, with changes."""
+    """A tensor of a patched file, up to byte ``end`` there: from ``offset`` of file ``number`` on, with changes, which
+    are in file number ``delta``.
+    """
 
     begin: int
     end: int
     number: int
     offset: int
-    changed: Places | None
+    changed: Places | Frame | None
+    delta: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,20 +98,26 @@ class PatchedFile(ComputedFile):
 
     def open(self) -> Read:
         """Open the files, each when it is needed."""
-        file, last = self.opened(), len(self.files) - 1
-        return self.read_pieces(
-            self.pieces, lambda piece, begin, end: _content(piece, begin, end, file(piece.number), file(last))
-        )
+        file, changes = self.opened(), Changes()
+
+        def content(piece: Piece, begin: int, end: int) -> memoryview:
+            base, changed = file(piece.number), piece.changed
+            if changed is None:
+                return base(piece.offset + begin, piece.offset + end)
+            if isinstance(changed, Places):
+                return _patched(piece.offset, changed, begin, end, base, file(piece.delta))
+            found = np.frombuffer(base(piece.offset + begin, piece.offset + end), np.uint8).copy()
+            changes.change(changed, file(piece.delta), begin, found)
+            return found.data
+
+        return self.read_pieces(self.pieces, content)
 
 
-def _content(piece: Piece, begin: int, end: int, base: Read, delta: Read) -> memoryview:
-    """Bytes ``begin`` to ``end`` of a tensor."""
-    changed = piece.changed
-    if changed is None:
-        return base(piece.offset + begin, piece.offset + end)
+def _patched(offset: int, changed: Places, begin: int, end: int, base: Read, delta: Read) -> memoryview:
+    """Bytes ``begin`` to ``end`` of a tensor that is at ``offset`` of the base's file."""
     unit = changed.unit
     first, last = begin // unit, -(-end // unit)  # a range may begin or end within an element
-    content = np.frombuffer(base(piece.offset + first * unit, piece.offset + last * unit), np.uint8).copy()
+    content = np.frombuffer(base(offset + first * unit, offset + last * unit), np.uint8).copy()
     low, high = first // STRETCH, -(-last // STRETCH)
     one, other = changed.starts[low], changed.starts[high]
     if other > one:
@@ -139,22 +149,23 @@ def patched(path: FilePath, delta: FilePath) -> RangeStore:
     Raises CheckpointError for a base that is no full checkpoint in safetensors and for a delta that is damaged,
     MismatchError if it is not for this base.
     """
-    base, own = _Base.of(path), stamps_of([delta / DELTA], delta, stamps_in(delta))
-    found = read_delta(delta)
-    own = stamps_of([delta / DELTA, delta / CONTENT], delta, own)
-    content = remote_of(delta / CONTENT) or local_file(delta / CONTENT, delta, own[delta / CONTENT])
-    stored, files = contents_of(found), (*base.files.values(), content)
+    known, base = stamps_in(delta), _Base.of(path)
+    found = read_delta(delta, base.checkpoint)
+    own = stamps_of([delta / name for name in found.contents], delta, known)
+    contents = {file: remote_of(file) or local_file(file, delta, stamp) for file, stamp in own.items()}
+    stored, files = contents_of(found), (*base.files.values(), *contents.values())
+    numbers = {file: number for number, file in enumerate([*base.files, *contents])}
     made = {}
     for laid in found.files:
         tensors = parse_header(laid.header, delta / laid.name, laid.size).tensors
-        pieces = _pieces(base, found, stored, tensors, files)
+        pieces = _pieces(base, found, stored, tensors, numbers, files)
         made[laid.name] = PatchedFile(laid.name, laid.header, tuple(pieces), files, laid.size)
     _check_sums(base, found, made)
     sides = {name: base.side(name, found) if kept is None else kept for name, kept in found.sides.items()}
-    check_unchanged({**base.stamps, **own})
+    check_unchanged({**base.stamps, **known})
     location, commit = location_of(path), path.store.commit if isinstance(path, StoredPath) else None
-    contents: dict[str, Content] = {**made, **found.documents, **sides}
-    store = RangeStore(f"{location} + {location_of(delta)}", contents, location=location, commit=commit)
+    held: dict[str, Content] = {**made, **found.documents, **sides}
+    store = RangeStore(f"{location} + {location_of(delta)}", held, location=location, commit=commit)
     store.keep({name: {0: file.header} for name, file in made.items()})
     return store
 
@@ -196,21 +207,27 @@ class _Base:
 
 def _pieces(
     base: _Base, delta: Delta, stored: Mapping[str, Sequence[TensorInfo]], result: Mapping[str, TensorInfo],
-    files: Sequence[Remote],
+    numbers: Mapping[FilePath, int], files: Sequence[Remote],
 ) -> Iterator[Piece]:  # fmt: skip
     """What each tensor of a file is made of."""
-    there, read = base.checkpoint.tensors, files[-1].open()
-    numbers = {file: number for number, file in enumerate(base.files)}
+    there = base.checkpoint.tensors
     for name, info in result.items():
         change, end = delta.changes[name], info.offset + info.nbytes
+        kept = stored.get(name, ())
+        number = numbers[kept[0].file] if kept else 0
         if change.how == WHOLE:
-            yield Piece(info.offset, end, len(files) - 1, stored[name][0].offset, None)
+            yield Piece(info.offset, end, number, kept[0].offset, None, 0)
             continue
         own = there.get(name)
         if own is None or (own.dtype, own.shape) != (info.dtype, info.shape):
             raise base.other(delta, f"tensor '{name}' is {'not there' if own is None else 'of another dtype or shape'}")
-        changed = None if change.how == SAME else _checked(delta, change, info, stored[name], read)
-        yield Piece(info.offset, end, numbers[own.file], own.offset, changed)
+        changed: Places | Frame | None = None
+        if change.how in (XOR, OVERWRITE):
+            need_zstd()
+            changed = Frame(name, change.how, kept[0].offset, kept[0].offset + kept[0].nbytes, info.nbytes)
+        elif change.how != SAME:
+            changed = _checked(delta, change, info, kept, files[number].open())
+        yield Piece(info.offset, end, numbers[own.file], own.offset, changed, number)
 
 
 def _checked(delta: Delta, change: Change, info: TensorInfo, own: Sequence[TensorInfo], read: Read) -> Places:
@@ -222,7 +239,7 @@ def _checked(delta: Delta, change: Change, info: TensorInfo, own: Sequence[Tenso
     counts = np.zeros(-(-elements // STRETCH) + 1, np.int64)
 
     def refuse(why: str) -> CheckpointError:
-        return CheckpointError(f"{delta.path / CONTENT}: tensor '{places.name}' {why}", "write the delta again")
+        return CheckpointError(f"{places.file}: tensor '{places.name}' {why}", "write the delta again")
 
     last = -1
     for begin in range(0, places.nbytes, PIECE):
@@ -265,16 +282,21 @@ def _check_sums(base: _Base, delta: Delta, made: Mapping[str, PatchedFile]) -> N
 
     def check(each: tuple[Read, TensorInfo, str, MismatchError]) -> None:
         read, info, wanted, error = each
-        if _sum(read, info) != wanted:
+        if _sum(read, info, wanted) != wanted:
             raise error
 
     with Threads(_WORKERS) as threads:
         threads.map(check, checks)
 
 
-def _sum(read: Read, info: TensorInfo) -> str:
-    total = PartialSum(info.nbytes)
+def _sum(read: Read, info: TensorInfo, wanted: str) -> str:
+    """The checksum of a tensor, of the kind that is wanted."""
+    kind, is_slimes, _ = wanted.partition(":")
+    total, own = PartialSum(info.nbytes), hasher(kind) if is_slimes else None
     for begin in range(0, info.nbytes, PIECE):
         content = read(info.offset + begin, info.offset + min(begin + PIECE, info.nbytes))
-        total.add(begin, len(content), sum_part(content, begin))
-    return total.value()
+        if own is not None:
+            own.update(content)
+        else:
+            total.add(begin, len(content), sum_part(content, begin))
+    return f"{kind}:{own.hexdigest()}" if own is not None else total.value()

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from formats.errors import CheckpointError, MismatchError, ReshardError
+from formats.files.delta import _digest
 from formats.files.safetensors import build_header, read_header
 from reshard.api import diff, patch, split
 from reshard.source.patched import PatchedFile, patched
@@ -65,10 +66,12 @@ def test_a_patched_base_is_the_result(base: Path, elements: dict[str, list[tuple
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         after = tuned(base, folder / "after", elements)
-        diff(base, after, out=folder / "delta")
-        patch(base, folder / "patched", delta=folder / "delta", **ONE)
-        assert contents(folder / "patched") == contents(after)
-        assert diff(after, folder / "patched").same
+        for number, compress in enumerate((False, True)):
+            made, patched = folder / f"delta-{number}", folder / f"patched-{number}"
+            diff(base, after, out=made, compress=compress)
+            patch(base, patched, delta=made, **ONE)
+            assert contents(patched) == contents(after)
+            assert diff(after, patched).same
 
 
 @pytest.mark.parametrize(
@@ -81,6 +84,12 @@ def test_the_smallest_way(base: Path, tmp_path: Path, count: int, ending: str) -
     assert f"{EMBED}{ending}" in read_header(tmp_path / "delta" / "delta.safetensors").tensors
     patch(base, tmp_path / "patched", delta=tmp_path / "delta", **ONE)
     assert contents(tmp_path / "patched") == contents(after)
+
+
+def signed(folder: Path, document: dict) -> None:
+    """Write a ``delta.json`` that says what it is, as another program might make it."""
+    named = {key: value for key, value in document.items() if key != "digest"}
+    (folder / "delta.json").write_text(json.dumps(named | {"digest": _digest(named)}))
 
 
 FORMS = {"vllm": {"format": "vllm", "tp": 2}, "megatron": {"format": "megatron", "tp": 2}, "own": {"tp": 4}}
@@ -195,7 +204,7 @@ def test_a_damaged_bitmap_is_refused(base: Path, delta: Path, tmp_path: Path, bi
     broken = rewritten(delta, tmp_path / "broken", tensors)
     document = json.loads((broken / "delta.json").read_text())
     document["tensors"][EMBED]["how"] = "bitmap"
-    (broken / "delta.json").write_text(json.dumps(document))
+    signed(broken, document)
     with pytest.raises(CheckpointError, match=r"has an element 743 of 740|places for 2 values"):
         patch(base, tmp_path / "out", delta=broken, **ONE)
 
@@ -211,16 +220,31 @@ def test_whatever_is_changed_in_the_manifest_is_one_line(base: Path, delta: Path
         path.append((node, key))
         node = node[key]
     at, key = path[data.draw(st.integers(0, len(path) - 1))]
-    at[key] = data.draw(st.sampled_from([None, -1, 2**70, "", "../x", "AAAA", [], {}, {"how": "same"}, 1.5, True]))
+    at[key] = data.draw(
+        st.sampled_from([None, -1, 2**70, "", "../x", "AAAA", [], {}, {"how": "same"}, "xor", 1.5, True])
+    )
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         shutil.copytree(delta, folder / "delta")
-        (folder / "delta" / "delta.json").write_text(json.dumps(document))
+        signed(folder / "delta", document)
         try:
             patch(base, folder / "out", delta=folder / "delta", **ONE)
         except ReshardError as error:
             assert "\n" not in error.message
             assert not (folder / "out").exists()
+
+
+def test_a_delta_says_what_it_is(base: Path, delta: Path, tmp_path: Path) -> None:
+    """What it has of a tokenizer has no other checksum."""
+    shutil.copytree(delta, tmp_path / "delta")
+    document = json.loads((delta / "delta.json").read_text())
+    document["sides"]["tokenizer.json"] = "e30="
+    (tmp_path / "delta" / "delta.json").write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match="its digest is another"):
+        patch(base, tmp_path / "out", delta=tmp_path / "delta", **ONE)
+    signed(tmp_path / "delta", document)
+    patch(base, tmp_path / "out", delta=tmp_path / "delta", **ONE)
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
 
 
 def test_a_flipped_value_is_seen(base: Path, delta: Path, tmp_path: Path) -> None:
@@ -230,13 +254,16 @@ def test_a_flipped_value_is_seen(base: Path, delta: Path, tmp_path: Path) -> Non
         patch(base, tmp_path / "out", delta=tmp_path / "delta", **ONE)
 
 
-@pytest.mark.parametrize("count", [60, 300])  # indices, and a bitmap
-def test_any_range_of_a_patched_file(base: Path, tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranges begin and end within elements and stretches of places."""
+@pytest.mark.parametrize(("count", "compress"), [(60, False), (300, False), (300, True)])  # the second is a bitmap
+def test_any_range_of_a_patched_file(
+    base: Path, tmp_path: Path, count: int, compress: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranges begin and end within elements and stretches of places; those of a frame come in any order."""
+    monkeypatch.setattr("formats.files.compressed.STEP", 100)
     monkeypatch.setattr("reshard.source.patched.STRETCH", 64)
     places = np.random.default_rng(0).permutation(740)[: count // 3]
     after = tuned(base, tmp_path / "after", {EMBED: [(int(i), 0x1234) for i in places]})
-    diff(base, after, out=tmp_path / "delta")
+    diff(base, after, out=tmp_path / "delta", compress=compress)
     found = patched(base, tmp_path / "delta")
     file = next(file for file in after.glob("*.safetensors") if EMBED in read_header(file).tensors)
     content, made = file.read_bytes(), found.files[file.name]

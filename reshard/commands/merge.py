@@ -20,7 +20,7 @@ def merge(request: WriteRequest) -> Summary:
     start, place = begun(), place_of(request.out, request.cache_dir)
     opened = open_any(request.source, request)
     is_full = opened.checkpoint is not None and all(file.header is not None for file in opened.files.values())
-    if is_full and not (request.patch or request.dequantize or request.adapter is not None):
+    if is_full and not (request.deltas or request.dequantize or request.adapter is not None):
         raise CheckpointError(
             f"{request.source} is a full checkpoint, there is nothing to merge",
             "give the folder that 'reshard split' wrote",

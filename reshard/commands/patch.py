@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from reshard.commands.merge import merge
@@ -12,9 +12,14 @@ from reshard.writing.summary import Summary
 
 @dataclass(frozen=True, kw_only=True)
 class PatchRequest(WriteRequest):
-    """What ``patch`` takes: ``source`` is the base, ``delta`` what ``diff`` wrote."""
+    """What ``patch`` takes: ``source`` is the base, ``delta`` what ``diff`` wrote, ``patch`` what follows on it."""
 
     delta: str | Path = field(repr=False)  # a URL may have a password
+
+    @property
+    def deltas(self) -> tuple[str | Path, ...]:
+        """All deltas, in their order."""
+        return (self.delta, *super().deltas)
 
 
 def patch(request: PatchRequest) -> Summary:
@@ -22,4 +27,4 @@ def patch(request: PatchRequest) -> Summary:
 
     Raises ReshardError; a delta for another base is refused before anything is written.
     """
-    return merge(replace(request, patch=request.delta))
+    return merge(request)

@@ -47,6 +47,11 @@ class Access(HubAccess):
     dequantize: bool = False
     adapter: str | Path | None = field(default=None, repr=False)
 
+    @property
+    def deltas(self) -> tuple[str | Path, ...]:
+        """The deltas that are put on the source, in their order."""
+        return (self.patch,) if isinstance(self.patch, str | Path) else tuple(self.patch)
+
 
 def find(source: str | Path, access: HubAccess, weights: Weights) -> FilePath:
     """Where a folder, a Hub id or a URL is read from; ``weights`` says how much of the weights is needed. Raises
@@ -72,7 +77,7 @@ def open_any(source: str | Path, access: Access, weights: Weights = Weights.RANG
 def open_found(path: FilePath, access: Access, weights: Weights = Weights.RANGES) -> Source:
     """Open what ``find`` has found. Raises ReshardError."""
     hub = HubAccess(token=access.token, cache_dir=access.cache_dir, quiet=access.quiet)
-    for delta in [access.patch] if isinstance(access.patch, str | Path) else access.patch:
+    for delta in access.deltas:
         from reshard.source.patched import patched  # numpy
 
         path = StoredPath(patched(path, find(delta, hub, Weights.FILES)))

@@ -167,8 +167,7 @@ def _summary(
     """What is to be done, before it is."""
     source, plan = new.source, new.arrangement.plan
     full = source.model.sizes.of({})
-    several = not isinstance(request.patch, str | Path) and len(request.patch) > 1
-    notes = [f"the delta{'s were' if several else ' was'} put on the base"] if request.patch else []
+    notes = [f"the delta{'s were' if len(request.deltas) > 1 else ' was'} put on the base"] if request.deltas else []
     if request.dequantize:
         notes.append("weights in fp8 were dequantized to BF16")
     if request.adapter is not None:

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from formats.errors import CheckpointError, ReshardError
+from formats.errors import CheckpointError, MismatchError, ReshardError
 from formats.files.compressed import OVERWRITE, XOR, Changes, Frame
 from formats.files.safetensors import build_header, read_header
 from reshard.api import diff, patch, split
@@ -92,6 +93,40 @@ def test_the_layout_is_slimes(base: Path, after: Path, delta: Path) -> None:
     assert contents(base.parent / "patched") == contents(after)
 
 
+SLIME = Path(__file__).parents[1] / "oracles" / "slime"
+"""What slime wrote, and the sums of what comes of it (``benchmarks/slime_delta.py``)."""
+
+
+@pytest.mark.parametrize("version", [1, 2, 3])
+def test_what_slime_wrote(base: Path, tmp_path: Path, version: int) -> None:
+    """Version 2 is ``overwrite``; the checksums are xxh3-128, adler32 and blake3."""
+    deltas = [SLIME / f"weight_v{number:06d}" for number in range(1, version + 1)]
+    patch(base, tmp_path / "out", delta=deltas[0], patch=deltas[1:], **ONE)
+    found = {name: sha256(data).hexdigest() for name, data in contents(tmp_path / "out").items()}
+    assert found == json.loads((SLIME / "sums.json").read_text())[version - 1]
+    with pytest.raises(MismatchError, match="its result has another checksum"):
+        patch(tmp_path / "out", tmp_path / "twice", delta=deltas[0], **ONE)
+
+
+def test_ours_is_what_slime_writes(base: Path, tmp_path: Path) -> None:
+    """The same files, names and bytes; slime's reader took both when they were recorded."""
+    theirs, ours = SLIME / "weight_v000001", tmp_path / "weight_v000001"
+    patch(base, tmp_path / "after", delta=theirs, **ONE)
+    diff(base, tmp_path / "after", out=ours, compress=True)
+    indices = [json.loads((folder / "model.safetensors.index.json").read_text()) for folder in (ours, theirs)]
+    assert [index["metadata"].pop("checksum_format") for index in indices] == ["adler32", "xxh3-128"]
+    assert indices[0] == indices[1]
+    frames = [
+        {name: unpacked(folder, name) for name in index["weight_map"]}
+        for folder, index in zip((ours, theirs), indices, strict=True)
+    ]
+    assert frames[0] == frames[1]
+
+
+def unpacked(folder: Path, name: str) -> bytes:
+    return zstandard.ZstdDecompressor().decompress(bytes_of(folder, name))
+
+
 def test_what_slime_has_no_place_for(base: Path, tmp_path: Path) -> None:
     """Tensors of another dtype, files in another number, and another tokenizer: ``delta.json`` has them."""
     other = write_checkpoint(tmp_path / "other", dtype="F32", files=1)
@@ -103,13 +138,13 @@ def test_what_slime_has_no_place_for(base: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("compress", [False, True])
 def test_a_tensor_that_is_read_in_another_order(compress: bool, tmp_path: Path) -> None:
-    """gpt-oss has gate and up row by row, vLLM one after the other: a change is stored as one, not as the tensor."""
+    """gpt-oss has gate and up row by row, Megatron one after the other: a change is stored as such, not the tensor."""
     before = store.checkpoint("gpt_oss")
     (file,) = before.glob("*.safetensors")
     name = next(name for name in read_header(file).tensors if name.endswith("experts.gate_up_proj"))
     last = tuned(before, tmp_path / "after", {name: [(1, 1), (77, 2)]})
     for folder, source in (("a", before), ("b", last)):
-        split(source, tmp_path / folder, format="vllm", tp=2, **ONE)
+        split(source, tmp_path / folder, format="megatron", tp=2, **ONE)
     diff(tmp_path / "a", tmp_path / "b", out=tmp_path / "delta", compress=compress)
     assert sum(f.stat().st_size for f in (tmp_path / "delta").glob("*.safetensors")) < 3000
     patch(before, tmp_path / "patched", delta=tmp_path / "delta", **ONE)

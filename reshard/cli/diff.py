@@ -10,7 +10,7 @@ import click
 from reshard.cli.errors import DONE, NO
 from reshard.cli.help import Command, Group, option
 from reshard.cli.options import (
-    PATH,
+    NewFolder,
     Place,
     access_options,
     debug_option,
@@ -40,7 +40,10 @@ if TYPE_CHECKING:
 )
 @click.argument("a", type=Place(), metavar="A")
 @click.argument("b", type=Place(), metavar="B")
-@option("--out", group=Group.OUTPUT, type=PATH, metavar="DELTA", help="Also write what changed, for 'reshard patch'.")
+@option(
+    "--out", group=Group.OUTPUT, type=NewFolder(), metavar="DELTA", help="Also write what changed, for 'reshard patch'."
+)
+@option("--compress", group=Group.OUTPUT, is_flag=True, help="Compress DELTA (needs zstandard).")
 @report_option("Draw what differs where, as an HTML page.")
 @access_options
 @progress_option

@@ -13,8 +13,8 @@ from typing import Protocol
 
 import numpy as np
 
-from formats.files.safetensors import tensor_bytes
-from reshard.delta.numbers import Distance, codes_of, distance, has_numbers, unit_of
+from formats.files.safetensors import tensor_bytes, unit_of
+from reshard.delta.numbers import Distance, codes_of, distance, has_numbers
 from reshard.delta.streams import Jobs, Pair, Side, Where, jobs_of_both, side_by_side
 from reshard.model.model import BoundTensor
 from reshard.move.reading import Bytes

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from formats.notation.architecture import Architecture, Rule
@@ -20,14 +20,19 @@ from formats.notation.expressions import Expression
 from formats.notation.format import Rules
 from formats.notation.format_file import format_of
 from formats.notation.format_rules import Use
+from formats.notation.unfused_experts import by_name
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a module's tensor has of a checkpoint's: the line of that one, all of it or the component ``label``."""
+    """What a module's tensor has of a checkpoint's: the line of that one, all of it or the component ``label``.
+
+    With ``at`` it is one matrix of a stack: that with the number which this index has in the module's name.
+    """
 
     source: str
     label: str | None = None
+    at: str | None = None
 
 
 @dataclass(frozen=True)
@@ -100,8 +105,40 @@ def _spelled(base: Architecture, name: str) -> str | None:
 
 
 def as_modules(base: Architecture) -> Iterator[ModuleTensor]:
-    """The tensors of a checkpoint as tensors of modules with the same names."""
-    return (ModuleTensor(name, (Part(name),), tuple(_each(of))) for name, of in base.tensors.items())
+    """The tensors of a checkpoint as tensors of modules with the same names, and each expert's part of a stack."""
+    for name, of in base.tensors.items():
+        yield ModuleTensor(name, (Part(name),), tuple(_each(of)))
+        for own, shape in by_name(name, of[0].shapes[0]).items():
+            if own.endswith(".weight"):
+                yield _of_expert(own, shape, name, of[0])
+
+
+def _of_expert(name: str, shape: Shape, source: str, of: Rule) -> ModuleTensor:
+    stack = of.shapes[0]
+    label = name.split(".")[-2].removesuffix("_proj") if len(by_name(source, stack)) > 1 else None
+    part = Part(source, label, str(stack.dims[0].axis))
+    return ModuleTensor(name, (part,), ((shape, of.when),), turned=stack.arrow is not None)
+
+
+def in_halves(tensor: ModuleTensor, base: Architecture) -> ModuleTensor:
+    """A stack that joins components index by index, with these one after the other; else the same."""
+    if len(tensor.parts) > 1 or tensor.parts[0].label is not None or tensor.stacked is not None:
+        return tensor
+    source = tensor.parts[0].source
+    found = [each for each in as_modules(base) if each.parts[0].source == source and each.parts[0].label is not None]
+    stack = base.tensors[source][0].shapes[0]
+    if not found or all(str(each.parts[0].label) in _labels(stack) for each in found):
+        return tensor
+    outs = [each.shapes[0][0].dims[0] for each in found]
+    joined = Dim(tuple(Summand((dim,), f"part{place}") for place, dim in enumerate(outs)))
+    dims = (stack.dims[0], joined, found[0].shapes[0][0].dims[1])
+    parts = tuple(replace(each.parts[0], at=None) for each in found)
+    return ModuleTensor(tensor.name, parts, ((Shape(dims), tensor.shapes[0][1]),), turned=stack.arrow is not None)
+
+
+def _labels(shape: Shape) -> set[str | None]:
+    """The components that lie one after the other."""
+    return {summand.label for dim in shape.dims for summand in dim.summands}
 
 
 def _use(rules: Rules, name: str) -> Use | None:

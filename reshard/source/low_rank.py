@@ -17,20 +17,22 @@ from formats.documents import Unfit, number
 from formats.errors import MismatchError, PlanError
 from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, Checkpoint
 from formats.files.safetensors import TensorInfo
+from formats.notation.adapter_file import Factor
 from formats.notation.adapters import (
     PREFIX,
     SETTINGS,
+    Form,
     Settings,
     Wrapped,
     adapter_architecture,
     belongings,
-    first_is_input,
+    form_of,
     of_pattern,
     patterns_of,
     settings_of,
 )
 from formats.notation.architecture import Architecture
-from formats.notation.axes import Dim
+from formats.notation.components import indices_of
 from formats.notation.module_names import ModuleTensor, Part
 from formats.notation.patterns import Pattern
 from reshard.model.binding import bind
@@ -47,21 +49,25 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mifa")
 """Ways to begin the training that change the base model."""
 _NO_PART, _WITH_PEFT = "it is no part of plain LoRA", "merge it with PEFT (merge_and_unload)"
 _OF_BASE = ("base_layer.weight", "base_layer.bias")
-_A, _B = ("lora_A.weight", "lora_embedding_A"), ("lora_B.weight", "lora_embedding_B")
+_A, _B = ("lora_A.weight", "A.weight", "A", "lora_embedding_A"), ("lora_B.weight", "B.weight", "B", "lora_embedding_B")
 
+
+_LINEAR = Form(Factor("A", "rank in"), Factor("B", "out rank"))
+"""A and B of one matrix; of an embedding, the input is the vocabulary."""
 
 _Names = Mapping[tuple[str, tuple[tuple[str, int], ...]], TensorInfo]
 """A checkpoint's tensors by their lines and indices."""
 
 
 class Product(NamedTuple):
-    """``scale`` times B A, for each of ``experts``: ``a`` is ``(expert r) x``, ``b`` is ``y (r expert)``.
+    """``scale`` times B A, for each of ``experts``: the axes of ``a`` and ``b`` are those of ``form``.
 
-    It has y as rows; with ``crossed``, x. ``turned``: the weight has the rows as columns.
+    It has the output as rows; with ``crossed``, the input. ``turned``: the weight has the rows as columns.
     """
 
     a: TensorInfo
     b: TensorInfo
+    form: Form
     experts: int
     crossed: bool
     turned: bool
@@ -70,15 +76,24 @@ class Product(NamedTuple):
     @property
     def shape(self) -> tuple[int, int]:
         """Rows and columns, before they are turned."""
-        sides = self.b.shape[0], self.a.shape[1]
-        return (sides[1], sides[0]) if self.crossed else sides
+        sizes = self.sizes
+        return (sizes["in"], sizes["out"]) if self.crossed else (sizes["out"], sizes["in"])
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of input, output and rank."""
+        found = {"expert": self.experts}
+        for info, factor in ((self.a, self.form.a), (self.b, self.form.b)):
+            for length, axes in zip(info.shape, factor.dims, strict=True):
+                found[axes[-1] if len(axes) == 1 else "rank"] = length if len(axes) == 1 else length // self.experts
+        return found
 
 
 class Term(NamedTuple):
     """What is added to a matrix of a weight: rows (``along`` is 0) or columns ``at`` to ``at + length`` of a product.
 
-    They are added to those from ``begin`` on along the same dimension, as it is in the product. ``matrix`` is the
-    matrix's number in a weight that is a stack, ``expert`` that of the product.
+    They are added to those from ``begin`` on along the same dimension, as it is in the product, to each ``step``-th.
+    ``matrix`` is the matrix's number in a weight that is a stack, ``expert`` that of the product.
     """
 
     product: Product
@@ -88,6 +103,7 @@ class Term(NamedTuple):
     begin: int
     at: int
     length: int
+    step: int = 1
 
 
 @dataclass(frozen=True)
@@ -210,54 +226,59 @@ class _Merging:
         self, place: str, a: BoundTensor, b: BoundTensor, each: Wrapped, names: _Names
     ) -> Iterator[tuple[str, Term]]:
         """The terms of a pair of A and B, each with the name of the weight to which it is added."""
-        indices, is_embedding = self._indices(a), a.template.endswith(_A[1])
+        indices, is_embedding = self._indices(a), a.template.endswith(_A[-1])
         tensor, parts = self._made_of(each, indices, names)
-        crossed = True if is_embedding else first_is_input(each, a.kind.rule, self.lora)
-        if crossed is None:
-            raise PlanError(f"{ADAPTER}: '{a.name}': which side is the input cannot be told without peft_version")
+        form = stack_form(each, a, b) if each.is_stack else _LINEAR
+        crossed = is_embedding or tensor.shapes[0][0].arrow is not None
         if is_embedding:
             self._check_untied(parts[0][0], a)
         experts = (len(parts[0]) if tensor.stacked else parts[0][0].shape[0]) if each.is_stack else 1
-        if not a.shape[0] == b.shape[1] or a.shape[0] % experts:
+        product = Product(self.tensors[a.name], self.tensors[b.name], form, experts, crossed, tensor.turned, 1.0)
+        rank = product.sizes["rank"]
+        if math.prod(a.shape) != experts * rank * product.sizes[form.a.side] or (
+            math.prod(b.shape) != experts * rank * product.sizes[form.b.side]
+        ):
             raise self._does_not_fit(a, b, parts[0][0])
-        scale = self.scales.of(self._key(place, each), a.shape[0] // experts)
-        product = Product(self.tensors[a.name], self.tensors[b.name], experts, crossed, tensor.turned, scale)
+        product = product._replace(scale=self.scales.of(self._key(place, each), rank))
         along, at = self._along(tensor), 0
         for part, weights in zip(tensor.parts, parts, strict=True):
-            begin, length = self._extent(part, weights[0], along ^ tensor.turned, indices)
+            begin, length, step = self._extent(part, weights[0], along ^ tensor.turned, indices)
             for expert in range(experts):
-                place_in = (0, expert) if not tensor.stacked else (expert, 0)
-                weight = weights[place_in[0]]
+                number, matrix = (expert, 0) if tensor.stacked else (0, indices[part.at] if part.at else expert)
+                weight = weights[number]
                 sides = weight.shape[-2:][:: -1 if tensor.turned else 1]
                 if sides[1 - along] != product.shape[1 - along] or weight.dtype not in FLOATS:
                     raise self._does_not_fit(a, b, weight)
-                yield weight.name, Term(product, expert, place_in[1], along, begin, at, length)
+                yield weight.name, Term(product, expert, matrix, along, begin, at, length, step)
             at += length
         if at != product.shape[along]:
             raise self._does_not_fit(a, b, parts[0][0])
 
     def _key(self, place: str, each: Wrapped) -> str:
         """The name with which the patterns of ranks and alphas are compared."""
-        module = re.sub(r"(\.base_layer)*$", "", place.removeprefix(PREFIX).rstrip("."))
-        return f"{module}.{each.name.rpartition('.')[2]}" if self.lora.is_target(each.name) else module
+        module = re.sub(r"(\.base_layer)*(\.lora_.*)?$", "", place.removeprefix(PREFIX).rstrip("."))
+        leaf = each.name.rpartition(".")[2]
+        return f"{module}.{leaf}" if self.lora.is_target(each.name) and not module.endswith(f".{leaf}") else module
 
     def _along(self, tensor: ModuleTensor) -> int:
         """The dimension of a matrix along which the parts of a tensor are joined: its output."""
         return int(tensor.shapes[0][0].arrow is not None)
 
-    def _extent(self, part: Part, weight: TensorInfo, dim: int, indices: Mapping[str, int]) -> tuple[int, int]:
-        """The rows (``dim`` is 0) or columns of a weight's matrices that a part has: the first and their number."""
+    def _extent(self, part: Part, weight: TensorInfo, dim: int, indices: Mapping[str, int]) -> tuple[int, int, int]:
+        """The rows (``dim`` is 0) or columns of a weight's matrices that a part has: the first, their number, and the
+        distance between them.
+        """
         length = weight.shape[-2:][dim]
         if part.label is None:
-            return 0, length
+            return 0, length, 1
         packed, sizes = self.base.tensors[part.source][0].shapes[0].dims[-2:][dim], self.model.sizes.of(dict(indices))
-        begin = 0
-        for summand in packed.summands:
-            own = Dim((summand,)).size(sizes)
-            if summand.label == part.label:
-                return begin, own
-            begin += own
-        return 0, length
+        found = indices_of(packed, part.label, sizes)
+        if not found:
+            return 0, length, 1
+        step = found[1] - found[0] if len(found) > 1 else 1
+        if found != [*range(found[0], found[-1] + 1, step)]:
+            raise PlanError(f"{ADAPTER}: '{part.label}' lies in several pieces in '{weight.name}'", _WITH_PEFT)
+        return found[0], len(found), step
 
     def _check_untied(self, weight: TensorInfo, a: BoundTensor) -> None:
         """Raise PlanError if the embedding is the head too: the adapter changes one of them alone."""
@@ -293,6 +314,14 @@ def _numbered(part: Part, stacked: str | None, indices: Mapping[str, int], names
         yield info
         if stacked is None:
             return
+
+
+def stack_form(each: Wrapped, a: BoundTensor, b: BoundTensor) -> Form:
+    """How the A and B of a stack lie. Raises PlanError if that cannot be told."""
+    found = form_of(each, a.kind.rule, (a.shape[-1], b.shape[0]))
+    if found is None:
+        raise PlanError(f"{ADAPTER}: '{a.name}': which side is the input cannot be told without peft_version")
+    return found
 
 
 _OTHER_BASE = "give the base model that the adapter was trained on"

@@ -82,6 +82,12 @@ class Settings:
         """Whether a parameter's name ends as one of ``target_parameters``, in which an index may be a number."""
         return any(_ends_as(name, target) for target in self.targets)
 
+    def key_of(self, place: str, each: Wrapped) -> str:
+        """What the patterns of ranks and alphas are compared with, given what the names of A and B begin with."""
+        module = re.sub(r"(\.base_layer)*(\.lora_.*)?$", "", place.removeprefix(PREFIX).rstrip("."))
+        leaf = each.name.rpartition(".")[2]
+        return f"{module}.{leaf}" if self.is_target(each.name) and not module.endswith(f".{leaf}") else module
+
 
 def settings_of(found: object, where: object) -> Settings:
     """Read ``adapter_config.json``. Raises PlanError for an adapter that is not LoRA, or of another form."""
@@ -172,6 +178,11 @@ class Wrapped:
     def name(self) -> str:
         """The parameter's name."""
         return self.tensors[0].name
+
+    @property
+    def module(self) -> str:
+        """The name of the module that has it."""
+        return self.name.rpartition(".")[0]
 
     def key(self, settings: Settings) -> str:
         """What the patterns of ranks are compared with: a parameter's name if it is a target itself, or its module."""

@@ -7,7 +7,6 @@ rank-stabilised. Source: peft/tuners/lora/layer.py (``get_delta_weight``), peft/
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -19,7 +18,6 @@ from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, Checkpoint
 from formats.files.safetensors import TensorInfo
 from formats.notation.adapter_file import Factor
 from formats.notation.adapters import (
-    PREFIX,
     SETTINGS,
     Form,
     Settings,
@@ -49,10 +47,13 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mifa")
 """Ways to begin the training that change the base model."""
 _NO_PART, _WITH_PEFT = "it is no part of plain LoRA", "merge it with PEFT (merge_and_unload)"
 _OF_BASE = ("base_layer.weight", "base_layer.bias")
-_A, _B = ("lora_A.weight", "A.weight", "A", "lora_embedding_A"), ("lora_B.weight", "B.weight", "B", "lora_embedding_B")
+A_ENDS, B_ENDS = (
+    ("lora_A.weight", "A.weight", "A", "lora_embedding_A"),
+    ("lora_B.weight", "B.weight", "B", "lora_embedding_B"),
+)
 
 
-_LINEAR = Form(Factor("A", "rank in"), Factor("B", "out rank"))
+LINEAR = Form(Factor("A", "rank in"), Factor("B", "out rank"))
 """A and B of one matrix; of an embedding, the input is the vocabulary."""
 
 _Names = Mapping[tuple[str, tuple[tuple[str, int], ...]], TensorInfo]
@@ -81,12 +82,17 @@ class Product(NamedTuple):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes of input, output and rank."""
-        found = {"expert": self.experts}
-        for info, factor in ((self.a, self.form.a), (self.b, self.form.b)):
-            for length, axes in zip(info.shape, factor.dims, strict=True):
-                found[axes[-1] if len(axes) == 1 else "rank"] = length if len(axes) == 1 else length // self.experts
-        return found
+        """The sizes of expert, rank, in and out."""
+        return factor_sizes(self.a.shape, self.b.shape, self.form, self.experts)
+
+
+def factor_sizes(a: Sequence[int], b: Sequence[int], form: Form, experts: int) -> dict[str, int]:
+    """The sizes of expert, rank, in and out, given the shapes of A and B."""
+    found = {"expert": experts}
+    for shape, factor in ((a, form.a), (b, form.b)):
+        for length, axes in zip(shape, factor.dims, strict=True):
+            found[axes[-1] if len(axes) == 1 else "rank"] = length if len(axes) == 1 else length // experts
+    return found
 
 
 class Term(NamedTuple):
@@ -125,7 +131,7 @@ def changes_of(base: Architecture, checkpoint: Checkpoint, settings: Any, tensor
     architecture = adapter_architecture(base, config, ADAPTER)
     found = [FullTensor(info.name, info.dtype, info.shape, info.file.name) for info in tensors.values()]
     model = bind(architecture, config, found)
-    merging = _Merging(base, checkpoint, lora, _Scales(settings, lora), model, tensors)
+    merging = _Merging(base, checkpoint, lora, Scales(settings, lora), model, tensors)
     return merging.changes(belongings(base, config, lora))
 
 
@@ -141,7 +147,7 @@ def _refuse(settings: Mapping[str, Any]) -> None:
         raise PlanError(f"{ADAPTER_CONFIG}: an adapter with '{asked}' is not merged, only plain LoRA", _WITH_PEFT)
 
 
-class _Scales:
+class Scales:
     """The factor of each module's product."""
 
     def __init__(self, settings: Mapping[str, Any], lora: Settings) -> None:
@@ -157,8 +163,20 @@ class _Scales:
         said = of_pattern(self._lora.ranks, key, self._lora.rank)
         if said != rank:
             raise MismatchError(f"{ADAPTER}: '{key}' has rank {rank}, and {ADAPTER_CONFIG} says {said}")
-        alpha = of_pattern(self._alphas, key, self._alpha)
-        return alpha / (math.sqrt(rank) if self._stabilised else rank)
+        return self.alpha(key) / self._root(rank)
+
+    def alpha(self, key: str) -> float:
+        """The alpha of what a name covers."""
+        return of_pattern(self._alphas, key, self._alpha)
+
+    def alpha_for(self, scale: float, rank: int) -> float | None:
+        """The alpha with which the factor is ``scale`` to the last bit; None if there is none."""
+        near = scale * self._root(rank)
+        tried = (self._alpha, round(near), near, math.nextafter(near, 0), math.nextafter(near, math.inf))
+        return next((alpha for alpha in tried if alpha / self._root(rank) == scale), None)
+
+    def _root(self, rank: int) -> float:
+        return math.sqrt(rank) if self._stabilised else rank
 
 
 @dataclass(frozen=True)
@@ -166,7 +184,7 @@ class _Merging:
     base: Architecture
     checkpoint: Checkpoint
     lora: Settings
-    scales: _Scales
+    scales: Scales
     model: Model
     tensors: Mapping[str, TensorInfo]
 
@@ -176,7 +194,7 @@ class _Merging:
         names = self._names()
         for tensor in self.model.tensors:
             each, suffix = lines.get(tensor.template, (None, ""))
-            if each is None or suffix not in {*_A, *_B, *_OF_BASE}:
+            if each is None or suffix not in {*A_ENDS, *B_ENDS, *_OF_BASE}:
                 why = "it is in a part of the model without rules" if tensor.template.endswith("*") else _NO_PART
                 raise PlanError(f"{ADAPTER}: tensor '{tensor.name}' is not merged: {why}", _WITH_PEFT)
             if suffix in _OF_BASE:
@@ -185,7 +203,7 @@ class _Merging:
                 replaced[weight.name] = self.tensors[tensor.name]
             else:
                 place = tensor.name.removesuffix(suffix)
-                pairs.setdefault(place, {})["A" if suffix in _A else "B"] = tensor, each
+                pairs.setdefault(place, {})["A" if suffix in A_ENDS else "B"] = tensor, each
         terms: dict[str, list[Term]] = {}
         for place, pair in pairs.items():
             if pair.keys() != {"A", "B"}:
@@ -226,9 +244,9 @@ class _Merging:
         self, place: str, a: BoundTensor, b: BoundTensor, each: Wrapped, names: _Names
     ) -> Iterator[tuple[str, Term]]:
         """The terms of a pair of A and B, each with the name of the weight to which it is added."""
-        indices, is_embedding = self._indices(a), a.template.endswith(_A[-1])
+        indices, is_embedding = self._indices(a), a.template.endswith(A_ENDS[-1])
         tensor, parts = self._made_of(each, indices, names)
-        form = stack_form(each, a, b) if each.is_stack else _LINEAR
+        form = stack_form(each, a, b) if each.is_stack else LINEAR
         crossed = is_embedding or tensor.shapes[0][0].arrow is not None
         if is_embedding:
             self._check_untied(parts[0][0], a)
@@ -239,7 +257,7 @@ class _Merging:
             math.prod(b.shape) != experts * rank * product.sizes[form.b.side]
         ):
             raise self._does_not_fit(a, b, parts[0][0])
-        product = product._replace(scale=self.scales.of(self._key(place, each), rank))
+        product = product._replace(scale=self.scales.of(self.lora.key_of(place, each), rank))
         along, at = self._along(tensor), 0
         for part, weights in zip(tensor.parts, parts, strict=True):
             begin, length, step = self._extent(part, weights[0], along ^ tensor.turned, indices)
@@ -253,12 +271,6 @@ class _Merging:
             at += length
         if at != product.shape[along]:
             raise self._does_not_fit(a, b, parts[0][0])
-
-    def _key(self, place: str, each: Wrapped) -> str:
-        """The name with which the patterns of ranks and alphas are compared."""
-        module = re.sub(r"(\.base_layer)*(\.lora_.*)?$", "", place.removeprefix(PREFIX).rstrip("."))
-        leaf = each.name.rpartition(".")[2]
-        return f"{module}.{leaf}" if self.lora.is_target(each.name) and not module.endswith(f".{leaf}") else module
 
     def _along(self, tensor: ModuleTensor) -> int:
         """The dimension of a matrix along which the parts of a tensor are joined: its output."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, TypeVar
 
 from formats.documents import Reader, Unfit, items, json_object, mapping, text, whole
@@ -28,7 +28,14 @@ from formats.notation.adapter_file import (
 from formats.notation.architecture import Architecture
 from formats.notation.architecture_document import architecture_from_document, to_document
 from formats.notation.axes import Dim, Shape, Summand
-from formats.notation.module_names import ModuleTensor, as_modules, in_halves, module_tensors, with_first_indices
+from formats.notation.module_names import (
+    ModuleTensor,
+    as_modules,
+    in_halves,
+    module_tensors,
+    of_experts,
+    with_first_indices,
+)
 
 PREFIX = "base_model.model."
 """What stands before a module's name in an adapter."""
@@ -192,7 +199,8 @@ class Wrapped:
 def parameters(base: Architecture, config: Mapping[str, Any]) -> Mapping[str, tuple[ModuleTensor, ...]]:
     """The tensors of a model by the names of modules, and by those of checkpoints, which are modules' elsewhere."""
     found: dict[str, tuple[ModuleTensor, ...]] = {}
-    for tensor in (*module_tensors(base, config), *as_modules(base)):
+    own = [*module_tensors(base, config), *as_modules(base)]
+    for tensor in (*own, *chain.from_iterable(map(of_experts, own))):
         if tensor not in (others := found.get(tensor.name, ())):
             found[tensor.name] = (*others, tensor)
     return found
@@ -221,12 +229,18 @@ def stacks_elsewhere(
     base: Architecture, config: Mapping[str, Any], names: Sequence[str] | None = None
 ) -> Iterator[tuple[AdapterFormat, Wrapped]]:
     """The stacks of experts as programs other than PEFT name their A and B; of these ``names`` of formats, if given."""
-    experts = {axis for family in base.families.get("ep", ()) for axis in family}
+    experts = expert_axes(base, config)
     for format in map(adapter_format, adapter_format_names() if names is None else names):
         for tensors in parameters(base, config).values() if format.factors and format.since is None else ():
-            own = tuple(in_halves(each, base) for each in tensors) if format.halves else tensors
+            own = tuple(map(in_halves, tensors)) if format.halves else tensors
             if tensors[0].dims == 3 and tensors[0].shapes[0][0].dims[0].axis in experts:
                 yield format, Wrapped(own, *_placed([_form(format, own[0], config)]))
+
+
+def expert_axes(base: Architecture, config: Mapping[str, Any]) -> frozenset[str]:
+    """The axes of experts: those of expert parallelism, and those along which modules stack tensors."""
+    stacked = {tensor.stacked for tensor in module_tensors(base, config) if tensor.stacked is not None}
+    return frozenset(axis for family in base.families.get("ep", ()) for axis in family) | stacked
 
 
 def _form(

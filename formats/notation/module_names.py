@@ -105,35 +105,36 @@ def _spelled(base: Architecture, name: str) -> str | None:
 
 
 def as_modules(base: Architecture) -> Iterator[ModuleTensor]:
-    """The tensors of a checkpoint as tensors of modules with the same names, and each expert's part of a stack."""
-    for name, of in base.tensors.items():
-        yield ModuleTensor(name, (Part(name),), tuple(_each(of)))
-        for own, shape in by_name(name, of[0].shapes[0]).items():
-            if own.endswith(".weight"):
-                yield _of_expert(own, shape, name, of[0])
+    """The tensors of a checkpoint as tensors of modules with the same names."""
+    return (ModuleTensor(name, (Part(name),), tuple(_each(of))) for name, of in base.tensors.items())
 
 
-def _of_expert(name: str, shape: Shape, source: str, of: Rule) -> ModuleTensor:
-    stack = of.shapes[0]
-    label = name.split(".")[-2].removesuffix("_proj") if len(by_name(source, stack)) > 1 else None
-    part = Part(source, label, str(stack.dims[0].axis))
-    return ModuleTensor(name, (part,), ((shape, of.when),), turned=stack.arrow is not None)
+def of_experts(stack: ModuleTensor) -> Iterator[ModuleTensor]:
+    """The matrices of each expert, under names of their own, of a tensor that a checkpoint has for all of them."""
+    whole = stack.parts[0]
+    if not stack.shapes or len(stack.parts) > 1 or whole.label is not None or stack.stacked is not None:
+        return
+    shape, when = stack.shapes[0]
+    found = by_name(stack.name, shape)
+    for name, own in found.items():
+        if name.endswith(".weight"):
+            label = name.split(".")[-2].removesuffix("_proj") if len(found) > 1 else None
+            part = Part(whole.source, label, str(shape.dims[0].axis))
+            turned = stack.turned != (shape.arrow is not None)
+            yield ModuleTensor(name, (part,), ((own, when),), turned=turned)
 
 
-def in_halves(tensor: ModuleTensor, base: Architecture) -> ModuleTensor:
+def in_halves(tensor: ModuleTensor) -> ModuleTensor:
     """A stack that joins components index by index, with these one after the other; else the same."""
-    if len(tensor.parts) > 1 or tensor.parts[0].label is not None or tensor.stacked is not None:
+    found = [each for each in of_experts(tensor) if each.parts[0].label is not None]
+    if not found or all(str(each.parts[0].label) in _labels(tensor.shapes[0][0]) for each in found):
         return tensor
-    source = tensor.parts[0].source
-    found = [each for each in as_modules(base) if each.parts[0].source == source and each.parts[0].label is not None]
-    stack = base.tensors[source][0].shapes[0]
-    if not found or all(str(each.parts[0].label) in _labels(stack) for each in found):
-        return tensor
+    stack = tensor.shapes[0][0]
     outs = [each.shapes[0][0].dims[0] for each in found]
     joined = Dim(tuple(Summand((dim,), f"part{place}") for place, dim in enumerate(outs)))
     dims = (stack.dims[0], joined, found[0].shapes[0][0].dims[1])
     parts = tuple(replace(each.parts[0], at=None) for each in found)
-    return ModuleTensor(tensor.name, parts, ((Shape(dims), tensor.shapes[0][1]),), turned=stack.arrow is not None)
+    return ModuleTensor(tensor.name, parts, ((Shape(dims), tensor.shapes[0][1]),), turned=found[0].turned)
 
 
 def _labels(shape: Shape) -> set[str | None]:

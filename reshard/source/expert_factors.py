@@ -23,10 +23,12 @@ from formats.errors import MismatchError, PlanError
 from formats.files.checkpoint import ADAPTER
 from formats.files.safetensors import TensorInfo
 from formats.notation.adapter_file import AdapterFormat
-from formats.notation.adapters import Form, Settings, Wrapped, parameters, stacks_elsewhere, wrapped
+from formats.notation.adapters import Form, Settings, Wrapped, expert_axes, parameters, stacks_elsewhere, wrapped
 from formats.notation.architecture import Architecture
+from formats.notation.axes import Shape
 from formats.notation.components import indices_of
-from formats.notation.module_names import ModuleTensor, Part
+from formats.notation.expressions import Expression
+from formats.notation.module_names import ModuleTensor, Part, module_tensors
 from formats.notation.patterns import Pattern
 from reshard.model.model import Model
 from reshard.source.low_rank import LINEAR
@@ -111,7 +113,7 @@ class Experts:
     @cached_property
     def axes(self) -> frozenset[str]:
         """The axes of experts."""
-        return frozenset(axis for family in self.base.families.get("ep", ()) for axis in family)
+        return expert_axes(self.base, self.model.config)
 
     def is_expert(self, each: Wrapped) -> bool:
         """Whether a parameter is of experts: all of them, or one."""
@@ -134,7 +136,8 @@ class Experts:
 
     def sizes(self, of: Matrices) -> dict[str, int]:
         """The sizes of expert, in and out."""
-        shape, sizes = of.tensor.shapes[0][0], self.model.sizes.of(dict(of.indices))
+        sizes = self.model.sizes.of(dict(of.indices))
+        shape = self._shape(of.tensor.shapes, of.indices)
         first, second = (dim.size(sizes) for dim in shape.dims[-2:])
         sides = (second, first) if shape.arrow is not None else (first, second)
         experts = 1 if of.expert is not None else shape.dims[0].size(sizes)
@@ -144,13 +147,23 @@ class Experts:
         """The indices along the output of a checkpoint's tensor that a part has."""
         part = part if part.at is None else Part(part.source, part.label)
         if (part, indices) not in self.rows:
-            sizes, rules = self.model.sizes.of(dict(indices)), self.base.tensors[part.source]
-            holds = (each for each in rules if each.when is None or self.model.sizes.evaluate(each.when, dict(indices)))
-            shape = next(holds, rules[0]).shapes[0]
+            sizes = self.model.sizes.of(dict(indices))
+            rules = self.base.tensors[part.source]
+            shape = self._shape([(shape, rule.when) for rule in rules for shape in rule.shapes], indices)
             out = shape.dims[-2:][int(shape.arrow is not None)]
             found = range(out.size(sizes)) if part.label is None else indices_of(out, part.label, sizes)
             self.rows[part, indices] = np.array(found, np.int64)
         return self.rows[part, indices]
+
+    def _shape(self, of: Sequence[tuple[Shape, Expression | None]], indices: Indices) -> Shape:
+        """The first shape whose condition holds and all of whose axes have a size."""
+        known = self.model.sizes.of(dict(indices)).keys()
+        holds = (
+            shape
+            for shape, when in of
+            if shape.axes <= known and (when is None or self.model.sizes.evaluate(when, dict(indices)))
+        )
+        return next(holds, of[0][0])
 
 
 # ------------------------------------------------------------------------------------------------------------- targets
@@ -181,6 +194,7 @@ def _asked(experts: Experts, sources: Mapping[Weight, object], format: AdapterFo
     """The matrices that are made: those that have rows of a source, and what PEFT wraps with them."""
     parts: dict[str, list[tuple[Wrapped, ModuleTensor]]] = defaultdict(list)
     wrapped_with: dict[str, list[tuple[Wrapped, ModuleTensor]]] = defaultdict(list)
+    there: set[tuple[str, Indices, int | None]] = set()
     for each in _parameters(experts, {weight.line for weight in sources}, format):
         if format.since is not None:
             wrapped_with[each.module].append((each, each.tensors[0]))
@@ -191,26 +205,30 @@ def _asked(experts: Experts, sources: Mapping[Weight, object], format: AdapterFo
         if line not in parts:
             raise PlanError(f"'{line}' has no place in the format '{format.name}'")
         for each, tensor in dict.fromkeys(parts[line]):
-            for other, own in wrapped_with.get(each.module, [(each, tensor)]):
-                yield Matrices(other, own, indices, None if each.is_stack else expert)
+            for other, own in [(each, tensor), *wrapped_with[each.module]]:
+                of = Matrices(other, own, indices, None if each.is_stack else expert)
+                if (other.name, indices, of.expert) not in there:
+                    there.add((other.name, indices, of.expert))
+                    yield of
 
 
 def _parameters(experts: Experts, lines: set[str], format: AdapterFormat) -> Iterator[Wrapped]:
     """The parameters of experts in a format, of which some row is in one of these lines."""
     base, config = experts.base, experts.model.config
+    modules = {tensor.name for tensor in module_tensors(base, config)}
     if format.factors is None:
         for name, tensors in parameters(base, config).items():
             each = Wrapped(tensors, f"{name.removesuffix('weight')}")
             if tensors[0].dims == 2 and name.endswith(".weight") and experts.is_expert(each):
                 yield each
     elif format.since is None:
-        yield from (each for _, each in stacks_elsewhere(base, config, (format.name,)))
+        yield from (each for _, each in stacks_elsewhere(base, config, (format.name,)) if each.name in modules)
     else:
         names = {
             name
             for name, tensors in parameters(base, config).items()
             for part in chain.from_iterable(tensor.parts for tensor in tensors)
-            if tensors[0].dims == 3 and part.source in lines
+            if tensors[0].dims == 3 and part.source in lines and name in modules
         }
         wanted = Settings(1, {}, tuple(sorted(names)), format.since)
         yield from (each for each in wrapped(base, config, wanted) if each.is_stack)

@@ -32,8 +32,8 @@ RANK, ALPHA = 3, 6
 
 
 class Case(NamedTuple):
-    """A model of the zoo, vLLM's class ("": it needs torchvision, and renames nothing here), a module of a checkpoint with its experts (0: a dense MLP) and its sizes, the
-    names of gate, up and down, and the form that vLLM takes.
+    """A model of the zoo, vLLM's class ("": importing it needs torchvision), a module and its experts (0: a dense MLP),
+    its sizes, the names of gate, up and down in a checkpoint, and the form that vLLM takes.
     """
 
     name: str

@@ -52,10 +52,11 @@ class VerifyRequest(Access, RunSettings):
         given = {field.name for field in fields(self) if getattr(self, field.name) != field.default}
         if self.engine is None and (lonely := sorted(given & {"engine_python", "engine_mesh"})):
             raise refused(lonely[0], None, "no engine is asked for", instead=({"engine": None},))
-        if self.dequantize and (not self.exact_only or self.engine is not None):
-            advice = "to run the model, write the dequantized checkpoint in the format 'huggingface', and give that"
+        computed = next((name for name in ("dequantize", "patch") if getattr(self, name)), None)
+        if computed is not None and (not self.exact_only or self.engine is not None):
+            advice = "to run the model, write it with 'reshard split --as huggingface' first, and give that"
             instead = () if self.exact_only else ({"exact_only": True},)
-            raise refused("dequantize", True, "bytes alone can be compared", instead=instead, advice=advice)
+            raise refused(computed, None, "bytes alone can be compared", instead=instead, advice=advice)
         of_a_run = given & {*_OF_A_RUN} - ({"dtype", "seed"} if self.engine is not None else set())
         if self.exact_only and of_a_run:
             raise refused(min(of_a_run), None, "it is of the forward pass", beside={"exact_only": True})

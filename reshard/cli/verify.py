@@ -27,6 +27,7 @@ from reshard.cli.options import (
     dtype_option,
     hub_options,
     json_option,
+    patch_option,
     quiet_option,
     report_option,
     request_of,
@@ -70,6 +71,7 @@ def _meshes(_: click.Context, option: click.Parameter, texts: tuple[str, ...]) -
 @option("--backward", group=Group.WHAT, is_flag=True, help="Compare the gradient of every weight too.")
 @option("--engine", group=Group.WHAT, type=click.Choice(["vllm", "megatron"]),
         help="Also run SHARDS in the engine they are for.")  # fmt: skip
+@patch_option
 @dequantize_option
 @option("--plan", "plan_file", group=Group.WHERE, type=FILE, metavar="FILE",
         help="The file with which SHARDS were split.")  # fmt: skip

@@ -10,6 +10,7 @@ import json
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from formats.documents import read_config
 from formats.errors import CheckpointError, ReshardError
 from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, CONFIG, MODEL
 from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header, read_header
+from formats.notation.adapter_file import version_of
 from formats.notation.adapters import SETTINGS, settings_of
 from reshard.mesh.plan import Box, Plan
 from reshard.mesh.rank_config import rank_config
@@ -33,8 +35,6 @@ from verify.run_settings import BYTES_ALONE
 
 _CHUNK = 64 << 20
 _WRAPPED = ".base_layer"
-_TURNED = (0, 19)
-"""The first version of PEFT that exchanges the input and the output of experts."""
 
 
 # -------------------------------------------------------------------------------------------------------- the original
@@ -65,16 +65,14 @@ def apply(model: Any, folder: Path, dtype: torch.dtype) -> None:
 
 
 def _check_version(folder: Path) -> None:
-    """Raise CheckpointError for an adapter of experts that the installed PEFT reads otherwise than the one that wrote
-    it.
-    """
-    settings = settings_of(read_config(folder / ADAPTER_CONFIG), folder)
-    installed = tuple(int(part) for part in version("peft").split(".")[:2])
-    if settings.targets and settings.version is not None and (settings.version < _TURNED) != (installed < _TURNED):
-        own, ours = (".".join(map(str, each)) for each in (settings.version, installed))
+    """Raise CheckpointError for an adapter of experts whose A and B the installed PEFT takes for something else."""
+    settings, installed = settings_of(read_config(folder / ADAPTER_CONFIG), folder), version("peft")
+    (here,) = replace(settings, version=version_of(installed)).formats()
+    if settings.targets and (settings.grouped or here not in settings.formats()):
+        own = "Unsloth" if settings.grouped else f"PEFT {'.'.join(map(str, settings.version or ()))}"
         raise CheckpointError(
-            f"{folder} was written by PEFT {own}, and PEFT {ours} takes its experts' input for their output",
-            f"install PEFT {own}; {BYTES_ALONE}",
+            f"{folder} was written by {own}, and PEFT {installed} reads its experts otherwise",
+            f"'reshard split ADAPTER OUT --as peft --config BASE' converts it; {BYTES_ALONE}",
         )
 
 

@@ -355,6 +355,11 @@ class _Conversion:
         axes = Pattern(of.each.name).indices - {name for name, _ in of.indices}
         return dict(of.indices) | ({next(iter(axes)): of.expert} if of.expert is not None else {})
 
+    def unprefixed(self, name: str) -> str:
+        """A name without what this adapter's names begin with, if the rules' begin with something else."""
+        own, here = self._spelling
+        return name if here == own else name.removeprefix(here)
+
     def module_of(self, target: Target) -> str:
         """The name of the parameter that a target changes; without ``.weight``, that of its module."""
         return self._spelled(_filled(target.of.each.name, self.indices_of(target))).removesuffix(".weight")
@@ -411,6 +416,7 @@ def _numbers(of: _Conversion, copies: Sequence[_Copy], made: Sequence[Target]) -
         if alpha is None:
             raise PlanError(f"no alpha gives '{of.module_of(target)}' of rank {rank} its factor {scale}", _MERGE_IT)
         own.append((of.module_of(target), rank, alpha))
+    own = [(of.unprefixed(name), rank, alpha) for name, rank, alpha in own]
     ranks, alphas = dict[str, Any](), dict[str, Any]()
     for found, place, usual in ((ranks, 1, settings["r"]), (alphas, 2, settings["lora_alpha"])):
         alike: dict[str, dict[str, Any]] = defaultdict(dict)

@@ -132,6 +132,7 @@ def test_the_layers_of_each_stage_say_how_many_there_are() -> None:
         ("verify m o", {"prompt": "x", "batch": 3}, "--batch is not possible with --prompt"),
         ("verify m o", {"engine_python": "python"}, "--engine-python is not possible"),
         ("verify m o", {"dequantize": True}, "--dequantize is not possible"),
+        ("verify m o", {"patch": "d"}, "--patch is not possible"),
         ("verify m o", {"streamed": True, "backward": True}, "--streamed is not possible with --backward"),
         ("profile m", {"link": 1e9}, "--link is not possible"),
         ("profile m", {"device": "tpu"}, "--device tpu is not possible: it is one of auto, cpu, cuda"),

@@ -22,8 +22,8 @@ VALUES = {
     "--part": "0/2", "--pad-vocab-to": "24", "--plan": "rules.toml", "--config": "model", "--revision": "main",
     "--save": "saved.toml", "--draft": "draft.toml", "--report": "page.html", "--as": "vllm",
     "--device": "cpu", "--dtype": "float32", "--batch": "3", "--seq": "9", "--seed": "5", "--prompt": "Hello",
-    "--adapter": "model", "--into": "model", "--from": "fsdp2:2", "--to": "vllm:tp2", "--link": "10GB/s",
-    "--timeout": "7", "--engine": "vllm", "--engine-mesh": "tp=2", "--engine-python": "nowhere",
+    "--adapter": "model", "--patch": "model", "--into": "model", "--from": "fsdp2:2", "--to": "vllm:tp2",
+    "--link": "10GB/s", "--timeout": "7", "--engine": "vllm", "--engine-mesh": "tp=2", "--engine-python": "nowhere",
 }  # fmt: skip
 """What the options are given; the others are flags."""
 NO_RESULT = {

@@ -162,9 +162,9 @@ def test_no_object_shows_what_it_holds() -> None:
         PlanRequest(url),
         InspectRequest(url),
         ProfileRequest(url),
-        DiffRequest(url, url),
+        DiffRequest(url, url, out=url),
         PatchRequest(url, url, delta=url),
-        Access(adapter=url),
+        Access(adapter=url, patch=url),
         Meeting(store=f"tcp://{SECRET}@here:1", trainers=1, receivers=1),
     )
     assert SECRET not in repr(requests)

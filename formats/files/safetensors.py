@@ -177,6 +177,11 @@ def tensor_bytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:
     return nbytes
 
 
+def unit_of(dtype: str) -> int:
+    """The bytes that are compared as one: an element, or a byte if that holds several."""
+    return max(1, DTYPE_BITS[dtype] // 8)
+
+
 def _check_length(prefix: bytes, file_size: int | None, path: FilePath) -> int:
     """Bytes of JSON that the first 8 bytes announce, if a file of ``file_size`` bytes can have them."""
     if len(prefix) < 8:

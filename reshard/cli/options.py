@@ -168,6 +168,8 @@ hub_options = together(
 dequantize_option = option(
     "--dequantize", group=Group.WHAT, is_flag=True, help="Turn fp8 weights into BF16: number times scale."
 )
+patch_option = option("--patch", group=Group.WHAT, type=Place(), multiple=True, metavar="DELTA",
+                      help="First put a DELTA of 'diff' on it (repeatable).")  # fmt: skip
 download_option = option(
     "--download", group=Group.WHERE, is_flag=True, help="Download the repository first, into the cache."
 )

@@ -28,8 +28,11 @@ from reshard.cli.summary import carry_out, without_numpys_threads
 def patch_command(as_json: bool, quiet: bool, progress: str, **given: Any) -> None:
     """Put a DELTA, which 'reshard diff A B --out DELTA' wrote, on its BASE: OUT is B, as a merge writes it.
 
-    BASE is a full checkpoint. Each of its tensors must have the checksum that the delta states, before anything is
-    written. So deltas chain: the result is the base of the next one.
+    BASE is a full checkpoint in safetensors. Each of its tensors must have the checksum that the delta states, before
+    anything is written. So deltas chain: the result is the base of the next one.
+
+    'reshard split BASE OUT --patch DELTA' writes B in any form, without a copy in between; 'reshard verify BASE OUT
+    --patch DELTA --exact-only' proves it.
     """
     without_numpys_threads()
     from reshard.commands.patch import PatchRequest, patch

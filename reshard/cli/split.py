@@ -18,6 +18,7 @@ from reshard.cli.options import (
     has_degree,
     mesh_options,
     padding_options,
+    patch_option,
     rank,
     request_of,
     writing_options,
@@ -47,6 +48,7 @@ def _is_for_any_mesh(form: str) -> bool:
 @mesh_options
 @format_option("The format to write: see 'reshard formats'.")
 @dequantize_option
+@patch_option
 @option("--adapter", group=Group.WHAT, type=Place(), metavar="DIR",
         help="Add a LoRA adapter to SOURCE's weights first.")  # fmt: skip
 @padding_options

@@ -6,6 +6,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 
 from formats.errors import CheckpointError, MismatchError
+from formats.refusals import refused
 from reshard.delta.differences import Diff, Progress, differences, no_progress
 from reshard.delta.storing import write_delta
 from reshard.source.access import Access, find, open_found
@@ -18,13 +19,15 @@ from reshard.store.selection import Weights
 @dataclass(frozen=True)
 class DiffRequest(Access):
     """What ``diff`` takes: two checkpoints of one model, each in any form. ``progress`` is called with the bytes
-    compared so far, and the total. ``out`` is a new folder for a delta (see ``reshard.delta.delta``).
+    compared so far, and the total. ``out`` is a new folder for a delta (see ``formats.files.delta``), which
+    is smaller with ``compress``.
     """
 
     a: str | Path = field(repr=False)  # a URL may have a password
     b: str | Path = field(repr=False)
     _: KW_ONLY
-    out: Path | None = None
+    out: str | Path | None = field(default=None, repr=False)
+    compress: bool = False
     progress: Progress = no_progress
 
 
@@ -33,10 +36,14 @@ def diff(request: DiffRequest) -> Diff:
 
     Raises ReshardError, also where copies of a tensor in one of them differ.
     """
+    if request.compress and request.out is None:
+        raise refused("compress", None, "no delta is written", instead=({"out": None},))
+    if "://" in str(request.out):
+        raise CheckpointError(f"{request.out}: a delta is written to a folder of this machine", "copy it from there")
     try:
         a, b = open_both(request.a, request.b, request)
         if request.out is not None:
-            return write_delta(a, b, request.out, request.progress)
+            return write_delta(a, b, Path(request.out), request.progress, is_compressed=request.compress)
         return differences(a, b, progress=request.progress)
     except MismatchError as error:  # one of them is not one model: that is no answer
         raise CheckpointError(error.message, error.hint) from error

@@ -14,11 +14,13 @@ def merge(request: WriteRequest) -> Summary:
 
     The original files are restored byte for byte, as the manifest describes them. With ``max_shard_size``, or without a
     manifest, or if the original was not safetensors, new files of at most this size are written. The source may be a
-    full checkpoint only with ``dequantize`` or ``adapter``. Raises ReshardError; ``out`` exists only if it is complete.
+    full checkpoint in safetensors only with ``patch``, ``dequantize`` or ``adapter``. Raises ReshardError; ``out``
+    exists only if it is complete.
     """
     start, place = begun(), place_of(request.out, request.cache_dir)
     opened = open_any(request.source, request)
-    if not opened.is_split and not request.dequantize and request.adapter is None:
+    is_full = opened.checkpoint is not None and all(file.header is not None for file in opened.files.values())
+    if is_full and not (request.deltas or request.dequantize or request.adapter is not None):
         raise CheckpointError(
             f"{request.source} is a full checkpoint, there is nothing to merge",
             "give the folder that 'reshard split' wrote",

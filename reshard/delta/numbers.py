@@ -9,17 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from formats.files.safetensors import DTYPE_BITS
+from formats.files.safetensors import unit_of
 from formats.quantization.dequantizing import e4m3_values
 
 Codes = NDArray[Any]
 """Elements as unsigned integers."""
 Numbers = NDArray[np.float64]
-
-
-def unit_of(dtype: str) -> int:
-    """The bytes that are compared as one: an element, or a byte if that holds several."""
-    return max(1, DTYPE_BITS[dtype] // 8)
 
 
 def codes_of(content: NDArray[np.uint8], dtype: str) -> Codes:

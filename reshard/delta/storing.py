@@ -5,38 +5,46 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from formats.errors import CheckpointError
 from formats.files.checksum import PartialSum, sum_part
-from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header, parse_header, tensor_bytes
-from reshard.delta.delta import (
-    BITS,
+from formats.files.compressed import STEP, XOR, Adler32, compressor, need_zstd
+from formats.files.delta import (
+    BITMAP,
+    COMPRESSED,
     CONTENT,
-    DELTA,
     GONE,
+    INDEX,
     SAME,
-    SPARSE,
     WHOLE,
     Change,
     Delta,
     Laid,
     delta_text,
+    index_text,
     sparse_bytes,
     stored_as,
+    version_of,
 )
+from formats.files.foreign import DELTA
+from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header, parse_header, tensor_bytes, unit_of
 from reshard.delta.differences import CHANGED, HERE, Diff, Progress, TensorDiff, differences, no_progress
 from reshard.delta.differences import SAME as UNCHANGED
-from reshard.delta.numbers import codes_of, unit_of
-from reshard.delta.streams import Jobs, Pair, Side, Where, jobs_of_both, side_by_side
+from reshard.delta.numbers import codes_of
+from reshard.delta.streams import PIECE, Jobs, Pair, Side, Where, jobs_of_both, side_by_side
+from reshard.move.jobs import Job
 from reshard.move.reading import Bytes
 from reshard.publishing.existing import check_place
 from reshard.source.source import Source
-from reshard.system import disk_errors
+from reshard.system import disk_errors, reserve
 from reshard.writing.full_checkpoint import FullCheckpoint
 
 
@@ -73,7 +81,9 @@ def _ranges(where: Where, begin: int, length: int) -> Iterator[tuple[int, int, i
         yield from where.rows.ranges(where.offset, begin, length)
 
 
-def write_delta(a: Source, b: Source, out: Path, progress: Progress = no_progress) -> Diff:
+def write_delta(
+    a: Source, b: Source, out: Path, progress: Progress = no_progress, *, is_compressed: bool = False
+) -> Diff:
     """Compare two checkpoints, and write what turns the first into the second as a merge writes it.
 
     Raises ReshardError; ``out`` exists only if it is complete.
@@ -81,6 +91,8 @@ def write_delta(a: Source, b: Source, out: Path, progress: Progress = no_progres
     check_place(out, [*a.read_from, *b.read_from])
     if out.exists():
         raise CheckpointError(f"{out} is already there", "give another name, or remove it")
+    if is_compressed:
+        need_zstd()
     new = FullCheckpoint(b, None)
     sums = _Sums({t.name: tensor_bytes(t.name, t.dtype, t.shape) for t in b.unsplit.tensors})
     diff = differences(a, b, sums, progress)
@@ -89,12 +101,17 @@ def write_delta(a: Source, b: Source, out: Path, progress: Progress = no_progres
         building = temporary / "delta"
         building.mkdir()
     try:
-        changes = _Storing(a, b, diff, sums).write(building / CONTENT)
+        with closing(Side(a)) as left, closing(Side(b)) as right:
+            changed = _Changed(a, b, diff, sums, left, right, temporary)
+            written = (_write_frames if is_compressed else _write_smallest)(changed, building)
         own, other = a.read_side_files(), b.read_side_files()
         sides = {name: None if own.get(name) == content else content for name, content in other.items()}
         files = tuple(Laid(file.name, file.header, file.size) for file in new.files)
+        delta = Delta(building, (written.file,), written.changes, files, dict(new.documents), sides)
         with disk_errors(building):
-            (building / DELTA).write_bytes(delta_text(Delta(building, changes, files, dict(new.documents), sides)))
+            (building / DELTA).write_bytes(delta_text(delta))
+            if is_compressed:
+                (building / INDEX).write_bytes(index_text(version_of(out.name), written.stored))
         a.check_unchanged()
         b.check_unchanged()
         with disk_errors(out):
@@ -104,105 +121,91 @@ def write_delta(a: Source, b: Source, out: Path, progress: Progress = no_progres
     return diff
 
 
-class _Storing:
-    """Reads the changed tensors once more, and writes what is stored of them."""
+Entry = tuple[str, str, tuple[int, ...]]
+"""A stored tensor: name, dtype and shape."""
 
-    def __init__(self, a: Source, b: Source, diff: Diff, sums: _Sums) -> None:
-        self._sources, self._jobs, self._diff, self._sums = (a, b), jobs_of_both(a, b), diff, sums
-        self._ways = {t.name: self._way(t) for t in diff.tensors if t.kind not in (UNCHANGED, HERE)}
 
-    def _way(self, tensor: TensorDiff) -> str:
-        """The smallest way to store a tensor; whole, if it does not come in the order of its elements."""
-        if tensor.kind != CHANGED or any(where.rows for jobs in self._jobs for where in jobs[tensor.name]):
-            return WHOLE
-        sizes = sparse_bytes(str(tensor.dtypes[1]), tensor.elements, tensor.changed)
-        return min(sizes, key=lambda how: sizes[how])
+class _Written(NamedTuple):
+    """The file that was written, what it has, and how each tensor of the result comes about."""
 
-    def write(self, file: Path) -> dict[str, Change]:
-        """Write all that is stored; returns how each tensor comes about."""
-        found: dict[str, Change] = {}
-        entries = []
-        for tensor in self._diff.tensors:
-            if tensor.name in self._ways:
-                dtype, shape = tensor.dtypes[1], tensor.shapes[1]
-                assert dtype is not None and shape is not None
-                entries += stored_as(tensor.name, self._ways[tensor.name], dtype, shape, tensor.changed)
-        header = build_header(sorted(entries, key=lambda entry: -DTYPE_BITS[entry[1]]), {"format": "delta"})
-        infos = parse_header(header, file, None).tensors
-        with (
-            disk_errors(file), file.open("xb") as opened,
-            closing(Side(self._sources[0])) as left, closing(Side(self._sources[1])) as right,
-        ):  # fmt: skip
-            opened.write(header)
-            opened.flush()
-            for tensor in self._diff.tensors:
-                found[tensor.name] = self._store(tensor, infos, opened.fileno(), left, right)
-            os.ftruncate(opened.fileno(), len(header) + sum(info.nbytes for info in infos.values()))
-        return found
+    file: str
+    stored: Sequence[str]
+    changes: Mapping[str, Change]
 
-    def _store(self, tensor: TensorDiff, infos: Mapping[str, TensorInfo], file: int, left: Side, right: Side) -> Change:
-        name, how = tensor.name, self._ways.get(tensor.name)
-        base, result = self._sums.of(name)
-        if how is None:
-            return Change(GONE, None, None) if tensor.kind == HERE else Change(SAME, base, result)
-        own = [infos[entry[0]] for entry in self._stored(tensor, how)]
-        if how == WHOLE:
-            total = _write_whole(name, own[0], self._jobs[1], file, right)
-            return Change(WHOLE, base if tensor.kind == CHANGED else None, total)
-        self._write_sparse(tensor, how, own, file, left, right)
-        return Change(how, base, result)
 
-    def _stored(self, tensor: TensorDiff, how: str) -> list[tuple[str, str, tuple[int, ...]]]:
-        return stored_as(tensor.name, how, str(tensor.dtypes[1]), tensor.shapes[1] or (), tensor.changed)
+@dataclass(frozen=True)
+class _Changed:
+    """What differs, to be read once more. ``scratch`` is a folder for what has to wait."""
 
-    def _write_sparse(
-        self, tensor: TensorDiff, how: str, own: list[TensorInfo], file: int, left: Side, right: Side
-    ) -> None:
-        """Write places and values, in the order of the elements."""
-        dtype, unit, at = str(tensor.dtypes[1]), unit_of(str(tensor.dtypes[1])), 0
-        places, values = own
-        wide = "<i4" if places.dtype == "I32" else "<i8"
-        rest = np.zeros(0, np.bool_)  # elements of a byte of the bitmap that is not full
-        done = 0
-        for pair, begin in self._pairs(tensor.name, left, right):
-            other = codes_of(pair.right, dtype)
-            wrong = codes_of(pair.left, dtype) != other
-            found = np.flatnonzero(wrong)
-            _put(file, values.offset + at * unit, other[found].view(np.uint8))
-            if how == SPARSE:
-                step = np.dtype(wide).itemsize
-                _put(file, places.offset + at * step, (found + begin // unit).astype(wide).view(np.uint8))
-            else:
-                bits = np.concatenate([rest, wrong])
-                full = bits.size // 8 * 8
-                _put(file, places.offset + done // 8, np.packbits(bits[:full], bitorder="little"))
-                rest, done = bits[full:], done + full
-            at += found.size
-        if how == BITS and rest.size:
-            _put(file, places.offset + done // 8, np.packbits(rest, bitorder="little"))
-        if at != tensor.changed:
-            raise CheckpointError(f"tensor '{tensor.name}' changed while it was read")
+    a: Source
+    b: Source
+    diff: Diff
+    sums: _Sums
+    left: Side
+    right: Side
+    scratch: Path
 
-    def _pairs(self, name: str, left: Side, right: Side) -> Iterator[tuple[Pair, int]]:
-        """The pieces of a tensor, each with its first byte."""
-        own, other = (jobs[name] for jobs in self._jobs)
+    @cached_property
+    def _jobs(self) -> tuple[Jobs, Jobs]:
+        return jobs_of_both(self.a, self.b)
+
+    @property
+    def tensors(self) -> list[TensorDiff]:
+        """The tensors of which something is stored."""
+        return [tensor for tensor in self.diff.tensors if tensor.kind not in (UNCHANGED, HERE)]
+
+    def others(self) -> dict[str, Change]:
+        """How the other tensors come about."""
+        return {
+            tensor.name: Change(GONE, None, None) if tensor.kind == HERE else Change(SAME, *self.sums.of(tensor.name))
+            for tensor in self.diff.tensors
+            if tensor.kind in (UNCHANGED, HERE)
+        }
+
+    def pairs(self, tensor: TensorDiff) -> Iterator[Pair]:
+        """The bytes of a tensor on both sides, in the order of its elements."""
+        own, other = (jobs[tensor.name] for jobs in self._jobs)
+        if any(where.rows for where in own):
+            yield from self._in_order(tensor)
+            return
         for where in sorted(own, key=lambda where: where.offset):
-            for pair in side_by_side(left.pieces(own[where]), right.pieces(other[where])):
-                yield pair, where.offset + pair.begin
+            for pair in side_by_side(self.left.pieces(own[where]), self.right.pieces(other[where])):
+                yield pair._replace(begin=where.offset + pair.begin)
+
+    def _in_order(self, tensor: TensorDiff) -> Iterator[Pair]:
+        """The same of a tensor that is read in another order: both sides wait on the disk."""
+        nbytes = tensor_bytes(*_kind(tensor))
+        with tempfile.TemporaryFile(dir=self.scratch) as file:
+            for jobs, side, first in zip(self._jobs, (self.left, self.right), (0, nbytes), strict=True):
+                for offset, part in _parts(jobs[tensor.name], side):
+                    _put(file.fileno(), first + offset, part)
+            for begin in range(0, nbytes, PIECE):
+                size = min(PIECE, nbytes - begin)
+                left, right = (os.pread(file.fileno(), size, first + begin) for first in (0, nbytes))
+                yield Pair(begin, np.frombuffer(left, np.uint8), np.frombuffer(right, np.uint8))
+
+    def write_whole(self, tensor: TensorDiff, offset: int, file: int) -> Change:
+        """Write a tensor of the second checkpoint."""
+        total = PartialSum(tensor_bytes(*_kind(tensor)))
+        for begin, part in _parts(self._jobs[1][tensor.name], self.right):
+            total.add(begin, part.size, sum_part(part, begin))
+            _put(file, offset + begin, part)
+        return Change(WHOLE, self.sums.of(tensor.name)[0] if tensor.kind == CHANGED else None, total.value())
 
 
-def _write_whole(name: str, info: TensorInfo, jobs: Jobs, file: int, side: Side) -> str:
-    """Write a tensor of the second checkpoint; returns its checksum."""
-    total = PartialSum(info.nbytes)
-    for where, job in jobs[name].items():
+def _kind(tensor: TensorDiff) -> Entry:
+    """A tensor as the second checkpoint has it."""
+    return tensor.name, str(tensor.dtypes[1]), tensor.shapes[1] or ()
+
+
+def _parts(jobs: Mapping[Where, Job], side: Side) -> Iterator[tuple[int, Bytes]]:
+    """The bytes of a tensor, each part with its first byte there, in any order."""
+    for where, job in jobs.items():
         begin = 0
         for piece in side.pieces(job):
             for offset, at, length in _ranges(where, begin, piece.size):
-                part = piece[at : at + length]
-                total.add(offset, length, sum_part(part, offset))
-                _put(file, info.offset + offset, part)
+                yield offset, piece[at : at + length]
             begin += piece.size
-    return total.value()
 
 
 def _put(file: int, offset: int, content: Bytes) -> None:
@@ -210,3 +213,107 @@ def _put(file: int, offset: int, content: Bytes) -> None:
     while view:
         count = os.pwrite(file, view, offset)
         view, offset = view[count:], offset + count
+
+
+# --------------------------------------------------------------------------------------------------- the smallest way
+
+
+def _way(tensor: TensorDiff) -> str:
+    """The smallest way to store a tensor."""
+    if tensor.kind != CHANGED:
+        return WHOLE
+    sizes = sparse_bytes(str(tensor.dtypes[1]), tensor.elements, tensor.changed)
+    return min(sizes, key=lambda how: sizes[how])
+
+
+def _write_smallest(of: _Changed, folder: Path) -> _Written:
+    """Write each tensor the smallest way."""
+    entries = {tensor.name: stored_as(*_kind(tensor), _way(tensor), tensor.changed) for tensor in of.tensors}
+    ordered = sorted((each for own in entries.values() for each in own), key=lambda entry: -DTYPE_BITS[entry[1]])
+    header, changes = build_header(ordered, {"format": "delta"}), of.others()
+    infos = parse_header(header, folder / CONTENT, None).tensors
+    with disk_errors(folder), (folder / CONTENT).open("xb") as opened:
+        file = opened.fileno()
+        reserve(file, len(header) + sum(info.nbytes for info in infos.values()))
+        _put(file, 0, np.frombuffer(header, np.uint8))
+        for tensor in of.tensors:
+            own = [infos[name] for name, *_ in entries[tensor.name]]
+            if _way(tensor) == WHOLE:
+                changes[tensor.name] = of.write_whole(tensor, own[0].offset, file)
+            else:
+                _write_sparse(tensor, of.pairs(tensor), own, file)
+                changes[tensor.name] = Change(_way(tensor), *of.sums.of(tensor.name))
+    return _Written(CONTENT, [*infos], changes)
+
+
+def _write_sparse(tensor: TensorDiff, pairs: Iterator[Pair], own: Sequence[TensorInfo], file: int) -> None:
+    """Write places and values, in the order of the elements."""
+    dtype, unit, at = str(tensor.dtypes[1]), unit_of(str(tensor.dtypes[1])), 0
+    places, values = own
+    wide = "<i4" if places.dtype == "I32" else "<i8"
+    rest = np.zeros(0, np.bool_)  # elements of a byte of the bitmap that is not full
+    done = 0
+    for begin, left, right in pairs:
+        other = codes_of(right, dtype)
+        wrong = codes_of(left, dtype) != other
+        found = np.flatnonzero(wrong)
+        _put(file, values.offset + at * unit, other[found].view(np.uint8))
+        if not places.name.endswith(BITMAP):
+            step = np.dtype(wide).itemsize
+            _put(file, places.offset + at * step, (found + begin // unit).astype(wide).view(np.uint8))
+        else:
+            bits = np.concatenate([rest, wrong])
+            full = bits.size // 8 * 8
+            _put(file, places.offset + done // 8, np.packbits(bits[:full], bitorder="little"))
+            rest, done = bits[full:], done + full
+        at += found.size
+    if rest.size:
+        _put(file, places.offset + done // 8, np.packbits(rest, bitorder="little"))
+    if at != tensor.changed:
+        raise CheckpointError(f"tensor '{tensor.name}' changed while it was read")
+
+
+# -------------------------------------------------------------------------------------------------------- compressed
+
+
+def _write_frames(of: _Changed, folder: Path) -> _Written:
+    """Write each tensor as a frame, or whole if the base has none of its shape.
+
+    The header, of which the length depends on the frames', is written last, where there was room for the longest.
+    """
+    checks = {tensor.name: "0" * 8 for tensor in of.tensors if tensor.kind == CHANGED}
+    most = [
+        (tensor.name, "U8", (2 * tensor_bytes(*_kind(tensor)) + STEP,)) if tensor.name in checks else _kind(tensor)
+        for tensor in of.tensors
+    ]
+    end = room = len(build_header(most, {"format": "delta"} | checks))
+    changes, entries = of.others(), list[Entry]()
+    with disk_errors(folder), (folder / COMPRESSED).open("xb") as opened:
+        file = opened.fileno()
+        for tensor in of.tensors:
+            if tensor.name in checks:
+                nbytes, checks[tensor.name] = _write_frame(of.pairs(tensor), tensor_bytes(*_kind(tensor)), end, file)
+                changes[tensor.name] = Change(XOR, *of.sums.of(tensor.name))
+                entries.append((tensor.name, "U8", (nbytes,)))
+            else:
+                changes[tensor.name] = of.write_whole(tensor, end, file)
+                entries.append(_kind(tensor))
+            end += tensor_bytes(*entries[-1])
+        header = build_header(entries, {"format": "delta"} | checks)[8:].ljust(room - 8)
+        _put(file, 0, np.frombuffer((room - 8).to_bytes(8, "little") + header, np.uint8))
+        os.ftruncate(file, end)
+    return _Written(COMPRESSED, [name for name, *_ in entries], changes)
+
+
+def _write_frame(pairs: Iterator[Pair], nbytes: int, offset: int, file: int) -> tuple[int, str]:
+    """Write a tensor's change from byte ``offset`` of a file on; returns its size, and the new bytes' checksum."""
+    begin, check, frame = offset, Adler32(), compressor(nbytes)
+    for _, left, right in pairs:
+        check.update(right.data)
+        offset = _append(file, offset, frame.compress((left ^ right).data))
+    return _append(file, offset, frame.flush()) - begin, check.hexdigest()
+
+
+def _append(file: int, offset: int, content: bytes) -> int:
+    _put(file, offset, np.frombuffer(content, np.uint8))
+    return offset + len(content)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,15 +36,22 @@ class Access(HubAccess):
 
     ``plan_file`` is an architecture file of the user's own, ``config`` a folder with the config.json of a model in
     another program's format. With ``download`` the weights of a Hub id are downloaded into the cache, not read by
-    ranges. With ``dequantize`` weights of 8-bit floats are read as if they were in bfloat16. ``adapter`` is a LoRA
-    adapter: the source is read as if it had been merged into it.
+    ranges. ``patch`` is a delta, or several in order, that are put on the source first. With ``dequantize`` weights of
+    8-bit floats are read as if they were in bfloat16. ``adapter`` is a LoRA adapter: the source is read as if it had
+    been merged into it.
     """
 
     plan_file: Path | None = None
     config: Path | None = None
     download: bool = False
+    patch: str | Path | Sequence[str | Path] = field(default=(), repr=False)
     dequantize: bool = False
     adapter: str | Path | None = field(default=None, repr=False)
+
+    @property
+    def deltas(self) -> tuple[str | Path, ...]:
+        """The deltas that are put on the source, in their order."""
+        return (self.patch,) if isinstance(self.patch, str | Path) else tuple(self.patch)
 
 
 def find(source: str | Path, access: HubAccess, weights: Weights) -> FilePath:
@@ -77,6 +85,11 @@ def open_converted(source: str | Path, access: Access, name: str) -> Source:
 
 def open_found(path: FilePath, access: Access, weights: Weights = Weights.RANGES) -> Source:
     """Open what ``find`` has found. Raises ReshardError."""
+    hub = HubAccess(token=access.token, cache_dir=access.cache_dir, quiet=access.quiet)
+    for delta in access.deltas:
+        from reshard.source.patched import patched  # numpy
+
+        path = StoredPath(patched(path, find(delta, hub, Weights.FILES)))
     if access.dequantize:
         from reshard.source.dequantized import dequantized  # numpy
 
@@ -84,7 +97,6 @@ def open_found(path: FilePath, access: Access, weights: Weights = Weights.RANGES
     if access.adapter is not None:
         from reshard.source.adapted import adapted  # numpy
 
-        hub = HubAccess(token=access.token, cache_dir=access.cache_dir, quiet=access.quiet)
         path = StoredPath(adapted(path, find(access.adapter, hub, Weights.FILES), access.plan_file))
     opened = open_source(path, plan_file=access.plan_file, config=access.config)
     if access.config is not None and opened.format is None and SETTINGS not in opened.model.config:

@@ -395,7 +395,8 @@ def _missing_vocabulary(present: Present) -> Iterator[str]:
     there = [line for line in tables if line in present.lines]
     count = 2 if len(tables) > 1 and _has_head(present, there) else 1
     if tables and len(there) < count:
-        yield from itertools.islice((present.spelled(line) for line in tables if line not in there), count - len(there))
+        lacking = (present.spelled(line) for line in tables if line not in there and present.needed(line, ()))
+        yield from itertools.islice(lacking, count - len(there))
 
 
 def _has_head(present: Present, tables: Sequence[str]) -> bool:

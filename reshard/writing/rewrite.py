@@ -167,7 +167,9 @@ def _summary(
     """What is to be done, before it is."""
     source, plan = new.source, new.arrangement.plan
     full = source.model.sizes.of({})
-    notes = ["weights in fp8 were dequantized to BF16"] if request.dequantize else []
+    notes = [f"the delta{'s were' if len(request.deltas) > 1 else ' was'} put on the base"] if request.deltas else []
+    if request.dequantize:
+        notes.append("weights in fp8 were dequantized to BF16")
     if request.adapter is not None:
         notes.append("the adapter was added to the weights, in float32, rounded once")
     return Summary(

@@ -9,16 +9,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from formats.errors import CheckpointError, MismatchError, ReshardError
+from formats.files.delta import _digest
 from formats.files.safetensors import build_header, read_header
 from reshard.api import diff, patch, split
-from reshard.delta.patched import PatchedFile, patched
-from reshard.source.opening import open_source
+from reshard.source.patched import PatchedFile, patched
+from tests import peft_adapters, store
 from tests.marks import one_of_each
 from tests.support import change_tensor, command, contents, write_checkpoint
+from verify.api import verify
 
 EMBED, NORM = "model.embed_tokens.weight", "model.norm.weight"
 ONE = {"workers": 1, "fsync": False}
@@ -62,10 +66,12 @@ def test_a_patched_base_is_the_result(base: Path, elements: dict[str, list[tuple
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         after = tuned(base, folder / "after", elements)
-        diff(base, after, out=folder / "delta")
-        patch(base, folder / "patched", delta=folder / "delta", **ONE)
-        assert contents(folder / "patched") == contents(after)
-        assert diff(after, folder / "patched").same
+        for number, compress in enumerate((False, True)):
+            made, patched = folder / f"delta-{number}", folder / f"patched-{number}"
+            diff(base, after, out=made, compress=compress)
+            patch(base, patched, delta=made, **ONE)
+            assert contents(patched) == contents(after)
+            assert diff(after, patched).same
 
 
 @pytest.mark.parametrize(
@@ -78,6 +84,12 @@ def test_the_smallest_way(base: Path, tmp_path: Path, count: int, ending: str) -
     assert f"{EMBED}{ending}" in read_header(tmp_path / "delta" / "delta.safetensors").tensors
     patch(base, tmp_path / "patched", delta=tmp_path / "delta", **ONE)
     assert contents(tmp_path / "patched") == contents(after)
+
+
+def signed(folder: Path, document: dict) -> None:
+    """Write a ``delta.json`` that says what it is, as another program might make it."""
+    named = {key: value for key, value in document.items() if key != "digest"}
+    (folder / "delta.json").write_text(json.dumps(named | {"digest": _digest(named)}))
 
 
 FORMS = {"vllm": {"format": "vllm", "tp": 2}, "megatron": {"format": "megatron", "tp": 2}, "own": {"tp": 4}}
@@ -192,7 +204,7 @@ def test_a_damaged_bitmap_is_refused(base: Path, delta: Path, tmp_path: Path, bi
     broken = rewritten(delta, tmp_path / "broken", tensors)
     document = json.loads((broken / "delta.json").read_text())
     document["tensors"][EMBED]["how"] = "bitmap"
-    (broken / "delta.json").write_text(json.dumps(document))
+    signed(broken, document)
     with pytest.raises(CheckpointError, match=r"has an element 743 of 740|places for 2 values"):
         patch(base, tmp_path / "out", delta=broken, **ONE)
 
@@ -208,16 +220,31 @@ def test_whatever_is_changed_in_the_manifest_is_one_line(base: Path, delta: Path
         path.append((node, key))
         node = node[key]
     at, key = path[data.draw(st.integers(0, len(path) - 1))]
-    at[key] = data.draw(st.sampled_from([None, -1, 2**70, "", "../x", "AAAA", [], {}, {"how": "same"}, 1.5, True]))
+    at[key] = data.draw(
+        st.sampled_from([None, -1, 2**70, "", "../x", "AAAA", [], {}, {"how": "same"}, "xor", 1.5, True])
+    )
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         shutil.copytree(delta, folder / "delta")
-        (folder / "delta" / "delta.json").write_text(json.dumps(document))
+        signed(folder / "delta", document)
         try:
             patch(base, folder / "out", delta=folder / "delta", **ONE)
         except ReshardError as error:
             assert "\n" not in error.message
             assert not (folder / "out").exists()
+
+
+def test_a_delta_says_what_it_is(base: Path, delta: Path, tmp_path: Path) -> None:
+    """What it has of a tokenizer has no other checksum."""
+    shutil.copytree(delta, tmp_path / "delta")
+    document = json.loads((delta / "delta.json").read_text())
+    document["sides"]["tokenizer.json"] = "e30="
+    (tmp_path / "delta" / "delta.json").write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match="its digest is another"):
+        patch(base, tmp_path / "out", delta=tmp_path / "delta", **ONE)
+    signed(tmp_path / "delta", document)
+    patch(base, tmp_path / "out", delta=tmp_path / "delta", **ONE)
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
 
 
 def test_a_flipped_value_is_seen(base: Path, delta: Path, tmp_path: Path) -> None:
@@ -227,18 +254,89 @@ def test_a_flipped_value_is_seen(base: Path, delta: Path, tmp_path: Path) -> Non
         patch(base, tmp_path / "out", delta=tmp_path / "delta", **ONE)
 
 
-@pytest.mark.parametrize("count", [60, 300])  # indices, and a bitmap
-def test_any_range_of_a_patched_file(base: Path, tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranges begin and end within elements and stretches of places."""
-    monkeypatch.setattr("reshard.delta.patched.STRETCH", 64)
+@pytest.mark.parametrize(("count", "compress"), [(60, False), (300, False), (300, True)])  # the second is a bitmap
+def test_any_range_of_a_patched_file(
+    base: Path, tmp_path: Path, count: int, compress: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranges begin and end within elements and stretches of places; those of a frame come in any order."""
+    monkeypatch.setattr("formats.files.compressed.STEP", 100)
+    monkeypatch.setattr("reshard.source.patched.STRETCH", 64)
     places = np.random.default_rng(0).permutation(740)[: count // 3]
     after = tuned(base, tmp_path / "after", {EMBED: [(int(i), 0x1234) for i in places]})
-    diff(base, after, out=tmp_path / "delta")
-    store = patched(open_source(base), tmp_path / "delta")
+    diff(base, after, out=tmp_path / "delta", compress=compress)
+    found = patched(base, tmp_path / "delta")
     file = next(file for file in after.glob("*.safetensors") if EMBED in read_header(file).tensors)
-    content, made = file.read_bytes(), store.files[file.name]
+    content, made = file.read_bytes(), found.files[file.name]
     assert isinstance(made, PatchedFile)
     read, draw = made.open(), np.random.default_rng(1)
     for _ in range(300):
         begin, end = sorted(draw.integers(0, min(3000, len(content)), 2).tolist())
         assert bytes(read(begin, end)) == content[begin:end], (begin, end)
+
+
+# ---------------------------------------------------------------------------------------- a patched base in any form
+
+
+def written(folder: Path) -> dict[str, bytes]:
+    """What a split wrote, without the manifest, which names the source."""
+    return {name: content for name, content in contents(folder).items() if name != "reshard.json"}
+
+
+@pytest.mark.parametrize("form", [{"format": "vllm", "tp": 2}, {"tp": 4}, {"format": "dcp"}, {"format": "huggingface"}])
+def test_a_patched_base_in_any_form(base: Path, delta: Path, tmp_path: Path, form: dict) -> None:
+    """Byte for byte what the result itself gives; and ``verify`` proves it with the base and the delta alone."""
+    split(base, tmp_path / "out", patch=delta, **form, **ONE)
+    if form.get("format") == "huggingface":
+        assert contents(tmp_path / "out") == contents(base.parent / "tuned")
+        return
+    split(base.parent / "tuned", tmp_path / "direct", **form, **ONE)
+    assert written(tmp_path / "out") == written(tmp_path / "direct")
+    assert verify(base, tmp_path / "out", patch=delta, exact_only=True).verdict == "same"
+    assert verify(base.parent / "tuned", tmp_path / "out", exact_only=True).verdict == "same"
+    assert verify(base, tmp_path / "out", exact_only=True).verdict == "different"
+
+
+def test_deltas_are_put_on_in_their_order(base: Path, delta: Path, tmp_path: Path) -> None:
+    last = tuned(base.parent / "tuned", tmp_path / "last", {NORM: [(1, 3)], EMBED: [(9, 7)]})
+    diff(base.parent / "tuned", last, out=tmp_path / "second")
+    options = ("--patch", delta, "--patch", tmp_path / "second", "--as", "huggingface", "--json")
+    done = command("split", base, tmp_path / "out", *options)
+    assert done.returncode == 0 and "the deltas were put on" in json.loads(done.stdout)["note"], done.stderr
+    assert contents(tmp_path / "out") == contents(last)
+    with pytest.raises(MismatchError, match="another base"):
+        split(base, tmp_path / "wrong", patch=[tmp_path / "second", delta], tp=2, **ONE)
+    assert not (tmp_path / "wrong").exists()
+
+
+def test_an_adapter_is_added_to_a_patched_base(tmp_path: Path) -> None:
+    adapter, before = peft_adapters.made("llama", "embeddings"), store.checkpoint("llama")
+    after = shutil.copytree(before, tmp_path / "after")
+    change_tensor(after / "model.safetensors", "model.norm.weight")
+    diff(before, after, out=tmp_path / "delta")
+    split(before, tmp_path / "out", patch=tmp_path / "delta", adapter=adapter, tp=2, **ONE)
+    split(after, tmp_path / "direct", adapter=adapter, tp=2, **ONE)
+    assert written(tmp_path / "out") == written(tmp_path / "direct")
+
+
+@pytest.mark.parametrize("form", ["split", "vllm", "bin", "adapter"])
+def test_what_a_delta_is_not_put_on(base: Path, delta: Path, tmp_path: Path, form: str) -> None:
+    """One line, with the command that makes what it is put on: and that then works."""
+    source = tmp_path / "source"
+    if form == "adapter":
+        source = peft_adapters.made("llama", "embeddings")
+    elif form == "bin":
+        shutil.copytree(base, source, ignore=shutil.ignore_patterns("model*"))
+        whole = {k: v for file in base.glob("*.safetensors") for k, v in load_file(file).items()}
+        torch.save(whole, source / "pytorch_model.bin")
+    else:
+        split(base, source, **FORMS["own" if form == "split" else "vllm"], **ONE)
+    done = command("patch", source, delta, tmp_path / "out")
+    assert done.returncode == 2 and done.stderr.count("\n") == 2, done.stderr
+    assert "a delta is put on a full checkpoint in safetensors" in done.stderr and not (tmp_path / "out").exists()
+    if form == "adapter":
+        return
+    line = done.stderr.partition("'reshard ")[2].partition("'")[0].replace("FULL", str(tmp_path / "full"))
+    made = command(*line.split(), "--max-shard-size", "1GB")
+    assert made.returncode == 0, (line, made.stderr)
+    assert command("patch", tmp_path / "full", delta, tmp_path / "out").returncode == 0
+    assert diff(tmp_path / "out", base.parent / "tuned").same

@@ -1,0 +1,276 @@
+"""A delta on disk: ``delta.safetensors`` has what changed, ``delta.json`` which base it is for, and what comes of it.
+
+All is in Hugging Face's coordinates. A changed tensor NAME is stored in one of three ways, the smallest of them:
+``NAME.delta_indices`` (I32, or I64 where needed: flat, ascending) and ``NAME.delta_values``; ``NAME.delta_bitmap`` (U8,
+a bit for each element, lowest first) and ``NAME.delta_values``; or ``NAME``, the whole tensor. Where a byte has several
+elements, bytes count. ``delta.json`` has a checksum for each tensor of base and result (``formats.files.checksum``).
+
+**Compressed**, a changed tensor is ``NAME`` (U8): one zstd frame of its bytes before XOR those after. The layout is
+that of slime's folders ``weight_v000001`` (slime#2089), which its SGLang puts on a local checkpoint, with
+``delta.json`` beside it: ``model.safetensors.index.json`` has the version, the base's, the encoding, the compression
+and the kind of checksums; the checksum of each tensor's new bytes is in the metadata of the file. Folders of slime's
+own (``xor`` and ``overwrite``) are read too. They know nothing of tensors that did not change, and of other files: a
+base that differs there is not refused.
+
+vLLM's ``SparseWeightPatch`` (vllm#50723, #53751) is a message in memory with these coordinates: name, I32 indices,
+values, shape. Of floats that are not NaN, from ``tensors``, what changed as safetensors' ``load_file`` gives it, and
+the ``shape`` in the base: ``SparseWeightPatch(name, tensors[f"{name}.delta_indices"], tensors[f"{name}.delta_values"],
+shape)``; a bitmap has the indices ``numpy.flatnonzero(numpy.unpackbits(bitmap, bitorder="little"))``.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from formats.documents import (
+    MAX_INDEX,
+    MAX_MANIFEST,
+    Record,
+    Unfit,
+    file_name,
+    items,
+    json_object,
+    mapping,
+    optional,
+    read_document,
+    record,
+    text,
+)
+from formats.documents import whole as integer
+from formats.errors import CheckpointError
+from formats.files.checkpoint import Checkpoint
+from formats.files.compressed import ADLER, BLAKE, OVERWRITE, XOR, XXH
+from formats.files.foreign import DELTA
+from formats.files.safetensors import DTYPE_BITS, TensorInfo, parse_header, read_header, tensor_bytes, unit_of
+from formats.store import FilePath, name_in
+
+CONTENT = "delta.safetensors"
+INDICES, BITMAP, VALUES = ".delta_indices", ".delta_bitmap", ".delta_values"
+INDEX, COMPRESSED = "model.safetensors.index.json", "model-00000-of-00001.safetensors"
+VERSION = 1
+SAME, SPARSE, BITS, WHOLE, GONE = "same", "indices", "bitmap", "whole", "gone"
+"""How a tensor of the result comes about, beside ``XOR`` and ``OVERWRITE``; ``gone``: only the base has it."""
+
+
+class Change(NamedTuple):
+    """How a tensor comes about, and the checksums of its bytes before and after; None where there are none to check.
+
+    A checksum of slime's has its kind and a colon before it.
+    """
+
+    how: str
+    base: str | None
+    result: str | None
+
+
+class Laid(NamedTuple):
+    """A weight file of the result: its name, header and size."""
+
+    name: str
+    header: bytes
+    size: int
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What changed from a base to a result. ``contents`` are the names of the files that have it. ``files`` and
+    ``documents`` are those of the result, as a merge writes it; of ``sides``, the other small files, the content is
+    None where it is the base's.
+    """
+
+    path: FilePath
+    contents: tuple[str, ...]
+    changes: Mapping[str, Change]
+    files: tuple[Laid, ...]
+    documents: Mapping[str, bytes]
+    sides: Mapping[str, bytes | None]
+
+
+def sparse_bytes(dtype: str, elements: int, changed: int) -> dict[str, int]:
+    """The bytes of each way to store a changed tensor."""
+    unit = unit_of(dtype)
+    return {
+        SPARSE: changed * ((4 if elements < 2**31 else 8) + unit),
+        BITS: -(-elements // 8) + changed * unit,
+        WHOLE: elements * unit,
+    }
+
+
+def stored_as(
+    name: str, dtype: str, shape: tuple[int, ...], how: str, changed: int
+) -> list[tuple[str, str, tuple[int, ...]]]:
+    """The tensors (name, dtype, shape) by which a changed tensor is stored; of a frame, ``changed`` are its bytes."""
+    if how in (XOR, OVERWRITE):
+        return [(name, "U8", (changed,))]
+    if how == WHOLE:
+        return [(name, dtype, shape)]
+    elements = tensor_bytes(name, dtype, shape) // unit_of(dtype)
+    values = (name + VALUES, dtype if not DTYPE_BITS[dtype] % 8 else "U8", (changed,))
+    if how == BITS:
+        return [(name + BITMAP, "U8", (-(-elements // 8),)), values]
+    return [(name + INDICES, "I32" if elements < 2**31 else "I64", (changed,)), values]
+
+
+def delta_text(delta: Delta) -> bytes:
+    """The content of ``delta.json``."""
+    document = {
+        "version": VERSION,
+        "tensors": {name: {"how": c.how, "base": c.base, "result": c.result} for name, c in delta.changes.items()},
+        "files": [{"name": f.name, "header": _packed(f.header), "size": f.size} for f in delta.files],
+        "documents": {name: _packed(content) for name, content in delta.documents.items()},
+        "sides": {name: None if content is None else _packed(content) for name, content in delta.sides.items()},
+    }
+    return json.dumps(document | {"digest": _digest(document)}, indent=1).encode() + b"\n"
+
+
+def _digest(document: Mapping[str, object]) -> str:
+    """A digest of all that ``delta.json`` says: what it has of files beside the weights has no other checksum."""
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def index_text(version: int, names: Iterable[str]) -> bytes:
+    """The index of a compressed delta, as slime's engines read it."""
+    metadata = {
+        "version": f"{version:06d}", "base_version": f"{version - 1:06d}", "delta_encoding": XOR,
+        "compression_format": "zstd", "checksum_format": ADLER,
+    }  # fmt: skip
+    return json.dumps({"metadata": metadata, "weight_map": dict.fromkeys(names, COMPRESSED)}, indent=1).encode() + b"\n"
+
+
+def version_of(name: str) -> int:
+    """The version of a folder ``weight_v000007``; 1 for another name."""
+    found = re.fullmatch(r"weight_v(\d{6})", name)
+    return max(1, int(found[1])) if found else 1
+
+
+def _packed(content: bytes) -> str:
+    return base64.b64encode(content).decode()
+
+
+def _unpacked(value: object, where: str) -> bytes:
+    try:
+        return base64.b64decode(text(value, where), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise Unfit(f"{where} should be base64: {error}") from None
+
+
+def _change(fields: Record) -> Change:
+    how = fields.get("how", text)
+    if how not in (SAME, SPARSE, BITS, WHOLE, GONE, XOR):
+        raise Unfit(f"'{how}' is no way to store a change")
+    found = Change(how, fields.get("base", optional(text)), fields.get("result", optional(text)))
+    if (found.base is None and how not in (WHOLE, GONE)) or (found.result is None and how != GONE):
+        raise Unfit(f"a tensor that is '{how}' has no checksum")
+    if how == SAME and found.base != found.result:
+        raise Unfit(f"a tensor that is '{SAME}' has two checksums")
+    return found
+
+
+def _laid(fields: Record) -> Laid:
+    return Laid(fields.get("name", file_name), fields.get("header", _unpacked), fields.get("size", integer(0)))
+
+
+def _sides(value: object, where: str) -> dict[str, bytes | None]:
+    found = mapping(optional(_unpacked))(value, where)
+    for name in found:
+        file_name(name, where)
+    return found
+
+
+def _documents(value: object, where: str) -> dict[str, bytes]:
+    return {file_name(name, where): content for name, content in mapping(_unpacked)(value, where).items()}
+
+
+def read_delta(path: FilePath, base: Checkpoint) -> Delta:
+    """Read what a delta says of the base that it is put on, ours or slime's. Raises CheckpointError."""
+    if not (path / DELTA).is_file():
+        return _read_slime(path, base)
+    contents = (COMPRESSED,) if (path / COMPRESSED).is_file() else (CONTENT,)
+
+    def read(fields: Record) -> Delta:
+        fields.get("version", integer(VERSION, VERSION))
+        fields.get("digest", text)
+        return Delta(
+            path, contents, fields.get("tensors", mapping(record(_change))), fields.get("files", items(record(_laid))),
+            fields.get("documents", _documents), fields.get("sides", _sides),
+        )  # fmt: skip
+
+    def checked(value: object, where: str) -> Delta:
+        document = json_object(value, where)
+        if _digest({key: of for key, of in document.items() if key != "digest"}) != document.get("digest"):
+            raise Unfit("it was changed: its digest is another")
+        return record(read)(document, where)
+
+    return read_document(path / DELTA, MAX_MANIFEST, checked, hint="write the delta again")[1]
+
+
+def _read_slime(path: FilePath, base: Checkpoint) -> Delta:
+    """A folder of slime's: all that it does not name is as in the base."""
+    settings: dict[str, str] = {}
+    if (path / INDEX).is_file():
+        index = read_document(path / INDEX, MAX_INDEX, json_object)[1]
+        metadata = index.get("metadata")
+        settings = metadata if isinstance(metadata, dict) and "delta_encoding" in metadata else {}
+    if not settings:
+        hint = "'reshard diff A B --out DELTA' writes one"
+        raise CheckpointError(f"{path} is no delta: it has no {DELTA}, and no {INDEX} of slime's", hint)
+    for key, known in {
+        "delta_encoding": (XOR, OVERWRITE), "compression_format": ("zstd",), "checksum_format": (XXH, BLAKE, ADLER),
+    }.items():  # fmt: skip
+        if settings.get(key) not in known:
+            raise CheckpointError(f"{path / INDEX}: {key} is none of {', '.join(known)}")
+    named = index.get("weight_map")
+    try:
+        names = {file_name(name, "weight_map") for name in mapping(text)(named, "weight_map").values()}
+    except Unfit as error:
+        raise CheckpointError(f"{path / INDEX}: {error}") from None
+    changes = dict.fromkeys(base.tensors, Change(SAME, None, None))
+    for name in names:
+        header = read_header(path / name)
+        for tensor in header.tensors:
+            if tensor not in header.metadata:
+                raise CheckpointError(f"{path / name}: tensor '{tensor}' has no checksum")
+            changes[tensor] = Change(
+                settings["delta_encoding"], None, f"{settings['checksum_format']}:{header.metadata[tensor]}"
+            )
+    files = tuple(Laid(file.name, file.header, file.size) for file in base.files if file.header is not None)
+    documents = {base.index_name: base.index} if base.index_name is not None and base.index is not None else {}
+    sides = {name_in(file, base.path): None for file in base.side_files}
+    return Delta(path, tuple(sorted(names)), changes, files, documents, sides)
+
+
+def contents_of(delta: Delta) -> dict[str, tuple[TensorInfo, ...]]:
+    """What is stored of each changed tensor, and the tensors of the result. Raises CheckpointError if they disagree."""
+    stored: dict[str, TensorInfo] = {}
+    for file in delta.contents:
+        stored |= read_header(delta.path / file).tensors
+    result = {n: i for f in delta.files for n, i in parse_header(f.header, delta.path / f.name, f.size).tensors.items()}
+    lacking = {name for name, change in delta.changes.items() if change.how != GONE} ^ result.keys()
+    if lacking:
+        raise CheckpointError(f"{delta.path / DELTA}: tensor '{min(lacking)}' is not in both the files and the changes")
+    found: dict[str, tuple[TensorInfo, ...]] = {}
+    for name, change in delta.changes.items():
+        if change.how in (SAME, GONE):
+            continue
+        dtype, shape = result[name].dtype, result[name].shape
+        values = stored.get(name if change.how in (XOR, OVERWRITE) else name + VALUES)
+        changed = math.prod(values.shape) if values is not None else 0
+        own = stored_as(name, dtype, shape, change.how, changed)
+        for each in own:
+            info = stored.pop(each[0], None)
+            if info is None or (info.dtype, info.shape) != each[1:]:
+                there = "is not there" if info is None else f"is {info.dtype} {list(info.shape)}"
+                what = f"{each[1]} {list(each[2])}"
+                raise CheckpointError(f"{delta.path}: tensor '{each[0]}' should be {what} and {there}")
+            found[name] = (*found.get(name, ()), info)
+    if stored:
+        raise CheckpointError(f"{delta.path}: tensor '{min(stored)}' belongs to no change")
+    return found

@@ -151,13 +151,13 @@ class Terminal:
 
 def adapter_table() -> str:
     """How A and B of experts lie in each format of adapters."""
-    rows = ["| `--as` | A | B | read by |", "|---|---|---|---|"]
+    rows = ["| `--as` | A | B | read by | tried |", "|---|---|---|---|---|"]
     for each in map(adapter_format, adapter_format_names()):
         a, b = each.factors or (Factor("0.gate_proj.lora_A.weight", "rank in"), Factor("", "out rank"))
         end = a.name.removeprefix("{module}.").replace("{wrapped}", "").format(leaf="down_proj", word="down")
         x, y = ("in", "out") if each.second or each.since is None else ("out", "in")
         axes = [re.sub(r"\bx\b", x, re.sub(r"\by\b", y, factor.axes)) for factor in (a, b)]
-        rows.append(f"| `{each.name}` | `experts.{end}`: `{axes[0]}` | `{axes[1]}` | {each.loaded_by} |")
+        rows.append(f"| `{each.name}` | `experts.{end}`: `{axes[0]}` | `{axes[1]}` | {each.loaded_by} | {each.tried} |")
     return "\n".join([*rows, ""])
 
 

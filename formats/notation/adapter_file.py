@@ -48,11 +48,11 @@ class Factor:
 class AdapterFormat:
     """How a program stores an adapter.
 
-    ``tried`` says what ran. ``factors`` are A and B of a stack; None: each expert has its own. ``second``: PEFT takes the second dimension of a
-    matrix as the input, except in models of the types ``flipped``. ``since`` is the first version of PEFT that does so.
-    ``words`` stand in names for those of weights. ``halves``: gate and up lie one after the other, also where the
-    checkpoint interleaves them. ``one_scale``: one rank and alpha for all. ``settings`` are entries of
-    ``adapter_config.json``.
+    ``tried`` says what ran. ``factors`` are A and B of a stack; None: each expert has its own. ``second``: PEFT takes
+    the second dimension of a matrix as the input, except in models of the types ``flipped``. ``since`` is the first
+    version of PEFT that does so. ``words`` stand in names for those of weights. ``halves``: gate and up lie one after
+    the other, also where the checkpoint interleaves them. ``one_scale``: one rank and alpha for all. ``settings`` are
+    entries of ``adapter_config.json``.
     """
 
     name: str

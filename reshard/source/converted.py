@@ -10,7 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -207,11 +207,12 @@ def converted(path: FilePath, format: AdapterFormat, config: Path | None = None)
 
 def _reader(file: Remote) -> Callable[[TensorInfo, int, Pair], bytes]:
     """What reads an expert's A."""
+    opened = cache(file.open)
 
     def read(info: TensorInfo, expert: int, pair: Pair) -> bytes:
         found = _KEPT.get(
             (file, info.offset),
-            lambda: np.frombuffer(file.open()(info.offset, info.offset + info.nbytes), _unit(info.dtype)).reshape(
+            lambda: np.frombuffer(opened()(info.offset, info.offset + info.nbytes), _unit(info.dtype)).reshape(
                 info.shape
             ),
         )

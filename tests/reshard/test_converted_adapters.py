@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from formats.errors import ReshardError
 from formats.notation.adapter_file import Factor, adapter_format, adapter_format_names
+from formats.refusals import SettingError
 from reshard.api import merge, split
 from reshard.source.adapted import by_expert
 from tests import peft_adapters, store, zoo
@@ -153,6 +154,20 @@ def test_a_form_is_what_its_program_says(form: str, tmp_path: Path) -> None:
     assert all(np.array_equal(found[leaf], wanted[leaf]) and wanted[leaf].any() for leaf in wanted)
 
 
+def test_gate_and_up_of_gpt_oss_lie_one_after_the_other_in_sglang(tmp_path: Path) -> None:
+    """Everywhere else they interleave."""
+    source, base = peft_adapters.made("gpt_oss", "experts"), store.checkpoint("gpt_oss")
+    for form in ("sglang-lora", "peft-per-expert"):
+        split(source, tmp_path / form, format=form, config=base)
+    place = f"{PREFIX}model.layers.2.mlp.experts"
+    b = tensors(source)[f"{place}.base_layer.lora_B.weight"].reshape(80, 3, 6)
+    stacked, apart = (tensors(tmp_path / form) for form in ("sglang-lora", "peft-per-expert"))
+    for e in range(6):
+        halves = stacked[f"{place}.gate_up_proj.lora_B.weight"][e]
+        assert torch.equal(halves, torch.cat([b[0::2, :, e], b[1::2, :, e]]))
+        assert torch.equal(apart[f"{place}.{e}.up_proj.lora_B.weight"], b[1::2, :, e])
+
+
 @pytest.mark.parametrize("form", OTHERS)
 def test_any_form_is_split_and_merged_back(form: str, tmp_path: Path) -> None:
     source, base = peft_adapters.made("qwen3_moe", "experts"), store.checkpoint("qwen3_moe")
@@ -247,6 +262,9 @@ def test_what_no_form_holds(tmp_path: Path) -> None:
     split(own, tmp_path / "ranks", tp=2, config=base)
     with pytest.raises(ReshardError, match="is split: an adapter is converted as a whole"):
         split(tmp_path / "ranks", tmp_path / "out", format="peft", config=base)
+    for settings in ({"dequantize": True}, {"adapter": own}, {"max_shard_size": 1 << 20}, {"tp": 2}):
+        with pytest.raises(SettingError):
+            split(own, tmp_path / "out", format="peft", config=base, **settings)
     assert not (tmp_path / "out").exists()
 
 

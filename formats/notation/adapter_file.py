@@ -48,16 +48,17 @@ class Factor:
 class AdapterFormat:
     """How a program stores an adapter.
 
-    ``factors`` are A and B of a stack; None: each expert has its own. ``second``: PEFT takes the second dimension of a
-    matrix as the input, except in models of the types ``flipped``. ``since`` is the first version of PEFT that does so.
-    ``words`` stand in names for those of weights. ``halves``: gate and up lie one after the other, also where the
-    checkpoint interleaves them. ``one_scale``: one rank and alpha for all. ``settings`` are entries of
-    ``adapter_config.json``.
+    ``tried`` says what ran. ``factors`` are A and B of a stack; None: each expert has its own. ``second``: PEFT takes
+    the second dimension of a matrix as the input, except in models of the types ``flipped``. ``since`` is the first
+    version of PEFT that does so. ``words`` stand in names for those of weights. ``halves``: gate and up lie one after
+    the other, also where the checkpoint interleaves them. ``one_scale``: one rank and alpha for all. ``settings`` are
+    entries of ``adapter_config.json``.
     """
 
     name: str
     loaded_by: str
     load: str
+    tried: str
     factors: tuple[Factor, Factor] | None
     second: bool = False
     flipped: frozenset[str] = frozenset()
@@ -118,6 +119,7 @@ def _format(name: str, fields: Record) -> AdapterFormat:
         name=name,
         loaded_by=fields.get("loaded_by", text),
         load=fields.get("load", text),
+        tried=fields.get("tried", text),
         factors=None if a is None or b is None else (a, b),
         second=fields.find("input", text, "first") == "second",
         flipped=frozenset(fields.find("flipped", items(text), none)),

@@ -79,8 +79,20 @@ def split(request: SplitRequest) -> Summary:
 def _converted(request: SplitRequest, name: str) -> Summary:
     """Write an adapter in another format. Raises ReshardError."""
     check_kept(request, HUGGING_FACE, None)
+    for setting, why in _NOT_OF_ADAPTERS.items():
+        if getattr(request, setting):
+            raise refused(setting, None, why, format=name, advice="leave it out")
     start, place = begun(), place_of(request.out, request.cache_dir)
     return rewrite(FullCheckpoint(open_converted(request.source, request, name), None), place, start, request)
+
+
+_NOT_OF_ADAPTERS = {
+    "dequantize": "the bytes of an adapter are moved",
+    "adapter": "it is a format of adapters, not of what they are merged into",
+    "patch": "it is a format of adapters",
+    "max_shard_size": "it has one file",
+    "plan_file": "its rules follow from those of the model",
+}
 
 
 def _wanted(ranks: Sequence[int] | Share | None, mesh: Mesh, out: Path | None) -> tuple[int, ...] | None:

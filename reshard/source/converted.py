@@ -10,7 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -207,11 +207,12 @@ def converted(path: FilePath, format: AdapterFormat, config: Path | None = None)
 
 def _reader(file: Remote) -> Callable[[TensorInfo, int, Pair], bytes]:
     """What reads an expert's A."""
+    opened = cache(file.open)
 
     def read(info: TensorInfo, expert: int, pair: Pair) -> bytes:
         found = _KEPT.get(
             (file, info.offset),
-            lambda: np.frombuffer(file.open()(info.offset, info.offset + info.nbytes), _unit(info.dtype)).reshape(
+            lambda: np.frombuffer(opened()(info.offset, info.offset + info.nbytes), _unit(info.dtype)).reshape(
                 info.shape
             ),
         )
@@ -359,6 +360,11 @@ class _Conversion:
         axes = Pattern(of.each.name).indices - {name for name, _ in of.indices}
         return dict(of.indices) | ({next(iter(axes)): of.expert} if of.expert is not None else {})
 
+    def unprefixed(self, name: str) -> str:
+        """A name without what this adapter's names begin with, if the rules' begin with something else."""
+        own, here = self._spelling
+        return name if here == own else name.removeprefix(here)
+
     def module_of(self, target: Target) -> str:
         """The name of the parameter that a target changes; without ``.weight``, that of its module."""
         return self._spelled(_filled(target.of.each.name, self.indices_of(target))).removesuffix(".weight")
@@ -415,6 +421,7 @@ def _numbers(of: _Conversion, copies: Sequence[_Copy], made: Sequence[Target]) -
         if alpha is None:
             raise PlanError(f"no alpha gives '{of.module_of(target)}' of rank {rank} its factor {scale}", _MERGE_IT)
         own.append((of.module_of(target), rank, alpha))
+    own = [(of.unprefixed(name), rank, alpha) for name, rank, alpha in own]
     ranks, alphas = dict[str, Any](), dict[str, Any]()
     for found, place, usual in ((ranks, 1, settings["r"]), (alphas, 2, settings["lora_alpha"])):
         alike: dict[str, dict[str, Any]] = defaultdict(dict)

@@ -127,10 +127,10 @@ def delta_text(delta: Delta) -> bytes:
         "documents": {name: _packed(content) for name, content in delta.documents.items()},
         "sides": {name: None if content is None else _packed(content) for name, content in delta.sides.items()},
     }
-    return json.dumps(document | {"digest": _digest(document)}, indent=1).encode() + b"\n"
+    return json.dumps(document | {"digest": digest(document)}, indent=1).encode() + b"\n"
 
 
-def _digest(document: Mapping[str, object]) -> str:
+def digest(document: Mapping[str, object]) -> str:
     """A digest of all that ``delta.json`` says: what it has of files beside the weights has no other checksum."""
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -204,7 +204,7 @@ def read_delta(path: FilePath, base: Checkpoint) -> Delta:
 
     def checked(value: object, where: str) -> Delta:
         document = json_object(value, where)
-        if _digest({key: of for key, of in document.items() if key != "digest"}) != document.get("digest"):
+        if digest({key: of for key, of in document.items() if key != "digest"}) != document.get("digest"):
             raise Unfit("it was changed: its digest is another")
         return record(read)(document, where)
 

@@ -70,7 +70,7 @@ def test_ranges_in_any_order(before: bytes, data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 5))):
         begin, end = sorted((data.draw(st.integers(0, old.size)), data.draw(st.integers(0, old.size))))
         found = old[begin:end].copy()
-        changes.change(of, lambda start, stop: file[start:stop], begin, found)
+        changes.change(0, of, lambda start, stop: file[start:stop], begin, found)
         assert (found == new[begin:end]).all()
 
 

@@ -142,6 +142,8 @@ class _Overwrite:
         self.next, self._nbytes = 0, frame.nbytes
         self._places, self._values = _Frame(frame, read), _Frame(frame, read)
         self._left = int(self._places.take(_PLACE).view("<u4")[0])
+        if self._left > self._nbytes:
+            raise self._places.refused(f"has {self._left} places for {self._nbytes} bytes")
         self._values.skip(_PLACE * (1 + self._left))
         self._ahead, self._last = np.zeros(0, "<u4"), -1
 

@@ -15,7 +15,8 @@ base that differs there is not refused.
 vLLM's ``SparseWeightPatch`` (vllm#50723, #53751) is a message in memory with these coordinates: name, I32 indices,
 values, shape. Of floats that are not NaN, from ``tensors``, what changed as safetensors' ``load_file`` gives it, and
 the ``shape`` in the base: ``SparseWeightPatch(name, tensors[f"{name}.delta_indices"], tensors[f"{name}.delta_values"],
-shape)``; a bitmap has the indices ``numpy.flatnonzero(numpy.unpackbits(bitmap, bitorder="little"))``.
+shape)``; a bitmap has the indices ``numpy.flatnonzero(numpy.unpackbits(bitmap, bitorder="little"))``, as I32. What vLLM
+0.32's ``load_checkpoint_weight_patches`` made of them was the result, bit for bit.
 """
 
 from __future__ import annotations
@@ -254,7 +255,7 @@ def contents_of(delta: Delta) -> dict[str, tuple[TensorInfo, ...]]:
     result = {n: i for f in delta.files for n, i in parse_header(f.header, delta.path / f.name, f.size).tensors.items()}
     lacking = {name for name, change in delta.changes.items() if change.how != GONE} ^ result.keys()
     if lacking:
-        raise CheckpointError(f"{delta.path / DELTA}: tensor '{min(lacking)}' is not in both the files and the changes")
+        raise CheckpointError(f"{delta.path}: tensor '{min(lacking)}' is not in both the files and the changes")
     found: dict[str, tuple[TensorInfo, ...]] = {}
     for name, change in delta.changes.items():
         if change.how in (SAME, GONE):

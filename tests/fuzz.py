@@ -21,13 +21,15 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import chdir
+from contextlib import chdir, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from formats.files.delta import digest
+from formats.files.safetensors import read_header
 from reshard.cli.commands import main as reshard
-from tests.support import LLAMA, write_checkpoint
+from tests.support import LLAMA, change_tensor, write_checkpoint
 
 SECONDS = 10.0
 """What one command may take of the processor: that others use it, too, is no fault of the command's."""
@@ -296,7 +298,12 @@ def _change_json(path: Path, chance: random.Random) -> str:
             document[key] = changed(chance.choice(QUANTIZATION), chance)
     else:
         document = changed(document, chance)
-    path.write_text(text_of(document))
+    text = text_of(document)
+    if path.name == "delta.json" and chance.random() < 0.9:
+        with suppress(ValueError):
+            named = {key: value for key, value in json.loads(text).items() if key != "digest"}
+            text = json.dumps(named | {"digest": digest(named)})
+    path.write_text(text)
     return f"a value of {path}"
 
 
@@ -319,6 +326,14 @@ def _change_header(path: Path, chance: random.Random) -> str:
     text = text_of(document).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + content[end:])
     return f"header of {path}"
+
+
+def _change_data(path: Path, chance: random.Random) -> str:
+    content = bytearray(path.read_bytes())
+    at = chance.randrange(8 + int.from_bytes(content[:8], "little"), len(content))
+    content[at] ^= 1 << chance.randrange(8)
+    path.write_bytes(content)
+    return f"byte {at} of {path}"
 
 
 def _change_plan(path: Path, chance: random.Random) -> str:
@@ -402,6 +417,7 @@ def mutate(root: Path, chance: random.Random) -> tuple[Path, str]:
         (4, documents, _change_json),
         (1, files, _change_bytes),
         (3, tensors, _change_header),
+        (1, tensors, _change_data),
         (3, [path for path in files if path.suffix == ".toml"], _change_plan),
         (1.5, files, _change_kind),
         (0.5, files, _change_name),
@@ -417,6 +433,8 @@ def mutate(root: Path, chance: random.Random) -> tuple[Path, str]:
 
 # --------------------------------------------------------------------------------------------------------- commands
 
+DELTAS = ("delta", "compressed", "weight_v000001")
+"""Deltas of ``source``: the last is as slime writes one."""
 COMMANDS: tuple[tuple[str, ...], ...] = (
     ("plan", "source"),
     ("plan", "source", "--json"),
@@ -447,6 +465,8 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("verify", "source", "shards", "--exact-only", "--plan", "plan.toml", "--json"),
     ("split", "source", "OUT", "--tp", "2", "--refine-blocks"),
     ("split", "shards", "OUT", "--tp", "4", "--rank", "1", "--plan", "plan.toml"),
+    *(("patch", "source", delta, "OUT") for delta in DELTAS),
+    *(("split", "source", "OUT", "--patch", delta, "--tp", "2") for delta in DELTAS),
 )
 
 
@@ -520,7 +540,7 @@ def complaints(arguments: list[str], outcome: Outcome, out: Path) -> list[str]:
     errors = [line for line in lines if line.startswith("Error: ")]
     if outcome.code == 2 and len(errors) != 1 and arguments[0] != "verify":
         found.append(f"{len(errors)} lines of Error")
-    if outcome.code and arguments[0] in {"split", "merge"} and (out.exists() or out.is_symlink()):
+    if outcome.code and arguments[0] in {"split", "merge", "patch"} and (out.exists() or out.is_symlink()):
         found.append("output of a command that failed")
     if outcome.seconds > SECONDS:
         found.append(f"{outcome.seconds:.0f} seconds")
@@ -544,17 +564,43 @@ def state(root: Path) -> dict[str, tuple[int, ...]]:
     return found
 
 
+def other_bytes(out: Path, tuned: Path) -> list[str]:
+    """The tensors of a patched checkpoint that are not as the delta should make them."""
+    found, wanted = tensors(out), tensors(tuned)
+    return [f"wrong bytes of {name!r}" for name in found if found[name] != wanted.get(name)]
+
+
+def tensors(folder: Path) -> dict[str, bytes]:
+    """The bytes of a checkpoint's tensors."""
+    found: dict[str, bytes] = {}
+    for file in folder.glob("*.safetensors"):
+        content = file.read_bytes()
+        found |= {n: content[i.offset : i.offset + i.nbytes] for n, i in read_header(file).tensors.items()}
+    return found
+
+
 def make_base(root: Path) -> None:
-    """What is damaged: a checkpoint of two files, the same split, split without a manifest, and a plan file."""
+    """What is damaged: a checkpoint of two files, the same split, split without a manifest, a plan file and deltas.
+
+    Beside it, what the deltas make of the checkpoint.
+    """
     write_checkpoint(root / "source", files=2)
+    tuned = shutil.copytree(root / "source", root.parent / "tuned")
+    for file in tuned.glob("*.safetensors"):
+        for number, (name, info) in enumerate(read_header(file).tensors.items()):
+            for at in range(0, info.nbytes, (2, 10, 60)[number % 3]):  # whole, a bitmap, indices
+                change_tensor(file, name, at=at)
     with chdir(root):
         for arguments in (
             ["split", "source", "shards", "--tp", "2", "--max-shard-size", "8kB"],
             ["split", "source", "bare", "--tp", "2"],
             ["plan", "source", "--save", "plan.toml"],
+            ["diff", "source", str(tuned), "--out", "delta"],
+            ["diff", "source", str(tuned), "--out", "compressed", "--compress"],
         ):
             outcome = run(arguments)
-            assert outcome.code == 0, outcome
+            assert outcome.code == (arguments[0] == "diff"), outcome
+        shutil.copytree("compressed", "weight_v000001", ignore=shutil.ignore_patterns("delta.json"))
     (root / "bare/reshard.json").unlink()
 
 
@@ -571,11 +617,14 @@ def fuzz(base: Path, seed: int) -> list[str]:
             reading = [command for command in COMMANDS if touched & {word.partition("/")[0] for word in command}]
             name = os.fsdecode(b"caf\xff") if chance.random() < 0.03 else "source"
             Path("source").rename(name)
-            for command in chance.sample(reading, 4):
+            for command in chance.sample(reading, min(4, len(reading))):
                 arguments = [name if argument == "source" else argument for argument in command]
                 before, peak = state(Path()), most_memory()
                 try:
-                    wrong = complaints(arguments, run(arguments), Path("OUT"))
+                    outcome = run(arguments)
+                    wrong = complaints(arguments, outcome, Path("OUT"))
+                    if arguments[0] == "patch" and outcome.code == 0 and touched <= {*DELTAS}:
+                        wrong += other_bytes(Path("OUT"), base.parent / "tuned")
                 except _TooLongError as error:
                     wrong = [str(error)]
                 if state(Path()) != before:

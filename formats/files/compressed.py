@@ -2,15 +2,16 @@
 
 A change is one zstd frame. ``xor``: each byte of the tensor before, XOR the byte after. ``overwrite``: the number of
 changed bytes, their places in ascending order (each a little-endian U32), then their new values. A frame can only be
-read from its beginning on: ``Changes`` keeps the readers that are further on.
+read from its beginning on: ``Changes`` keeps what was read last.
 """
 
 from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Callable, Iterator
-from typing import IO, TYPE_CHECKING, NamedTuple, Protocol, cast
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from typing import IO, TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,15 +25,17 @@ if TYPE_CHECKING:
 XOR, OVERWRITE = "xor", "overwrite"
 LEVEL = 1
 STEP = 1 << 20
-"""Bytes that are taken from a frame at a time."""
+"""Bytes of a tensor that are changed at a time: a block."""
 
 _WINDOW = 8 << 20
 """A frame may look back so many bytes, as zstd's own specification has decoders support: so much memory it takes."""
-_KEPT = 16
-"""So many readers of frames, which are at some place of theirs, are kept for the next ranges."""
+_BLOCKS, _READERS = 64, 16
+"""So many blocks, and readers of frames that are at some place of theirs, are kept for the next ranges."""
 _PLACE = 4
 
 Bytes = NDArray[np.uint8]
+K = TypeVar("K")
+V = TypeVar("V")
 ReadRange = Callable[[int, int], bytes | memoryview]
 
 
@@ -102,87 +105,124 @@ class _Frame:
         return CheckpointError(f"the compressed change of tensor '{self._name}' {why}", "write the delta again")
 
 
-class _Forward(Protocol):
-    """Changes ranges of a tensor, each behind the last one."""
+class Block(NamedTuple):
+    """What is done to ``STEP`` bytes of a tensor: these values are XORed, or put at these places of it."""
 
-    at: int
+    values: Bytes
+    places: NDArray[np.int64] | None
 
     def change(self, begin: int, content: Bytes) -> None:
-        """Change ``content``, the tensor's bytes from ``begin`` on."""
+        """Change the tensor's bytes that begin with byte ``begin`` of the block."""
+        if self.places is None:
+            content ^= self.values[begin : begin + content.size]
+            return
+        low, high = np.searchsorted(self.places, (begin, begin + content.size))
+        content[self.places[low:high] - begin] = self.values[low:high]
 
 
 class _Xor:
-    def __init__(self, frame: Frame, read: ReadRange) -> None:
-        self.at, self._nbytes, self._frame = 0, frame.nbytes, _Frame(frame, read)
+    """The blocks of a frame, one after the other."""
 
-    def change(self, begin: int, content: Bytes) -> None:
-        self._frame.skip(begin - self.at)
-        for first in range(0, content.size, STEP):
-            part = content[first : first + STEP]
-            part ^= self._frame.take(part.size)
-        self.at = begin + content.size
-        if self.at == self._nbytes:
+    def __init__(self, frame: Frame, read: ReadRange) -> None:
+        self.next, self._nbytes, self._frame = 0, frame.nbytes, _Frame(frame, read)
+
+    def take(self) -> Block:
+        """The next block."""
+        begin, self.next = self.next * STEP, self.next + 1
+        found = Block(self._frame.take(min(STEP, self._nbytes - begin)), None)
+        if begin + found.values.size == self._nbytes:
             self._frame.check_ended()
+        return found
 
 
 class _Overwrite:
+    """The blocks of a frame, one after the other."""
+
     def __init__(self, frame: Frame, read: ReadRange) -> None:
-        self.at, self._nbytes = 0, frame.nbytes
+        self.next, self._nbytes = 0, frame.nbytes
         self._places, self._values = _Frame(frame, read), _Frame(frame, read)
         self._left = int(self._places.take(_PLACE).view("<u4")[0])
+        if self._left > self._nbytes:
+            raise self._places.refused(f"has {self._left} places for {self._nbytes} bytes")
         self._values.skip(_PLACE * (1 + self._left))
-        self._next, self._last = np.zeros(0, "<u4"), -1
+        self._ahead, self._last = np.zeros(0, "<u4"), -1
 
-    def change(self, begin: int, content: Bytes) -> None:
-        end = begin + content.size
-        for places, values in self._until(end):
-            inside = places >= begin
-            content[places[inside] - begin] = values[inside]
-        self.at = end
+    def take(self) -> Block:
+        """The next block."""
+        begin, self.next = self.next * STEP, self.next + 1
+        end = min(begin + STEP, self._nbytes)
+        found = [np.zeros(0, np.int64), *self._until(end)]
+        places = np.concatenate(found) - begin
+        values = self._values.take(places.size)
         if end == self._nbytes:
-            if self._left or self._next.size:
+            if self._left or self._ahead.size:
                 raise self._places.refused(f"has a place behind its {self._nbytes} bytes")
             self._values.check_ended()
+        return Block(values, places)
 
-    def _until(self, end: int) -> Iterator[tuple[NDArray[np.int64], Bytes]]:
-        """The changed bytes before ``end`` that were not yet passed: places and values."""
-        while self._left or self._next.size:
-            if not self._next.size:
+    def _until(self, end: int) -> Iterator[NDArray[np.int64]]:
+        """The places before ``end`` that were not yet passed."""
+        while self._left or self._ahead.size:
+            if not self._ahead.size:
                 count = min(self._left, STEP // _PLACE)
-                self._next, self._left = self._places.take(_PLACE * count).view("<u4"), self._left - count
-                if int(self._next[0]) <= self._last or (self._next[1:] <= self._next[:-1]).any():
+                self._ahead, self._left = self._places.take(_PLACE * count).view("<u4"), self._left - count
+                if int(self._ahead[0]) <= self._last or (self._ahead[1:] <= self._ahead[:-1]).any():
                     raise self._places.refused("is not in ascending order")
-                self._last = int(self._next[-1])
-            count = int(np.searchsorted(self._next, end))
-            yield self._next[:count].astype(np.int64), self._values.take(count)
-            self._next = self._next[count:]
-            if self._next.size:
+                self._last = int(self._ahead[-1])
+            count = int(np.searchsorted(self._ahead, end))
+            yield self._ahead[:count].astype(np.int64)
+            self._ahead = self._ahead[count:]
+            if self._ahead.size:
                 return
 
 
+Key = tuple[Hashable, Frame]
+
+
 class Changes:
-    """Changes ranges of tensors, in any order and from any thread; it is fast where they come one behind the other."""
+    """Changes ranges of tensors, from any thread. Each block is decompressed once if all ranges near it are asked for
+    at nearly the same time, in whatever order.
+    """
 
     def __init__(self) -> None:
-        self._lock, self._idle = threading.Lock(), list[tuple[Frame, _Forward]]()
+        self._lock = threading.Lock()
+        self._locks: dict[Key, threading.Lock] = {}
+        self._readers: OrderedDict[Key, _Xor | _Overwrite] = OrderedDict()
+        self._blocks: OrderedDict[tuple[Key, int], Block] = OrderedDict()
 
-    def change(self, frame: Frame, read: ReadRange, begin: int, content: Bytes) -> None:
-        """Change ``content``, a tensor's bytes from ``begin`` on. Raises CheckpointError for a damaged frame."""
-        reader = self._reader(frame, begin) or (_Xor if frame.how == XOR else _Overwrite)(frame, read)
-        reader.change(begin, content)
-        with self._lock:
-            self._idle.append((frame, reader))
-            del self._idle[:-_KEPT]
+    def change(self, file: Hashable, frame: Frame, read: ReadRange, begin: int, content: Bytes) -> None:
+        """Change ``content``, a tensor's bytes from ``begin`` on; ``file`` says which file, in which state, is read.
 
-    def _reader(self, frame: Frame, begin: int) -> _Forward | None:
-        """The reader of this frame that has come closest to a place, if one is before it."""
+        Raises CheckpointError for a damaged frame.
+        """
+        end = begin + content.size
+        for number in range(begin // STEP, -(-end // STEP)):
+            first, last = max(begin, number * STEP), min(end, (number + 1) * STEP)
+            block = self._block((file, frame), read, number)
+            block.change(first - number * STEP, content[first - begin : last - begin])
+
+    def _block(self, key: Key, read: ReadRange, number: int) -> Block:
         with self._lock:
-            found = [each for each in self._idle if each[0] == frame and each[1].at <= begin]
-            if not found:
-                return None
-            best = max(found, key=lambda each: each[1].at)
-            self._idle.remove(best)
-            return best[1]
+            lock = self._locks.setdefault(key, threading.Lock())
+        with lock:
+            with self._lock:
+                found, reader = self._blocks.get((key, number)), self._readers.get(key)
+            if found is not None:
+                return found
+            if reader is None or reader.next > number:
+                reader = (_Xor if key[1].how == XOR else _Overwrite)(key[1], read)
+            for at in range(reader.next, number + 1):
+                found = reader.take()
+                self._keep(self._blocks, (key, at), found, _BLOCKS)
+            self._keep(self._readers, key, reader, _READERS)
+            assert found is not None
+            return found
+
+    def _keep(self, kept: OrderedDict[K, V], key: K, value: V, most: int) -> None:
+        with self._lock:
+            kept[key] = value
+            while len(kept) > most:
+                kept.popitem(last=False)
 
 
 # --------------------------------------------------------------------------------------------------------- checksums

@@ -15,7 +15,8 @@ base that differs there is not refused.
 vLLM's ``SparseWeightPatch`` (vllm#50723, #53751) is a message in memory with these coordinates: name, I32 indices,
 values, shape. Of floats that are not NaN, from ``tensors``, what changed as safetensors' ``load_file`` gives it, and
 the ``shape`` in the base: ``SparseWeightPatch(name, tensors[f"{name}.delta_indices"], tensors[f"{name}.delta_values"],
-shape)``; a bitmap has the indices ``numpy.flatnonzero(numpy.unpackbits(bitmap, bitorder="little"))``.
+shape)``; a bitmap has the indices ``numpy.flatnonzero(numpy.unpackbits(bitmap, bitorder="little"))``, as I32. What vLLM
+0.32's ``load_checkpoint_weight_patches`` made of them was the result, bit for bit.
 """
 
 from __future__ import annotations
@@ -128,10 +129,10 @@ def delta_text(delta: Delta) -> bytes:
         "documents": {name: _packed(content) for name, content in delta.documents.items()},
         "sides": {name: None if content is None else _packed(content) for name, content in delta.sides.items()},
     }
-    return json.dumps(document | {"digest": _digest(document)}, indent=1).encode() + b"\n"
+    return json.dumps(document | {"digest": digest(document)}, indent=1).encode() + b"\n"
 
 
-def _digest(document: Mapping[str, object]) -> str:
+def digest(document: Mapping[str, object]) -> str:
     """A digest of all that ``delta.json`` says: what it has of files beside the weights has no other checksum."""
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -205,7 +206,7 @@ def read_delta(path: FilePath, base: Checkpoint) -> Delta:
 
     def checked(value: object, where: str) -> Delta:
         document = json_object(value, where)
-        if _digest({key: of for key, of in document.items() if key != "digest"}) != document.get("digest"):
+        if digest({key: of for key, of in document.items() if key != "digest"}) != document.get("digest"):
             raise Unfit("it was changed: its digest is another")
         return record(read)(document, where)
 
@@ -255,7 +256,7 @@ def contents_of(delta: Delta) -> dict[str, tuple[TensorInfo, ...]]:
     result = {n: i for f in delta.files for n, i in parse_header(f.header, delta.path / f.name, f.size).tensors.items()}
     lacking = {name for name, change in delta.changes.items() if change.how != GONE} ^ result.keys()
     if lacking:
-        raise CheckpointError(f"{delta.path / DELTA}: tensor '{min(lacking)}' is not in both the files and the changes")
+        raise CheckpointError(f"{delta.path}: tensor '{min(lacking)}' is not in both the files and the changes")
     found: dict[str, tuple[TensorInfo, ...]] = {}
     for name, change in delta.changes.items():
         if change.how in (SAME, GONE):

@@ -29,7 +29,8 @@ def patch_command(as_json: bool, quiet: bool, progress: str, **given: Any) -> No
     """Put a DELTA, which 'reshard diff A B --out DELTA' wrote, on its BASE: OUT is B, as a merge writes it.
 
     BASE is a full checkpoint in safetensors. Each of its tensors must have the checksum that the delta states, before
-    anything is written. So deltas chain: the result is the base of the next one.
+    anything is written. So deltas chain: the result is the base of the next one. DELTA may also be a folder of slime's
+    (weight_v000001), which has checksums of the result alone.
 
     'reshard split BASE OUT --patch DELTA' writes B in any form, without a copy in between; 'reshard verify BASE OUT
     --patch DELTA --exact-only' proves it.

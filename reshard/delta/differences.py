@@ -7,7 +7,6 @@ import math
 import os
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +18,7 @@ from reshard.delta.streams import Jobs, Pair, Side, Where, jobs_of_both, side_by
 from reshard.model.model import BoundTensor
 from reshard.move.reading import Bytes
 from reshard.source.source import Source
+from reshard.store.threads import share
 
 SAME, CHANGED, DTYPE, SHAPE, HERE, THERE = "same", "changed", "other dtype", "other shape", "only here", "only there"
 """What can be said of a tensor: the kinds of ``TensorDiff``."""
@@ -132,33 +132,23 @@ class _Comparing:
         self, a: Source, b: Source, jobs: tuple[Jobs, Jobs], keeper: Keeper | None, progress: Progress, total: int
     ) -> None:
         self._sources, self._jobs, self._keeper, self._progress = (a, b), jobs, keeper, progress
-        self.total, self._done, self._lock, self._stopped = total, 0, threading.Lock(), threading.Event()
+        self.total, self._done, self._lock = total, 0, threading.Lock()
 
     def run(self, dtypes: Mapping[str, str], sizes: Mapping[str, int]) -> Mapping[str, Distance]:
         """The distance of each tensor."""
         elsewhere = any(source.is_elsewhere for source in self._sources)
         workers = _WORKERS_ELSEWHERE if elsewhere else min(_WORKERS, os.cpu_count() or 1)
-        waiting, found = iter(dtypes.items()), dict[str, Distance]()
+        found: dict[str, Distance] = {}
 
-        def work() -> None:
+        def work(names: Iterator[str]) -> None:
             with (
                 contextlib.closing(Side(self._sources[0])) as left,
                 contextlib.closing(Side(self._sources[1])) as right,
             ):
-                while not self._stopped.is_set():
-                    with self._lock:
-                        name, dtype = next(waiting, (None, ""))
-                    if name is None:
-                        return
-                    found[name] = self._tensor(name, dtype, sizes[name], left, right)
+                for name in names:
+                    found[name] = self._tensor(name, dtypes[name], sizes[name], left, right)
 
-        with ThreadPoolExecutor(workers) as pool:
-            futures = [pool.submit(work) for _ in range(workers)]
-            try:
-                for future in futures:
-                    future.result()
-            finally:
-                self._stopped.set()
+        share(dtypes, workers, work)
         return found
 
     def _tensor(self, name: str, dtype: str, nbytes: int, left: Side, right: Side) -> Distance:

@@ -98,7 +98,7 @@ class PatchedFile(ComputedFile):
 
     def open(self) -> Read:
         """Open the files, each when it is needed."""
-        file, changes = self.opened(), Changes()
+        file = self.opened()
 
         def content(piece: Piece, begin: int, end: int) -> memoryview:
             base, changed = file(piece.number), piece.changed
@@ -107,10 +107,14 @@ class PatchedFile(ComputedFile):
             if isinstance(changed, Places):
                 return _patched(piece.offset, changed, begin, end, base, file(piece.delta))
             found = np.frombuffer(base(piece.offset + begin, piece.offset + end), np.uint8).copy()
-            changes.change(changed, file(piece.delta), begin, found)
+            _CHANGES.change(self.files[piece.delta], changed, file(piece.delta), begin, found)
             return found.data
 
         return self.read_pieces(self.pieces, content)
+
+
+_CHANGES = Changes()
+"""What was decompressed last."""
 
 
 def _patched(offset: int, changed: Places, begin: int, end: int, base: Read, delta: Read) -> memoryview:

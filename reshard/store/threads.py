@@ -1,12 +1,13 @@
-"""Threads that wait for remote answers. Unlike those of ``concurrent.futures``, they do not keep the process from
-ending: after Ctrl-C nobody waits for an answer that may take a minute.
+"""Threads that share work, and threads that wait for remote answers. Unlike those of ``concurrent.futures``, the latter
+do not keep the process from ending: after Ctrl-C nobody waits for an answer that may take a minute.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from itertools import islice
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -14,6 +15,30 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 _PATIENCE = 5.0
+
+
+def share(items: Iterable[S], count: int, work: Callable[[Iterator[S]], None]) -> None:
+    """Have ``count`` threads call ``work``, each with an iterator that takes the next of the items that all share.
+
+    Raises the first error; then the other threads get no more items, and are waited for.
+    """
+    left, lock, stopped = iter(items), threading.Lock(), threading.Event()
+
+    def own() -> Iterator[S]:
+        while not stopped.is_set():
+            with lock:
+                found = [*islice(left, 1)]
+            if not found:
+                return
+            yield found[0]
+
+    with ThreadPoolExecutor(count) as pool:
+        futures = [pool.submit(work, own()) for _ in range(count)]
+        try:
+            for future in as_completed(futures):
+                future.result()
+        finally:
+            stopped.set()
 
 
 class Threads:

@@ -70,7 +70,7 @@ def test_ranges_in_any_order(before: bytes, data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 5))):
         begin, end = sorted((data.draw(st.integers(0, old.size)), data.draw(st.integers(0, old.size))))
         found = old[begin:end].copy()
-        changes.change(of, lambda start, stop: file[start:stop], begin, found)
+        changes.change(0, of, lambda start, stop: file[start:stop], begin, found)
         assert (found == new[begin:end]).all()
 
 
@@ -217,7 +217,7 @@ def far_looking(content: bytes) -> bytes:
         ("overwrite", overwrite([4, 3], 2), "ascending"),
         ("overwrite", overwrite([3], 2), "more bytes than its tensor"),
         ("overwrite", overwrite([3], 0), "too few bytes"),
-        ("overwrite", overwrite([], 0, count=2**32 - 1), "too few bytes"),
+        ("overwrite", overwrite([], 1 << 20, count=41), "41 places for 40 bytes"),
         ("overwrite", b"", "too few bytes"),
         ("overwrite", overwrite([3], 1), "its result has another checksum"),
     ],
@@ -257,6 +257,12 @@ def test_other_layouts_of_slimes(
     (broken / "delta.json").unlink()
     with pytest.raises(CheckpointError, match=message):
         patch(base, tmp_path / "out", delta=broken, **ONE)
+
+
+def test_a_folder_of_slimes_for_another_model(delta: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(delta, tmp_path / "delta", ignore=shutil.ignore_patterns("delta.json"))
+    with pytest.raises(CheckpointError, match="tensor 'model.embed_tokens.weight' is not in both"):
+        patch(store.checkpoint("gpt2"), tmp_path / "out", delta=folder, **ONE)
 
 
 @pytest.mark.parametrize("how", ["same", "indices", "whole", "gone"])

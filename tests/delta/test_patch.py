@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from formats.errors import CheckpointError, MismatchError, ReshardError
-from formats.files.delta import _digest
+from formats.files.delta import digest
 from formats.files.safetensors import build_header, read_header
 from reshard.api import diff, patch, split
 from reshard.source.patched import PatchedFile, patched
@@ -89,7 +89,7 @@ def test_the_smallest_way(base: Path, tmp_path: Path, count: int, ending: str) -
 def signed(folder: Path, document: dict) -> None:
     """Write a ``delta.json`` that says what it is, as another program might make it."""
     named = {key: value for key, value in document.items() if key != "digest"}
-    (folder / "delta.json").write_text(json.dumps(named | {"digest": _digest(named)}))
+    (folder / "delta.json").write_text(json.dumps(named | {"digest": digest(named)}))
 
 
 FORMS = {"vllm": {"format": "vllm", "tp": 2}, "megatron": {"format": "megatron", "tp": 2}, "own": {"tp": 4}}

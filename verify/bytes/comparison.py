@@ -13,9 +13,8 @@ import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,6 +28,7 @@ from reshard.placement.arrangement import Arrangement
 from reshard.placement.portions import rule_of
 from reshard.placement.stored import Stored
 from reshard.source.source import Source
+from reshard.store.threads import share
 from verify.bytes.atoms import Block, Parts, check_all_owned, strided
 from verify.bytes.changes import coarse, differing, expected, pattern, repeated, stating
 from verify.bytes.chunks import ranks_of
@@ -41,8 +41,6 @@ SMALL = 1 << 14
 
 TOGETHER = 128
 """So many small tensors are compared together."""
-
-T = TypeVar("T")
 
 Progress = Callable[[int, int], None]
 """Called from any thread with the compared bytes of the shards so far, and the total."""
@@ -90,7 +88,7 @@ class Comparison:
     ) -> None:
         self._arrangement, self._held = arrangement, held
         tensors = _Tensors(original, shards, arrangement, held)
-        self._todo = Shared(_units(tensors.all()))
+        self._todo = _units(tensors.all())
         total = 0
         for stored in arrangement.stored:
             for holder in held.get(stored.name, ()):
@@ -107,25 +105,17 @@ class Comparison:
 
     def run(self, workers: int) -> ExactReport:
         """Compare; the report has only ``first`` and ``damages``. Raises CheckpointError if a file cannot be read."""
-        stopped, tally = threading.Event(), self._tally
+        tally = self._tally
 
-        def work() -> None:
+        def work(units: Iterator[_Unit | Sequence[_Tensor]]) -> None:
             with _Worker(tally, self._names) as worker:
-                for unit in self._todo:
-                    if stopped.is_set():
-                        return
+                for unit in units:
                     if isinstance(unit, _Unit):
                         worker.compare(unit.tensor, unit.chunk)
                     else:
                         worker.compare_small(unit)
 
-        with ThreadPoolExecutor(workers) as pool:
-            futures = [pool.submit(work) for _ in range(workers)]
-            try:
-                for future in futures:
-                    future.result()
-            finally:
-                stopped.set()
+        share(self._todo, workers, work)
         if tally.done != tally.total:  # a partial comparison must not pass
             raise RuntimeError(f"{tally.done} of the {tally.total} bytes of the shards were compared")
         mesh = self._arrangement.plan.mesh
@@ -293,21 +283,6 @@ def _is_small(tensor: _Tensor) -> bool:
     """Whether a tensor is small, and its parts are the original's own words."""
     info = tensor.original
     return info is not None and info.nbytes <= SMALL and tensor.view.words is not None
-
-
-class Shared(Generic[T]):
-    """An iterator that several threads can use."""
-
-    def __init__(self, items: Iterator[T]) -> None:
-        self._items, self._lock = items, threading.Lock()
-
-    def __iter__(self) -> Iterator[T]:
-        while True:
-            with self._lock:
-                item = next(self._items, None)
-            if item is None:
-                return
-            yield item
 
 
 # ------------------------------------------------------------------------------------------------------ the results

@@ -42,11 +42,11 @@ class AxisSizes:
         self._architecture = architecture
         self.settings = architecture.settings(config)
         self.measured: dict[str, int] = dict(known)
-        self._index_names = frozenset(
+        self._named = frozenset(
             segment[1:-1] for name in architecture.tensors for segment in name.split(".") if segment.startswith("{")
         )
-        layers = architecture.layers.text  # an index, also where no line has it: of an adapter to an embedding
-        self._layers = layers if layers in architecture.sizes else None
+        layers = {architecture.layers.text} & architecture.sizes.keys()
+        self._index_names = self._named | layers  # also where no line has it: of an adapter to an embedding
         self._cache: dict[tuple[tuple[str, int], ...], dict[str, int]] = {}
         self._steps = 0
 
@@ -91,12 +91,12 @@ class AxisSizes:
     @cached_property
     def configured(self) -> frozenset[str]:
         """The axes in names whose size the config gives."""
-        return frozenset(axis for axis in self._index_names if axis in self.counts)
+        return frozenset(axis for axis in self._named if axis in self.counts)
 
     @cached_property
     def counts(self) -> dict[str, int]:
         """The size that the config gives to each axis in names."""
-        named = {axis: self._config_size(axis, {}, ()) for axis in self._index_names & self._architecture.sizes.keys()}
+        named = {axis: self._config_size(axis, {}, ()) for axis in self._named & self._architecture.sizes.keys()}
         return {axis: size for axis, size in named.items() if size is not None}
 
     def key(self, indices: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
@@ -164,7 +164,7 @@ class AxisSizes:
         return value
 
     def _look_up(self, name: str, indices: Mapping[str, int], below: tuple[str, ...]) -> Any:
-        if name in self._index_names or name == self._layers:
+        if name in self._index_names:
             return indices.get(name)
         if name in self._architecture.sizes and name not in below:
             return self._config_size(name, indices, below)

@@ -301,14 +301,14 @@ class _Conversion:
     # ------------------------------------------------------------------------------------------------------- names
 
     @cached_property
-    def _modules(self) -> Sequence[ModuleTensor]:
+    def _of_modules(self) -> Sequence[ModuleTensor]:
         return [*module_tensors(self.base, self.config)]
 
     @cached_property
     def _renames(self) -> Mapping[str, str]:
         """Names of modules' tensors by those of checkpoints, or the other way round, where one is all of the other."""
         found: dict[str, str] = {}
-        for tensor in self._modules:
+        for tensor in self._of_modules:
             part = tensor.parts[0]
             if len(tensor.parts) == 1 and part.label is None and tensor.stacked is None and part.source != tensor.name:
                 one, other = part.source, tensor.name

@@ -59,8 +59,10 @@ engines: .venv/ready $(ENGINES)/vllm/ready $(ENGINES)/megatron/ready $(ENGINES)/
 	$(BIN)/python -m benchmarks.live_megatron --python $(ENGINES)/megatron/bin/python
 	$(BIN)/python -m benchmarks.engines $(ENGINES)/vllm.jsonl --python $(ENGINES)/vllm/bin/python --faults
 	$(BIN)/python -m benchmarks.serve --python $(ENGINES)/vllm/bin/python
+	$(BIN)/python -m benchmarks.lora_vllm --python $(ENGINES)/vllm/bin/python
 	$(BIN)/python -m benchmarks.live_vllm --python $(ENGINES)/vllm/bin/python
 	$(BIN)/python -m benchmarks.live_train --python $(ENGINES)/vllm/bin/python
+	$(ENGINES)/vllm/bin/python -m benchmarks.load_adapters
 	$(BIN)/python -m benchmarks.launchers
 
 $(ENGINES)/vllm/ready: benchmarks/engines-vllm.txt

@@ -61,6 +61,7 @@ PROFILE = ("tests/verify/test_profile.py",)
 WITNESS = ("tests/live/test_witness.py",)
 RECEIVER = ("tests/live/test_vllm_engine.py",)
 ROUTES = ("tests/live/test_combinations.py",)
+CHANGES = ("tests/live/test_changes.py",)
 
 MUTATIONS = (
     # the notation
@@ -165,6 +166,13 @@ MUTATIONS = (
     Mutation("reshard/live", "-DTYPE_BITS[part.move.dtype]", "0", ROUTES),
     Mutation("reshard/live", "if move.dtype == stored and function is None:", "if move.dtype == stored:", ROUTES),
     Mutation("reshard/live", "span.source and last.target + last.length == span.target", "span.source", ROUTES),
+    # live: a push of what changed
+    Mutation("reshard/live", "self._packed(before, self._before", "self._packed(before, self._blocks", CHANGES),
+    Mutation("reshard/live", "if int(_sum(new)) != total:", "if False:", CHANGES),
+    Mutation("reshard/live", "for part in parts) if plain else None", "for part in parts)", CHANGES),
+    Mutation("reshard/live", "        self._base = None  # until", "        # until", CHANGES),
+    Mutation("reshard/live", "        if not has_base:\n", "        if True:\n", CHANGES),
+    Mutation("reshard/live", "len({each.base for each in said}) == 1", "True", CHANGES),
     # live: the second witness, and vLLM's worker
     Mutation("reshard/live", "min(run.length, size - run.offset)", "run.length", WITNESS),
     Mutation("reshard/live", "step = lies.rows.stride * 8 // bits", "pass", WITNESS),

@@ -14,6 +14,9 @@ def need(what: str, *packages: str, extra: str) -> None:
         raise PlanError(f"{what} needs {' and '.join(missing)}", f"pip install 'reshard[{extra}]'")
 
 
-def need_transformers(what: str) -> None:
-    """Raise PlanError if what runs or builds a model of transformers' is not installed; ``what`` needs it."""
-    need(what, "transformers", "accelerate", extra="verify")
+def need_transformers(what: str, *beside: str) -> None:
+    """Raise PlanError if what runs or builds a model of transformers' is not installed; ``what`` needs it.
+
+    ``beside`` are further packages that are needed with it.
+    """
+    need(what, "transformers", "accelerate", *beside, extra="verify")

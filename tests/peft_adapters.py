@@ -21,23 +21,27 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def made(name: str, kind: str, dtype: str = "float32", **settings: Any) -> Path:
-    """An adapter to a checkpoint of the store: A and B are small multiples of 1/4, so that sums of them are exact."""
+    """An adapter to a checkpoint of the store."""
+    key = "-".join(f"{setting}-{value}" for setting, value in settings.items() if not isinstance(value, dict))
+    return store.made(
+        f"{name}-{dtype}-adapter-{kind}{key}{len(settings)}",
+        lambda folder: save(store.checkpoint(name, dtype), folder, kind, dtype, **settings),
+    )
+
+
+def save(base: Path, folder: Path, kind: str, dtype: str = "float32", **settings: Any) -> None:
+    """An adapter to a checkpoint: A and B are small multiples of 1/4, so that sums of them are exact."""
     from peft import LoraConfig, get_peft_model
 
-    def make(folder: Path) -> None:
-        base = store.checkpoint(name, dtype)
-        config = LoraConfig(**{"r": 3, "lora_alpha": 6, "lora_dropout": 0.0, **KINDS[kind], **settings})
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model = get_peft_model(zoo.class_of(base).from_pretrained(base, dtype=getattr(torch, dtype)), config)
-            generator = torch.Generator().manual_seed(1)
-            for key, tensor in model.named_parameters():
-                if "lora_" in key:
-                    tensor.data = torch.randint(-3, 4, tensor.shape, generator=generator).to(tensor.dtype) / 4
-            model.save_pretrained(folder)
-
-    key = "-".join(f"{setting}-{value}" for setting, value in settings.items() if not isinstance(value, dict))
-    return store.made(f"{name}-{dtype}-adapter-{kind}{key}{len(settings)}", make)
+    config = LoraConfig(**{"r": 3, "lora_alpha": 6, "lora_dropout": 0.0, **KINDS[kind], **settings})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = get_peft_model(zoo.class_of(base).from_pretrained(base, dtype=getattr(torch, dtype)), config)
+        generator = torch.Generator().manual_seed(1)
+        for key, tensor in model.named_parameters():
+            if "lora_" in key:
+                tensor.data = torch.randint(-3, 4, tensor.shape, generator=generator).to(tensor.dtype) / 4
+        model.save_pretrained(folder)
 
 
 def merged(name: str, adapter: Path, folder: Path, dtype: str = "float32") -> Path:

@@ -8,6 +8,7 @@ import click
 import pytest
 from click.shell_completion import ShellComplete
 
+from formats.notation.adapter_file import adapter_format_names
 from formats.notation.format_file import format_names
 from reshard.cli.commands import COMMANDS, cli
 from tests.support import command, write_checkpoint
@@ -46,7 +47,9 @@ def test_paths_are_completed_by_the_shell(words: tuple[str, ...]) -> None:
 
 def test_names_are_completed() -> None:
     for name in ("split", "plan", "formats"):
-        assert [value for _, value in completed(name, "model", "--as", "")] == sorted([*format_names(), "huggingface"])
+        assert [value for _, value in completed(name, "model", "--as", "")] == sorted(
+            [*format_names(), *adapter_format_names(), "huggingface"]
+        )
     assert completed("split", "model", "out", "--as", "vl") == [("plain", "vllm"), ("plain", "vllm-0.23")]
     assert completed("models", "phi3s") == [("plain", "phi3small")]
     assert ("plain", "split") in completed("s")
@@ -82,7 +85,7 @@ def test_formats_are_listed_with_what_loads_them(tmp_path: Path) -> None:
     listed = command("formats").stdout
     assert "huggingface " in listed and 'AutoModelForCausalLM.from_pretrained("OUT")' in listed
     assert "vllm serve OUT --load-format sharded_state --tensor-parallel-size RANKS" in listed
-    assert all(f"\n{name} " in listed for name in format_names())
+    assert all(f"\n{name} " in listed for name in (*format_names(), *adapter_format_names()))
     one = command("formats", "--as", "huggingface").stdout
     assert one.startswith("huggingface\n") and "model.safetensors" in one
     write_checkpoint(tmp_path / "model")

@@ -79,7 +79,8 @@ def test_the_wheel_has_every_file_of_the_packages(wheel: Path) -> None:
 def test_each_command_runs_once_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     lines = {
         "demo": "demo d", "plan": "plan d/model --tp 2 --report page.html", "split": "split d/model out --tp 2",
-        "diff": "diff d/model out --out delta", "patch": "patch d/model delta patched", "live": "live demo",
+        "diff": "diff d/model out --out delta --report diff.html", "patch": "patch d/model delta patched",
+        "live": "live demo",
         "merge": "merge out merged", "inspect": "inspect out --json", "formats": "formats d/model", "models": "models",
         "verify": "verify d/model out --exact-only --report verified.html",
         "profile": "profile d/model --tp 1 --seq 8 --phase decode --seconds 0.01 --report profile.html",

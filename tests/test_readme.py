@@ -18,6 +18,7 @@ from pathlib import Path
 import click
 import pytest
 
+from formats.notation.adapter_file import Factor, adapter_format, adapter_format_names
 from formats.notation.architecture import Architecture
 from formats.notation.architecture_files import BUILT_IN, built_in_architectures, load_architecture
 from tests import remote, support, zoo
@@ -30,6 +31,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 README, REFERENCE = ROOT / "README.md", DOCS / "reference"
 TUTORIAL, VERIFICATION = DOCS / "tutorial.md", DOCS / "explanation" / "verification.md"
+ADAPTERS = DOCS / "how-to" / "adapters.md"
 WITHOUT_RULES = DOCS / "how-to" / "model-without-rules.md"
 COMMANDS, ARCHITECTURES, FORMATS = (REFERENCE / f"{name}.md" for name in ("commands", "architectures", "formats"))
 PYTHON, JSON, MANIFEST = (REFERENCE / f"{name}.md" for name in ("python", "json", "manifest"))
@@ -147,6 +149,18 @@ class Terminal:
         return "\n".join(["```console", f"$ {line}", *printed, "```", ""])
 
 
+def adapter_table() -> str:
+    """How A and B of experts lie in each format of adapters."""
+    rows = ["| `--as` | A | B | read by | tried |", "|---|---|---|---|---|"]
+    for each in map(adapter_format, adapter_format_names()):
+        a, b = each.factors or (Factor("0.gate_proj.lora_A.weight", "rank in"), Factor("", "out rank"))
+        end = a.name.removeprefix("{module}.").replace("{wrapped}", "").format(leaf="down_proj", word="down")
+        x, y = ("in", "out") if each.second or each.since is None else ("out", "in")
+        axes = [re.sub(r"\bx\b", x, re.sub(r"\by\b", y, factor.axes)) for factor in (a, b)]
+        rows.append(f"| `{each.name}` | `experts.{end}`: `{axes[0]}` | `{axes[1]}` | {each.loaded_by} | {each.tried} |")
+    return "\n".join([*rows, ""])
+
+
 def examples(folder: Path) -> Iterator[tuple[Path, str, Callable[[], str]]]:
     """The parts that show a command: the page, the part, and what makes it. In this order, in one folder."""
     outside, inside = Terminal(folder), Terminal(folder / "demo")
@@ -179,6 +193,7 @@ def examples(folder: Path) -> Iterator[tuple[Path, str, Callable[[], str]]]:
     yield WITHOUT_RULES, "draft", lambda: show("reshard plan strange --draft mine.toml", errors=True)
     yield ARCHITECTURES, "models", lambda: show("reshard models phi3")
     yield FORMATS, "formats", lambda: show("reshard formats")
+    yield ADAPTERS, "adapters", adapter_table
     yield COMMANDS, "degrees", lambda: show("reshard plan model")
     yield COMMANDS, "plan", lambda: show("reshard plan model --tp 8")
 

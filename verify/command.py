@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from formats.documents import read_config
-from formats.errors import ReshardError
+from formats.errors import CheckpointError, ReshardError
 from formats.mesh import Mesh
+from formats.notation.adapters import SETTINGS
 from formats.quantization.settings import quantization_settings
 from formats.refusals import refused
-from formats.store import FilePath
+from formats.store import FilePath, local_folder
 from reshard.source.access import Access, find, open_any
 from reshard.source.source import Source
 from reshard.store.selection import Weights
@@ -20,7 +21,8 @@ from verify.bytes.exact import open_shards
 from verify.bytes.exact_report import ExactReport
 from verify.prove import SILENT, Display, prove
 from verify.report.answer import Answer
-from verify.run_settings import RunSettings
+from verify.run_settings import BYTES_ALONE, RunSettings
+from verify.unmerged import Unmerged
 
 if TYPE_CHECKING:
     from verify.forward.crew import Crew
@@ -33,7 +35,8 @@ _OF_AN_ENGINE = {"engine": "name", "engine_python": "python", "engine_mesh": "me
 class VerifyRequest(Access, RunSettings):
     """What ``verify`` takes: the full checkpoint and its shards.
 
-    With ``exact_only``, only bytes are compared. ``engine`` (``vllm`` or ``megatron``) runs the shards as well, with
+    With ``adapter``, the original is the model with that LoRA adapter: merged for the bytes, beside it as it runs. With
+    ``exact_only``, only bytes are compared. ``engine`` (``vllm`` or ``megatron``) runs the shards as well, with
     the Python interpreter ``engine_python``, on each mesh of ``engine_mesh``.
     """
 
@@ -59,6 +62,10 @@ class VerifyRequest(Access, RunSettings):
             raise refused(min(of_a_run), None, "it is of the forward pass", beside={"exact_only": True})
         if self.streamed and self.backward:
             raise refused("streamed", None, "gradients need the whole model at once", beside={"backward": None})
+        if self.engine is not None and self.adapter is not None:
+            raise refused(
+                "engine", self.engine, "an engine runs no base model with its adapter", beside={"adapter": None}
+            )
         if self.prompt is not None and (others := given & {"batch", "seq", "seed"}):
             raise refused(min(others), None, "it is of random tokens", beside={"prompt": None})
 
@@ -75,7 +82,8 @@ class VerifyRequest(Access, RunSettings):
 def verify(request: VerifyRequest, display: Display = SILENT) -> Answer:
     """Prove that shards are the model of a full checkpoint: compare the bytes, then run the model.
 
-    The answer's ``verdict`` is ``same``, ``different`` or ``unchecked``; then ``error`` says why.
+    The answer's ``verdict`` is ``same``, ``different``, ``unchecked`` (then ``error`` says why) or ``without effect``:
+    of an adapter without which the outputs would be the same.
     """
     answer = request.begin()
     attempt(answer, request, display)
@@ -90,13 +98,32 @@ def attempt(answer: Answer, request: VerifyRequest, display: Display, crew: Crew
         of_shards = replace(request, revision=None)
         original, place = open_any(request.original, request, weights), find(request.shards, of_shards, weights)
         shards = open_shards(place, original, plan_file=request.plan_file)
-        prove(answer, original, shards, request.plan_file, display, crew)
+        prove(answer, original, shards, request.plan_file, display, crew, lambda: _unmerged(request, original))
         if answer.exit_code == 1 and _lost_quantization(original, place, shards):
             answer.notes.append(
                 "The original is quantized, these are not. If they were split with --dequantize, give it here, too."
             )
     except ReshardError as error:
         answer.error = error
+
+
+def _unmerged(request: VerifyRequest, original: Source) -> Unmerged | None:
+    """The base model and the adapter beside it, if the original is an adapter or has one in it. Raises ReshardError."""
+    plain = replace(request, adapter=None, config=None, plan_file=None)
+    if request.adapter is not None:
+        base = open_any(request.original, replace(plain, plan_file=request.plan_file), Weights.FILES)
+        adapter = find(request.adapter, replace(plain, revision=None), Weights.FILES)
+        return Unmerged(base, local_folder(adapter), is_alone=False)
+    settings = original.model.config.get(SETTINGS)
+    if not isinstance(settings, dict) or original.is_split:
+        return None
+    folder = request.config or settings.get("base_model_name_or_path") or original.path
+    try:
+        base = open_any(str(folder), replace(plain, revision=None), Weights.FILES)
+    except ReshardError as error:
+        hint = f"give the model with --config BASE; {BYTES_ALONE}"
+        raise CheckpointError(f"an adapter runs beside its base model: {error.message}", hint) from error
+    return Unmerged(base, local_folder(original.path), is_alone=True)
 
 
 def _lost_quantization(original: Source, path: FilePath, shards: Source | ExactReport) -> bool:

@@ -16,6 +16,7 @@ from verify.bytes.exact_report import ExactReport
 from verify.report.answer import Answer
 from verify.report.words import OwnPlan
 from verify.rules import own_rules
+from verify.unmerged import Unmerged
 
 if TYPE_CHECKING:
     from verify.forward.crew import Crew
@@ -42,9 +43,11 @@ SILENT = Silent()
 
 def prove(
     answer: Answer, original: Source, shards: Source | ExactReport, plan_file: Path | None, display: Display,
-    crew: Crew | None = None,
+    crew: Crew | None = None, unmerged: Callable[[], Unmerged | None] = lambda: None,
 ) -> None:  # fmt: skip
     """Fill in an answer: the plan in use, the bytes and, if that is wanted and possible, the forward pass.
+
+    ``unmerged`` opens what runs in the original's place, if that has an adapter in it.
 
     ``shards`` may be a report that says why they cannot be opened. ``crew``: this process is one of the ranks that a
     launcher started; the first of them compares the bytes. Raises ReshardError for what cannot be checked.
@@ -56,13 +59,13 @@ def prove(
     if crew is not None:
         is_wanted = crew.agree(is_wanted)
     if is_wanted:
-        _run_forward(answer, original, shards, display, crew)
+        _run_forward(answer, unmerged() or original, shards, display, crew)
     if can_run and answer.engine_options is not None:
         _run_engine(answer, original, shards, answer.engine_options, display)
 
 
 def _run_forward(
-    answer: Answer, original: Source, shards: Source | ExactReport, display: Display, crew: Crew | None
+    answer: Answer, original: Source | Unmerged, shards: Source | ExactReport, display: Display, crew: Crew | None
 ) -> None:
     """Run the model, as it was and on the shards."""
     if isinstance(shards, ExactReport):  # the first rank has opened others, on a disk of its own

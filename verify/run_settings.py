@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+BYTES_ALONE = "--exact-only compares the bytes alone"
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:

@@ -12,7 +12,7 @@ from typing import Any
 
 from formats.documents import MAX_CONFIG, MAX_INDEX, is_inside, json_object, read_config, read_document
 from formats.errors import CheckpointError, brief
-from formats.files.foreign import is_adapter, names_in, refuse_foreign
+from formats.files.foreign import DELTA, is_adapter, names_in, refuse_foreign
 from formats.files.safetensors import Header, TensorInfo, read_header
 from formats.quantization.settings import quantization_settings, without_quantization
 from formats.store import FilePath, by_name, read_ranges, walk
@@ -242,6 +242,7 @@ def _read_index(folder: FilePath, name: str) -> _Weights:
 
 def _read_config(path: FilePath) -> dict[str, Any]:
     if not path.exists():
+        refuse_foreign(path.parent, [DELTA] if (path.parent / DELTA).is_file() else [])
         raise CheckpointError(f"{path}: missing", "a checkpoint needs the config.json that describes its model")
     return read_config(path)
 

@@ -49,10 +49,11 @@ from formats.documents import whole as integer
 from formats.errors import CheckpointError
 from formats.files.checkpoint import Checkpoint
 from formats.files.compressed import ADLER, BLAKE, OVERWRITE, XOR, XXH
+from formats.files.foreign import DELTA
 from formats.files.safetensors import DTYPE_BITS, TensorInfo, parse_header, read_header, tensor_bytes, unit_of
 from formats.store import FilePath, name_in
 
-DELTA, CONTENT = "delta.json", "delta.safetensors"
+CONTENT = "delta.safetensors"
 INDICES, BITMAP, VALUES = ".delta_indices", ".delta_bitmap", ".delta_values"
 INDEX, COMPRESSED = "model.safetensors.index.json", "model-00000-of-00001.safetensors"
 VERSION = 1

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from formats.errors import CheckpointError
 from formats.store import FilePath, name_in, walk
 
+DELTA = "delta.json"
+"""The file by which a delta is known (``delta.py``)."""
 _MOST = 10_000
 """Names that are looked at."""
 
@@ -23,6 +25,13 @@ class Foreign:
 
 _PART_OF_BIN = r"pytorch_model-\d+-of-\d+\.bin"
 _KINDS: Sequence[tuple[str, Foreign]] = (
+    (
+        re.escape(DELTA),
+        Foreign(
+            "a delta ({}), which changes a model and is none itself",
+            "'reshard patch BASE DELTA OUT' puts it on its base, 'reshard split BASE OUT --patch DELTA' too",
+        ),
+    ),
     (
         r"adapter_config\.json",
         Foreign(

@@ -2,8 +2,7 @@
 
 Beside a weight ``out in`` PEFT keeps ``lora_A``, ``r in``, and ``lora_B``, ``out r``: their product is added to the
 weight. So A is cut if the weight is cut along its input, B if it is cut along its output; otherwise they are
-replicated. Beside experts that are one tensor, ``expert x y``, A is ``(expert r) x`` and B ``y (r expert)``; since PEFT
-0.19, if the module stores the output first, A is ``(expert r) y`` and B ``x (r expert)``. Names are those of
+replicated. How A and B lie beside experts that are one tensor stands in ``formats/adapters/``. Names are those of
 transformers' modules (``module_names.py``) or of the checkpoint. Sources: peft/tuners/lora/layer.py (``ParamWrapper``),
 peft/tuners/tuners_utils.py (``_inject_parameters``), peft/utils/save_and_load.py of PEFT 0.17 to 0.21.
 """
@@ -13,15 +12,30 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, TypeVar
 
 from formats.documents import Reader, Unfit, items, json_object, mapping, text, whole
 from formats.errors import PlanError, brief
+from formats.notation.adapter_file import (
+    AdapterFormat,
+    Factor,
+    adapter_format,
+    adapter_format_names,
+    version_of,
+    versions,
+)
 from formats.notation.architecture import Architecture
 from formats.notation.architecture_document import architecture_from_document, to_document
 from formats.notation.axes import Dim, Shape, Summand
-from formats.notation.module_names import ModuleTensor, as_modules, module_tensors, with_first_indices
+from formats.notation.module_names import (
+    ModuleTensor,
+    as_modules,
+    in_halves,
+    module_tensors,
+    of_experts,
+    with_first_indices,
+)
 
 PREFIX = "base_model.model."
 """What stands before a module's name in an adapter."""
@@ -40,39 +54,46 @@ _LINES: Mapping[str, str] = {
     "lora_embedding_A": "{r} {outer}",
     "lora_embedding_B": "{inner} {r}",
 }
-_FIRST_AS_INPUT = {"lora_A.weight": "({stack} {r}) {first}", "lora_B.weight": "{second} ({r} {stack})"}
-_LAST_AS_INPUT = {"lora_A.weight": "({stack} {r}) {second}", "lora_B.weight": "{first} ({r} {stack})"}
 _WHOLE = ("{whole}",)
 _BIAS = "base_layer.bias"
-_ASKS = (0, 19)
-"""The first version of PEFT that asks a module whether it stores the input first (``is_transposed``)."""
+_GROUPED, _LAYOUTS = "grouped_by_expert", {"grouped_by_expert", "rank_major"}
+"""What Unsloth notes of B's columns (``lora_B_layout``): an expert's lie together, or as PEFT has them."""
 _KEY = re.compile(r"(?:\w|-|\\[.d]|\.\*|\.|[|()^$+])+")
 _MOST_REPEATS = 4
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What ``adapter_config.json`` says of an adapter: ``ranks`` by pattern of a name, ``rank`` for all others."""
+    """What ``adapter_config.json`` says of an adapter: ``ranks`` by pattern of a name, ``rank`` for all others.
+
+    ``grouped``: of the B of a stack, the columns of an expert lie together.
+    """
 
     rank: int
     ranks: Mapping[str, int]
     targets: tuple[str, ...]
     version: tuple[int, ...] | None
+    grouped: bool = False
 
     def ranks_of(self, name: str) -> tuple[int, ...]:
         """The rank of what covers a name; several, if a pattern may be for some of its indices alone."""
         return tuple(dict.fromkeys(_of_patterns(self.ranks, name, self.rank)))
 
-    def layouts(self, stack: ModuleTensor) -> tuple[Mapping[str, str], ...]:
-        """The ways in which PEFT may have joined A and B of a stack of matrices."""
-        if self.version is not None and self.version < _ASKS:
-            return (_FIRST_AS_INPUT,)
-        input_first = any(shape.arrow is not None for shape, _ in stack.shapes)
-        return (_FIRST_AS_INPUT, _LAST_AS_INPUT) if input_first or self.version is None else (_LAST_AS_INPUT,)
+    def formats(self) -> Sequence[AdapterFormat]:
+        """PEFT's formats that its stacks may have: one, if it says its version."""
+        if self.version is None:
+            return versions()
+        return [each for each in versions() if (each.since or ()) <= self.version][:1] or versions()[-1:]
 
     def is_target(self, name: str) -> bool:
         """Whether a parameter's name ends as one of ``target_parameters``, in which an index may be a number."""
         return any(_ends_as(name, target) for target in self.targets)
+
+    def key_of(self, place: str, each: Wrapped) -> str:
+        """What the patterns of ranks and alphas are compared with, given what the names of A and B begin with."""
+        module = re.sub(r"(\.base_layer)*(\.lora_.*)?$", "", place.removeprefix(PREFIX).rstrip("."))
+        leaf = each.name.rpartition(".")[2]
+        return f"{module}.{leaf}" if self.is_target(each.name) and not module.endswith(f".{leaf}") else module
 
 
 def settings_of(found: object, where: object) -> Settings:
@@ -84,12 +105,15 @@ def settings_of(found: object, where: object) -> Settings:
             raise PlanError(
                 f"{where}: the adapter is {brief(kind)}; only LORA is read", "merge it into its base model first"
             )
-        version = re.match(r"(\d{1,4})\.(\d{1,4})", str(document.get("peft_version") or ""))
+        layout = document.get("lora_B_layout") or "rank_major"
+        if layout not in _LAYOUTS:
+            raise PlanError(f"{where}: adapter_config.json: lora_B_layout is {brief(layout)}, which is not known")
         return Settings(
             rank=_RANK(document.get("r"), "r"),
             ranks=patterns_of(document, "rank_pattern", where, _RANK),
             targets=items(text)(document.get("target_parameters") or [], "target_parameters"),
-            version=(int(version[1]), int(version[2])) if version else None,
+            version=version_of(str(document.get("peft_version"))),
+            grouped=layout == _GROUPED,
         )
     except Unfit as error:
         raise PlanError(f"{where}: adapter_config.json: {error}") from None
@@ -133,21 +157,39 @@ def _ends_as(name: str, target: str) -> bool:
 
 
 @dataclass(frozen=True)
+class Form:
+    """A and B of a stack: the ends of their names, and their axes, which are expert, rank, in and out."""
+
+    a: Factor
+    b: Factor
+
+
+@dataclass(frozen=True)
 class Wrapped:
     """A parameter that PEFT may have wrapped: the names of what belongs to it begin with ``place``.
 
-    ``tensors`` are the ways in which a checkpoint may have it: with each expert by name or not. ``is_stack``: it is a
-    stack of matrices, of which A and B are joined.
+    ``tensors`` are the ways in which a checkpoint may have it: with each expert by name or not. ``forms``: it is a
+    stack of matrices, and its A and B have one of these.
     """
 
     tensors: tuple[ModuleTensor, ...]
     place: str
-    is_stack: bool
+    forms: tuple[Form, ...] = ()
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether it is a stack of matrices, of which A and B are joined."""
+        return bool(self.forms)
 
     @property
     def name(self) -> str:
         """The parameter's name."""
         return self.tensors[0].name
+
+    @property
+    def module(self) -> str:
+        """The name of the module that has it."""
+        return self.name.rpartition(".")[0]
 
     def key(self, settings: Settings) -> str:
         """What the patterns of ranks are compared with: a parameter's name if it is a target itself, or its module."""
@@ -157,7 +199,8 @@ class Wrapped:
 def parameters(base: Architecture, config: Mapping[str, Any]) -> Mapping[str, tuple[ModuleTensor, ...]]:
     """The tensors of a model by the names of modules, and by those of checkpoints, which are modules' elsewhere."""
     found: dict[str, tuple[ModuleTensor, ...]] = {}
-    for tensor in (*module_tensors(base, config), *as_modules(base)):
+    own = [*module_tensors(base, config), *as_modules(base)]
+    for tensor in (*own, *chain.from_iterable(map(of_experts, own))):
         if tensor not in (others := found.get(tensor.name, ())):
             found[tensor.name] = (*others, tensor)
     return found
@@ -169,14 +212,59 @@ def wrapped(base: Architecture, config: Mapping[str, Any], settings: Settings) -
     for name, tensors in parameters(base, config).items():
         module, _, leaf = name.rpartition(".")
         if tensors[0].dims == 2 and leaf == "weight" and "*" not in name:
-            yield Wrapped(tensors, f"{module}.", is_stack=False)
+            yield Wrapped(tensors, f"{module}.")
         elif tensors[0].dims == 3 and settings.is_target(name):
             of_module.setdefault(module, []).append(tensors)
-    for module, stacks in of_module.items():  # PEFT wraps a module once for each of its tensors, in their order
+    for stacks in of_module.values():  # PEFT wraps a module once for each of its tensors, in their order
         inputs = {_matrix(tensors[0].shapes[0][0])[1] for tensors in stacks}
         stacks.sort(key=lambda tensors: _matrix(tensors[0].shapes[0][0])[0] in inputs)
-        for place, tensors in enumerate(reversed(stacks)):
-            yield Wrapped(tensors, f"{module}.{'base_layer.' * place}", is_stack=True)
+        for depth, tensors in enumerate(reversed(stacks)):
+            forms = dict.fromkeys(
+                _form(each, tensors[0], config, depth, grouped=settings.grouped) for each in settings.formats()
+            )
+            yield Wrapped(tensors, *_placed([*forms]))
+
+
+def stacks_elsewhere(
+    base: Architecture, config: Mapping[str, Any], names: Sequence[str] | None = None
+) -> Iterator[tuple[AdapterFormat, Wrapped]]:
+    """The stacks of experts as programs other than PEFT name their A and B; of these ``names`` of formats, if given."""
+    experts = expert_axes(base, config)
+    for format in map(adapter_format, adapter_format_names() if names is None else names):
+        for tensors in parameters(base, config).values() if format.factors and format.since is None else ():
+            own = tuple(map(in_halves, tensors)) if format.halves else tensors
+            if tensors[0].dims == 3 and tensors[0].shapes[0][0].dims[0].axis in experts:
+                yield format, Wrapped(own, *_placed([_form(format, own[0], config)]))
+
+
+def expert_axes(base: Architecture, config: Mapping[str, Any]) -> frozenset[str]:
+    """The axes of experts: those of expert parallelism, and those along which modules stack tensors."""
+    stacked = {tensor.stacked for tensor in module_tensors(base, config) if tensor.stacked is not None}
+    return frozenset(axis for family in base.families.get("ep", ()) for axis in family) | stacked
+
+
+def _form(
+    format: AdapterFormat, stack: ModuleTensor, config: Mapping[str, Any], depth: int = 0, *, grouped: bool = False
+) -> Form:
+    """How A and B of a stack are named and lie in a format; ``depth`` counts PEFT's wrappers around it."""
+    assert format.factors is not None
+    module, _, leaf = stack.name.removesuffix(".weight").rpartition(".")
+    words = {"module": module, "leaf": leaf, "word": format.words.get(leaf, leaf), "wrapped": "base_layer." * depth}
+    second = format.takes_second(config.get("model_type"))
+    x, y = ("in", "out") if second == (stack.shapes[0][0].arrow is None) else ("out", "in")
+    axes = {"x": x, "y": y}
+    a, b = (
+        Factor(each.name.format(**words), re.sub(r"\b[xy]\b", lambda found: axes[found[0]], each.axes))
+        for each in format.factors
+    )
+    return Form(a, Factor(b.name, b.axes.replace("(rank expert)", "(expert rank)") if grouped else b.axes))
+
+
+def _placed(forms: Sequence[Form]) -> tuple[str, tuple[Form, ...]]:
+    """What the names of A and B begin with, and the forms with the ends of these names."""
+    place = forms[0].a.name.rpartition("A")[0]
+    ends = [[replace(factor, name=factor.name.removeprefix(place)) for factor in (each.a, each.b)] for each in forms]
+    return place, tuple(Form(a, b) for a, b in ends)
 
 
 def _matrix(shape: Shape) -> tuple[str, str]:
@@ -203,7 +291,8 @@ def adapter_architecture(base: Architecture, config: Mapping[str, Any], where: o
             lines[PREFIX + name] = _rules(tensors, _WHOLE)
             stage = base.stage_of(with_first_indices(tensors[0].parts[0].source))
             stages |= {f"{PREFIX}{module}.*": stage.text} if stage is not None else {}
-    for each in wrapped(base, config, settings):
+    stacks = (each for _, each in stacks_elsewhere(base, config))
+    for each in (*stacks, *wrapped(base, config, settings)):
         lines |= {f"{PREFIX}{each.place}{suffix}": rules for suffix, rules in _beside(each, settings)}
     lines = {name: rules for name, rules in lines.items() if rules}
     prefixes = [PREFIX + prefix for prefix in base.prefixes]
@@ -214,37 +303,47 @@ def adapter_architecture(base: Architecture, config: Mapping[str, Any], where: o
 def belongings(base: Architecture, config: Mapping[str, Any], settings: Settings) -> Mapping[str, tuple[Wrapped, str]]:
     """The lines of what belongs to a parameter: the parameter, and the end of the line's name."""
     biases = {name: tensors for name, tensors in parameters(base, config).items() if name.endswith(".bias")}
-    of_biases = (Wrapped(tensors, name.removesuffix("bias"), is_stack=False) for name, tensors in biases.items())
+    of_biases = (Wrapped(tensors, name.removesuffix("bias"), ()) for name, tensors in biases.items())
     return {f"{PREFIX}{each.place}{_BIAS}": (each, _BIAS) for each in of_biases} | {
         f"{PREFIX}{each.place}{suffix}": (each, suffix)
-        for each in wrapped(base, config, settings)
+        for each in (*(each for _, each in stacks_elsewhere(base, config)), *wrapped(base, config, settings))
         for suffix, _ in _beside(each, settings)
     }
 
 
-def first_is_input(each: Wrapped, a: Shape, settings: Settings) -> bool | None:
-    """Whether PEFT takes the first dimension of a matrix (behind that of a stack) as its input, given the rule of A.
+def form_of(each: Wrapped, a: Shape, sides: tuple[int, int]) -> Form | None:
+    """Which of its forms a stack has, given the rule of A, and the last side of A and the first of B.
 
     None if that cannot be told.
     """
-    shape = _unlabelled(each.tensors[0].shapes[0][0])
-    if not each.is_stack:
-        return shape.arrow is not None
-    layouts, words = settings.layouts(each.tensors[0]), _words(shape)
-    if words["first"] == words["second"]:
-        return layouts[0] is _FIRST_AS_INPUT if len(layouts) == 1 else None
-    return str(a.dims[-1]) == words["first"]
+    of_a = {form.a.axes: form for form in each.forms}
+    if len(of_a) == 1:
+        return each.forms[0]
+    words = _words(_unlabelled(each.tensors[0].shapes[0][0]))
+    own = "inner" if str(a.dims[-1]) == words["inner"] else "outer"
+    found = [form for form in each.forms if {"in": "inner", "out": "outer"}[form.a.side] == own]
+    return found[0] if found and sides[0] != sides[1] else None
 
 
 def _beside(each: Wrapped, settings: Settings) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """What belongs to a parameter, by the end of its name, with its rules."""
     ranks = settings.ranks_of(each.key(settings))
-    layouts = settings.layouts(each.tensors[0]) if each.is_stack else (_LINES,)
-    for suffix in layouts[0]:
-        texts = [layout[suffix] for layout in layouts]
+    if each.is_stack:
+        forms = [(form.a, form.b) for form in each.forms]
+        lines = {own[0].name: [_line(factor) for factor in own] for own in zip(*forms, strict=True)}
+    else:
+        lines = {suffix: [line] for suffix, line in _LINES.items()}
+    for suffix, texts in lines.items():
         yield suffix, _rules(each.tensors, [text.replace("{r}", str(rank)) for rank in ranks for text in texts])
     if not each.is_stack:
         yield "base_layer.weight", _rules(each.tensors, _WHOLE)
+
+
+def _line(factor: Factor) -> str:
+    """The shape of A or B, in the words of ``_words``."""
+    words = {"expert": "{stack}", "rank": "{r}", "in": "{inner}", "out": "{outer}"}
+    dims = [" ".join(words[axis] for axis in dim) for dim in factor.dims]
+    return " ".join(f"({dim})" if " " in dim else dim for dim in dims)
 
 
 def _words(shape: Shape) -> dict[str, str]:

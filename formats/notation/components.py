@@ -136,3 +136,19 @@ def _packed(dim: Dim) -> tuple[list[Dim], dict[str, list[Dim]]] | None:
         own = Dim((Summand((*summand.factors, *trail)),))
         owns[str(summand.label)] = [own.in_blocks(*dim.counted)] if in_blocks else list(_factors(own))
     return [part for factor in lead for part in _factors(_single(factor))], owns
+
+
+def indices_of(dim: Dim, label: str, sizes: Mapping[str, int]) -> list[int]:
+    """The indices of a dimension at which a component lies: of ``(ff (gate: 1 + up: 1))`` each second for ``up``."""
+    found: list[int] = []
+    begin = 0
+    for summand in dim.summands:
+        length = Dim((summand,)).size(sizes)
+        last = summand.factors[-1]
+        if summand.label == label:
+            found += range(begin, begin + length)
+        elif isinstance(last, Dim):
+            own, each = indices_of(last, label, sizes), last.size(sizes)
+            found += (at + index for at in range(begin, begin + length, each) for index in own)
+        begin += length
+    return found

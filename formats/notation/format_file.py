@@ -38,6 +38,7 @@ from formats.documents import (
     whole,
 )
 from formats.errors import NotationError, PlanError, brief, nearest
+from formats.notation.adapter_file import adapter_format_names
 from formats.notation.expressions import Expression, read_expression
 from formats.notation.format import Container, Files, Format, Loading, Padding, Rules, Types
 from formats.notation.format_rules import (
@@ -73,6 +74,8 @@ def all_formats() -> Mapping[str, Format]:
 def format_of(name: str) -> Format:
     """The format of this name. Raises PlanError if there is none."""
     if name not in READ:
+        if name in adapter_format_names():
+            raise PlanError(f"'{name}' is a format of adapters", f"'reshard split ADAPTER OUT --as {name}' writes it")
         if name not in format_names():
             known = f"known formats: {', '.join(format_names())}"
             raise PlanError(

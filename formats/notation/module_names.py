@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from formats.notation.architecture import Architecture, Rule
@@ -20,14 +20,19 @@ from formats.notation.expressions import Expression
 from formats.notation.format import Rules
 from formats.notation.format_file import format_of
 from formats.notation.format_rules import Use
+from formats.notation.unfused_experts import by_name
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a module's tensor has of a checkpoint's: the line of that one, all of it or the component ``label``."""
+    """What a module's tensor has of a checkpoint's: the line of that one, all of it or the component ``label``.
+
+    With ``at`` it is one matrix of a stack: that with the number which this index has in the module's name.
+    """
 
     source: str
     label: str | None = None
+    at: str | None = None
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,39 @@ def _spelled(base: Architecture, name: str) -> str | None:
 def as_modules(base: Architecture) -> Iterator[ModuleTensor]:
     """The tensors of a checkpoint as tensors of modules with the same names."""
     return (ModuleTensor(name, (Part(name),), tuple(_each(of))) for name, of in base.tensors.items())
+
+
+def of_experts(stack: ModuleTensor) -> Iterator[ModuleTensor]:
+    """The matrices of each expert, under names of their own, of a tensor that a checkpoint has for all of them."""
+    whole = stack.parts[0]
+    if not stack.shapes or len(stack.parts) > 1 or whole.label is not None or stack.stacked is not None:
+        return
+    shape, when = stack.shapes[0]
+    found = by_name(stack.name, shape)
+    for name, own in found.items():
+        if name.endswith(".weight"):
+            label = name.split(".")[-2].removesuffix("_proj") if len(found) > 1 else None
+            part = Part(whole.source, label, str(shape.dims[0].axis))
+            turned = stack.turned != (shape.arrow is not None)
+            yield ModuleTensor(name, (part,), ((own, when),), turned=turned)
+
+
+def in_halves(tensor: ModuleTensor) -> ModuleTensor:
+    """A stack that joins components index by index, with these one after the other; else the same."""
+    found = [each for each in of_experts(tensor) if each.parts[0].label is not None]
+    if not found or all(str(each.parts[0].label) in _labels(tensor.shapes[0][0]) for each in found):
+        return tensor
+    stack = tensor.shapes[0][0]
+    outs = [each.shapes[0][0].dims[0] for each in found]
+    joined = Dim(tuple(Summand((dim,), f"part{place}") for place, dim in enumerate(outs)))
+    dims = (stack.dims[0], joined, found[0].shapes[0][0].dims[1])
+    parts = tuple(replace(each.parts[0], at=None) for each in found)
+    return ModuleTensor(tensor.name, parts, ((Shape(dims), tensor.shapes[0][1]),), turned=found[0].turned)
+
+
+def _labels(shape: Shape) -> set[str | None]:
+    """The components that lie one after the other."""
+    return {summand.label for dim in shape.dims for summand in dim.summands}
 
 
 def _use(rules: Rules, name: str) -> Use | None:

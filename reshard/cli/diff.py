@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,15 +17,16 @@ from reshard.cli.options import (
     json_option,
     progress_option,
     quiet_option,
+    report_option,
     request_of,
 )
-from reshard.cli.printing import print_json, print_lines, terminal_width
+from reshard.cli.printing import print_json, print_lines, print_note, terminal_width, write_report
 from reshard.cli.progress import Progress
 from reshard.cli.summary import without_numpys_threads
-from reshard.text import align, human_bytes, plural, shape_text
+from reshard.text import align, human_bytes, plural
 
 if TYPE_CHECKING:
-    from reshard.delta.differences import Diff, Row, TensorDiff
+    from reshard.delta.differences import Diff
 
 
 @click.command(
@@ -44,12 +44,13 @@ if TYPE_CHECKING:
     "--out", group=Group.OUTPUT, type=NewFolder(), metavar="DELTA", help="Also write what changed, for 'reshard patch'."
 )
 @option("--compress", group=Group.OUTPUT, is_flag=True, help="Compress DELTA (needs zstandard).")
+@report_option("Draw what differs where, as an HTML page.")
 @access_options
 @progress_option
 @json_option
 @quiet_option("Print same or different, no more.")
 @debug_option
-def diff_command(as_json: bool, quiet: bool, progress: str, **given: Any) -> int:
+def diff_command(report: Path | None, as_json: bool, quiet: bool, progress: str, **given: Any) -> int:
     """Show which tensors of two checkpoints differ, and how much.
 
     A and B may have any two formats and meshes. For each tensor: the same, changed, another dtype or shape, only in A,
@@ -66,55 +67,31 @@ def diff_command(as_json: bool, quiet: bool, progress: str, **given: Any) -> int
 
     with Progress("diff", how="none" if quiet or as_json else progress) as shown:
         found = diff(request_of(DiffRequest, given, quiet=quiet or as_json, progress=shown))
+    if report is not None:
+        from reshard.pages.diff_page import diff_page
+
+        write_report(report, diff_page(found))
     if as_json:
         print_json(_document(found))
     elif quiet:
         print_lines("same" if found.same else "different")
     else:
         print_lines(*_text(found))
+    if report is not None:
+        print_note(f"Drew what differs: {report}")
     return DONE if found.same else NO
 
 
 def _text(found: Diff) -> list[str]:
-    from reshard.delta.differences import SAME, rows_of
+    from reshard.delta.differences import SAME
+    from reshard.delta.rows import HEAD, cells, rows_of
 
     rows = rows_of([tensor for tensor in found.tensors if tensor.kind != SAME])
-    lines = _table(rows, terminal_width()) if rows else []
+    lines = align([HEAD, *map(cells, rows)], right=(1, 3, 4, 5, 6), width=terminal_width(), elastic=(0,))
     kinds = {kind: len(found.of(kind)) for kind in dict.fromkeys(tensor.kind for tensor in found.tensors)}
     counts = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
     read = f"{plural(len(found.tensors), 'tensor')}: {counts}; {human_bytes(found.nbytes)} of each compared."
-    return [*lines, f"{'SAME' if found.same else 'DIFFERENT'}: {read}"]
-
-
-def _table(rows: Sequence[Row], width: int | None) -> list[str]:
-    cells = [("tensor", "tensors", "what", "elements", "largest", "rms", "ulp")]
-    cells += [(row.name, f"{len(row.tensors):,}", *_cells(row.tensors)) for row in rows]
-    return align(cells, right=(1, 3, 4, 5, 6), width=width, elastic=(0,))
-
-
-def _cells(tensors: Sequence[TensorDiff]) -> tuple[str, str, str, str, str]:
-    from reshard.delta.differences import CHANGED, DTYPE, SHAPE
-
-    first = tensors[0]
-    if first.kind != CHANGED:
-        sides = {DTYPE: first.dtypes, SHAPE: tuple(shape_text(shape or ()) for shape in first.shapes)}
-        shown = " -> ".join(map(str, sides[first.kind])) if first.kind in sides else ""
-        return f"{first.kind} {shown}".rstrip(), "", "", "", ""
-    elements, changed = sum(t.elements for t in tensors), sum(t.changed for t in tensors)
-    other = sum(t.other for t in tensors)
-    what = f"changed ({other:,} inf or NaN)" if other else "changed"
-    if first.largest is None:
-        return what, _percent(changed / elements), "", "", ""
-    rms = math.sqrt(sum((t.rms or 0.0) ** 2 * t.elements for t in tensors) / elements)
-    largest, ulps = max(t.largest or 0.0 for t in tensors), max(t.ulps or 0 for t in tensors)
-    return what, _percent(changed / elements), f"{largest:.3g}", f"{rms:.3g}", f"{ulps:,}"
-
-
-def _percent(share: float) -> str:
-    """``3.1 %``; a share that is not zero is never shown as zero, nor one that is not all as all."""
-    if share == 1.0:
-        return "100 %"
-    return f"{share * 100:.2g} %" if share < 0.995 else "99.9 %" if share < 0.9995 else ">99.9 %"
+    return [*(lines if rows else []), f"{'SAME' if found.same else 'DIFFERENT'}: {read}"]
 
 
 def _document(found: Diff) -> dict[str, Any]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from formats.errors import PlanError
+from formats.errors import PlanError, ReshardError
 from reshard.cli.help import Command
 from reshard.cli.options import (
     Place,
@@ -50,9 +50,10 @@ def formats_command(source: str | None, format: str | None, as_json: bool, **giv
     """
     from formats.notation.format_file import all_formats, format_names, format_of
 
-    chosen: list[Format] = [_own(), *all_formats().values()]
+    made = {each.name: each for each in (_own(), *_of_adapters())}
+    chosen: list[Format] = [_own(), *all_formats().values(), *_of_adapters()]
     if format is not None:
-        chosen = [_own() if format == HUGGING_FACE else format_of(format)]
+        chosen = [made.get(format) or format_of(format)]
     if source is not None and source in format_names() and not Path(source).exists():
         raise click.UsageError(f"'{source}' is a format, not a SOURCE: give 'reshard formats --as {source}'")
     if source is None:
@@ -63,8 +64,9 @@ def formats_command(source: str | None, format: str | None, as_json: bool, **giv
     from reshard.source.access import Access, open_any
     from reshard.store.selection import Weights
 
-    opened = open_any(source, request_of(Access, given, quiet=as_json), Weights.HEADERS)
-    found = {each.name: _obstacle(opened, each) for each in chosen}
+    access = request_of(Access, given, quiet=as_json)
+    opened = open_any(source, access, Weights.HEADERS)
+    found = {each.name: _obstacle(opened, each, access.config) for each in chosen}
     if as_json:
         print_json({"command": "formats", "source": source, "formats": {n: _answer(e) for n, e in found.items()}})
         return
@@ -82,8 +84,37 @@ def _own() -> Format:
     return Format(HUGGING_FACE, loading, Files("model.safetensors, or model-00001-of-0000N.safetensors"), Rules())
 
 
-def _obstacle(source: Source, format: Format) -> PlanError | None:
+def _of_adapters() -> Iterator[Format]:
+    """The formats of adapters, beside those of models."""
+    from formats.files.checkpoint import ADAPTER
+    from formats.notation.adapter_file import adapter_format, adapter_format_names
+    from formats.notation.format import Files, Format, Loading, Rules
+
+    for each in map(adapter_format, adapter_format_names()):
+        yield Format(each.name, Loading(each.loaded_by, each.load), Files(ADAPTER), Rules())
+
+
+def _obstacle_of_adapter(source: Source, name: str, config: Path | None) -> ReshardError | None:
+    """Why a source cannot be written in a format of adapters; None if it can."""
+    from formats.notation.adapter_file import adapter_format
+    from formats.notation.adapters import SETTINGS
+    from reshard.source.converted import converted
+
+    if SETTINGS not in source.model.config:
+        return PlanError("it is for adapters")
+    try:
+        converted(source.path, adapter_format(name), config)
+    except ReshardError as error:
+        return error
+    return None
+
+
+def _obstacle(source: Source, format: Format, config: Path | None) -> ReshardError | None:
     """Why a source cannot be written in a format; None if it can."""
+    from formats.notation.adapter_file import adapter_format_names
+
+    if format.name in adapter_format_names():
+        return _obstacle_of_adapter(source, format.name, config)
     if format.name == HUGGING_FACE:
         return None if source.is_split else PlanError("it is one full checkpoint already")
     model = source.model
@@ -99,7 +130,7 @@ def _obstacle(source: Source, format: Format) -> PlanError | None:
     return None
 
 
-def _answer(error: PlanError | None) -> dict[str, Any]:
+def _answer(error: ReshardError | None) -> dict[str, Any]:
     return {"possible": error is None, "reason": error.message if error else None}
 
 

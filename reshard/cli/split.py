@@ -28,9 +28,10 @@ from reshard.cli.summary import carry_out, without_numpys_threads
 
 def _is_for_any_mesh(form: str) -> bool:
     """Whether a format's files are loaded on any mesh, so that none need be given."""
+    from formats.notation.adapter_file import adapter_format_names
     from formats.notation.format_file import format_of
 
-    return form == "huggingface" or format_of(form).container.chunks
+    return form in {"huggingface", *adapter_format_names()} or format_of(form).container.chunks
 
 
 @click.command(
@@ -62,7 +63,7 @@ def split_command(ranks: tuple[int | None, ...], as_json: bool, quiet: bool, pro
     SOURCE may be a full checkpoint or a split one, in any format that 'reshard formats' lists. Without --as, OUT gets
     one folder per rank. '--as huggingface' writes one full checkpoint. --pp P --ep E --tp T makes P x E x T ranks;
     with --same-ranks, E and T are one degree, as in vLLM with --enable-expert-parallel. A format that any number of
-    ranks can load needs no degree.
+    ranks can load needs no degree. A LoRA adapter is converted to a format of adapters, such as peft, as a whole.
 
     If a run is interrupted, give the same command again: it goes on where it stopped. Several processes, also on
     machines that share a disk, can write one OUT: --rank gives each its ranks, --part its share of the files. With

@@ -66,6 +66,8 @@ def _meshes(_: click.Context, option: click.Parameter, texts: tuple[str, ...]) -
 @click.argument("original", type=Place(), metavar="ORIGINAL")
 @click.argument("shards", type=Place(), metavar="SHARDS")
 @option("--exact-only", group=Group.WHAT, is_flag=True, help="Compare the bytes alone: no torch, no GPU.")
+@option("--adapter", group=Group.WHAT, type=Place(), metavar="DIR",
+        help="ORIGINAL is this model with a LoRA adapter.")  # fmt: skip
 @option("--backward", group=Group.WHAT, is_flag=True, help="Compare the gradient of every weight too.")
 @option("--engine", group=Group.WHAT, type=click.Choice(["vllm", "megatron"]),
         help="Also run SHARDS in the engine they are for.")  # fmt: skip
@@ -92,7 +94,7 @@ def _meshes(_: click.Context, option: click.Parameter, texts: tuple[str, ...]) -
 @timeout_option(300.0)
 @report_option("Draw it as an HTML page, which needs no network.")
 @json_option
-@quiet_option("Print same, different or unchecked, no more.")
+@quiet_option("Print the verdict, no more.")
 @debug_option
 def verify_command(exact_only: bool, report: Path | None, as_json: bool, quiet: bool, **given: Any) -> int:
     """Prove that SHARDS are the model ORIGINAL: compare the bytes, then run both and compare the outputs.
@@ -103,7 +105,8 @@ def verify_command(exact_only: bool, report: Path | None, as_json: bool, quiet: 
 
     With a launcher of your own: torchrun --nproc-per-node N -m verify ORIGINAL SHARDS. Only the first rank prints.
 
-    Exit code 0: the same. 1: different. 2: it could not be checked. (torchrun ends with 1 for every code but 0.)
+    Exit code 0: the same. 1: different. 2: it could not be checked. 3: an adapter without effect. (torchrun ends with 1
+    for every code but 0.)
     """
     from verify.command import VerifyRequest, attempt
     from verify.ending import one_line_when_interrupted

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from formats.files.sharded import MANIFEST, read_manifest
 from formats.mesh import Mesh
+from formats.notation.adapter_file import adapter_format_names
 from formats.notation.format_file import format_of
 from formats.refusals import refused
 from reshard.commands.plan import planned
@@ -17,9 +18,10 @@ from reshard.mesh.finer_blocks import finer_blocks, with_blocks
 from reshard.mesh.plan import Degrees, Plan, make_plan
 from reshard.placement.arrangement import arrangement_of
 from reshard.placement.kept_settings import HUGGING_FACE, check_kept
-from reshard.source.access import open_any
+from reshard.source.access import open_any, open_converted
 from reshard.source.source import Source
 from reshard.writing.files import DEFAULT_SHARD_SIZE
+from reshard.writing.full_checkpoint import FullCheckpoint
 from reshard.writing.outputs import Output
 from reshard.writing.rank_folders import RankFolders
 from reshard.writing.rewrite import WriteRequest, begun, place_of, rewrite
@@ -46,6 +48,8 @@ def split(request: SplitRequest) -> Summary:
 
     Raises ReshardError; ``out`` has only complete ranks.
     """
+    if request.format in adapter_format_names():
+        return _converted(request, str(request.format))
     format = format_of(request.format) if request.format and request.format != HUGGING_FACE else None
     check_kept(request, request.format, format)
     if request.format == HUGGING_FACE:
@@ -70,6 +74,25 @@ def split(request: SplitRequest) -> Summary:
     else:
         new = RankFolders(opened, plan, wanted, max_shard_size, added_to=folder)
     return rewrite(new, (folder, bucket), start, request, wanted)
+
+
+def _converted(request: SplitRequest, name: str) -> Summary:
+    """Write an adapter in another format. Raises ReshardError."""
+    check_kept(request, HUGGING_FACE, None)
+    for setting, why in _NOT_OF_ADAPTERS.items():
+        if getattr(request, setting):
+            raise refused(setting, None, why, format=name, advice="leave it out")
+    start, place = begun(), place_of(request.out, request.cache_dir)
+    return rewrite(FullCheckpoint(open_converted(request.source, request, name), None), place, start, request)
+
+
+_NOT_OF_ADAPTERS = {
+    "dequantize": "the bytes of an adapter are moved",
+    "adapter": "it is a format of adapters, not of what they are merged into",
+    "patch": "it is a format of adapters",
+    "max_shard_size": "it has one file",
+    "plan_file": "its rules follow from those of the model",
+}
 
 
 def _wanted(ranks: Sequence[int] | Share | None, mesh: Mesh, out: Path | None) -> tuple[int, ...] | None:

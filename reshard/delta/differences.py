@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -180,51 +179,3 @@ def _equal(left: Bytes, right: Bytes) -> bool:
     if not np.array_equal(left[:whole].view("<u8"), right[:whole].view("<u8")):
         return False
     return whole == left.size or bool((left[whole:] == right[whole:]).all())
-
-
-# ------------------------------------------------------------------------------------------------- a row for a kind
-
-
-@dataclass(frozen=True)
-class Row:
-    """Tensors of one kind whose names differ in one number. ``name`` has all numbers: ``layers.{10..14}.mlp``."""
-
-    name: str
-    tensors: tuple[TensorDiff, ...]
-
-
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|(?<=\.)\d+$")
-
-
-def rows_of(tensors: Sequence[TensorDiff]) -> list[Row]:
-    """Tensors that differ, those of one name, kind, dtype and shape together."""
-    groups: dict[tuple[object, ...], list[TensorDiff]] = {}
-    for tensor in tensors:
-        shown = tuple(shape and len(shape) for shape in tensor.shapes)
-        groups.setdefault((_NUMBER.sub("{}", tensor.name), tensor.kind, tensor.dtypes, shown), []).append(tensor)
-    return [Row(_joint(str(key[0]), found), tuple(found)) for key, found in groups.items()]
-
-
-def _joint(template: str, tensors: Sequence[TensorDiff]) -> str:
-    """A name with the numbers of all in place of each of its own."""
-    numbers = zip(*(map(int, _NUMBER.findall(tensor.name)) for tensor in tensors), strict=True)
-    parts = template.split("{}")
-    shown = ["", *map(_ranges, numbers)]
-    return "".join(text + part for text, part in zip(shown, parts, strict=True))
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """``{0..3,7}``; a number alone as it is."""
-    found = [f"{a}..{b}" if b > a + 1 else f"{a},{b}" if b > a else str(a) for a, b in _stretches(sorted({*numbers}))]
-    text = ",".join(found)
-    return text if text.isdigit() else f"{{{text}}}"
-
-
-def _stretches(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    first = last = numbers[0]
-    for number in numbers[1:]:
-        if number != last + 1:
-            yield first, last
-            first = number
-        last = number
-    yield first, last

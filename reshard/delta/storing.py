@@ -21,7 +21,6 @@ from formats.files.delta import (
     BITMAP,
     COMPRESSED,
     CONTENT,
-    DELTA,
     GONE,
     INDEX,
     SAME,
@@ -35,6 +34,7 @@ from formats.files.delta import (
     stored_as,
     version_of,
 )
+from formats.files.foreign import DELTA
 from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header, parse_header, tensor_bytes, unit_of
 from reshard.delta.differences import CHANGED, HERE, Diff, Progress, TensorDiff, differences, no_progress
 from reshard.delta.differences import SAME as UNCHANGED

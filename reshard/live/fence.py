@@ -67,15 +67,17 @@ class Fence:
         """The address of this machine on the network on which rank 0 is reached."""
         threading.Thread(target=self._listen, name="reshard fence", daemon=True).start()
 
-    def gather(self, what: str, content: bytes) -> list[bytes]:
+    def gather(self, what: str, content: bytes, patience: float | None = None) -> list[bytes]:
         """What each rank said under this name, in the order of ranks. All ranks gather the same things in one order.
 
-        Raises LiveError on all ranks if one failed, died or does not come within the timeout.
+        Raises LiveError on all ranks if one failed, died or does not come within ``patience`` seconds, by default the
+        timeout.
         """
         self.check()
-        self._send(_message("say", content, what=what))
-        # rank 0 decides, a little later than the timeout if this rank came first
-        self._wait(lambda: bool(self._answers), self.timeout + 2 * GRACE)
+        seconds = self.timeout if patience is None else patience
+        self._send(_message("say", content, what=what, seconds=seconds))
+        # rank 0 decides, a little later if this rank came first
+        self._wait(lambda: bool(self._answers), seconds + 2 * GRACE)
         if not self._answers:
             self._break(f"{self.names[0]} does not answer: it was to gather {what!r}")
             self.check()
@@ -275,7 +277,7 @@ class _Coordinator(threading.Thread):
     def _take(self, rank: int, head: dict[str, Any], content: bytes) -> None:
         match head["do"]:
             case "say":
-                self._say(rank, head["what"], content)
+                self._say(rank, head["what"], head["seconds"], content)
             case "fail" if head["peer"] is None:
                 self._fail(head["cause"])
             case "fail" if self._blame is None:
@@ -287,10 +289,10 @@ class _Coordinator(threading.Thread):
                 if len(self._waits) == len(self._names):
                     self._judge()
 
-    def _say(self, rank: int, what: str, content: bytes) -> None:
+    def _say(self, rank: int, what: str, seconds: float, content: bytes) -> None:
         if not self._said:
             self._what = what
-            self._deadline = self._loop.call_later(self._timeout, self._end_of_gather)
+            self._deadline = self._loop.call_later(seconds, self._end_of_gather, seconds)
         if what != self._what:
             self._fail(f"{self._names[rank]} came to {what!r} when others had come to {self._what!r}")
         self._said[rank] = content
@@ -313,9 +315,9 @@ class _Coordinator(threading.Thread):
             chain.append(at := before)
         self._fail(f"{self._names[at]} keeps the others waiting ({cause})" if len(chain) > 2 else cause)
 
-    def _end_of_gather(self) -> None:
+    def _end_of_gather(self, seconds: float) -> None:
         missing = self._named(self._all - self._said.keys())
-        self._fail(f"{missing} did not come to {self._what!r} within {self._timeout:g} s")
+        self._fail(f"{missing} did not come to {self._what!r} within {seconds:g} s")
 
     def _end_of_patience(self) -> None:
         if not self._complete:

@@ -22,6 +22,7 @@ from formats.files.checkpoint import CONFIG
 from formats.notation.format_file import format_of
 from formats.torch_dtypes import TORCH_DTYPES
 from reshard.live import parameters
+from reshard.live.changes import Changes, Memory, word_of
 from reshard.live.fence import Fence
 from reshard.live.held import Held, from_document, to_document
 from reshard.live.meshes import TRAINERS, Target, target_of
@@ -36,6 +37,8 @@ from reshard.store.selection import Weights
 
 Parts = Sequence[tuple[Held, torch.Tensor]]
 """What a rank holds, with its tensors."""
+Sizes = Sequence[Mapping[int, int]]
+"""For each step, the bytes of a rank's messages by the other rank."""
 
 
 Witness = Callable[[Arrangement, int], Sequence[str]]
@@ -47,8 +50,9 @@ class Meeting:
     """Where the processes of a push meet, and how.
 
     ``store`` is ``tcp://HOST:PORT``, where the trainer's rank 0 listens. ``timeout`` is how many seconds a process lets
-    the others wait at most, ``join`` how many it may take until all have come, ``bucket`` the bytes of a step on each
-    rank. Without ``shared`` no memory is shared between processes of one host.
+    the others wait at most, ``join`` how many it may take until all have come, ``patience`` how much later than others
+    it may come to a push (by default ``timeout``), ``bucket`` the bytes of a step on each rank. Without ``shared`` no
+    memory is shared between processes of one host.
     """
 
     store: str = field(repr=False)  # it may have a secret
@@ -56,6 +60,7 @@ class Meeting:
     receivers: int
     timeout: float = 10.0
     join: float = 120.0
+    patience: float | None = None
     bucket: int = BUCKET
     shared: bool = True
 
@@ -66,12 +71,25 @@ class Meeting:
 
 
 class _Begin(NamedTuple):
-    """What a process says before a push: the version it is at (None: none, or half of one), and what is wrong."""
+    """What a process says before a push: the version it is at (None: none, or half of one), and what is wrong.
+
+    ``base`` is the version of which it has all that changes are added to, or compared with; None if it has not.
+    """
 
     version: int
     digest: str
     at: int | None
+    base: int | None
     problem: str
+
+
+class _Peer(NamedTuple):
+    """A message of this rank, in each push: ``nbytes`` to or from ``rank``. ``changes`` is None where all is sent."""
+
+    rank: int
+    nbytes: int
+    blocks: Blocks
+    changes: Changes | None
 
 
 class _Process:
@@ -81,10 +99,12 @@ class _Process:
         self.meeting, self.rank, self.device = meeting, rank, device
         self.routes: Routes | None = None
         self.at: int | None = None
+        self._base: int | None = None
+        self._memory = Memory()
         self._said: Sequence[dict[str, Any]] = ()
         self._fence: Fence | None = None
         self._wire: Wire | None = None
-        self._messages: list[list[tuple[int, int, Blocks]]] = []
+        self._messages: list[list[_Peer]] = []
 
     def close(self) -> None:
         """Leave the others."""
@@ -147,9 +167,11 @@ class _Process:
             if each != answers[0]:
                 raise LiveError(f"{name} has made another plan than {self.meeting.names[0]}")
 
-    def _told(self, fence: Fence, what: str, own: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+    def _told(
+        self, fence: Fence, what: str, own: Callable[[], dict[str, Any]], patience: float | None = None
+    ) -> list[dict[str, Any]]:
         """What all processes say. Raises LiveError on all ranks if one has a problem."""
-        said = [json.loads(each) for each in fence.gather(what, json_bytes(_tried(own), indent=None))]
+        said = [json.loads(each) for each in fence.gather(what, json_bytes(_tried(own), indent=None), patience)]
         self._raise(said)
         return said
 
@@ -160,11 +182,15 @@ class _Process:
             if problem:
                 raise LiveError(problem if {*problems} == {problem} else f"{name}: {problem}")
 
-    def _begin(self, version: int, problem: str = "") -> tuple[Fence, Wire, Routes]:
-        """Agree that this version is pushed. Raises LiveError on all ranks, or on none."""
+    def _begin(self, version: int, problem: str = "", *, delta: bool = True) -> tuple[Fence, Wire, Routes, bool]:
+        """Agree that this version is pushed, and whether only what changed is: if all have the version before it.
+
+        Raises LiveError on all ranks, or on none.
+        """
         fence, wire, routes = self._meet()
-        mine = _Begin(version, routes.digest, self.at, problem)
-        said = [_Begin(*json.loads(each)) for each in fence.gather("begin", json_bytes([*mine], indent=None))]
+        mine = _Begin(version, routes.digest, self.at, self._base if delta else None, problem)
+        answers = fence.gather("begin", json_bytes([*mine], indent=None), self.meeting.patience)
+        said = [_Begin(*json.loads(each)) for each in answers]
         for name, each in zip(self.meeting.names, said, strict=True):
             if each.problem:
                 raise LiveError(f"{name}: {each.problem}")
@@ -176,21 +202,24 @@ class _Process:
                 raise LiveError(f"{name} has another plan than {self.meeting.names[0]}")
             if each.at is not None and each.at >= version:
                 raise LiveError(f"{name} has version {each.at} already: push a later one")
-        return fence, wire, routes
+        self._base = None  # until all of this push is there
+        return fence, wire, routes, said[0].base is not None and len({each.base for each in said}) == 1
 
-    def _steps(self, tensors: Tensors) -> list[Step]:
-        """What this rank does in each bucket."""
-        is_sender, steps = self.rank < self.meeting.trainers, []
-        for peers in self._messages:
-            messages = [
-                Message(peer, nbytes, partial(blocks.pack if is_sender else blocks.unpack, tensors))
-                for peer, nbytes, blocks in peers
-            ]
+    def _steps(self, tensors: Tensors, sizes: Sizes | None = None) -> list[Step]:
+        """What this rank does in each bucket; ``sizes`` are those of its messages where only what changed is sent."""
+        steps, is_sender = [], self.rank < self.meeting.trainers
+        for number, peers in enumerate(self._messages):
+            found = [(of, of.nbytes if sizes is None else sizes[number][of.rank]) for of in peers]
+            messages = [Message(of.rank, size, self._work(of, size, tensors)) for of, size in found if size]
             steps.append(Step(messages, ()) if is_sender else Step((), messages))
         return steps
 
-    def _made(self, routes: Routes) -> Iterator[list[tuple[int, int, Blocks]]]:
-        """For each bucket, the messages of this rank: the other rank, the bytes, and what is in it."""
+    def _work(self, of: _Peer, size: int, tensors: Tensors) -> Callable[[torch.Tensor], None]:
+        """What fills or takes a message of so many bytes."""
+        raise NotImplementedError
+
+    def _made(self, routes: Routes) -> Iterator[list[_Peer]]:
+        """For each bucket, the messages of this rank."""
         source, target, first = routes.source, routes.target, routes.source.ranks
         is_sender = self.rank < first
         for parts in routes.parts(self.rank):
@@ -198,10 +227,13 @@ class _Process:
             for part in parts:
                 peer = first + part.target // target.width if is_sender else part.source // source.width
                 peers.setdefault(peer, []).append(part)
-            side = source if is_sender else target
-            yield [
-                (peer, sum(part.nbytes for part in of), Blocks(of, side, sends=is_sender)) for peer, of in peers.items()
-            ]
+            yield [self._peer(rank, of, routes) for rank, of in peers.items()]
+
+    def _peer(self, rank: int, parts: Sequence[Part], routes: Routes) -> _Peer:
+        is_sender = self.rank < self.meeting.trainers
+        blocks = Blocks(parts, routes.source if is_sender else routes.target, sends=is_sender)
+        nbytes, word = sum(part.nbytes for part in parts), word_of(parts, routes.target)
+        return _Peer(rank, nbytes, blocks, Changes(blocks, nbytes, word, self._memory) if word else None)
 
     def _agree(self, fence: Fence, what: str, problem: str = "") -> None:
         """Raise LiveError on all ranks if any has a problem."""
@@ -225,6 +257,7 @@ class Push(_Process):
         super().__init__(meeting, rank, device)
         self._read, self._own = read, dict(said)
         self._planned: list[Held] = []
+        self._before: dict[str, list[torch.Tensor]] = {}
 
     def _describe(self) -> dict[str, Any]:
         self._planned = [held for held, _ in self._read()]
@@ -236,7 +269,7 @@ class Push(_Process):
         meeting = self.meeting
         return {
             "store": meeting.store, "trainers": meeting.trainers, "timeout": meeting.timeout, "join": meeting.join,
-            "bucket": meeting.bucket, "shared": meeting.shared,
+            "patience": meeting.patience, "bucket": meeting.bucket, "shared": meeting.shared,
         }  # fmt: skip
 
     def check(self) -> Routes:
@@ -246,19 +279,58 @@ class Push(_Process):
         """
         return self._meet(self.meeting.join)[2]
 
-    def __call__(self, version: int) -> Stats:
+    def __call__(self, version: int, *, delta: bool = False) -> Stats:
         """Push the weights as they are now; returns when all receivers compute with them.
+
+        ``delta``: keep a copy of what was pushed, and send only what changed since, if all receivers have it; it must
+        be the same on all ranks.
 
         Raises LiveError on all ranks. Then receivers have the version before, or refuse to go on.
         """
         self._meet()
         found = _tried(self._tensors)
-        fence, wire, _ = self._begin(version, found.get("problem", ""))
-        stats = wire.exchange(self._steps(found["tensors"]), version)
+        fence, wire, _, has_base = self._begin(version, found.get("problem", ""), delta=delta)
+        tensors: Tensors = found["tensors"]
+        stats = wire.exchange(self._steps(tensors, self._sizes(fence, tensors) if has_base else None), version)
         self._agree(fence, "received")
+        self._keep_copy(version, tensors if delta else None)
         self._agree(fence, "committed")
         self.at = version
         return stats
+
+    def _sizes(self, fence: Fence, tensors: Tensors) -> Sizes:
+        """The bytes of each message of what changed; told to all."""
+
+        def own() -> dict[str, Any]:
+            return {"sizes": [{of.rank: self._size(of, tensors) for of in peers} for peers in self._messages]}
+
+        said = self._told(fence, "changes", own, self.meeting.patience)
+        return [{int(rank): size for rank, size in step.items()} for step in said[self.rank]["sizes"]]
+
+    def _size(self, of: _Peer, tensors: Tensors) -> int:
+        return of.nbytes if of.changes is None else of.changes.size(tensors, self._before)
+
+    def _work(self, of: _Peer, size: int, tensors: Tensors) -> Callable[[torch.Tensor], None]:
+        if size == of.nbytes or of.changes is None:
+            return partial(of.blocks.pack, tensors)
+        return partial(of.changes.pack, tensors, self._before)
+
+    def _keep_copy(self, version: int, tensors: Tensors | None) -> None:
+        """Keep a copy of what was pushed, as it was sent."""
+        if tensors is None:
+            self._before = {}
+            return
+        rounded = TORCH_DTYPES[self._own["dtype"]] if self._own["dtype"] else torch.float32
+        for name, of in tensors.items():
+            if name not in self._before:
+                dtypes = [rounded if each.dtype == torch.float32 else each.dtype for each in of]
+                self._before[name] = [torch.empty_like(e, dtype=dtype) for e, dtype in zip(of, dtypes, strict=True)]
+            for copy, each in zip(self._before[name], of, strict=True):
+                copy.copy_(each)
+        self._base = version
+
+    def _forget(self) -> None:
+        self._before, self._base = {}, None
 
     def _tensors(self) -> dict[str, Any]:
         parts = self._read()
@@ -308,28 +380,39 @@ class Pull(_Process):
                 raise MismatchError(f"{differences[0]} ({len(differences)} differences in all)")
 
     def _forget(self) -> None:
-        self._room, self._padded = {}, None
+        self._room, self._padded, self._base = {}, None, None
 
     def receive(self, version: int) -> dict[str, torch.Tensor]:
         """Receive a push: this rank's tensors by name, when all ranks have all of theirs. ``commit`` must follow.
 
         With ``parts``, they hold what came. Raises LiveError on all ranks.
         """
-        fence, wire, routes = self._begin(version)
+        fence, wire, routes, has_base = self._begin(version)
         live = by_stored_name(self._format or "", self._live()) if self._live else None
         room = live if live is not None and not self._keep else self._rooms(routes, live)
-        self._zero(routes, room)
+        sizes = self._sizes(fence) if has_base else None
+        if not has_base:
+            self._zero(routes, room)
         if self._live and not self._keep:
             self._mark("a push has begun to change it")
-        wire.exchange(self._steps(room), version)
+        wire.exchange(self._steps(room, sizes), version)
         self._agree(fence, "received")
-        self._open = fence, version
+        self._open, self._base = (fence, version), version
         if live is not None and self._keep:
             self._mark("a push has begun to change it")
             for name, tensors in live.items():
                 for tensor, new in zip(tensors, room[name], strict=True):
                     tensor.copy_(new)
         return {} if live is not None else {name: tensors[0] for name, tensors in room.items()}
+
+    def _sizes(self, fence: Fence) -> Sizes:
+        """The bytes of each message of what changed, as the trainers say."""
+        said = [each.get("sizes", []) for each in self._told(fence, "changes", dict, self.meeting.patience)]
+        steps = enumerate(self._messages)
+        return [{of.rank: said[of.rank][step][str(self.rank)] for of in peers} for step, peers in steps]
+
+    def _work(self, of: _Peer, size: int, tensors: Tensors) -> Callable[[torch.Tensor], None]:
+        return partial((of.blocks if size == of.nbytes or of.changes is None else of.changes).unpack, tensors)
 
     def commit(self, version: int, error: str | None = None) -> None:
         """Tell all ranks that this one computes with the new weights, or why not. Raises LiveError on all if any does

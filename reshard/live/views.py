@@ -44,6 +44,10 @@ class Blocks:
         self._parts, self._side, self._sends = parts, side, sends
         self._views: list[_View] | None = None
 
+    def alike(self) -> Blocks:
+        """The same for tensors with other strides."""
+        return Blocks(self._parts, self._side, sends=self._sends)
+
     def pack(self, tensors: Tensors, room: torch.Tensor) -> None:
         """Fill ``room`` (bytes) with the blocks."""
         for _, view, block in self._on(tensors, room):

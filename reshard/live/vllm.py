@@ -66,18 +66,19 @@ def join(push: Push, engine: Receiving | None) -> Routes:
     return routes
 
 
-def update(push: Push, engine: Receiving | None, version: int) -> Stats:
+def update(push: Push, engine: Receiving | None, version: int, *, delta: bool = False) -> Stats:
     """A push, on all ranks of the trainer, which an engine receives. ``engine`` is None but on rank 0.
 
+    ``delta`` is as for the push.
     Returns when all of the engine's ranks compute with the new weights, else raises LiveError. Then the engine stays
     paused: push again, or ``resume()`` it with the old weights, if no rank had begun to change its own.
     """
     if engine is None:
-        return push(version)
+        return push(version, delta=delta)
     engine.pause()
     with ThreadPoolExecutor(1) as thread:
         received = thread.submit(engine.receive, version)
-        stats = push(version)
+        stats = push(version, delta=delta)
         received.result()
     engine.resume(version)
     return stats

@@ -45,6 +45,8 @@ class AxisSizes:
         self._index_names = frozenset(
             segment[1:-1] for name in architecture.tensors for segment in name.split(".") if segment.startswith("{")
         )
+        layers = architecture.layers.text  # an index, also where no line has it: of an adapter to an embedding
+        self._layers = layers if layers in architecture.sizes else None
         self._cache: dict[tuple[tuple[str, int], ...], dict[str, int]] = {}
         self._steps = 0
 
@@ -162,7 +164,7 @@ class AxisSizes:
         return value
 
     def _look_up(self, name: str, indices: Mapping[str, int], below: tuple[str, ...]) -> Any:
-        if name in self._index_names:
+        if name in self._index_names or name == self._layers:
             return indices.get(name)
         if name in self._architecture.sizes and name not in below:
             return self._config_size(name, indices, below)

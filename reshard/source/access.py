@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from formats.errors import CheckpointError
+from formats.notation.adapter_file import adapter_format
 from formats.notation.adapters import SETTINGS
 from formats.notation.architecture import Architecture
 from formats.store import FilePath, StoredPath
@@ -72,6 +73,14 @@ def open_any(source: str | Path, access: Access, weights: Weights = Weights.RANG
     """Open a folder, a Hub id or a URL; ``weights`` says how much of the weights is needed. Raises ReshardError."""
     path = find(source, access, Weights.FILES if access.download and weights is Weights.RANGES else weights)
     return open_found(path, access, weights)
+
+
+def open_converted(source: str | Path, access: Access, name: str) -> Source:
+    """Open an adapter as if it were in the format of this name. Raises ReshardError."""
+    from reshard.source.converted import converted  # numpy
+
+    path = find(source, access, Weights.FILES)
+    return open_source(StoredPath(converted(path, adapter_format(name), access.config)))
 
 
 def open_found(path: FilePath, access: Access, weights: Weights = Weights.RANGES) -> Source:

@@ -8,10 +8,10 @@ summed in the order of the rank, one after the other, so no bit depends on which
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, Checkpoint, has_ad
 from formats.files.safetensors import TensorInfo, read_header
 from formats.files.sharded import is_sharded
 from formats.files.stamps import check_unchanged, stamps_in, stamps_of
+from formats.notation.adapter_file import Factor
 from formats.notation.architecture_files import find_architecture, load_architecture
 from formats.store import FilePath, StoredPath, location_of, name_in
 from reshard.model.binding import bind
@@ -38,6 +39,7 @@ _TILE = 1 << 16
 """So many elements are computed at a time: they stay in a core's cache."""
 
 Floats = NDArray[np.float32]
+T = TypeVar("T", bound=np.generic)
 
 
 class Piece(NamedTuple):
@@ -116,14 +118,24 @@ _FACTORS = Kept(256 << 20)
 def _plain(term: Term) -> list[Any]:
     product = term.product
     infos = [[info.offset, info.dtype, info.shape] for info in (product.a, product.b)]
-    return [*infos, *product[2:], *term[1:]]
+    return [*infos, product.form.a.axes, product.form.b.axes, *product[3:], *term[1:]]
 
 
 def factors(product: Product, expert: int, a: Floats, b: Floats) -> tuple[Floats, Floats]:
     """The two matrices whose product is that of an expert, as the weight has it."""
-    own_a = a.reshape(product.experts, -1, a.shape[1])[expert]
-    own_b = b.reshape(b.shape[0], -1, product.experts)[:, :, expert]
-    return (own_a.T, own_b.T) if product.crossed else (own_b, own_a)
+    sizes = product.sizes
+    both = ((product.form.a, a), (product.form.b, b))
+    sides = {factor.side: by_expert(found, factor, sizes)[expert] for factor, found in both}
+    return (sides["in"], sides["out"].T) if product.crossed else (sides["out"], sides["in"].T)
+
+
+def by_expert(found: NDArray[T], factor: Factor, sizes: Mapping[str, int]) -> NDArray[T]:
+    """A or B with the dimensions expert, side, rank."""
+    axes = [axis for dim in factor.dims for axis in dim]
+    apart = found.reshape([sizes[axis] for axis in axes])
+    if "expert" not in axes:
+        axes, apart = ["expert", *axes], apart[None]
+    return apart.transpose([axes.index(axis) for axis in ("expert", factor.side, "rank")])
 
 
 def _added(own: memoryview, piece: Piece, first: int, adapter: Callable[[TensorInfo], Floats]) -> memoryview:
@@ -145,13 +157,15 @@ def _added(own: memoryview, piece: Piece, first: int, adapter: Callable[[TensorI
         if term.product.turned:
             left, right, along = right.T, left.T, 1 - along
         column, row = (term.begin, start) if along else (0, start + term.begin)
+        across, down = (term.step, 1) if along else (1, term.step)
         right = np.ascontiguousarray(right)
-        low, high = max(top, row), min(bottom, row + len(left))
+        low, high = (min(max(-((row - end) // down), 0), len(left)) for end in (top, bottom))
         step = max(1, _TILE // right.shape[1])
         for at in range(low, high, step):
             until = min(at + step, high)
-            block = lines[at - top : until - top, column : column + right.shape[1]]
-            block[:] = _sum(block, piece.dtype, left[at - row : until - row], right, term.product.scale)
+            rows_of = slice(row + at * down - top, row + (until - 1) * down + 1 - top, down)
+            block = lines[rows_of, column : column + (right.shape[1] - 1) * across + 1 : across]
+            block[:] = _sum(block, piece.dtype, left[at:until], right, term.product.scale)
     return padded[first - top * columns :][:count].view(np.uint8).data
 
 

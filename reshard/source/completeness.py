@@ -9,7 +9,8 @@ tensor. The tensors that are there demand others:
 - A norm follows a stack of layers, and a model has an embedding of its vocabulary.
 
 ``when`` and ``optional`` in a rule state the exceptions of a model. MTP layers may be missing, because publishers leave
-them out. Replicated towers are only checked for gaps in their layers: some are published without their last layers.
+them out; or they are all that is there, as a draft for the model that has the rest. Replicated towers are only checked
+for gaps in their layers: some are published without their last layers.
 """
 
 from __future__ import annotations
@@ -64,6 +65,11 @@ def _in_order(name: str) -> tuple[bool, list[tuple[int, str]]]:
 def missing(model: Model) -> Iterator[str]:
     """The names of the missing tensors; a name may come more than once."""
     present = Present(model)
+    found = _missing(present)
+    yield from (name for name in found if present.is_of_draft(name)) if present.is_draft else found
+
+
+def _missing(present: Present) -> Iterator[str]:
     yield from _missing_layers(present)
     yield from _missing_indices(present)
     yield from _missing_in_some(present)
@@ -162,7 +168,11 @@ class Present:
         """
         return self._counts(stack, outer)[0] if self.is_dealt(stack) and not predicts_further(stack) else None
 
-    def is_further(self, stack: str, at: At) -> bool:
+    def may_lack(self, stack: str, at: At) -> bool:
+        """Whether what a member of a stack has may be left out: it is of an MTP layer, and not in a draft."""
+        return not self.is_draft and self._is_further(stack, at)
+
+    def _is_further(self, stack: str, at: At) -> bool:
         """Whether a member of a stack, or a member of a stack around it, is an MTP layer."""
         for inner, _ in _around(f"{stack}."):
             depth = len(_axes(inner))
@@ -170,6 +180,24 @@ class Present:
             if predicts_further(inner) or (count != whole and (count is None or at[depth - 1] >= count)):
                 return True
         return False
+
+    @cached_property
+    def is_draft(self) -> bool:
+        """Whether these are MTP layers published apart: all layers predict further tokens, or the class says so."""
+        layers = [(stack, at) for stack, members in self.stacks.items() if len(_axes(stack)) == 1 for at in members]
+        return self._is_named_draft or (bool(layers) and all(self._is_further(*layer) for layer in layers))
+
+    @cached_property
+    def _is_named_draft(self) -> bool:
+        classes = self.model.config.get("architectures")
+        return isinstance(classes, list) and bool(classes) and predicts_further(str(classes[0]).lower())
+
+    def is_of_draft(self, name: str) -> bool:
+        """Whether a tensor is in one of the layers of a draft; all else is the model's for which it drafts."""
+        match = self.architecture.match(name)
+        stack = _stack(match.template) if match is not None else ""
+        at = tuple(match.indices[axis] for axis in _axes(stack)) if match is not None else ()
+        return bool(stack) and (self._is_named_draft or self._is_further(stack, at))
 
     def _counts(self, stack: str, outer: At) -> tuple[int | None, int | None]:
         """How many members a stack has: first without the layers that predict further tokens, then with them."""
@@ -190,7 +218,7 @@ class Present:
                 found[stack, at].add(template)
         yield "", (), frozenset(lines)
         for (stack, at), inside in found.items():
-            if not self.is_further(stack, at):
+            if not self.may_lack(stack, at):
                 yield stack, at, frozenset(inside)
 
     def places(self, template: str, at: At) -> list[At]:
@@ -253,7 +281,7 @@ def _missing_indices(present: Present) -> Iterator[str]:
         for at in members:
             groups[at[:-1]].add(at[-1])
         for outer, indices in groups.items():
-            if present.is_further(_outer(stack), outer):
+            if present.may_lack(_outer(stack), outer):
                 continue
             count = present.count(stack, outer)
             for index in sorted({*range(max(indices) + 1 if count is None else count)} - indices):
@@ -275,7 +303,7 @@ def _missing_in_some(present: Present) -> Iterator[str]:
             continue
         kinds: dict[frozenset[str], list[At]] = defaultdict(list)
         for at, inside in members.items():
-            if not present.is_further(stack, at):
+            if not present.may_lack(stack, at):
                 kinds[frozenset(inside)].append(at)
         for few, many in itertools.permutations(kinds, 2):
             if few < many:
@@ -325,7 +353,7 @@ def _missing_twins(present: Present) -> Iterator[str]:
         for template in templates if there else ():
             if template not in present.lines:
                 for at in present.lines[there[0]]:
-                    if present.needed(template, at) and not present.is_further(_stack(template), at):
+                    if present.needed(template, at) and not present.may_lack(_stack(template), at):
                         yield present.spelled(template, at)
 
 
@@ -395,7 +423,8 @@ def _missing_vocabulary(present: Present) -> Iterator[str]:
     there = [line for line in tables if line in present.lines]
     count = 2 if len(tables) > 1 and _has_head(present, there) else 1
     if tables and len(there) < count:
-        yield from itertools.islice((present.spelled(line) for line in tables if line not in there), count - len(there))
+        lacking = (present.spelled(line) for line in tables if line not in there and present.needed(line, ()))
+        yield from itertools.islice(lacking, count - len(there))
 
 
 def _has_head(present: Present, tables: Sequence[str]) -> bool:

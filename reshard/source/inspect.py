@@ -17,7 +17,7 @@ from formats.documents import read_config
 from formats.errors import CheckpointError, PlanError, ReshardError, listed
 from formats.files.checkpoint import open_adapter
 from formats.files.dcp import is_distributed, read_distributed
-from formats.files.foreign import is_adapter, refuse_foreign
+from formats.files.foreign import DELTA, is_adapter, refuse_foreign
 from formats.files.safetensors import Header, TensorInfo, parse_header, read_header
 from formats.files.sharded import (
     MANIFEST,
@@ -198,7 +198,7 @@ def _take_full(report: Report, error: ReshardError) -> None:
     files = like(report.path, "*.safetensors") or like(report.path, "*.bin") if report.path.is_dir() else []
     files = [file for file in files if report.kind == _KINDS["adapter"] or not is_adapter(file.name)]
     index = like(report.path, "*.index.json") if report.path.is_dir() else []
-    if not files and not index:
+    if (not files and not index) or (report.path / DELTA).is_file():
         raise error
     if any(file.name.endswith((".bin", ".bin.index.json")) for file in (*files, *index)):
         report.format = "PyTorch .bin"

@@ -7,7 +7,6 @@ rank-stabilised. Source: peft/tuners/lora/layer.py (``get_delta_weight``), peft/
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -17,20 +16,21 @@ from formats.documents import Unfit, number
 from formats.errors import MismatchError, PlanError
 from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, Checkpoint
 from formats.files.safetensors import TensorInfo
+from formats.notation.adapter_file import Factor
 from formats.notation.adapters import (
-    PREFIX,
     SETTINGS,
+    Form,
     Settings,
     Wrapped,
     adapter_architecture,
     belongings,
-    first_is_input,
+    form_of,
     of_pattern,
     patterns_of,
     settings_of,
 )
 from formats.notation.architecture import Architecture
-from formats.notation.axes import Dim
+from formats.notation.components import indices_of
 from formats.notation.module_names import ModuleTensor, Part
 from formats.notation.patterns import Pattern
 from reshard.model.binding import bind
@@ -47,21 +47,28 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mifa")
 """Ways to begin the training that change the base model."""
 _NO_PART, _WITH_PEFT = "it is no part of plain LoRA", "merge it with PEFT (merge_and_unload)"
 _OF_BASE = ("base_layer.weight", "base_layer.bias")
-_A, _B = ("lora_A.weight", "lora_embedding_A"), ("lora_B.weight", "lora_embedding_B")
+A_ENDS, B_ENDS = (
+    ("lora_A.weight", "A.weight", "A", "lora_embedding_A"),
+    ("lora_B.weight", "B.weight", "B", "lora_embedding_B"),
+)
 
+
+LINEAR = Form(Factor("A", "rank in"), Factor("B", "out rank"))
+"""A and B of one matrix; of an embedding, the input is the vocabulary."""
 
 _Names = Mapping[tuple[str, tuple[tuple[str, int], ...]], TensorInfo]
 """A checkpoint's tensors by their lines and indices."""
 
 
 class Product(NamedTuple):
-    """``scale`` times B A, for each of ``experts``: ``a`` is ``(expert r) x``, ``b`` is ``y (r expert)``.
+    """``scale`` times B A, for each of ``experts``: the axes of ``a`` and ``b`` are those of ``form``.
 
-    It has y as rows; with ``crossed``, x. ``turned``: the weight has the rows as columns.
+    It has the output as rows; with ``crossed``, the input. ``turned``: the weight has the rows as columns.
     """
 
     a: TensorInfo
     b: TensorInfo
+    form: Form
     experts: int
     crossed: bool
     turned: bool
@@ -70,15 +77,29 @@ class Product(NamedTuple):
     @property
     def shape(self) -> tuple[int, int]:
         """Rows and columns, before they are turned."""
-        sides = self.b.shape[0], self.a.shape[1]
-        return (sides[1], sides[0]) if self.crossed else sides
+        sizes = self.sizes
+        return (sizes["in"], sizes["out"]) if self.crossed else (sizes["out"], sizes["in"])
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of expert, rank, in and out."""
+        return factor_sizes(self.a.shape, self.b.shape, self.form, self.experts)
+
+
+def factor_sizes(a: Sequence[int], b: Sequence[int], form: Form, experts: int) -> dict[str, int]:
+    """The sizes of expert, rank, in and out, given the shapes of A and B."""
+    found = {"expert": experts}
+    for shape, factor in ((a, form.a), (b, form.b)):
+        for length, axes in zip(shape, factor.dims, strict=True):
+            found[axes[-1] if len(axes) == 1 else "rank"] = length if len(axes) == 1 else length // experts
+    return found
 
 
 class Term(NamedTuple):
     """What is added to a matrix of a weight: rows (``along`` is 0) or columns ``at`` to ``at + length`` of a product.
 
-    They are added to those from ``begin`` on along the same dimension, as it is in the product. ``matrix`` is the
-    matrix's number in a weight that is a stack, ``expert`` that of the product.
+    They are added to those from ``begin`` on along the same dimension, as it is in the product, to each ``step``-th.
+    ``matrix`` is the matrix's number in a weight that is a stack, ``expert`` that of the product.
     """
 
     product: Product
@@ -88,6 +109,7 @@ class Term(NamedTuple):
     begin: int
     at: int
     length: int
+    step: int = 1
 
 
 @dataclass(frozen=True)
@@ -109,7 +131,7 @@ def changes_of(base: Architecture, checkpoint: Checkpoint, settings: Any, tensor
     architecture = adapter_architecture(base, config, ADAPTER)
     found = [FullTensor(info.name, info.dtype, info.shape, info.file.name) for info in tensors.values()]
     model = bind(architecture, config, found)
-    merging = _Merging(base, checkpoint, lora, _Scales(settings, lora), model, tensors)
+    merging = _Merging(base, checkpoint, lora, Scales(settings, lora), model, tensors)
     return merging.changes(belongings(base, config, lora))
 
 
@@ -125,7 +147,7 @@ def _refuse(settings: Mapping[str, Any]) -> None:
         raise PlanError(f"{ADAPTER_CONFIG}: an adapter with '{asked}' is not merged, only plain LoRA", _WITH_PEFT)
 
 
-class _Scales:
+class Scales:
     """The factor of each module's product."""
 
     def __init__(self, settings: Mapping[str, Any], lora: Settings) -> None:
@@ -141,8 +163,20 @@ class _Scales:
         said = of_pattern(self._lora.ranks, key, self._lora.rank)
         if said != rank:
             raise MismatchError(f"{ADAPTER}: '{key}' has rank {rank}, and {ADAPTER_CONFIG} says {said}")
-        alpha = of_pattern(self._alphas, key, self._alpha)
-        return alpha / (math.sqrt(rank) if self._stabilised else rank)
+        return self.alpha(key) / self._root(rank)
+
+    def alpha(self, key: str) -> float:
+        """The alpha of what a name covers."""
+        return of_pattern(self._alphas, key, self._alpha)
+
+    def alpha_for(self, scale: float, rank: int) -> float | None:
+        """The alpha with which the factor is ``scale`` to the last bit; None if there is none."""
+        near = scale * self._root(rank)
+        tried = (self._alpha, round(near), near, math.nextafter(near, 0), math.nextafter(near, math.inf))
+        return next((alpha for alpha in tried if alpha / self._root(rank) == scale), None)
+
+    def _root(self, rank: int) -> float:
+        return math.sqrt(rank) if self._stabilised else rank
 
 
 @dataclass(frozen=True)
@@ -150,7 +184,7 @@ class _Merging:
     base: Architecture
     checkpoint: Checkpoint
     lora: Settings
-    scales: _Scales
+    scales: Scales
     model: Model
     tensors: Mapping[str, TensorInfo]
 
@@ -160,7 +194,7 @@ class _Merging:
         names = self._names()
         for tensor in self.model.tensors:
             each, suffix = lines.get(tensor.template, (None, ""))
-            if each is None or suffix not in {*_A, *_B, *_OF_BASE}:
+            if each is None or suffix not in {*A_ENDS, *B_ENDS, *_OF_BASE}:
                 why = "it is in a part of the model without rules" if tensor.template.endswith("*") else _NO_PART
                 raise PlanError(f"{ADAPTER}: tensor '{tensor.name}' is not merged: {why}", _WITH_PEFT)
             if suffix in _OF_BASE:
@@ -169,7 +203,7 @@ class _Merging:
                 replaced[weight.name] = self.tensors[tensor.name]
             else:
                 place = tensor.name.removesuffix(suffix)
-                pairs.setdefault(place, {})["A" if suffix in _A else "B"] = tensor, each
+                pairs.setdefault(place, {})["A" if suffix in A_ENDS else "B"] = tensor, each
         terms: dict[str, list[Term]] = {}
         for place, pair in pairs.items():
             if pair.keys() != {"A", "B"}:
@@ -210,54 +244,53 @@ class _Merging:
         self, place: str, a: BoundTensor, b: BoundTensor, each: Wrapped, names: _Names
     ) -> Iterator[tuple[str, Term]]:
         """The terms of a pair of A and B, each with the name of the weight to which it is added."""
-        indices, is_embedding = self._indices(a), a.template.endswith(_A[1])
+        indices, is_embedding = self._indices(a), a.template.endswith(A_ENDS[-1])
         tensor, parts = self._made_of(each, indices, names)
-        crossed = True if is_embedding else first_is_input(each, a.kind.rule, self.lora)
-        if crossed is None:
-            raise PlanError(f"{ADAPTER}: '{a.name}': which side is the input cannot be told without peft_version")
+        form = stack_form(each, a, b) if each.is_stack else LINEAR
+        crossed = is_embedding or tensor.shapes[0][0].arrow is not None
         if is_embedding:
             self._check_untied(parts[0][0], a)
         experts = (len(parts[0]) if tensor.stacked else parts[0][0].shape[0]) if each.is_stack else 1
-        if not a.shape[0] == b.shape[1] or a.shape[0] % experts:
+        product = Product(self.tensors[a.name], self.tensors[b.name], form, experts, crossed, tensor.turned, 1.0)
+        rank = product.sizes["rank"]
+        if math.prod(a.shape) != experts * rank * product.sizes[form.a.side] or (
+            math.prod(b.shape) != experts * rank * product.sizes[form.b.side]
+        ):
             raise self._does_not_fit(a, b, parts[0][0])
-        scale = self.scales.of(self._key(place, each), a.shape[0] // experts)
-        product = Product(self.tensors[a.name], self.tensors[b.name], experts, crossed, tensor.turned, scale)
+        product = product._replace(scale=self.scales.of(self.lora.key_of(place, each), rank))
         along, at = self._along(tensor), 0
         for part, weights in zip(tensor.parts, parts, strict=True):
-            begin, length = self._extent(part, weights[0], along ^ tensor.turned, indices)
+            begin, length, step = self._extent(part, weights[0], along ^ tensor.turned, indices)
             for expert in range(experts):
-                place_in = (0, expert) if not tensor.stacked else (expert, 0)
-                weight = weights[place_in[0]]
+                number, matrix = (expert, 0) if tensor.stacked else (0, indices[part.at] if part.at else expert)
+                weight = weights[number]
                 sides = weight.shape[-2:][:: -1 if tensor.turned else 1]
                 if sides[1 - along] != product.shape[1 - along] or weight.dtype not in FLOATS:
                     raise self._does_not_fit(a, b, weight)
-                yield weight.name, Term(product, expert, place_in[1], along, begin, at, length)
+                yield weight.name, Term(product, expert, matrix, along, begin, at, length, step)
             at += length
         if at != product.shape[along]:
             raise self._does_not_fit(a, b, parts[0][0])
-
-    def _key(self, place: str, each: Wrapped) -> str:
-        """The name with which the patterns of ranks and alphas are compared."""
-        module = re.sub(r"(\.base_layer)*$", "", place.removeprefix(PREFIX).rstrip("."))
-        return f"{module}.{each.name.rpartition('.')[2]}" if self.lora.is_target(each.name) else module
 
     def _along(self, tensor: ModuleTensor) -> int:
         """The dimension of a matrix along which the parts of a tensor are joined: its output."""
         return int(tensor.shapes[0][0].arrow is not None)
 
-    def _extent(self, part: Part, weight: TensorInfo, dim: int, indices: Mapping[str, int]) -> tuple[int, int]:
-        """The rows (``dim`` is 0) or columns of a weight's matrices that a part has: the first and their number."""
+    def _extent(self, part: Part, weight: TensorInfo, dim: int, indices: Mapping[str, int]) -> tuple[int, int, int]:
+        """The rows (``dim`` is 0) or columns of a weight's matrices that a part has: the first, their number, and the
+        distance between them.
+        """
         length = weight.shape[-2:][dim]
         if part.label is None:
-            return 0, length
+            return 0, length, 1
         packed, sizes = self.base.tensors[part.source][0].shapes[0].dims[-2:][dim], self.model.sizes.of(dict(indices))
-        begin = 0
-        for summand in packed.summands:
-            own = Dim((summand,)).size(sizes)
-            if summand.label == part.label:
-                return begin, own
-            begin += own
-        return 0, length
+        found = indices_of(packed, part.label, sizes)
+        if not found:
+            return 0, length, 1
+        step = found[1] - found[0] if len(found) > 1 else 1
+        if found != [*range(found[0], found[-1] + 1, step)]:
+            raise PlanError(f"{ADAPTER}: '{part.label}' lies in several pieces in '{weight.name}'", _WITH_PEFT)
+        return found[0], len(found), step
 
     def _check_untied(self, weight: TensorInfo, a: BoundTensor) -> None:
         """Raise PlanError if the embedding is the head too: the adapter changes one of them alone."""
@@ -293,6 +326,14 @@ def _numbered(part: Part, stacked: str | None, indices: Mapping[str, int], names
         yield info
         if stacked is None:
             return
+
+
+def stack_form(each: Wrapped, a: BoundTensor, b: BoundTensor) -> Form:
+    """How the A and B of a stack lie. Raises PlanError if that cannot be told."""
+    found = form_of(each, a.kind.rule, (a.shape[-1], b.shape[0]))
+    if found is None:
+        raise PlanError(f"{ADAPTER}: '{a.name}': which side is the input cannot be told without peft_version")
+    return found
 
 
 _OTHER_BASE = "give the base model that the adapter was trained on"

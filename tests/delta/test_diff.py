@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +17,11 @@ from hypothesis import strategies as st
 from formats.errors import CheckpointError
 from formats.files.safetensors import build_header, tensor_bytes
 from reshard.api import diff, split
-from reshard.delta.differences import Diff, TensorDiff, rows_of
+from reshard.delta.differences import Diff, TensorDiff
 from reshard.delta.numbers import distance
+from reshard.delta.rows import rows_of
 from reshard.delta.streams import side_by_side
+from reshard.pages.diff_page import diff_page
 from tests.golden import source
 from tests.marks import one_of_each
 from tests.support import LLAMA, change_tensor, command, contents, llama_tensors, write_checkpoint
@@ -155,6 +158,31 @@ def test_nothing_is_written(base: Path, tuned: Path) -> None:
     before = contents(base.parent)
     diff(base, tuned)
     assert contents(base.parent) == before
+
+
+def test_the_page(base: Path, tuned: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    done = command("diff", base, tuned, "--report", page)
+    assert done.returncode == 1 and done.stderr.endswith(f"Drew what differs: {page}\n")
+    text = page.read_text()
+    assert "<script" not in text and text.count("<figure>") == 2
+    shown = dict(re.findall(r"<title>([^<:]+): ([^<]+)</title>", text))
+    assert len(shown) == 30 and all(shown[name] == "0.21 % of the elements" for name in DOWN[1:])
+    assert {shown[name] for name in shown.keys() - {*DOWN[1:]}} == {"same"}
+    (row,) = re.findall(r'<th class="name" scope="row">(.*?)</th>', text)
+    assert row == "model.layers.{1,2}.mlp.down_proj.weight"
+
+
+def test_the_page_of_many_layers_and_kinds() -> None:
+    """Layers are drawn in groups, the experts of one together, and what is not comparable stands out."""
+    names = [f"layers.{i}.mlp.experts.{j}.<up>" for i in range(200) for j in range(2)]
+    tensors = [TensorDiff(name, "changed", ("BF16", "BF16"), ((8,), (8,)), 8, i % 9) for i, name in enumerate(names)]
+    tensors[-1] = TensorDiff(names[-1], "only here", ("BF16", None), ((8,), None))
+    text = diff_page(Diff("a <b>", "b", tuple(tensors), 12))
+    assert "<up>" not in text and "a <b>" not in text
+    cells = re.findall(r"<title>(layers[^:]+experts[^:]+): ([^<]+)</title>", text)
+    assert len(cells) == 2 * 67 and cells[0] == ("layers.0..2.mlp.experts.*.&lt;up&gt;", "31 % of the elements")
+    assert cells[-1] == ("layers.198..199.mlp.experts.*.&lt;up&gt;", "only here, 12 % of the elements")
 
 
 def test_a_row_for_a_kind() -> None:

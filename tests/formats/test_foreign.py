@@ -38,6 +38,7 @@ def folder(path: Path, *names: str) -> Path:
         (["latest", "zero_to_fp32.py", "global_step9/mp_rank_00_model_states.pt"], "DeepSpeed", "zero_to_fp32.py"),
         (["global_step9/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"], "DeepSpeed", "zero_to_fp32.py"),
         (["config.json", "tf_model.h5"], "TensorFlow or Flax", "from_tf"),
+        (["delta.json", "delta.safetensors"], "a delta (delta.json)", "'reshard patch BASE DELTA OUT'"),
     ],
 )  # fmt: skip
 def test_it_is_named(tmp_path: Path, names: list[str], what: str, hint: str) -> None:

@@ -25,7 +25,7 @@ from reshard.live.demo import Weights
 from reshard.live.fence import Fence
 from reshard.live.meshes import arranged, target_of
 from reshard.live.message import Message, Step
-from reshard.live.process import Pull, Push, pull, push
+from reshard.live.process import Pull, Push, Sizes, pull, push
 from reshard.live.routing import Routes
 from reshard.live.views import Tensors
 from reshard.source.opening import open_source
@@ -78,8 +78,8 @@ class Stops:
         self.stop("check")
         super()._verify(routes)  # type: ignore[misc]
 
-    def _steps(self, tensors: Tensors) -> list[Step]:
-        steps: list[Step] = super()._steps(tensors)  # type: ignore[misc]
+    def _steps(self, tensors: Tensors, sizes: Sizes | None = None) -> list[Step]:
+        steps: list[Step] = super()._steps(tensors, sizes)  # type: ignore[misc]
         assert len(steps) > 4, "no step in the middle"
         sends, receives = ([self._stopping(message) for message in messages] for messages in steps[2])
         return [*steps[:2], Step(sends, receives), *steps[3:]]
@@ -91,8 +91,10 @@ class Stops:
 
         return message._replace(work=work)
 
-    def _told(self, fence: Fence, what: str, own: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
-        said: list[dict[str, Any]] = super()._told(fence, what, own)  # type: ignore[misc]
+    def _told(
+        self, fence: Fence, what: str, own: Callable[[], dict[str, Any]], patience: float | None = None
+    ) -> list[dict[str, Any]]:
+        said: list[dict[str, Any]] = super()._told(fence, what, own, patience)  # type: ignore[misc]
         if self.swapped and what == "description":  # what the trainers hold
             said[0]["held"], said[1]["held"] = said[1]["held"], said[0]["held"]
         return said

@@ -15,7 +15,7 @@ from reshard.live import fence as fence_module
 from reshard.live.fence import Fence
 
 NAMES = ("trainer 0", "trainer 1", "receiver 0")
-TIMEOUT = 1.0
+TIMEOUT, PATIENCE = 1.0, 30.0
 REFUSED = "another secret, other processes, or another version of reshard"
 
 
@@ -30,7 +30,9 @@ def store() -> str:
     return f"tcp://127.0.0.1:{free_port()}"
 
 
-def play(store: str, part: Callable[[Fence], object], ranks: dict[int, str] | None = None) -> list[object]:
+def play(
+    store: str, part: Callable[[Fence], object], ranks: dict[int, str] | None = None, timeout: float = PATIENCE
+) -> list[object]:
     """What ``part`` returns on each rank, or its error's message; ``ranks`` gives some their own store, or none."""
 
     def rank(number: int) -> object:
@@ -38,7 +40,7 @@ def play(store: str, part: Callable[[Fence], object], ranks: dict[int, str] | No
         if not place:
             return None
         try:
-            fence = Fence(place, number, NAMES, timeout=TIMEOUT)
+            fence = Fence(place, number, NAMES, timeout=timeout)
         except LiveError as error:
             return error.message
         try:
@@ -66,7 +68,15 @@ def test_late(store: str) -> None:
         time.sleep(1.5 * TIMEOUT * (fence.rank == 1))
         fence.gather("plan", b"")
 
-    assert play(store, part) == ["trainer 1 did not come to 'plan' within 1 s"] * 3
+    assert play(store, part, timeout=TIMEOUT) == ["trainer 1 did not come to 'plan' within 1 s"] * 3
+
+
+def test_late_by_as_much_as_is_allowed(store: str) -> None:
+    def part(fence: Fence) -> None:
+        time.sleep(1.5 * TIMEOUT * (fence.rank == 1))
+        fence.gather("begin", b"", PATIENCE)
+
+    assert play(store, part, timeout=TIMEOUT) == [None] * 3
 
 
 def test_different_things(store: str) -> None:
@@ -98,7 +108,7 @@ def test_anew_while_the_broken_one_is_not_closed(store: str) -> None:
     def part(fence: Fence) -> list[bytes]:
         with pytest.raises(LiveError):
             fence.gather(str(fence.rank), b"")
-        new = Fence(store, fence.rank, NAMES, timeout=TIMEOUT)
+        new = Fence(store, fence.rank, NAMES, timeout=PATIENCE)
         try:
             return new.gather("plan", b"new")
         finally:
@@ -173,7 +183,7 @@ def test_blame_of_the_one_that_works(store: str) -> None:
 
 def test_missing(store: str) -> None:
     cause = "trainer 1 did not join within 1 s"
-    assert play(store, lambda fence: fence.check(), {1: ""}) == [cause, None, cause]
+    assert play(store, lambda fence: fence.check(), {1: ""}, TIMEOUT) == [cause, None, cause]
 
 
 def test_one_who_came_and_died(store: str) -> None:
@@ -181,7 +191,7 @@ def test_one_who_came_and_died(store: str) -> None:
         fence.check()
 
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(play, store, part, {1: "", 2: ""})
+        running = pool.submit(play, store, part, {1: "", 2: ""}, TIMEOUT)
         time.sleep(0.3)
         hello = fence_module._HELLO.pack(fence_module._token(NAMES, ""), 1)
         with socket.create_connection(("127.0.0.1", int(store.rpartition(":")[2]))) as connection:
@@ -193,7 +203,7 @@ def test_one_who_came_and_died(store: str) -> None:
 
 
 def test_nobody_listens(store: str) -> None:
-    found = play(store, lambda fence: fence.check(), {0: ""})
+    found = play(store, lambda fence: fence.check(), {0: ""}, TIMEOUT)
     for name, error in zip(NAMES[1:], found[1:], strict=True):
         assert f"{name} could not join trainer 0 at tcp://127.0.0.1:" in str(error)
         assert "within 1 s: [Errno 111] Connection refused" in str(error)
@@ -202,7 +212,7 @@ def test_nobody_listens(store: str) -> None:
 def test_secret(store: str) -> None:
     secret, wrong = (store.replace("//", f"//{word}@") for word in ("s3cret", "gu3ss"))
     assert play(secret, lambda fence: fence.gather("a", b"")) == [[b""] * 3] * 3
-    found = play(secret, lambda fence: fence.check(), {2: wrong})
+    found = play(secret, lambda fence: fence.check(), {2: wrong}, TIMEOUT)
     assert found[:2] == [f"receiver 0 did not join within 1 s (receiver 0 was refused: {REFUSED})"] * 2
     assert str(found[2]).endswith(f"within 1 s: it was refused: {REFUSED}") or found[2] == found[0]
     assert "cret" not in str(found).replace("another secret", "") and "gu3ss" not in str(found)

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from formats.errors import CheckpointError, PlanError
 from formats.files.safetensors import read_header
+from formats.notation.adapter_file import adapter_format_names
 from reshard.api import merge, split
 from reshard.source.inspect import inspect
 from tests import store
@@ -120,7 +121,9 @@ def test_a_program_without_adapters_refuses_it(tmp_path: Path) -> None:
         split(source, tmp_path / "out", tp=2, format="vllm", config=base)
     found = json.loads(command("formats", source, "--config", base, "--json").stdout)["formats"]
     assert found["dcp"]["possible"] and "an adapter has no place" in found["vllm"]["reason"]
-    assert not any(each["possible"] for name, each in found.items() if not name.startswith("dcp")), found
+    held = {"dcp", "dcp-transformers", *adapter_format_names()}
+    assert {name for name, each in found.items() if each["possible"]} <= held, found
+    assert found["peft-per-expert"]["possible"] and "all modules" in found["sglang-lora"]["reason"]
     split(source, tmp_path / "dcp", tp=2, format="dcp", config=base)
     merge(tmp_path / "dcp", tmp_path / "merged")
     restored = contents(tmp_path / "merged")

@@ -34,7 +34,7 @@ CASES = [
     ("granitemoe", "experts"), ("qwen3_5_moe_text", "experts"), ("qwen2_moe", "linear"), ("glm4_moe", "linear"),
     ("gemma4_text-experts", "experts"), ("gpt2", "linear"), ("phi3", "linear"), ("bamba", "linear"),
     ("phi", "embeddings"), ("lfm2_moe", "experts"), ("minimax", "linear"), ("jamba", "linear"),
-    ("bailing_hybrid", "linear"), ("qwen3_vl_moe", "experts"), ("nomic_bert", "linear"),
+    ("laguna", "embeddings"), ("bailing_hybrid", "linear"), ("qwen3_vl_moe", "experts"), ("nomic_bert", "linear"),
 ]  # fmt: skip
 """Models of the zoo, and what of them is changed: modules with other names, stacks with either side first."""
 

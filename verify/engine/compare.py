@@ -312,12 +312,12 @@ def _call(command: Sequence[str], options: EngineOptions, out: Path) -> None:
         process.wait()
     if process.returncode or not out.exists():
         raise ReshardError(
-            f"{options.name} ended with status {process.returncode}: {_reason(said)}",
+            f"{options.name} ended with status {process.returncode}: {reason_of(said)}",
             _hint(said, command, options.engine),
         )
 
 
-def _reason(said: str) -> str:
+def reason_of(said: str) -> str:
     """What an engine's output says went wrong: its first exception that is not of the engine's own processes."""
     errors = _EXCEPTION.findall(said)
     root = next((error for error in errors if "engine" not in error.lower()), None)

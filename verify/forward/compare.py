@@ -8,6 +8,7 @@ verify/forward/noise.py for what counts as equal. This module runs in the proces
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,22 @@ import torch
 
 from formats.errors import CheckpointError, ReshardError
 from formats.extras import need_transformers
+from formats.notation.adapters import SETTINGS
 from formats.refusals import refused
 from formats.store import FilePath, local_folder
 from formats.torch_dtypes import TORCH_DTYPES
 from reshard.mesh.plan import Plan, dequantized, make_plan
+from reshard.model.shares import padding_for
 from reshard.source.source import UNSPLIT, Source
 from verify.ending import temporary_folder
 from verify.forward.foreign import Foreign
-from verify.forward.job import BYTES_ALONE, ForwardOptions, Job, Result
+from verify.forward.job import ForwardOptions, Job, Result
 from verify.forward.launch import run_ranks, start_fork_server
 from verify.forward.report import ForwardReport, report_of
 from verify.forward.worker import RankAnswer
 from verify.rules import own_rules
+from verify.run_settings import BYTES_ALONE
+from verify.unmerged import Unmerged
 
 Progress = Callable[[str], None]
 """Called with what is being done."""
@@ -46,14 +51,17 @@ DEFAULTS = ForwardOptions()
 
 
 def run_forward(
-    original: Source, shards: Source, options: ForwardOptions = DEFAULTS, progress: Progress = _no_progress
+    original: Source | Unmerged, shards: Source, options: ForwardOptions = DEFAULTS, progress: Progress = _no_progress
 ) -> ForwardReport:
-    """Run the original and its shards, and compare. Raises ReshardError if that cannot be done."""
+    """Run the original and its shards, which may be a full checkpoint, and compare.
+
+    Raises ReshardError if that cannot be done.
+    """
     return run_forwards([(original, shards)], options, progress)[0]
 
 
 def run_forwards(
-    pairs: Sequence[tuple[Source, Source]],
+    pairs: Sequence[tuple[Source | Unmerged, Source]],
     options: ForwardOptions = DEFAULTS,
     progress: Progress = _no_progress,
     *,
@@ -115,22 +123,12 @@ def _device(wanted: str) -> str:
     return wanted
 
 
-def _job(original: Source, shards: Source, options: ForwardOptions) -> Job:
+def _job(original: Source | Unmerged, shards: Source, options: ForwardOptions) -> Job:
     need_transformers("the forward pass")
-    if original.checkpoint is None:
-        raise CheckpointError(
-            f"{original.path} is split: the forward needs the full checkpoint that it is compared with"
-        )
-    if shards.sharded is None and shards.format is None:
-        raise CheckpointError(
-            f"{shards.path} is a full checkpoint, not shards", "give the folder that 'reshard split' wrote"
-        )
-    if shards.plan.mesh.same_ranks and len({degree for name, degree in shards.plan.mesh.degrees if name != "pp"}) > 1:
-        raise ReshardError(
-            f"{shards.path}: experts are divided over more or fewer ranks than all else ({shards.plan.mesh}), which "
-            "the forward pass does not run",
-            BYTES_ALONE,
-        )
+    if isinstance(original, Unmerged):
+        return _job_with_adapter(original, shards, options)
+    _check_kinds(original, shards)
+    assert original.checkpoint is not None
     ids = _prompt(original.path, options.prompt) if options.prompt is not None else None
     config, stored = original.checkpoint.config, shards.plan
     if shards.chunks is not None:  # any mesh loads them, so what is run is the whole model that they make
@@ -149,7 +147,51 @@ def _job(original: Source, shards: Source, options: ForwardOptions) -> Job:
         options,
         own_rules(stored, original.model.architecture) == (),
         Foreign(shards.format.name, stored, shards.ranks, shards.chunks) if shards.format is not None else None,
+        shards.checkpoint is not None,
     )
+
+
+def _job_with_adapter(original: Unmerged, shards: Source, options: ForwardOptions) -> Job:
+    """A comparison with a base model and an adapter beside it."""
+    need_transformers("the forward pass of an adapter", "peft")
+    for name in ("backward", "streamed"):
+        if getattr(options, name):
+            raise refused(name, True, "an adapter is not run so", instead=({name: None},))
+    if not original.is_alone:
+        job = _job(original.base, shards, options)
+    else:
+        whole, held = _job(original.base, original.base, options), make_plan(shards.model, UNSPLIT)
+        job = replace(
+            whole, shards=local_folder(shards.path), plan=_plan_of_base(original.base, shards), is_full=False,
+            base=original.base.ranks[0],
+            foreign=Foreign(shards.format.name, held, shards.ranks, shards.chunks) if shards.format else None,
+        )  # fmt: skip
+    return replace(job, adapter=original.adapter, stored=_dtype(original.base, job.plan, replace(options, dtype=None)))
+
+
+def _plan_of_base(base: Source, shards: Source) -> Plan:
+    """The plan of a base model on the mesh of an adapter's shards; one rank if these are chunks, as any mesh loads
+    them.
+    """
+    if shards.chunks is not None:
+        return make_plan(base.model, UNSPLIT)
+    mesh = shards.plan.mesh
+    return make_plan(base.model, mesh, padding={**padding_for(base.model, mesh, 1), **shards.plan.padding})
+
+
+def _check_kinds(original: Source, shards: Source) -> None:
+    if original.checkpoint is None:
+        raise CheckpointError(
+            f"{original.path} is split: the forward needs the full checkpoint that it is compared with"
+        )
+    if SETTINGS in original.model.config:
+        raise CheckpointError(f"{original.path} is an adapter: it runs beside the model that it changes, not alone")
+    if shards.plan.mesh.same_ranks and len({degree for name, degree in shards.plan.mesh.degrees if name != "pp"}) > 1:
+        raise ReshardError(
+            f"{shards.path}: experts are divided over more or fewer ranks than all else ({shards.plan.mesh}), which "
+            "the forward pass does not run",
+            BYTES_ALONE,
+        )
 
 
 def _check_dequantizing(original: Source, config: Mapping[str, Any], options: ForwardOptions) -> None:

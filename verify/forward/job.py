@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
+from formats.files.safetensors import TensorInfo
 from formats.notation.architecture import Architecture
 from reshard.mesh.plan import Plan
 from verify.forward.foreign import Foreign
 from verify.forward.noise import Distance, Yardstick
 from verify.run_settings import RunSettings
-
-BYTES_ALONE = "--exact-only compares the bytes alone"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +26,12 @@ class ForwardOptions(RunSettings):
 
 @dataclass(frozen=True)
 class Job:
-    """A comparison, as it is sent to the ranks; ``foreign`` if the shards are in another program's format."""
+    """A comparison, as it is sent to the ranks; ``foreign`` if the shards are in another program's format.
+
+    ``is_full``: the shards are one full checkpoint. ``adapter`` is the folder of one that the original is run with, and
+    ``stored`` the dtype of its weights, to which a sum with them was rounded. ``base`` has the tensors of the original
+    if the shards are those of the adapter alone.
+    """
 
     original: Path
     original_config: Mapping[str, Any]
@@ -39,6 +43,10 @@ class Job:
     options: ForwardOptions
     is_built_in: bool
     foreign: Foreign | None = None
+    is_full: bool = False
+    adapter: Path | None = None
+    stored: torch.dtype = torch.float32
+    base: Mapping[str, TensorInfo] | None = None
 
     @property
     def exact_dtype(self) -> torch.dtype:
@@ -99,7 +107,11 @@ class Failure:
 
 @dataclass(frozen=True)
 class Reference:
-    """What the original did, as rank 0 sends it to all."""
+    """What the original did, as rank 0 sends it to all.
+
+    ``effects`` has, of an adapter, the ratio of error to noise that the base model without it would have at each place;
+    ``outputs`` are the places at which a model's outputs are.
+    """
 
     ids: torch.Tensor
     inputs: Mapping[str, torch.Tensor]
@@ -111,6 +123,8 @@ class Reference:
     overruled: int
     seconds: float
     gradients: Mapping[str, Yardstick] = field(default_factory=dict)
+    effects: Mapping[str, float] = field(default_factory=dict)
+    outputs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -133,6 +147,8 @@ class Result:
     biases: tuple[tuple[str, float], ...] = field(default=())
     cut: tuple[str, ...] = ()
     failure: Failure | None = None
+    effects: Mapping[str, float] = field(default_factory=dict)
+    outputs: tuple[str, ...] = ()
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -17,14 +17,16 @@ import torch
 from formats.errors import CheckpointError
 from reshard.mesh.plan import Entry, Plan
 from verify.ending import temporary_folder
-from verify.forward.job import BYTES_ALONE, Job, Reference, dtype_name
-from verify.forward.noise import yardstick
+from verify.forward import adapters
+from verify.forward.job import Job, Reference, dtype_name
+from verify.forward.noise import measure, yardstick
 from verify.forward.worker import say, write_whole
 from verify.rank.gradients import gradients_on_disk, loss_of
 from verify.rank.inputs import inputs_of, random_ids
 from verify.rank.loading import Loaded, load_original, on_disk
 from verify.rank.roles import Kind, Role, roles
 from verify.rank.trace import Places, Trace, blocks_of, is_choice, run
+from verify.run_settings import BYTES_ALONE
 
 
 def reference_of(job: Job, device: torch.device, references: Path | None) -> Reference:
@@ -46,13 +48,16 @@ def reference_of(job: Job, device: torch.device, references: Path | None) -> Ref
 
 def _key(job: Job, device: torch.device) -> str:
     """A hash of all that the original's run depends on: its files, how it runs, and the places that are looked at."""
-    files = sorted((file.name, file.stat()) for file in job.original.iterdir() if file.is_file())
+    folders = [folder for folder in (job.original, job.adapter) if folder is not None]
+    files = sorted((str(file), file.stat()) for folder in folders for file in folder.iterdir() if file.is_file())
     stamps = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in files]
     how = dataclasses.replace(job.options, device=str(device), timeout=0.0)
     ids = None if job.ids is None else job.ids.tolist()
     of_tensors = roles(job.plan, {name: (name,) for name in job.plan.entries})
     places = [(name, _is_layered(role.entry), _is_summed(role)) for name, role in sorted(of_tensors.items())]
-    text = repr((job.original, job.original_config, stamps, job.dtype, how, ids, _avoided(job), _rows(job), places))
+    text = repr(
+        (job.original, job.original_config, stamps, job.dtype, how, ids, _avoided(job), _rows(job), places, job.stored)
+    )
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -62,20 +67,26 @@ def _run_original(job: Job, device: torch.device) -> Reference:
     with _original(job, job.exact_dtype, device) as loaded:
         ids, inputs = _inputs(loaded.model, job)
         given = {name: value.to(device) for name, value in inputs.items()}
-        exact, exact_grads = _run_whole(loaded, given, job, places_of(loaded, job.plan), None, 0)
+        places = places_of(loaded, job.plan)
+        exact, exact_grads = _run_whole(loaded, given, job, places, None, 0)
         _check_numbers(exact, exact_grads, job, job.exact_dtype)
+        without = _without_adapter(loaded, given, job, places, exact)
     say(f"original in {dtype_name(job.dtype)}, {job.options.draws + 1} times")
     with _original(job, job.dtype, device) as loaded, _refusing(job):
         places, numbers = places_of(loaded, job.plan), range(job.options.draws + 1)
         draws = [_run_whole(loaded, given, job, places, exact, draw) for draw in numbers]
-        for run, grads in draws:
-            _check_numbers(run, grads, job, job.dtype)
+    if job.adapter is not None:
+        say("original with the adapter in its weights")
+        draws.append(_run_summed(given, job, exact, device))
+    for trace, grads in draws:
+        _check_numbers(trace, grads, job, job.dtype)
     own = draws[0][0]
     logits = _vocabulary_output(exact.states, job)
+    states = {n: yardstick(x, [run.states[n] for run, _ in draws], job.dtype) for n, x in exact.states.items()}
     return Reference(
         ids=ids,
         inputs=inputs,
-        states={n: yardstick(x, [run.states[n] for run, _ in draws], job.dtype) for n, x in exact.states.items()},
+        states=states,
         logits=logits,
         own_logits=own.states[logits] if logits else None,
         chosen=exact.chosen,
@@ -83,7 +94,29 @@ def _run_original(job: Job, device: torch.device) -> Reference:
         overruled=own.overruled,
         seconds=time.monotonic() - started,
         gradients={n: yardstick(x, [grads[n] for _, grads in draws], job.dtype) for n, x in exact_grads.items()},
+        effects={name: measure(state, states[name]).ratio for name, state in without.items()},
+        outputs=tuple(exact.outputs),
     )
+
+
+def _without_adapter(
+    loaded: Loaded, inputs: Mapping[str, torch.Tensor], job: Job, places: Places, exact: Trace
+) -> Mapping[str, torch.Tensor]:
+    """The states of the base model alone, where an adapter is run with it."""
+    if job.adapter is None:
+        return {}
+    with adapters.switched_off(loaded.model):
+        return _run_whole(loaded, inputs, job, places, exact, 0)[0].states
+
+
+def _run_summed(
+    inputs: Mapping[str, torch.Tensor], job: Job, exact: Trace, device: torch.device
+) -> tuple[Trace, dict[str, torch.Tensor]]:
+    """Run the original with the adapter in its weights, as PEFT adds it: the rounding of the sum is noise, too."""
+    with _original(job, job.stored, device) as loaded, _refusing(job):
+        adapters.merge(loaded.model)
+        loaded.model.to(job.dtype)
+        return _run_whole(loaded, inputs, job, places_of(loaded, job.plan), exact, 0)
 
 
 def _run_whole(
@@ -93,6 +126,8 @@ def _run_whole(
     chosen = exact.chosen if exact else None
     feed = exact.states if exact and job.options.streamed else None
     trace = run(loaded.model, inputs, places, chosen, draw=draw, grad=job.options.backward, feed=feed)
+    if job.adapter is not None:
+        trace.states = adapters.named_as_unwrapped(trace.states)
     if not job.options.backward:
         return trace, {}
     loaded.model.zero_grad()
@@ -165,7 +200,10 @@ def _original(job: Job, dtype: torch.dtype, device: torch.device) -> Iterator[Lo
             more = on_disk(folder)
         elif device.type == "cuda" and not _fits(job, dtype, device):
             more = {"device_map": "auto", "offload_folder": folder}
-        yield load_original(job.original, job.original_config, job.plan, dtype, more)
+        loaded = load_original(job.original, job.original_config, job.plan, dtype, more)
+        if job.adapter is not None:
+            adapters.apply(loaded.model, job.adapter, dtype)
+        yield loaded
         if device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -22,7 +22,10 @@ POOR = 0.25
 
 @dataclass(frozen=True)
 class Row:
-    """One place in the model, or the gradient of one weight: error beside noise, the worst of all ranks."""
+    """One place in the model, or the gradient of one weight: error beside noise, the worst of all ranks.
+
+    ``effect`` is the ratio that the base model would have there without the adapter that it is run with.
+    """
 
     name: str
     error: float
@@ -31,6 +34,19 @@ class Row:
     worst: str
     rank: int
     is_same: bool
+    effect: float | None = None
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What an adapter changes: the largest ratio, at ``place``, that the outputs would have without it.
+
+    ``is_seen``: it is above the limit, so shards without the adapter would be different.
+    """
+
+    ratio: float
+    place: str
+    is_seen: bool
 
 
 @dataclass(frozen=True)
@@ -65,6 +81,7 @@ class ForwardReport:
     first: str | None
     failure: Failure | None
     power: Power | None
+    effect: Effect | None
     factor: float
     layers: tuple[Row, ...]
     gradients: tuple[Row, ...]
@@ -95,17 +112,20 @@ def report_of(job: Job, results: Sequence[Result], device: str) -> ForwardReport
     result = results[0]
     firsts = results[:: max(len(results) // job.plan.mesh.pp, 1)]  # of each pipeline stage
     layers = _worst([result.rows for result in results], [result.rank for result in results])
+    layers = tuple(replace(row, effect=result.effects.get(row.name)) for row in layers)
     gradients = _worst([result.gradients], [0])
     biases = [bias for first in firsts for bias in first.biases]
     first = next((row for row in (*layers, *gradients) if not row.is_same), None)
     power = _power(job, layers, biases) if layers and result.failure is None else None
+    effect = _effect(result)
     place = first.name if first else result.failure.place if result.failure else None
     return ForwardReport(
         is_same=first is None and result.failure is None,
-        verdict=_verdict(layers, gradients, first, result.failure),
+        verdict=_verdict(layers, gradients, first, result.failure, effect),
         first=place,
         failure=result.failure,
         power=power,
+        effect=effect,
         factor=LIMIT,
         layers=layers,
         gradients=gradients,
@@ -142,6 +162,14 @@ def _worst(found: Sequence[Sequence[tuple[str, Distance]]], ranks: Sequence[int]
     )
 
 
+def _effect(result: Result) -> Effect | None:
+    """What an adapter changes of the outputs, if the original is run with one."""
+    if not result.effects:
+        return None
+    place = max(result.outputs, key=lambda name: result.effects[name])
+    return Effect(result.effects[place], place, result.effects[place] > LIMIT)
+
+
 def _power(job: Job, layers: Sequence[Row], biases: Sequence[tuple[str, float]]) -> Power:
     noisiest = max(layers, key=lambda row: row.noise)
     least = min(biases, key=lambda found: found[1], default=None)
@@ -157,10 +185,13 @@ def _power(job: Job, layers: Sequence[Row], biases: Sequence[tuple[str, float]])
     )
 
 
-def _verdict(layers: Sequence[Row], gradients: Sequence[Row], first: Row | None, failure: Failure | None) -> str:
+def _verdict(
+    layers: Sequence[Row], gradients: Sequence[Row], first: Row | None, failure: Failure | None, effect: Effect | None
+) -> str:
     if first is None and failure is None:
         largest = max((row.ratio for row in (*layers, *gradients)), default=0.0)
-        return f"The shards are the same model: no error exceeds {largest:.2f} times the original's own rounding noise."
+        text = f"The shards are the same model: no error exceeds {largest:.2f} times the original's own rounding noise."
+        return f"{text} {_effect_in_words(effect)}" if effect is not None else text
     parts = []
     if first is not None:
         what = "gradient of" if first in gradients else "error at"
@@ -171,6 +202,13 @@ def _verdict(layers: Sequence[Row], gradients: Sequence[Row], first: Row | None,
     if failure is not None:
         parts.append(_failure_in_words(failure))
     return f"The shards are not the same model: {' Then '.join(parts)}"
+
+
+def _effect_in_words(effect: Effect) -> str:
+    without = f"without it '{effect.place}' measures {effect.ratio:.3g}"
+    if effect.is_seen:
+        return f"The adapter is seen: {without}."
+    return f"But the adapter has no effect that is more than rounding ({without}): nothing shows that it is there."
 
 
 def _failure_in_words(failure: Failure) -> str:

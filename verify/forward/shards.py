@@ -20,6 +20,7 @@ import torch.nn.functional as F  # noqa: N812
 from formats.errors import CheckpointError, ReshardError
 from reshard.mesh.plan import Plan
 from verify.ending import temporary_folder
+from verify.forward.adapters import as_adapter, write_adapted_rank
 from verify.forward.failure import UnlikeError, failure_of, is_of_model
 from verify.forward.foreign import write_rank
 from verify.forward.job import Job, Logits, Mismatch, Reference, Result
@@ -102,9 +103,7 @@ def _run_shards(
     stage, pipeline = mesh.stage(number), Pipeline(job.plan, number, ranks.device, ranks.between)
     plan = plan_of_stage(job.plan, stage)
     rank = Rank(plan, number % plan.mesh.size, job.modules, job.config, job.is_built_in)
-    folder = job.shards / mesh.folder(number)
-    if job.foreign is not None:
-        folder = write_rank(job.foreign, number, offload / "rank")
+    folder = _folder_of(job, number, offload)
     say(f"shards on {mesh.size} ranks")
     inputs = {name: value.to(ranks.device) for name, value in reference.inputs.items()}
     tokens = reference.ids.shape[1]
@@ -137,6 +136,17 @@ def _run_shards(
     )
 
 
+def _folder_of(job: Job, rank: int, offload: Path) -> Path:
+    """The folder that transformers loads a rank from; one within ``offload`` if it must be written first."""
+    folder = job.shards if job.is_full else job.shards / job.plan.mesh.folder(rank)
+    if job.foreign is not None:
+        folder = write_rank(job.foreign, rank, offload / "rank")
+    if job.base is None:
+        return folder
+    adapter = as_adapter(folder) if job.foreign is not None else folder
+    return write_adapted_rank(job.base, job.plan, rank, adapter, offload / "adapted")
+
+
 def _result(job: Job, reference: Reference, trace: Trace, started: float) -> Result:
     """What this rank found at all places that its run came to."""
     return Result(
@@ -152,6 +162,8 @@ def _result(job: Job, reference: Reference, trace: Trace, started: float) -> Res
         batch=reference.ids.shape[0],
         seq=reference.ids.shape[1],
         seconds=time.monotonic() - started,
+        effects=reference.effects,
+        outputs=reference.outputs,
     )
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from formats.errors import ReshardError
 from verify.report.words import OwnPlan, exact_summary, forward_summary, in_words
 
-VERDICTS = ("same", "different", "unchecked")
-"""In the order of the exit codes 0, 1 and 2."""
+VERDICTS = ("same", "different", "unchecked", "without effect")
+"""In the order of the exit codes 0 to 3."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Answer:
 
     @property
     def exit_code(self) -> int:
-        """0 the same, 1 different, 2 could not be checked."""
+        """0 the same, 1 different, 2 could not be checked, 3 an adapter that changes nothing."""
         return VERDICTS.index(self.verdict)
 
     @property
@@ -54,7 +54,10 @@ class Answer:
         runs = [run for run in (self.forward, self.engine) if run is not None]
         if bytes_differ or not all(run.is_same for run in runs):
             return "different"
-        return "unchecked" if self.error or self.exact is None else "same"
+        if self.error or self.exact is None:
+            return "unchecked"
+        has_no_effect = self.forward is not None and self.forward.effect is not None and not self.forward.effect.is_seen
+        return "without effect" if has_no_effect else "same"
 
     @property
     def in_words(self) -> str:

@@ -18,7 +18,10 @@ from verify.report.words import NOT_LISTED, not_compared
 ROWS = 2000
 """The page shows so many lines of a table, differing ones first; ``--json`` has all."""
 
-HEADLINES = {"same": "The same model", "different": "Different", "unchecked": "Could not be checked"}
+HEADLINES = {
+    "same": "The same model", "different": "Different", "unchecked": "Could not be checked",
+    "without effect": "The adapter has no effect",
+}  # fmt: skip
 
 Document = Mapping[str, Any]
 
@@ -49,7 +52,7 @@ def _header(document: Document, headline: str) -> Html:
         element("p", f"Hint: {error['hint']}") if error and error.get("hint") else None,
         *(element("p", note) for note in document.get("notes") or ()),
         _pairs([("original", _code(document.get("original"))), ("shards", _code(document.get("shards")))]),
-        class_=kind if kind in HEADLINES else "unchecked",
+        class_=kind if kind in {"same", "different"} else "unchecked",
     )
 
 

@@ -164,12 +164,14 @@ def forward_summary(report: Any) -> str:
 
 
 def _places(what: str, rows: Sequence[Any]) -> list[str]:
-    cells = [(what, "error", "noise", "ratio", "")]
+    has_effects = any(row.effect is not None for row in rows)
+    cells = [(what, "error", "noise", "ratio", *(["without it"] if has_effects else []), "")]
     for row in rows:
         worst = row.worst if what == "layer" else row.worst.replace("token", "row").replace("channel", "column")
         mark = "" if row.is_same else f"<- different, worst in {worst} on rank {row.rank}"
-        cells.append((row.name, number(row.error), number(row.noise), ratio(row.ratio), mark))
-    return align(cells, right=(1, 2, 3), width=None)
+        effect = [ratio(row.effect)] if has_effects else []
+        cells.append((row.name, number(row.error), number(row.noise), ratio(row.ratio), *effect, mark))
+    return align(cells, right=(1, 2, 3, 4) if has_effects else (1, 2, 3), width=None)
 
 
 def _logits(logits: Any) -> list[str]:

@@ -1,0 +1,163 @@
+"""An adapter in a run of the model: PEFT applies it to the original, and a rank's part is added to that rank's weights.
+
+The original is what people run: the base model, and beside it PEFT's own modules. The ranks have the sum in their
+weights, as it was rounded when it was written, or, if the shards are the adapter's alone, as it is rounded here.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from formats.documents import read_config
+from formats.errors import CheckpointError, ReshardError
+from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, CONFIG, MODEL
+from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header, read_header
+from formats.notation.adapter_file import version_of
+from formats.notation.adapters import SETTINGS, settings_of
+from reshard.mesh.plan import Box, Plan
+from reshard.mesh.rank_config import rank_config
+from reshard.source.adapted import adapted
+from reshard.store.range_store import RangeStore
+from verify.bytes.reading import Files
+from verify.rules import with_sound_config
+from verify.run_settings import BYTES_ALONE
+
+_CHUNK = 64 << 20
+_WRAPPED = ".base_layer"
+
+
+# -------------------------------------------------------------------------------------------------------- the original
+
+
+def apply(model: Any, folder: Path, dtype: torch.dtype) -> None:
+    """Put an adapter's modules beside those of a model, with PEFT; they compute in ``dtype`` or wider.
+
+    Raises CheckpointError if PEFT does not find a place for all of it.
+    """
+    import peft
+
+    _check_version(folder)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what matters is in the result
+            wrapped = peft.PeftModel(model, peft.PeftConfig.from_pretrained(folder))
+            found = wrapped.load_adapter(folder, "default", torch_device=str(model.device))
+    except (ValueError, KeyError, TypeError, RuntimeError, NotImplementedError) as error:
+        raise CheckpointError(f"{folder}: PEFT cannot load it: {' '.join(str(error).split())}") from error
+    for what, names in (("misses", found.missing_keys), ("has no place for", found.unexpected_keys)):
+        if names:
+            raise CheckpointError(f"{folder}: PEFT {what} '{sorted(names)[0]}' ({len(names)} in all)")
+    for name, parameter in model.named_parameters():
+        if "lora_" in name and parameter.dtype.itemsize < dtype.itemsize:
+            parameter.data = parameter.data.to(dtype)
+    model.eval()
+
+
+def _check_version(folder: Path) -> None:
+    """Raise CheckpointError for an adapter of experts whose A and B the installed PEFT takes for something else."""
+    settings, installed = settings_of(read_config(folder / ADAPTER_CONFIG), folder), version("peft")
+    (here,) = replace(settings, version=version_of(installed)).formats()
+    if settings.targets and (settings.grouped or here not in settings.formats()):
+        own = "Unsloth" if settings.grouped else f"PEFT {'.'.join(map(str, settings.version or ()))}"
+        raise CheckpointError(
+            f"{folder} was written by {own}, and PEFT {installed} reads its experts otherwise",
+            f"'reshard split ADAPTER OUT --as peft --config BASE' converts it; {BYTES_ALONE}",
+        )
+
+
+@contextmanager
+def switched_off(model: Any) -> Iterator[None]:
+    """The base model alone, within the block."""
+    for module in _layers(model):
+        module.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for module in _layers(model):
+            module.enable_adapters(True)
+
+
+def merge(model: Any) -> None:
+    """Add the adapter to the weights, as PEFT does: the sum is rounded to their dtype."""
+    for module in _layers(model):
+        module.merge()
+
+
+def _layers(model: Any) -> list[Any]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+
+
+def named_as_unwrapped(states: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """States by the names of the base model's modules, which PEFT may have put into others."""
+    return {name.replace(_WRAPPED, ""): state for name, state in states.items()}
+
+
+# ----------------------------------------------------------------------------------------------------------- the ranks
+
+
+def write_adapted_rank(base: Mapping[str, TensorInfo], plan: Plan, rank: int, adapter: Path, folder: Path) -> Path:
+    """Write a rank's part of the base model with that rank's part of the adapter in it, and return the folder.
+
+    ``base`` has the tensors of the whole base model, ``plan`` is its plan on the mesh of the adapter's shards. Raises
+    ReshardError where the two parts do not fit.
+    """
+    own, files, boxes = folder / "base", Files(), plan.boxes(rank)
+    own.mkdir(parents=True)
+    (own / CONFIG).write_text(json.dumps(rank_config(with_sound_config(plan), rank)), encoding="utf-8")
+    names = [(name, kind.dtype, boxes[kind]) for name, kind, _ in plan.model.tensors if kind in boxes]
+    names.sort(key=lambda each: -DTYPE_BITS[each[1]])
+    with (own / MODEL).open("wb") as file:
+        file.write(build_header([(name, dtype, box.shape) for name, dtype, box in names], {"format": "pt"}))
+        for name, _, box in names:
+            file.write(_part(base[name], box, files).data)
+    if not read_header(adapter / ADAPTER).tensors:
+        return own  # a pipeline stage that it does not change
+    try:
+        return _copied(adapted(own, adapter), folder / "sum")
+    except ReshardError as error:  # an axis of which a rank's config.json cannot say what the rank has
+        raise CheckpointError(
+            f"a rank's part of the adapter is not added to that rank's part of the base model: {error.message}",
+            f"{BYTES_ALONE}; 'reshard split BASE OUT --adapter' is compared at any degree",
+        ) from error
+
+
+def _part(info: TensorInfo, box: Box, files: Files) -> NDArray[Any]:
+    """A rank's part of a tensor, as unsigned integers; what lies beyond the tensor is padding, and zero."""
+    dtype = f"<u{DTYPE_BITS[info.dtype] // 8}"
+    whole = files.read(info.file, info.offset, info.nbytes).view(dtype).reshape(info.shape)
+    found = np.zeros(box.shape, dtype)
+    owned = [np.concatenate([np.arange(run.offset, run.end) for run in dim]) for dim in box.dims]
+    inside = [np.flatnonzero(each < size) for each, size in zip(owned, info.shape, strict=True)]
+    found[np.ix_(*inside)] = whole[np.ix_(*(each[at] for each, at in zip(owned, inside, strict=True)))]
+    return found
+
+
+def _copied(store: RangeStore, folder: Path) -> Path:
+    """Write the files of a store into a new folder, and return it."""
+    folder.mkdir()
+    for name, found in store.list().items():
+        with (folder / name).open("wb") as file:
+            for begin in range(0, found.st_size, _CHUNK):
+                file.writelines(store.read([(name, begin, min(begin + _CHUNK, found.st_size))]))
+    return folder
+
+
+def as_adapter(folder: Path) -> Path:
+    """The same folder, of which the tensors and the config are under the names that PEFT gives them."""
+    (folder / MODEL).rename(folder / ADAPTER)
+    settings = read_config(folder / CONFIG)[SETTINGS]
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(settings), encoding="utf-8")
+    return folder

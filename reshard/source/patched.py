@@ -257,7 +257,7 @@ def _checked(delta: Delta, change: Change, info: TensorInfo, own: Sequence[Tenso
             found = np.flatnonzero(np.unpackbits(np.frombuffer(raw, np.uint8), bitorder="little")) + begin * 8
         if found.size and (found[0] < 0 or found[-1] >= elements):
             raise refuse(f"has an element {max(int(found[-1]), -int(found[0]))} of {elements}")
-        np.add.at(counts, found // STRETCH + 1, 1)
+        counts[1:] += np.bincount(found // STRETCH, minlength=counts.size - 1)
     starts = np.cumsum(counts)
     if starts[-1] != count:
         raise refuse(f"has {starts[-1]} places for {count} values")

@@ -50,6 +50,7 @@ _MEASURED: Mapping[str, str] = {
     "inner": "an inner size of the state-space layers",
     "channel": "a number of channels",
     "vocab": "a vocabulary",
+    "draft": "a draft's vocabulary",
     "dvocab": "a vocabulary of the decoder",
     "layer_vocab": "a vocabulary of each layer",
     "rows": "a number of rows of the embedding",

@@ -247,7 +247,7 @@ def server() -> Iterator[SimpleNamespace]:
 
 
 def test_an_update_over_http(server: SimpleNamespace) -> None:
-    assert vllm.update(lambda version: f"sent {version}", vllm.Server(server.url), 7) == "sent 7"  # type: ignore[arg-type]
+    assert vllm.update(lambda version, delta: f"sent {version}", vllm.Server(server.url), 7) == "sent 7"  # type: ignore[arg-type]
     assert server.asked == [
         ("/pause?mode=wait&clear_cache=true", {}),
         ("/start_weight_update", {}),
@@ -259,7 +259,7 @@ def test_an_update_over_http(server: SimpleNamespace) -> None:
 
 
 def test_a_failed_push_leaves_the_server_paused(server: SimpleNamespace) -> None:
-    def fail(_: int) -> NoReturn:
+    def fail(_: int, delta: bool) -> NoReturn:
         raise LiveError("rank 2 has ended")
 
     with pytest.raises(LiveError, match="rank 2 has ended"):
@@ -267,4 +267,4 @@ def test_a_failed_push_leaves_the_server_paused(server: SimpleNamespace) -> None
     assert [path for path, _ in server.asked][-1] == "/finish_weight_update"
     server.refused = "start"
     with pytest.raises(LiveError, match=r'answered 500 to start_weight_update: \{"error": "no room"\}'):
-        vllm.update(lambda _: None, vllm.Server(server.url), 8)  # type: ignore[arg-type,return-value]
+        vllm.update(lambda _, delta: None, vllm.Server(server.url), 8)  # type: ignore[arg-type,return-value]

@@ -21,12 +21,10 @@ import tempfile
 import traceback
 from pathlib import Path
 
-for name, value in {
+SETTINGS = {
     "VLLM_TARGET_DEVICE": "cpu", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
     "GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1", "OMP_NUM_THREADS": "1",
-}.items():  # fmt: skip
-    os.environ.setdefault(name, value)
-
+}  # fmt: skip
 FIXTURE = Path(__file__).with_name("drafts.json")
 RANKS = 2
 
@@ -125,6 +123,7 @@ def record(draft: dict) -> list[dict] | None:
 
 
 def main() -> None:
+    os.environ.update(SETTINGS | os.environ)
     import vllm.config  # noqa: F401  imported once, before the fork
     import vllm.model_executor.model_loader  # noqa: F401
 

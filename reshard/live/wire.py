@@ -98,9 +98,9 @@ class Wire:
         try:
             self._run(tasks, version)
         except BaseException as error:
-            self.close()
             cause = error.message if isinstance(error, ReshardError) else f"{type(error).__name__}: {error}"
             failure = self._fence.fail(cause)  # the first one's, which may be another rank's
+            self.close()  # only now: who finds the connection lost would be heard before the cause
             if isinstance(error, Exception):
                 raise failure from error
             raise

@@ -136,8 +136,7 @@ def test_what_slime_has_no_place_for(base: Path, tmp_path: Path) -> None:
     assert contents(tmp_path / "patched") == contents(other)
 
 
-@pytest.mark.parametrize("compress", [False, True])
-def test_a_tensor_that_is_read_in_another_order(compress: bool, tmp_path: Path) -> None:
+def test_a_tensor_that_is_read_in_another_order(tmp_path: Path) -> None:
     """gpt-oss has gate and up row by row, Megatron one after the other: a change is stored as such, not the tensor."""
     before = store.checkpoint("gpt_oss")
     (file,) = before.glob("*.safetensors")
@@ -145,10 +144,12 @@ def test_a_tensor_that_is_read_in_another_order(compress: bool, tmp_path: Path) 
     last = tuned(before, tmp_path / "after", {name: [(1, 1), (77, 2)]})
     for folder, source in (("a", before), ("b", last)):
         split(source, tmp_path / folder, format="megatron", tp=2, **ONE)
-    diff(tmp_path / "a", tmp_path / "b", out=tmp_path / "delta", compress=compress)
-    assert sum(f.stat().st_size for f in (tmp_path / "delta").glob("*.safetensors")) < 3000
-    patch(before, tmp_path / "patched", delta=tmp_path / "delta", **ONE)
-    assert contents(tmp_path / "patched") == contents(last)
+    for number, compress in enumerate((False, True)):
+        made, patched = tmp_path / f"delta-{number}", tmp_path / f"patched-{number}"
+        diff(tmp_path / "a", tmp_path / "b", out=made, compress=compress)
+        assert sum(f.stat().st_size for f in made.glob("*.safetensors")) < 3000
+        patch(before, patched, delta=made, **ONE)
+        assert contents(patched) == contents(last)
 
 
 def test_a_step_of_training_is_smaller_compressed(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ SPECIAL = st.sampled_from([0x0000, 0x8000, 0x7FC0, 0x7FC1, 0xFF80, 0x3F80])
 """0.0, -0.0, two NaNs, -inf, 1.0."""
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     st.fixed_dictionaries(
         {

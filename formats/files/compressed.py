@@ -186,7 +186,7 @@ class Changes:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._locks: dict[Key, threading.Lock] = {}
+        self._locks = [threading.Lock() for _ in range(_READERS)]
         self._readers: OrderedDict[Key, _Xor | _Overwrite] = OrderedDict()
         self._blocks: OrderedDict[tuple[Key, int], Block] = OrderedDict()
 
@@ -202,9 +202,7 @@ class Changes:
             block.change(first - number * STEP, content[first - begin : last - begin])
 
     def _block(self, key: Key, read: ReadRange, number: int) -> Block:
-        with self._lock:
-            lock = self._locks.setdefault(key, threading.Lock())
-        with lock:
+        with self._locks[hash(key) % len(self._locks)]:
             with self._lock:
                 found, reader = self._blocks.get((key, number)), self._readers.get(key)
             if found is not None:

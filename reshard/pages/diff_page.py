@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from reshard.delta.differences import CHANGED, SAME, Diff, TensorDiff
 from reshard.delta.rows import HEAD, NUMBER, cells, percent_text, rows_of, share_of
-from reshard.pages.document import html_page
+from reshard.pages.document import facts, html_page
 from reshard.pages.markup import Html, element, joined
 from reshard.pages.plots import CHARACTER, TOP, Frame, both_widths, rectangle, text
 from reshard.text import human_bytes, plural
@@ -42,15 +42,15 @@ def diff_page(diff: Diff) -> str:
     """The text of the page."""
     title = f"{diff.a} and {diff.b}"
     kinds = {kind: len(diff.of(kind)) for kind in dict.fromkeys(tensor.kind for tensor in diff.tensors)}
-    facts = [(kind, plural(count, "tensor")) for kind, count in kinds.items()]
-    facts.append(("compared", f"{human_bytes(diff.nbytes)} of each"))
+    known = [(kind, plural(count, "tensor")) for kind, count in kinds.items()]
+    known.append(("compared", f"{human_bytes(diff.nbytes)} of each"))
     layered, alone = _lines(diff.tensors)
     pictures = [element("figure", both_widths(partial(_picture, lines))) for lines in (layered, alone) if lines]
     body = element(
         "body",
         element("main",
             element("header", element("h1", title)),
-            element("dl", *(part for name, value in facts for part in (element("dt", name), element("dd", value)))),
+            facts(known),
             element("h2", "What differs where"),
             element("p", _WORDS),
             element("div", *_legend(), class_="legend"),

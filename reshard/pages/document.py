@@ -5,9 +5,10 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
-from reshard.pages.markup import Html, element, void
+from reshard.pages.markup import Html, element, joined, void
 
 
 def html_page(title: str, style: str, body: Html) -> str:
@@ -25,6 +26,11 @@ def html_page(title: str, style: str, body: Html) -> str:
         element("style", Html(style)),
     )
     return f"<!DOCTYPE html>\n{element('html', head, body, lang='en')}\n"
+
+
+def facts(pairs: Iterable[tuple[str, object]]) -> Html:
+    """A list of names with what there is to say of each."""
+    return element("dl", *(joined(element("dt", name), element("dd", value)) for name, value in pairs))
 
 
 def write_page(path: Path, text: str) -> None:

@@ -24,7 +24,7 @@ from reshard.mesh.totals import (
     totals_of,
 )
 from reshard.model.model import Kind
-from reshard.pages.document import html_page
+from reshard.pages.document import facts, html_page
 from reshard.pages.markup import Html, element, joined
 from reshard.text import human_bytes, plural
 
@@ -80,7 +80,7 @@ def _totals(plan: Plan) -> Html:
     if plan.mesh.size > 1:
         for name, one in (("forward", totals.forward), ("backward", totals.backward)):
             pairs.append((name, f"{human_bytes(one.nbytes)} a token in {plural(one.count, 'all-reduce')}"))
-    return element("dl", *(joined(element("dt", name), element("dd", text)) for name, text in pairs))
+    return facts(pairs)
 
 
 def _introduction() -> Html:

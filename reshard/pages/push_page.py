@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from reshard.live.routing import Routes
-from reshard.pages.document import html_page
+from reshard.pages.document import facts, html_page
 from reshard.pages.markup import Html, element, joined
 from reshard.pages.plots import CHARACTER, TOP, Frame, both_widths, rectangle, text
 from reshard.text import human_bytes, human_time, plural
@@ -19,7 +19,7 @@ _STYLE = "svg .sent { fill: var(--error); } svg .none { fill: none; stroke: var(
 def push_page(routes: Routes, title: str, link: float) -> str:
     """The text of the page; ``link`` is how many bytes a rank sends or receives in a second."""
     pairs = routes.pairs()
-    facts = [
+    known = [
         ("sent in all", human_bytes(routes.nbytes)),
         ("steps", f"{len(routes.ends):,}"),
         ("pairs of ranks", f"{len(pairs):,}"),
@@ -36,7 +36,7 @@ def push_page(routes: Routes, title: str, link: float) -> str:
         "body",
         element("main",
             element("header", element("h1", title)),
-            element("dl", *(part for name, value in facts for part in (element("dt", name), element("dd", value)))),
+            facts(known),
             element("h2", "Who sends how much to whom"),
             element("p", words),
             element("figure", picture),

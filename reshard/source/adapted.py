@@ -79,20 +79,6 @@ class AdaptedFile(ComputedFile):
         pieces = [[*piece[:-1], [_plain(term) for term in piece.terms]] for piece in self.pieces]
         return f"adapted:{self.digest_of([_VERSION, pieces])}"
 
-    @property
-    def address(self) -> str:
-        """That of the base model's file."""
-        return self.files[self.number].address
-
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        """Those of the base model's file and of the adapter's."""
-        return tuple(path for file in self.used for path in file.paths)
-
-    def over_network(self, nbytes: int) -> int:
-        """What is fetched of the base model's file."""
-        return self.files[self.number].over_network(nbytes)
-
     def open(self) -> Read:
         """Open the files that it is made of, each when it is needed."""
         file, last_file = self.opened(), len(self.files) - 1

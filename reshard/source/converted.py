@@ -72,29 +72,10 @@ class ConvertedFile(ComputedFile):
     files: tuple[Remote, ...]
     size: int
 
-    @property
-    def used(self) -> tuple[Remote, ...]:
-        """The file of the adapter."""
-        return self.files
-
     @cached_property
     def identity(self) -> str:
         """A digest of the adapter's identity and of what each tensor is made of."""
         return f"converted:{self.digest_of([_VERSION, [_plain(piece) for piece in self.pieces]])}"
-
-    @property
-    def address(self) -> str:
-        """That of the adapter's file."""
-        return self.files[0].address
-
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        """Those of the adapter's file."""
-        return self.files[0].paths
-
-    def over_network(self, nbytes: int) -> int:
-        """What is fetched of the adapter."""
-        return self.files[0].over_network(nbytes)
 
     def open(self) -> Read:
         """Open the adapter's file when it is needed."""

@@ -147,8 +147,8 @@ class DequantizedFile(ComputedFile):
     @cached_property
     def used(self) -> tuple[Remote, ...]:
         """The files that it is made of."""
-        numbers = {self.number, *(piece.scales.file for piece in self.pieces if piece.scales)}
-        return tuple(self.files[number] for number in sorted(numbers))
+        scales = {piece.scales.file for piece in self.pieces if piece.scales} - {self.number}
+        return tuple(self.files[number] for number in (self.number, *sorted(scales)))
 
     @cached_property
     def identity(self) -> str:
@@ -156,16 +156,6 @@ class DequantizedFile(ComputedFile):
         made of.
         """
         return f"dequantized:{self.digest_of([_VERSION, self.pieces])}"
-
-    @property
-    def address(self) -> str:
-        """That of the quantized file."""
-        return self.files[self.number].address
-
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        """Those of the quantized file."""
-        return self.files[self.number].paths
 
     def over_network(self, nbytes: int) -> int:
         """About half, if the quantized file is remote: it has one byte for an element that has two here."""

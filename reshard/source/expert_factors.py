@@ -25,13 +25,10 @@ from formats.files.safetensors import TensorInfo
 from formats.notation.adapter_file import AdapterFormat
 from formats.notation.adapters import Form, Settings, Wrapped, expert_axes, parameters, stacks_elsewhere, wrapped
 from formats.notation.architecture import Architecture
-from formats.notation.axes import Shape
-from formats.notation.components import indices_of
-from formats.notation.expressions import Expression
 from formats.notation.module_names import ModuleTensor, Part, module_tensors
 from formats.notation.patterns import Pattern
 from reshard.model.model import Model
-from reshard.source.low_rank import LINEAR
+from reshard.source.low_rank import LINEAR, rows_of, shape_of
 
 Indices = tuple[tuple[str, int], ...]
 Rows = NDArray[np.int64]
@@ -108,7 +105,6 @@ class Experts:
     base: Architecture
     model: Model
     rows: dict[tuple[Part, Indices], Rows] = field(default_factory=dict)
-    sides: dict[tuple[ModuleTensor, Indices], int] = field(default_factory=dict)
 
     @cached_property
     def axes(self) -> frozenset[str]:
@@ -137,7 +133,7 @@ class Experts:
     def sizes(self, of: Matrices) -> dict[str, int]:
         """The sizes of expert, in and out."""
         sizes = self.model.sizes.of(dict(of.indices))
-        shape = self._shape(of.tensor.shapes, of.indices)
+        shape = shape_of(of.tensor.shapes, self.model, dict(of.indices))
         first, second = (dim.size(sizes) for dim in shape.dims[-2:])
         sides = (second, first) if shape.arrow is not None else (first, second)
         experts = 1 if of.expert is not None else shape.dims[0].size(sizes)
@@ -147,23 +143,8 @@ class Experts:
         """The indices along the output of a checkpoint's tensor that a part has."""
         part = part if part.at is None else Part(part.source, part.label)
         if (part, indices) not in self.rows:
-            sizes = self.model.sizes.of(dict(indices))
-            rules = self.base.tensors[part.source]
-            shape = self._shape([(shape, rule.when) for rule in rules for shape in rule.shapes], indices)
-            out = shape.dims[-2:][int(shape.arrow is not None)]
-            found = range(out.size(sizes)) if part.label is None else indices_of(out, part.label, sizes)
-            self.rows[part, indices] = np.array(found, np.int64)
+            self.rows[part, indices] = np.array(rows_of(self.base, self.model, part, dict(indices)), np.int64)
         return self.rows[part, indices]
-
-    def _shape(self, of: Sequence[tuple[Shape, Expression | None]], indices: Indices) -> Shape:
-        """The first shape whose condition holds and all of whose axes have a size."""
-        known = self.model.sizes.of(dict(indices)).keys()
-        holds = (
-            shape
-            for shape, when in of
-            if shape.axes <= known and (when is None or self.model.sizes.evaluate(when, dict(indices)))
-        )
-        return next(holds, of[0][0])
 
 
 # ------------------------------------------------------------------------------------------------------------- targets

@@ -30,7 +30,9 @@ from formats.notation.adapters import (
     settings_of,
 )
 from formats.notation.architecture import Architecture
+from formats.notation.axes import Shape
 from formats.notation.components import indices_of
+from formats.notation.expressions import Expression
 from formats.notation.module_names import ModuleTensor, Part
 from formats.notation.patterns import Pattern
 from reshard.model.binding import bind
@@ -283,8 +285,7 @@ class _Merging:
         length = weight.shape[-2:][dim]
         if part.label is None:
             return 0, length, 1
-        packed, sizes = self.base.tensors[part.source][0].shapes[0].dims[-2:][dim], self.model.sizes.of(dict(indices))
-        found = indices_of(packed, part.label, sizes)
+        found = rows_of(self.base, self.model, part, indices)
         if not found:
             return 0, length, 1
         step = found[1] - found[0] if len(found) > 1 else 1
@@ -326,6 +327,25 @@ def _numbered(part: Part, stacked: str | None, indices: Mapping[str, int], names
         yield info
         if stacked is None:
             return
+
+
+def rows_of(base: Architecture, model: Model, part: Part, indices: Mapping[str, int]) -> list[int]:
+    """The indices along the output of a checkpoint's tensor that a part has. ``indices`` are those in its name."""
+    rules = base.tensors[part.source]
+    shape = shape_of([(shape, rule.when) for rule in rules for shape in rule.shapes], model, indices)
+    out, sizes = shape.dims[-2:][int(shape.arrow is not None)], model.sizes.of(dict(indices))
+    return [*range(out.size(sizes))] if part.label is None else indices_of(out, part.label, sizes)
+
+
+def shape_of(of: Sequence[tuple[Shape, Expression | None]], model: Model, indices: Mapping[str, int]) -> Shape:
+    """The first shape whose condition holds and all of whose axes have a size."""
+    known = model.sizes.of(dict(indices)).keys()
+    holds = (
+        shape
+        for shape, when in of
+        if shape.axes <= known and (when is None or model.sizes.evaluate(when, dict(indices)))
+    )
+    return next(holds, of[0][0])
 
 
 def stack_form(each: Wrapped, a: BoundTensor, b: BoundTensor) -> Form:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,11 +72,6 @@ class PatchedFile(ComputedFile):
     files: tuple[Remote, ...]
     size: int
 
-    @property
-    def used(self) -> tuple[Remote, ...]:
-        """All files."""
-        return self.files
-
     @cached_property
     def identity(self) -> str:
         """A digest of the identities of the files, of the header, and of which bytes each tensor is made of."""
@@ -86,15 +81,6 @@ class PatchedFile(ComputedFile):
     def address(self) -> str:
         """The name, and what it is."""
         return f"{self.name} (patched)"
-
-    @property
-    def paths(self) -> tuple[Any, ...]:
-        """Those of base and delta."""
-        return tuple(dict.fromkeys(path for file in self.files for path in file.paths))
-
-    def over_network(self, nbytes: int) -> int:
-        """As many, if the base is remote."""
-        return self.files[0].over_network(nbytes)
 
     def open(self) -> Read:
         """Open the files, each when it is needed."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 from reshard.store.remote import Read, Remote
@@ -31,15 +31,32 @@ _Piece = TypeVar("_Piece", bound=Span)
 
 
 class ComputedFile(Remote):
-    """A weight file that is computed from some of ``files``, those ``used``; ``header`` stands before its tensors."""
+    """A weight file that is computed from some of ``files``, those ``used``; ``header`` stands before its tensors.
+
+    The first that is used is the file in whose place it stands.
+    """
 
     header: bytes
     files: tuple[Remote, ...]
 
     @property
-    @abstractmethod
     def used(self) -> tuple[Remote, ...]:
         """The files that it is made of."""
+        return self.files
+
+    @property
+    def address(self) -> str:
+        """That of the file in whose place it stands."""
+        return self.used[0].address
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Those of all files that it is made of."""
+        return tuple(dict.fromkeys(path for file in self.used for path in file.paths))
+
+    def over_network(self, nbytes: int) -> int:
+        """What is fetched of the file in whose place it stands."""
+        return self.used[0].over_network(nbytes)
 
     def digest_of(self, rest: object) -> str:
         """A digest of the identities of the files that it is made of, of its header, and of ``rest``."""

@@ -177,7 +177,7 @@ def test_what_is_converted_on_arrival_is_sent_whole(tmp_path: Path) -> None:
 
 def test_receivers_that_come_late(tmp_path: Path) -> None:
     """As after the requests of an engine: longer than any wait within a push."""
-    for one in made(tmp_path, {"timeout": 2.0, "patience": 20.0}):
+    for one in made(tmp_path, {"timeout": 3.0, "patience": 30.0}):
         one.push(1)
-        one.push(2, late=3.0)
+        one.push(2, late=4.0)
         one.check()

@@ -1,4 +1,13 @@
-"""Split, merge, re-split and convert checkpoints of large language models, and prove the result."""
+"""Split, merge, re-split and convert checkpoints of large language models, and prove the result.
+
+    reshard.split("model", "out", tp=4)
+    print(reshard.verify("model", "out"))
+
+Each command is a function; its arguments have the names of the options. ``plan``, ``inspect`` and ``diff`` read,
+``split``, ``merge`` and ``patch`` write, ``load`` returns one rank's tensors, ``verify`` and ``profile`` run the model.
+``str`` of a result is what the command prints. Every error is a ``ReshardError``.
+``reshard.live`` pushes weights between running processes.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +65,11 @@ def check_not_hidden(package: str) -> None:
 check_not_hidden("formats")
 
 
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
 def __getattr__(name: str) -> Any:
-    """A name of the API, imported now."""
     if name not in _PLACES:
         raise AttributeError(f"module 'reshard' has no attribute '{name}'")
     check_not_hidden(_PLACES[name].partition(".")[0])

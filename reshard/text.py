@@ -4,6 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from formats.errors import one_line, printable
+
+
+class Result:
+    """What a command of the Python API returns: ``str`` is what the command prints, ``repr`` is one line of it."""
+
+    @property
+    def headline(self) -> str:
+        """The result in one line."""
+        raise NotImplementedError
+
+    def to_text(self, width: int | None = None) -> str:
+        """What the command prints, in at most ``width`` columns where a table can be made narrower."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return printable(self.to_text())
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {one_line(self.headline)}>"
+
 
 def human_bytes(count: float) -> str:
     """``1.23 GB``, in decimal units as the Hub has them."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import pydoc
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,10 +20,11 @@ import pytest
 import reshard
 from reshard.cli.commands import COMMANDS
 from reshard.cli.options import worded
+from reshard.delta.differences import Diff
 from reshard.launcher import Share
 from tests.marks import thorough
 from tests.store import checkpoint
-from tests.support import contents
+from tests.support import command, contents
 
 ROOT = Path(__file__).parents[1]
 OF_THE_TERMINAL = {"as_json", "report", "debug"}
@@ -70,6 +74,44 @@ def test_the_round(tmp_path: Path) -> None:
     reshard.merge(tmp_path / "out", tmp_path / "merged")
     assert contents(tmp_path / "merged") == contents(model)
     assert reshard.verify(tmp_path / "out", model, exact_only=True).verdict == "unchecked"
+
+
+def test_a_result_is_shown_as_the_command_prints_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``repr`` is one short line, also for a model of many tensors; ``str`` is the text of the command."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(checkpoint("llama"), "model")
+    results = {
+        "split model out --tp 2": reshard.split("model", "out", tp=2, quiet=True),
+        "merge out merged": reshard.merge("out", "merged", quiet=True),
+        "inspect out": reshard.inspect("out"),
+        "plan model --tp 2": reshard.plan("model", tp=2),
+        "diff model out": reshard.diff("model", "out"),
+        "verify model out --exact-only": reshard.verify("model", "out", exact_only=True, quiet=True),
+    }
+    for line, result in results.items():
+        overwrite = ["--overwrite"] if line.startswith(("split", "merge")) else []
+        printed = command(*line.split(), *overwrite, cwd=tmp_path).stdout
+        name = type(result).__name__
+        shown = repr(result)
+        assert shown.startswith(f"<{name}: ") and "\n" not in shown and len(shown) < 200, shown
+        expected = printed.replace("model: ", "tp 2, ", 1) if name == "Plan" else printed
+        assert without_times(f"{result}\n", tmp_path) == without_times(expected, tmp_path)
+
+
+def without_times(text: str, folder: Path) -> str:
+    return re.sub(r"in \d+\.\d+ s", "", text.replace(f"{folder.resolve()}/", ""))
+
+
+def test_a_password_is_not_shown() -> None:
+    assert "secret" not in f"{Diff('s3://me:secret@host/a', 'b', (), 0)}"
+
+
+def test_the_package_offers_its_public_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert dir(reshard) == sorted([*reshard.__all__, "__version__"])
+    pydoc.doc(reshard)
+    text = capsys.readouterr().out
+    assert "__getattr__" not in text and "find_spec" not in text
+    assert all(f"\n    {name}(" in text for name in reshard.__all__ if not isinstance(getattr(reshard, name), type))
 
 
 def refusal_of(call: Callable[[], object]) -> reshard.SettingError:

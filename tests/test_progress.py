@@ -12,7 +12,7 @@ import pytest
 
 from formats.mesh import Mesh
 from reshard.api import merge, split
-from reshard.cli import progress, summary
+from reshard.cli import progress
 from reshard.cli.progress import Progress
 from reshard.launcher import Share
 from reshard.move.engine import _Files, move
@@ -21,6 +21,7 @@ from reshard.move.reading import Sums
 from reshard.move.times import Moved, Times
 from reshard.move.transfer import Copy
 from reshard.store.retries import Traffic
+from reshard.writing import summary
 from reshard.writing.progress import Count, State
 from reshard.writing.summary import Spent, Summary
 from tests.support import command, contents, write_checkpoint

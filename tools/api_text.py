@@ -17,7 +17,7 @@ from reshard.delta.differences import Diff
 from reshard.mesh.plan import Plan
 from reshard.source.inspect import Report
 from reshard.writing.summary import Summary
-from verify.profile.run import Profile
+from verify.profile.words import Profile
 from verify.report.answer import Answer
 
 RESULTS: tuple[type, ...] = (Diff, Report, Plan, Profile, Summary, Answer)

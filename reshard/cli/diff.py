@@ -23,7 +23,6 @@ from reshard.cli.options import (
 from reshard.cli.printing import print_json, print_lines, print_note, terminal_width, write_report
 from reshard.cli.progress import Progress
 from reshard.cli.summary import without_numpys_threads
-from reshard.text import align, human_bytes, plural
 
 if TYPE_CHECKING:
     from reshard.delta.differences import Diff
@@ -76,22 +75,10 @@ def diff_command(report: Path | None, as_json: bool, quiet: bool, progress: str,
     elif quiet:
         print_lines("same" if found.same else "different")
     else:
-        print_lines(*_text(found))
+        print_lines(found.to_text(terminal_width()))
     if report is not None:
         print_note(f"Drew what differs: {report}")
     return DONE if found.same else NO
-
-
-def _text(found: Diff) -> list[str]:
-    from reshard.delta.differences import SAME
-    from reshard.delta.rows import HEAD, cells, rows_of
-
-    rows = rows_of([tensor for tensor in found.tensors if tensor.kind != SAME])
-    lines = align([HEAD, *map(cells, rows)], right=(1, 3, 4, 5, 6), width=terminal_width(), elastic=(0,))
-    kinds = {kind: len(found.of(kind)) for kind in dict.fromkeys(tensor.kind for tensor in found.tensors)}
-    counts = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
-    read = f"{plural(len(found.tensors), 'tensor')}: {counts}; {human_bytes(found.nbytes)} of each compared."
-    return [*(lines if rows else []), f"{'SAME' if found.same else 'DIFFERENT'}: {read}"]
 
 
 def _document(found: Diff) -> dict[str, Any]:

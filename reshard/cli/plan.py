@@ -227,7 +227,7 @@ def _write_draft(request: PlanRequest, file: Path) -> None:
 
 
 def _print_plan(plan: Plan, opened: Source, source: str, as_json: bool) -> None:
-    from reshard.cli.plan_table import format_table, totals_lines
+    from reshard.mesh.plan_table import format_table, totals_lines
     from reshard.mesh.totals import rows_of, totals_of
     from reshard.move.downloads import download_of
     from reshard.placement.arrangement import arrangement_of
@@ -297,8 +297,9 @@ def _print_program(plan: Plan, format: Format, source: str, as_json: bool) -> No
 
 
 def _title(model: Model, source: str) -> str:
-    count = plural(len(model.tensors), "tensor")
-    return f"{source}: {model.config.get('model_type', 'no model_type')} (rules: {model.architecture.name}), {count}"
+    from reshard.mesh.plan_table import title
+
+    return f"{source}: {title(model)}"
 
 
 def _row_document(row: Row) -> dict[str, Any]:
@@ -392,8 +393,8 @@ def _remark(model: Model, attempt: Attempt, request: PlanRequest) -> str:
     if attempt.refusal is not None:
         ways = _other_ways(attempt)
         return attempt.refusal.why + (f"; possible with {' or '.join(ways)}" if ways else "")
-    from reshard.cli.plan_table import uneven_lines
     from reshard.mesh.plan import plan_of
+    from reshard.mesh.plan_table import uneven_lines
     from reshard.mesh.totals import rows_of, totals_of
 
     degree = attempt.degree

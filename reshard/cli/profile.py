@@ -28,7 +28,7 @@ from reshard.cli.options import (
 from reshard.cli.printing import print_json, print_lines, print_note, write_report
 
 if TYPE_CHECKING:
-    from verify.profile.run import Profile
+    from verify.profile.words import Profile
 
 _LEAST_MEMORY = 1_000_000
 _PHASES = ("decode", "prefill", "train")
@@ -120,13 +120,13 @@ def profile_command(report: Path | None, as_json: bool, **given: Any) -> None:
         from verify.profile.command import profile  # it imports torch, which takes a while
 
         found = profile(request, say)
-    _print(found, given["source"], report, as_json=as_json)
+    _print(found, report, as_json=as_json)
 
 
-def _print(found: Profile, source: str, report: Path | None, *, as_json: bool) -> None:
-    from verify.profile.words import document_of, text_of
+def _print(found: Profile, report: Path | None, *, as_json: bool) -> None:
+    from verify.profile.words import document_of
 
-    document = {"command": "profile", "source": source, **document_of(found)}
+    document = {"command": "profile", "source": found.source, **document_of(found)}
     if report is not None:
         from verify.profile.page import page
 
@@ -135,4 +135,4 @@ def _print(found: Profile, source: str, report: Path | None, *, as_json: bool) -
     if as_json:
         print_json(document)
     else:
-        print_lines(*text_of(found, source))
+        print_lines(str(found))

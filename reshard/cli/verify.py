@@ -189,7 +189,7 @@ def _finish(answer: Answer, report: Path | None, *, as_json: bool, quiet: bool) 
     elif quiet:
         print_lines(answer.verdict)
     else:
-        print_lines(answer.to_text(report))
+        print_lines(answer.to_text(report=report))
     return code
 
 

@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,6 +20,7 @@ from reshard.model.model import BoundTensor
 from reshard.move.reading import Bytes
 from reshard.source.source import Source
 from reshard.store.threads import share
+from reshard.text import Result, align, human_bytes, plural
 
 SAME, CHANGED, DTYPE, SHAPE, HERE, THERE = "same", "changed", "other dtype", "other shape", "only here", "only there"
 """What can be said of a tensor: the kinds of ``TensorDiff``."""
@@ -53,8 +55,8 @@ class TensorDiff:
         return self.changed / self.elements if self.elements else 0.0
 
 
-@dataclass(frozen=True)
-class Diff:
+@dataclass(frozen=True, repr=False)
+class Diff(Result):
     """What differs between two checkpoints: all tensors, the first's in its order, then those of the second alone.
 
     ``nbytes`` were compared, of each side.
@@ -73,6 +75,22 @@ class Diff:
     def of(self, kind: str) -> tuple[TensorDiff, ...]:
         """The tensors of a kind."""
         return tuple(tensor for tensor in self.tensors if tensor.kind == kind)
+
+    @property
+    def headline(self) -> str:
+        """The answer, and the number of tensors of each kind."""
+        kinds = Counter(tensor.kind for tensor in self.tensors)
+        counts = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
+        read = f"{plural(len(self.tensors), 'tensor')}: {counts}; {human_bytes(self.nbytes)} of each compared."
+        return f"{'SAME' if self.same else 'DIFFERENT'}: {read}"
+
+    def to_text(self, width: int | None = None) -> str:
+        """A table of the tensors that differ, and the answer."""
+        from reshard.delta.rows import HEAD, cells, rows_of
+
+        rows = rows_of([tensor for tensor in self.tensors if tensor.kind != SAME])
+        table = align([HEAD, *map(cells, rows)], right=(1, 3, 4, 5, 6), width=width, elastic=(0,))
+        return "\n".join([*(table if rows else []), self.headline])
 
 
 class Keeper(Protocol):

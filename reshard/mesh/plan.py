@@ -24,6 +24,7 @@ from reshard.mesh.stages import staged, with_stages
 from reshard.model.binding import belonging_of, bind
 from reshard.model.model import FullTensor, Kind, Model
 from reshard.model.shares import padded_sizes, padding_for, shares_of, sizes_of_parts
+from reshard.text import Result
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,8 @@ def dequantized(plan: Plan) -> Plan:
     return make_plan(plain, plan.mesh, padding=plan.padding)
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, repr=False)
+class Plan(Result):
     """What each rank of a mesh owns of every tensor.
 
     ``padding`` gives the padded size of each axis that is padded.
@@ -114,6 +115,22 @@ class Plan:
         init=False, repr=False, compare=False, default_factory=dict
     )
     """A cache that the arrangements of one plan share: what they found for parts of its tensors."""
+
+    @property
+    def headline(self) -> str:
+        """The mesh, the type of the model, and its number of tensors."""
+        from reshard.mesh.plan_table import title
+
+        return f"{self.mesh}, {title(self.model)}"
+
+    def to_text(self, width: int | None = None) -> str:
+        """The table and the totals of ``reshard plan --tp N``."""
+        from reshard.mesh.plan_table import format_table, totals_lines
+        from reshard.mesh.totals import rows_of, totals_of
+
+        rows = rows_of(self)
+        totals = totals_lines(self, totals_of(self, rows))
+        return "\n".join([self.headline, "", *format_table(rows, width), "", *totals])
 
     @cached_property
     def unsplit(self) -> Plan:

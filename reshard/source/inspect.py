@@ -38,10 +38,11 @@ from reshard.source.program_source import program_files, tensors_in, weights_fol
 from reshard.source.recognise import Kind, Recognised, recognise
 from reshard.source.source import Source
 from reshard.store.staging_names import SUFFIX, staging_of, unfinished_command
+from reshard.text import Result, human_bytes, plural
 
 
-@dataclass
-class Report:
+@dataclass(repr=False)
+class Report(Result):
     """What a path is.
 
     ``nbytes``: the size of the weight files. ``parameters`` and ``dtypes`` count the elements of the full model; with
@@ -90,6 +91,17 @@ class Report:
     def complete(self) -> bool:
         """Whether nothing is missing or damaged, as far as headers and sizes tell."""
         return not self.problems
+
+    @property
+    def headline(self) -> str:
+        """What it is, its format and mesh, and whether it is complete."""
+        words = (self.kind, self.format, self.model_type, str(self.mesh or ""))
+        state = "complete" if self.complete else "not complete"
+        return f"{self.path}: {', '.join(filter(None, (*words, state)))}"
+
+    def to_text(self, width: int | None = None) -> str:
+        """The path, and a line for each thing that is known of it."""
+        return "\n".join([str(self.path), *(f"  {label:<11} {text}" for label, text in _pairs(self))])
 
 
 def inspect(path: FilePath) -> Report:
@@ -433,3 +445,49 @@ def _count(report: Report, tensors: Iterable[TensorInfo]) -> None:
         dtypes[tensor.dtype] += math.prod(tensor.shape)
         report.tensors += 1
     report.dtypes = dict(dtypes.most_common())
+
+
+# ------------------------------------------------------------------------------------------------------------ the text
+
+
+def _pairs(report: Report) -> list[tuple[str, str]]:
+    pairs = [("what", report.kind), ("format", report.format)]
+    if report.loaded_by is not None:
+        pairs.append(("loaded by", report.loaded_by))
+        pairs.append(("written by", "reshard" if report.has_manifest else "not known (there is no reshard.json)"))
+    if report.model_type is not None or report.kind == "full checkpoint":
+        pairs.append(("model type", f"{report.model_type or 'unknown'} ({_rules(report)})"))
+    if report.mesh is not None:
+        rank = f", rank {report.rank}" if report.rank is not None else ""
+        pairs.append(("mesh", "any: its files have chunks" if report.any_mesh else f"{report.mesh}{rank}"))
+    if report.ranks_missing:
+        pairs.append(("ranks here", listed(report.ranks_present) or "none"))
+        pairs.append(("missing", listed(report.ranks_missing)))
+    if report.dtypes:
+        of_ranks = " (all ranks here together)" if report.counts_ranks else ""
+        of_ranks = " (all that is stored, states of training too)" if report.counts_all else of_ranks
+        kinds = ", ".join(f"{dtype} {count:,}" for dtype, count in report.dtypes.items())
+        pairs += [
+            ("parameters", f"{report.parameters:,}{of_ranks}"),
+            ("dtypes", kinds),
+            ("tensors", f"{report.tensors:,}"),
+        ]
+    if report.beside:
+        pairs.append(("beside", f"{listed(report.beside, 5)}: not of the model, and not counted"))
+    if report.load is not None:
+        pairs.append(("load it", report.load))
+    size = f"{human_bytes(report.nbytes)} ({report.nbytes:,} bytes) in {plural(report.files, 'file')}"
+    pairs.append(("weights", size))
+    pairs += [("padding", f"{axis} {full:,} -> {padded:,}") for axis, (full, padded) in report.padding.items()]
+    if report.source:
+        pairs.append(("source", report.source + (f" at {report.commit}" if report.commit else "")))
+    pairs.append(("complete", "yes" if report.complete else "no"))
+    pairs += [("problem", problem) for problem in report.problems]
+    pairs += [("refused", report.refused)] if report.refused else []
+    if report.hint and (report.refused or not report.complete):
+        pairs.append(("hint", report.hint))
+    return pairs
+
+
+def _rules(report: Report) -> str:
+    return f"rules: {report.architecture}" if report.architecture else "no rules for it: see 'reshard plan --help'"

@@ -11,7 +11,12 @@ from typing import NamedTuple
 from formats.mesh import Mesh
 from reshard.launcher import Share
 from reshard.move.times import Times
+from reshard.store.staging_names import staging_of
+from reshard.text import Result, human_bytes, plural
 from reshard.writing.files import Written
+
+LONG = 1.0
+"""Seconds of a run that is worth a line on where the time went."""
 
 
 class Spent(NamedTuple):
@@ -28,8 +33,8 @@ class Spent(NamedTuple):
     processes: Times
 
 
-@dataclass(frozen=True)
-class Summary:
+@dataclass(frozen=True, repr=False)
+class Summary(Result):
     """What a split or merge did, or would do with ``dry_run``.
 
     ``nbytes`` is the size of all weight files in bytes, ``written`` the part that this run wrote. ``padding`` has the
@@ -64,6 +69,22 @@ class Summary:
     spent: Spent | None = None
     """None if nothing was to be written."""
 
+    @property
+    def headline(self) -> str:
+        """What was done, to how many tensors and files, and how large they are."""
+        size, files = human_bytes(self.nbytes), plural(self.files, "file")
+        text = f"{_did(self)}: {plural(self.tensors, 'tensor')} in {files}, {size}"
+        return text[0].upper() + text[1:]
+
+    def to_text(self, width: int | None = None) -> str:
+        """One paragraph, the command that loads the result, and where the time of a long run went."""
+        lines = [_paragraph(self)]
+        if self.load is not None and self.complete:
+            lines.append(f"Load it: {self.load}")
+        if self.spent is not None and sum(self.spent[:3]) >= LONG:
+            lines.append(time_text(self))
+        return "\n".join(lines)
+
 
 def done(summary: Summary, written: Written, *, complete: bool, began: float) -> Summary:
     """The summary of a run that has ended, and had begun at this time (``time.monotonic``)."""
@@ -73,3 +94,68 @@ def done(summary: Summary, written: Written, *, complete: bool, began: float) ->
         summary, written=written.nbytes, complete=complete, fetched=traffic.fetched,
         tried_again=summary.tried_again + traffic.again, spent=spent,
     )  # fmt: skip
+
+
+def time_text(summary: Summary) -> str:
+    """One line: the seconds of each phase, and what the processes did while bytes were moved."""
+    spent = summary.spent
+    assert spent is not None
+    reading = "waiting for the source" if summary.fetched else "reading"
+    shares = {reading if what == "reading" else what: value for what, value in spent.processes._asdict().items()}
+    total = sum(shares.values())
+    text = f"Time: opening {spent.opening:.1f} s, moving {spent.moving:.1f} s"
+    if total:
+        text += f" ({', '.join(f'{what} {value / total:.0%}' for what, value in shares.items())})"
+    return f"{text}, publishing {spent.publishing:.1f} s."
+
+
+def _paragraph(summary: Summary) -> str:
+    """What, how many tensors and files, bytes, seconds, padding, where."""
+    if summary.part is not None and summary.complete and not summary.written and not summary.dry_run:
+        return f"None of the files is left to write for this process: {_where(summary)}."
+    if not summary.ranks:
+        return f"Of {plural(summary.mesh.size, 'rank')} none is left to write for this process: {_where(summary)}."
+    parts = [summary.headline]
+    if summary.spent is not None:
+        seconds = sum(summary.spent[:3])
+        parts[0] += f", in {seconds:.2f} s"
+        # with little data this is the time of starting, with a Hub id that of the download
+        if summary.written >= 100_000_000 and Path(summary.source).exists():
+            parts[0] += f" ({summary.written / max(seconds, 1e-9) / 1e9:.2f} GB/s)"
+        if summary.written < summary.nbytes:
+            parts.append(f"{human_bytes(summary.nbytes - summary.written)} of that had been written before")
+    if summary.fetched:
+        again = f", {plural(summary.tried_again, 'request')} tried again" if summary.tried_again else ""
+        parts.append(f"{human_bytes(summary.fetched)} of the weights were fetched{again}")
+    for axis, (full, padded) in summary.padding.items():
+        parts.append(f"{axis} padded from {full:,} to {padded:,} with zeros, which merge strips")
+    for axis, unit in summary.mesh.uneven:
+        parts.append(f"the last ranks have less of {axis}, which goes in units of {unit:,}")
+    if summary.left_behind:
+        parts.append(f"left behind: {', '.join(summary.left_behind)}, which the output has no place for")
+    parts += [summary.note] if summary.note else []
+    parts.append(f"nothing was written to {summary.out}" if summary.dry_run else _where(summary))
+    return ". ".join(part[0].upper() + part[1:] for part in parts) + "."
+
+
+def _did(summary: Summary) -> str:
+    verb = {"split": "split", "re-split": "re-split", "merge": "merged", "write": "wrote"}[summary.command]
+    ranks, listed = summary.mesh.size, ", ".join(map(str, summary.ranks))
+    which = plural(ranks, "rank")
+    if len(summary.ranks) < ranks:
+        which = f"{'ranks' if len(summary.ranks) > 1 else 'rank'} {listed} of {ranks}"
+    before = f"{plural(summary.source_mesh.size, 'rank')} of " if summary.source_mesh.size > 1 else ""
+    would = f"would {summary.command}" if summary.dry_run else verb
+    into = {"merge": "into one checkpoint", "write": "as one checkpoint"}.get(summary.command, f"into {which}")
+    if summary.part is not None:
+        into += f", part {summary.part.index} of {summary.part.count}"
+    return f"{would} {before}{summary.source} {into}"
+
+
+def _where(summary: Summary) -> str:
+    if summary.complete:
+        return f"the result is {summary.out}"
+    if summary.part is not None:
+        place = staging_of(summary.out) if isinstance(summary.out, Path) else summary.out
+        return f"other parts are still missing: see 'reshard inspect {place}'"
+    return f"other ranks are still missing: see 'reshard inspect {summary.out}'"

@@ -37,9 +37,10 @@ from verify.profile.compose import Memory, Part, Time, joined
 from verify.profile.cost import Link, Rates, Work, fit_link, fit_rates, works
 from verify.profile.job import Found, Job, Measured, Patience, ProfileRequest, Span, Workload
 from verify.profile.layers import LayerKind, layer_kinds
+from verify.profile.node import RESERVE
 from verify.profile.page import page
 from verify.profile.recommend import NotRun, Row, recommend
-from verify.profile.run import RESERVE, node_of
+from verify.profile.run import node_of
 from verify.profile.skeleton import skeleton
 from verify.profile.widths import free_for_widths, time_widths
 from verify.rank.collectives import Carrier

@@ -11,7 +11,7 @@ from reshard.store.selection import Weights
 from verify.profile.job import ProfileRequest
 
 if TYPE_CHECKING:
-    from verify.profile.run import Profile
+    from verify.profile.words import Profile
 
 
 def profile(request: ProfileRequest, progress: Callable[[str], None] = lambda _: None) -> Profile:

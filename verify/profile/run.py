@@ -6,12 +6,11 @@ import math
 import os
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import torch
 
-from formats.errors import ReshardError
+from formats.errors import ReshardError, redacted
 from formats.extras import need_transformers
 from formats.files.safetensors import DTYPE_BITS
 from formats.mesh import mesh_of
@@ -29,15 +28,13 @@ from verify.profile.compose import Memory, Part, Time, counts_of, memory_of, tim
 from verify.profile.cost import Link, Work, communication, fit_link, fit_rates, nearest, works
 from verify.profile.job import WIDTH_HEAD, Found, Job, Patience, ProfileRequest, Workload
 from verify.profile.layers import LayerKind, layer_kinds, with_layers
-from verify.profile.recommend import NotRun, Recommendation, Row, recommend
-from verify.profile.width_rows import WidthRow, width_rows
+from verify.profile.node import Node
+from verify.profile.recommend import NotRun, Row, recommend
+from verify.profile.width_rows import width_rows
+from verify.profile.words import Profile
 
 IMPORTED = ("verify.profile.rank", "transformers.models.auto.modeling_auto")
 """What all ranks need, imported once for all."""
-
-
-RESERVE = 1_500_000_000
-"""The memory of a GPU that tensors cannot use, about: CUDA's context, NCCL's buffers and cuBLAS's workspace."""
 
 _LESS = "give a smaller batch or seq, or another degree"
 _OUT_OF_MEMORY = ("SIGKILL", "out of memory", "ALLOC_FAILED", "MemoryError", "can't allocate memory")
@@ -50,54 +47,6 @@ class _MemoryRanOut(Exception):  # noqa: N818
     def __init__(self, workload: Workload | None) -> None:
         super().__init__()
         self.workload = workload
-
-
-@dataclass(frozen=True)
-class Node:
-    """Where the ranks run: ``cpu`` or ``cuda``, how many there may be, and what each has."""
-
-    device: str
-    ranks: int
-    threads: int
-    cores: int
-
-    def memory(self, degree: int) -> int:
-        """The bytes that a rank has for tensors if there are so many ranks: those of its GPU without a reserve, or its
-        part of the machine's.
-        """
-        if self.device == "cuda":
-            of_gpus = [torch.cuda.get_device_properties(i).total_memory for i in range(min(degree, self.ranks))]
-            return max(0, min(of_gpus) - RESERVE)
-        return _machine_memory("MemTotal") // degree
-
-    def free(self, degree: int) -> int:
-        """The bytes that a rank may take now, at most.
-
-        On a GPU, all of its memory: to ask for the free part, this process would have to take some of each GPU. A rank
-        that needs more ends with an error, which is reported (``_run``). On a CPU the kernel may end another process.
-        """
-        return self.memory(degree) if self.device == "cuda" else _machine_memory("MemAvailable") // degree
-
-
-@dataclass(frozen=True)
-class Profile:
-    """The result of a profile. ``exchanges`` has, by degree, the all-reduces that ``links`` were fitted to: bytes and
-    seconds of each.
-    """
-
-    model: Model
-    kinds: tuple[LayerKind, ...]
-    node: Node
-    dtype: str
-    backend: str
-    device: str
-    parameters: int
-    rows: tuple[Row, ...]
-    refused: tuple[tuple[int, str], ...]
-    links: tuple[Link, ...]
-    exchanges: tuple[tuple[int, tuple[tuple[int, float], ...]], ...]
-    widths: tuple[WidthRow, ...]
-    recommended: Recommendation
 
 
 def profile(folder: FilePath, request: ProfileRequest, progress: Callable[[str], None] = lambda _: None) -> Profile:
@@ -153,15 +102,6 @@ def node_of(request: ProfileRequest) -> Node:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _machine_memory(key: str) -> int:
-    """A line of /proc/meminfo in bytes, or else all memory."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
-    except (OSError, StopIteration, ValueError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _degrees(model: Model, node: Node, request: ProfileRequest) -> tuple[list[int], tuple[tuple[int, str], ...]]:
@@ -313,9 +253,10 @@ def _put_together(
     first = next(iter(of_degree.values()), None)
     totals = totals_of(plans[min(plans)], rows_of(plans[min(plans)]))
     return Profile(
-        model, kinds, node, str(model.config["dtype"]), first[0].backend if first else "",
-        first[0].device if first else "", totals.parameters, tuple(rows), refused, tuple(links.values()),
-        tuple((degree, tuple(each)) for degree, each in exchanges.items()), widths, recommend(rows),
+        redacted(str(request.source)), model, kinds, node, str(model.config["dtype"]),
+        first[0].backend if first else "", first[0].device if first else "", totals.parameters,
+        tuple(rows), refused, tuple(links.values()), tuple((degree, tuple(each)) for degree, each in exchanges.items()), widths,
+        recommend(rows),
     )  # fmt: skip
 
 

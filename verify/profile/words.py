@@ -1,19 +1,22 @@
-"""What a profile says in words and as a JSON document. Pure."""
+"""The result of a profile, in words and as a JSON document. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from reshard.text import align, human_bytes, human_time, plural
+from reshard.model.model import Model
+from reshard.text import Result, align, human_bytes, human_time, plural
 from verify.profile.compose import Time
 from verify.profile.cost import Link
 from verify.profile.job import Workload
-from verify.profile.recommend import Row
+from verify.profile.recommend import Recommendation, Row
 from verify.profile.width_rows import WidthRow
 
 if TYPE_CHECKING:
-    from verify.profile.run import Profile
+    from verify.profile.layers import LayerKind
+    from verify.profile.node import Node
 
 _STEP = {
     "decode": "one token of each sequence",
@@ -22,19 +25,52 @@ _STEP = {
 }
 
 
-def text_of(found: Profile, source: str) -> list[str]:
-    """The lines that the command prints."""
-    lines = [f"{source}: {_model(found)}", f"ranks: {_node(found)}"]
+@dataclass(frozen=True, repr=False)
+class Profile(Result):
+    """The result of a profile. ``exchanges`` has, by degree, the all-reduces that ``links`` were fitted to: bytes and
+    seconds of each.
+    """
+
+    source: str
+    model: Model
+    kinds: tuple[LayerKind, ...]
+    node: Node
+    dtype: str
+    backend: str
+    device: str
+    parameters: int
+    rows: tuple[Row, ...]
+    refused: tuple[tuple[int, str], ...]
+    links: tuple[Link, ...]
+    exchanges: tuple[tuple[int, tuple[tuple[int, float], ...]], ...]
+    widths: tuple[WidthRow, ...]
+    recommended: Recommendation
+
+    @property
+    def headline(self) -> str:
+        """The recommended degree, and why."""
+        return _recommended(self)
+
+    def to_text(self, width: int | None = None) -> str:
+        """A table for each workload, and the recommendation."""
+        return "\n".join(_lines(self))
+
+
+def _lines(found: Profile) -> list[str]:
+    lines = [f"{found.source}: {_model(found)}", f"ranks: {_node(found)}"]
     lines += [f"tp {degree} is not possible: {why}" for degree, why in found.refused]
     for workload in dict.fromkeys(row.workload for row in found.rows):
         rows = [row for row in found.rows if row.workload == workload]
         lines += ["", f"{workload}: {_STEP[workload.phase]}", *_table(rows)]
         lines += [f"tp {row.tp} was not run: {row.not_run.why}" for row in rows if row.not_run]
         lines += _differences(rows)
-    lines += ["", *(_link_text(link) for link in found.links)]
+    lines += ["", *(_link_text(link) for link in found.links), _recommended(found)]
+    return [*lines, *(f"For {workload} alone: tp {degree}." for workload, degree in found.recommended.alone)]
+
+
+def _recommended(found: Profile) -> str:
     best = found.recommended
-    lines.append(f"Recommended: {f'tp {best.tp}' if best.tp else 'none'}. {_sentence(best.reason)}")
-    return [*lines, *(f"For {workload} alone: tp {degree}." for workload, degree in best.alone)]
+    return f"Recommended: {f'tp {best.tp}' if best.tp else 'none'}. {_sentence(best.reason)}"
 
 
 def _model(found: Profile) -> str:

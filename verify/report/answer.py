@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import ReshardError
+from reshard.text import Result
 from verify.report.words import OwnPlan, exact_summary, forward_summary, in_words
 
 VERDICTS = ("same", "different", "unchecked", "without effect")
 """In the order of the exit codes 0 to 3."""
 
 
-@dataclass
-class Answer:
+@dataclass(repr=False)
+class Answer(Result):
     """What was asked for, and what has been found so far.
 
     ``exact`` is the report of the bytes, ``forward`` that of the forward pass and ``engine`` that of an engine's own
@@ -66,7 +67,12 @@ class Answer:
         of = "The engine's run" if is_of_engine else "The forward"
         return in_words(self.exact, self.forward, self.error, self.plan, self.engine, of)
 
-    def to_text(self, report: Path | None = None) -> str:
+    @property
+    def headline(self) -> str:
+        """The verdict, and why."""
+        return f"{self.verdict.upper()}: {self.in_words}"
+
+    def to_text(self, width: int | None = None, report: Path | None = None) -> str:
         """What is printed for a person, the verdict last; ``report`` is the page that was written, if one was."""
         parts = [str(self.plan)] if self.plan is not None else []
         parts += [exact_summary(self.exact)] if self.exact is not None else []
@@ -75,7 +81,7 @@ class Answer:
         parts += [f"report: {report}"] if report is not None else []
         if not parts:  # the error has been printed
             return self.verdict.upper()
-        return "\n".join([*parts, "", f"{self.verdict.upper()}: {self.in_words}"])
+        return "\n".join([*parts, "", self.headline])
 
     def to_document(self) -> dict[str, Any]:
         """The document of ``--json`` (without its version), from which the page is made too."""

@@ -1,4 +1,4 @@
-"""A plan as the table and the totals that ``reshard plan --tp N`` prints. Pure: text from a plan and a width."""
+"""A plan as text: the title, the table and the totals that ``reshard plan --tp N`` prints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from formats.notation.axes import Share
 from reshard.mesh.plan import Plan
 from reshard.mesh.stages import layers_at
 from reshard.mesh.totals import Row, Totals, activation_bytes
+from reshard.model.model import Model
 from reshard.text import align, human_bytes, plural, shape_text
+
+
+def title(model: Model) -> str:
+    """``llama (rules: llama), 39 tensors``."""
+    count = plural(len(model.tensors), "tensor")
+    return f"{model.config.get('model_type', 'no model_type')} (rules: {model.architecture.name}), {count}"
 
 
 def format_table(rows: Sequence[Row], width: int | None) -> list[str]:

@@ -103,7 +103,8 @@ def without_times(text: str, folder: Path) -> str:
 
 
 def test_a_password_is_not_shown() -> None:
-    assert "secret" not in f"{Diff('s3://me:secret@host/a', 'b', (), 0)}"
+    result = Diff("s3://me:secret@host/a", "b", (), 0)
+    assert "secret" not in f"{result!r} {result}"
 
 
 def test_the_package_offers_its_public_names(capsys: pytest.CaptureFixture[str]) -> None:

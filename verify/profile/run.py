@@ -255,8 +255,8 @@ def _put_together(
     return Profile(
         redacted(str(request.source)), model, kinds, node, str(model.config["dtype"]),
         first[0].backend if first else "", first[0].device if first else "", totals.parameters,
-        tuple(rows), refused, tuple(links.values()), tuple((degree, tuple(each)) for degree, each in exchanges.items()), widths,
-        recommend(rows),
+        tuple(rows), refused, tuple(links.values()),
+        tuple((degree, tuple(each)) for degree, each in exchanges.items()), widths, recommend(rows),
     )  # fmt: skip
 
 

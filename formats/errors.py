@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 LONGEST_WORD = 300
 """Characters of a message without a space between them: a name or a path. Of what is longer the middle is left out."""
@@ -98,12 +97,6 @@ def brief(value: object) -> str:
         text = f"a {type(value).__name__} that is too large to show"
     text = text if len(text) <= 60 else text[:57] + "..."
     return repr(text) if isinstance(value, str) else text
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """``did you mean 'split'?``; nothing, if no known word is near."""
-    near = difflib.get_close_matches(word, list(known), n=3, cutoff=0.6)
-    return f"did you mean {' or '.join(repr(each) for each in near)}?" if near else ""
 
 
 def listed(things: Sequence[object], most: int = 20) -> str:

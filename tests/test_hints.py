@@ -8,8 +8,9 @@ import click
 import pytest
 from click.shell_completion import ShellComplete
 
+from formats.hints import SYNONYMS
 from formats.notation.adapter_file import adapter_format_names
-from formats.notation.format_file import format_names
+from formats.notation.format_file import format_names, names_to_write
 from reshard.cli.commands import COMMANDS, cli
 from tests.support import command, write_checkpoint
 
@@ -47,9 +48,7 @@ def test_paths_are_completed_by_the_shell(words: tuple[str, ...]) -> None:
 
 def test_names_are_completed() -> None:
     for name in ("split", "plan", "formats"):
-        assert [value for _, value in completed(name, "model", "--as", "")] == sorted(
-            [*format_names(), *adapter_format_names(), "huggingface"]
-        )
+        assert [value for _, value in completed(name, "model", "--as", "")] == names_to_write()
     assert completed("split", "model", "out", "--as", "vl") == [("plain", "vllm"), ("plain", "vllm-0.23")]
     assert completed("models", "phi3s") == [("plain", "phi3small")]
     assert ("plain", "split") in completed("s")
@@ -58,22 +57,57 @@ def test_names_are_completed() -> None:
 @pytest.mark.parametrize(
     ("line", "error", "hint"),
     [
-        ("splitt a b", "No such command 'splitt': did you mean 'split'?", "see 'reshard --help'"),
+        ("splitt a b", "No such command 'splitt'", "did you mean 'split'? see 'reshard --help'"),
         ("xyz", "No such command 'xyz'", "see 'reshard --help'"),
-        ("split a b -tp 2", "No such option '-t'.", "did you mean '--tp'? see 'reshard split --help'"),
-        ("split a b -tp=2", "No such option '-t'.", "did you mean '--tp'? see 'reshard split --help'"),
-        ("split a b -xy 2", "No such option '-x'.", "see 'reshard split --help'"),
+        ("split a b -tp 2", "No such option '-tp'", "did you mean '--tp'? see 'reshard split --help'"),
+        ("split a b -tp=2", "No such option '-tp'", "did you mean '--tp'? see 'reshard split --help'"),
+        ("split a b -xy 2", "No such option '-xy'", "see 'reshard split --help'"),
+        ("split a b --to vllm", "No such option '--to'", "did you mean '--as'?"),
+        ("plan a --format vllm", "No such option '--format'", "did you mean '--as'?"),
+        ("split a b --dtype float16", "No such option '--dtype'", "reshard keeps the dtype of each tensor"),
+        ("split a b --tensor_parallel_size 2", "No such option '--tensor_parallel_size'", "did you mean '--tp'?"),
+        ("merge a b --as vllm", "No such option '--as'", "--as is an option of formats, plan, split;"),
+        ("merge a b --to vllm", "No such option '--to'", "--as is an option of formats, plan, split;"),
+        ("diff a b --output c", "No such option '--output'", "did you mean '--out'?"),
+        ("split a --output c", "No such option '--output'", "the output is an argument: reshard split SOURCE OUT;"),
+        ("convert a b", "No such command 'convert'", "did you mean 'split'?"),
+        ("shard a b", "No such command 'shard'", "did you mean 'split'?"),
+        ("push a b", "No such command 'push'", "reshard.live pushes weights between running programs"),
+        ("quantize a b", "No such command 'quantize'", "reshard does not quantize"),
+        ("upload a b", "No such command 'upload'", "'hf upload ORG/NAME OUT' puts a folder on the Hub"),
+        ("gguf a b", "No such command 'gguf'", "convert_hf_to_gguf.py of llama.cpp"),
+        ("split a b --as gguf", "'gguf' is no format that is written here", "convert_hf_to_gguf.py of llama.cpp"),
+        ("split a b --as vLLM", "'vLLM' is no format that is written here", "did you mean 'vllm'? known formats: "),
+        ("split a b --as hf", "'hf' is no format that is written here", "did you mean 'huggingface'? known formats: "),
+        ("split model hf://me/repo --tp 2", "hf://me/repo: no such kind of store", "'hf upload ORG/NAME OUT' puts"),
+        ("split model me/repo --tp 2", "me: no such folder", "make it first; 'hf upload ORG/NAME OUT' puts"),
         ("formats vllm", "'vllm' is a format, not a SOURCE: give 'reshard formats --as vllm'", "see 'reshard formats"),
-        ("formats --as vlm", "'vlm' is no format that is written here", "did you mean 'vllm'? known formats: dcp, "),
+        ("formats --as vlm", "'vlm' is no format that is written here", "did you mean 'vllm'? known formats: "),
         ("plan model --as huggingface", "'huggingface' is one full checkpoint: there are no ranks to plan for", "give"),
         ("models llamma", "no model type has 'llamma' in its name", "did you mean 'llama'"),
     ],
 )  # fmt: skip
 def test_the_nearest_word_is_offered(line: str, error: str, hint: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model")
     done = command(*line.split(), cwd=tmp_path)
     first, second = done.stderr.splitlines()
-    assert done.returncode == 2 and first.replace("option: -", "option '-").startswith(f"Error: {error}")
+    assert done.returncode == 2 and first.startswith(f"Error: {error}") and "Did you mean" not in first
     assert second.startswith(f"Hint: {hint}")
+
+
+def test_all_formats_are_known_but_what_no_program_loads(tmp_path: Path) -> None:
+    known = command("formats", "--as", "x", cwd=tmp_path).stderr.partition("known formats: ")[2].strip().split(", ")
+    every = {*format_names(), *adapter_format_names(), "huggingface"}
+    assert known == names_to_write() and every - {*known} == {"torchtitan-live"}
+
+
+@pytest.mark.parametrize("word", SYNONYMS)
+def test_what_a_synonym_means_is_there(word: str) -> None:
+    """Each entry of the table names a command, an option or a format that exists."""
+    commands = [command for name in COMMANDS if (command := cli.get_command(click.Context(cli), name)) is not None]
+    options = {option for each in commands for param in each.params for option in param.opts}
+    assert SYNONYMS[word] in {*COMMANDS, *options, *names_to_write()}
+    assert word not in {*COMMANDS, *names_to_write()}
 
 
 def test_a_folder_that_is_called_as_a_format_is_a_source(tmp_path: Path) -> None:
@@ -85,7 +119,8 @@ def test_formats_are_listed_with_what_loads_them(tmp_path: Path) -> None:
     listed = command("formats").stdout
     assert "huggingface " in listed and 'AutoModelForCausalLM.from_pretrained("OUT")' in listed
     assert "vllm serve OUT --load-format sharded_state --tensor-parallel-size RANKS" in listed
-    assert all(f"\n{name} " in listed for name in (*format_names(), *adapter_format_names()))
+    assert all(f"\n{name} " in listed for name in names_to_write() if name != "huggingface")
+    assert "-live" not in listed
     one = command("formats", "--as", "huggingface").stdout
     assert one.startswith("huggingface\n") and "model.safetensors" in one
     write_checkpoint(tmp_path / "model")

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from formats.documents import Record, Unfit, items, json_object, mapping, optional, record, text, truth
-from formats.errors import PlanError, nearest
+from formats.errors import PlanError
+from formats.hints import nearest, with_hint
 
 FOLDER = Path(__file__).parents[1] / "adapters"
 
@@ -84,7 +85,7 @@ def adapter_format(name: str) -> AdapterFormat:
     """The format of adapters of this name. Raises PlanError if there is none."""
     names = adapter_format_names()
     if name not in names:
-        hint = f"{nearest(name, names)} known formats of adapters: {', '.join(names)}".strip()
+        hint = with_hint(nearest(name, names), f"known formats of adapters: {', '.join(names)}")
         raise PlanError(f"'{name}' is no format of adapters", hint)
     path = FOLDER / f"{name}.toml"
     try:

@@ -37,7 +37,8 @@ from formats.documents import (
     truth,
     whole,
 )
-from formats.errors import NotationError, PlanError, brief, nearest
+from formats.errors import NotationError, PlanError, brief
+from formats.hints import nearest, with_hint
 from formats.notation.adapter_file import adapter_format_names
 from formats.notation.expressions import Expression, read_expression
 from formats.notation.format import Container, Files, Format, Loading, Padding, Rules, Types
@@ -60,6 +61,8 @@ from formats.notation.patterns import Pattern
 
 T = TypeVar("T")
 
+HUGGING_FACE = "huggingface"
+"""The format of one full checkpoint, as the Hub has it."""
 PROGRAMS = Path(__file__).parents[1] / "programs"
 
 READ: dict[str, Format] = {}
@@ -77,10 +80,9 @@ def format_of(name: str) -> Format:
         if name in adapter_format_names():
             raise PlanError(f"'{name}' is a format of adapters", f"'reshard split ADAPTER OUT --as {name}' writes it")
         if name not in format_names():
-            known = f"known formats: {', '.join(format_names())}"
-            raise PlanError(
-                f"'{name}' is no format that is written here", f"{nearest(name, format_names())} {known}".strip()
-            )
+            names = names_to_write()
+            hint = with_hint(nearest(name, names), f"known formats: {', '.join(names)}")
+            raise PlanError(f"'{name}' is no format that is written here", hint)
         READ[name] = read_format(PROGRAMS / f"{name}.toml")
     return READ[name]
 
@@ -89,6 +91,14 @@ def format_of(name: str) -> Format:
 def format_names() -> Sequence[str]:
     """The names of all formats, sorted."""
     return sorted(path.stem for path in PROGRAMS.glob("*.toml"))
+
+
+def names_to_write() -> Sequence[str]:
+    """What ``--as`` offers, sorted: the formats of programs and of adapters, and Hugging Face's own.
+
+    A name with ``-live`` is of what a program has in memory: no program loads such files.
+    """
+    return sorted([HUGGING_FACE, *adapter_format_names(), *(n for n in format_names() if not n.endswith("-live"))])
 
 
 def read_format(path: Path, table: Mapping[str, Any] | None = None) -> Format:

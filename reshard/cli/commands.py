@@ -13,7 +13,8 @@ from importlib import import_module
 
 import click
 
-from formats.errors import nearest
+from formats.errors import ReshardError
+from formats.hints import nearest, with_hint
 from formats.refusals import SettingError
 from reshard import check_not_hidden
 from reshard.cli.errors import FAILED, print_error, run_to_exit_code
@@ -61,9 +62,10 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command that the first word names. Raises click.UsageError with the nearest names for any other."""
+        """The command that the first word names. Raises ReshardError that says what any other may mean."""
         if args and not args[0].startswith("-") and args[0] not in self._lazy:
-            raise click.UsageError(f"No such command '{args[0]}': {nearest(args[0], self._lazy)}".rstrip(": "), ctx)
+            hint = with_hint(nearest(args[0], self._lazy), "see 'reshard --help'")
+            raise ReshardError(f"No such command '{args[0]}'", hint)
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> object:

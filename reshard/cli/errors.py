@@ -17,6 +17,7 @@ from typing import TextIO
 import click
 
 from formats.errors import MismatchError, ReshardError, one_line, printable
+from formats.hints import meaning, nearest, synonym, with_hint
 
 DONE, NO, FAILED, INTERRUPTED, CLOSED_PIPE = 0, 1, 2, 130, 141
 
@@ -113,9 +114,10 @@ def _run(group: click.Group, arguments: Sequence[str], settings: _Settings) -> i
     try:
         code = group.main(list(arguments), prog_name="reshard", standalone_mode=False, obj=settings)
         return code if isinstance(code, int) else DONE
+    except click.NoSuchOption as error:
+        return _no_such_option(error, group, arguments)
     except click.UsageError as error:
-        command = error.ctx.command_path if error.ctx else "reshard"
-        return _fail(error.format_message(), f"{_meant(error, arguments)} see '{command} --help'".strip())
+        return _fail(error.format_message(), f"see '{error.ctx.command_path if error.ctx else 'reshard'} --help'")
     except click.ClickException as error:
         return _fail(error.format_message())
     except ReshardError as error:
@@ -142,13 +144,16 @@ def _run(group: click.Group, arguments: Sequence[str], settings: _Settings) -> i
         return _fail(f"internal error: {type(error).__name__}: {error}", hint, traceback=settings.tracebacks)
 
 
-def _meant(error: click.UsageError, arguments: Sequence[str]) -> str:
-    """Which option was meant by one that has a single dash, as other programs have them (``-tp 2``)."""
-    if not isinstance(error, click.NoSuchOption) or error.ctx is None:
-        return ""
-    known = {option for param in error.ctx.command.params for option in param.opts}
-    words = (word.partition("=")[0] for word in arguments if word.startswith(error.option_name))
-    return next((f"did you mean '-{word}'?" for word in words if f"-{word}" in known), "")
+def _no_such_option(error: click.NoSuchOption, group: click.Group, arguments: Sequence[str]) -> int:
+    """Say which option was meant: by one with a single dash, too (``-tp 2``), of which click knows the first letter."""
+    assert error.ctx is not None
+    known = [name for param in error.ctx.command.params for name in param.opts if name.startswith("-")]
+    word = next((word.partition("=")[0] for word in arguments if word.startswith(error.option_name)), error.option_name)
+    option, commands = synonym(word), [group.get_command(error.ctx, name) for name in group.list_commands(error.ctx)]
+    others = [str(each.name) for each in commands if each and any(option in param.opts for param in each.params)]
+    elsewhere = f"{option} is an option of {', '.join(others)}" if others else ""
+    hint = meaning(word, known) or elsewhere or nearest(word, known)
+    return _fail(f"No such option '{word}'", with_hint(hint, f"see '{error.ctx.command_path} --help'"))
 
 
 def _fail(message: str, hint: str | None = None, *, code: int = FAILED, traceback: bool = False) -> int:

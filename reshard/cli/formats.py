@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from formats.errors import PlanError, ReshardError
+from formats.notation.format_file import HUGGING_FACE
 from reshard.cli.help import Command
 from reshard.cli.options import (
     Place,
@@ -21,7 +22,6 @@ from reshard.cli.options import (
     request_of,
 )
 from reshard.cli.printing import print_json, print_lines, print_pairs, terminal_width
-from reshard.placement.kept_settings import HUGGING_FACE
 from reshard.text import align
 
 if TYPE_CHECKING:
@@ -48,10 +48,11 @@ def formats_command(source: str | None, format: str | None, as_json: bool, **giv
 
     With SOURCE: which of them it can be written in, and which tensor is in the way of the others.
     """
-    from formats.notation.format_file import all_formats, format_names, format_of
+    from formats.notation.format_file import all_formats, format_names, format_of, names_to_write
 
     made = {each.name: each for each in (_own(), *_of_adapters())}
-    chosen: list[Format] = [_own(), *all_formats().values(), *_of_adapters()]
+    programs = [each for name, each in all_formats().items() if name in names_to_write()]
+    chosen: list[Format] = [_own(), *programs, *_of_adapters()]
     if format is not None:
         chosen = [made.get(format) or format_of(format)]
     if source is not None and source in format_names() and not Path(source).exists():

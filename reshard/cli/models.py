@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from formats.errors import PlanError, nearest
+from formats.errors import PlanError
+from formats.hints import nearest, with_hint
 from reshard.cli.help import Command
 from reshard.cli.options import Value, debug_option, json_option, model_types
 from reshard.cli.printing import print_json, print_lines, print_pairs
@@ -91,7 +92,7 @@ def _matching(name: str, everything: Sequence[_Listed]) -> list[_Listed]:
     if not found:
         near = nearest(name, [listed.model_type for listed in everything])
         draft = "'reshard plan SOURCE --draft FILE' writes a draft of rules for a new one"
-        raise PlanError(f"no model type has '{name}' in its name", f"{near} {draft}".strip())
+        raise PlanError(f"no model type has '{name}' in its name", with_hint(near, draft))
     return found
 
 

@@ -96,10 +96,9 @@ def part_of(text: str) -> Share:
 
 def format_names() -> Iterable[str]:
     """The names of the formats that are written, also those of adapters."""
-    from formats.notation import adapter_file, format_file
-    from reshard.placement.kept_settings import HUGGING_FACE
+    from formats.notation.format_file import names_to_write
 
-    return [*format_file.format_names(), *adapter_file.adapter_format_names(), HUGGING_FACE]
+    return names_to_write()
 
 
 def model_types() -> Iterable[str]:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from formats.errors import PlanError
 from formats.notation.format import Format
-from formats.notation.format_file import format_of
+from formats.notation.format_file import HUGGING_FACE, format_of
 from reshard.mesh.plan import Degrees, Plan, plan_of
-from reshard.placement.kept_settings import HUGGING_FACE, check_kept
+from reshard.placement.kept_settings import check_kept
 from reshard.source.access import Access, open_any
 from reshard.source.source import Source
 from reshard.store.selection import Weights

@@ -9,7 +9,7 @@ from pathlib import Path
 from formats.files.sharded import MANIFEST, read_manifest
 from formats.mesh import Mesh
 from formats.notation.adapter_file import adapter_format_names
-from formats.notation.format_file import format_of
+from formats.notation.format_file import HUGGING_FACE, format_of
 from formats.refusals import refused
 from reshard.commands.plan import planned
 from reshard.launcher import Share
@@ -17,7 +17,7 @@ from reshard.mesh.degrees import unevenly
 from reshard.mesh.finer_blocks import finer_blocks, with_blocks
 from reshard.mesh.plan import Degrees, Plan, make_plan
 from reshard.placement.arrangement import arrangement_of
-from reshard.placement.kept_settings import HUGGING_FACE, check_kept
+from reshard.placement.kept_settings import check_kept
 from reshard.source.access import open_any, open_converted
 from reshard.source.source import Source
 from reshard.writing.files import DEFAULT_SHARD_SIZE

@@ -7,13 +7,12 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from formats.notation.format import Format
+from formats.notation.format_file import HUGGING_FACE
 from formats.refusals import refused
 
 if TYPE_CHECKING:
     from reshard.mesh.plan import Degrees
 
-HUGGING_FACE = "huggingface"
-"""The name of Hugging Face's own form, among those of other programs."""
 _OF_RANKS = ("tp", "ep", "pp", "pp_layers", "same_ranks", "ranks", "uneven", "pad_vocab_to", "refine_blocks")
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from formats.errors import CheckpointError
 from formats.files.checkpoint import ADAPTER_CONFIG, METADATA
 from formats.files.sharded import KEPT, MANIFEST
+from formats.hints import meaning, with_hint
 from formats.mesh import RANK_FOLDER
 from formats.store import read_file
 from reshard.store.selection import modules
@@ -184,7 +185,8 @@ def check_place(out: Path, sources: Sequence[Path]) -> None:
     for place in (out, staging_of(out)):
         _check_apart(out, place, sources)
     if not out.parent.is_dir():
-        raise CheckpointError(f"{out.parent}: no such folder", "make it first")
+        hub = meaning("upload", ()) if len(out.parts) == 2 else ""  # it may be meant as ORG/NAME
+        raise CheckpointError(f"{out.parent}: no such folder", with_hint("make it first", hub))
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise CheckpointError(f"{out} exists and is not a folder")
     if out.is_mount():

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from formats.errors import CheckpointError
 from formats.files.sharded import MANIFEST, read_manifest
+from formats.hints import meaning, with_hint
 from reshard.launcher import Share
 from reshard.move.jobs import Options
 from reshard.move.moves import KEPT_RANK
@@ -86,7 +87,8 @@ def place_of(out: str | Path, cache_dir: Path | None) -> Place:
             raise CheckpointError(f"'{out}' is no name for a new folder", "give the name of one that is to be made")
         return Path(out), None
     if not is_url(out):
-        raise CheckpointError(f"{out}: no such kind of store", "give s3://, gs://, az:// or a folder")
+        hub = meaning("upload", ()) if out.startswith("hf://") else ""
+        raise CheckpointError(f"{out}: no such kind of store", with_hint(hub, "give s3://, gs://, az:// or a folder"))
     if out.startswith("http"):
         raise CheckpointError(f"{out} is on a web server, which takes no files", "give a bucket's URL")
     from reshard.publishing.bucket_place import Bucket

@@ -1,0 +1,99 @@
+"""What is meant by a word that is not known here: the nearest known one, a synonym of one, or another tool's task."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+SYNONYMS = {
+    # formats
+    "hf": "huggingface",
+    "safetensors": "huggingface",
+    "fsdp": "dcp",
+    "fsdp2": "dcp-transformers",
+    "mcore": "megatron",
+    "megatron-core": "megatron",
+    "torch-dist": "megatron",
+    "nemo": "megatron",
+    "lora": "peft",
+    # options
+    "to": "--as",
+    "format": "--as",
+    "target-format": "--as",
+    "output-format": "--as",
+    "tensor-parallel-size": "--tp",
+    "tp-size": "--tp",
+    "world-size": "--tp",
+    "num-shards": "--tp",
+    "expert-parallel-size": "--ep",
+    "pipeline-parallel-size": "--pp",
+    "shard-size": "--max-shard-size",
+    "output": "--out",
+    "force": "--overwrite",
+    # commands
+    "convert": "split",
+    "shard": "split",
+    "reshard": "split",
+    "export": "split",
+    "unshard": "merge",
+    "join": "merge",
+    "consolidate": "merge",
+    "check": "verify",
+    "compare": "diff",
+    "apply": "patch",
+    "info": "inspect",
+    "benchmark": "profile",
+}
+"""A word of other tools, and what has its meaning here. Dashes before a word, and capitals, make no difference."""
+
+_DTYPE = "reshard keeps the dtype of each tensor; --dequantize alone changes it, from fp8 to BF16"
+_QUANTIZE = "reshard does not quantize: quantize with llm-compressor, say, and split the result"
+_HUB = "'hf upload ORG/NAME OUT' puts a folder on the Hub"
+_GGUF = "convert_hf_to_gguf.py of llama.cpp makes GGUF of a Hugging Face folder, which 'reshard merge' writes"
+_OUT = "the output is an argument: reshard split SOURCE OUT"
+ELSEWHERE = {
+    "dtype": _DTYPE,
+    "torch-dtype": _DTYPE,
+    "cast": _DTYPE,
+    "quantize": _QUANTIZE,
+    "quantization": _QUANTIZE,
+    "upload": _HUB,
+    "push-to-hub": _HUB,
+    "push": f"reshard.live pushes weights between running programs (see 'reshard live --help'); {_HUB}",
+    "download": "'hf download ORG/NAME' does; every command takes the id itself, too",
+    "gguf": _GGUF,
+    "to-gguf": _GGUF,
+    "out": _OUT,
+    "output": _OUT,
+    "output-dir": _OUT,
+    "o": _OUT,
+}
+"""What a word asks for, where no word of reshard has its meaning."""
+
+
+def synonym(word: str) -> str:
+    """What has the meaning of a word here; the word itself, if the table does not have it."""
+    return SYNONYMS.get(_key(word), word)
+
+
+def meaning(word: str, known: Iterable[str]) -> str:
+    """``did you mean '--as'?``, or what else does it; nothing, if neither table has the word."""
+    found = {_key(each): each for each in known}.get(_key(synonym(word)))
+    return f"did you mean '{found}'?" if found is not None else ELSEWHERE.get(_key(word), "")
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """What a word means; else the known words that are written nearly so, if there are any."""
+    by_key = {_key(each): each for each in known}
+    near = difflib.get_close_matches(_key(word), by_key, n=3, cutoff=0.6)
+    similar = f"did you mean {' or '.join(repr(by_key[each]) for each in near)}?" if near else ""
+    return meaning(word, by_key.values()) or similar
+
+
+def with_hint(hint: str, more: str) -> str:
+    """Two things to do in one line; either may be empty."""
+    return f"{hint}{' ' if hint.endswith('?') else '; '}{more}" if hint and more else hint or more
+
+
+def _key(word: str) -> str:
+    return word.lower().lstrip("-").replace("_", "-")

@@ -7,11 +7,11 @@ from importlib.util import find_spec
 from formats.errors import PlanError
 
 
-def need(what: str, *packages: str, extra: str) -> None:
-    """Raise PlanError unless the packages, which ``what`` needs and this extra installs, are there."""
+def need(what: str, *packages: str) -> None:
+    """Raise PlanError unless the packages that ``what`` needs are installed."""
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
-        raise PlanError(f"{what} needs {' and '.join(missing)}", f"pip install 'reshard[{extra}]'")
+        raise PlanError(f"{what} needs {' and '.join(missing)}", f"pip install {' '.join(missing)}")
 
 
 def need_transformers(what: str, *beside: str) -> None:
@@ -19,4 +19,4 @@ def need_transformers(what: str, *beside: str) -> None:
 
     ``beside`` are further packages that are needed with it.
     """
-    need(what, "transformers", "accelerate", *beside, extra="verify")
+    need(what, "transformers", "accelerate", *beside)

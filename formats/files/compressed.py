@@ -51,7 +51,7 @@ class Frame(NamedTuple):
 
 def need_zstd() -> None:
     """Raise PlanError if the package that compresses is not installed."""
-    need("a compressed delta", "zstandard", extra="compress")
+    need("a compressed delta", "zstandard")
 
 
 def compressor(nbytes: int) -> zstandard.ZstdCompressionObj:
@@ -257,12 +257,12 @@ ADLER, XXH, BLAKE = "adler32", "xxh3-128", "blake3"
 def hasher(kind: str) -> Hasher:
     """What computes checksums of a kind. Raises PlanError if a package is not installed."""
     if kind == XXH:
-        need("a delta with checksums of xxh3-128", "xxhash", extra="compress")
+        need("a delta with checksums of xxh3-128", "xxhash")
         import xxhash
 
         return xxhash.xxh3_128()
     if kind == BLAKE:
-        need("a delta with checksums of blake3", "blake3", extra="compress")
+        need("a delta with checksums of blake3", "blake3")
         import blake3
 
         found: Hasher = blake3.blake3()

@@ -229,8 +229,7 @@ def find_architecture(config: Mapping[str, Any], where: FilePath) -> Architectur
     Raises PlanError with the nearest known model types.
     """
     model_type = config.get("model_type")
-    form = "docs/reference/architecture-files.md"
-    hint = f"'reshard plan SOURCE --draft FILE' writes a draft; check it ({form}), pass it with --plan FILE"
+    hint = "'reshard plan SOURCE --draft FILE' writes a draft of its rules; check it, pass it with --plan FILE"
     path = built_in_file(config)
     if path is None and "_diffusers_version" in config:
         raise PlanError(

@@ -93,7 +93,7 @@ def _refused(name: str, config: Mapping[str, Any], what: str) -> PlanError:
     method = method_of(quantization_settings(config)) or "no method"
     return PlanError(
         f"tensor '{name}' ({what}; {method}) cannot be dequantized",
-        f"--dequantize is for weights of 8-bit floats ({PACKED}) with one scale each; docs/reference/quantization.md",
+        f"--dequantize is for weights of 8-bit floats ({PACKED}) with one scale each",
     )
 
 

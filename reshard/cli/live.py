@@ -42,7 +42,8 @@ def live_command(what: str, source: str | None, receiver: str | None, python: Pa
     """Try a push between running processes, or check one before there is any.
 
     'demo' trains in two processes and pushes to three. 'check' asks vLLM's own loader, in its environment on a CPU and
-    without weights, where each element belongs, and compares that with the rules. docs/how-to/live.md has the rest.
+    without weights, where each element belongs, and compares that with the rules. To push from a program, see
+    'help(reshard.live)' in Python.
 
     Exit code 0: all is exact, or both agree. 1: not.
     """

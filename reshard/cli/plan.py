@@ -86,8 +86,7 @@ def plan_command(
     """Show which degrees are possible, or with a degree what each rank would hold, from the headers alone.
 
     If a model or one of its tensors has no rules, make an architecture file: --draft writes a draft, --save the rules
-    in use, of a similar model for example. Check and edit the file (docs/reference/architecture-files.md has its form),
-    and pass it to every command with --plan.
+    in use, of a similar model for example. Check and edit the file, and pass it to every command with --plan.
     """
     from reshard.commands.plan import PlanRequest, planned, wanted_format
     from reshard.source.access import lines_of_any, open_any

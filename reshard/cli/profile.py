@@ -107,8 +107,7 @@ def profile_command(report: Path | None, as_json: bool, **given: Any) -> None:
 
     SOURCE needs a config.json alone: the weights are random numbers. For each degree, one layer of each kind runs on
     as many ranks, with the embedding, the head and real collectives, on GPUs or on this machine's cores. The time of
-    the whole model and the memory of a rank follow from that, and so does one recommended degree
-    (docs/explanation/profile.md).
+    the whole model and the memory of a rank follow from that, and so does one recommended degree.
     """
     from verify.ending import one_line_when_interrupted
     from verify.profile.job import ProfileRequest

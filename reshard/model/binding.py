@@ -347,7 +347,7 @@ def _no_rule(tensor: FullTensor, architecture: Architecture, settings: Mapping[s
     if method is not None:
         return PlanError(f"{what}: the model is quantized by {method}, a method that is not known here", _UNQUANTIZED)
     if SETTINGS in settings:
-        return PlanError(what, "is config.json that of the adapter's base model? docs/how-to/adapters.md: what is read")
+        return PlanError(what, "is config.json that of the adapter's base model?")
     save = "save the plan with 'reshard plan SOURCE --save FILE'"
     module = tensor.name.rpartition(".")[0]
     weight = architecture.match(f"{module}.weight")
@@ -388,7 +388,8 @@ def _measure(sizes: AxisSizes, found: Iterable[_TensorGroup]) -> None:
 
 
 _UNQUANTIZED = (
-    "split the model as it was before it was quantized, or quantized by a method in docs/reference/quantization.md"
+    "split the model as it was before it was quantized, or quantized by a method that is read: fp8, GPTQ, AWQ, "
+    "bitsandbytes, compressed-tensors, ModelOpt, MXFP4, Quark"
 )
 
 

@@ -492,7 +492,8 @@ def _text(config: Mapping[str, Any], sizes: _Sizes, lines: Sequence[_Line]) -> s
     head = [
         f"# DRAFT, inferred from {source}: to be checked, passed with --plan, and its result verified.",
         "# CHECK marks what was not clear. A line of plain numbers is whole on every rank.",
-        "# docs/reference/architecture-files.md has the form of the file.",
+        "# A rule names what each dimension of a tensor means, the output first: a dimension of two axes is (kv head).",
+        "# [sizes] says where config.json has the length of an axis, [parallel] which axes are divided over the ranks.",
     ]
     if any(_in_tower(line.template) for line in lines):
         head.append("# CHECK: what belongs to a tower (vision, audio) is whole on every rank.")

@@ -242,7 +242,7 @@ class _Reading:
             if refusal.when is None or self.model.sizes.evaluate(refusal.when, dict(kind.indices)):
                 raise PlanError(
                     f"tensor '{kind.name}' has no place in the format '{self.format.name}': {refusal.why}",
-                    "docs/reference/formats.md says what it can hold",
+                    "'reshard formats SOURCE' says which formats are possible",
                 )
 
     def _candidates(self, kind: Kind) -> Iterator[Taken]:

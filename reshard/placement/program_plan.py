@@ -60,7 +60,7 @@ def check_demands(model: Model, format: Format, mesh: Mesh) -> None:
         if not demand.holds.evaluate(look_up):
             raise PlanError(
                 f"the format '{format.name}' is not possible for {mesh}: {demand.why}",
-                "docs/reference/formats.md says what it can hold, 'reshard formats SOURCE' which formats are possible",
+                "'reshard formats SOURCE' says which formats are possible",
             )
 
 

@@ -287,7 +287,7 @@ def _refuse_float16(
     if found is not None:
         raise PlanError(
             f"{found}, but dequantized weights would be {DTYPE}: not one dtype",
-            f"--dequantize is for models of which the other weights are {DTYPE} or F32; docs/reference/quantization.md",
+            f"--dequantize is for models of which the other weights are {DTYPE} or F32",
         )
 
 

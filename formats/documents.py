@@ -34,7 +34,7 @@ headers of all source files.
 
 
 class Unfit(ValueError):  # noqa: N818  # it never leaves as it is
-    """What a document should be, and is not: one line."""
+    """A value of a document is wrong. One line: the field, what was expected, what is there."""
 
 
 # -------------------------------------------------------------------------------------------------------- documents

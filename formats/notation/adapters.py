@@ -90,7 +90,7 @@ class Settings:
         return any(_ends_as(name, target) for target in self.targets)
 
     def key_of(self, place: str, each: Wrapped) -> str:
-        """What the patterns of ranks and alphas are compared with, given what the names of A and B begin with."""
+        """The name that ``rank_pattern`` and ``alpha_pattern`` are matched against; ``place``: the prefix of A and B."""
         module = re.sub(r"(\.base_layer)*(\.lora_.*)?$", "", place.removeprefix(PREFIX).rstrip("."))
         leaf = each.name.rpartition(".")[2]
         return f"{module}.{leaf}" if self.is_target(each.name) and not module.endswith(f".{leaf}") else module
@@ -312,10 +312,7 @@ def belongings(base: Architecture, config: Mapping[str, Any], settings: Settings
 
 
 def form_of(each: Wrapped, a: Shape, sides: tuple[int, int]) -> Form | None:
-    """Which of its forms a stack has, given the rule of A, and the last side of A and the first of B.
-
-    None if that cannot be told.
-    """
+    """The form of a stack, by the rule of A or by ``sides`` (the last of A, the first of B); None: ambiguous."""
     of_a = {form.a.axes: form for form in each.forms}
     if len(of_a) == 1:
         return each.forms[0]
@@ -326,7 +323,7 @@ def form_of(each: Wrapped, a: Shape, sides: tuple[int, int]) -> Form | None:
 
 
 def _beside(each: Wrapped, settings: Settings) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """What belongs to a parameter, by the end of its name, with its rules."""
+    """The adapter tensors of one parameter: the suffix of each name, and its rules."""
     ranks = settings.ranks_of(each.key(settings))
     if each.is_stack:
         forms = [(form.a, form.b) for form in each.forms]

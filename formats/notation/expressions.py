@@ -196,7 +196,7 @@ def _joined(left: list[Any], right: list[Any]) -> list[Any]:
 
 
 def _number(value: Any) -> int | float:
-    """What arithmetic is of: not of texts and lists, which a product makes as long as it likes."""
+    """Returns a number. Texts and lists are refused: ``"a" * 10**9`` would exhaust memory."""
     if not isinstance(value, (int, float)):
         raise NotationError(f"{brief(value)} is not a number")
     _bounded(value)

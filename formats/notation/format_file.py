@@ -405,7 +405,7 @@ def _names(table: Mapping[str, Sequence[str]]) -> frozenset[str]:
 
 
 def _of_each(found: tuple[str, ...], sources: Sequence[Pattern]) -> tuple[str, ...]:
-    """A value for each source: one for all, or as many."""
+    """The values, one a source: a single value is taken for all. Raises NotationError if the lengths differ."""
     found *= len(sources) if len(found) == 1 else 1
     if found and len(found) != len(sources):
         raise NotationError(f"{brief([*found])} has another length than the sources")

@@ -25,9 +25,9 @@ from formats.notation.unfused_experts import by_name
 
 @dataclass(frozen=True)
 class Part:
-    """What a module's tensor has of a checkpoint's: the line of that one, all of it or the component ``label``.
+    """One source of a module's tensor: a checkpoint's tensor, by its template, whole or only the component ``label``.
 
-    With ``at`` it is one matrix of a stack: that with the number which this index has in the module's name.
+    With ``at`` the source is one matrix of a stack: its number is that index of the module's name.
     """
 
     source: str

@@ -196,8 +196,8 @@ Table: TypeAlias = Mapping[str, Entry]
 
 @dataclass(frozen=True)
 class Scheme:
-    """What the settings say: for modules in general, for those that an expression matches (the first does), and for
-    those of a name, whatever stands before it, and all within them.
+    """The companions by module: ``general`` for all, ``named`` by regular expression (the first match wins), ``within``
+    by the end of a module's name, with its submodules.
     """
 
     general: Table

@@ -364,7 +364,7 @@ class Pull(_Process):
         return self.rank - self.meeting.trainers
 
     def check(self) -> Routes:
-        """As ``Push.check``, which it meets."""
+        """The receiver's half of ``Push.check``: both must be called."""
         return self._meet(self.meeting.join)[2]
 
     def _describe(self) -> dict[str, Any]:

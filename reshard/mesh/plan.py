@@ -114,7 +114,7 @@ class Plan(Result):
     owners: dict[tuple[object, ...], frozenset[int] | None] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
-    """A cache that the arrangements of one plan share: what they found for parts of its tensors."""
+    """Caches that all arrangements of this plan share: the layout, and the ranks, of a component of a kind."""
 
     @property
     def headline(self) -> str:

@@ -191,7 +191,7 @@ def _is_table(model: Model, shape: Shape) -> bool:
 
 
 def _is_tied(model: Model) -> bool:
-    """Whether a model without a table of its own in its head has a head, which then has the embedding's.
+    """True if the LM head reuses the weights of the embedding; asked of a model whose head has no table of its own.
 
     Some config.json (Marian's) say that weights are not tied where they are.
     """

@@ -166,7 +166,7 @@ def _by_index(kind: Kind, own: Portion) -> Portion:
 
 
 def _in_halves(own: Portion, other: Component | None) -> Portion:
-    """The same with one factor as two, where ``other`` has halves or pairs in its place; the stored order stays."""
+    """Splits one factor of ``own`` in two where ``other`` has halves or pairs in its place. The stored order stays."""
     if other is None or own.component.pair is not None:
         return own
     place = other.pair

@@ -79,7 +79,7 @@ class Bucket:
                 )
 
     def _held(self, stored: Iterable[StoredFile]) -> Iterator[str]:
-        """Those of the files that are objects of this place, whatever their URL says: a copy has another time."""
+        """The keys of source files that are stored in this bucket, by etag and time, whichever URL names them."""
         keys = {(file.etag, file.modified[:_SECOND]): file.key for file in stored if file.etag is not None}
         for meta in self._listing() if keys else ():
             key = keys.get((etag_of(meta) or "", str(meta["last_modified"])[:_SECOND]))

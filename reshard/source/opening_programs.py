@@ -283,7 +283,7 @@ class _Unlike(NamedTuple):
 
 
 def _unlike(reading: _Reading, mesh: Mesh) -> Iterator[_Unlike]:
-    """How far what is stored is from what a mesh makes of the model; nothing, if the model cannot be on this mesh."""
+    """The reading with the number of tensors that differ from the plan on ``mesh``; nothing if there is no plan."""
     stored, model = reading.stored, reading.model
     try:
         plan = stored.plan(model, mesh, is_known=reading.is_known)

@@ -113,7 +113,7 @@ def _entries(store: ObjectStore, url: str) -> Mapping[str, _Entry]:
 
 
 def _progress(store: ObjectStore, entries: Iterable[str], url: str) -> str:
-    """How far the processes are that write to a place, by their journals there: text that follows a sentence."""
+    """The progress of all writers, from their journals, as a suffix: ``: part-0-of-4 has 3 of its 8 files``."""
     done: dict[str, tuple[set[str], int]] = {}
     owner = document_of(ask(store, url, UNFINISHED, partial(_content, store, UNFINISHED))).get("task")
     for key in (key for key in entries if key.startswith(JOURNAL)):

@@ -189,7 +189,7 @@ def _answering(
 ) -> Iterator[None]:
     """Let it be the answer of the run, and no error, that the shards' model fails where the original's did not.
 
-    Not so by the built-in rules: these are known to be right, and what fails then is more likely the run than they.
+    With built-in rules, which are known to be right, treat the failure as an error of the run, not as a difference.
     """
     try:
         yield

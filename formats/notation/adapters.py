@@ -90,7 +90,7 @@ class Settings:
         return any(_ends_as(name, target) for target in self.targets)
 
     def key_of(self, place: str, each: Wrapped) -> str:
-        """The name that ``rank_pattern`` and ``alpha_pattern`` are matched against; ``place``: the prefix of A and B."""
+        """The name that ``rank_pattern`` and ``alpha_pattern`` are matched against; ``place``: prefix of A and B."""
         module = re.sub(r"(\.base_layer)*(\.lora_.*)?$", "", place.removeprefix(PREFIX).rstrip("."))
         leaf = each.name.rpartition(".")[2]
         return f"{module}.{leaf}" if self.is_target(each.name) and not module.endswith(f".{leaf}") else module

@@ -9,7 +9,7 @@ JOBS ?= 4
 demo: .venv/ready
 	$(BIN)/reshard demo
 
-# the laws, and one of each kind; test-all: each model, mesh and moment, ranks, browser, installation (tests/marks.py)
+# about two minutes: the laws, and one of each kind; test-all: each model, mesh and moment (tests/README.md)
 test: .venv/ready
 	$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not thorough"
 

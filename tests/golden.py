@@ -1,7 +1,7 @@
-"""Golden bytes: a hash of everything that is written, for about 300 cases: models x quantization x formats x meshes.
+"""Golden bytes: a hash of everything that is written, for 412 cases: models x quantization x formats x meshes.
 
 ``python -m tests.golden`` compares the cases with ``tests/golden.txt`` and prints what differs; ``--write`` writes the
-table anew. A line that changes is explained in the changelog. ``tests/test_golden.py`` compares a sample.
+table anew. The commit says why a line changes. ``tests/test_golden.py`` compares a sample.
 
 The sources are random numbers under the names and shapes of small models (``tests/oracles/vllm/models``), and small
 quantized checkpoints: nothing in the table depends on how transformers or torch make a model.

@@ -120,7 +120,7 @@ ORDER = [
     "model",
     "store",
 ]
-"""The rooms of reshard as docs/design.md draws them, from the top."""
+"""The rooms of reshard as docs/explanation/design.md draws them, from the top."""
 
 
 @pytest.mark.parametrize("name", ORDER)

@@ -36,7 +36,8 @@ WITHOUT_RULES = DOCS / "how-to" / "model-without-rules.md"
 COMMANDS, ARCHITECTURES, FORMATS = (REFERENCE / f"{name}.md" for name in ("commands", "architectures", "formats"))
 PYTHON, JSON, MANIFEST = (REFERENCE / f"{name}.md" for name in ("python", "json", "manifest"))
 MOST_WORDS = 20_000
-PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
+BESIDE = [ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "tests/README.md", "benchmarks/README.md")]
+PAGES = [README, *BESIDE, *sorted(DOCS.rglob("*.md"))]
 
 
 def block(text: str, name: str) -> str:

@@ -834,7 +834,7 @@ def counts() -> Iterator[tuple[str, int]]:
     yield "refused, because something differs", len(loads)
     yield "refused, because vLLM does not load them", len(refused) - len(loads)
     yield (
-        "not observed: refused unless their class runs in a module that was compared",
+        "not observed; refused, unless vLLM runs their class in a module that was compared",
         len(types - compared - {*refused}),
     )
     yield "further classes that run in such a module", len({*same} - format.types.classes - {*fixtures()})

@@ -298,9 +298,9 @@ class Degrees:
     ``tp``: tensor parallelism, each large weight is split. ``ep``: expert parallelism, whole experts on each rank.
     ``pp``: pipeline parallelism, the layers in stages; ``pp_layers`` is the number of layers of each stage, by default
     as equal as possible, and says how many stages there are. ``same_ranks``: ``ep`` and ``tp`` use the same ranks, with
-    the same degree. ``uneven``: the last ranks may hold less of an axis that has no equal parts, or none that leave
-    scale blocks whole. ``pad_vocab``: a vocabulary that does not divide is padded, else it is refused;
-    ``pad_vocab_to``: it is padded to a multiple of this, too.
+    the same degree. ``uneven``: if an axis has no equal split, or none that keeps scale blocks whole, the last ranks
+    get less. ``pad_vocab``: a vocabulary that does not divide is padded, else it is refused; ``pad_vocab_to``: it is
+    padded to a multiple of this, too.
     """
 
     tp: int = 1

@@ -141,7 +141,7 @@ def test_the_power_is_measured_and_said(tmp_path: Path) -> None:
 def test_the_command_says_the_power(tmp_path: Path) -> None:
     pair(zoo.save("llama", tmp_path / "llama", torch.bfloat16))
     done = command("verify", tmp_path / "llama", tmp_path / "llama-2")
-    assert "a fault that moves them by " in done.stdout.splitlines()[-1] and "little power" not in done.stdout
+    assert "a fault that changes them by " in done.stdout.splitlines()[-1] and "little power" not in done.stdout
     pair(loud(tmp_path / "loud"))
     report = tmp_path / "report.html"
     done = command("verify", tmp_path / "loud", tmp_path / "loud-2", "--json", "--report", report)

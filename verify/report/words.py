@@ -70,8 +70,8 @@ def power_in_words(forward: Any) -> str:
     """How small a fault the run would have shown, and how to see smaller ones where that is poor."""
     power = forward.power
     text = (
-        f"That noise is up to {percent(power.noise)} of the values ('{power.place}'): a fault that moves "
-        f"them by {percent(power.seen_from)} is seen there, and elsewhere a smaller one."
+        f"That noise is largest at '{power.place}', {percent(power.noise)} of the values: a fault that changes them "
+        f"by {percent(power.seen_from)} is seen there, and a smaller one elsewhere."
     )
     if power.bias_ratio is not None and power.bias_ratio <= forward.factor:
         text += f" A bias added twice is not: it measures {ratio(power.bias_ratio)} at '{power.bias_place}'."

@@ -18,6 +18,7 @@ import click
 import pytest
 
 import reshard
+import reshard.live
 from reshard.cli.commands import COMMANDS
 from reshard.cli.options import worded
 from reshard.delta.differences import Diff
@@ -98,6 +99,14 @@ def test_a_result_is_shown_as_the_command_prints_it(tmp_path: Path, monkeypatch:
         assert without_times(f"{result}\n", tmp_path) == without_times(expected, tmp_path)
 
 
+def test_a_push_is_shown_as_plan_prints_it(tmp_path: Path) -> None:
+    model = checkpoint("llama")
+    found = reshard.live.routes(model, source="fsdp2:2", target="vllm:tp2")
+    printed = command("plan", model, "--from", "fsdp2:2", "--to", "vllm:tp2", cwd=tmp_path).stdout
+    assert printed == f"{model}: fsdp2:2 -> vllm:tp2, {found}\n"
+    assert repr(found) == f"<Routes: {str(found).splitlines()[0]}>" and "from 2 ranks to 2 ranks in 1 step" in printed
+
+
 def without_times(text: str, folder: Path) -> str:
     return re.sub(r"in \d+\.\d+ s", "", text.replace(f"{folder.resolve()}/", ""))
 
@@ -108,6 +117,7 @@ def test_a_password_is_not_shown() -> None:
 
 
 def test_the_package_offers_its_public_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert dir(reshard.live) == sorted(reshard.live.__all__)
     assert dir(reshard) == sorted([*reshard.__all__, "__version__"])
     pydoc.doc(reshard)
     text = capsys.readouterr().out

@@ -96,7 +96,7 @@ def plan_command(
     request = request_of(PlanRequest, given, quiet=as_json)
     source, format = str(request.source), wanted_format(request)
     if trainer is not None or receiver is not None:
-        _plan_push(request, trainer, receiver, link or _LINK, report, as_json)
+        _plan_push(request, trainer, receiver, link, report, as_json)
         return
     if link is not None:
         raise click.UsageError("--link goes with --from and --to")
@@ -139,7 +139,6 @@ def _check_together(report: Path | None, has_mesh: bool, has_format: bool, tp_pl
 
 # ----------------------------------------------------------------------------------------------------------- pushes
 
-_LINK = 50e9
 _WITH_PUSH = {
     "--from",
     "--to",
@@ -155,11 +154,16 @@ _WITH_PUSH = {
 
 
 def _plan_push(
-    request: PlanRequest, trainer: str | None, receiver: str | None, link: float, report: Path | None, as_json: bool
+    request: PlanRequest,
+    trainer: str | None,
+    receiver: str | None,
+    link: float | None,
+    report: Path | None,
+    as_json: bool,
 ) -> None:
     """Plan a push. Raises UsageError, ReshardError."""
-    from reshard.cli.live_plan import print_push
     from reshard.live.exports import routes
+    from reshard.live.routing import LINK
     from reshard.source.access import Access
 
     if trainer is None or receiver is None:
@@ -167,8 +171,20 @@ def _plan_push(
     if others := given_options() - _WITH_PUSH:
         raise click.UsageError(f"--from and --to go without {min(others)}: write degrees as in vllm:tp4")
     about = {field.name: getattr(request, field.name) for field in dataclasses.fields(Access)}
-    found = routes(request.source, source=trainer, target=receiver, **about)
-    print_push(found, str(request.source), (trainer, receiver), link, as_json)
+    found, link = routes(request.source, source=trainer, target=receiver, **about), link or LINK
+    if as_json:
+        numbers = {
+            "bytes": found.nbytes,
+            "sent": list(found.sent),
+            "received": list(found.received),
+            "steps": len(found.ends),
+            "link": link,
+            "seconds_at_least": found.bound(link),
+            "digest": found.digest,
+        }
+        print_json({"command": "plan", "source": str(request.source), "from": trainer, "to": receiver, **numbers})
+    else:
+        print_lines(f"{request.source}: {trainer} -> {receiver}, {found.to_text(link=link)}")
     if report is not None:
         from reshard.pages.push_page import push_page
 

@@ -35,8 +35,11 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
-    """A name of the API, imported now."""
     if name not in _PLACES:
         raise AttributeError(f"module 'reshard.live' has no attribute '{name}'")
     found = globals()[name] = getattr(import_module(_PLACES[name]), name)

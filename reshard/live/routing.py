@@ -28,10 +28,15 @@ from reshard.move.moves import check_atoms
 from reshard.placement.arrangement import same_atoms
 from reshard.placement.common_dimensions import Groups, over
 from reshard.placement.stored import Atom, Placed
+from reshard.text import Result, align, human_bytes, human_time, plural
 from reshard.version import __version__
 
 BUCKET = 64 << 20
 """The bytes that a rank sends or receives at most in a step, by default."""
+LINK = 50e9
+"""Bytes a second that a rank sends or receives, if nobody says how many."""
+MOST = 16
+"""Of more ranks on a side, neighbours that send or receive as much are shown as one line."""
 
 
 class Span(NamedTuple):
@@ -109,8 +114,8 @@ class Part(NamedTuple):
         return self.block.numel * DTYPE_BITS[self.move.dtype] // 8
 
 
-@dataclass(frozen=True, eq=False)
-class Routes:
+@dataclass(frozen=True, eq=False, repr=False)
+class Routes(Result):
     """All moves of a push, in order, in buckets: ``ends`` has the number of the move behind each bucket."""
 
     source: Side
@@ -138,6 +143,21 @@ class Routes:
     def nbytes(self) -> int:
         """All bytes that are sent."""
         return sum(self.sent)
+
+    @property
+    def headline(self) -> str:
+        """The bytes, the ranks and the steps."""
+        ranks = f"from {plural(len(self.sent), 'rank')} to {plural(len(self.received), 'rank')}"
+        return f"{human_bytes(self.nbytes)} {ranks} in {plural(len(self.ends), 'step')}"
+
+    def to_text(self, width: int | None = None, link: float = LINK) -> str:
+        """Who sends and receives how much, and the least time at ``link`` bytes a second of a rank."""
+        cells = [("", "sends", "receives")]
+        cells += [(name, human_bytes(count), "") for name, count in _rows("trainer", self.sent)]
+        cells += [(name, "", human_bytes(count)) for name, count in _rows("receiver", self.received)]
+        most = "sends" if max(self.sent) > max(self.received) else "receives"
+        least = f"At least {human_time(self.bound(link))}, by what the busiest {most} at {human_bytes(link)}/s."
+        return "\n".join([self.headline, "", *align(cells, right=(1, 2), width=width), "", least])
 
     def bound(self, link: float) -> float:
         """The seconds that a push takes at least, where each rank sends and receives ``link`` bytes a second."""
@@ -180,6 +200,16 @@ class Routes:
 
     def _receiver(self, holder: int) -> int:
         return self.source.ranks + holder // self.target.width
+
+
+def _rows(role: str, counts: Sequence[int]) -> Iterator[tuple[str, int]]:
+    """A line for each rank, or for neighbours with the same number of bytes."""
+    first = 0
+    for number in range(1, len(counts) + 1):
+        if number == len(counts) or len(counts) <= MOST or counts[number] != counts[first]:
+            name = f"{role} {first}" if number == first + 1 else f"{role}s {first} to {number - 1}, each"
+            yield name, counts[first]
+            first = number
 
 
 def between(

@@ -5,45 +5,31 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-SYNONYMS = {
+_WORDS = {
     # formats
-    "hf": "huggingface",
-    "safetensors": "huggingface",
-    "fsdp": "dcp",
-    "fsdp2": "dcp-transformers",
-    "mcore": "megatron",
-    "megatron-core": "megatron",
-    "torch-dist": "megatron",
-    "nemo": "megatron",
-    "lora": "peft",
+    "huggingface": "hf safetensors",
+    "dcp": "fsdp",
+    "dcp-transformers": "fsdp2",
+    "megatron": "mcore megatron-core torch-dist nemo",
+    "peft": "lora",
     # options
-    "to": "--as",
-    "format": "--as",
-    "target-format": "--as",
-    "output-format": "--as",
-    "tensor-parallel-size": "--tp",
-    "tp-size": "--tp",
-    "world-size": "--tp",
-    "num-shards": "--tp",
-    "expert-parallel-size": "--ep",
-    "pipeline-parallel-size": "--pp",
-    "shard-size": "--max-shard-size",
-    "output": "--out",
-    "force": "--overwrite",
+    "--as": "to format target-format output-format",
+    "--tp": "tensor-parallel-size tp-size world-size num-shards",
+    "--ep": "expert-parallel-size",
+    "--pp": "pipeline-parallel-size",
+    "--max-shard-size": "shard-size",
+    "--out": "output",
+    "--overwrite": "force",
     # commands
-    "convert": "split",
-    "shard": "split",
-    "reshard": "split",
-    "export": "split",
-    "unshard": "merge",
-    "join": "merge",
-    "consolidate": "merge",
-    "check": "verify",
-    "compare": "diff",
-    "apply": "patch",
-    "info": "inspect",
-    "benchmark": "profile",
+    "split": "convert shard reshard export",
+    "merge": "unshard join consolidate",
+    "verify": "check",
+    "diff": "compare",
+    "patch": "apply",
+    "inspect": "info",
+    "profile": "benchmark",
 }
+SYNONYMS = {word: meant for meant, words in _WORDS.items() for word in words.split()}
 """A word of other tools, and what has its meaning here. Dashes before a word, and capitals, make no difference."""
 
 _DTYPE = "reshard keeps the dtype of each tensor; --dequantize alone changes it, from fp8 to BF16"
@@ -51,23 +37,16 @@ _QUANTIZE = "reshard does not quantize: quantize with llm-compressor, say, and s
 _HUB = "'hf upload ORG/NAME OUT' puts a folder on the Hub"
 _GGUF = "convert_hf_to_gguf.py of llama.cpp makes GGUF of a Hugging Face folder, which 'reshard merge' writes"
 _OUT = "the output is an argument: reshard split SOURCE OUT"
-ELSEWHERE = {
-    "dtype": _DTYPE,
-    "torch-dtype": _DTYPE,
-    "cast": _DTYPE,
-    "quantize": _QUANTIZE,
-    "quantization": _QUANTIZE,
-    "upload": _HUB,
-    "push-to-hub": _HUB,
-    "push": f"reshard.live pushes weights between running programs (see 'reshard live --help'); {_HUB}",
-    "download": "'hf download ORG/NAME' does; every command takes the id itself, too",
-    "gguf": _GGUF,
-    "to-gguf": _GGUF,
-    "out": _OUT,
-    "output": _OUT,
-    "output-dir": _OUT,
-    "o": _OUT,
+_ADVICE = {
+    _DTYPE: "dtype torch-dtype cast",
+    _QUANTIZE: "quantize quantization",
+    _HUB: "upload push-to-hub",
+    f"reshard.live pushes weights between running programs (see 'reshard live --help'); {_HUB}": "push",
+    "'hf download ORG/NAME' does; every command takes the id itself, too": "download",
+    _GGUF: "gguf to-gguf",
+    _OUT: "out output output-dir o",
 }
+ELSEWHERE = {word: advice for advice, words in _ADVICE.items() for word in words.split()}
 """What a word asks for, where no word of reshard has its meaning."""
 
 

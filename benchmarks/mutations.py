@@ -37,8 +37,8 @@ class Mutation:
     tests: tuple[str, ...]
 
 
-AXES = ("tests/formats/test_axes.py", "tests/reshard/test_transfer.py", "tests/reshard/test_split.py")
-MOVES = ("tests/reshard/test_transfer.py", "tests/reshard/test_split.py", "tests/reshard/test_lost_or_mixed.py")
+AXES = ("tests/formats/test_axes.py", "tests/reshard/test_slabs.py", "tests/reshard/test_split.py")
+MOVES = ("tests/reshard/test_slabs.py", "tests/reshard/test_split.py", "tests/reshard/test_lost_or_mixed.py")
 SUMS = ("tests/reshard/test_checksum.py", "tests/reshard/test_split.py")
 COLLECTIVES = ("tests/verify/test_collectives.py", "tests/verify/test_layers.py", "tests/verify/test_uneven_forward.py")
 LAYERS = ("tests/verify/test_layers.py", "tests/verify/test_forward.py")
@@ -49,6 +49,7 @@ EXACT = ("tests/verify/test_exact.py", "tests/verify/test_folder.py")
 QUANTIZED = ("tests/formats/test_quantization.py", "tests/reshard/test_quantized.py", "tests/reshard/test_outside.py")
 EXPERTS = ("tests/verify/test_layers.py", "tests/verify/test_experts.py")
 ZOO = ("tests/test_zoo_sanity.py",)
+PLACES = ("tests/reshard/test_pieces.py",)
 KILLS = ("tests/reshard/test_output.py",)
 PARTS = ("tests/reshard/test_parts.py",)
 BUCKETS = ("tests/reshard/test_ranges.py",)
@@ -73,12 +74,47 @@ MUTATIONS = (
     # moving bytes
     Mutation("reshard", "min(index - self._starts[place], self.runs[place].length)",
              "(index - self._starts[place])", MOVES),
-    Mutation("reshard", "sorted(sources) if self._compare else sorted(sources)[:1]", "sorted(sources)[:1]", MOVES),
-    Mutation("reshard", "place = place * holding.length + holding.local(index)",
-             "place = place * holding.length + index", MOVES),
+    Mutation("reshard", "held[: None if self._compare else 1]", "held[:1]", MOVES),
+    Mutation("reshard", "place = place * dim.length + dim.local(index)", "place = place * dim.length + index", MOVES),
     Mutation("formats", "first = offset // WORD % WIDTH", "first = 0", SUMS),
     Mutation("formats", "self._columns[: last - WIDTH] += part.columns[WIDTH - first :]", "pass", SUMS),
     Mutation("formats", "if last <= WIDTH:", "if True:", SUMS),
+    # places: where an element lies
+    Mutation("reshard", "inner, end = math.prod(sizes[1:]), begin + length",
+             "inner, end = sizes[-1], begin + length", PLACES),
+    Mutation("reshard", "count = min(inner - rest, end - begin)", "count = inner - rest", PLACES),
+    Mutation("reshard", "after[blocks[-1][-1]] + 1 == after[factor]", "True", PLACES),
+    Mutation("reshard", "if is_next and factor not in starts:", "if is_next:", PLACES),
+    Mutation("reshard", "parts.append([(0, [(number[block[0]], runs, piece.strides[place - 1])])])",
+             "parts.append([(0, [(number[block[0]], runs, piece.strides[first])])])", PLACES),
+    Mutation("reshard", "inner = [math.prod(lengths[i + 1 :]) * stride for i in range(len(lengths))]",
+             "inner = [math.prod(lengths[i + 1 :]) for i in range(len(lengths))]", PLACES),
+    Mutation("reshard", "strict=True)) - run.offset * stride,", "strict=True)),", PLACES),
+    Mutation("reshard", "base = piece.base + sum(base for base, _ in chosen)", "base = piece.base", PLACES),
+    Mutation("reshard", "dims = sorted(itertools.chain(*(dims for _, dims in chosen)))",
+             "dims = [*itertools.chain(*(dims for _, dims in chosen))]", PLACES),
+    Mutation("reshard", "*_row_major(own[:outer], sum(inner)),", "*_row_major(own[:outer], inner[slot]),", PLACES),
+    Mutation("reshard", "strides, sum(inner[:slot]))", "strides, 0)", PLACES),
+    Mutation("reshard", "return self._places[holder][number // len(self.portions)] * math.prod(shape[1:])",
+             "return number // len(self.portions) * math.prod(shape[1:])", PLACES),
+    Mutation("reshard", "low, high = max(inner.offset, first), min(inner.end, end)", "low, high = first, end", PLACES),
+    Mutation("reshard", "at = (lead.offset * row + low - begin) * step", "at = (low - begin) * step", PLACES),
+    Mutation("reshard", "of = [(lead, row * step)] if portion.lead else []",
+             "of = [(lead, (high - low) * step)] if portion.lead else []", PLACES),
+    Mutation("reshard", "(Run(low - first, high - low), step)", "(Run(low, high - low), step)", PLACES),
+    Mutation("reshard", "padded = {factor for factor, size in enumerate(layout.padded) if size != layout.full[factor]}",
+             "padded = set[int]()", PLACES),
+    Mutation("reshard", "elif outer and stride == outer[-1][0] * outer[-1][1]:", "elif outer:", PLACES),
+    Mutation("reshard", "for size, stride in ((shape[d], piece.strides[d]) for d in reversed(order)):",
+             "for size, stride in ((shape[d], piece.strides[d]) for d in reversed(range(len(order)))):", PLACES),
+    Mutation("reshard", "rows += [rows_of(piece, target.order,", "rows += [rows_of(piece, source.order,", PLACES),
+    Mutation("reshard", "if joined and everything and dim.place == joined[-1].last + 1:",
+             "if joined and everything:", PLACES),
+    Mutation("reshard", "source.full[d], max(source.padded[d], target.padded[d])",
+             "source.full[d], source.padded[d]", PLACES),
+    Mutation("reshard", "frozenset(wanted[i]), begin < size)", "frozenset(wanted[i]), begin <= size)", PLACES),
+    Mutation("reshard", "return block.transpose([*self.axes, *range(len(self.axes), block.ndim)])",
+             "return block", PLACES),
     # quantization
     Mutation("formats", 'else "groups" if settings.get("desc_act") else', "else", QUANTIZED),
     Mutation("formats", 'return f"stored lead out/{rows} in/{columns}"',
@@ -154,11 +190,11 @@ MUTATIONS = (
     Mutation("reshard/store", 'return {**self.__dict__, "_opened": {}}', "return {**self.__dict__}", BUCKETS),
     Mutation("verify/forward", "with _without_the_script(), variable(", "with variable(", ("tests/test_api.py",)),
     # live: the plan of a push
-    Mutation("reshard/live", "ends |= {*where.ends(Run(a, b - a))}", "pass", ROUTES),
     Mutation("reshard/live", "inside = of[bisect_right", "inside = [] and of[bisect_right", ROUTES),
-    Mutation("reshard/live", "place - chunk.offset[0]", "place", ROUTES),
-    Mutation("reshard/live", "lead, sum(inner[:slot]),", "lead, 0,", ROUTES),
-    Mutation("reshard/live", ".permute([order.index(block) for block in groups])", "", ROUTES),
+    Mutation("reshard/live", "found += index * stride", "found += index", ROUTES),
+    Mutation("reshard/live", "moved(first + own.base)", "moved(own.base)", ROUTES),
+    Mutation("reshard/live", "sum(begin * stride for (begin, _), stride in",
+             "sum(begin for (begin, _), stride in", ROUTES),
     Mutation("reshard/live", "self._all[holder // width] + cost[holder // width], holder", "holder", ROUTES),
     Mutation("reshard/live", "if self._hosts[s // width] == self._hosts[receiver]", "if True", ROUTES),
     Mutation("reshard/live", "if self._moves and int((self._here + cost).max()) > self._bucket:", "if False:", ROUTES),
@@ -175,7 +211,7 @@ MUTATIONS = (
     Mutation("reshard/live", "len({each.base for each in said}) == 1", "True", CHANGES),
     # live: the second witness, and vLLM's worker
     Mutation("reshard/live", "min(run.length, size - run.offset)", "run.length", WITNESS),
-    Mutation("reshard/live", "step = lies.rows.stride * 8 // bits", "pass", WITNESS),
+    Mutation("reshard/live", "of.base + each.stored.geometry.first(holder, each.number)", "of.base", WITNESS),
     Mutation("reshard/live", " & (rows[:-1, 2] == rows[1:, 2])", "", WITNESS),
     Mutation("reshard/live", "strides[outer - 1] == (length, length)", "strides[outer - 1][0] == length", WITNESS),
     Mutation("reshard/live", "said[0] != said[1]", "said[0] > said[1]", WITNESS),

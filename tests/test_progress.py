@@ -18,8 +18,8 @@ from reshard.launcher import Share
 from reshard.move.engine import _Files, move
 from reshard.move.jobs import Sizes, TargetFile
 from reshard.move.reading import Sums
+from reshard.move.slabs import Copy
 from reshard.move.times import Moved, Times
-from reshard.move.transfer import Copy
 from reshard.store.retries import Traffic
 from reshard.writing import summary
 from reshard.writing.progress import Count, State

@@ -12,7 +12,8 @@ from formats.torch_dtypes import TORCH_DTYPES
 from reshard.move.blocks import fill, room
 from reshard.move.jobs import Job, Options, TargetFile, TargetPlace
 from reshard.move.moves import jobs_of
-from reshard.move.reading import Bytes, Reader, ranges
+from reshard.move.reading import Bytes, Reader
+from reshard.move.slabs import Region
 from reshard.placement.arrangement import Arrangement
 from reshard.source.source import Source
 
@@ -30,7 +31,7 @@ def load_rank(source: Source, target: Arrangement, rank: int) -> dict[str, torch
     try:
         for job in jobs_of(source, target, places, compare=False):
             place = job.target(rank)
-            _load(source, job, reader, memory[place.file], place)
+            _load(source, job, reader, memory[place.file][place.offset :])
     finally:
         reader.close()
     return {name: _tensor(rooms[name], dtype, shape) for name, (dtype, shape) in held.items()}
@@ -42,21 +43,23 @@ def _tensor(data: Bytes, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.from_numpy(data).view(TORCH_DTYPES[dtype]).reshape(shape)
 
 
-def _load(source: Source, job: Job, reader: Reader, data: Bytes, place: TargetPlace) -> None:
-    """Read what a job brings into a tensor, of which it has the part at ``place``."""
+def _load(source: Source, job: Job, reader: Reader, data: Bytes) -> None:
+    """Read what a job brings into a tensor."""
     for slab in job.transfer.slabs(Options().sizes.step):
         if source.is_elsewhere:
             reader.request((job.source(region.rank), region) for region in slab.reads)
-        if place.rows is None:
-            begins = {r.rank: place.offset + r.offset for r in slab.writes}
-            blocks = {r.rank: data[begins[r.rank] : begins[r.rank] + r.nbytes].reshape(r.shape) for r in slab.writes}
-            fill(job, slab, reader, blocks)
-        else:
-            blocks = {r.rank: room(r.nbytes).reshape(r.shape) for r in slab.writes}
-            fill(job, slab, reader, blocks)
-            for region in slab.writes:
-                flat = blocks[region.rank].reshape(-1)
-                for offset, at, length in ranges(place, region.offset, region.nbytes):
-                    data[offset : offset + length] = flat[at : at + length]
+        blocks = [_memory(data, region) for region in slab.writes]
+        fill(job, slab, reader, blocks)
+        for region, block in zip(slab.writes, blocks, strict=True):
+            for offset, at, length in region.ranges(0, region.nbytes) if region.rows.outer else ():
+                data[offset : offset + length] = block.reshape(-1)[at : at + length]
         if source.is_elsewhere:
             reader.ahead.done()
+
+
+def _memory(data: Bytes, region: Region) -> Bytes:
+    """The memory of a region: of the tensor ``data``, if it lies there in one piece."""
+    if region.rows.outer:
+        return room(region.nbytes).reshape(region.shape)
+    begin = region.rows.offset + region.offset
+    return data[begin : begin + region.nbytes].reshape(region.shape)

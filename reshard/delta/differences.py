@@ -15,9 +15,10 @@ import numpy as np
 
 from formats.files.safetensors import tensor_bytes, unit_of
 from reshard.delta.numbers import Distance, codes_of, distance, has_numbers
-from reshard.delta.streams import Jobs, Pair, Side, Where, jobs_of_both, side_by_side
+from reshard.delta.streams import Jobs, Pair, Side, jobs_of_both, side_by_side
 from reshard.model.model import BoundTensor
 from reshard.move.reading import Bytes
+from reshard.move.slabs import Rows
 from reshard.source.source import Source
 from reshard.store.threads import share
 from reshard.text import Result, align, human_bytes, plural
@@ -96,7 +97,7 @@ class Diff(Result):
 class Keeper(Protocol):
     """Keeps what is read, for a delta. It is called from several threads, for each tensor from one."""
 
-    def compared(self, name: str, where: Where, pair: Pair, *, same: bool) -> None:
+    def compared(self, name: str, where: Rows, pair: Pair, *, same: bool) -> None:
         """Take in bytes of a tensor on both sides."""
 
 

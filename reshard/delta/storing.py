@@ -39,9 +39,10 @@ from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header, pars
 from reshard.delta.differences import CHANGED, HERE, Diff, Progress, TensorDiff, differences, no_progress
 from reshard.delta.differences import SAME as UNCHANGED
 from reshard.delta.numbers import codes_of
-from reshard.delta.streams import PIECE, Jobs, Pair, Side, Where, jobs_of_both, side_by_side
+from reshard.delta.streams import PIECE, Jobs, Pair, Side, jobs_of_both, side_by_side
 from reshard.move.jobs import Job
 from reshard.move.reading import Bytes
+from reshard.move.slabs import Rows
 from reshard.publishing.existing import check_place
 from reshard.source.source import Source
 from reshard.system import disk_errors, reserve
@@ -55,12 +56,12 @@ class _Sums:
         self._sizes, self._open = sizes, dict[str, tuple[PartialSum, PartialSum]]()
         self.found: dict[str, tuple[str, str]] = {}
 
-    def compared(self, name: str, where: Where, pair: Pair, *, same: bool) -> None:
+    def compared(self, name: str, where: Rows, pair: Pair, *, same: bool) -> None:
         """Add bytes of both sides."""
         if name not in self._open:
             self._open[name] = PartialSum(self._sizes[name]), PartialSum(self._sizes[name])
         own, other = self._open[name]
-        for offset, at, length in _ranges(where, pair.begin, pair.left.size):
+        for offset, at, length in where.ranges(pair.begin, pair.left.size):
             part = sum_part(pair.left[at : at + length], offset)
             own.add(offset, length, part)
             other.add(offset, length, part if same else sum_part(pair.right[at : at + length], offset))
@@ -72,13 +73,6 @@ class _Sums:
         """Both checksums of a tensor."""
         empty = PartialSum(0).value()
         return self.found.get(name, (empty, empty))
-
-
-def _ranges(where: Where, begin: int, length: int) -> Iterator[tuple[int, int, int]]:
-    if where.rows is None:
-        yield where.offset + begin, 0, length
-    else:
-        yield from where.rows.ranges(where.offset, begin, length)
 
 
 def write_delta(
@@ -165,7 +159,7 @@ class _Changed:
     def pairs(self, tensor: TensorDiff) -> Iterator[Pair]:
         """The bytes of a tensor on both sides, in the order of its elements."""
         own, other = (jobs[tensor.name] for jobs in self._jobs)
-        if any(where.rows for where in own):
+        if any(where.outer for where in own):
             yield from self._in_order(tensor)
             return
         for where in sorted(own, key=lambda where: where.offset):
@@ -198,12 +192,12 @@ def _kind(tensor: TensorDiff) -> Entry:
     return tensor.name, str(tensor.dtypes[1]), tensor.shapes[1] or ()
 
 
-def _parts(jobs: Mapping[Where, Job], side: Side) -> Iterator[tuple[int, Bytes]]:
+def _parts(jobs: Mapping[Rows, Job], side: Side) -> Iterator[tuple[int, Bytes]]:
     """The bytes of a tensor, each part with its first byte there, in any order."""
     for where, job in jobs.items():
         begin = 0
         for piece in side.pieces(job):
-            for offset, at, length in _ranges(where, begin, piece.size):
+            for offset, at, length in where.ranges(begin, piece.size):
                 yield offset, piece[at : at + length]
             begin += piece.size
 

@@ -18,9 +18,8 @@ from reshard.move.blocks import fill, room
 from reshard.move.jobs import Job, TargetFile, TargetPlace
 from reshard.move.moves import jobs_of
 from reshard.move.reading import Bytes, Reader
-from reshard.move.transfer import Slab
+from reshard.move.slabs import Rows, Slab
 from reshard.placement.arrangement import Arrangement, arrangement_of
-from reshard.placement.geometry import Rows
 from reshard.placement.portions import Taken, in_parts_of
 from reshard.source.source import UNSPLIT, Source
 
@@ -30,14 +29,7 @@ PIECE = 1 << 19
 _STEP = 8 << 20
 
 
-class Where(NamedTuple):
-    """Where an atom lies in Hugging Face's tensor: from byte ``offset`` on, in one piece or in rows."""
-
-    offset: int
-    rows: Rows | None
-
-
-Jobs = Mapping[str, Mapping[Where, Job]]
+Jobs = Mapping[str, Mapping[Rows, Job]]
 """The jobs that bring each of Hugging Face's tensors into memory, by what they bring of it."""
 
 
@@ -62,10 +54,10 @@ def _jobs(source: Source, wanted: Iterable[Mapping[str, tuple[tuple[int, ...], T
     for taken in wanted:
         target = _taken_apart(target, taken)
     places = {tensor.name: TargetPlace(TargetFile(Path(tensor.name), b"", 0), 0) for tensor in source.unsplit.tensors}
-    found: dict[str, dict[Where, Job]] = {name: {} for name in places}
+    found: dict[str, dict[Rows, Job]] = {name: {} for name in places}
     for job in jobs_of(source, target, {0: places}):
-        place = job.target(0)
-        found[job.name][Where(place.offset, place.rows)] = job
+        (rows,) = job.transfer.written
+        found[job.name][rows._replace(offset=job.target(0).offset + rows.offset)] = job
     return found
 
 
@@ -108,7 +100,7 @@ class Side:
                 self._reader.ahead.done()
 
     def _flat(self, job: Job, slab: Slab) -> Iterator[Bytes]:
-        starts, at = {region.rank: region.offset for region in slab.reads}, 0
+        at = 0
         for copy in slab.copies:
             part = copy.target_slices[0]
             if part.start != at:
@@ -119,14 +111,16 @@ class Side:
                 if copy.source is None:
                     data[:] = 0
                 else:
-                    start = starts[copy.source] + copy.source_slices[0].start + begin
-                    self._reader.fill_from(job.source(copy.source), start, data)
+                    region = slab.reads[copy.source]
+                    place = job.source(region.rank)
+                    for offset, first, length in region.ranges(copy.source_slices[0].start + begin, data.size):
+                        self._reader.fill(data[first : first + length], place.file, place.offset + offset)
                 yield data
 
     def _block(self, job: Job, slab: Slab) -> Iterator[Bytes]:
         (region,) = slab.writes
         block: Bytes = np.empty(region.shape, np.uint8)
-        fill(job, slab, self._reader, {region.rank: block})
+        fill(job, slab, self._reader, [block])
         yield block.reshape(-1)
 
 

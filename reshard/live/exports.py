@@ -58,13 +58,9 @@ def document(plan: Routes) -> Iterator[dict[str, Any]]:
                     yield {
                         "step": step, "from": sender, "to": receiver, "tensor": part.move.atom.tensor,
                         "dtype": part.move.dtype, "shape": list(here.shape),
-                        "source": _view(part.move.held.stored.name, here),
-                        "target": _view(part.move.wanted.stored.name_on(part.target), there),
+                        "source": {"tensor": here.name, "offset": here.offset, "stride": [*here.stride]},
+                        "target": {"tensor": there.name, "offset": there.offset, "stride": [*there.stride]},
                     }  # fmt: skip
-
-
-def _view(name: str, view: Any) -> dict[str, Any]:
-    return {"tensor": name, "offset": view.storage_offset(), "stride": list(view.stride())}
 
 
 def _rooms(side: Side, rank: int) -> dict[str, list[Any]]:

@@ -20,14 +20,13 @@ from formats.errors import PlanError
 from formats.files.safetensors import DTYPE_BITS
 from formats.notation.axes import Run
 from reshard.live.meshes import TRAINERS, Target, arranged, held_on
-from reshard.live.sides import Live, Side, blocks_between, by_rules, live_side, whole
-from reshard.mesh.plan import Box, Layout
+from reshard.live.sides import Live, Side, by_rules, live_side, whole
 from reshard.model.model import Model
 from reshard.move.elements import conversion
 from reshard.move.moves import check_atoms
 from reshard.placement.arrangement import same_atoms
-from reshard.placement.common_dimensions import Groups, over
-from reshard.placement.stored import Atom, Placed
+from reshard.placement.pieces import Piece, Runs, Spread
+from reshard.placement.stored import Atom, Placed, blocks_of
 from reshard.text import Result, align, human_bytes, human_time, plural
 from reshard.version import __version__
 
@@ -50,11 +49,14 @@ class Span(NamedTuple):
 class Block(NamedTuple):
     """Elements of an atom that some holders have, any of which may send them, and others want.
 
-    ``spans`` has the ranges of each dimension: all products of them are moved. ``numel`` is their number.
+    ``held`` and ``wanted`` have the number of the piece of each source and each target that has them. ``spans`` has the
+    ranges of each dimension: all products of them are moved. ``numel`` is the number of elements.
     """
 
     sources: tuple[int, ...]
+    held: tuple[int, ...]
     targets: tuple[int, ...]
+    wanted: tuple[int, ...]
     spans: tuple[tuple[Span, ...], ...]
     numel: int
 
@@ -63,13 +65,12 @@ class Block(NamedTuple):
 class Way:
     """How an atom goes from one side to the other; atoms that lie alike share it.
 
-    ``before`` and ``after`` are its layouts on both sides, with the dimensions ``groups``.
+    ``before`` and ``after`` are its spreads on both sides, with the same dimensions.
     """
 
     number: int
-    groups: Groups
-    before: Layout
-    after: Layout
+    before: Spread
+    after: Spread
     blocks: tuple[Block, ...]
 
     @cached_property
@@ -134,7 +135,7 @@ class Routes(Result):
             way = move.way
             if way.number not in told:
                 told.add(way.number)
-                hashed.update(json.dumps([way.number, way.groups, [*way.blocks]]).encode())
+                hashed.update(json.dumps([way.number, [*way.blocks]]).encode())
             names = (move.held.stored.name, move.wanted.stored.name, move.held.number, move.wanted.number)
             hashed.update(json.dumps([*move.atom, *names, way.number, move.dtype, move.senders]).encode())
         return hashed.hexdigest()
@@ -222,8 +223,8 @@ def between(
         target = held_on(model, target)
     there = whole(model, target) if isinstance(target, Live) else arranged(model, target)
     own, other = same_atoms(whole(model, source), there)
-    wanted = live_side(target, other, own) if isinstance(target, Live) else by_rules(other)
-    return routes(live_side(source, own, other), wanted, bucket=bucket, hosts=hosts)
+    wanted = live_side(target, other) if isinstance(target, Live) else by_rules(other)
+    return routes(live_side(source, own), wanted, bucket=bucket, hosts=hosts)
 
 
 def routes(source: Side, target: Side, *, bucket: int = BUCKET, hosts: Sequence[str] = ()) -> Routes:
@@ -320,17 +321,23 @@ class _Planning:
 
     def _ways_of(self, held: Placed, wanted: Placed, item: int) -> tuple[Way, ...]:
         """The way of an atom; several, one for each part, if it is larger than a bucket."""
-        key = (held.layout, wanted.layout, held.portion, wanted.portion, held.zeros, wanted.zeros, item)
+        blocks = blocks_of(held, wanted)
+        if blocks is None:
+            raise PlanError(
+                f"tensor '{held.stored.name}' is divided by blocks of scales, which live ranks cannot exchange",
+                "push a model that is not quantized",
+            )
+        before, after = held.spread(blocks), wanted.spread(blocks)
+        key = (before, after, item)
         if key not in self._ways:
-            groups = blocks_between(held, wanted)
-            before, after = over(held, groups), over(wanted, groups)
-            largest = max((math.prod(box.shape) for of in (before, after) for box in of.boxes.values()), default=0)
+            shapes = (piece.shape for side in (before, after) for of in side.pieces.values() for piece in of)
+            largest = max(map(math.prod, shapes), default=0)
             windows = _windows(before.full, -(-largest * item // self._bucket))
             ways = []
             for window in windows:
-                blocks = tuple(_blocks(before, after, window))
-                _check_covered(held, wanted, blocks, after, window)
-                ways.append(Way(self._count, groups, before, after, blocks))
+                common = tuple(_blocks(before, after, window))
+                _check_covered(held, wanted, common, after, window)
+                ways.append(Way(self._count, before, after, common))
                 self._count += 1
             self._ways[key] = tuple(ways)
         return self._ways[key]
@@ -356,22 +363,24 @@ def _windows(full: Sequence[int], count: int) -> Sequence[_Window]:
     return [(*whole[:dim], part, *whole[dim + 1 :]) for part in parts]
 
 
-def _blocks(before: Layout, after: Layout, window: _Window) -> Iterator[Block]:
-    """What goes from where to where: for each part that differs between holders, on both sides."""
+def _blocks(before: Spread, after: Spread, window: _Window) -> Iterator[Block]:
+    """What goes from where to where: for each piece that differs between holders, on both sides."""
     sources, targets = _alike(before), _alike(after)
     for held, holders in sources.items():
         for wanted, wanting in targets.items():
             spans = tuple(map(spans_of, held, wanted, window))
             if all(spans):
                 numel = math.prod(sum(span.length for span in dim) for dim in spans)
-                yield Block(tuple(holders), tuple(wanting), spans, numel)
+                ends = [tuple(each[i] for each in of) for of in (holders, wanting) for i in (0, 1)]
+                yield Block(ends[0], ends[1], ends[2], ends[3], spans, numel)
 
 
-def _alike(layout: Layout) -> Mapping[tuple[tuple[Run, ...], ...], list[int]]:
-    """The holders of each part of an atom."""
-    found: dict[tuple[tuple[Run, ...], ...], list[int]] = {}
-    for holder, box in layout.boxes.items():
-        found.setdefault(box.dims, []).append(holder)
+def _alike(spread: Spread) -> Mapping[tuple[Runs, ...], list[tuple[int, int]]]:
+    """The holders of pieces with the same elements, each with the number of its piece."""
+    found: dict[tuple[Runs, ...], list[tuple[int, int]]] = {}
+    for holder, pieces in spread.pieces.items():
+        for number, piece in enumerate(pieces):
+            found.setdefault(piece.runs, []).append((holder, number))
     return found
 
 
@@ -396,14 +405,14 @@ def spans_of(held: tuple[Run, ...], wanted: tuple[Run, ...], window: Run) -> tup
     return tuple(found)
 
 
-def _check_covered(held: Placed, wanted: Placed, blocks: Sequence[Block], after: Layout, window: _Window) -> None:
+def _check_covered(held: Placed, wanted: Placed, blocks: Sequence[Block], after: Spread, window: _Window) -> None:
     """Raise PlanError unless each target gets each of its elements once; what is padding, it has for itself."""
     got: dict[int, int] = {}
     for block in blocks:
         for target in block.targets:
             got[target] = got.get(target, 0) + block.numel
-    for target, box in after.boxes.items():
-        should = _inside(box, window)
+    for target, pieces in after.pieces.items():
+        should = sum(_inside(piece, window) for piece in pieces)
         if got.get(target, 0) != should:
             raise PlanError(
                 f"tensor '{held.stored.name}': a target rank wants {should:,} elements of '{wanted.stored.name}', and "
@@ -411,9 +420,9 @@ def _check_covered(held: Placed, wanted: Placed, blocks: Sequence[Block], after:
             )
 
 
-def _inside(box: Box, window: _Window) -> int:
-    """The elements of a part within a window, without padding."""
+def _inside(piece: Piece, window: _Window) -> int:
+    """The elements of a piece within a window, without padding."""
     return math.prod(
         sum(max(0, min(run.end, part.end) - max(run.offset, part.offset)) for run in runs)
-        for runs, part in zip(box.dims, window, strict=True)
+        for runs, part in zip(piece.runs, window, strict=True)
     )

@@ -8,7 +8,6 @@ for each product of runs, with numbers of their own in place of file numbers.
 from __future__ import annotations
 
 import itertools
-import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,8 +25,6 @@ from reshard.live.held import Held
 from reshard.model.binding import bind
 from reshard.model.model import Model
 from reshard.placement.arrangement import Arrangement, on_mesh
-from reshard.placement.chunks import InChunks, stored_dims
-from reshard.placement.common_dimensions import Groups, blocks_of
 from reshard.placement.geometry import Geometry
 from reshard.placement.program_plan import program_plan
 from reshard.placement.stored import Atom, Placed, Stored
@@ -156,20 +153,18 @@ def by_rules(arrangement: Arrangement) -> Side:
     return Side(arrangement, arrangement.placed, arrangement.plan.mesh.size)
 
 
-def live_side(live: Live, own: Arrangement, other: Arrangement) -> Side:
-    """The side that live ranks are. ``own`` is their arrangement, unsplit, ``other`` that of the other side.
+def live_side(live: Live, own: Arrangement) -> Side:
+    """The side that live ranks are. ``own`` is their arrangement, unsplit, in the atoms of the other side.
 
-    Both are taken apart into the same atoms. Where the other side stores factors in another order, chunks are cut so
-    that each is a product of runs there, too. Raises MismatchError if ranks lack something or hold something else.
+    Raises MismatchError if ranks lack something or hold something else.
     """
-    cuts = _Cuts(own, other)
     found: dict[str, list[tuple[int, int, Runs]]] = {}
     dtypes: dict[str, str] = {}
     for rank, held, name, lead in live.stored():
         found.setdefault(name, []).append((rank, lead, held.runs[lead:]))
         dtypes[name] = held.dtype
-    alike = {name: (tuple(parts), cuts.of(name)) for name, parts in found.items()}
-    known = {key: _by_rank(*key) for key in dict.fromkeys(alike.values())}
+    alike = {name: tuple(parts) for name, parts in found.items()}
+    known = {key: _by_rank(key) for key in dict.fromkeys(alike.values())}
     width = max((len(pieces) for of in known.values() for pieces in of.values()), default=1)
     numbered = {
         key: {rank * width + i: each for rank, pieces in of.items() for i, each in enumerate(pieces)}
@@ -177,13 +172,13 @@ def live_side(live: Live, own: Arrangement, other: Arrangement) -> Side:
     }
     chunks = {key: {holder: chunk for holder, (chunk, _) in of.items()} for key, of in numbered.items()}
     places = {key: {holder: piece for holder, (_, piece) in of.items()} for key, of in numbered.items()}
-    stored = _in_chunks(own, {name: chunks[key] for name, key in alike.items()}, len(live.ranks) * width)
+    stored = _in_chunks(own, {name: chunks[key] for name, key in alike.items()})
     placed = {atom: Placed(stored[each.stored.name], each.number) for atom, each in own.placed.items()}
     pieces = {name: places[key] for name, key in alike.items()}
     return Side(own, placed, len(live.ranks), width, pieces, dtypes, live)
 
 
-def _by_rank(parts: Sequence[tuple[int, int, Runs]], cut: Sequence[_Cut]) -> dict[int, list[tuple[Chunk, Piece]]]:
+def _by_rank(parts: Sequence[tuple[int, int, Runs]]) -> dict[int, list[tuple[Chunk, Piece]]]:
     """The chunks of a stored tensor that each rank has, given the parts of all ranks.
 
     All are cut wherever one of them begins or ends, so that two chunks are equal or have nothing in common.
@@ -195,15 +190,15 @@ def _by_rank(parts: Sequence[tuple[int, int, Runs]], cut: Sequence[_Cut]) -> dic
         for of in zip(*(runs for _, _, runs in parts), strict=True)
     ]
     for rank, lead, runs in parts:
-        found.setdefault(rank, []).extend(_pieces(runs, numbers[rank], lead, edges, cut))
+        found.setdefault(rank, []).extend(_pieces(runs, numbers[rank], lead, edges))
         numbers[rank] += 1
     return found
 
 
-def _in_chunks(own: Arrangement, chunks: Mapping[str, Mapping[int, Chunk]], holders: int) -> dict[str, Stored]:
+def _in_chunks(own: Arrangement, chunks: Mapping[str, Mapping[int, Chunk]]) -> dict[str, Stored]:
     """An arrangement's tensors as chunks on holders. Raises MismatchError."""
     found: dict[str, Stored] = {}
-    known: dict[tuple[object, ...], InChunks] = {}
+    known: dict[tuple[object, ...], Geometry] = {}
     names = {each.stored.name for _, each in own.copies}
     for each in own.stored:
         if each.name not in chunks:
@@ -216,7 +211,7 @@ def _in_chunks(own: Arrangement, chunks: Mapping[str, Mapping[int, Chunk]], hold
         if key not in known:
             whole = each.constant.shape if each.constant else each.geometry.shape(0) or ()
             check_tiling(each.name, dict(enumerate(dict.fromkeys(at.values()))), whole, _WHERE)
-            known[key] = InChunks(each.geometry, at, holders)
+            known[key] = each.geometry.in_chunks(at)
         found[each.name] = each._replace(geometry=known[key])
     strange = chunks.keys() - found.keys()
     if strange:
@@ -224,129 +219,18 @@ def _in_chunks(own: Arrangement, chunks: Mapping[str, Mapping[int, Chunk]], hold
     return found
 
 
-def _pieces(
-    held: Runs, part: int, lead: int, edges: Sequence[Sequence[int]], cut: Sequence[_Cut]
-) -> Iterator[tuple[Chunk, Piece]]:
-    """A part as chunks: all products of its runs, which are cut at ``edges``, and further where ``cut`` says."""
+def _pieces(held: Runs, part: int, lead: int, edges: Sequence[Sequence[int]]) -> Iterator[tuple[Chunk, Piece]]:
+    """A part as chunks: all products of its runs, which are cut at ``edges``."""
     dims = []
-    for runs, of, where in itertools.zip_longest(held, edges, cut):
+    for runs, of in zip(held, edges, strict=True):
         at, found = 0, []
         for run in runs:
             inside = of[bisect_right(of, run.offset) : bisect_left(of, run.end)]
-            ends = {run.offset, *inside, run.end}
-            for a, b in itertools.pairwise(sorted(ends)) if where else ():
-                ends |= {*where.ends(Run(a, b - a))}
-            found += [(Run(a, b - a), at + a - run.offset) for a, b in itertools.pairwise(sorted(ends))]
+            ends = sorted({run.offset, *inside, run.end})
+            found += [(Run(a, b - a), at + a - run.offset) for a, b in itertools.pairwise(ends)]
             at += run.length
         dims.append(found)
     for product in itertools.product(*dims):
         chunk = Chunk(tuple(run.offset for run, _ in product), tuple(run.length for run, _ in product))
         if 0 not in chunk.shape:
             yield chunk, Piece(part, lead, tuple(local for _, local in product), chunk.shape)
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """Where runs of a stored dimension are cut, so that pieces are products of runs of its blocks.
-
-    ``row`` is the length of what lies behind the first factors, if they are apart. ``slots`` has, for what is joined
-    there, where it begins, where it ends, and the lengths of the blocks behind each of its blocks but the last.
-    """
-
-    row: int
-    slots: tuple[tuple[int, int, tuple[int, ...]], ...]
-
-    def ends(self, run: Run) -> Iterator[int]:
-        """The indices at which a run is cut."""
-        yield from _ends(run, (self.row,))
-        for begin in range(run.offset // self.row * self.row, run.end, self.row):
-            for first, last, inner in self.slots:
-                a, b = max(run.offset - begin, first), min(run.end - begin, last)
-                if a < b and inner:
-                    yield from (begin + first + end for end in _ends(Run(a - first, b - a), inner))
-
-
-def _ends(run: Run, inner: Sequence[int]) -> Iterator[int]:
-    """Where a run is cut, so that each piece is a product of runs of factors; ``inner`` has the lengths behind them."""
-    if not inner or not run.length:
-        return
-    first, last = -(-run.offset // inner[0]) * inner[0], run.end // inner[0] * inner[0]
-    if first > last:
-        base = last
-        yield from (base + end for end in _ends(Run(run.offset - base, run.length), inner[1:]))
-        return
-    yield from (first, last)
-    yield from (
-        first - inner[0] + end for end in _ends(Run(run.offset - first + inner[0], first - run.offset), inner[1:])
-    )
-    yield from (last + end for end in _ends(Run(0, run.end - last), inner[1:]))
-
-
-class _Cuts:
-    """Where the live tensors of an arrangement are cut further, given the other side's arrangement."""
-
-    def __init__(self, own: Arrangement, other: Arrangement) -> None:
-        self._stored = {each.name: each for each in own.stored}
-        self._other = other
-        self._known: dict[tuple[object, ...], tuple[_Cut, ...]] = {}
-
-    def of(self, name: str) -> tuple[_Cut, ...]:
-        """For each dimension of a stored tensor."""
-        stored = self._stored.get(name)
-        if stored is None or stored.constant is not None or not stored.atoms:
-            return ()
-        geometry = stored.geometry
-        assert geometry.chunks is None
-        slots = len(geometry.portions)
-        wanted = [self._other.placed.get(atom) for atom in stored.atoms[:slots]]
-        key = (geometry, *(each and each.portion for each in wanted))
-        if key not in self._known:
-            self._known[key] = tuple(self._cuts(geometry, wanted))
-        return self._known[key]
-
-    @staticmethod
-    def _cuts(geometry: Geometry, wanted: Sequence[Placed | None]) -> Iterator[_Cut]:
-        portions, whole = geometry.portions, InChunks(geometry, {}, 0)
-        inner = [_inner(geometry, slot, other) for slot, other in enumerate(wanted)]
-        if geometry.is_stack:
-            yield _Cut(1, ())
-        for dim in range(len(portions[0].counts)):
-            if dim == portions[0].dim and len(portions) > 1:
-                extents = [whole.extent(0, slot) for slot in range(len(portions))]
-                found = [(begin, end, of[dim]) for (begin, end, _), of in zip(extents, inner, strict=True)]
-                yield _Cut(extents[0][2], tuple(found))
-            else:
-                size = (geometry.shape(0) or ())[dim + geometry.is_stack]
-                yield _Cut(max(size, 1), tuple((0, size, of[dim]) for of in inner))
-
-
-def _inner(geometry: Geometry, slot: int, wanted: Placed | None) -> list[tuple[int, ...]]:
-    """For each stored dimension, the lengths of what lies behind each of an atom's blocks there but the last."""
-    portion, layout = geometry.portions[slot], geometry.layouts[slot]
-    dims = [*stored_dims(geometry.portions, slot)]
-    if wanted is None or sorted(wanted.portion.order) != sorted(portion.order):
-        return [()] * len(portion.counts)
-    blocks = blocks_between(Placed(Stored("", "", geometry, ()), slot), wanted)
-    if len(dims) > len(portion.counts):  # what is before the joined factors
-        del dims[portion.dim]
-    found = []
-    for factors in dims:
-        lengths = [math.prod(layout.padded[factor] for factor in block) for block in blocks if block[0] in factors]
-        found.append(tuple(math.prod(lengths[place:]) for place in range(1, len(lengths))))
-    return found
-
-
-def blocks_between(held: Placed, wanted: Placed) -> Groups:
-    """The blocks of an atom's factors that are together on both sides. Raises PlanError if the sides do not fit."""
-    source, target = held.portion.order, wanted.portion.order
-    if sorted(source) != sorted(target):
-        raise PlanError(
-            f"tensor '{held.stored.name}' is divided by blocks of scales, which live ranks cannot exchange",
-            "push a model that is not quantized",
-        )
-    starts = {dim[0] for side in (held, wanted) for dim in _stored_dims(side) if dim}
-    return blocks_of(source, target, starts)
-
-
-def _stored_dims(placed: Placed) -> Groups:
-    return stored_dims(placed.stored.geometry.portions, placed.number)

@@ -9,16 +9,11 @@ from typing import NamedTuple
 
 import torch
 
-from formats.notation.axes import Run
 from formats.torch_dtypes import TORCH_DTYPES
 from reshard.live.routing import Part
 from reshard.live.sides import Side
-from reshard.mesh.plan import Layout
 from reshard.move.elements import conversion
-from reshard.placement.chunks import InChunks, in_two, stored_dims
-from reshard.placement.common_dimensions import Groups
-from reshard.placement.geometry import Geometry
-from reshard.placement.stored import Placed
+from reshard.placement.stored import Stored
 
 Tensors = Mapping[str, Sequence[torch.Tensor]]
 """A rank's tensors by the names of stored tensors; a live rank may have several parts of one."""
@@ -76,40 +71,65 @@ class Blocks:
         at = 0
         for part in self._parts:
             size = TORCH_DTYPES[part.move.dtype].itemsize
-            placed, holder = (part.move.held, part.source) if self._sends else (part.move.wanted, part.target)
-            name, number = base_of(self._side, placed, holder)
-            first = tensors[name][number].storage_offset()
-            for view in block_views(part, self._side, tensors, sends=self._sends):
-                shape = tuple(view.shape)
+            for name, number, shape, stride, offset in block_views(part, self._side, tensors, sends=self._sends):
                 packed = tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
-                yield _View(
-                    part,
-                    name,
-                    number,
-                    shape,
-                    view.stride(),
-                    int(view.storage_offset()) - int(first),
-                    at // size,
-                    packed,
-                )
-                at += view.numel() * size
+                yield _View(part, name, number, shape, stride, offset, at // size, packed)
+                at += math.prod(shape) * size
 
 
-def block_views(part: Part, side: Side, tensors: Tensors, *, sends: bool) -> Iterator[torch.Tensor]:
+class BlockView(NamedTuple):
+    """A block as a view of one of a rank's tensors: of that name, and that number among those of the name. ``offset``
+    is from the tensor's first element on.
+    """
+
+    name: str
+    number: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+def block_views(part: Part, side: Side, tensors: Tensors, *, sends: bool) -> Iterator[BlockView]:
     """The blocks of a part on one side, as views of the rank's own tensors: alike in number and shape on both sides."""
-    move, way = part.move, part.move.way
+    way, block = part.move.way, part.block
     if sends:
-        view = atom_view(side, move.held, part.source, tensors, way.groups, way.before)
-        ranges = [[(span.source, span.length) for span in dim] for dim in part.block.spans]
+        placed, holder, piece = part.move.held, part.source, block.held[block.sources.index(part.source)]
+        spread, ranges = way.before, [[(span.source, span.length) for span in dim] for dim in block.spans]
     else:
-        view = atom_view(side, move.wanted, part.target, tensors, way.groups, way.after)
-        ranges = [[(span.target, span.length) for span in dim] for dim in part.block.spans]
+        placed, holder, piece = part.move.wanted, part.target, block.wanted[block.targets.index(part.target)]
+        spread, ranges = way.after, [[(span.target, span.length) for span in dim] for dim in block.spans]
+    name, number, chunk = _chunk(side, placed.stored, holder, tensors)
+    own, first = spread.pieces[holder][piece], placed.stored.geometry.first(holder, placed.number)
+
+    def moved(elements: int) -> int:
+        """How far it is from the chunk's first element to another, in the tensor that it is a view of."""
+        found = 0
+        for size, stride in zip(reversed(chunk.shape), reversed(chunk.stride()), strict=True):
+            elements, index = divmod(elements, size)
+            found += index * stride
+        return found
+
+    strides = [moved(stride) if size > 1 else 0 for size, stride in zip(own.shape, own.strides, strict=True)]
+    base = int(chunk.storage_offset() - tensors[name][number].storage_offset()) + moved(first + own.base)
     for product in itertools.product(*ranges):
-        block = view
-        for dim, (begin, length) in enumerate(product):
-            if length != block.shape[dim]:
-                block = block.narrow(dim, begin, length)
-        yield block
+        offset = base + sum(begin * stride for (begin, _), stride in zip(product, strides, strict=True))
+        yield BlockView(name, number, tuple(length for _, length in product), tuple(strides), offset)
+
+
+def _chunk(side: Side, stored: Stored, holder: int, tensors: Tensors) -> tuple[str, int, torch.Tensor]:
+    """What a holder has of a stored tensor: the tensor of its rank, by its name and its number among those of this
+    name; and all of it or, on a live side, the holder's chunk, as a view.
+    """
+    if side.pieces is None:
+        return stored.name_on(holder), 0, tensors[stored.name_on(holder)][0]
+    piece = side.pieces[stored.name][holder]
+    tensor = tensors[stored.name][piece.part]
+    for _ in range(piece.lead):
+        tensor = tensor.select(0, 0)
+    for dim, (begin, length) in enumerate(zip(piece.at, piece.shape, strict=True)):
+        if length != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, begin, length)
+    return stored.name, piece.part, tensor
 
 
 def _converted(part: Part, block: torch.Tensor, stored: str) -> torch.Tensor:
@@ -120,99 +140,3 @@ def _converted(part: Part, block: torch.Tensor, stored: str) -> torch.Tensor:
     edit = conversion(move.atom.tensor, move.dtype, stored, function)
     raw = block.contiguous().view(torch.uint8).view(*block.shape, block.itemsize).cpu().numpy()
     return torch.from_numpy(edit(raw)).view(TORCH_DTYPES[stored]).view(block.shape).to(block.device)
-
-
-def atom_view(
-    side: Side, placed: Placed, holder: int, tensors: Tensors, groups: Groups, layout: Layout
-) -> torch.Tensor:
-    """An atom's part on a holder, as a view of the rank's own tensor, with a dimension for each of ``groups``."""
-    geometry, (place, slot) = placed.stored.geometry, divmod(placed.number, len(placed.stored.geometry.portions))
-    tensor = chunk_view(side, placed, holder, tensors)
-    lengths = dict(zip(groups, layout.boxes[holder].shape, strict=True))
-    if geometry.chunks is None:
-        stack, lead, begin, own = _in_geometry(geometry, holder, place, slot)
-    else:
-        stack, lead, begin, own = _in_chunk(geometry, holder, place, slot)
-    portion = geometry.portions[slot]
-    if stack is not None:
-        tensor = tensor.select(0, stack)
-    if len(geometry.portions) > 1 and portion.counts:
-        if portion.lead:
-            tensor = _split(tensor, portion.dim, (lead, tensor.shape[portion.dim] // max(lead, 1)))
-        tensor = tensor.narrow(portion.dim + bool(portion.lead), begin, own)
-    elif len(geometry.portions) > 1:  # numbers, joined to a vector
-        tensor = tensor.narrow(0, slot, 1).squeeze(0)
-    order: list[tuple[int, ...]] = []
-    at = 0
-    for factors in stored_dims(geometry.portions, placed.number):
-        blocks = [block for block in _in_stored_order(groups, portion.order) if block[0] in factors]
-        order += blocks
-        if len(blocks) == 1:
-            at += 1
-        elif blocks:
-            tensor = _split(tensor, at, [lengths[block] for block in blocks])
-            at += len(blocks)
-        else:
-            tensor = tensor.squeeze(at)
-    if not portion.counts and tensor.dim() > len(order):  # a scalar with shape [1]
-        tensor = tensor.reshape(())
-    return tensor.permute([order.index(block) for block in groups])
-
-
-def _split(tensor: torch.Tensor, dim: int, lengths: Sequence[int]) -> torch.Tensor:
-    """A view with several dimensions in place of one."""
-    return tensor.view(*tensor.shape[:dim], *lengths, *tensor.shape[dim + 1 :])
-
-
-def _in_stored_order(groups: Groups, order: Sequence[int]) -> Groups:
-    return tuple(sorted(groups, key=lambda block: order.index(block[0])))
-
-
-def base_of(side: Side, placed: Placed, holder: int) -> tuple[str, int]:
-    """The tensor of a holder's rank that has an atom: its name, and its number among those of this name."""
-    if side.pieces is None:
-        return placed.stored.name_on(holder), 0
-    return placed.stored.name, side.pieces[placed.stored.name][holder].part
-
-
-def chunk_view(side: Side, placed: Placed, holder: int, tensors: Tensors) -> torch.Tensor:
-    """A stored tensor on a holder: all that its rank has, or, on a live side, the holder's chunk."""
-    name, number = base_of(side, placed, holder)
-    tensor = tensors[name][number]
-    if side.pieces is None:
-        return tensor
-    piece = side.pieces[name][holder]
-    for _ in range(piece.lead):
-        tensor = tensor.select(0, 0)
-    for dim, (begin, length) in enumerate(zip(piece.at, piece.shape, strict=True)):
-        if length != tensor.shape[dim]:
-            tensor = tensor.narrow(dim, begin, length)
-    return tensor
-
-
-def _in_geometry(geometry: Geometry, rank: int, place: int, slot: int) -> tuple[int | None, int, int, int]:
-    """An atom's index in the rank's stack; of what is joined, the length before it, and its begin and length there."""
-    slots, portions = len(geometry.portions), geometry.portions
-    stack = sum(rank in geometry.layouts[i * slots].boxes for i in range(place)) if geometry.is_stack else None
-    inner, lead = [], 1
-    for number, portion in enumerate(portions):
-        factors = stored_dims(portions, number)
-        box = geometry.layouts[place * slots + number].boxes[rank]
-        found = [math.prod(sum(run.length for run in box.dims[f]) for f in factors[d]) for d in range(len(factors))]
-        if portion.lead and slots > 1:
-            lead = found[portion.dim]
-        inner.append(found[portion.dim + bool(portion.lead and slots > 1)] if found else 1)
-    return stack, lead, sum(inner[:slot]), inner[slot]
-
-
-def _in_chunk(geometry: InChunks, holder: int, place: int, slot: int) -> tuple[int | None, int, int, int]:
-    """The same in a chunk."""
-    chunk, portion = geometry.chunks[holder], geometry.portions[slot]
-    stack = place - chunk.offset[0] if geometry.is_stack else None
-    if len(geometry.portions) == 1 or not portion.counts:
-        return stack, 1, 0, 1
-    dim = portion.dim + geometry.is_stack
-    begin, end, total = geometry.extent(place, slot)
-    lead, inner = in_two(Run(chunk.offset[dim], chunk.shape[dim]), total)
-    first = max(inner.offset, begin)
-    return stack, lead.length, first - inner.offset, min(inner.end, end) - first

@@ -21,11 +21,10 @@ import torch
 from numpy.typing import NDArray
 
 from formats.errors import LiveError, PlanError
-from formats.files.safetensors import DTYPE_BITS
 from formats.torch_dtypes import TORCH_DTYPES
 from reshard.mesh.plan import make_plan
 from reshard.placement.arrangement import Arrangement, arrangement_of, same_atoms
-from reshard.placement.stored import Placed, Stored
+from reshard.placement.stored import Placed, Stored, blocks_of
 from reshard.source.source import UNSPLIT
 
 Ranges = NDArray[np.int64]
@@ -212,43 +211,33 @@ def by_rules(arrangement: Arrangement, rank: int) -> Iterator[tuple[Stored, Rang
         copies: list[Copied] = []
         for number, atom in enumerate(stored.atoms):
             placed = Placed(stored, number)
-            if stored.geometry.lies(rank, number) is not None and not placed.is_zero(rank):
+            if stored.geometry.has(rank, number) and not placed.is_zero(rank):
                 copies += _copies(whole.placed[atom], placed, rank, numbers[atom.tensor])
         yield stored, ranges(copies)
 
 
 def _copies(held: Placed, placed: Placed, rank: int, number: int) -> Iterator[Copied]:
     """What a rank has of an atom: a copy for each product of runs."""
-    if sorted(held.portion.order) != sorted(placed.portion.order):
+    blocks = blocks_of(held, placed)
+    if blocks is None:
         raise PlanError(f"'{placed.stored.name}' counts '{held.stored.name}' in blocks of another size")
-    sizes, dims = held.layout.full, placed.layout.boxes[rank].dims
-    (first, to), (begin, of) = _strides(placed, rank), _strides(held, 0)
+    before, after = held.spread(blocks), placed.spread(blocks)
+    (piece,), (own,) = before.pieces[0], after.pieces[rank]
     parts = []
-    for size, runs in zip(sizes, dims, strict=True):
+    for size, runs in zip(before.full, own.runs, strict=True):
         ends = itertools.accumulate((run.length for run in runs), initial=0)
         parts.append(
             [(at, run.offset, min(run.length, size - run.offset)) for at, run in zip(ends, runs, strict=False)]
         )
+    first, begin = (
+        of.base + each.stored.geometry.first(holder, each.number)
+        for of, each, holder in ((own, placed, rank), (piece, held, 0))
+    )
     for part in itertools.product(*parts):
         shape = tuple(max(length, 0) for _, _, length in part)  # what is behind the tensor's end is padding
-        into = first + sum(at * step for (at, _, _), step in zip(part, to, strict=True))
-        out_of = begin + sum(at * step for (_, at, _), step in zip(part, of, strict=True))
-        yield Copied(View(into, shape, to), number, View(out_of, shape, of))
-
-
-def _strides(placed: Placed, rank: int) -> tuple[int, tuple[int, ...]]:
-    """Where an atom begins in its stored tensor on a rank, and the stride of each of its factors, in elements."""
-    stored, layout, portion = placed.stored, placed.layout, placed.portion
-    lies = stored.geometry.lies(rank, placed.number)
-    assert lies is not None
-    bits = DTYPE_BITS[stored.dtype]
-    strides, step = [0] * len(portion.order), 1
-    for place, factor in reversed([*enumerate(portion.order)]):
-        if lies.rows is not None and place == portion.outer - 1:
-            step = lies.rows.stride * 8 // bits
-        strides[factor] = step
-        step *= sum(run.length for run in layout.boxes[rank].dims[factor])
-    return lies.base * 8 // bits, tuple(strides)
+        into = first + sum(at * step for (at, _, _), step in zip(part, own.strides, strict=True))
+        out_of = begin + sum(at * step for (_, at, _), step in zip(part, piece.strides, strict=True))
+        yield Copied(View(into, shape, own.strides), number, View(out_of, shape, piece.strides))
 
 
 def apart(loaded: Mapping[str, Sequence[Copied]], found: Mapping[str, Ranges]) -> list[str]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import numpy as np
 
 from reshard.move.jobs import Job
 from reshard.move.mover import check_slab
 from reshard.move.reading import Bytes, Reader
-from reshard.move.transfer import Slab
+from reshard.move.slabs import Slab
 
 
 def room(nbytes: int) -> Bytes:
@@ -17,24 +17,25 @@ def room(nbytes: int) -> Bytes:
     return np.empty(nbytes, dtype=np.uint8)
 
 
-def fill(job: Job, slab: Slab, reader: Reader, blocks: Mapping[int, Bytes]) -> None:
-    """Fill the regions that a slab writes, by rank. Raises CheckpointError, MismatchError."""
+def fill(job: Job, slab: Slab, reader: Reader, blocks: Sequence[Bytes]) -> None:
+    """Fill the regions that a slab writes. Raises CheckpointError, MismatchError."""
     if slab.is_flat and not slab.checks:
         _read_flat(job, slab, reader, blocks)
         return
-    read = {region.rank: reader.read(job.source(region.rank), region, room) for region in slab.reads}
+    read = [reader.read(job.source(region.rank), region, room) for region in slab.reads]
     check_slab(job, slab, read)
     for copy in slab.copies:
         blocks[copy.target][copy.target_slices] = copy.block(read)
 
 
-def _read_flat(job: Job, slab: Slab, reader: Reader, blocks: Mapping[int, Bytes]) -> None:
+def _read_flat(job: Job, slab: Slab, reader: Reader, blocks: Sequence[Bytes]) -> None:
     """Read plain byte ranges directly into the memory."""
-    starts = {region.rank: region.offset for region in slab.reads}
     for copy in slab.copies:
         block = blocks[copy.target][copy.target_slices]
         if copy.source is None:
             block[:] = 0
         else:
-            place = job.source(copy.source)
-            reader.fill_from(place, starts[copy.source] + copy.source_slices[0].start, block)
+            region = slab.reads[copy.source]
+            place = job.source(region.rank)
+            for offset, at, length in region.ranges(copy.source_slices[0].start, block.size):
+                reader.fill(block[at : at + length], place.file, place.offset + offset)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +16,9 @@ from numpy.typing import NDArray
 from formats.errors import CheckpointError, MismatchError
 from formats.notation.axes import Run
 from formats.quantization.stated_shapes import restated
-from reshard.mesh.plan import Layout
 from reshard.move.elements import Edit
-from reshard.move.transfer import Check, Copy, Region, Slab, Slices
+from reshard.move.slabs import Check, Copy, Region, Rows, Slab, Slices, rows_of
+from reshard.placement.pieces import Piece, Spread
 from reshard.placement.stored import Stated
 from reshard.source.source import Places
 
@@ -35,25 +36,36 @@ class Regrid:
     """
 
     def __init__(
-        self, source: Layout, target: Layout, steps: Sequence[tuple[int, int]], item_bits: int, ranks: frozenset[int]
+        self, source: Spread, target: Spread, steps: Sequence[tuple[int, int]], item_bits: int, ranks: frozenset[int]
     ) -> None:
-        """``source`` and ``target`` are layouts of the same scales; ``steps`` has the size of a scale block along each
+        """``source`` and ``target`` are spreads of the same scales; ``steps`` has the size of a scale block along each
         dimension, before and after; ``item_bits`` is the size of a scale in bits.
         """
         self._item, self._steps = item_bits // 8, steps
-        self._sources = {rank: _indices(box.dims) for rank, box in source.boxes.items()}
-        self._targets = {rank: _indices(box.dims) for rank, box in target.boxes.items() if rank in ranks}
+        sources = [(rank, piece) for rank, of in source.pieces.items() for piece in of]
+        targets = [(rank, piece) for rank, of in target.pieces.items() if rank in ranks for piece in of]
+        self._reads, self._writes = (tuple(self._region(*each) for each in of) for of in (sources, targets))
+        self._sources, self._targets = ([_indices(piece.runs) for _, piece in of] for of in (sources, targets))
+
+    @property
+    def written(self) -> tuple[Rows, ...]:
+        """The bytes that it writes of each piece of the target."""
+        return tuple(region.rows for region in self._writes)
+
+    @property
+    def in_one_piece(self) -> bool:
+        """Whether what it reads and writes of each rank lies in one piece."""
+        return not any(region.rows.outer for region in (*self._reads, *self._writes))
 
     def slabs(self, budget: int) -> Iterator[Slab]:
         """One step for the whole tensor, whatever the budget."""
-        reads = tuple(self._region(rank, held) for rank, held in self._sources.items())
-        writes = tuple(self._region(rank, held) for rank, held in self._targets.items())
-        copies = [copy for rank in self._targets for copy in self._copies(rank)]
-        checks = [check for rank in self._sources for check in self._checks(rank)]
-        yield Slab(reads, writes, tuple(copies), tuple(checks), is_flat=False)
+        copies = [copy for number in range(len(self._targets)) for copy in self._copies(number)]
+        checks = [check for number in range(len(self._sources)) for check in self._checks(number)]
+        yield Slab(self._reads, self._writes, tuple(copies), tuple(checks), is_flat=False)
 
-    def _region(self, rank: int, indices: Sequence[Indices]) -> Region:
-        return Region(rank, 0, (*(len(found) for found in indices), self._item))
+    def _region(self, rank: int, piece: Piece) -> Region:
+        rows = rows_of(piece, range(len(piece.shape)), self._item * 8)
+        return Region(rank, 0, (*piece.shape, self._item), rows)
 
     def _copies(self, target: int) -> Iterator[Copy]:
         """Each scale of a target comes from the source's scale block at the same indices: the first, if several."""
@@ -70,12 +82,12 @@ class Regrid:
             yield Check(source, here, other, there)
 
     def _holders(self, wanted: Sequence[Indices]) -> Iterator[tuple[int, Slices, Slices]]:
-        """The source ranks that together hold the wanted indices.
+        """The source's pieces that together have the wanted indices.
 
-        Each comes with the positions of its indices in ``wanted``, and their positions in the rank's own tensor.
+        Each comes with the positions of its indices in ``wanted``, and their positions in the piece.
         """
         covered = np.zeros([len(indices) for indices in wanted], dtype=bool)
-        for rank, held in self._sources.items():
+        for number, held in enumerate(self._sources):
             places = [np.flatnonzero(np.isin(indices, mine)) for indices, mine in zip(wanted, held, strict=True)]
             here = np.ix_(*places)
             if covered[here].all():
@@ -83,7 +95,7 @@ class Regrid:
             covered[here] = True
             triples = zip(held, wanted, places, strict=True)
             local = [np.searchsorted(mine, indices[at]) for mine, indices, at in triples]
-            yield rank, here, np.ix_(*local)
+            yield number, here, np.ix_(*local)
 
 
 def _first(blocks: Indices, step: int, other: int) -> Indices:
@@ -121,13 +133,26 @@ class Restate:
     places: Places
     ranks: frozenset[int]
 
+    in_one_piece: ClassVar[bool] = True
+
+    @property
+    def written(self) -> tuple[Rows, ...]:
+        """The bytes of the tensor, on each target rank."""
+        return (Rows(0, (), self.nbytes),) * len(self.ranks)
+
     def slabs(self, budget: int) -> Iterator[Slab]:
         """One step for the whole tensor, whatever the budget."""
-        first, *others = self.holders
-        copies = [Copy(first, _WHOLE, rank, _WHOLE, self._edit(first, self.after(rank))) for rank in self.ranks]
-        checks = [Check(rank, _WHOLE, first, _WHOLE, self._edit(rank, self.before(first))) for rank in others]
+        (first, *others), ranks = self.holders, sorted(self.ranks)
+        copies = [
+            Copy(0, _WHOLE, number, _WHOLE, self._edit(first, self.after(rank))) for number, rank in enumerate(ranks)
+        ]
+        checks = [
+            Check(number, _WHOLE, 0, _WHOLE, self._edit(rank, self.before(first)))
+            for number, rank in enumerate(others, 1)
+        ]
         reads, writes = (
-            tuple(Region(rank, 0, (self.nbytes,)) for rank in ranks) for ranks in (self.holders, sorted(self.ranks))
+            tuple(Region(rank, 0, (self.nbytes,), Rows(0, (), self.nbytes)) for rank in of)
+            for of in (self.holders, ranks)
         )
         yield Slab(reads, writes, tuple(copies), tuple(checks), is_flat=False)
 

@@ -9,6 +9,7 @@ from reshard.move.ahead import GAP
 from reshard.move.jobs import Job, Options, TargetFile, TargetPlace
 from reshard.move.moves import jobs_of
 from reshard.move.reading import needed
+from reshard.move.slabs import Way
 from reshard.placement.arrangement import Arrangement
 from reshard.source.source import Source, SourceFile, SourcePlace
 from reshard.store.remote import joined
@@ -22,14 +23,12 @@ def download_of(source: Source, target: Arrangement, rank: int) -> int:
     """
     nowhere = TargetPlace(TargetFile(Path(), b"", 0), 0)
     places = {rank: {stored.name_on(rank): nowhere for stored, _ in target.held(rank)}}
-    known: dict[tuple[object, ...], int] = {}
+    known: dict[Way, int] = {}
     total = 0
     for job in jobs_of(source, target, places, compare=False):
-        held = [job.sources(number) for number in range(len(source.ranks))]
-        key = (job.transfer, *(place and place.rows for place in held))
-        if key not in known:
-            known[key] = _fetched(job, held)
-        total += known[key]
+        if job.transfer not in known:
+            known[job.transfer] = _fetched(job, [job.sources(number) for number in range(len(source.ranks))])
+        total += known[job.transfer]
     return total
 
 

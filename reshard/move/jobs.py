@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from formats.files.checksum import PIECE, Crc, PartialSum
 from reshard.move.crc import Run
-from reshard.move.transfer import Way
-from reshard.placement.geometry import Rows
+from reshard.move.slabs import Way
 from reshard.source.source import Places, SourcePlace
 
 
@@ -53,11 +52,10 @@ class TargetFile:
 
 
 class TargetPlace(NamedTuple):
-    """A tensor's file and the offset of its first byte in it; ``rows`` if it does not lie in one piece."""
+    """A tensor's file and the offset of its first byte in it."""
 
     file: TargetFile
     offset: int
-    rows: Rows | None = None
 
 
 def place_in(ranks: Mapping[int, Mapping[str, TargetPlace]], name: str, rank: int) -> TargetPlace | None:
@@ -77,14 +75,12 @@ class Job(NamedTuple):
     targets: Callable[[int], TargetPlace | None]
     nbytes: int
     """Bytes of the full tensor."""
-    in_rows: bool = False
-    """Whether the tensor does not lie in one piece somewhere."""
     again: bool = False
     """Whether another job reads the same bytes, so that they count only once in the source's checksum."""
 
     def is_small(self, small: int) -> bool:
         """Whether it is moved together with others, where ``small`` is the size of the largest of these."""
-        return self.nbytes <= small and not self.in_rows
+        return self.nbytes <= small and self.transfer.in_one_piece
 
     def work(self, small: int) -> int:
         """A measure of the work: bytes plus a constant, because even a small tensor takes time."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -19,10 +19,10 @@ from formats.errors import MismatchError
 from formats.files.checksum import Part, PartialSum, sum_part
 from reshard.move.crc import Run, add_run, parts_within
 from reshard.move.jobs import Job, Options, TargetFile
-from reshard.move.reading import Bytes, Reader, Wanted, pieces, ranges
+from reshard.move.reading import Bytes, Reader, Wanted, pieces
+from reshard.move.slabs import Copy, Region, Slab
 from reshard.move.steps import Stretch, Window, stretches_of, windows
 from reshard.move.times import Clock, Moved
-from reshard.move.transfer import Copy, Region, Slab
 from reshard.move.workers import Report
 from reshard.source.source import SourceFile, SourcePlace
 from reshard.store.retries import Traffic
@@ -154,27 +154,27 @@ class Mover:
         reads, writes = _Runs[tuple[SourceFile, Wanted | None]](), _Runs[int]()
         ready = []
         for job, slab in steps:
-            places = [(region, job.target(region.rank)) for region in slab.writes]
-            wanted = frozenset([self._numbers[place.file] for _, place in places])
-            left = [(region, place) for region, place in places if not place.file.done]
+            places = [(number, region, job.target(region.rank)) for number, region in enumerate(slab.writes)]
+            wanted = frozenset([self._numbers[place.file] for _, _, place in places])
+            left = [each for each in places if not each[2].file.done]
             if wanted and not left:
                 continue
             sources = [(region, job.source(region.rank)) for region in slab.reads]
             summed = None if job.again else wanted
-            read = {region.rank: reads.add((place.file, summed), place.offset, region) for region, place in sources}
-            written = [(r.rank, writes.add(self._numbers[place.file], place.offset, r)) for r, place in left]
+            read = [reads.add((place.file, summed), place.offset, region) for region, place in sources]
+            written = [(i, writes.add(self._numbers[place.file], place.offset, r)) for i, r, place in left]
             ready.append((job, slab, read, written))
         for run in reads.make_room():
             file, self._wanted = run.key
             self._reader.fill(run.data, file, run.begin)
         filled = writes.make_room()
         for job, slab, read, written in ready:
-            found = {rank: span.data for rank, span in read.items()}
+            found = [span.data for span in read]
             check_slab(job, slab, found)
             self.clock.lap("checking")
-            for rank, span in written:
+            for number, span in written:
                 block = span.data
-                for copy in slab.copies_to[rank]:
+                for copy in slab.copies_to[number]:
                     block[copy.target_slices] = copy.block(found)
             self.clock.lap("arranging")
         for part in filled:
@@ -188,7 +188,7 @@ class Mover:
             return
         if not self._want(job, (region.rank for region in slab.writes)):
             return
-        read = {region.rank: self._reader.read(job.source(region.rank), region, arena.take) for region in slab.reads}
+        read = [self._reader.read(job.source(region.rank), region, arena.take) for region in slab.reads]
         check_slab(job, slab, read)
         self.clock.lap("checking")
         if slab.is_flat:
@@ -212,33 +212,31 @@ class Mover:
 
     def _stream(self, job: Job, slab: Slab) -> None:
         """Move plain byte ranges window by window: each is read once and written to all its targets."""
-        starts = {region.rank: region.offset for region in slab.writes}
-        for region in slab.reads:
-            place = job.source(region.rank)
+        for number, region in enumerate(slab.reads):
+            source = job.source(region.rank)
 
-            def move(window: Window, source: SourcePlace = place, start: int = region.offset) -> None:
-                if not self._want(job, (copy.target for copy in window.copies)):
+            def move(window: Window, source: SourcePlace = source, region: Region = region) -> None:
+                if not self._want(job, (slab.writes[copy.target].rank for copy in window.copies)):
                     return
                 self._arena.clear()
                 data = self._arena.take(window.end - window.begin)
-                part = self._reader.fill_from(source, start + window.begin, data)
+                read = region.ranges(window.begin, data.size)
+                parts = [self._reader.fill(data[at : at + n], source.file, source.offset + o) for o, at, n in read]
+                part = parts[0] if len(parts) == 1 else None
                 for copy in window.copies:
-                    (held,), (wanted,) = copy.source_slices, copy.target_slices
-                    place = job.target(copy.target)
-                    begin = starts[copy.target] + wanted.start + window.begin - held.start
-                    if place.file.done:
-                        continue
-                    if place.rows is None:
-                        part = self.write(place.file, place.offset + begin, data, part)
-                        continue
-                    for offset, at, length in ranges(place, begin, data.size):
-                        self.write(place.file, offset, data[at : at + length])
+                    target, begin = slab.writes[copy.target], copy.target_slices[0].start - copy.source_slices[0].start
+                    place = job.target(target.rank)
+                    for offset, at, n in target.ranges(begin + window.begin, data.size) if not place.file.done else ():
+                        if n == data.size:
+                            part = self.write(place.file, place.offset + offset, data, part)
+                        else:
+                            self.write(place.file, place.offset + offset, data[at : at + n])
 
-            found = windows([copy for copy in slab.copies if copy.source == region.rank], self._sizes.piece)
-            self._one_by_one(job, ((window.copies[0].target, window) for window in found), move)
+            found = windows([copy for copy in slab.copies if copy.source == number], self._sizes.piece)
+            self._one_by_one(job, ((slab.writes[window.copies[0].target].rank, window) for window in found), move)
         for copy in slab.copies:
             if copy.source is None:
-                self._write_zeros(job, copy, starts[copy.target])
+                self._write_zeros(job, slab.writes[copy.target], copy)
 
     def _one_by_one(self, job: Job, items: Iterable[tuple[int, T]], move: Callable[[T], None]) -> None:
         """Move items, each with its target rank; files that another process is writing to come last."""
@@ -254,48 +252,46 @@ class Mover:
             self._busy[number] = 0
             self._report_if_due()
 
-    def _write_zeros(self, job: Job, copy: Copy, offset: int) -> None:
-        if self._is_done(job, copy.target):
+    def _write_zeros(self, job: Job, region: Region, copy: Copy) -> None:
+        if self._is_done(job, region.rank):
             return
         part = copy.target_slices[0]
         zeros = np.zeros(min(self._sizes.piece, part.stop - part.start), dtype=np.uint8)
         for begin in range(part.start, part.stop, self._sizes.piece):
-            self._write_at(job, copy.target, offset + begin, zeros[: part.stop - begin])
+            self._write_at(job, region, begin, zeros[: part.stop - begin])
 
-    def _write_flat(self, job: Job, slab: Slab, read: dict[int, Bytes]) -> None:
-        offsets = {region.rank: region.offset for region in slab.writes}
+    def _write_flat(self, job: Job, slab: Slab, read: Sequence[Bytes]) -> None:
         for copy in slab.copies:
+            region = slab.writes[copy.target]
             if copy.source is None:
-                self._write_zeros(job, copy, offsets[copy.target])
-                continue
-            if self._is_done(job, copy.target):
-                continue
-            data = read[copy.source][copy.source_slices]
-            self._write_at(job, copy.target, offsets[copy.target] + copy.target_slices[0].start, data)
+                self._write_zeros(job, region, copy)
+            elif not self._is_done(job, region.rank):
+                self._write_at(job, region, copy.target_slices[0].start, read[copy.source][copy.source_slices])
 
-    def _write_blocks(self, job: Job, slab: Slab, read: dict[int, Bytes]) -> None:
+    def _write_blocks(self, job: Job, slab: Slab, read: Sequence[Bytes]) -> None:
         arena = self._arena
         mark = arena.used
 
-        def move(region: Region) -> None:
+        def move(number: int) -> None:
+            region = slab.writes[number]
             arena.clear(mark)
-            at = job.target(region.rank).offset + region.offset
+            at = job.target(region.rank).offset + region.rows.offset + region.offset
             block = arena.take(region.nbytes, at).reshape(region.shape)
-            for copy in slab.copies:
-                if copy.target == region.rank:
-                    block[copy.target_slices] = copy.block(read)
+            for copy in slab.copies_to[number]:
+                block[copy.target_slices] = copy.block(read)
             self.clock.lap("arranging")
-            self._write_at(job, region.rank, region.offset, block.reshape(-1))
+            self._write_at(job, region, 0, block.reshape(-1))
 
-        left = [(region.rank, region) for region in slab.writes if not self._is_done(job, region.rank)]
+        ranks = [region.rank for region in slab.writes]
+        left = [(rank, number) for number, rank in enumerate(ranks) if not self._is_done(job, rank)]
         self._one_by_one(job, left, move)
 
-    def _write_at(self, job: Job, rank: int, offset: int, data: Bytes) -> None:
-        """Write at ``offset`` (bytes) of a rank's tensor."""
-        place = job.target(rank)
-        for begin, piece in pieces(data, self._sizes.piece):
-            for there, at, length in ranges(place, offset + begin, piece.size):
-                self.write(place.file, there, piece[at : at + length])
+    def _write_at(self, job: Job, region: Region, begin: int, data: Bytes) -> None:
+        """Write from byte ``begin`` of a region on."""
+        place = job.target(region.rank)
+        for first, piece in pieces(data, self._sizes.piece):
+            for offset, at, length in region.ranges(begin + first, piece.size):
+                self.write(place.file, place.offset + offset, piece[at : at + length])
 
     def write(self, target: TargetFile, offset: int, data: Bytes, part: Part | None = None) -> Part | None:
         """Write at ``offset`` of a file; ``part`` is the sum of the data, if known. Returns the sum, if wanted."""
@@ -371,16 +367,16 @@ class _Arena:
         self.used = used
 
 
-def check_slab(job: Job, slab: Slab, read: Mapping[int, Bytes]) -> None:
+def check_slab(job: Job, slab: Slab, read: Sequence[Bytes]) -> None:
     """Check that replicas are equal and padding is zero. Raises MismatchError with the tensor and the files."""
     for check in slab.checks:
         block = check.block(read)
-        place = job.source(check.source)
+        place = job.source(slab.reads[check.source].rank)
         if check.other is None:
             if block.any():
                 raise MismatchError(f"{place.file.path}: the padding of tensor '{job.name}' is not zero")
         elif not np.array_equal(block, read[check.other][check.other_slices]):
-            other = job.source(check.other)
+            other = job.source(slab.reads[check.other].rank)
             raise MismatchError(
                 f"tensor '{job.name}' should be the same in {other.file.path} and {place.file.path}, but differs",
                 "the shards are damaged, or come from different runs",
@@ -426,7 +422,7 @@ class _Runs(Generic[K]):
 
     def add(self, key: K, offset: int, region: Region) -> _Span:
         """Add a region of the tensor that begins at ``offset`` (bytes) of a file."""
-        begin, run = offset + region.offset, self._last.get(key)
+        begin, run = offset + region.rows.offset + region.offset, self._last.get(key)
         if run is None or run.end != begin:
             run = self._last[key] = _Gathered(key, begin, begin)
             self._runs.append(run)

@@ -8,7 +8,7 @@ between the two sides is refused here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 
 from formats.errors import PlanError
@@ -18,12 +18,11 @@ from reshard.mesh.plan import make_plan
 from reshard.move.changes import Regrid, Restate
 from reshard.move.elements import Change
 from reshard.move.jobs import Job, TargetPlace, place_in
-from reshard.move.transfer import Transfer, Way
+from reshard.move.slabs import Transfer, Way
 from reshard.placement.arrangement import Arrangement, arrangement_of, same_atoms
-from reshard.placement.chunks import InChunks
-from reshard.placement.common_dimensions import Between, Groups, in_common
 from reshard.placement.geometry import Geometry
-from reshard.placement.stored import Atom, Placed
+from reshard.placement.pieces import Blocks
+from reshard.placement.stored import Atom, Placed, blocks_of
 from reshard.source.source import UNSPLIT, Places, Source, SourcePlace
 
 KEPT_RANK = -1
@@ -44,7 +43,7 @@ def jobs_of(source: Source, target: Arrangement, places: TargetPlaces, *, compar
     moves = _Moves(compare=compare, zeros=format is None or not format.padding.free)
     kept = _Kept(source, there, places)
     check_atoms(here, there)
-    ranks_of: dict[tuple[Geometry | InChunks, int], frozenset[int]] = {}
+    ranks_of: dict[tuple[Geometry, int], frozenset[int]] = {}
     for atom in kept.atoms if here.dropped or there.dropped else here.placed:
         found, wanted = here.placed.get(atom), there.placed.get(atom)
         if found is None or found.portion.function is not None:
@@ -86,13 +85,11 @@ def _ranks_of(placed: Placed, places: TargetPlaces) -> frozenset[int]:
     return frozenset(
         rank
         for rank, of_rank in places.items()
-        if stored.name_on(rank) in of_rank
-        and geometry.lies(rank, placed.number) is not None
-        and not placed.is_zero(rank)
+        if stored.name_on(rank) in of_rank and geometry.has(rank, placed.number) and not placed.is_zero(rank)
     )
 
 
-def _alike(placed: Placed) -> tuple[Geometry | InChunks, int, str]:
+def _alike(placed: Placed) -> tuple[Geometry, int, str]:
     """What is equal for atoms that lie alike in stored tensors."""
     return placed.stored.geometry, placed.number, placed.stored.dtype
 
@@ -102,9 +99,8 @@ class _Moves:
 
     def __init__(self, *, compare: bool, zeros: bool) -> None:
         self._compare, self._zeros = compare, zeros
-        self._known: dict[tuple[object, ...], tuple[Way, int, bool]] = {}
+        self._known: dict[tuple[object, ...], tuple[Way, int]] = {}
         self._ways: dict[tuple[object, ...], Way] = {}
-        self._common: dict[tuple[object, ...], Between] = {}
 
     def job(
         self,
@@ -120,54 +116,52 @@ class _Moves:
         key = (*_alike(held), *_alike(wanted), change, ranks)
         if key not in self._known:
             nbytes = tensor_bytes(atom.tensor, held.stored.dtype, held.layout.full)
-            self._known[key] = self._way(atom, held, wanted, change, ranks), nbytes, held.in_rows or wanted.in_rows
-        way, nbytes, in_rows = self._known[key]
+            self._known[key] = self._way(atom, held, wanted, change, ranks), nbytes
+        way, nbytes = self._known[key]
         stated, states = held.stored.stated, wanted.stored.stated
         if stated is not None and states is not None:  # the values of this tensor count
-            holders = sorted({*held.layout.boxes} - held.zeros)[: None if self._compare else 1]
+            holders = sorted(held.spread(blocks_of(held, held) or ()).pieces)[: None if self._compare else 1]
             way = Restate(atom.tensor, held.stored.dtype, nbytes, holders, stated, states, sources, ranks)
-        return Job(atom.tensor, way, sources, targets, nbytes, in_rows)
+        return Job(atom.tensor, way, sources, targets, nbytes)
 
     def _way(self, atom: Atom, held: Placed, wanted: Placed, change: Change | None, ranks: frozenset[int]) -> Way:
-        before, after, order, groups = self._between(held, wanted)
-        dtype = held.stored.dtype
-        key = (before, after, dtype, order, change, ranks)
-        if key not in self._ways:
-            bits = DTYPE_BITS[dtype]
-            if before.full == after.full:
-                self._ways[key] = Transfer(
-                    before, after, bits, ranks, compare=self._compare, zeros=self._zeros, order=order, change=change
-                )
-            else:
-                steps = _steps(held, wanted, groups)
-                if order or change or steps is None:
-                    raise PlanError(
-                        f"tensor '{atom.tensor}' has the shape {list(before.full)} in the one format and "
-                        f"{list(after.full)} in the other, and cannot be brought from the one into the other",
-                        "write it as huggingface first",
-                    )
-                self._ways[key] = Regrid(before, after, steps, bits, ranks)
-        return self._ways[key]
-
-    def _between(self, held: Placed, wanted: Placed) -> Between:
-        """How an atom lies before and after, with the same dimensions."""
-        key = (held.layout, wanted.layout, held.portion, wanted.portion, held.zeros, wanted.zeros)
-        if key not in self._common:
-            self._common[key] = in_common(held, wanted)
-        return self._common[key]
+        blocks = blocks_of(held, wanted)
+        if blocks is None:
+            raise _shapes_differ(atom, held.layout.full, wanted.layout.full)
+        before, after = held.spread(blocks), wanted.spread(blocks)
+        key, bits = (before, after, held.stored.dtype, change, ranks), DTYPE_BITS[held.stored.dtype]
+        if key in self._ways:
+            return self._ways[key]
+        if before.full == after.full:
+            way: Way = Transfer(before, after, bits, ranks, compare=self._compare, zeros=self._zeros, change=change)
+        else:
+            steps = _steps(held, wanted, blocks)
+            if change or steps is None:
+                raise _shapes_differ(atom, before.full, after.full)
+            way = Regrid(before, after, steps, bits, ranks)
+        self._ways[key] = way
+        return way
 
 
-def _steps(held: Placed, wanted: Placed, groups: Groups) -> tuple[tuple[int, int], ...] | None:
+def _shapes_differ(atom: Atom, before: Sequence[int], after: Sequence[int]) -> PlanError:
+    return PlanError(
+        f"tensor '{atom.tensor}' has the shape {list(before)} in the one format and {list(after)} in the other, and "
+        "cannot be brought from the one into the other",
+        "write it as huggingface first",
+    )
+
+
+def _steps(held: Placed, wanted: Placed, blocks: Blocks) -> tuple[tuple[int, int], ...] | None:
     """How many indices of a weight a block of each dimension counts, before and after; None if the rules agree on it.
 
-    A dimension is a group of factors, of which one that is counted in blocks has no other beside it.
+    A dimension is a block of factors, of which one that is counted in blocks has no other beside it.
     """
     own, other = held.portion.component.factors, wanted.portion.component.factors
     if len(own) != len(other):
         return None
     steps = tuple(
-        (max(own[place].counted[0] for place in group), max(other[place].counted[0] for place in group))
-        for group in groups
+        (max(own[place].counted[0] for place in block), max(other[place].counted[0] for place in block))
+        for block in blocks
     )
     return steps if any(before != after for before, after in steps) else None
 
@@ -198,9 +192,7 @@ class _Kept:
                 f"'{self._source.format.name if self._source.format else ''}' does not store as they are",
                 f"'reshard split' keeps them beside the shards, in {KEPT}; another program does not",
             )
-        lies = placed.stored.geometry.lies(0, placed.number)
-        assert lies is not None
-        place = SourcePlace(self._source.files[info.file], info.offset + lies.base, lies.rows)
+        place = SourcePlace(self._source.files[info.file], info.offset + placed.first(0))
         return placed, lambda rank: place
 
     def whole(self, atom: Atom) -> Placed:
@@ -210,10 +202,8 @@ class _Kept:
     def target(self, atom: Atom) -> Callable[[int], TargetPlace | None]:
         """Where an atom is to lie in the target's file."""
         placed = self._whole.placed[atom]
-        lies = placed.stored.geometry.lies(0, placed.number)
         place = self._places[KEPT_RANK][atom.tensor]
-        assert lies is not None
-        there = TargetPlace(place.file, place.offset + lies.base, lies.rows)
+        there = TargetPlace(place.file, place.offset + placed.first(0))
         return lambda rank: there
 
 
@@ -236,12 +226,14 @@ def _targets(places: TargetPlaces, placed: Placed) -> Callable[[int], TargetPlac
 
 
 def _source_place(source: Source, placed: Placed, rank: int) -> SourcePlace | None:
-    info, lies = source.ranks[rank].get(placed.stored.name_on(rank)), placed.stored.geometry.lies(rank, placed.number)
-    if info is None or lies is None:
+    info = source.ranks[rank].get(placed.stored.name_on(rank))
+    if info is None or not placed.stored.geometry.has(rank, placed.number):
         return None
-    return SourcePlace(source.files[info.file], info.offset + lies.base, lies.rows)
+    return SourcePlace(source.files[info.file], info.offset + placed.first(rank))
 
 
 def _target_place(places: TargetPlaces, placed: Placed, rank: int) -> TargetPlace | None:
-    place, lies = places[rank].get(placed.stored.name_on(rank)), placed.stored.geometry.lies(rank, placed.number)
-    return TargetPlace(place.file, place.offset + lies.base, lies.rows) if place and lies else None
+    place = places[rank].get(placed.stored.name_on(rank))
+    if place is None or not placed.stored.geometry.has(rank, placed.number):
+        return None
+    return TargetPlace(place.file, place.offset + placed.first(rank))

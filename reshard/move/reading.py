@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from formats.errors import CheckpointError
 from formats.files.checksum import PIECE, Part, PartialSum, file_checksum, sum_part
-from reshard.move.jobs import TargetPlace
+from reshard.move.slabs import Region
 from reshard.move.times import Clock
-from reshard.move.transfer import Region
 from reshard.source.source import SourceFile, SourcePlace
 from reshard.store.retries import Traffic
 from reshard.system import disk_error
@@ -103,13 +102,14 @@ class Reader:
         data = room(region.nbytes)
         if region.wanted is None:
             for begin, piece in pieces(data, self._piece):
-                self.fill_from(place, region.offset + begin, piece)
+                for offset, at, length in region.ranges(begin, piece.size):
+                    self.fill(piece[at : at + length], place.file, place.offset + offset)
         else:
             for row in range(0, data.size, region.shape[-1]):
                 for run in region.wanted:
                     first = row + run.offset
-                    for offset, at, length in ranges(place, region.offset + first, run.length):
-                        self._fill(place.file, offset, data.data[first + at : first + at + length])
+                    for offset, at, length in region.ranges(first, run.length):
+                        self._fill(place.file, place.offset + offset, data.data[first + at : first + at + length])
             self._clock.lap("reading")
         return data.reshape(region.shape)
 
@@ -118,14 +118,6 @@ class Reader:
         it.
         """
         self.ahead.request((place.file, needed(place, region)) for place, region in wanted if place.file.remote)
-
-    def fill_from(self, place: SourcePlace, begin: int, data: Bytes) -> Part | None:
-        """Fill ``data`` from byte ``begin`` of a tensor; returns its sum if it lies in one piece and is summed."""
-        if place.rows is None:
-            return self.fill(data, place.file, place.offset + begin)
-        for offset, at, length in ranges(place, begin, data.size):
-            self.fill(data[at : at + length], place.file, offset)
-        return None
 
     def fill(self, data: Bytes, file: SourceFile, offset: int) -> Part | None:
         """Fill ``data`` from ``offset`` of a file; returns its sum, or None without ``summed``."""
@@ -191,23 +183,15 @@ def checksum_of(file: SourceFile) -> str:
     return total.value()
 
 
-def ranges(place: SourcePlace | TargetPlace, begin: int, length: int) -> Iterable[tuple[int, int, int]]:
-    """The ranges of a file in which bytes of a tensor lie: the offset of each, its position among these bytes, its
-    length.
-    """
-    if place.rows is None:
-        return ((place.offset + begin, 0, length),)
-    return place.rows.ranges(place.offset, begin, length)
-
-
 def needed(place: SourcePlace, region: Region) -> list[tuple[int, int]]:
     """The ranges of a file (the first byte, and the one behind the last) that ``Reader.read`` of a region reads."""
     if region.wanted is None:
-        parts: Iterable[tuple[int, int]] = ((region.offset, region.nbytes),)
+        parts: Iterable[tuple[int, int]] = ((0, region.nbytes),)
     else:
-        rows = range(region.offset, region.offset + region.nbytes, region.shape[-1])
+        rows = range(0, region.nbytes, region.shape[-1])
         parts = ((row + run.offset, run.length) for row in rows for run in region.wanted)
-    return [(o, o + length) for begin, size in parts for o, _, length in ranges(place, begin, size)]
+    begins = ((place.offset + o, length) for begin, size in parts for o, _, length in region.ranges(begin, size))
+    return [(begin, begin + length) for begin, length in begins]
 
 
 def pieces(data: Bytes, size: int) -> Iterator[tuple[int, Bytes]]:

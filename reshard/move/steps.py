@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from reshard.move.jobs import Job, Sizes, TargetFile
-from reshard.move.transfer import Copy, Region, Slab, Way
+from reshard.move.slabs import Copy, Region, Slab, Way
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +121,10 @@ def _read_for(way: Way, is_small: bool, step: int) -> Counter[frozenset[int]]:
     found = Counter[frozenset[int]]()
     for slab in way.slabs(step):
         if slab.is_flat and not slab.checks and not is_small:
-            for region in slab.reads:
-                for window in windows([copy for copy in slab.copies if copy.source == region.rank], region.nbytes):
-                    found[frozenset([copy.target for copy in window.copies])] += window.end - window.begin
+            for number, region in enumerate(slab.reads):
+                for window in windows([copy for copy in slab.copies if copy.source == number], region.nbytes):
+                    ranks = frozenset(slab.writes[copy.target].rank for copy in window.copies)
+                    found[ranks] += window.end - window.begin
         else:
             of_slab = (region.nbytes if is_small else _nbytes_read(region) for region in slab.reads)
             found[frozenset([region.rank for region in slab.writes])] += sum(of_slab)

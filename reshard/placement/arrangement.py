@@ -26,8 +26,9 @@ from reshard.mesh.plan import Box, Layout, Plan, layout_of, owners_of
 from reshard.mesh.stages import layers_at
 from reshard.model.model import BoundTensor, Kind, Model
 from reshard.model.shares import shares_of
-from reshard.placement.chunks import InChunks, chunks_on, in_two
+from reshard.placement.chunks import chunks_on
 from reshard.placement.geometry import Geometry
+from reshard.placement.pieces import product_boxes
 from reshard.placement.portions import (
     Portion,
     Taken,
@@ -72,7 +73,7 @@ class Arrangement:
             self.ranks = 1 + max((number for found in chunks.values() for number in found), default=-1)
         self.dropped = dropped_of(plan.model, format) if format else frozenset()
         self._geometries: dict[tuple[object, ...], Geometry] = {}
-        self._chunked: dict[tuple[object, ...], InChunks] = {}
+        self._chunked: dict[tuple[object, ...], Geometry] = {}
         self._even: dict[tuple[object, ...], tuple[Layout, ...]] = {}
         self._index_axes: dict[Kind, tuple[str, ...]] = {}
         self.stored = tuple(self._stored())
@@ -105,8 +106,8 @@ class Arrangement:
         geometries: dict[Kind, tuple[Geometry, Stated | None]] = {}
         for name, kind, _ in self.plan.model.tensors:
             if kind not in geometries:
-                layouts, bits = (self._layout(kind, self.taken[kind][0], None),), DTYPE_BITS[kind.dtype]
-                geometries[kind] = Geometry(self.taken[kind], layouts, False, bits), self._stated(kind)
+                layouts = (self._layout(kind, self.taken[kind][0], None),)
+                geometries[kind] = Geometry(self.taken[kind], layouts, False), self._stated(kind)
             geometry, stated = geometries[kind]
             yield Stored(name, kind.dtype, geometry, (Atom(name),), stated=stated)
 
@@ -147,9 +148,9 @@ class Arrangement:
         if first.portion.cut is not None and first.portion.cut.dim is not None:
             _check_equal(name, ordered[:slots])
         layouts = self._evenly(name, portions, tuple(part.layout for part in ordered))
-        key = (portions, layouts, first.dtype)
+        key = (portions, layouts)
         if key not in self._geometries:
-            self._geometries[key] = Geometry(portions, layouts, is_stack, DTYPE_BITS[first.dtype])
+            self._geometries[key] = Geometry(portions, layouts, is_stack)
         whole_one = self._geometries[key]
         geometry = whole_one if self.chunks is None else self._in_chunks(name, whole_one, self.chunks)
         atoms = tuple(part.atom for part in ordered)
@@ -169,12 +170,12 @@ class Arrangement:
                 raise PlanError(f"'{name}' cannot be split over {mesh}: {error.message}", error.hint) from None
         return self._even[key]
 
-    def _in_chunks(self, name: str, geometry: Geometry, chunks: Chunks) -> InChunks:
+    def _in_chunks(self, name: str, geometry: Geometry, chunks: Chunks) -> Geometry:
         if name not in chunks:
             raise MismatchError(f"tensor '{name}' is missing")
         key = (geometry, tuple(sorted(chunks[name].items())))
         if key not in self._chunked:
-            self._chunked[key] = InChunks(geometry, chunks[name], self.ranks)
+            self._chunked[key] = geometry.in_chunks(chunks[name])
         return self._chunked[key]
 
     def _copies(self) -> Iterator[Stored]:
@@ -298,7 +299,7 @@ class Arrangement:
                 for pattern in constant.names:
                     name, geometry = pattern.fill(found), each.geometry
                     if geometry.chunks is not None:
-                        geometry = InChunks(geometry.whole, (self.chunks or {}).get(name, {}), self.ranks)
+                        geometry = geometry.whole.in_chunks((self.chunks or {}).get(name, {}))
                     yield Stored(name, self._dtype(constant), geometry, (), constant)
 
     def _dtype(self, constant: Constant) -> str:
@@ -330,20 +331,19 @@ def evenly(portions: Sequence[Portion], layouts: Sequence[Layout], mesh: Mesh) -
             inside = Run(min(max(begin, 0), size), max(min(begin + length, size) - max(begin, 0), 0))
             begin -= size
             dims = list(layout.boxes[rank].dims)
-            for place, runs in zip(of, ((Run(lead, 1),), *_as_product(inside, sizes[slot])), strict=True):
+            boxes_inside = [*product_boxes(inside.offset, inside.length, sizes[slot])]
+            if len(boxes_inside) > 1:
+                raise PlanError(
+                    f"rows {inside.offset} to {inside.end} of {size} are neither whole heads nor within one"
+                )
+            runs_inside = [(run,) for run in boxes_inside[0]] if boxes_inside else [()] * len(sizes[slot])
+            for place, runs in zip(of, ((Run(lead, 1),), *runs_inside), strict=True):
                 dims[place] = runs
             boxes[slot][rank] = Box(tuple(dims), tuple(sum(run.length for run in dim) for dim in dims))
     return tuple(
         replace(layout, boxes=of, parallel_dims=layout.parallel_dims | {*places[slot]})
         for slot, (layout, of) in enumerate(zip(layouts, boxes, strict=True))
     )
-
-
-def _as_product(run: Run, sizes: Sequence[int]) -> Iterator[tuple[Run, ...]]:
-    """The runs of each factor, slowest first, whose product a run is; raises PlanError if there are none."""
-    for number in range(len(sizes)):
-        outer, run = in_two(run, math.prod(sizes[number + 1 :]))
-        yield (outer,) if outer.length else ()
 
 
 def _check_equal(name: str, parts: Sequence[_Part]) -> None:

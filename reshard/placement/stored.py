@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from formats.files.chunks import Chunk
+from formats.files.safetensors import DTYPE_BITS
 from formats.notation.format_rules import Constant
 from reshard.mesh.plan import Layout
-from reshard.placement.chunks import InChunks
 from reshard.placement.geometry import Geometry
+from reshard.placement.pieces import Blocks, Spread, common_blocks
 from reshard.placement.portions import Portion
 
 
@@ -58,7 +59,7 @@ class Stored(NamedTuple):
 
     name: str
     dtype: str
-    geometry: Geometry | InChunks
+    geometry: Geometry
     atoms: tuple[Atom, ...]
     constant: Constant | None = None
     naming: Naming | None = None
@@ -103,6 +104,14 @@ class Placed(NamedTuple):
         """Its layout on the mesh, with a dimension for each of its factors."""
         return self.stored.geometry.layouts[self.number]
 
+    def spread(self, blocks: Blocks) -> Spread:
+        """How it is spread over the holders, but for those that have zeros in its place."""
+        return self.stored.geometry.spread(self.number, blocks, self.zeros)
+
+    def first(self, holder: int) -> int:
+        """The byte of a holder's tensor from which on ``spread`` counts."""
+        return self.stored.geometry.first(holder, self.number) * DTYPE_BITS[self.stored.dtype] // 8
+
     @property
     def is_alone(self) -> bool:
         """Whether it is all of a stored tensor that has one name on all ranks."""
@@ -123,12 +132,20 @@ class Placed(NamedTuple):
             return frozenset()
         return frozenset(rank for rank in self.layout.boxes if self.is_zero(rank))
 
-    @property
-    def in_rows(self) -> bool:
-        """Whether on some rank it does not lie in one piece."""
-        geometry = self.stored.geometry
-        lies = (geometry.lies(rank, self.number) for rank in geometry.holders)
-        return any(found is not None and found.rows is not None for found in lies)
+
+def blocks_of(held: Placed, wanted: Placed) -> Blocks | None:
+    """The factors of an atom that are one dimension on both sides; None if the sides have other factors.
+
+    Between ranks each factor is a dimension. Chunks are as few pieces as possible with as few dimensions as possible.
+    """
+    source, target = held.portion.order, wanted.portion.order
+    if sorted(source) != sorted(target):
+        return None
+    sides = [(placed.stored.geometry, placed.number) for placed in (held, wanted)]
+    if all(geometry.chunks is None for geometry, _ in sides):
+        return tuple((factor,) for factor in range(len(source)))
+    starts = {start for geometry, number in sides for start in geometry.starts(number)}
+    return common_blocks(source, target, starts)
 
 
 def filled(name: str, at: Mapping[str, int]) -> str:

@@ -34,7 +34,6 @@ from formats.store import FilePath, StoredPath, local_path, location_of, read_fi
 from reshard.mesh.plan import Plan
 from reshard.model.model import Model
 from reshard.placement.arrangement import Arrangement, arrangement_of
-from reshard.placement.geometry import Rows
 from reshard.placement.stored import Chunks
 
 if TYPE_CHECKING:
@@ -79,11 +78,10 @@ class SourceFile:
 
 
 class SourcePlace(NamedTuple):
-    """A tensor's file and the offset of its first byte in it; ``rows`` if it does not lie in one piece."""
+    """A tensor's file and the offset of its first byte in it."""
 
     file: SourceFile
     offset: int
-    rows: Rows | None = None
 
 
 Places = Callable[[int], SourcePlace | None]

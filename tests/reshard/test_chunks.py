@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from formats.errors import MismatchError, PlanError
+from formats.errors import MismatchError
 from formats.files.chunks import Chunk, check_tiling, whole_shape
 from formats.notation.axes import Run, product_runs
-from reshard.placement.chunks import in_two
 
 
 @st.composite
@@ -33,18 +32,6 @@ def test_the_runs_of_a_product_have_its_elements(of: list[tuple[list[Run], int]]
     kept = [[index for run in runs for index in range(run.offset, run.end)] for runs, _ in of]
     wanted = numbers[np.ix_(*kept)].ravel().tolist()
     assert [index for run in product_runs(of) for index in range(run.offset, run.end)] == wanted
-
-
-@given(st.integers(0, 30), st.integers(1, 30), st.integers(1, 8))
-def test_a_run_in_two_is_the_same_run(offset: int, length: int, inner: int) -> None:
-    try:
-        first, second = in_two(Run(offset, length), inner)
-    except PlanError:
-        assert offset // inner != (offset + length - 1) // inner
-        assert offset % inner or length % inner
-        return
-    found = [i * inner + j for i in range(first.offset, first.end) for j in range(second.offset, second.end)]
-    assert found == [*range(offset, offset + length)]
 
 
 @given(st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=3), min_size=1, max_size=3), st.randoms())

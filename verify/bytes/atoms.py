@@ -1,9 +1,8 @@
 """Where the elements of a stored tensor come from: blocks of elements, with their strides there and in the original.
 
-A format says what it joins, stacks and reorders (``reshard.placement.portions.Portion``). The plan says which runs of
-each factor a rank owns, or a file's header says which chunk of the tensor it has. From these alone follow *blocks*:
-elements that have one stride along each factor, in the original's tensor as well as in the rank's. The engine is not
-asked.
+The placement (``reshard.placement.geometry``) is taken as data: which pieces of an atom a rank or a chunk has, with a
+stride along each factor. With the place of these factors in the original's tensor they are *blocks*: elements with one
+stride along each factor on both sides. The engine that moved them is not asked.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from formats.errors import PlanError
-from formats.files.chunks import Chunk
 from formats.notation.axes import Run
 from formats.notation.components import components
 from reshard.mesh.plan import Layout, Plan
 from reshard.model.model import Kind, Model
 from reshard.placement.arrangement import Arrangement
 from reshard.placement.geometry import Geometry
+from reshard.placement.pieces import Piece as Place
 from reshard.placement.portions import Portion, rule_of
 from reshard.placement.stored import Atom, Stored
 
@@ -149,26 +148,20 @@ class Parts:
     def __init__(self, arrangement: Arrangement) -> None:
         self._plan = arrangement.plan
         self._kinds = {tensor.name: tensor.kind for tensor in arrangement.plan.model.tensors}
-        self._found: dict[tuple[Geometry, int | Chunk], Part | None] = {}
+        self._found: dict[tuple[Geometry, int], Part | None] = {}
         self._lock = threading.Lock()
 
-    def of(self, stored: Stored, rank: int) -> Part | None:
-        """What a rank, or a file with chunks, has of a stored tensor, or None."""
-        geometry = stored.geometry
-        if geometry.chunks is not None:
-            at = geometry.chunks.get(rank)
-            return self._part(geometry.whole, stored, at) if at is not None else None
-        return self._part(geometry.whole, stored, rank)
+    def of(self, stored: Stored, holder: int) -> Part | None:
+        """What a rank, or a file with chunks, has of a stored tensor, or None.
 
-    def _part(self, geometry: Geometry, stored: Stored, place: int | Chunk) -> Part | None:
+        Raises PlanError where an atom has other dimensions than factors.
+        """
+        geometry = stored.geometry
         with self._lock:
-            if (geometry, place) not in self._found:
+            if (geometry, holder) not in self._found:
                 kinds = [self._kinds[atom.tensor] for atom in stored.atoms[: len(geometry.portions)]]
-                if isinstance(place, Chunk):
-                    self._found[geometry, place] = part_in_chunk(geometry, kinds, self._plan, place)
-                else:
-                    self._found[geometry, place] = part_of(geometry, kinds, self._plan, place)
-            return self._found[geometry, place]
+                self._found[geometry, holder] = part_of(geometry, kinds, self._plan, holder)
+            return self._found[geometry, holder]
 
     def kind(self, atom: Atom) -> Kind:
         """The kind of an atom's tensor."""
@@ -195,78 +188,46 @@ def check_all_owned(layout: Layout) -> None:
         raise PlanError(f"no rank holds some elements of a tensor with the rule '{layout.rule}'")
 
 
-def part_of(geometry: Geometry, kinds: Sequence[Kind], plan: Plan, rank: int) -> Part | None:
-    """What a rank has of a stored tensor, whose portions are of these kinds; None if it has nothing of it.
-
-    Raises PlanError where an atom has other dimensions than factors.
-    """
-    portions, layouts = geometry.portions, geometry.layouts
-    spreads = [spreads_of(plan, kind, portion) for kind, portion in zip(kinds, portions, strict=True)]
-    atoms: list[tuple[Block, ...] | None] = [None] * len(layouts)
-    shape: tuple[int, ...] = ()
-    count = size = 0
-    for start in range(0, len(layouts), len(portions)):
-        slots = layouts[start : start + len(portions)]
-        if any(rank not in layout.boxes for layout in slots):
-            continue
-        lengths = [_lengths(layout, rank, portion) for layout, portion in zip(slots, portions, strict=True)]
-        shape, begin = _shape(portions, lengths), 0
-        row = sum(math.prod(own[p.outer :]) for own, p in zip(lengths, portions, strict=True))
-        size = math.prod(shape)
-        for slot, (own, portion) in enumerate(zip(lengths, portions, strict=True)):
-            inner = own[portion.outer :]
-            strides = (*_strides(own[: portion.outer], row), *_strides(inner, 1))
-            base = count * size + begin
-            atoms[start + slot] = tuple(_blocks(slots[slot], rank, portion, spreads[slot], base, strides))
-            begin += math.prod(inner)
-        count += 1
-    if not count:
+def part_of(geometry: Geometry, kinds: Sequence[Kind], plan: Plan, holder: int) -> Part | None:
+    """What a holder has of a stored tensor, whose portions are of these kinds; None if it has nothing of it."""
+    shape = geometry.shape(holder)
+    if shape is None:
         return None
-    return Part((count, *shape) if geometry.is_stack else shape, tuple(atoms))
+    of = [(portion, spreads_of(plan, kind, portion)) for kind, portion in zip(kinds, geometry.portions, strict=True)]
+    atoms: list[tuple[Block, ...] | None] = [None] * len(geometry.layouts)
+    for number in geometry.numbers(holder):
+        layout, (portion, spreads) = geometry.layouts[number], of[number % len(of)]
+        if len(layout.full) != len(portion.order):
+            raise PlanError(f"'{layout.rule}' has other dimensions than factors")
+        factors = tuple((factor,) for factor in range(len(layout.full)))
+        held = geometry.spread(number, factors).pieces.get(holder)
+        blocks = [
+            block
+            for each in held or ()
+            for block in _blocks(each, geometry.first(holder, number), layout, portion, spreads)
+        ]
+        atoms[number] = tuple(blocks) if held else None
+    return Part(shape, tuple(atoms))
 
 
-def _lengths(layout: Layout, rank: int, portion: Portion) -> list[int]:
-    """The rank's length of each factor, in the stored order."""
-    dims = layout.boxes[rank].dims
-    if len(dims) != len(portion.order):
-        raise PlanError(f"'{layout.rule}' has other dimensions than factors")
-    return [sum(run.length for run in dims[place]) for place in portion.order]
-
-
-def _shape(portions: Sequence[Portion], lengths: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The shape of what is joined; numbers are joined to a vector, or stored as one."""
-    first = portions[0]
-    if not first.counts and (len(portions) > 1 or first.vector):
-        return (len(portions),)
-    shape, start = [], 0
-    for dim, factors in enumerate(first.counts):
-        ends = (start + portion.counts[dim] for portion in portions)
-        own = [math.prod(each[start:end]) for each, end in zip(lengths, ends, strict=True)]
-        shape.append(sum(own) if dim == first.dim else own[0])
-        start += factors
-    return tuple(shape)
-
-
-def _strides(lengths: Sequence[int], last: int) -> list[int]:
-    """The strides of dimensions in row-major order, the last of which has a stride of ``last``."""
-    found = [last]
-    for length in reversed(lengths[1:]):
-        found.insert(0, found[0] * length)
-    return found[: len(lengths)]
-
-
-def _blocks(
-    layout: Layout, rank: int, portion: Portion, spreads: Spreads, base: int, strides: Sequence[int]
-) -> Iterator[Block]:
-    """The blocks of an atom on a rank: one for each piece of each factor."""
-    owned = [list(pieces(layout.boxes[rank].dims[place], layout.full[place])) for place in portion.order]
+def _blocks(piece: Place, first: int, layout: Layout, portion: Portion, spreads: Spreads) -> Iterator[Block]:
+    """The blocks of a piece, which counts from element ``first`` on: one for each run of each factor, without and with
+    padding.
+    """
+    strides = [piece.strides[factor] for factor in portion.order]
+    owned = [[*pieces(piece.runs[factor], layout.full[factor])] for factor in portion.order]
     for chosen in itertools.product(*owned):
         yield _block(
             portion, spreads,
             starts=[piece.start for piece in chosen], shape=tuple(piece.length for piece in chosen),
-            shard=base + sum(piece.local * stride for piece, stride in zip(chosen, strides, strict=True)),
+            shard=first + piece.base + sum(part.local * stride for part, stride in zip(chosen, strides, strict=True)),
             strides=strides, is_padding=any(piece.padding for piece in chosen),
         )  # fmt: skip
+
+
+def _strides(lengths: Sequence[int]) -> list[int]:
+    """The strides of dimensions in row-major order."""
+    return [math.prod(lengths[place + 1 :]) for place in range(len(lengths))]
 
 
 def _block(
@@ -274,7 +235,7 @@ def _block(
     strides: Sequence[int], is_padding: bool = False,
 ) -> Block:  # fmt: skip
     """The block that begins at these indices of an atom's factors, and at element ``shard`` of the rank's tensor."""
-    steps = _strides(spreads.full.shape, 1)
+    steps = _strides(spreads.full.shape)
     first, along = _begun(spreads.full, portion, starts)
     index, places = _begun(spreads.padded, portion, starts)
     return Block(
@@ -329,88 +290,8 @@ def strided(offset: int, shape: tuple[int, ...], first: int, strides: Sequence[i
     return Strided(offset + first // count, (*shape[:-1], shape[-1] // count), steps, 1)
 
 
-# ------------------------------------------------------------------------------------------------------------ chunks
-
-
-def part_in_chunk(whole: Geometry, kinds: Sequence[Kind], plan: Plan, at: Chunk) -> Part:
-    """What a chunk has of a stored tensor, whose portions are of these kinds.
-
-    ``whole`` is the tensor's part on one rank, which is all of it. A chunk may begin and end anywhere, even within a
-    head.
-    """
-    portions, layouts = whole.portions, whole.layouts
-    spreads = [spreads_of(plan, kind, portion) for kind, portion in zip(kinds, portions, strict=True)]
-    atoms: list[tuple[Block, ...] | None] = [None] * len(layouts)
-    if not math.prod(at.shape):
-        return Part(at.shape, tuple(atoms))
-    first, (offset, shape) = 0, at
-    places = range(len(layouts) // len(portions))
-    if whole.is_stack:
-        places, first = range(offset[0], offset[0] + shape[0]), offset[0]
-        offset, shape = offset[1:], shape[1:]
-    inner = Chunk(offset, shape)
-    for place in places:
-        base, begin = (place - first) * math.prod(shape), 0
-        slots = layouts[place * len(portions) : (place + 1) * len(portions)]
-        lengths = [_lengths(layout, 0, portion) for layout, portion in zip(slots, portions, strict=True)]
-        total = sum(_joined(portion, own) for portion, own in zip(portions, lengths, strict=True))
-        for slot, (own, portion) in enumerate(zip(lengths, portions, strict=True)):
-            factors = [_factors(portion, own, dim, total) for dim in range(len(shape))]
-            starts = [begin if dim == portion.dim else 0 for dim in range(len(shape))]
-            full = [slots[slot].full[factor] for factor in portion.order]
-            found = tuple(_in_box(portion, spreads[slot], inner, base, factors, starts, full))
-            atoms[place * len(portions) + slot] = found or None
-            begin += _joined(portion, own)
-    return Part(at.shape, tuple(atoms))
-
-
 Factors = Sequence[tuple[int, int]]
-"""The length of each factor of a stored dimension, and how far one step of it moves along the dimension."""
-
-
-def _joined(portion: Portion, lengths: Sequence[int]) -> int:
-    """The indices that an atom has along the dimension in which atoms are joined, for one index of what leads."""
-    return math.prod(lengths[portion.outer : sum(portion.counts[: portion.dim + 1])])
-
-
-def _factors(portion: Portion, lengths: Sequence[int], dim: int, total: int) -> Factors:
-    start = sum(portion.counts[:dim])
-    own = lengths[start : start + sum(portion.counts[dim : dim + 1])]  # none, where scalars are joined to a vector
-    if dim != portion.dim:
-        return [*zip(own, _strides(own, 1), strict=True)]
-    lead, inner = own[: portion.lead], own[portion.lead :]
-    return [*zip(lead, _strides(lead, total), strict=True), *zip(inner, _strides(inner, 1), strict=True)]
-
-
-def _in_box(
-    portion: Portion, spreads: Spreads, chunk: Chunk, base: int, factors: Sequence[Factors],
-    starts: Sequence[int], full: Sequence[int],
-) -> Iterator[Block]:  # fmt: skip
-    """The blocks that a chunk has of an atom, which begins at ``starts``; the chunk's own first element is ``base``.
-
-    What is behind the ``full`` length of a factor is padding.
-    """
-    steps = _strides(chunk.shape, 1)
-    strides = [moved * step for of_dim, step in zip(factors, steps, strict=True) for _, moved in of_dim]
-    dims = zip(factors, starts, chunk.offset, chunk.shape, strict=True)
-    ranges = [[*ranges_between(of_dim, begin - start, begin - start + n)] for of_dim, start, begin, n in dims]
-    corner = sum((start - begin) * step for start, begin, step in zip(starts, chunk.offset, steps, strict=True))
-    for chosen in itertools.product(*ranges):
-        halves = [_at_end(run, end) for run, end in zip(itertools.chain(*chosen), full, strict=True)]
-        for runs in itertools.product(*halves):
-            yield _block(
-                portion, spreads,
-                starts=[run.offset for run in runs], shape=tuple(run.length for run in runs),
-                shard=base + corner + sum(run.offset * stride for run, stride in zip(runs, strides, strict=True)),
-                strides=strides, is_padding=any(run.end > end for run, end in zip(runs, full, strict=True)),
-            )  # fmt: skip
-
-
-def _at_end(run: Run, end: int) -> list[Run]:
-    """A run, in two where it goes beyond an end."""
-    if not run.offset < end < run.end:
-        return [run]
-    return [Run(run.offset, end - run.offset), Run(end, run.end - end)]
+"""The length of each factor of a dimension, and how far one step of it moves along the dimension."""
 
 
 def ranges_between(factors: Factors, begin: int, end: int) -> Iterator[tuple[Run, ...]]:

@@ -13,7 +13,6 @@ from formats.files.sharded import MANIFEST
 from formats.store import FilePath, name_in
 from reshard.mesh.rank_config import rank_config
 from reshard.placement.arrangement import Arrangement
-from reshard.placement.chunks import InChunks
 from reshard.placement.geometry import Geometry
 from reshard.placement.stored import Stored
 from reshard.source.source import Source
@@ -50,7 +49,7 @@ class Structure:
     def _check_rank(self, rank: int, where: str) -> None:
         """The tensors of a rank, which messages call ``where``."""
         tensors, is_own, known = self.shards.ranks[rank], self.arrangement.format is None, list[str]()
-        shapes: dict[Geometry | InChunks, tuple[int, ...] | None] = {}
+        shapes: dict[Geometry, tuple[int, ...] | None] = {}
         for stored in self.arrangement.stored:
             geometry = stored.geometry
             if geometry not in shapes:

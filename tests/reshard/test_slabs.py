@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from formats.errors import PlanError
 from formats.mesh import Mesh
 from formats.notation.architecture_document import architecture_from_document
-from formats.notation.axes import Run, parse
+from formats.notation.axes import parse
 from reshard.mesh.plan import Box, Layout, make_plan
 from reshard.model.binding import bind
 from reshard.model.model import FullTensor, Model
-from reshard.move.transfer import Transfer
+from reshard.move.slabs import Transfer
+from reshard.placement.pieces import Piece, Spread
 
 SIZES = {"kv": 6, "group": 4, "head": 4, "vocab": 13, "hidden": 5, "ff": 24, "expert": 6}
 RULES = {
@@ -64,6 +65,16 @@ def take(full: np.ndarray, box: Box) -> np.ndarray:
     return np.ascontiguousarray(full)
 
 
+def spread(layout: Layout) -> Spread:
+    """What each rank has, each part in one piece."""
+    pieces = {}
+    for rank, box in layout.boxes.items():
+        shape = [sum(run.length for run in runs) for runs in box.dims]
+        strides = tuple(int(np.prod(shape[d + 1 :])) for d in range(len(shape)))
+        pieces[rank] = (Piece(tuple(map(tuple, box.dims)), strides, 0),)
+    return Spread(layout.full, layout.padded, tuple(range(len(layout.full))), pieces)
+
+
 def raw(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
@@ -75,18 +86,18 @@ def carry_out(
     times = [np.zeros(target.size, int) for target in targets]
     reads = [np.zeros(source.size, int) for source in sources]
     for slab in transfer.slabs(budget):
-        read, write, count = {}, {}, {}
+        read = []
         for r in slab.reads:
-            read[r.rank] = sources[r.rank][r.offset : r.offset + r.nbytes].reshape(r.shape)
             mask = np.zeros(r.shape, int)
             for run in r.wanted if r.wanted is not None else [slice(None)]:
                 mask[..., run if isinstance(run, slice) else slice(run.offset, run.end)] = 1
+            part = sources[r.rank][r.offset : r.offset + r.nbytes].reshape(r.shape)
             reads[r.rank][r.offset : r.offset + r.nbytes] += mask.reshape(-1)
-            if r.wanted is not None:
-                read[r.rank] = np.where(mask, read[r.rank], 99)
-        for r in slab.writes:
-            write[r.rank] = targets[r.rank][r.offset : r.offset + r.nbytes].reshape(r.shape)
-            count[r.rank] = times[r.rank][r.offset : r.offset + r.nbytes].reshape(r.shape)
+            read.append(part if r.wanted is None else np.where(mask, part, 99))
+        write, count = (
+            [of[r.rank][r.offset : r.offset + r.nbytes].reshape(r.shape) for r in slab.writes]
+            for of in (targets, times)
+        )
         for c in slab.checks:
             other = read[c.other][c.other_slices] if c.other is not None else 0
             assert np.array_equal(read[c.source][c.slices], np.broadcast_to(other, read[c.source][c.slices].shape))
@@ -114,7 +125,7 @@ def test_any_mesh_to_any_mesh_equals_indexing_the_full_tensor(model, name, befor
     sources = [raw(take(full, box)) for box in source.boxes.values()]
     expected = [raw(take(full, box)) for box in target.boxes.values()]
     targets = [np.full(e.size, 255, np.uint8) for e in expected]
-    counts = carry_out(Transfer(source, target, 32, ranks), sources, targets, budget)
+    counts = carry_out(Transfer(spread(source), spread(target), 32, ranks), sources, targets, budget)
     for rank in ranks:
         assert np.array_equal(targets[rank], expected[rank])
         assert (counts[rank] == 1).all(), "every target byte is written once"
@@ -127,7 +138,7 @@ def test_any_mesh_to_any_mesh_equals_indexing_the_full_tensor(model, name, befor
 def test_a_rank_alone_reads_only_what_it_owns(model, name, mesh):
     plan = make_plan(model, mesh)
     source, target = make_plan(model, MESHES[0]).entries[name].layout, plan.entries[name].layout
-    transfer = Transfer(source, target, 32, frozenset({mesh.size - 1}))
+    transfer = Transfer(spread(source), spread(target), 32, frozenset({mesh.size - 1}))
     wanted = 0
     for slab in transfer.slabs(1000):
         for r in slab.reads:
@@ -148,7 +159,7 @@ def test_slabs_stay_within_the_budget(model, name, mesh, budget):
     full = make_plan(model, MESHES[0]).entries[name].layout
     for before, after in ((full, layout), (layout, full)):
         every = frozenset(range(len(after.boxes)))
-        transfer = Transfer(before, after, 32, every)
+        transfer = Transfer(spread(before), spread(after), 32, every)
         if transfer._is_stream:
             continue
         assert all(slab.nbytes <= max(budget, len(before.boxes) + len(after.boxes)) for slab in transfer.slabs(budget))
@@ -158,14 +169,6 @@ def test_elements_that_no_source_holds_are_never_written(model):
     layout = make_plan(model, Mesh((("tp", 2),))).entries["q"].layout
     half = replace(layout, boxes={0: layout.boxes[0]})
     whole = make_plan(model, Mesh()).entries["q"].layout
-    assert list(Transfer(layout, whole, 32, frozenset({0})).slabs(1000))
+    assert list(Transfer(spread(layout), spread(whole), 32, frozenset({0})).slabs(1000))
     with pytest.raises(PlanError, match="no source holds"):
-        list(Transfer(half, whole, 32, frozenset({0})).slabs(1000))
-
-
-def test_a_byte_is_never_cut():
-    whole = Layout(parse("ff"), (6,), (6,), {0: Box(((Run(0, 6),),), (6,))}, 1, (6,), frozenset())
-    boxes = {rank: Box(((Run(3 * rank, 3),),), (3,)) for rank in range(2)}
-    halves = Layout(parse("ff"), (6,), (6,), boxes, 2, (6,), frozenset({0}))
-    with pytest.raises(PlanError, match="cut within a byte"):
-        Transfer(whole, halves, 4, frozenset({0, 1}))
+        list(Transfer(spread(half), spread(whole), 32, frozenset({0})).slabs(1000))

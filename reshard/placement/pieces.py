@@ -1,0 +1,126 @@
+"""The algebra of places: where the elements of an atom lie in the tensors of its holders. Pure: only numbers.
+
+An *atom* is an array of factors. A holder (a rank, a chunk, a live tensor) has of each factor some indices, and each
+factor has a stride in the holder's tensor. Joined and interleaved parts, other orders, stacks and views are only other
+numbers. A range of a row-major product of n factors (a chunk that ends within a head) is at most 2n - 1 such pieces.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from formats.notation.axes import Run, product_runs
+
+Runs = tuple[Run, ...]
+
+Blocks = tuple[tuple[int, ...], ...]
+"""Factors of an atom, by their numbers; those of one block are one dimension, slowest first."""
+
+
+class Piece(NamedTuple):
+    """A part of an atom in a holder's tensor.
+
+    ``runs`` has the indices of each dimension. The piece counts them from 0: of the runs 2 to 4 and 8 to 9 it has 0, 1
+    and 2. The element at these local indices ``i`` is number ``base + sum(i * strides)`` of the holder's tensor.
+    """
+
+    runs: tuple[Runs, ...]
+    strides: tuple[int, ...]
+    base: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The number of indices of each dimension."""
+        return tuple(sum(run.length for run in runs) for runs in self.runs)
+
+
+@dataclass(frozen=True, eq=False)
+class Spread:
+    """How an atom is spread over holders.
+
+    It has ``full`` indices of each dimension, and ``padded`` ones with padding. ``order`` has the dimensions as they
+    are stored, slowest first; it is the same for all holders. ``pieces`` has what each holder has: one or several.
+    """
+
+    full: tuple[int, ...]
+    padded: tuple[int, ...]
+    order: tuple[int, ...]
+    pieces: Mapping[int, tuple[Piece, ...]]
+
+
+def product_boxes(begin: int, length: int, sizes: Sequence[int]) -> Iterator[Runs]:
+    """A range of a row-major product of ``sizes`` as boxes, in order: a run of each factor."""
+    if not sizes:
+        yield ()
+        return
+    inner, end = math.prod(sizes[1:]), begin + length
+    while begin < end:
+        first, rest = divmod(begin, inner)
+        if rest or end - begin < inner:
+            count = min(inner - rest, end - begin)
+            yield from ((Run(first, 1), *box) for box in product_boxes(rest, count, sizes[1:]))
+        else:
+            whole = (end - begin) // inner
+            count = whole * inner
+            yield (Run(first, whole), *(Run(0, size) for size in sizes[1:]))
+        begin += count
+
+
+def common_blocks(source: Sequence[int], target: Sequence[int], starts: Collection[int]) -> Blocks:
+    """Factors that follow each other in both orders, together; each of ``starts`` begins a block of its own."""
+    after = {factor: place for place, factor in enumerate(target)}
+    blocks: list[tuple[int, ...]] = []
+    for factor in source:
+        is_next = blocks and after[blocks[-1][-1]] + 1 == after[factor]
+        if is_next and factor not in starts:
+            blocks[-1] += (factor,)
+        else:
+            blocks.append((factor,))
+    return tuple(blocks)
+
+
+def over_blocks(piece: Piece, groups: Blocks, blocks: Blocks, sizes: Sequence[int]) -> Iterator[Piece]:
+    """A piece whose dimensions are ``groups`` of factors, with ``blocks`` of them as dimensions: one piece, or several.
+
+    A group has several blocks, or a block several groups, which then lie in one row-major piece. ``groups`` are in the
+    stored order; ``sizes`` has the padded size of each factor.
+    """
+    number = {block[0]: place for place, block in enumerate(blocks)}
+    position = {factor: place for place, factor in enumerate(itertools.chain(*groups))}
+    waiting = sorted(blocks, key=lambda block: position[block[0]])
+    parts: list[list[tuple[int, list[tuple[int, Runs, int]]]]] = []  # of each step: base, and what each block has
+    place = 0
+    while place < len(groups):
+        first, block = place, waiting.pop(0)
+        place += 1
+        if len(block) >= len(groups[first]):
+            while sum(map(len, groups[first:place])) < len(block):
+                place += 1
+            of = [(piece.runs[i], math.prod(sizes[f] for f in groups[i])) for i in range(first, place)]
+            runs = tuple(product_runs(of)) if place - first > 1 else piece.runs[first]
+            parts.append([(0, [(number[block[0]], runs, piece.strides[place - 1])])])
+            continue
+        inside = [block]
+        while sum(map(len, inside)) < len(groups[first]):
+            inside.append(waiting.pop(0))
+        lengths, stride, (run,) = (
+            [math.prod(sizes[f] for f in of) for of in inside],
+            piece.strides[first],
+            piece.runs[first],
+        )
+        inner = [math.prod(lengths[i + 1 :]) * stride for i in range(len(lengths))]
+        parts.append([
+            (
+                sum(one.offset * step for one, step in zip(box, inner, strict=True)) - run.offset * stride,
+                [(number[of[0]], (one,), step) for of, one, step in zip(inside, box, inner, strict=True)],
+            )
+            for box in product_boxes(run.offset, run.length, lengths)
+        ])  # fmt: skip
+    for chosen in itertools.product(*parts):
+        dims = sorted(itertools.chain(*(dims for _, dims in chosen)))
+        base = piece.base + sum(base for base, _ in chosen)
+        yield Piece(tuple(runs for _, runs, _ in dims), tuple(stride for _, _, stride in dims), base)

@@ -1,0 +1,285 @@
+"""The algebra of places against indexing with numpy: atoms in any order, joined behind any factor, in any chunks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from formats.errors import PlanError
+from formats.files.chunks import Chunk
+from formats.notation.axes import Run, parse
+from reshard.mesh.plan import Box, Layout
+from reshard.move.slabs import Region, Transfer
+from reshard.placement.geometry import Geometry
+from reshard.placement.pieces import Blocks, Piece, common_blocks, product_boxes
+from reshard.placement.portions import Portion
+from reshard.placement.stored import Placed, Stored, blocks_of
+
+# -- stored tensors ----------------------------------------------------------------------------------------------------
+
+
+def runs_of(of: list[int]) -> tuple[Run, ...]:
+    """Sorted indices as runs."""
+    ends = [i for i, (a, b) in enumerate(itertools.pairwise(of), 1) if b != a + 1]
+    return tuple(Run(of[a], of[b - 1] + 1 - of[a]) for a, b in itertools.pairwise([0, *ends, len(of)])) if of else ()
+
+
+@st.composite
+def ranks_of(draw: st.DrawFn, size: int, count: int) -> list[tuple[Run, ...]]:
+    """What each rank has of a factor: any indices, each on at least one rank."""
+    owners = [draw(st.sets(st.integers(0, count - 1), min_size=1)) for _ in range(size)]
+    return [runs_of([i for i, of in enumerate(owners) if rank in of]) for rank in range(count)]
+
+
+class Case:
+    """A stored tensor that joins atoms of the same leading factors, and what each of its holders has of it.
+
+    Each element of slot ``s`` of index ``i`` of the stack has a number of its own, and so has each of padding: none.
+    """
+
+    def __init__(self, geometry: Geometry, whole: list[list[np.ndarray]], slot: int) -> None:
+        self.geometry, self.whole, self.slot = geometry, whole, slot
+
+    def number(self, place: int) -> int:
+        """The number of the atom that both tensors of a pair have, at a place of the stack."""
+        return place * len(self.geometry.portions) + self.slot
+
+    def placed(self, number: int) -> Placed:
+        return Placed(Stored("t", "U32", self.geometry, ()), number)
+
+    def full(self, number: int) -> np.ndarray:
+        return self.whole[number // len(self.geometry.portions)][number % len(self.geometry.portions)]
+
+    def tensor(self, holder: int) -> np.ndarray:
+        """What a holder has, as the program stores it."""
+        if self.geometry.chunks is None:
+            return self._on(holder)
+        at = self.geometry.chunks[holder]
+        return self._on(0)[tuple(slice(a, b) for a, b in zip(at.offset, at.end, strict=True))]
+
+    def _on(self, rank: int) -> np.ndarray:
+        slots, found = len(self.geometry.portions), []
+        for place, atoms in enumerate(self.whole):
+            layouts = self.geometry.layouts[place * slots : (place + 1) * slots]
+            if rank in layouts[0].boxes:
+                found.append(joined(self.geometry.portions, layouts, atoms, rank))
+        return np.stack(found) if self.geometry.is_stack else found[0]
+
+
+def padded(atom: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    return np.pad(atom, [(0, n - m) for n, m in zip(shape, atom.shape, strict=True)])
+
+
+def joined(
+    portions: tuple[Portion, ...], layouts: tuple[Layout, ...], atoms: list[np.ndarray], rank: int
+) -> np.ndarray:
+    parts, first = [], portions[0]
+    for portion, layout, atom in zip(portions, layouts, atoms, strict=True):
+        own = padded(atom, layout.padded)
+        for dim, runs in enumerate(layout.boxes[rank].dims):
+            own = np.take(own, [i for run in runs for i in range(run.offset, run.end)], axis=dim)
+        own = own.transpose(portion.order)
+        ends = [*itertools.accumulate(portion.counts, initial=0)]
+        shape = [math.prod(own.shape[a:b]) for a, b in itertools.pairwise(ends)]
+        lead = math.prod(own.shape[ends[first.dim] : ends[first.dim] + first.lead])
+        shape[first.dim : first.dim + 1] = [lead, shape[first.dim] // max(lead, 1) if lead else 0]
+        parts.append(own.reshape(shape))
+    whole = np.concatenate(parts, axis=first.dim + 1)
+    return whole.reshape(*whole.shape[: first.dim], -1, *whole.shape[first.dim + 2 :])
+
+
+@st.composite
+def cases(draw: st.DrawFn, sizes: tuple[int, ...], others: tuple[tuple[int, ...], ...], lead: int, places: int) -> Case:
+    """A stored tensor of an atom of ``sizes``, joined with others behind their first ``lead`` factors, which are equal.
+
+    The same factors are stored in any order on any ranks, or in chunks that are cut anywhere.
+    """
+    in_chunks = draw(st.booleans())
+    count = 1 if in_chunks else draw(st.integers(1, 3))
+    order = draw(st.permutations(range(len(sizes))))
+    if others:  # what is joined is one dimension, and what it is joined behind stands first in it
+        order = [*range(lead), *(lead + f for f in draw(st.permutations(range(len(sizes) - lead))))]
+    ends = sorted(draw(st.sets(st.integers(1, len(sizes) - 1)))) if len(sizes) > 1 and not others else []
+    counts = tuple(b - a for a, b in itertools.pairwise([0, *ends, len(sizes)]))
+    padding = tuple(n + (draw(st.integers(0, 2)) if not others else 0) for n in sizes)
+    shapes, portions = (sizes, *others), []
+    slot_at = draw(st.permutations(range(len(shapes))))
+    for slot, number in enumerate(slot_at):
+        one = tuple(order) if number == 0 else tuple(range(len(shapes[number])))
+        of = counts if number == 0 else (len(shapes[number]),)
+        portions.append(
+            Portion(cast(Any, None), False, None, "x", slot, len(shapes), None, one, of, 0, lead if others else 0)
+        )
+    layouts, whole, at = [], [], 1
+    dealt = draw(st.integers(0, len(sizes) - 1))  # ranks divide one factor, and what is joined with it in its place
+    shared = draw(ranks_of(padding[dealt], count))
+    for _ in range(places):
+        atoms = []
+        for number in slot_at:
+            shape = shapes[number]
+            size = padding if number == 0 else shape
+            own = min(dealt, len(shape) - 1)
+            runs = [[(Run(0, n),)] * count for n in size]
+            runs[own] = shared if number == 0 or dealt < lead else draw(ranks_of(size[own], count))
+            boxes = {
+                rank: Box(tuple(of[rank] for of in runs), tuple(sum(run.length for run in of[rank]) for of in runs))
+                for rank in range(count)
+            }
+            layouts.append(Layout(parse(""), shape, size, boxes, count, shape, frozenset()))
+            atoms.append(np.arange(at, at + math.prod(shape), dtype=np.uint32).reshape(shape))
+            at += math.prod(shape)
+        whole.append(atoms)
+    is_stack = places > 1
+    if is_stack:  # all indices are alike on a rank
+        layouts = [*layouts[: len(shapes)]] * places
+    case = Case(Geometry(tuple(portions), tuple(layouts), is_stack), whole, slot_at.index(0))
+    if in_chunks:
+        shape = case._on(0).shape
+        cuts = [sorted({0, n, *draw(st.sets(st.integers(0, n), max_size=2))}) for n in shape]
+        boxes = itertools.product(*(itertools.pairwise(of) for of in cuts))
+        chunks = {i: Chunk(*zip(*((a, b - a) for a, b in box), strict=True)) for i, box in enumerate(boxes)}
+        case.geometry = case.geometry.in_chunks(chunks)
+    return case
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[Case, Case]:
+    """The same atom in two stored tensors."""
+    sizes = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+    found = []
+    places = draw(st.sampled_from([1, 1, 3]))
+    for _ in range(2):
+        lead = draw(st.integers(0, len(sizes) - 1))
+        count = draw(st.integers(0, 2))
+        others = tuple(
+            (*sizes[:lead], *draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))) for _ in range(count)
+        )
+        found.append(draw(cases(sizes, others, lead if others else 0, places)))
+    return found[0], found[1]
+
+
+# -- laws --------------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 60), st.integers(0, 60), st.lists(st.integers(1, 4), min_size=1, max_size=4))
+def test_a_range_of_a_product_is_few_boxes(begin: int, length: int, sizes: list[int]) -> None:
+    total = math.prod(sizes)
+    begin, length = min(begin, total), min(length, total - min(begin, total))
+    boxes, numbers = [*product_boxes(begin, length, sizes)], np.arange(total).reshape(sizes)
+    elements = [n for box in boxes for n in numbers[tuple(slice(run.offset, run.end) for run in box)].ravel().tolist()]
+    assert elements == [*range(begin, begin + length)]
+    assert len(boxes) <= 2 * len(sizes) - 1
+
+
+def elements(piece: Piece) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Each element of a piece: its index in the atom, and its number in the holder's tensor."""
+    indices = [[i for run in runs for i in range(run.offset, run.end)] for runs in piece.runs]
+    for local in itertools.product(*(range(n) for n in piece.shape)):
+        where = piece.base + sum(i * stride for i, stride in zip(local, piece.strides, strict=True))
+        yield tuple(of[i] for of, i in zip(indices, local, strict=True)), where
+
+
+@settings(max_examples=150)
+@given(pairs())
+def test_each_element_lies_where_numpy_finds_it(pair: tuple[Case, Case]) -> None:
+    for case, other in (pair, pair[::-1]):
+        for place in range(len(case.whole)):
+            number, there = case.number(place), other.number(place)
+            blocks = blocks_of(case.placed(number), other.placed(there))
+            assert blocks is not None
+            spread, geometry = case.placed(number).spread(blocks), case.geometry
+            atom = ordered(case, number, blocks)
+            seen = np.zeros(atom.shape, int)
+            for holder, pieces in spread.pieces.items():
+                tensor, first = case.tensor(holder).ravel(), geometry.first(holder, number)
+                for index, where in (each for piece in pieces for each in elements(piece)):
+                    assert tensor[first + where] == atom[index]
+                    seen[index] += 1
+            assert (seen >= 1).all() and (geometry.chunks is None or (seen == 1).all())
+
+
+def ordered(case: Case, number: int, blocks: Blocks) -> np.ndarray:
+    """An atom with a dimension for each block of its factors."""
+    sizes = case.geometry.layouts[number].padded
+    atom = padded(case.full(number), sizes)
+    return atom.transpose([f for block in blocks for f in block]).reshape(
+        [math.prod(sizes[f] for f in block) for block in blocks]
+    )
+
+
+@settings(max_examples=300)
+@given(pairs(), st.sampled_from([1, 8, 40, 1000]))
+def test_slabs_bring_each_element_to_its_place(pair: tuple[Case, Case], budget: int) -> None:
+    source, target = pair
+    for place in range(len(source.whole)):
+        number, there = source.number(place), target.number(place)
+        blocks = blocks_of(source.placed(number), target.placed(there))
+        assert blocks is not None
+        before, after = source.placed(number).spread(blocks), target.placed(there).spread(blocks)
+        ranks = frozenset(after.pieces)
+        values = target.full(there).ravel()
+        other = {int(v): int(w) for v, w in zip(source.full(number).ravel(), values, strict=True)}
+        held = {h: np.array([other.get(int(v), 0) for v in source.tensor(h).ravel()], np.uint32) for h in before.pieces}
+        bytes_of = {h: values.view(np.uint8)[4 * source.geometry.first(h, number) :] for h, values in held.items()}
+        written = {h: np.zeros(target.tensor(h).size * 4, np.uint8) for h in ranks}
+        times = {h: np.zeros(target.tensor(h).size * 4, int) for h in ranks}
+        for slab in Transfer(before, after, 32, ranks).slabs(budget):
+            read = [taken(bytes_of[r.rank], r).reshape(r.shape) for r in slab.reads]
+            for check in slab.checks:
+                block = 0 if check.other is None else read[check.other][check.other_slices]
+                assert np.array_equal(check.block(read), np.broadcast_to(block, check.block(read).shape))
+            for i, region in enumerate(slab.writes):
+                block, count = np.zeros(region.shape, np.uint8), np.zeros(region.shape, int)
+                for copy in slab.copies_to[i]:
+                    block[copy.target_slices] = copy.block(read)
+                    count[copy.target_slices] += 1
+                first = 4 * target.geometry.first(region.rank, there)
+                for offset, at, length in region.ranges(0, region.nbytes):
+                    inside = slice(first + offset, first + offset + length)
+                    written[region.rank][inside] += block.ravel()[at : at + length]
+                    times[region.rank][inside] += count.ravel()[at : at + length]
+        for h in ranks:
+            mine = np.isin(target.tensor(h).ravel(), values)
+            found = written[h].view(np.uint32)
+            assert np.array_equal(found[mine], target.tensor(h).ravel()[mine])
+            assert not found[~mine].any()
+            assert (times[h].reshape(-1, 4)[mine] == 1).all()
+
+
+def taken(data: np.ndarray, region: Region) -> np.ndarray:
+    found = np.zeros(region.nbytes, np.uint8)
+    for offset, at, length in region.ranges(0, region.nbytes):
+        found[at : at + length] = data[offset : offset + length]
+    return found
+
+
+def test_blocks_begin_where_pieces_do() -> None:
+    assert common_blocks((0, 1, 2, 3), (0, 1, 2, 3), {0, 2}) == ((0, 1), (2, 3))
+    assert common_blocks((0, 1, 2), (0, 2, 1), set()) == ((0,), (1,), (2,))
+    assert common_blocks((2, 0, 1), (0, 1, 2), set()) == ((2,), (0, 1))
+
+
+@given(st.integers(0, 7), st.integers(1, 8))
+def test_elements_of_half_a_byte_are_moved_in_whole_bytes_or_refused(begin: int, length: int) -> None:
+    length = min(length, 8 - begin)
+    portion = Portion(cast(Any, None), False, None, None, 0, 1, None, (0,), (1,), 0, 0)
+    layout = Layout(parse(""), (8,), (8,), {0: Box(((Run(0, 8),),), (8,))}, 1, (8,), frozenset())
+    part = replace(layout, boxes={0: Box(((Run(begin, length),),), (length,))})
+    before, after = (Geometry((portion,), (of,), False).spread(0, ((0,),)) for of in (layout, part))
+    if begin % 2 or length % 2:
+        with pytest.raises(PlanError, match="cut within a byte"):
+            Transfer(before, after, 4, frozenset({0}))
+        return
+    (slab,) = Transfer(before, after, 4, frozenset({0})).slabs(1000)
+    assert [(r.offset, r.nbytes) for r in slab.writes] == [(0, length // 2)]
+    (block,) = slab.copies[0].source_slices
+    first = slab.reads[0].offset + slab.reads[0].rows.offset
+    assert (first + block.start, first + block.stop) == (begin // 2, (begin + length) // 2)

@@ -112,7 +112,7 @@ MUTATIONS = (
              "if joined and everything:", PLACES),
     Mutation("reshard", "source.full[d], max(source.padded[d], target.padded[d])",
              "source.full[d], source.padded[d]", PLACES),
-    Mutation("reshard", "frozenset(wanted[i]), begin < size)", "frozenset(wanted[i]), begin <= size)", PLACES),
+    Mutation("reshard", "run.offset < full,", "run.offset <= full,", PLACES),
     Mutation("reshard", "return block.transpose([*self.axes, *range(len(self.axes), block.ndim)])",
              "return block", PLACES),
     # quantization

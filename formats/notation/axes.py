@@ -9,6 +9,7 @@ indices that each rank owns. Everything here is pure and knows nothing of files.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -477,6 +478,21 @@ def merge_runs(runs: Iterable[Run]) -> Iterator[Run]:
         last = run
     if last is not None:
         yield last
+
+
+def segments(holders: Mapping[int, Sequence[Run]], ends: Iterable[int] = ()) -> Iterator[tuple[Run, frozenset[int]]]:
+    """Cut a dimension at ``ends``, and wherever other holders have it, given the runs of each: all parts, in order,
+    with their holders.
+    """
+    starts = sorted({*ends, *(end for runs in holders.values() for run in runs for end in (run.offset, run.end))})
+    place = {start: number for number, start in enumerate(starts)}
+    found: list[list[int]] = [[] for _ in starts]
+    for holder, runs in holders.items():
+        for run in runs:
+            for number in range(place[run.offset], place[run.end]):
+                found[number].append(holder)
+    for number, (begin, end) in enumerate(itertools.pairwise(starts)):
+        yield Run(begin, end - begin), frozenset(found[number])
 
 
 # --------------------------------------------------------------------------------------------------- dealing

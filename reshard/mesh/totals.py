@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from formats.files.safetensors import DTYPE_BITS, DTYPE_NAMES, stated_dtype, tensor_bytes
 from formats.notation.architecture import Architecture
-from formats.notation.axes import Run
+from formats.notation.axes import segments
 from reshard.mesh.plan import Entry, Layout, Plan
 from reshard.model.model import Kind
 
@@ -169,24 +169,13 @@ def _row(plan: Plan, kinds: Sequence[Kind], largest: int) -> Row:
 
 def copies_of(layout: Layout, rank: int) -> Counter[int]:
     """How many ranks hold an element that ``rank`` holds -> how many such elements it has."""
-    dims = [_stretches(layout.runs(i), rank) for i in range(len(layout.padded))]
+    dims = [segments(dict(enumerate(layout.runs(i)))) for i in range(len(layout.padded))]
+    own = [[(ranks, run.length) for run, ranks in parts if rank in ranks] for parts in dims]
     everyone = frozenset(layout.boxes)
     found: Counter[int] = Counter()
-    for parts in itertools.product(*dims):
+    for parts in itertools.product(*own):
         holders = everyone.intersection(*(ranks for ranks, _ in parts))
         found[len(holders)] += math.prod(length for _, length in parts)
-    return found
-
-
-def _stretches(holders: Sequence[Sequence[Run]], rank: int) -> list[tuple[frozenset[int], int]]:
-    """What ``rank`` holds of one dimension, cut wherever another set of ranks holds it: each set, and its length."""
-    edges = {edge for runs in holders for run in runs for edge in (run.offset, run.end)}
-    found = []
-    for own in holders[rank]:
-        cuts = sorted(edge for edge in edges if own.offset <= edge <= own.end)
-        for begin, end in itertools.pairwise(cuts):
-            ranks = (place for place, runs in enumerate(holders) if any(run.offset <= begin < run.end for run in runs))
-            found.append((frozenset(ranks), end - begin))
     return found
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from formats.errors import PlanError
-from formats.notation.axes import Run, merge_runs
+from formats.notation.axes import Run, merge_runs, segments
 from reshard.placement.pieces import Piece, Runs, Spread
 
 if TYPE_CHECKING:
@@ -338,9 +338,16 @@ class Transfer:
         targets = frozenset(range(len(self._targets))) if within is None else within.targets
         key = depth, sources, targets
         if key not in self._known:
-            held = {i: self._sources[i].dims[depth].runs for i in sources}
-            wanted = {i: self._targets[i].dims[depth].runs for i in targets}
-            self._known[key] = segments_of(held, wanted, *self._sizes[depth])
+            runs = {i: self._sources[i].dims[depth].runs for i in sources}
+            runs |= {~i: self._targets[i].dims[depth].runs for i in targets}
+            full, padded = self._sizes[depth]
+            self._known[key] = tuple(
+                Segment(
+                    run.offset, run.length, frozenset(i for i in of if i >= 0), frozenset(~i for i in of if i < 0),
+                    run.offset < full,
+                )
+                for run, of in segments(runs, (0, full, padded))
+            )  # fmt: skip
         return self._known[key]
 
     @property
@@ -478,38 +485,6 @@ def _joined(dims: Sequence[_Dim]) -> list[_Dim]:
         else:
             joined.append(dim)
     return joined
-
-
-def segments_of(
-    sources: Mapping[int, Runs], targets: Mapping[int, Runs], size: int, padded: int
-) -> tuple[Segment, ...]:
-    """Cut a dimension into segments, wherever the set of pieces changes that have it.
-
-    ``sources`` and ``targets`` have the runs of each piece. Of the ``padded`` indices the first ``size`` are data.
-    """
-    edges = {
-        0,
-        size,
-        padded,
-        *(end for runs in (*sources.values(), *targets.values()) for run in runs for end in (run.offset, run.end)),
-    }
-    starts = sorted(edges)
-    held, wanted = (_covering(of, starts) for of in (sources, targets))
-    return tuple(
-        Segment(begin, end - begin, frozenset(held[i]), frozenset(wanted[i]), begin < size)
-        for i, (begin, end) in enumerate(itertools.pairwise(starts))
-    )
-
-
-def _covering(holders: Mapping[int, Runs], starts: Sequence[int]) -> list[list[int]]:
-    """The pieces that cover each interval between neighbouring starts."""
-    place = {start: i for i, start in enumerate(starts)}
-    found: list[list[int]] = [[] for _ in starts]
-    for number, runs in holders.items():
-        for run in runs:
-            for i in range(place[run.offset], place[run.end]):
-                found[i].append(number)
-    return found
 
 
 def _continues(before: Segment, segment: Segment) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from formats.notation.axes import Dim, Run
+from formats.notation.axes import Dim, Run, segments
 from reshard.mesh.plan import Entry, Layout, Plan
 from reshard.mesh.stages import is_layered, layers_at
 from reshard.mesh.totals import (
@@ -443,15 +443,9 @@ def _cells(sides: _Sides) -> Iterator[tuple[tuple[Run, Run], Ranks]]:
 
 def _segments(holders: Sequence[Sequence[Run]], length: int, full: int) -> list[tuple[Run, Ranks]]:
     """One side, cut wherever another set of ranks holds it, and where the padding begins."""
-    edges = {edge for runs in holders for run in runs for edge in (run.offset, run.end)} | {0, length}
-    if full < length:
-        edges.add(full)
-    if len(edges) > MOST_PARTS:
+    found = [*segments(dict(enumerate(holders)), (0, length, min(full, length)))]
+    if len(found) >= MOST_PARTS:
         return [(Run(0, length), frozenset(rank for rank, runs in enumerate(holders) if runs))]
-    found = []
-    for begin, end in itertools.pairwise(sorted(edges)):
-        ranks = (rank for rank, runs in enumerate(holders) if any(run.offset <= begin < run.end for run in runs))
-        found.append((Run(begin, end - begin), frozenset(ranks)))
     return found
 
 

@@ -14,7 +14,22 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from formats.errors import NotationError
-from formats.notation.axes import Dim, Run, Shape, Share, Summand, deal, degrees, encloses, owned, parse, share, unit_of
+from formats.notation.axes import (
+    Dim,
+    Run,
+    Shape,
+    Share,
+    Summand,
+    deal,
+    degrees,
+    encloses,
+    merge_runs,
+    owned,
+    parse,
+    segments,
+    share,
+    unit_of,
+)
 
 AXES = ("kv", "group", "head", "ff", "vocab")
 
@@ -447,3 +462,17 @@ def test_axes_that_enclose_others(text, enclosing):
 )  # fmt: skip
 def test_a_part_that_is_a_product_is_joined_to_what_repeats_it(text: str, expected: str | None):
     assert parse(text).joined == parse(expected or text)
+
+
+@given(
+    st.dictionaries(st.integers(0, 4), st.sets(st.integers(0, 11))),
+    st.sets(st.integers(0, 12)),
+)
+def test_segments_have_the_same_holders_throughout(held: dict[int, set[int]], ends: set[int]) -> None:
+    runs = {holder: [Run(index, 1) for index in sorted(of)] for holder, of in held.items()}
+    parts = [*segments({holder: [*merge_runs(of)] for holder, of in runs.items()}, ends)]
+    for run, holders in parts:
+        assert run.length > 0 and all({h for h in held if i in held[h]} == holders for i in range(run.offset, run.end))
+    covered = [i for run, _ in parts for i in range(run.offset, run.end)]
+    assert covered == sorted(covered) and set(covered) >= set().union(*held.values())
+    assert ends <= {edge for run, _ in parts for edge in (run.offset, run.end)} or len(ends) == 1

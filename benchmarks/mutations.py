@@ -110,9 +110,7 @@ MUTATIONS = (
     Mutation("reshard", "rows += [rows_of(piece, target.order,", "rows += [rows_of(piece, source.order,", PLACES),
     Mutation("reshard", "if joined and everything and dim.place == joined[-1].last + 1:",
              "if joined and everything:", PLACES),
-    Mutation("reshard", "source.full[d], max(source.padded[d], target.padded[d])",
-             "source.full[d], source.padded[d]", PLACES),
-    Mutation("reshard", "run.offset < full,", "run.offset <= full,", PLACES),
+    Mutation("reshard", "run.offset < self._sizes[depth],", "run.offset <= self._sizes[depth],", PLACES),
     Mutation("reshard", "return block.transpose([*self.axes, *range(len(self.axes), block.ndim)])",
              "return block", PLACES),
     # quantization

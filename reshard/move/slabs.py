@@ -251,7 +251,6 @@ class _Dim(NamedTuple):
     """
 
     full: int
-    padded: int
     runs: tuple[Runs, ...]
     place: int
     last: int
@@ -280,13 +279,7 @@ class Transfer:
         sources = [(rank, piece) for rank, of in sorted(source.pieces.items()) for piece in of]
         targets = [(rank, piece) for rank, of in sorted(target.pieces.items()) if rank in ranks for piece in of]
         both, place = [piece for _, piece in (*sources, *targets)], {d: i for i, d in enumerate(target.order)}
-        dims = [
-            _Dim(
-                source.full[d], max(source.padded[d], target.padded[d]), tuple(piece.runs[d] for piece in both),
-                place[d], place[d],
-            )
-            for d in source.order
-        ]  # fmt: skip
+        dims = [_Dim(source.full[d], tuple(piece.runs[d] for piece in both), place[d], place[d]) for d in source.order]
         if change is None:
             dims = _in_bytes(dims, item_bits, len(both))
         joined = _joined(dims)
@@ -295,7 +288,7 @@ class Transfer:
         if not same:  # the slowest dimension is another one there, or there is none
             joined, order, same = [_whole(1, len(both), -1), *joined], [0, *(d + 1 for d in order)], 1
         self._outer, self._order = same - 1, order
-        self._sizes = [(dim.full, dim.padded) for dim in joined]
+        self._sizes = [dim.full for dim in joined]
         bits = (change.before * 8, change.after * 8) if change else (item_bits, item_bits)
         rows = [rows_of(piece, source.order, bits[0]) for _, piece in sources]
         rows += [rows_of(piece, target.order, bits[1]) for _, piece in targets]
@@ -340,13 +333,12 @@ class Transfer:
         if key not in self._known:
             runs = {i: self._sources[i].dims[depth].runs for i in sources}
             runs |= {~i: self._targets[i].dims[depth].runs for i in targets}
-            full, padded = self._sizes[depth]
             self._known[key] = tuple(
                 Segment(
                     run.offset, run.length, frozenset(i for i in of if i >= 0), frozenset(~i for i in of if i < 0),
-                    run.offset < full,
+                    run.offset < self._sizes[depth],
                 )
-                for run, of in segments(runs, (0, full, padded))
+                for run, of in segments(runs, (0, self._sizes[depth]))
             )  # fmt: skip
         return self._known[key]
 
@@ -454,7 +446,7 @@ class Transfer:
 
 def _whole(size: int, pieces: int, place: int) -> _Dim:
     """A dimension of which each piece has all indices."""
-    return _Dim(size, size, ((Run(0, size),),) * pieces, place, place)
+    return _Dim(size, ((Run(0, size),),) * pieces, place, place)
 
 
 def _in_bytes(dims: Sequence[_Dim], bits: int, pieces: int) -> list[_Dim]:
@@ -463,7 +455,7 @@ def _in_bytes(dims: Sequence[_Dim], bits: int, pieces: int) -> list[_Dim]:
         return [*dims, _whole(bits // 8, pieces, len(dims))]
     *outer, last = dims or [_whole(1, pieces, 0)]
     ends = [number for runs in last.runs for run in runs for number in (run.offset, run.length)]
-    if last.place != len(outer) or any(number * bits % 8 for number in (last.full, last.padded, *ends)):
+    if last.place != len(outer) or any(number * bits % 8 for number in (last.full, *ends)):
         raise PlanError(f"elements of {bits} bits would be cut within a byte")
     return [*outer, _scaled(last, bits, 8)]
 
@@ -472,14 +464,14 @@ def _scaled(dim: _Dim, factor: int, divisor: int = 1) -> _Dim:
     runs = tuple(
         tuple(Run(run.offset * factor // divisor, run.length * factor // divisor) for run in of) for of in dim.runs
     )
-    return _Dim(dim.full * factor // divisor, dim.padded * factor // divisor, runs, dim.place, dim.last)
+    return _Dim(dim.full * factor // divisor, runs, dim.place, dim.last)
 
 
 def _joined(dims: Sequence[_Dim]) -> list[_Dim]:
     """Each dimension that is whole everywhere is joined to the one before it, if that is so on both sides."""
     joined: list[_Dim] = []
     for dim in dims:
-        everything = dim.padded == dim.full and all(runs == (Run(0, dim.full),) for runs in dim.runs)
+        everything = all(runs == (Run(0, dim.full),) for runs in dim.runs)
         if joined and everything and dim.place == joined[-1].last + 1:
             joined[-1] = _scaled(joined[-1], dim.full)._replace(last=dim.last)
         else:

@@ -107,11 +107,9 @@ class Geometry:
                 for holder in self._holders[place]
                 if holder not in without and (of := [*self._pieces(holder, place, slot)])
             }
-            full, padded = (
-                tuple(math.prod(of[f] for f in block) for block in blocks) for of in (layout.full, layout.padded)
-            )
+            full = tuple(math.prod(layout.full[f] for f in block) for block in blocks)
             order = tuple(sorted(range(len(blocks)), key=lambda block: position(blocks[block][0])))
-            self._spreads[key] = Spread(full, padded, order, pieces)
+            self._spreads[key] = Spread(full, order, pieces)
         return self._spreads[key]
 
     @cached_property

@@ -42,12 +42,11 @@ class Piece(NamedTuple):
 class Spread:
     """How an atom is spread over holders.
 
-    It has ``full`` indices of each dimension, and ``padded`` ones with padding. ``order`` has the dimensions as they
-    are stored, slowest first; it is the same for all holders. ``pieces`` has what each holder has: one or several.
+    It has ``full`` indices of each dimension; what pieces have behind them is padding. ``order`` has the dimensions as
+    they are stored, slowest first; it is the same for all holders. ``pieces`` has what each holder has: one or several.
     """
 
     full: tuple[int, ...]
-    padded: tuple[int, ...]
     order: tuple[int, ...]
     pieces: Mapping[int, tuple[Piece, ...]]
 

@@ -17,7 +17,7 @@ from formats.errors import PlanError
 from formats.files.chunks import Chunk
 from formats.notation.axes import Run, parse
 from reshard.mesh.plan import Box, Layout
-from reshard.move.slabs import Region, Transfer
+from reshard.move.slabs import Region, Transfer, rows_of
 from reshard.placement.geometry import Geometry
 from reshard.placement.pieces import Blocks, Piece, common_blocks, product_boxes
 from reshard.placement.portions import Portion
@@ -247,11 +247,29 @@ def test_slabs_bring_each_element_to_its_place(pair: tuple[Case, Case], budget: 
                     written[region.rank][inside] += block.ravel()[at : at + length]
                     times[region.rank][inside] += count.ravel()[at : at + length]
         for h in ranks:
-            mine = np.isin(target.tensor(h).ravel(), values)
+            first, mine = target.geometry.first(h, there), np.zeros(target.tensor(h).size, bool)
+            mine[[first + where for piece in after.pieces[h] for _, where in elements(piece)]] = True
             found = written[h].view(np.uint32)
-            assert np.array_equal(found[mine], target.tensor(h).ravel()[mine])
-            assert not found[~mine].any()
-            assert (times[h].reshape(-1, 4)[mine] == 1).all()
+            assert np.array_equal(found[mine], target.tensor(h).ravel()[mine])  # and zeros in the padding
+            assert (times[h].reshape(-1, 4) == mine[:, None]).all()
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.integers(0, 20)), min_size=1, max_size=4),
+    st.integers(0, 5),
+    st.sampled_from([8, 16]),
+    st.randoms(),
+)
+def test_rows_are_the_bytes_of_a_piece_in_order(dims: list[tuple[int, int]], base: int, bits: int, random) -> None:
+    piece = Piece(tuple((Run(0, n),) for n, _ in dims), tuple(stride for _, stride in dims), base)
+    order = random.sample(range(len(dims)), len(dims))
+    local = itertools.product(*(range(dims[d][0]) for d in order))
+    numbers = [base + sum(i * dims[d][1] for i, d in zip(index, order, strict=True)) for index in local]
+    expected = [number * bits // 8 + byte for number in numbers for byte in range(bits // 8)]
+    begin = random.randrange(len(expected))
+    length = random.randint(1, len(expected) - begin)
+    places = [offset + i for offset, _, n in rows_of(piece, order, bits).ranges(begin, length) for i in range(n)]
+    assert places == expected[begin : begin + length]
 
 
 def taken(data: np.ndarray, region: Region) -> np.ndarray:

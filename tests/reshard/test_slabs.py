@@ -72,7 +72,7 @@ def spread(layout: Layout) -> Spread:
         shape = [sum(run.length for run in runs) for runs in box.dims]
         strides = tuple(int(np.prod(shape[d + 1 :])) for d in range(len(shape)))
         pieces[rank] = (Piece(tuple(map(tuple, box.dims)), strides, 0),)
-    return Spread(layout.full, layout.padded, tuple(range(len(layout.full))), pieces)
+    return Spread(layout.full, tuple(range(len(layout.full))), pieces)
 
 
 def raw(array: np.ndarray) -> np.ndarray:

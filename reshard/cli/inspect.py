@@ -54,7 +54,7 @@ def _pairs(report: Report) -> list[tuple[str, str]]:
         pairs.append(("written by", "reshard" if report.has_manifest else "not known (there is no reshard.json)"))
     if report.model_type is not None or report.kind == "full checkpoint":
         pairs.append(("model type", f"{report.model_type or 'unknown'} ({_rules(report)})"))
-    if report.mesh is not None:
+    if report.mesh is not None or report.any_mesh:
         rank = f", rank {report.rank}" if report.rank is not None else ""
         pairs.append(("mesh", "any: its files have chunks" if report.any_mesh else f"{report.mesh}{rank}"))
     if report.ranks_missing:

@@ -89,7 +89,8 @@ class Output(ABC):
         side = tuple(starmap(record_of, side_files.items()))
         return Manifest(
             source.identity(self.arrangement.plan), _record_with_sums(source, sums),
-            source.manifest_rules(self._format_name), self.max_shard_size, side, ranks, source.inputs, self._format_name,
+            source.manifest_rules(self._format_name), self.max_shard_size, side, ranks, source.inputs,
+            self._format_name,
         )  # fmt: skip
 
     def check_existing(self, there: Existing, *, overwrite: bool) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from formats.errors import listed
 from reshard.cli.errors import DONE, NO
 from reshard.cli.help import Command, Group, option
 from reshard.cli.options import (
@@ -91,7 +92,8 @@ def _text(found: Diff) -> list[str]:
     kinds = {kind: len(found.of(kind)) for kind in dict.fromkeys(tensor.kind for tensor in found.tensors)}
     counts = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
     read = f"{plural(len(found.tensors), 'tensor')}: {counts}; {human_bytes(found.nbytes)} of each compared."
-    return [*(lines if rows else []), f"{'SAME' if found.same else 'DIFFERENT'}: {read}"]
+    config = [f"config.json differs: {listed(found.config, 5)}."] if found.config else []
+    return [*(lines if rows else []), *config, f"{'SAME' if found.same else 'DIFFERENT'}: {read}"]
 
 
 def _document(found: Diff) -> dict[str, Any]:
@@ -101,6 +103,7 @@ def _document(found: Diff) -> dict[str, Any]:
         "b": found.b,
         "same": found.same,
         "bytes": found.nbytes,
+        "config": list(found.config),
         "tensors": [
             {
                 "name": tensor.name,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import threading
@@ -57,13 +58,14 @@ class TensorDiff:
 class Diff:
     """What differs between two checkpoints: all tensors, the first's in its order, then those of the second alone.
 
-    ``nbytes`` were compared, of each side.
+    ``nbytes`` were compared, of each side. ``config`` has the keys of config.json that differ.
     """
 
     a: str
     b: str
     tensors: tuple[TensorDiff, ...]
     nbytes: int
+    config: tuple[str, ...] = ()
 
     @property
     def same(self) -> bool:
@@ -104,7 +106,9 @@ def differences(a: Source, b: Source, keeper: Keeper | None = None, progress: Pr
     tensors += [TensorDiff(n, THERE, (None, t.dtype), (None, t.shape)) for n, t in right.items() if n not in left]
     a.check_unchanged()
     b.check_unchanged()
-    return Diff(a.shown, b.shown, tuple(tensors), comparing.total)
+    own, other = ({key: json.dumps(value) for key, value in side.unsplit.config.items()} for side in (a, b))
+    config = tuple(sorted({key for key, _ in own.items() ^ other.items()}))
+    return Diff(a.shown, b.shown, tuple(tensors), comparing.total, config)
 
 
 def _known(tensor: BoundTensor, other: BoundTensor | None) -> TensorDiff:

@@ -623,8 +623,8 @@ def make_adapter(folder: Path) -> None:
         build_header(tensors, {"format": "pt"}) + b"\x00\x38" * (sum(tensor_bytes(*each) for each in tensors) // 2)
     )
     settings = {
-        "peft_type": "LORA", "r": 2, "lora_alpha": 4, "rank_pattern": {}, "alpha_pattern": {"q_proj": 8}, "bias": "none",
-        "target_modules": ["q_proj", "down_proj"], "target_parameters": None, "exclude_modules": None,
+        "peft_type": "LORA", "r": 2, "lora_alpha": 4, "rank_pattern": {}, "alpha_pattern": {"q_proj": 8},
+        "bias": "none", "target_modules": ["q_proj", "down_proj"], "target_parameters": None, "exclude_modules": None,
         "layers_to_transform": None, "use_rslora": False, "peft_version": "0.21.2", "lora_B_layout": "rank_major",
         "init_lora_weights": True, "modules_to_save": None, "base_model_name_or_path": "source", "use_dora": False,
     }  # fmt: skip

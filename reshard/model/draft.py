@@ -497,7 +497,7 @@ def _text(config: Mapping[str, Any], sizes: _Sizes, lines: Sequence[_Line]) -> s
     if any(_in_tower(line.template) for line in lines):
         head.append("# CHECK: what belongs to a tower (vision, audio) is whole on every rank.")
     document = {
-        "model_types": [model_type] if isinstance(model_type, str) else [],
+        "model_types": [model_type] if isinstance(model_type, str) and model_type.isprintable() else [],
         **({"section": sizes.section} if sizes.section else {}),
         "sizes": {axis: text for axis, text in sizes.texts.items() if axis in used},
         "parallel": _parallel(lines, used),

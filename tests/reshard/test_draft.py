@@ -140,13 +140,14 @@ SIZES = (0, 1, 4, 6, 8, 12, 20, 24, 37, 40, 48)
         max_size=5,
     ),
     st.sets(st.sampled_from([*LLAMA])),
-    st.sampled_from([[], {}, None, 7, "llama", "strange"]),
+    st.sampled_from([[], {}, None, 7, "llama", "strange", "\ud800"]),
 )
 @example({"scale": [6], "weight": [], "bias": [20, 20]}, {"num_attention_heads"}, ["llama"])
+@example({"lm_head.weight": [37, 20]}, {"num_attention_heads"}, "\ud800")
 def test_whatever_a_checkpoint_has_a_draft_is_made_or_refused(
     shapes: dict[str, list[int]], left_out: set[str], model_type: object
 ) -> None:
     tensors = [FullTensor(name, "BF16", tuple(shape), "a file") for name, shape in shapes.items()]
     config = {key: value for key, value in LLAMA.items() if key not in left_out} | {"model_type": model_type}
     with suppress(PlanError):
-        assert draft(config, tensors).model.tensors
+        assert draft(config, tensors).text.encode()

@@ -21,6 +21,7 @@ Reader = Callable[[object, str], T]
 
 LARGEST = 2**63 - 1
 """The largest size, count or offset: what a file format and the operating system can express."""
+LARGEST_FLOAT32 = 3.4028234663852886e38
 LONGEST_NUMBER = 1024
 """Bits of an integer that is no size; as large as a float."""
 DEEPEST = 100
@@ -160,9 +161,9 @@ def whole(low: int, high: int = LARGEST) -> Reader[int]:
 
 
 def number(value: object, where: str) -> float:
-    """A number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise unfit(where, "a number", value)
+    """A number that is finite in float32."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGEST_FLOAT32:
+        raise unfit(where, "a number that float32 can hold", value)
     return float(value)
 
 

@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from formats.files.delta import digest
-from formats.files.safetensors import read_header
+from formats.files.safetensors import build_header, read_header, tensor_bytes
 from reshard.cli.commands import main as reshard
-from tests.support import LLAMA, change_tensor, write_checkpoint
+from tests.support import LLAMA, change_tensor, llama_tensors, write_checkpoint
 
 SECONDS = 10.0
 """What one command may take of the processor: that others use it, too, is no fault of the command's."""
@@ -465,6 +465,12 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("verify", "source", "shards", "--exact-only", "--plan", "plan.toml", "--json"),
     ("split", "source", "OUT", "--tp", "2", "--refine-blocks"),
     ("split", "shards", "OUT", "--tp", "4", "--rank", "1", "--plan", "plan.toml"),
+    ("inspect", "adapter"),
+    ("merge", "adapter", "--into", "source", "OUT"),
+    ("split", "source", "OUT", "--adapter", "adapter", "--tp", "2"),
+    ("split", "adapter", "OUT", "--tp", "2", "--config", "source"),
+    ("split", "adapter", "OUT", "--as", "peft-per-expert", "--config", "source"),
+    ("diff", "source", "shards"),
     *(("patch", "source", delta, "OUT") for delta in DELTAS),
     *(("split", "source", "OUT", "--patch", delta, "--tp", "2") for delta in DELTAS),
 )
@@ -602,6 +608,27 @@ def make_base(root: Path) -> None:
             assert outcome.code == (arguments[0] == "diff"), outcome
         shutil.copytree("compressed", "weight_v000001", ignore=shutil.ignore_patterns("delta.json"))
     (root / "bare/reshard.json").unlink()
+    make_adapter(root / "adapter")
+
+
+def make_adapter(folder: Path) -> None:
+    """A LoRA of rank 2, with all settings that are read."""
+    folder.mkdir()
+    shapes = {name: shape for name, _, shape in llama_tensors() if name.endswith(("q_proj.weight", "down_proj.weight"))}
+    tensors = []
+    for name, (rows, columns) in shapes.items():
+        place = f"base_model.model.{name.removesuffix('.weight')}"
+        tensors += [(f"{place}.lora_A.weight", "F16", (2, columns)), (f"{place}.lora_B.weight", "F16", (rows, 2))]
+    (folder / "adapter_model.safetensors").write_bytes(
+        build_header(tensors, {"format": "pt"}) + b"\x00\x38" * (sum(tensor_bytes(*each) for each in tensors) // 2)
+    )
+    settings = {
+        "peft_type": "LORA", "r": 2, "lora_alpha": 4, "rank_pattern": {}, "alpha_pattern": {"q_proj": 8},
+        "bias": "none", "target_modules": ["q_proj", "down_proj"], "target_parameters": None, "exclude_modules": None,
+        "layers_to_transform": None, "use_rslora": False, "peft_version": "0.21.2", "lora_B_layout": "rank_major",
+        "init_lora_weights": True, "modules_to_save": None, "base_model_name_or_path": "source", "use_dora": False,
+    }  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
 
 
 def fuzz(base: Path, seed: int) -> list[str]:

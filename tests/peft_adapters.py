@@ -13,6 +13,7 @@ from tests import store, zoo
 KINDS: dict[str, dict[str, Any]] = {
     "linear": {"target_modules": "all-linear"},
     "embeddings": {"target_modules": ["embed_tokens", "lm_head"]},
+    "positions": {"target_modules": ["wpe", "c_attn"]},
     "experts": {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
     "up": {"target_modules": [], "target_parameters": ["experts.up_proj", "experts.down_proj"]},
     "down": {"target_modules": [], "target_parameters": ["experts.down_proj"]},

@@ -1,7 +1,7 @@
 """Routes of a checkpoint through two forms: every route to a form must give the bytes of the direct one.
 
 For a source S and forms F and G: S -> F -> G is refused with a reason, or its files are those of S -> G. ``verify S``
-of it says SAME, and it merges to S: byte for byte with its manifest, by values and dtypes without.
+of it says SAME, and it merges to S: byte for byte with all manifests, by values and dtypes if any of them is lost.
 
 ``python -m tests.routes --seconds 600`` walks all routes, in an order that ``--seed`` gives, and prints what fails;
 ``--source`` and ``--form`` choose some. ``tests/test_routes.py`` walks a sample.
@@ -21,6 +21,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -176,10 +177,7 @@ class Walk:
         assert isinstance(original, Path)
         yield self._tried((form,), "verify", lambda: _proved(original, out))
         yield self._tried((form,), "merge", lambda: self._merged(out, original, exact=True))
-        bare = Path(shutil.copytree(out, self.folder / f"{form}+bare"))
-        (bare / "reshard.json").unlink()
-        yield self._tried((form,), "merge without manifest", lambda: self._merged(bare, original, exact=False))
-        shutil.rmtree(bare)
+        yield self._tried((form,), "merge without manifest", lambda: self._merged_bare(out, original))
 
     def second(self, first: str, second: str) -> Iterator[Route]:
         """The law of a route through two forms."""
@@ -188,14 +186,29 @@ class Walk:
         forms = (first, second)
         found = self._tried(forms, "", lambda: self._compared(first, second))
         yield found
-        out = self.made.get(forms)
+        out, original, before = self.made.get(forms), self.made[()], self.made[first,]
+        assert isinstance(original, Path) and isinstance(before, Path)
         if found.found == "same" and isinstance(out, Path):
-            original = self.made[()]
-            assert isinstance(original, Path)
             yield self._tried(forms, "verify", lambda: _proved(original, out))
             yield self._tried(forms, "merge", lambda: self._merged(out, original, exact=True))
         if isinstance(out, Path):
             shutil.rmtree(out)
+        with without_manifest(before):
+            yield self._tried(forms, "without the first manifest", lambda: self._written(before, forms, original))
+
+    def _written(self, before: Path, forms: tuple[str, ...], original: Path) -> str:
+        """What is written can be read, with its own manifest and without."""
+        out = self._split(before, forms)
+        if isinstance(out, str):
+            return f"refused {out}"
+        try:
+            return self._merged(out, original, exact=False) or self._merged_bare(out, original)
+        finally:
+            shutil.rmtree(out)
+
+    def _merged_bare(self, out: Path, original: Path) -> str:
+        with without_manifest(out):
+            return self._merged(out, original, exact=False)
 
     def _compared(self, first: str, second: str) -> str:
         there, direct = self.at(first, second), self.at(second)
@@ -217,7 +230,8 @@ class Walk:
             wanted = tensors(original, {name for name, data in found.items() if data.startswith(b"F32 ")})
             tied = {*wanted.values()}  # a tied table may be there twice, as the format has it
             found = {name: data for name, data in found.items() if name in wanted or data not in tied}
-            if FORMS[out.name.removesuffix("+bare")].get("format") in SPELLED and wanted.keys() != found.keys():
+            spelled = any(FORMS[form].get("format") in SPELLED for form in out.name.split("+"))
+            if spelled and wanted.keys() != found.keys():
                 kept = wanted.keys() & found.keys()  # experts as transformers itself saves them: in one tensor
                 wanted, found = ({name: of[name] for name in kept} for of in (wanted, found))
             return _difference(wanted, found)
@@ -233,6 +247,16 @@ class Walk:
         if wrong.startswith("refused ") or (wrong.startswith("refused, ") and FREE.search(wrong)):
             return Route(self.source, forms, "refused", wrong.removeprefix("refused "))
         return Route(self.source, forms, f"{what}: {wrong}" if wrong else "same")
+
+
+@contextmanager
+def without_manifest(folder: Path) -> Iterator[None]:
+    """A folder that has lost its manifest, within the block."""
+    kept = (folder / "reshard.json").rename(folder.parent / f"{folder.name}.json")
+    try:
+        yield
+    finally:
+        kept.rename(folder / "reshard.json")
 
 
 def _proved(original: Path, out: Path) -> str:

@@ -235,7 +235,7 @@ def _text(content: bytes | None) -> str | None:
     return None if content is None else content.decode("utf-8")
 
 
-_NOT_OURS = "remove it: the shards say themselves what they are (only the original file boundaries are lost)"
+_NOT_OURS = "remove it: the shards say themselves what they are (docs/reference/manifest.md says what is lost)"
 
 
 def read_manifest(path: FilePath) -> Manifest:

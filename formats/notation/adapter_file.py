@@ -71,7 +71,7 @@ class AdapterFormat:
 
     def takes_second(self, model_type: object) -> bool:
         """Whether the second dimension of a matrix is taken as the input in models of this type."""
-        return self.second != (model_type in self.flipped)
+        return self.second != (str(model_type) in self.flipped)
 
 
 @cache

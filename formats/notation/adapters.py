@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
 from typing import Any, TypeVar
 
-from formats.documents import Reader, Unfit, items, json_object, mapping, text, whole
+from formats.documents import Reader, Unfit, items, json_object, mapping, number, optional, size, text, truth, whole
 from formats.errors import PlanError, brief
 from formats.notation.adapter_file import (
     AdapterFormat,
@@ -41,6 +41,7 @@ PREFIX = "base_model.model."
 """What stands before a module's name in an adapter."""
 SETTINGS = "peft_config"
 """The entry of a config that has an adapter's own settings, beside those of the model that it changes."""
+T = TypeVar("T")
 Number = TypeVar("Number", int, float)
 MERGE_IT = "'reshard split BASE OUT --adapter ADAPTER' writes its base model with the adapter in it"
 """A hint for what an adapter alone cannot be."""
@@ -66,6 +67,8 @@ _MOST_REPEATS = 4
 class Settings:
     """What ``adapter_config.json`` says of an adapter: ``ranks`` by pattern of a name, ``rank`` for all others.
 
+    ``alphas`` and ``alpha`` likewise; ``stabilised``: alpha is divided by the root of the rank. ``targets`` are
+    parameters; ``modules`` are ends of names, None where a pattern or nothing names them; ``layers`` are the only ones.
     ``grouped``: of the B of a stack, the columns of an expert lie together.
     """
 
@@ -74,6 +77,12 @@ class Settings:
     targets: tuple[str, ...]
     version: tuple[int, ...] | None
     grouped: bool = False
+    alpha: float | None = None
+    alphas: Mapping[str, float] = field(default_factory=dict)
+    stabilised: bool = False
+    modules: tuple[str, ...] | None = None
+    excluded: tuple[str, ...] = ()
+    layers: tuple[int, ...] | None = None
 
     def ranks_of(self, name: str) -> tuple[int, ...]:
         """The rank of what covers a name; several, if a pattern may be for some of its indices alone."""
@@ -89,9 +98,19 @@ class Settings:
         """Whether a parameter's name ends as one of ``target_parameters``, in which an index may be a number."""
         return any(_ends_as(name, target) for target in self.targets)
 
+    def names(self, module: str) -> bool:
+        """Whether PEFT would wrap a module of this name. What a pattern names is not looked up."""
+        if _ends(module, self.excluded):
+            return False
+        if self.modules is None or module in self.modules:
+            return True
+        of_targets = (f".{target}".rpartition(".")[0] for target in self.targets)
+        of_layer = self.layers is None or not {*map(str, self.layers)}.isdisjoint(module.split("."))
+        return of_layer and (_ends(module, self.modules) or any(f"{each}." in f".{module}." for each in of_targets))
+
     def key_of(self, place: str, each: Wrapped) -> str:
         """The name that ``rank_pattern`` and ``alpha_pattern`` are matched against; ``place``: prefix of A and B."""
-        module = re.sub(r"(\.base_layer)*(\.lora_.*)?$", "", place.removeprefix(PREFIX).rstrip("."))
+        module = module_of(place.rstrip("."))
         leaf = each.name.rpartition(".")[2]
         return f"{module}.{leaf}" if self.is_target(each.name) and not module.endswith(f".{leaf}") else module
 
@@ -105,23 +124,42 @@ def settings_of(found: object, where: object) -> Settings:
             raise PlanError(
                 f"{where}: the adapter is {brief(kind)}; only LORA is read", "merge it into its base model first"
             )
-        layout = document.get("lora_B_layout") or "rank_major"
+        layout = _find(document, "lora_B_layout", text) or "rank_major"
         if layout not in _LAYOUTS:
             raise PlanError(f"{where}: adapter_config.json: lora_B_layout is {brief(layout)}, which is not known")
         return Settings(
             rank=_RANK(document.get("r"), "r"),
-            ranks=patterns_of(document, "rank_pattern", where, _RANK),
-            targets=items(text)(document.get("target_parameters") or [], "target_parameters"),
+            ranks=_patterns(document, "rank_pattern", where, _RANK),
+            targets=_find(document, "target_parameters", items(text)) or (),
             version=version_of(str(document.get("peft_version"))),
             grouped=layout == _GROUPED,
+            alpha=_find(document, "lora_alpha", number),
+            alphas=_patterns(document, "alpha_pattern", where, number),
+            stabilised=_find(document, "use_rslora", truth) or False,
+            modules=_find(document, "target_modules", _names),
+            excluded=_find(document, "exclude_modules", _names) or (),
+            layers=_find(document, "layers_to_transform", _indices),
         )
     except Unfit as error:
         raise PlanError(f"{where}: adapter_config.json: {error}") from None
 
 
-def patterns_of(document: Mapping[str, Any], name: str, where: object, reader: Reader[Number]) -> Mapping[str, Number]:
+def _find(document: Mapping[str, Any], name: str, reader: Reader[T | None]) -> T | None:
+    return optional(reader)(document.get(name), name)
+
+
+def _names(value: object, where: str) -> tuple[str, ...] | None:
+    """Ends of names; None for a pattern."""
+    return None if isinstance(value, str) else items(text)(value, where)
+
+
+def _indices(value: object, where: str) -> tuple[int, ...] | None:
+    return items(size)([value] if isinstance(value, int) else value, where) or None
+
+
+def _patterns(document: Mapping[str, Any], name: str, where: object, reader: Reader[Number]) -> Mapping[str, Number]:
     """A table of numbers by patterns of names, regular expressions. Raises PlanError, Unfit."""
-    found = mapping(reader)(document.get(name) or {}, name)
+    found = _find(document, name, mapping(reader)) or {}
     for key in found:
         repeats = key.count("*") + key.count("+")
         if len(key) > 1000 or _KEY.fullmatch(key) is None or repeats > _MOST_REPEATS or re.search(r"\)[*+]", key):
@@ -148,6 +186,15 @@ def _of_patterns(patterns: Mapping[str, int], name: str, otherwise: int) -> Iter
 def of_pattern(patterns: Mapping[str, Number], name: str, otherwise: Number) -> Number:
     """The number for a name: by the first pattern that fits, as PEFT's get_pattern_key."""
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), otherwise)
+
+
+def module_of(name: str) -> str:
+    """The name of the module that a tensor of an adapter belongs to."""
+    return re.sub(r"(\.base_layer)*(\.lora_.*)?$", "", name.removeprefix(PREFIX))
+
+
+def _ends(name: str, ends: Sequence[str]) -> bool:
+    return any(f".{name}".endswith(f".{end}") for end in ends)
 
 
 def _ends_as(name: str, target: str) -> bool:

@@ -10,6 +10,7 @@ from formats.errors import NotationError, PlanError
 from formats.notation.architecture import Architecture, ModuleRule, Rule, trie
 from formats.notation.axes import parse
 from formats.notation.expressions import Expression, read_expression
+from formats.notation.unfused_experts import by_name
 
 LONGEST_NAME, DEEPEST = 1000, 100
 """Characters of a template in a plan file, and its parts between dots."""
@@ -106,9 +107,11 @@ def _build(document: Mapping[str, Any], name: str) -> Architecture:
     parallel = dict(document.get("parallel", {}))
     pad = tuple(parallel.pop("pad", ()))
     prefixes, section = tuple(document.get("prefixes", ("",))), document.get("section", ())
-    tensors = {template: read_rules(template, value) for template, value in document.get("tensors", {}).items()}
-    if not tensors:
+    own = document.get("tensors", {})
+    if not own:
         raise NotationError("no rules under [tensors]")
+    experts = _experts_by_name(own)
+    tensors = {template: read_rules(template, value) for template, value in {**experts, **own}.items()}
     modules = {template: _module_rules(template, value) for template, value in document.get("modules", {}).items()}
     stages = {template: read_expression(str(text)) for template, text in document.get("stages", {}).items()}
     layers = stages.pop("layers", read_expression("layer"))
@@ -126,6 +129,7 @@ def _build(document: Mapping[str, Any], name: str) -> Architecture:
         stages=stages,
         layers=layers,
         partial=document.get("partial", False) is True,
+        derived=frozenset(experts.keys() - own.keys()),
         _root=trie(tensors, prefixes),
         _stage_root=trie(stages, prefixes, later_wins=True),
         _module_root=trie(modules, prefixes),
@@ -167,6 +171,21 @@ def _module_rules(template: str, value: Any) -> tuple[ModuleRule, ...]:
         except NotationError as error:
             raise NotationError(f"module '{template}': {error.message}") from None
     return tuple(rules)
+
+
+def _experts_by_name(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The lines for experts that quantizers name one by one, in addition to those of fused ones."""
+    found: dict[str, Any] = {}
+    for template in (name for name in tensors if "experts." in name):
+        for rule in read_rules(template, tensors[template]):
+            names: dict[str, list[str]] = {}
+            for shape in rule.shapes:
+                for name, own in by_name(template, shape).items():
+                    names.setdefault(name, []).append(str(own))
+            for name, shapes in names.items():
+                condition = {"when": rule.when.text} if rule.when else {}
+                found.setdefault(name, []).append({"shape": [*dict.fromkeys(shapes)], **condition})
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------- writing

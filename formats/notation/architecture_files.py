@@ -18,8 +18,7 @@ from typing import Any
 from formats.errors import CheckpointError, PlanError, brief
 from formats.notation.adapters import SETTINGS, adapter_architecture
 from formats.notation.architecture import Architecture
-from formats.notation.architecture_document import architecture_from_document, module_document, read_rules, to_document
-from formats.notation.unfused_experts import by_name
+from formats.notation.architecture_document import architecture_from_document, module_document, to_document
 from formats.store import FilePath, read_file
 
 MAX_PLAN = 16 << 20
@@ -253,10 +252,8 @@ def _built_in(path: Path, inside: str | None = None) -> Architecture:
     own = read_document(path)
     document = with_bases({**own, INSIDE: inside} if inside else own, path)
     heads, own = _shared(HEADS)["tensors"], document["tensors"]
-    experts = _experts_by_name(own)
-    document["tensors"] = {**heads, **experts, **own}
-    architecture = architecture_from_document(_with_stages(document), path.stem, str(path))
-    return replace(architecture, derived=frozenset(experts.keys() - own.keys()))
+    document["tensors"] = {**heads, **own}
+    return architecture_from_document(_with_stages(document), path.stem, str(path))
 
 
 def _with_stages(document: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -266,21 +263,6 @@ def _with_stages(document: Mapping[str, Any]) -> Mapping[str, Any]:
     common = _shared(STAGES)
     respelled = _respelled(common["stages"], _first_prefix(common), _first_prefix(document))
     return {**document, "stages": {**respelled, **own}}
-
-
-def _experts_by_name(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The lines for experts that quantizers name one by one, in addition to those of fused ones."""
-    found: dict[str, Any] = {}
-    for template in (name for name in tensors if "experts." in name):
-        for rule in read_rules(template, tensors[template]):
-            names: dict[str, list[str]] = {}
-            for shape in rule.shapes:
-                for name, own in by_name(template, shape).items():
-                    names.setdefault(name, []).append(str(own))
-            for name, shapes in names.items():
-                condition = {"when": rule.when.text} if rule.when else {}
-                found.setdefault(name, []).append({"shape": [*dict.fromkeys(shapes)], **condition})
-    return found
 
 
 def built_in_file(config: Mapping[str, Any]) -> Path | None:

@@ -88,6 +88,7 @@ def _document(found: Diff) -> dict[str, Any]:
         "b": found.b,
         "same": found.same,
         "bytes": found.nbytes,
+        "config": list(found.config),
         "tensors": [
             {
                 "name": tensor.name,

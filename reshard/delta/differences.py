@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import threading
@@ -13,6 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
+from formats.errors import listed
 from formats.files.safetensors import tensor_bytes, unit_of
 from reshard.delta.numbers import Distance, codes_of, distance, has_numbers
 from reshard.delta.streams import Jobs, Pair, Side, jobs_of_both, side_by_side
@@ -60,13 +62,14 @@ class TensorDiff:
 class Diff(Result):
     """What differs between two checkpoints: all tensors, the first's in its order, then those of the second alone.
 
-    ``nbytes`` were compared, of each side.
+    ``nbytes`` were compared, of each side. ``config`` has the keys of config.json that differ.
     """
 
     a: str
     b: str
     tensors: tuple[TensorDiff, ...]
     nbytes: int
+    config: tuple[str, ...] = ()
 
     @property
     def same(self) -> bool:
@@ -91,7 +94,8 @@ class Diff(Result):
 
         rows = rows_of([tensor for tensor in self.tensors if tensor.kind != SAME])
         table = align([HEAD, *map(cells, rows)], right=(1, 3, 4, 5, 6), width=width, elastic=(0,))
-        return "\n".join([*(table if rows else []), self.headline])
+        config = [f"config.json differs: {listed(self.config, 5)}."] if self.config else []
+        return "\n".join([*(table if rows else []), *config, self.headline])
 
 
 class Keeper(Protocol):
@@ -123,7 +127,9 @@ def differences(a: Source, b: Source, keeper: Keeper | None = None, progress: Pr
     tensors += [TensorDiff(n, THERE, (None, t.dtype), (None, t.shape)) for n, t in right.items() if n not in left]
     a.check_unchanged()
     b.check_unchanged()
-    return Diff(a.shown, b.shown, tuple(tensors), comparing.total)
+    own, other = ({key: json.dumps(value) for key, value in side.unsplit.config.items()} for side in (a, b))
+    config = tuple(sorted({key for key, _ in own.items() ^ other.items()}))
+    return Diff(a.shown, b.shown, tuple(tensors), comparing.total, config)
 
 
 def _known(tensor: BoundTensor, other: BoundTensor | None) -> TensorDiff:

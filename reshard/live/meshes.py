@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from formats.errors import PlanError
+from formats.mesh import MOST_RANKS
 from formats.notation.format import Format
 from formats.notation.format_file import format_of
 from reshard.live.held import Held
@@ -41,6 +42,10 @@ class Target:
     fsdp: int = 1
     replicas: int = 1
 
+    def __post_init__(self) -> None:
+        if self.ranks > MOST_RANKS:
+            raise PlanError(f"'{self}' are {self.ranks:,} ranks", f"give degrees of at most {MOST_RANKS:,} ranks")
+
     @property
     def format(self) -> Format:
         """The format of its tensors. Raises PlanError."""
@@ -70,7 +75,7 @@ _NAMES: Mapping[str, str] = {"": "fsdp", "fsdp": "fsdp", "x": "replicas", "tp": 
 def target_of(text: str) -> Target:
     """Reads ``fsdp2:4tp2``, ``megatron:tp2pp2ep2``, ``vllm:tp4``. A plain number is of FSDP. Raises PlanError."""
     program, _, rest = text.partition(":")
-    found = re.findall(r"([a-z]*)(\d+)", rest)
+    found = re.findall(r"([a-z]*)(\d{1,18})", rest)
     known = {_NAMES[name]: int(number) for name, number in found if name in _NAMES}
     if "".join(f"{name}{number}" for name, number in found) != rest or len(known) != len(found) or 0 in known.values():
         raise PlanError(

@@ -53,7 +53,7 @@ def bind(
     kinds = {each: _kind(each, groups) for each in found}
     bound = (BoundTensor(tensor.name, kinds[each], at) for tensor, (each, at) in zip(tensors, placed, strict=True))
     model = Model(architecture, config, sizes, tuple(bound), tuple(kinds.values()))
-    allowed = model.used_templates | architecture.inherited
+    allowed = model.used_templates | architecture.inherited | architecture.derived
     unused = [template for template in architecture.tensors if template not in allowed]
     if every_rule and unused:
         raise PlanError(

@@ -232,7 +232,7 @@ def _transformers_styles(config: Mapping[str, Any], section: str | None) -> Mapp
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     inner = config[section].get("model_type") if section else None
-    for model_type in (inner, config.get("model_type")):
+    for model_type in map(str, (inner, config.get("model_type"))):
         if model_type in CONFIG_MAPPING:
             return dict(CONFIG_MAPPING[model_type].base_model_tp_plan or {})
     return {}
@@ -337,8 +337,8 @@ def _in_tower(template: str) -> bool:
 def _line(
     template: str, index: str, shapes: Mapping[tuple[int, ...], list[int]], styles: Mapping[str, str], sizes: _Sizes
 ) -> _Line:
-    path = template.split(".")
-    last = path[-1]
+    *around, last = template.split(".")
+    path = [*(around or [last]), last]  # a parameter at the top is taken for its own module's
     module = path[:-1] if last in {"weight", "bias"} else path
     line = _Line(template, index, [(tuple(layers), shape, _plain(shape)) for shape, layers in shapes.items()])
     if _in_tower(template):
@@ -364,7 +364,7 @@ def _shape(
     lead = ""
     if len(rest) == 3 and any("experts" in word for word in path) and rest[0] == sizes.values.get("expert"):
         lead, rest = "expert ", rest[1:]
-    if len(rest) <= 1 or path[-1] == "bias" or "norm" in path[-2 if len(path) > 1 else -1]:
+    if len(rest) <= 1 or path[-1] == "bias" or "norm" in path[-2]:
         return _vector(rest, lead, path, role, sizes)
     if len(rest) != 2 or hidden is None:
         return None, "no axis is known to be split"
@@ -400,7 +400,7 @@ def _vector(
     [size] = rest
     if path[-1] == "sinks" and sizes.value("(kv group)") == size:
         return "(kv group)", None
-    if "norm" in path[-2 if len(path) > 1 else -1]:
+    if "norm" in path[-2]:
         own = {"q": _QUERY, "k": _KEY}.get(path[-2][:1]) if "_" in path[-2] else None
         if own and sizes.value(own) == size != values.get("head"):
             return own, "a norm over all heads at once"
@@ -498,7 +498,7 @@ def _text(config: Mapping[str, Any], sizes: _Sizes, lines: Sequence[_Line]) -> s
     if any(_in_tower(line.template) for line in lines):
         head.append("# CHECK: what belongs to a tower (vision, audio) is whole on every rank.")
     document = {
-        "model_types": [model_type] if isinstance(model_type, str) else [],
+        "model_types": [model_type] if isinstance(model_type, str) and model_type.isprintable() else [],
         **({"section": sizes.section} if sizes.section else {}),
         "sizes": {axis: text for axis, text in sizes.texts.items() if axis in used},
         "parallel": _parallel(lines, used),

@@ -44,6 +44,7 @@ def diff_page(diff: Diff) -> str:
     kinds = {kind: len(diff.of(kind)) for kind in dict.fromkeys(tensor.kind for tensor in diff.tensors)}
     known = [(kind, plural(count, "tensor")) for kind, count in kinds.items()]
     known.append(("compared", f"{human_bytes(diff.nbytes)} of each"))
+    known += [("config.json differs", ", ".join(diff.config))] if diff.config else []
     layered, alone = _lines(diff.tensors)
     pictures = [element("figure", both_widths(partial(_picture, lines))) for lines in (layered, alone) if lines]
     body = element(

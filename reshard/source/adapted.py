@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from formats.documents import read_config
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, MismatchError
 from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, Checkpoint, has_adapter, open_checkpoint
 from formats.files.safetensors import TensorInfo, read_header
 from formats.files.sharded import is_sharded
@@ -45,9 +45,10 @@ T = TypeVar("T", bound=np.generic)
 class Piece(NamedTuple):
     """A tensor of a file, up to byte ``end`` there, from byte ``source`` on of file number ``number``.
 
-    ``terms`` are added to its matrices of ``rows`` times ``columns`` elements of ``dtype``.
+    ``terms`` are added to its matrices of ``rows`` times ``columns`` elements of ``dtype``. ``name`` is the tensor's.
     """
 
+    name: str
     begin: int
     end: int
     number: int
@@ -151,19 +152,29 @@ def _added(own: memoryview, piece: Piece, first: int, adapter: Callable[[TensorI
             until = min(at + step, high)
             rows_of = slice(row + at * down - top, row + (until - 1) * down + 1 - top, down)
             block = lines[rows_of, column : column + (right.shape[1] - 1) * across + 1 : across]
-            block[:] = _sum(block, piece.dtype, left[at:until], right, term.product.scale)
+            block[:] = _sum(block, piece, left[at:until], right, term.product.scale)
     return padded[first - top * columns :][:count].view(np.uint8).data
 
 
-def _sum(block: NDArray[Any], dtype: str, left: Floats, right: Floats, scale: float) -> NDArray[Any]:
-    """``W + scale * (left right)`` as numbers of the weight's dtype, given those of W."""
+@np.errstate(over="ignore", invalid="ignore")
+def _sum(block: NDArray[Any], piece: Piece, left: Floats, right: Floats, scale: float) -> NDArray[Any]:
+    """``W + scale * (left right)`` as numbers of the weight's dtype, given those of W. Raises MismatchError."""
+    weight = _widened(block, piece.dtype)
     total, term = left[:, :1] * right[0], np.empty((len(left), right.shape[1]), np.float32)
     for k in range(1, len(right)):
         np.multiply(left[:, k : k + 1], right[k], out=term)
         total += term
     total *= np.float32(scale)
-    total += _widened(block, dtype)
-    return _rounded(total, dtype)
+    total += weight
+    rounded = _rounded(total, piece.dtype)
+    lost = ~np.isfinite(_widened(rounded, piece.dtype))
+    if lost.any() and np.isfinite(weight[lost]).any():
+        raise MismatchError(
+            f"tensor '{piece.name}' of the base model is finite and would not be with the adapter in it: numbers of A "
+            f"or B are not finite, or their sum is too large for {piece.dtype}",
+            "give an adapter that was trained on this base model",
+        )
+    return rounded
 
 
 def _widened(numbers: NDArray[Any], dtype: str) -> Floats:
@@ -178,8 +189,7 @@ def _rounded(values: Floats, dtype: str) -> NDArray[Any]:
     if dtype == "F32":
         return bits
     if dtype == "F16":
-        with np.errstate(over="ignore"):
-            return values.astype("<f2").view("<u2")
+        return values.astype("<f2").view("<u2")
     even = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
     return np.where(np.isnan(values), (bits >> 16) | 0x40, even).astype("<u2")
 
@@ -188,6 +198,9 @@ _SIZES = {"BF16": 2, "F16": 2, "F32": 4}
 
 
 def _floats(content: memoryview, dtype: str, shape: tuple[int, ...]) -> Floats:
+    if dtype == "F64":
+        with np.errstate(over="ignore"):  # the sum is checked
+            return np.frombuffer(content, "<f8").astype("<f4").reshape(shape)
     return _widened(np.frombuffer(content, f"<u{_SIZES[dtype]}"), dtype).reshape(shape)
 
 
@@ -240,4 +253,4 @@ def _piece(info: TensorInfo, changes: Changes, number: int, last: int) -> Piece:
     other, terms = changes.replaced.get(info.name), tuple(changes.terms.get(info.name, ()))
     rows, columns = info.shape[-2:] if terms else (1, 1)
     source = (number, info.offset) if other is None else (last, other.offset)
-    return Piece(info.offset, info.offset + info.nbytes, *source, info.dtype, rows, columns, terms)
+    return Piece(info.name, info.offset, info.offset + info.nbytes, *source, info.dtype, rows, columns, terms)

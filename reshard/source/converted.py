@@ -43,7 +43,7 @@ from reshard.model.model import BoundTensor, FullTensor, Model
 from reshard.source.adapted import by_expert
 from reshard.source.dequantized import Kept, local_file
 from reshard.source.expert_factors import Experts, Pair, Target, shapes, targets
-from reshard.source.low_rank import A_ENDS, B_ENDS, LINEAR, Scales, factor_sizes, stack_form
+from reshard.source.low_rank import A_ENDS, B_ENDS, LINEAR, Scales, check_tensors, factor_sizes, stack_form
 from reshard.store.computed import ComputedFile
 from reshard.store.range_store import Content, RangeStore, remote_of
 from reshard.store.remote import Read, Remote
@@ -166,6 +166,7 @@ def converted(path: FilePath, format: AdapterFormat, config: Path | None = None)
     base = find_architecture(plain, path)
     file = remote_of(path / ADAPTER) or local_file(path / ADAPTER, path, stamps[path / ADAPTER])
     found = _Conversion(base, checkpoint.config, checkpoint.tensors, format, _reader(file))
+    check_tensors(found.lora, checkpoint.tensors)
     made, further = found.pieces()
     header = build_header([(name, dtype, shape) for name, dtype, shape, _ in made], {"format": "pt"})
     laid = parse_header(header, path / ADAPTER, None).tensors
@@ -262,7 +263,7 @@ class _Conversion:
     def _pairs(
         self, experts: Experts, found: Mapping[tuple[str, Wrapped], Mapping[str, BoundTensor]]
     ) -> Iterator[Pair]:
-        scales = Scales(self.config[SETTINGS], self.lora)
+        scales = Scales(self.lora)
         for (place, each), pair in found.items():
             if pair.keys() != {"A", "B"}:
                 raise PlanError(f"{ADAPTER}: '{place}' has only one of lora_A and lora_B")
@@ -394,7 +395,7 @@ def _targets(before: object, modules: Sequence[str]) -> list[str]:
 
 def _numbers(of: _Conversion, copies: Sequence[_Copy], made: Sequence[Target]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The ranks and alphas that differ from ``r`` and ``lora_alpha``, by pattern of a name."""
-    scales, settings = Scales(of.config[SETTINGS], of.lora), of.config[SETTINGS]
+    scales, settings = Scales(of.lora), of.config[SETTINGS]
     own = [(each.module, each.info.shape[0], scales.alpha(each.key)) for each in copies if each.module is not None]
     for target in made:
         rank, scale = target.sizes["rank"], target.scale

@@ -34,7 +34,7 @@ from formats.notation.format_file import format_of
 from formats.store import FilePath, like
 from reshard.publishing.shares import parts_of
 from reshard.source.opening import open_source
-from reshard.source.program_source import program_files, tensors_in, weights_folder
+from reshard.source.program_source import left_behind, program_files, readings, tensors_in, weights_folder
 from reshard.source.recognise import Kind, Recognised, recognise
 from reshard.source.source import Source
 from reshard.store.staging_names import SUFFIX, staging_of, unfinished_command
@@ -123,7 +123,7 @@ def inspect(path: FilePath) -> Report:
     _take_config(report, path)
     if found.formats:
         report.format = " or ".join(format.name for format in found.formats)
-        report.loaded_by = " or ".join(format.loading.program for format in found.formats)
+        report.loaded_by = " or ".join(dict.fromkeys(format.loading.program for format in found.formats))
         report.has_manifest = (path / MANIFEST).is_file()
     if found.manifest is not None:
         _take_manifest(report, found.manifest)
@@ -192,6 +192,9 @@ def _take_what_is_there(report: Report, found: Recognised, error: ReshardError) 
         report.problems.append(found.damage.message)
     if found.kind == "program":
         _take_program(report, found)
+        if report.complete and report.files and not (report.path / "config.json").is_file():
+            report.refused = "no config.json is there, which split and merge need"
+            report.hint = "give them a folder that has the model's config.json, and its tokenizer, with --config DIR"
     elif found.kind == "split":
         ranks = _from_folders(report) if found.manifest is None else _from_records(report, found.manifest)
         _take_ranks(report, ranks, found.manifest)
@@ -246,7 +249,11 @@ def _take_program(report: Report, found: Recognised) -> None:
 def _take_distributed(report: Report, formats: Sequence[Format]) -> None:
     """A distributed checkpoint of torch's, which needs no mesh: .metadata says what there is, training states too."""
     folder = next((at for format in formats if is_distributed(at := weights_folder(format, report.path))), report.path)
-    if len(formats) > 1:
+    own = [format for format in formats if any((folder / name).is_file() for name in format.container.documents)]
+    if own:
+        report.format = " or ".join(format.name for format in own)
+        report.loaded_by = " or ".join(dict.fromkeys(format.loading.program for format in own))
+    elif len(formats) > 1:
         report.format, report.loaded_by = "a distributed checkpoint of PyTorch", "torch.distributed.checkpoint"
     try:
         found = read_distributed(folder)
@@ -258,9 +265,6 @@ def _take_distributed(report: Report, formats: Sequence[Format]) -> None:
     report.files, report.nbytes = len(found.files), sum(found.files.values())
     _count(report, (TensorInfo(of.name, of.dtype, of.shape, report.path, 0, 0) for of in found.tensors.values()))
     report.counts_all, report.any_mesh = True, True
-    if not (report.path / "config.json").is_file():
-        report.refused = "no config.json is there, which split and merge need"
-        report.hint = "give them a folder that has the model's config.json, and its tokenizer, with --config DIR"
 
 
 Ranks = Mapping[int, list[TensorInfo]]
@@ -310,9 +314,14 @@ def _from_folders(report: Report) -> Ranks:
 def _from_names(report: Report, format: Format) -> Ranks:
     """What is there in a program's format without a manifest: names say how many ranks there are, and which parts."""
     found: dict[int, list[TensorInfo]] = {}
-    files = program_files(format, report.path)
+    ways = readings(format, report.path)
+    held = {file.path: [*_read(report, file.path, report.problems, format)] for file in ways[0]}
+    has_experts = any(".experts." in info.name for infos in held.values() for info in infos)
+    of_stages = [files for files in ways if files[0].mesh is not None and "ep" not in dict(files[0].mesh.degrees)]
+    files = ways[0] if has_experts or not of_stages else of_stages[0]  # mp_rank_00_001 may be either
+    report.beside = tuple(left_behind(files))
     for file in files:
-        found.setdefault(file.rank, []).extend(_read(report, file.path, report.problems, format))
+        found.setdefault(file.rank, []).extend(held[file.path])
     count, stages = max(file.ranks or file.rank + 1 for file in files), 1 + max(file.stage for file in files)
     report.mesh = files[0].mesh or mesh_of(-(-count // stages), pp=stages)
     for rank in found if "{part}" in format.files.name else ():
@@ -457,7 +466,7 @@ def _pairs(report: Report) -> list[tuple[str, str]]:
         pairs.append(("written by", "reshard" if report.has_manifest else "not known (there is no reshard.json)"))
     if report.model_type is not None or report.kind == "full checkpoint":
         pairs.append(("model type", f"{report.model_type or 'unknown'} ({_rules(report)})"))
-    if report.mesh is not None:
+    if report.mesh is not None or report.any_mesh:
         rank = f", rank {report.rank}" if report.rank is not None else ""
         pairs.append(("mesh", "any: its files have chunks" if report.any_mesh else f"{report.mesh}{rank}"))
     if report.ranks_missing:

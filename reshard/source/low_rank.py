@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple
 
-from formats.documents import Unfit, number
 from formats.errors import MismatchError, PlanError
 from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, Checkpoint
 from formats.files.safetensors import TensorInfo
@@ -25,8 +24,8 @@ from formats.notation.adapters import (
     adapter_architecture,
     belongings,
     form_of,
+    module_of,
     of_pattern,
-    patterns_of,
     settings_of,
 )
 from formats.notation.architecture import Architecture
@@ -38,7 +37,8 @@ from formats.notation.patterns import Pattern
 from reshard.model.binding import bind
 from reshard.model.model import BoundTensor, FullTensor, Model
 
-FLOATS = ("BF16", "F16", "F32")
+FACTORS = ("BF16", "F16", "F32", "F64")
+FLOATS = FACTORS[:3]
 """The dtypes of weights that something is added to."""
 _UNREAD = (
     "use_dora", "lora_bias", "use_qalora", "layer_replication", "alora_invocation_tokens", "arrow_config",
@@ -129,12 +129,29 @@ def changes_of(base: Architecture, checkpoint: Checkpoint, settings: Any, tensor
     """
     config = {**checkpoint.config, SETTINGS: settings}
     lora = settings_of(settings, ADAPTER)
+    check_tensors(lora, tensors)
     _refuse(settings)
     architecture = adapter_architecture(base, config, ADAPTER)
     found = [FullTensor(info.name, info.dtype, info.shape, info.file.name) for info in tensors.values()]
     model = bind(architecture, config, found)
-    merging = _Merging(base, checkpoint, lora, Scales(settings, lora), model, tensors)
+    merging = _Merging(base, checkpoint, lora, Scales(lora), model, tensors)
     return merging.changes(belongings(base, config, lora))
+
+
+def check_tensors(lora: Settings, tensors: Mapping[str, TensorInfo]) -> None:
+    """Raise PlanError if an adapter has no tensors, or an A or B that is of no module it names, or no float."""
+    if not tensors:
+        raise PlanError(f"{ADAPTER} has no tensors: the adapter changes nothing")
+    for name, info in tensors.items():
+        if ".lora_" not in name:
+            continue
+        if info.dtype not in FACTORS:
+            raise PlanError(f"{ADAPTER}: tensor '{name}' is {info.dtype}; A and B are read in {', '.join(FACTORS)}")
+        if len(info.shape) < 3 and not lora.names(module_of(name)):
+            raise PlanError(
+                f"{ADAPTER}: tensor '{name}' is of a module that {ADAPTER_CONFIG} does not name (target_modules)",
+                "give the adapter_config.json that was saved with these tensors",
+            )
 
 
 def _refuse(settings: Mapping[str, Any]) -> None:
@@ -143,7 +160,7 @@ def _refuse(settings: Mapping[str, Any]) -> None:
     begun = settings.get("init_lora_weights")
     if asked is None and isinstance(begun, str) and begun.lower().startswith(_CHANGES_BASE):
         asked = f"init_lora_weights={begun}"
-    if asked is None and settings.get("bias") not in {None, "none"}:
+    if asked is None and settings.get("bias") not in (None, "none"):
         asked = f"bias={settings['bias']}"
     if asked is not None:
         raise PlanError(f"{ADAPTER_CONFIG}: an adapter with '{asked}' is not merged, only plain LoRA", _WITH_PEFT)
@@ -152,13 +169,10 @@ def _refuse(settings: Mapping[str, Any]) -> None:
 class Scales:
     """The factor of each module's product."""
 
-    def __init__(self, settings: Mapping[str, Any], lora: Settings) -> None:
-        try:
-            self._alpha = number(settings.get("lora_alpha"), "lora_alpha")
-            self._alphas = patterns_of(settings, "alpha_pattern", ADAPTER, number)
-        except Unfit as error:
-            raise PlanError(f"{ADAPTER_CONFIG}: {error}") from None
-        self._lora, self._stabilised = lora, bool(settings.get("use_rslora"))
+    def __init__(self, lora: Settings) -> None:
+        if lora.alpha is None:
+            raise PlanError(f"{ADAPTER_CONFIG} has no lora_alpha")
+        self._lora, self._alpha = lora, lora.alpha
 
     def of(self, key: str, rank: int) -> float:
         """The factor for what a name covers. Raises MismatchError if its rank is not that of the settings."""
@@ -169,7 +183,7 @@ class Scales:
 
     def alpha(self, key: str) -> float:
         """The alpha of what a name covers."""
-        return of_pattern(self._alphas, key, self._alpha)
+        return of_pattern(self._lora.alphas, key, self._alpha)
 
     def alpha_for(self, scale: float, rank: int) -> float | None:
         """The alpha with which the factor is ``scale`` to the last bit; None if there is none."""
@@ -178,7 +192,7 @@ class Scales:
         return next((alpha for alpha in tried if alpha / self._root(rank) == scale), None)
 
     def _root(self, rank: int) -> float:
-        return math.sqrt(rank) if self._stabilised else rank
+        return math.sqrt(rank) if self._lora.stabilised else rank
 
 
 @dataclass(frozen=True)
@@ -297,11 +311,11 @@ class _Merging:
         """Raise PlanError if the embedding is the head too: the adapter changes one of them alone."""
         own = self.base.match(weight.name)
         others = (self.base.match(name) for name in self.checkpoint.tensors if name != weight.name)
-        tied = self.model.config.get("tie_word_embeddings")
-        if tied is None and own is not None:
-            shape = own.rules[0].shapes[0]
+        assert own is not None
+        shape, tied = own.rules[0].shapes[0], self.model.config.get("tie_word_embeddings")
+        if tied is None:
             tied = not any(match is not None and match.rules[0].shapes[0] == shape for match in others)
-        if tied:
+        if tied and shape.axes & {"vocab", *self.base.pad}:  # not of positions
             raise PlanError(f"{ADAPTER}: '{a.name}' changes an embedding that is the head, too (tie_word_embeddings)")
 
     def _does_not_fit(self, a: BoundTensor, b: BoundTensor, weight: TensorInfo) -> MismatchError:

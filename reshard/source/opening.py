@@ -22,6 +22,7 @@ from formats.files.sharded import (
     plan_digest,
 )
 from formats.files.stamps import Stamp, stamps_in, stamps_of
+from formats.notation.adapters import SETTINGS, settings_of
 from formats.notation.architecture import Architecture
 from formats.notation.architecture_document import architecture_from_document
 from formats.notation.architecture_files import find_architecture, load_architecture
@@ -32,6 +33,7 @@ from reshard.model.binding import bind, lines_for
 from reshard.model.model import FullTensor, Model
 from reshard.model.sizes import AxisSizes
 from reshard.source.completeness import check_complete
+from reshard.source.low_rank import check_tensors
 from reshard.source.recognise import Recognised, recognise
 from reshard.source.source import UNSPLIT, Source, SourceFile
 from reshard.store.staging_names import unfinished_command
@@ -67,6 +69,8 @@ def _open_full(
     checkpoint: Checkpoint, plan_file: Path | None, stamps: Mapping[FilePath, Stamp], *, is_adapter: bool
 ) -> Source:
     path = checkpoint.path
+    if is_adapter:
+        check_tensors(settings_of(checkpoint.config[SETTINGS], path), checkpoint.tensors)
     architecture = load_architecture(plan_file) if plan_file else find_architecture(checkpoint.config, path)
     tensors = _with_aliases(checkpoint)
     full = _full_tensors(tensors)

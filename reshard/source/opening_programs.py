@@ -407,8 +407,10 @@ def _program_source(folder: Folder, reading: _Reading, plan: Plan, *, lacking: b
     weights = {file: _program_file(path, file, held, expected.get(file)) for file, held in infos.items()}
     if manifest is not None:
         found = {record.name: path / record.name for record in manifest.side_files}
+    elif folder.config is not None and format.files.tracker is not None:
+        found = {}  # a trainer's own files: it saves none of the model's
     else:
-        found = {name: file for name, file in side_files_of(format, path) if name not in {MANIFEST, KEPT}}
+        found = dict(side_files_of(format, path))
     if lacking or manifest is None:
         found = {name: file for name, file in found.items() if file.is_file()}
     side_files: dict[str, FilePath | bytes] = {**made, **found, **made}

@@ -17,7 +17,7 @@ from formats.files.checkpoint import CONFIG, METADATA, find_side_files, read_wei
 from formats.files.chunks import Chunk, check_tiling, read_chunks, whole_shape
 from formats.files.dcp import Distributed, is_distributed
 from formats.files.safetensors import Header, TensorInfo, read_header
-from formats.files.sharded import MANIFEST, METADATA_KEY, Identity, Manifest, Shard, read_shard
+from formats.files.sharded import KEPT, MANIFEST, METADATA_KEY, Identity, Manifest, Shard, read_shard
 from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture import Architecture
 from formats.notation.architecture_files import find_architecture, load_architecture
@@ -442,11 +442,11 @@ def config_of(
 
 def side_files_of(format: Format, path: FilePath) -> Iterator[tuple[str, FilePath]]:
     """Files beside a program's weights that, by their names, belong to the model and not to the program."""
+    own = {MANIFEST, KEPT, format.files.tracker, *format.container.documents}
     for file in find_side_files(path):
         name = name_in(file, path)
-        if format.files.tracker is None or (
-            name != format.files.tracker and not re.match(r"(release|iter_[0-9]+)/", name)
-        ):
+        of_a_step = format.files.tracker is not None and re.match(r"(release|iter_[0-9]+)/", name)
+        if name not in own and not of_a_step:
             yield name, file
 
 

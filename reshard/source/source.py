@@ -252,6 +252,13 @@ class Source:
         document["tensors"] = {name: rule for name, rule in document["tensors"].items() if name in used}
         return document
 
+    def manifest_rules(self, format: str | None) -> dict[str, Any]:
+        """The rules as in a manifest of a format: all of them, if names there do not say which tensor each is of."""
+        if self.record.files or format is None:
+            return self.rules
+        document, derived = to_document(self.model.architecture), self.model.architecture.derived
+        return document | {"tensors": {name: rule for name, rule in document["tensors"].items() if name not in derived}}
+
     def identity(self, plan: Plan) -> Identity:
         """The identity that all shards of a plan for this source share."""
         sizes = self.model.sizes.of({})

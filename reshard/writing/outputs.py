@@ -88,8 +88,9 @@ class Output(ABC):
         source = self.source
         side = tuple(starmap(record_of, side_files.items()))
         return Manifest(
-            source.identity(self.arrangement.plan), _record_with_sums(source, sums), source.rules, self.max_shard_size,
-            side, ranks, source.inputs, self._format_name,
+            source.identity(self.arrangement.plan), _record_with_sums(source, sums),
+            source.manifest_rules(self._format_name), self.max_shard_size, side, ranks, source.inputs,
+            self._format_name,
         )  # fmt: skip
 
     def check_existing(self, there: Existing, *, overwrite: bool) -> None:

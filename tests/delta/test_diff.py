@@ -41,6 +41,23 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("diff") / "base", files=2)
 
 
+def test_another_config_is_said(base: Path, tmp_path: Path) -> None:
+    """Of equal tensors, too, in any two forms; a long list differs at its end."""
+    first, other = (Path(shutil.copytree(base, tmp_path / name)) for name in ("first", "other"))
+    settings = {"rms_norm_eps": 1e-5, "tie_word_embeddings": None, "long": [0] * 99 + [1], "use_cache": True}
+    (other / "config.json").write_text(json.dumps(LLAMA | settings))
+    (first / "config.json").write_text(json.dumps(LLAMA | {"long": [0] * 100}))
+    split(other, tmp_path / "served", tp=2, format="vllm")
+    for form in ("other", "served"):
+        done = command("diff", first, tmp_path / form, "--report", tmp_path / f"{form}.html")
+        assert done.returncode == 0 and done.stdout.splitlines()[-1].startswith("SAME: 30 tensors")
+        assert "config.json differs: long, rms_norm_eps, tie_word_embeddings, use_cache.\n" in done.stdout
+        assert "rms_norm_eps" in (tmp_path / f"{form}.html").read_text()
+        found = json.loads(command("diff", first, tmp_path / form, "--json").stdout)
+        assert found["same"] and found["config"] == ["long", *sorted(settings.keys() - {"long"})]
+    assert "config.json" not in command("diff", base, base).stdout
+
+
 @pytest.fixture(scope="module")
 def tuned(base: Path) -> Path:
     """The base, with another byte in two tensors of the last file."""

@@ -21,6 +21,7 @@ from reshard.text import human_bytes
 from tests import zoo
 from tests.live.combinations import SOURCES, TARGETS, walk, wrong
 from tests.marks import one_of_each
+from tests.support import command
 
 MODELS = (
     "llama", "mixtral", "llama-tied", "qwen3_moe", "deepseek_v3", "gpt_oss", "phi3", "gpt_neox", "falcon-7b", "bloom",
@@ -131,10 +132,20 @@ def test_targets(text: str) -> None:
     assert target_of(str(target_of(text))) == target_of(text)
 
 
-@pytest.mark.parametrize("text", ["vllm:tp0", "vllm:tp", "vllm:xx2", "vllm:tp2tp2", "vllm:2-2", "vllm: tp2"])
+@pytest.mark.parametrize(
+    "text", ["vllm:tp0", "vllm:tp", "vllm:xx2", "vllm:tp2tp2", "vllm:2-2", "vllm: tp2", "fsdp2:" + "9" * 5000]
+)
 def test_what_is_no_target(text: str) -> None:
     with pytest.raises(PlanError, match="is not a program and its degrees"):
         target_of(text)
+
+
+@pytest.mark.parametrize("text", ["fsdp2:100001", "fsdp2:4096x4096", "fsdp2:99999999999", "transformers:tp2x99999999"])
+def test_more_ranks_than_a_plan_ends_for_are_refused(text: str, llama: Path) -> None:
+    assert target_of("fsdp2:50000x2").ranks == 100_000
+    for ends in ((text, "vllm:tp1"), ("fsdp2:2", text)):
+        done = command("plan", llama, "--from", ends[0], "--to", ends[1])
+        assert (done.returncode, "ranks\nHint: give degrees of at most 100,000 ranks" in done.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(

@@ -37,16 +37,19 @@ def module(oracle: str, name: str) -> ModuleType:
     return found
 
 
-def checkpoint(oracle: str, model: str) -> Path:
-    """The Hugging Face checkpoint of a fixture, in which every element has a number of its own."""
+def checkpoint(oracle: str, model: str, *options: str) -> Path:
+    """The Hugging Face checkpoint of a fixture, in which each element has its own number, or a ``--random`` one."""
     script, own = module(oracle, "make_checkpoint"), ORACLES / oracle
     which = [model] if (own / "make_checkpoint.py").exists() else [str(own), model]
 
     def make(path: Path) -> None:
-        with mock.patch.object(sys, "argv", [script.__file__, *which, str(path)]), redirect_stdout(io.StringIO()):
+        with (
+            mock.patch.object(sys, "argv", [script.__file__, *which, str(path), *options]),
+            redirect_stdout(io.StringIO()),
+        ):
             script.main()
 
-    return store.made(f"{oracle}-{model}", make)
+    return store.made("-".join((oracle, model, *options)), make)
 
 
 def problem(oracle: str, case: str, folder: Path) -> str | None:

@@ -55,9 +55,9 @@ def _weights(folder: Path) -> dict[str, bytes]:
     return tensors_of(folder.glob("*.safetensors"))
 
 
-def golden(case: str, path: Path, *options: str) -> Path:
+def golden(case: str, path: Path, *options: str, model: Path | None = None) -> Path:
     """What Megatron-Core wrote for a case, from its golden layout; without a config.json."""
-    model = checkpoint("megatron", case.split("-")[0])
+    model = model or checkpoint("megatron", case.split("-")[0])
     with mock.patch("sys.argv", ["write_minimal.py", case, str(model), str(path), *options]):
         module("megatron", "write_minimal").main()
     return path

@@ -41,7 +41,8 @@ def adapter(folder: Path, settings: dict[str, Any] | None = None, rank: int = 2)
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config = {
         "peft_type": "LORA", "r": rank, "lora_alpha": 4, "rank_pattern": {"up_proj": 4}, "modules_to_save": ["lm_head"],
-        "target_modules": [module.rpartition(".")[2] for module in WEIGHTS], "base_model_name_or_path": "nowhere/base",
+        "target_modules": [*(module.rpartition(".")[2] for module in WEIGHTS), "embed_tokens"],
+        "base_model_name_or_path": "nowhere/base",
     }  # fmt: skip
     (folder / "adapter_config.json").write_text(json.dumps(config | (settings or {})))
     (folder / "README.md").write_text("# an adapter\n")

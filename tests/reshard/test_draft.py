@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from formats.errors import PlanError
 from formats.mesh import Mesh
@@ -124,3 +127,27 @@ def test_packed_weights_of_a_quantized_checkpoint_are_refused() -> None:
     config = LLAMA | {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 4}}
     with pytest.raises(PlanError, match="no draft for"):
         draft(config, _tensors(pack))
+
+
+WORDS = ("norm", "weight", "bias", "scale", "q_proj", "up_proj", "c_fc", "layers", "0", "experts", "sinks", "mlp", "h")
+SIZES = (0, 1, 4, 6, 8, 12, 20, 24, 37, 40, 48)
+
+
+@given(
+    st.dictionaries(
+        st.lists(st.sampled_from(WORDS), min_size=1, max_size=4).map(".".join),
+        st.lists(st.sampled_from(SIZES), max_size=3),
+        max_size=5,
+    ),
+    st.sets(st.sampled_from([*LLAMA])),
+    st.sampled_from([[], {}, None, 7, "llama", "strange", "\ud800"]),
+)
+@example({"scale": [6], "weight": [], "bias": [20, 20]}, {"num_attention_heads"}, ["llama"])
+@example({"lm_head.weight": [37, 20]}, {"num_attention_heads"}, "\ud800")
+def test_whatever_a_checkpoint_has_a_draft_is_made_or_refused(
+    shapes: dict[str, list[int]], left_out: set[str], model_type: object
+) -> None:
+    tensors = [FullTensor(name, "BF16", tuple(shape), "a file") for name, shape in shapes.items()]
+    config = {key: value for key, value in LLAMA.items() if key not in left_out} | {"model_type": model_type}
+    with suppress(PlanError):
+        assert draft(config, tensors).text.encode()

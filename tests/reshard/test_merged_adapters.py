@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from formats.errors import MismatchError, PlanError, ReshardError
-from formats.notation.adapters import SETTINGS, adapter_architecture
+from formats.notation.adapters import SETTINGS, adapter_architecture, settings_of
 from formats.notation.architecture_files import find_architecture
 from formats.store import StoredPath
 from reshard.api import merge, split
@@ -33,7 +33,7 @@ CASES = [
     ("gpt_oss", "experts"), ("gpt_oss", "down"), ("llama4_text", "experts"), ("nemotron_h", "up"),
     ("granitemoe", "experts"), ("qwen3_5_moe_text", "experts"), ("qwen2_moe", "linear"), ("glm4_moe", "linear"),
     ("gemma4_text-experts", "experts"), ("gpt2", "linear"), ("phi3", "linear"), ("bamba", "linear"),
-    ("phi", "embeddings"), ("lfm2_moe", "experts"), ("minimax", "linear"), ("jamba", "linear"),
+    ("gpt2", "positions"), ("phi", "embeddings"), ("lfm2_moe", "experts"), ("minimax", "linear"), ("jamba", "linear"),
     ("laguna", "embeddings"), ("bailing_hybrid", "linear"), ("qwen3_vl_moe", "experts"), ("nomic_bert", "linear"),
 ]  # fmt: skip
 """Models of the zoo, and what of them is changed: modules with other names, stacks with either side first."""
@@ -198,7 +198,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "kind": ({"peft_type": "IA3"}, "the adapter is 'IA3'; only LORA is read"),
     "rank": ({"r": 4}, r"has shape \[18, 80\], but the rule '\(expert 4\) hidden'"),
     "pattern": ({"rank_pattern": {"(a+)+": 2}}, "has the pattern '.*', which is not read"),
-    "alpha": ({"lora_alpha": "many"}, "lora_alpha"),
+    "alpha": ({"lora_alpha": "many"}, "lora_alpha should be a number"),
+    "no alpha": ({"lora_alpha": None}, "has no lora_alpha"),
+    "truth as alpha": ({"lora_alpha": True}, "lora_alpha should be a number"),
+    "alpha is not a number": ({"lora_alpha": math.nan}, "lora_alpha should be a number that float32 can hold"),
+    "infinite alpha": ({"lora_alpha": -math.inf}, "lora_alpha should be a number that float32 can hold"),
+    "large alpha": ({"lora_alpha": 1e39}, "lora_alpha should be a number that float32 can hold"),
+    "alpha of many digits": ({"lora_alpha": 2**1024 - 1}, "lora_alpha should be a number that float32 can hold"),
+    "alpha of a pattern": ({"alpha_pattern": {"down_proj": 1e39}}, "alpha_pattern.down_proj should be a number"),
+    "no rank": ({"r": 0}, "r should be a whole number from 1"),
+    "rank of a pattern": ({"rank_pattern": {"down_proj": -1}}, "rank_pattern.down_proj should be a whole number"),
+    "text as truth": ({"use_rslora": "false"}, "use_rslora should be true or false"),
+    "list as bias": ({"bias": []}, "an adapter with 'bias=\\[\\]' is not merged"),
+    "list as layout": ({"lora_B_layout": ["x"]}, "lora_B_layout should be a text"),
 }
 
 
@@ -212,6 +224,97 @@ def test_what_is_refused(case: str, tmp_path: Path) -> None:
     with pytest.raises(ReshardError, match=message):
         merge(store.checkpoint("mixtral"), tmp_path / "out", adapter=adapter)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"), [("float32", 1e30), ("bfloat16", 3.398e38), ("float16", 1e5), ("float32", math.nan)]
+)
+def test_a_sum_that_is_not_finite_is_refused(dtype: str, size: float, tmp_path: Path) -> None:
+    """In the dtype of the weight: each sum but the first is finite in float32. What was not finite may stay so."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    shutil.copytree(store.checkpoint("llama", dtype), base)
+    shutil.copytree(peft_adapters.made("llama", "linear"), adapter)
+    low = {name: torch.zeros_like(each) for name, each in tensors(adapter).items()}
+    place = "model.layers.1.mlp.up_proj"
+    low[f"{PREFIX}{place}.lora_A.weight"][0, 5] = 1e30 if size == 1e30 else 0.5
+    low[f"{PREFIX}{place}.lora_B.weight"][7, 0] = size
+    save_file(low, adapter / "adapter_model.safetensors")
+    with pytest.raises(MismatchError, match=rf"tensor '{place}\.weight' .* would not be with the adapter"):
+        merge(base, tmp_path / "out", adapter=adapter)
+    assert {path.name for path in tmp_path.iterdir()} == {"base", "adapter"}
+    weights = tensors(base)
+    weights[f"{place}.weight"][7, 5] = math.inf
+    if size != size:
+        weights[f"{place}.weight"][7] = math.nan
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    merge(base, tmp_path / "out", adapter=adapter)
+    assert not tensors(tmp_path / "out")[f"{place}.weight"][7, 5].isfinite()
+
+
+def with_dtype(adapter: Path, folder: Path, dtype: torch.dtype) -> Path:
+    """An adapter whose A and B have another dtype."""
+    shutil.copytree(adapter, folder)
+    save_file({name: each.to(dtype) for name, each in tensors(adapter).items()}, folder / "adapter_model.safetensors")
+    return folder
+
+
+def test_which_dtypes_are_read(tmp_path: Path) -> None:
+    base, adapter = store.checkpoint("mixtral"), peft_adapters.made("mixtral", "experts")
+    merge(base, tmp_path / "wanted", adapter=adapter)
+    wanted = contents(tmp_path / "wanted")
+    double = with_dtype(adapter, tmp_path / "double", torch.float64)
+    merge(base, tmp_path / "out", adapter=double)
+    assert contents(tmp_path / "out") == wanted
+    split(double, tmp_path / "converted", format="peft-per-expert", config=base)
+    merge(base, tmp_path / "again", adapter=tmp_path / "converted")
+    assert contents(tmp_path / "again") == wanted
+    for dtype, name in [(torch.float8_e4m3fn, "F8_E4M3"), (torch.int32, "I32"), (torch.bool, "BOOL")]:
+        other = with_dtype(adapter, tmp_path / name, dtype)
+        for forms in ({"tp": 2}, {"format": "peft-per-expert"}):
+            with pytest.raises(PlanError, match=rf"lora_A.weight' is {name}; A and B are read in BF16, F16, F32, F64"):
+                split(other, tmp_path / "none", config=base, **forms)
+        with pytest.raises(PlanError, match=rf"lora_A.weight' is {name}; A and B are read in BF16, F16, F32, F64"):
+            merge(base, tmp_path / "none", adapter=other)
+
+
+def test_an_adapter_has_tensors_and_its_config_names_them(tmp_path: Path) -> None:
+    base, empty = store.checkpoint("llama"), tmp_path / "empty"
+    shutil.copytree(peft_adapters.made("llama", "linear"), empty)
+    save_file({}, empty / "adapter_model.safetensors")
+    other = tmp_path / "other"
+    shutil.copytree(peft_adapters.made("llama", "linear"), other)
+    config = json.loads((other / "adapter_config.json").read_text())
+    (other / "adapter_config.json").write_text(json.dumps(config | {"target_modules": ["down_proj", "proj"]}))
+    for adapter, message in ((empty, "has no tensors"), (other, r"gate_proj\.lora_A\.weight' is of a module that")):
+        with pytest.raises(PlanError, match=message):
+            merge(base, tmp_path / "out", adapter=adapter)
+        for forms in ({"tp": 2}, {"format": "peft-per-expert"}):
+            with pytest.raises(PlanError, match=message):
+                split(adapter, tmp_path / "out", config=base, **forms)
+
+
+NAMES: list[dict[str, Any]] = [
+    {"target_modules": ["q_proj", "0.mlp.up_proj"]},
+    {"target_modules": ["proj", "model.layers.1.mlp.up_proj", ""]},
+    {"target_modules": ["q_proj"], "exclude_modules": ["0.self_attn.q_proj"]},
+    {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": [1]},
+    {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": 0},
+    {"target_modules": ["q_proj", "model.layers.1.mlp.up_proj"], "layers_to_transform": [0]},
+    {"target_modules": ["q_proj"], "layers_to_transform": [0], "layers_pattern": "layers"},
+]
+
+
+@pytest.mark.parametrize("settings", NAMES)
+def test_a_config_names_the_modules_that_peft_wraps(settings: dict[str, Any]) -> None:
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    config = LoraConfig(**settings)
+    named = settings_of({"peft_type": "LORA", "r": 1, **settings}, "here")
+    modules = {name.rpartition(".")[0] for name in tensors(store.checkpoint("llama"))}
+    wrapped = {module for module in modules if check_target_module_exists(config, module) is True}
+    assert {module for module in modules if named.names(module)} == wrapped
+    assert wrapped
 
 
 def without(base: Path, folder: Path, part: str) -> Path:

@@ -336,7 +336,14 @@ class Push(_Process):
         parts = self._read()
         parameters.check_unchanged(self._planned, [held for held, _ in parts])
         assert self.routes is not None
-        return {"tensors": by_stored_name(self._own["format"], parts)}
+        tensors = by_stored_name(self._own["format"], parts)
+        for each in self.routes.source.stored:
+            if each.constant and any(tensor.ne(each.constant.value).any() for tensor in tensors.get(each.name, ())):
+                raise MismatchError(
+                    f"tensor '{each.name}' is not {each.constant.value:g} everywhere, and no checkpoint has it",
+                    "nothing else is possible for a receiver: train without it",
+                )
+        return {"tensors": tensors}
 
 
 class Pull(_Process):
@@ -392,7 +399,7 @@ class Pull(_Process):
         room = live if live is not None and not self._keep else self._rooms(routes, live)
         sizes = self._sizes(fence) if has_base else None
         if not has_base:
-            self._zero(routes, room)
+            self._fill(routes, room)
         if self._live and not self._keep:
             self._mark("a push has begun to change it")
         wire.exchange(self._steps(room, sizes), version)
@@ -449,18 +456,18 @@ class Pull(_Process):
                 }
         return self._room
 
-    def _zero(self, routes: Routes, room: Tensors) -> None:
-        """Fill what no rank sends with zeros: padding."""
+    def _fill(self, routes: Routes, room: Tensors) -> None:
+        """Write what no rank sends: padding, which is zero, and constants."""
         if self._padded is None:
             counts: dict[str, int] = {}
             for part in (part for parts in routes.parts(self.rank) for part in parts):
                 name = part.move.wanted.stored.name_on(part.target)
                 counts[name] = counts.get(name, 0) + part.block.numel
             self._padded = {name for name, of in room.items() if counts.get(name, 0) < sum(each.numel() for each in of)}
-        for name, tensors in room.items():
-            if name in self._padded:
-                for tensor in tensors:
-                    tensor.zero_()
+        constants = {each.name: each.constant.value for each in routes.target.stored if each.constant}
+        for name in self._padded:
+            for tensor in room[name]:
+                tensor.fill_(constants.get(name, 0))
 
 
 def _planned(meeting: Meeting, descriptions: Sequence[Mapping[str, Any]]) -> Routes:

@@ -205,9 +205,8 @@ def routes(source: Side, target: Side, *, bucket: int = BUCKET, hosts: Sequence[
     check_atoms(source.arrangement, target.arrangement)
     found = _Planning(source, target, bucket, hosts)
     layers = {tensor.name: tensor.at[0] if tensor.at else -1 for tensor in target.arrangement.plan.model.tensors}
-    wanted = [each for each in target.placed.items() if each[1].stored.constant is None]
     for _, atoms in itertools.groupby(
-        sorted(wanted, key=lambda each: layers[each[0].tensor]), lambda each: layers[each[0].tensor]
+        sorted(target.placed(), key=lambda each: layers[each[0].tensor]), lambda each: layers[each[0].tensor]
     ):
         found.add(atoms)
     return found.routes()
@@ -218,6 +217,14 @@ class _Planning:
 
     def __init__(self, source: Side, target: Side, bucket: int, hosts: Sequence[str]) -> None:
         self._source, self._target, self._bucket = source, target, bucket
+        self._held: dict[Atom, Placed] = {}
+        for atom, placed in source.placed():
+            other = self._held.setdefault(atom, placed).stored.name
+            if other != placed.stored.name:
+                raise PlanError(
+                    f"the source holds '{other}' and '{placed.stored.name}' apart, which are one tensor of this model",
+                    "tie them before a push",
+                )
         self._hosts = hosts or ["", *[""] * (source.ranks + target.ranks)]
         self._ways: dict[tuple[object, ...], tuple[Way, ...]] = {}
         self._costs: dict[tuple[int, str], NDArray[np.int64]] = {}
@@ -240,7 +247,7 @@ class _Planning:
             self._place(move)
 
     def _moves_of(self, atom: Atom, wanted: Placed) -> Iterator[Move]:
-        held = self._source.placed.get(atom)
+        held = self._held.get(atom)
         if held is None or held.portion.function is not None:
             raise PlanError(f"no rank of the source holds tensor '{atom.tensor}', which the target wants")
         own, stored = self._source.dtype(held.stored), self._target.dtype(wanted.stored)

@@ -340,8 +340,7 @@ class Push(_Process):
         for each in self.routes.source.stored:
             if each.constant and any(tensor.ne(each.constant.value).any() for tensor in tensors.get(each.name, ())):
                 raise MismatchError(
-                    f"tensor '{each.name}' is not {each.constant.value:g} everywhere, and no checkpoint has it",
-                    "nothing else is possible for a receiver: train without it",
+                    f"tensor '{each.name}' is no longer {each.constant.value:g}, and no receiver has a place for it"
                 )
         return {"tensors": tensors}
 
@@ -448,11 +447,9 @@ class Pull(_Process):
             if live is not None:
                 self._room = {name: [torch.empty_like(each) for each in tensors] for name, tensors in live.items()}
             else:
-                held = routes.target.arrangement.held(self.number)
                 self._room = {
-                    each.name_on(self.number): [torch.zeros(shape, dtype=TORCH_DTYPES[each.dtype], device=self.device)]
-                    for each, shape in held
-                    if each.constant is None
+                    name: [torch.zeros(shape, dtype=TORCH_DTYPES[dtype], device=self.device)]
+                    for name, dtype, shape in routes.target.held(self.number)
                 }
         return self._room
 

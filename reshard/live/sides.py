@@ -100,6 +100,14 @@ class Side:
         """Each atom of each tensor, and its place there; constants have none."""
         return ((atom, Placed(each, number)) for each in self.stored for number, atom in enumerate(each.atoms))
 
+    def held(self, rank: int) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+        """The name, the dtype and the shape of each tensor that a rank has."""
+        if self.live is None:
+            tensors = (each for each in self.arrangement.held(rank) if each[0].constant is None)
+            yield from ((stored.name_on(rank), stored.dtype, shape) for stored, shape in tensors)
+        else:
+            yield from ((name, held.dtype, held.local) for of, held, name, _ in self.live.stored() if of == rank)
+
     def dtype(self, stored: Stored) -> str:
         """The dtype in which a stored tensor is there."""
         return (self.dtypes or {}).get(stored.name, stored.dtype)
@@ -208,12 +216,9 @@ def _in_chunks(own: Arrangement, chunks: Mapping[str, Mapping[int, Chunk]], hold
     """An arrangement's tensors as chunks on holders. Raises MismatchError."""
     found: dict[str, Stored] = {}
     known: dict[tuple[object, ...], InChunks] = {}
-    names = {each.stored.name for _, each in own.copies}
     for each in own.stored:
         if each.name not in chunks:
-            if each.constant is not None or each.name in names:
-                continue
-            raise MismatchError(f"one side lacks tensor '{each.name}', which the other has")
+            continue
         at = chunks[each.name]
         assert each.geometry.chunks is None
         key = (each.geometry, id(at))
@@ -222,6 +227,10 @@ def _in_chunks(own: Arrangement, chunks: Mapping[str, Mapping[int, Chunk]], hold
             check_tiling(each.name, dict(enumerate(dict.fromkeys(at.values()))), whole, _WHERE)
             known[key] = InChunks(each.geometry, at, holders)
         found[each.name] = each._replace(geometry=known[key])
+    there = {atom for each in found.values() for atom in each.atoms}
+    lacking = next((each.name for each in own.stored if not there.issuperset(each.atoms)), None)
+    if lacking:
+        raise MismatchError(f"one side lacks tensor '{lacking}', which the other has")
     strange = chunks.keys() - found.keys()
     if strange:
         raise MismatchError(f"tensor '{min(strange)}' is none of this model's")

@@ -91,11 +91,7 @@ def _renew(layer: torch.nn.Module, own: Mapping[str, torch.Tensor]) -> None:
         if room is not None and room is not buffer and room.shape == buffer.shape:
             room.copy_(buffer)
     for leaf, tensor in own.items():
-        room = layer.get_parameter(leaf).data
-        if room.shape != tensor.shape:
-            room.zero_()  # the padding of the vocabulary
-            room = room[tuple(slice(0, size) for size in tensor.shape)]
-        room.copy_(tensor)
+        layer.get_parameter(leaf).data.copy_(tensor)
     quantization = getattr(layer, "quant_method", None)
     on_cpu = all(tensor.device.type == "cpu" for tensor in info.kernel_tensors[0].values())
     if on_cpu and getattr(quantization, "moe_kernel", None) is not None:

@@ -35,6 +35,9 @@ from reshard.placement.arrangement import Arrangement, on_mesh
 from reshard.source.access import HubAccess, find
 from reshard.store.selection import Weights
 
+_SMALLEST = 4096
+"""Bytes of a bucket."""
+
 Parts = Sequence[tuple[Held, torch.Tensor]]
 """What a rank holds, with its tensors."""
 Sizes = Sequence[Mapping[int, int]]
@@ -116,7 +119,10 @@ class _Process:
 
     def _describe(self) -> dict[str, Any]:
         """What this process says of itself. Raises ReshardError."""
-        raise NotImplementedError
+        bucket = self.meeting.bucket
+        if not isinstance(bucket, int) or bucket < _SMALLEST:
+            raise PlanError(f"bucket={bucket!r} is no number of bytes from {_SMALLEST:,} on")
+        return {"host": socket.gethostname()}
 
     def _verify(self, routes: Routes) -> None:
         """Compare the plan with what this process has. Raises ReshardError."""
@@ -177,10 +183,10 @@ class _Process:
 
     def _raise(self, said: Iterable[Mapping[str, Any]]) -> None:
         """Raise LiveError if any process says that it has a problem, without a name if all have the same."""
-        problems = [each.get("problem") for each in said]
-        for name, problem in zip(self.meeting.names, problems, strict=True):
+        problems = [(each.get("problem"), each.get("hint")) for each in said]
+        for name, (problem, hint) in zip(self.meeting.names, problems, strict=True):
             if problem:
-                raise LiveError(problem if {*problems} == {problem} else f"{name}: {problem}")
+                raise LiveError(problem if len({*problems}) == 1 else f"{name}: {problem}", hint)
 
     def _begin(self, version: int, problem: str = "", *, delta: bool = True) -> tuple[Fence, Wire, Routes, bool]:
         """Agree that this version is pushed, and whether only what changed is: if all have the version before it.
@@ -188,6 +194,8 @@ class _Process:
         Raises LiveError on all ranks, or on none.
         """
         fence, wire, routes = self._meet()
+        if not isinstance(version, int) or not 0 <= version < 1 << 63:
+            version, problem = 0, f"version={version!r} is no whole number from 0 to 2**63 - 1"
         mine = _Begin(version, routes.digest, self.at, self._base if delta else None, problem)
         answers = fence.gather("begin", json_bytes([*mine], indent=None), self.meeting.patience)
         said = [_Begin(*json.loads(each)) for each in answers]
@@ -245,7 +253,7 @@ def _tried(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return call()
     except ReshardError as error:
-        return {"problem": error.message}
+        return {"problem": error.message, "hint": error.hint}
 
 
 class Push(_Process):
@@ -261,7 +269,8 @@ class Push(_Process):
 
     def _describe(self) -> dict[str, Any]:
         self._planned = [held for held, _ in self._read()]
-        return {"host": socket.gethostname(), "held": to_document(self._planned), **self._own}
+        self._own["dtype"] = _rounding(self._own["dtype"])
+        return {**super()._describe(), "held": to_document(self._planned), **self._own}
 
     @property
     def ticket(self) -> dict[str, Any]:
@@ -375,7 +384,7 @@ class Pull(_Process):
 
     def _describe(self) -> dict[str, Any]:
         held = to_document([held for held, _ in self._live()]) if self._live else None
-        return {"host": socket.gethostname(), "held": held, "format": self._format}
+        return {**super()._describe(), "held": held, "format": self._format}
 
     def _verify(self, routes: Routes) -> None:
         if self._witness is not None:
@@ -467,6 +476,14 @@ class Pull(_Process):
                 tensor.fill_(constants.get(name, 0))
 
 
+def _rounding(dtype: str | torch.dtype | None) -> str | None:
+    """A dtype as headers call it, by that name, torch's, or torch's object. Raises PlanError."""
+    for name in ("BF16", "F16", "F32"):
+        if dtype in (None, name, TORCH_DTYPES[name], str(TORCH_DTYPES[name]).removeprefix("torch.")):
+            return None if dtype is None else name
+    raise PlanError(f"dtype={dtype!r} is none of BF16, F16 and F32")
+
+
 def _planned(meeting: Meeting, descriptions: Sequence[Mapping[str, Any]]) -> Routes:
     """The plan that follows from what all processes say. Raises ReshardError, with who holds the tensor it names."""
     try:
@@ -504,15 +521,16 @@ def by_stored_name(format: str, parts: Parts) -> dict[str, list[torch.Tensor]]:
 
 def push(
     model: Any, *, to: Target | str, store: str, rank: int, world: int,
-    config: Mapping[str, Any] | str | Path | None = None, program: str = "transformers", dtype: str | None = None,
-    receivers: int | None = None, device: str = "cpu", **options: Any,
+    config: Mapping[str, Any] | str | Path | None = None, program: str = "transformers",
+    dtype: str | torch.dtype | None = None, receivers: int | None = None, device: str = "cpu", **options: Any,
 ) -> Push:  # fmt: skip
     """A trainer's rank of ``world``, which pushes ``model`` to the ranks of ``to``.
 
     ``model`` is a torch module or its named tensors; of Megatron-Core, a list of model chunks.
     ``config`` is the model's config.json: a folder, a Hub id, or what is in it; by default that of the model itself.
     ``program`` names the model's tensors: ``transformers``, ``torchtitan`` or ``megatron``. ``dtype``: what the trainer
-    has in F32 is rounded to it. ``options`` are those of ``Meeting``. Raises PlanError, CheckpointError.
+    has in F32 is rounded to it; ``"BF16"``, ``"bfloat16"`` or ``torch.bfloat16``. ``options`` are those of ``Meeting``.
+    Raises PlanError, CheckpointError.
     """
     target = target_of(to) if isinstance(to, str) else to
     meeting = Meeting(store=store, trainers=world, receivers=receivers or target.ranks, **options)
@@ -527,14 +545,14 @@ def reader(model: Any, program: str) -> Callable[[], Parts]:
         from reshard.live import megatron
 
         return partial(megatron.held, model)
-    if not isinstance(model, torch.nn.Module):
+    if not isinstance(model, torch.nn.Module | Mapping):
         model = list(model)
     return partial(parameters.held, model)
 
 
 def _config(model: Any, config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
     if config is None:
-        own = getattr(model, "config", None)
+        own = getattr(parameters.unwrapped(model), "config", None)
         if own is None or not hasattr(own, "to_json_string"):
             raise PlanError("the model has no config of transformers", "give config=: a folder, a Hub id, or a mapping")
         return dict(json.loads(own.to_json_string(use_diff=False)))

@@ -217,6 +217,7 @@ class _Planning:
 
     def __init__(self, source: Side, target: Side, bucket: int, hosts: Sequence[str]) -> None:
         self._source, self._target, self._bucket = source, target, bucket
+        self._dtypes = {tensor.name: tensor.dtype for tensor in source.arrangement.plan.model.tensors}
         self._held: dict[Atom, Placed] = {}
         for atom, placed in source.placed():
             other = self._held.setdefault(atom, placed).stored.name
@@ -252,8 +253,13 @@ class _Planning:
             raise PlanError(f"no rank of the source holds tensor '{atom.tensor}', which the target wants")
         own, stored = self._source.dtype(held.stored), self._target.dtype(wanted.stored)
         same = own == stored and wanted.portion.function is None
-        dtype = own if same else held.stored.dtype
+        dtype = own if same else self._dtypes[atom.tensor]
         if not same and (dtype, wanted.portion.function) != (stored, None):
+            if dtype == "F32" != stored:
+                raise PlanError(
+                    f"tensor '{held.stored.name}' is F32 in the trainer, and {stored} in a receiver",
+                    f"push(dtype='{stored}') rounds it",
+                )
             conversion(atom.tensor, dtype, stored, wanted.portion.function)  # raises, if there is none
         for way in self._ways_of(held, wanted, DTYPE_BITS[dtype] // 8):
             yield Move(atom, held, wanted, way, dtype, ())

@@ -180,9 +180,7 @@ def test_half_new_weights_answer_nothing_until_a_push_heals_them(engine: Any, mo
 
 def test_nothing_is_raised_on_one_rank_alone(engine: Any) -> None:
     engine.update_weights({"version": 1, "more": 2})
-    assert (
-        engine.problem == "vLLM's rank 1: vLLM was told {'version': 1, 'more': 2}, and not {'version': a value of int}"
-    )
+    assert engine.problem == "vLLM's rank 1: vLLM was told {'version': 1, 'more': 2}, and not a version"
     engine.finish_weight_update()
     engine.init_transfer_engine(engine.parse_init_info({"stroe": "tcp://here:1"}))
     assert engine.problem == "vLLM's rank 1: {'stroe': 'tcp://here:1'} is no ticket"

@@ -46,14 +46,14 @@ class Update(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class Engine(WeightTransferEngine):  # type: ignore[misc]
-    """Receives pushes. Made by each worker; raises LiveError for a version of vLLM that was not tried."""
+    """Receives pushes. Made by each worker; raises LiveError for a version of vLLM that reloads in another way."""
 
     init_info_cls, update_info_cls = Init, Update
     supports_draft_weight_update = False
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        vllm_reload.layerwise()
+        vllm_reload.prove()
         self.receiver: Receiver | None = None
         self.parameters: Sequence[Parameter] = ()
         self.problem: str | None = None
@@ -79,6 +79,13 @@ class Engine(WeightTransferEngine):  # type: ignore[misc]
                 self.receiver.check()
 
         self.problem = self._agreed(look) or self._agreed(meet)
+        version, tried = vllm_reload.version(), vllm_reload.TRIED
+        if self.problem is None and not version.startswith(f"{tried}.") and get_world_group().rank_in_group == 0:
+            _LOGGER.warning_once(
+                "reshard: vLLM %s was not tried, %s was. It reloads layers, and loads this model, as expected.",
+                version,
+                tried,
+            )
 
     def connect(self, ticket: Mapping[str, Any]) -> Receiver:
         """This rank's end of the pushes of a trainer, from the trainer's ``ticket``. Raises LiveError."""

@@ -62,6 +62,7 @@ class Head(torch.nn.Module):
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Rank 1 of 2, whose other rank says what ``engine.other`` is."""
     group = SimpleNamespace(rank_in_group=1, world_size=2, cpu_group="the group")
+    warnings: list[tuple[str, ...]] = []
     fakes: dict[str, dict[str, Any]] = {
         "vllm": {"__version__": "0.32.5", "__path__": []},
         "vllm.config": {"set_current_vllm_config": None},
@@ -70,7 +71,9 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         "vllm.distributed.weight_transfer.base": {
             "WeightTransferEngine": Base, "WeightTransferInitInfo": object, "WeightTransferUpdateInfo": object,
         },
-        "vllm.logger": {"init_logger": lambda _: SimpleNamespace(error=lambda *_: None)},
+        "vllm.logger": {
+            "init_logger": lambda _: SimpleNamespace(error=lambda *_: None, warning_once=lambda *w: warnings.append(w))
+        },
         vllm_reload.LAYERWISE: vars(layerwise),
     }  # fmt: skip
     for name, values in fakes.items():
@@ -82,6 +85,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from reshard.live.vllm_engine import Engine
 
     made: Any = Engine()
+    made.warnings = warnings
     made.other, receiver = None, Receiver()
 
     def gather(said: list[str | None], own: str | None, group: object) -> None:
@@ -198,19 +202,51 @@ def test_names_shapes_and_dtypes_are_compared() -> None:
 
 
 @pytest.mark.parametrize("name", vllm_reload.SYMBOLS)
-def test_a_private_function_that_is_gone_is_named(engine: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.delattr(sys.modules[vllm_reload.LAYERWISE], name)
+@pytest.mark.parametrize("other", [None, lambda: None], ids=["gone", "other arguments"])
+def test_a_private_function_that_is_another_is_named(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, name: str, other: Any
+) -> None:
+    module = sys.modules[vllm_reload.LAYERWISE]
+    monkeypatch.delattr(module, name) if other is None else monkeypatch.setattr(module, name, other)
     vllm_reload.layerwise.cache_clear()
-    with pytest.raises(LiveError, match=rf"vLLM 0\.32\.5 has no .*layerwise\.{name}"):
-        vllm_reload.layerwise()
-
-
-def test_a_version_that_was_not_tried_is_refused(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["vllm"], "__version__", "0.33.0")
-    vllm_reload.layerwise.cache_clear()
-    with pytest.raises(LiveError, match=r"vLLM 0\.33\.0 was not tried") as caught:
+    with pytest.raises(LiveError, match=r"do not work with vLLM 0\.32\.5: ") as caught:
         type(engine)()
     assert caught.value.hint == "install vLLM 0.32"
+    assert other or name in str(caught.value)
+
+
+def nothing(layer: torch.nn.Module, info: Any) -> None:
+    """In place of what copies the new weights: a function of this name that does something else."""
+    layerwise._place_kernel_tensors(layer, info)
+
+
+def replaced(layer: torch.nn.Module, info: Any) -> None:
+    """The new weights are in a new parameter: captured graphs have the old one."""
+
+
+@pytest.mark.parametrize("other", [nothing, replaced])
+def test_a_version_that_reloads_otherwise_is_refused(engine: Any, monkeypatch: pytest.MonkeyPatch, other: Any) -> None:
+    monkeypatch.setattr(sys.modules[vllm_reload.LAYERWISE], "_layerwise_process", other)
+    with pytest.raises(LiveError, match="a layer that was reloaded has not the new weights"):
+        type(engine)()
+
+
+@pytest.mark.parametrize(
+    ("version", "rank", "warnings"), [("0.32.5", 0, 0), ("0.33.0", 0, 1), ("0.33.0", 1, 0), ("0.3.2", 0, 1)]
+)
+def test_a_version_that_was_not_tried_warns_once(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, version: str, rank: int, warnings: int
+) -> None:
+    monkeypatch.setattr(sys.modules["vllm"], "__version__", version)
+    sys.modules["vllm.distributed"].get_world_group().rank_in_group = rank
+    engine.warnings.clear()
+    again = type(engine)()
+    again.init_transfer_engine(again.parse_init_info({"stroe": "tcp://here:1"}))
+    assert engine.warnings == [], "the problem is told, and nothing else"
+    again.init_transfer_engine(again.parse_init_info({"store": "tcp://here:1"}))
+    assert [words % tuple(rest) for words, *rest in engine.warnings] == [
+        f"reshard: vLLM {version} was not tried, 0.32 was. It reloads layers, and loads this model, as expected."
+    ] * warnings
 
 
 def test_only_one_module_uses_what_is_private() -> None:

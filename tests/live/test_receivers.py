@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from tests.live.test_fence import free_port
 
 def receiver_of(model: nn.Module) -> nn.Module:
     """The same model after ``to_empty()``, which makes a parameter of each name of a tied one."""
-    untied: nn.Module = type(model)(model.config).to(torch.bfloat16).to("meta").to_empty(device="cpu")
+    untied: nn.Module = type(model)(deepcopy(model.config)).to(torch.bfloat16).to("meta").to_empty(device="cpu")
     for tensor in untied.parameters():
         tensor.data.fill_(7)
     return untied
@@ -83,6 +84,32 @@ def test_a_trainer_that_unties_is_refused(tied: Any) -> None:
     why = r"one side lacks tensor 'lm_head\.weight', which the other has \(held by trainer 0\)"
     with pytest.raises(LiveError, match=why):
         pushed(receiver_of(tied), tied)
+
+
+EXTRA: dict[str, tuple[Callable[[Any], object], str]] = {
+    "rows": (
+        lambda model: model.resize_token_embeddings(128, mean_resizing=False),
+        r"the pieces of tensor 'model\.embed_tokens\.weight' make \[128, 80\], it should be \[120, 80\]",
+    ),
+    "a head": (
+        lambda model: setattr(model, "score", nn.Linear(80, 1, bias=False, dtype=torch.bfloat16)),
+        r"tensor 'score\.weight' is none of this model's \(held by receiver 0\)",
+    ),
+    "a layer": (
+        lambda model: model.model.layers.append(type(model.model.layers[0])(model.config, 3).to(torch.bfloat16)),
+        r"tensor 'model\.layers\.3\.input_layernorm\.weight' is none of this model's \(held by receiver 0\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", EXTRA)
+def test_what_nobody_sends_is_refused(tied: Any, what: str) -> None:
+    change, why = EXTRA[what]
+    receiver = receiver_of(tied)
+    change(receiver)
+    with pytest.raises(LiveError, match=why):
+        pushed(tied, receiver)
+    assert all(bool((tensor == 7).all()) for name, tensor in receiver.named_parameters() if "layers.0" in name)
 
 
 def test_constants(tmp_path: Path) -> None:

@@ -84,7 +84,9 @@ def wrong(folder: Path, source: str, target: str) -> list[str]:
         raise Refused(error.message) from None
     if mine.dropped and goal.program in LIVE:
         raise Refused("a receiver that has the checkpoint's tensors has more than the trainer")
-    given, model = parts_of(opened, live, mine), bound(live, opened.read_config())
+    given = parts_of(opened, live, mine)
+    rounded = "BF16" if goal.program in LIVE else None  # trainers have a router's bias in F32
+    model = bound(live, opened.read_config(), dtype=rounded)
     if goal.program not in LIVE:
         chunks = theirs.format is not None and theirs.format.container.chunks
         wanted = [_expected(opened, theirs, rank) for rank in range(theirs.ranks)] if chunks else on_disk(folder, goal)

@@ -218,14 +218,7 @@ class _Planning:
     def __init__(self, source: Side, target: Side, bucket: int, hosts: Sequence[str]) -> None:
         self._source, self._target, self._bucket = source, target, bucket
         self._dtypes = {tensor.name: tensor.dtype for tensor in source.arrangement.plan.model.tensors}
-        self._held: dict[Atom, Placed] = {}
-        for atom, placed in source.placed():
-            other = self._held.setdefault(atom, placed).stored.name
-            if other != placed.stored.name:
-                raise PlanError(
-                    f"the source holds '{other}' and '{placed.stored.name}' apart, which are one tensor of this model",
-                    "tie them before a push",
-                )
+        self._held = dict(source.placed())
         self._hosts = hosts or ["", *[""] * (source.ranks + target.ranks)]
         self._ways: dict[tuple[object, ...], tuple[Way, ...]] = {}
         self._costs: dict[tuple[int, str], NDArray[np.int64]] = {}

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from formats.errors import LiveError
+from formats.notation.format_file import format_of
 from reshard.live import pull, push
 from reshard.live.demo import Weights
 from reshard.live.meshes import arranged, held_on, target_of
@@ -112,13 +113,15 @@ def test_what_nobody_sends_is_refused(tied: Any, what: str) -> None:
     assert all(bool((tensor == 7).all()) for name, tensor in receiver.named_parameters() if "layers.0" in name)
 
 
-def test_constants(tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", [0.0, 0.25])
+def test_constants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float) -> None:
     """They have their values, and what was trained in their place is no checkpoint's: it is refused by name."""
+    monkeypatch.setitem(vars(format_of("torchtitan-live").rules.constants[0]), "value", value)
     folder = zoo.save("qwen3_moe", tmp_path / "model", dtype=torch.bfloat16)
     source = open_source(folder)
     tensors = whole_tensors(source, arranged(source.model, target_of("torchtitan:1")))
     bias = "layers.0.moe.expert_bias_E"
-    tensors |= {name: torch.zeros_like(tensor) for name, tensor in tensors.items() if name.endswith("expert_bias_E")}
+    tensors |= {name: torch.full_like(tensor, value) for name, tensor in tensors.items() if "expert_bias" in name}
     trainer = Weights({name: tensor.clone() for name, tensor in tensors.items()})
     receiver = Weights({name: torch.ones_like(tensor) for name, tensor in tensors.items()})
     pushed(trainer, receiver, program="torchtitan", config=folder)
@@ -126,7 +129,7 @@ def test_constants(tmp_path: Path) -> None:
     assert [name for name, tensor in tensors.items() if not torch.equal(found[name], tensor)] == []
     with torch.no_grad():
         trainer.get_parameter(bias)[1] = 0.5
-    with pytest.raises(LiveError, match=rf"tensor '{bias}' is no longer 0, and no receiver has a place for it"):
+    with pytest.raises(LiveError, match=rf"tensor '{bias}' is no longer {value:g}, and no receiver has a place for it"):
         pushed(trainer, receiver, program="torchtitan", config=folder)
 
 

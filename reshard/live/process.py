@@ -35,9 +35,6 @@ from reshard.placement.arrangement import Arrangement, on_mesh
 from reshard.source.access import HubAccess, find
 from reshard.store.selection import Weights
 
-_SMALLEST = 4096
-"""Bytes of a bucket."""
-
 Parts = Sequence[tuple[Held, torch.Tensor]]
 """What a rank holds, with its tensors."""
 Sizes = Sequence[Mapping[int, int]]
@@ -119,10 +116,7 @@ class _Process:
 
     def _describe(self) -> dict[str, Any]:
         """What this process says of itself. Raises ReshardError."""
-        bucket = self.meeting.bucket
-        if not isinstance(bucket, int) or bucket < _SMALLEST:
-            raise PlanError(f"bucket={bucket!r} is no number of bytes from {_SMALLEST:,} on")
-        return {"host": socket.gethostname()}
+        raise NotImplementedError
 
     def _verify(self, routes: Routes) -> None:
         """Compare the plan with what this process has. Raises ReshardError."""
@@ -270,7 +264,7 @@ class Push(_Process):
     def _describe(self) -> dict[str, Any]:
         self._planned = [held for held, _ in self._read()]
         self._own["dtype"] = _rounding(self._own["dtype"])
-        return {**super()._describe(), "held": to_document(self._planned), **self._own}
+        return {"host": socket.gethostname(), "held": to_document(self._planned), **self._own}
 
     @property
     def ticket(self) -> dict[str, Any]:
@@ -384,7 +378,7 @@ class Pull(_Process):
 
     def _describe(self) -> dict[str, Any]:
         held = to_document([held for held, _ in self._live()]) if self._live else None
-        return {**super()._describe(), "held": held, "format": self._format}
+        return {"host": socket.gethostname(), "held": held, "format": self._format}
 
     def _verify(self, routes: Routes) -> None:
         if self._witness is not None:

@@ -32,6 +32,7 @@ from reshard.version import __version__
 
 BUCKET = 64 << 20
 """The bytes that a rank sends or receives at most in a step, by default."""
+_SMALLEST = 4096
 
 
 class Span(NamedTuple):
@@ -202,6 +203,8 @@ def routes(source: Side, target: Side, *, bucket: int = BUCKET, hosts: Sequence[
     One of several replicas sends: of those on the receiver's host, if there are any, the one that sends least.
     ``hosts`` has the host of each rank, the target's behind the source's. Raises PlanError for what cannot be pushed.
     """
+    if not isinstance(bucket, int) or bucket < _SMALLEST:
+        raise PlanError(f"bucket={bucket!r} is no number of bytes from {_SMALLEST:,} on")
     check_atoms(source.arrangement, target.arrangement)
     found = _Planning(source, target, bucket, hosts)
     layers = {tensor.name: tensor.at[0] if tensor.at else -1 for tensor in target.arrangement.plan.model.tensors}

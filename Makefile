@@ -51,12 +51,17 @@ mutants: .venv/ready
 
 # shards in the programs that load them, in environments of their own (8 GB): hours
 ENGINES ?= .engines
-engines: .venv/ready $(ENGINES)/vllm/ready $(ENGINES)/megatron/ready $(ENGINES)/torchtitan/ready
+# Megatron-Core needs it from 0.17 on
+PYTHON312 ?= python3.12
+engines: .venv/ready $(ENGINES)/vllm/ready $(ENGINES)/megatron/ready $(ENGINES)/megatron-0.19/ready $(ENGINES)/torchtitan/ready
 	$(BIN)/python -m benchmarks.load_dcp
 	$(ENGINES)/torchtitan/bin/python -m benchmarks.load_torchtitan
 	$(BIN)/python -m benchmarks.engines $(ENGINES)/megatron.jsonl --engine megatron \
 		--python $(ENGINES)/megatron/bin/python --faults
 	$(BIN)/python -m benchmarks.live_megatron --python $(ENGINES)/megatron/bin/python
+	$(BIN)/python -m benchmarks.engines $(ENGINES)/megatron-0.19.jsonl --engine megatron \
+		--python $(ENGINES)/megatron-0.19/bin/python --faults
+	$(BIN)/python -m benchmarks.live_megatron --python $(ENGINES)/megatron-0.19/bin/python
 	$(BIN)/python -m benchmarks.engines $(ENGINES)/vllm.jsonl --python $(ENGINES)/vllm/bin/python --faults
 	$(BIN)/python -m benchmarks.serve --python $(ENGINES)/vllm/bin/python
 	$(BIN)/python -m benchmarks.lora_vllm --python $(ENGINES)/vllm/bin/python
@@ -77,6 +82,12 @@ $(ENGINES)/megatron/ready: benchmarks/engines-megatron.txt
 	$(PYTHON) -m venv $(ENGINES)/megatron
 	$(ENGINES)/megatron/bin/pip install --quiet torch==2.13.0
 	$(ENGINES)/megatron/bin/pip install --quiet --no-deps --requirement $<
+	touch $@
+
+$(ENGINES)/megatron-0.19/ready: benchmarks/engines-megatron-0.19.txt
+	$(PYTHON312) -m venv $(ENGINES)/megatron-0.19
+	$(ENGINES)/megatron-0.19/bin/pip install --quiet torch==2.13.0
+	$(ENGINES)/megatron-0.19/bin/pip install --quiet --no-deps --requirement $<
 	touch $@
 
 $(ENGINES)/torchtitan/ready: benchmarks/engines-torchtitan.txt

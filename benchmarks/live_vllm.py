@@ -73,10 +73,10 @@ def over_http(root: Path, python: str, name: str, tp: int) -> list[str]:
         server = Server(address.removesuffix("/v1/completions"))
         server.init({"store": f"file://{store}"})
         before = [serve.ask(address, prompt) for prompt in serve.PROMPTS]
-        update(lambda of: sent(f"file://{store}", of, tp), server, 1)
+        update(lambda of, delta: sent(f"file://{store}", of, tp), server, 1)
         after = [serve.ask(address, prompt) for prompt in serve.PROMPTS]
         try:
-            update(lambda of: sent(f"file://{store}", of, tp), server, 2)
+            update(lambda of, delta: sent(f"file://{store}", of, tp), server, 2)
             wrong.append("a push without shards did not fail")
         except LiveError as error:
             print(f"{name} tp {tp} over HTTP: {error.message}")

@@ -50,7 +50,7 @@ class Run:
         """Have the engine receive a version; ``resume``: also if that fails."""
         start = time.perf_counter()
         try:
-            said = update(lambda of: sent(self.request["store"], of, self.request["tp"]), self.engine, version)
+            said = update(lambda of, delta: sent(self.request["store"], of, self.request["tp"]), self.engine, version)
         except LiveError as error:
             said = error.message
             if resume:

@@ -69,16 +69,9 @@ def _rooms(side: Side, rank: int) -> dict[str, list[Any]]:
 
     from formats.torch_dtypes import TORCH_DTYPES
 
-    if side.pieces is None:
-        return {
-            each.name_on(rank): [torch.empty(shape, dtype=TORCH_DTYPES[each.dtype], device="meta")]
-            for each, shape in side.arrangement.held(rank)
-        }
-    assert side.live is not None
     found: dict[str, list[Any]] = {}
-    for of, held, name, _ in side.live.stored():
-        if of == rank:
-            found.setdefault(name, []).append(torch.empty(held.local, dtype=TORCH_DTYPES[held.dtype], device="meta"))
+    for name, dtype, shape in side.held(rank):
+        found.setdefault(name, []).append(torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="meta"))
     return found
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from formats.errors import PlanError
 from formats.notation.axes import Run
 from reshard.live.held import Held
-from reshard.live.parameters import piece
+from reshard.live.parameters import piece, unwrapped
 
 
 @runtime_checkable
@@ -56,7 +56,7 @@ def held(model: nn.Module | Iterable[nn.Module]) -> list[tuple[Held, torch.Tenso
     """
     found = []
     for chunk in [model] if isinstance(model, nn.Module) else model:
-        chunk = _unwrapped(chunk)
+        chunk = unwrapped(chunk)
         live = {each.untyped_storage().data_ptr() for each in [*chunk.parameters(), *chunk.buffers()]}
         if not isinstance(chunk, _Chunk):
             raise PlanError(f"a {type(chunk).__name__} is no model of Megatron-Core: it has no sharded_state_dict()")
@@ -65,12 +65,6 @@ def held(model: nn.Module | Iterable[nn.Module]) -> list[tuple[Held, torch.Tenso
                 raise PlanError(f"{part.key}: what Megatron-Core would store is not what the model holds, but a copy")
             found.append(_of(part, tensor))
     return found
-
-
-def _unwrapped(chunk: nn.Module) -> nn.Module:
-    while isinstance(inner := getattr(chunk, "module", None), nn.Module):
-        chunk = inner
-    return chunk
 
 
 def _parts(state: object) -> Iterator[tuple[_ShardedTensor, torch.Tensor]]:

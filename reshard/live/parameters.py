@@ -5,8 +5,10 @@ Nothing is copied, and no collective runs: the tensors are views of the live par
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,8 +28,16 @@ DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """What torch.compile and activation checkpointing put into the names of parameters."""
+_ADAPTER = re.compile(r"\.(base_layer|lora_\w+|original_module|modules_to_save)\.")
 
-Named = Iterable[tuple[str, torch.Tensor]]
+Named = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+
+
+def unwrapped(model: Any) -> Any:
+    """The module within DDP, Megatron's wrappers and their like; anything else as it is."""
+    while isinstance(model, nn.Module) and isinstance(inner := getattr(model, "module", None), nn.Module):
+        model = inner
+    return model
 
 
 @torch.no_grad()
@@ -35,16 +45,23 @@ def held(model: nn.Module | Named) -> list[tuple[Held, torch.Tensor]]:
     """What this rank holds of each parameter and each buffer that checkpoints have, with the live tensor.
 
     The model, or its tensors with their names, which are those of ``named_parameters()``; a tied parameter comes once.
+    A dictionary has parameters alone: what ``state_dict()`` gives may be a copy.
     A DTensor's tensor is the local one, which may be empty; any other tensor is held whole. Modules of FSDP2 are
     resharded first: after a forward without a backward some hold whole parameters. Raises PlanError, with the tensor's
     name, for what has no runs: a partial sum, an unknown placement, a dtype without a name.
     """
+    model = unwrapped(model)
     if isinstance(model, nn.Module):
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        model = _named(model)
-    return [_of(name, tensor) for name, tensor in model if not _is_elsewhere(tensor)]
+    found = []
+    for name, tensor in _named(model):
+        if _ADAPTER.search(name):
+            raise PlanError(f"'{name}' is of an adapter that is not merged", "push what merge_and_unload() gives")
+        if not _is_elsewhere(tensor):
+            found.append(_of(name, tensor))
+    return found
 
 
 def check_unchanged(planned: Sequence[Held], now: Sequence[Held]) -> None:
@@ -57,17 +74,23 @@ def check_unchanged(planned: Sequence[Held], now: Sequence[Held]) -> None:
             )
 
 
-def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _named(model: nn.Module | Named) -> Iterator[tuple[str, torch.Tensor]]:
     """The parameters and the persistent buffers. Not by ``state_dict()``, which gathers in some models' hooks."""
-    passing = {
-        f"{prefix}.{name}".lstrip(".")
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        for name in unsaved_buffers(module)
-    }
-    parameters, buffers = model.named_parameters(), model.named_buffers()
-    for name, tensor in [*parameters, *(buffer for buffer in buffers if buffer[0] not in passing)]:
-        for wrapper in _WRAPPERS:
-            name = name.replace(wrapper, "")
+    if isinstance(model, nn.Module):
+        passing = {
+            f"{prefix}.{name}".lstrip(".")
+            for prefix, module in model.named_modules(remove_duplicate=False)
+            for name in unsaved_buffers(module)
+        }
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if name not in passing:
+                for wrapper in _WRAPPERS:
+                    name = name.replace(wrapper, "")
+                yield name, tensor
+        return
+    for name, tensor in model.items() if isinstance(model, Mapping) else model:
+        if isinstance(model, Mapping) and not isinstance(tensor, nn.Parameter):
+            raise PlanError(f"'{name}' is no parameter", "give the model itself: a state_dict() may be a copy")
         yield name, tensor
 
 

@@ -177,10 +177,10 @@ class _Process:
 
     def _raise(self, said: Iterable[Mapping[str, Any]]) -> None:
         """Raise LiveError if any process says that it has a problem, without a name if all have the same."""
-        problems = [each.get("problem") for each in said]
-        for name, problem in zip(self.meeting.names, problems, strict=True):
+        problems = [(each.get("problem"), each.get("hint")) for each in said]
+        for name, (problem, hint) in zip(self.meeting.names, problems, strict=True):
             if problem:
-                raise LiveError(problem if {*problems} == {problem} else f"{name}: {problem}")
+                raise LiveError(problem if len({*problems}) == 1 else f"{name}: {problem}", hint)
 
     def _begin(self, version: int, problem: str = "", *, delta: bool = True) -> tuple[Fence, Wire, Routes, bool]:
         """Agree that this version is pushed, and whether only what changed is: if all have the version before it.
@@ -188,6 +188,8 @@ class _Process:
         Raises LiveError on all ranks, or on none.
         """
         fence, wire, routes = self._meet()
+        if not isinstance(version, int) or not 0 <= version < 1 << 63:
+            version, problem = 0, f"version={version!r} is no whole number from 0 to 2**63 - 1"
         mine = _Begin(version, routes.digest, self.at, self._base if delta else None, problem)
         answers = fence.gather("begin", json_bytes([*mine], indent=None), self.meeting.patience)
         said = [_Begin(*json.loads(each)) for each in answers]
@@ -245,7 +247,7 @@ def _tried(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return call()
     except ReshardError as error:
-        return {"problem": error.message}
+        return {"problem": error.message, "hint": error.hint}
 
 
 class Push(_Process):
@@ -261,6 +263,7 @@ class Push(_Process):
 
     def _describe(self) -> dict[str, Any]:
         self._planned = [held for held, _ in self._read()]
+        self._own["dtype"] = _rounding(self._own["dtype"])
         return {"host": socket.gethostname(), "held": to_document(self._planned), **self._own}
 
     @property
@@ -336,7 +339,13 @@ class Push(_Process):
         parts = self._read()
         parameters.check_unchanged(self._planned, [held for held, _ in parts])
         assert self.routes is not None
-        return {"tensors": by_stored_name(self._own["format"], parts)}
+        tensors = by_stored_name(self._own["format"], parts)
+        for each in self.routes.source.stored:
+            if each.constant and any(tensor.ne(each.constant.value).any() for tensor in tensors.get(each.name, ())):
+                raise MismatchError(
+                    f"tensor '{each.name}' is no longer {each.constant.value:g}, and no receiver has a place for it"
+                )
+        return {"tensors": tensors}
 
 
 class Pull(_Process):
@@ -392,7 +401,7 @@ class Pull(_Process):
         room = live if live is not None and not self._keep else self._rooms(routes, live)
         sizes = self._sizes(fence) if has_base else None
         if not has_base:
-            self._zero(routes, room)
+            self._fill(routes, room)
         if self._live and not self._keep:
             self._mark("a push has begun to change it")
         wire.exchange(self._steps(room, sizes), version)
@@ -441,26 +450,32 @@ class Pull(_Process):
             if live is not None:
                 self._room = {name: [torch.empty_like(each) for each in tensors] for name, tensors in live.items()}
             else:
-                held = routes.target.arrangement.held(self.number)
                 self._room = {
-                    each.name_on(self.number): [torch.zeros(shape, dtype=TORCH_DTYPES[each.dtype], device=self.device)]
-                    for each, shape in held
-                    if each.constant is None
+                    name: [torch.zeros(shape, dtype=TORCH_DTYPES[dtype], device=self.device)]
+                    for name, dtype, shape in routes.target.held(self.number)
                 }
         return self._room
 
-    def _zero(self, routes: Routes, room: Tensors) -> None:
-        """Fill what no rank sends with zeros: padding."""
+    def _fill(self, routes: Routes, room: Tensors) -> None:
+        """Write what no rank sends: padding, which is zero, and constants."""
         if self._padded is None:
             counts: dict[str, int] = {}
             for part in (part for parts in routes.parts(self.rank) for part in parts):
                 name = part.move.wanted.stored.name_on(part.target)
                 counts[name] = counts.get(name, 0) + part.block.numel
             self._padded = {name for name, of in room.items() if counts.get(name, 0) < sum(each.numel() for each in of)}
-        for name, tensors in room.items():
-            if name in self._padded:
-                for tensor in tensors:
-                    tensor.zero_()
+        constants = {each.name: each.constant.value for each in routes.target.stored if each.constant}
+        for name in self._padded:
+            for tensor in room[name]:
+                tensor.fill_(constants.get(name, 0))
+
+
+def _rounding(dtype: str | torch.dtype | None) -> str | None:
+    """A dtype as headers call it, by that name, torch's, or torch's object. Raises PlanError."""
+    for name in ("BF16", "F16", "F32"):
+        if dtype in (None, name, TORCH_DTYPES[name], str(TORCH_DTYPES[name]).removeprefix("torch.")):
+            return None if dtype is None else name
+    raise PlanError(f"dtype={dtype!r} is none of BF16, F16 and F32")
 
 
 def _planned(meeting: Meeting, descriptions: Sequence[Mapping[str, Any]]) -> Routes:
@@ -500,15 +515,16 @@ def by_stored_name(format: str, parts: Parts) -> dict[str, list[torch.Tensor]]:
 
 def push(
     model: Any, *, to: Target | str, store: str, rank: int, world: int,
-    config: Mapping[str, Any] | str | Path | None = None, program: str = "transformers", dtype: str | None = None,
-    receivers: int | None = None, device: str = "cpu", **options: Any,
+    config: Mapping[str, Any] | str | Path | None = None, program: str = "transformers",
+    dtype: str | torch.dtype | None = None, receivers: int | None = None, device: str = "cpu", **options: Any,
 ) -> Push:  # fmt: skip
     """A trainer's rank of ``world``, which pushes ``model`` to the ranks of ``to``.
 
     ``model`` is a torch module or its named tensors; of Megatron-Core, a list of model chunks.
     ``config`` is the model's config.json: a folder, a Hub id, or what is in it; by default that of the model itself.
     ``program`` names the model's tensors: ``transformers``, ``torchtitan`` or ``megatron``. ``dtype``: what the trainer
-    has in F32 is rounded to it. ``options`` are those of ``Meeting``. Raises PlanError, CheckpointError.
+    has in F32 is rounded to it; ``"BF16"``, ``"bfloat16"`` or ``torch.bfloat16``. ``options`` are those of ``Meeting``.
+    Raises PlanError, CheckpointError.
     """
     target = target_of(to) if isinstance(to, str) else to
     meeting = Meeting(store=store, trainers=world, receivers=receivers or target.ranks, **options)
@@ -523,14 +539,14 @@ def reader(model: Any, program: str) -> Callable[[], Parts]:
         from reshard.live import megatron
 
         return partial(megatron.held, model)
-    if not isinstance(model, torch.nn.Module):
+    if not isinstance(model, torch.nn.Module | Mapping):
         model = list(model)
     return partial(parameters.held, model)
 
 
 def _config(model: Any, config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
     if config is None:
-        own = getattr(model, "config", None)
+        own = getattr(parameters.unwrapped(model), "config", None)
         if own is None or not hasattr(own, "to_json_string"):
             raise PlanError("the model has no config of transformers", "give config=: a folder, a Hub id, or a mapping")
         return dict(json.loads(own.to_json_string(use_diff=False)))

@@ -49,8 +49,7 @@ def parameters_of(
 def by_all_names(tensors: Mapping[str, torch.Tensor], wanted: Sequence[Parameter]) -> dict[str, torch.Tensor]:
     """What was received, under each name of each parameter.
 
-    The first dimension may be shorter: that of a vocabulary without padding. Raises MismatchError if anything is
-    missing, of another shape or dtype, or not known.
+    Raises MismatchError if anything is missing, of another shape or dtype, or not known.
     """
     found: dict[str, torch.Tensor] = {}
     for parameter in wanted:
@@ -58,12 +57,10 @@ def by_all_names(tensors: Mapping[str, torch.Tensor], wanted: Sequence[Parameter
         if name is None:
             raise MismatchError(f"parameter '{parameter.names[0]}' was not received")
         tensor = tensors[name]
-        shape, full = tuple(tensor.shape), parameter.shape
-        fits = len(shape) == len(full) and shape[1:] == full[1:] and shape[:1] <= full[:1]
-        if not fits or tensor.dtype != parameter.dtype:
+        if (tensor.shape, tensor.dtype) != (parameter.shape, parameter.dtype):
             raise MismatchError(
-                f"parameter '{name}' is {parameter.dtype} {[*full]} in the engine, and {tensor.dtype} {[*shape]} was "
-                "received"
+                f"parameter '{name}' is {parameter.dtype} {[*parameter.shape]} in the engine, and {tensor.dtype} "
+                f"{[*tensor.shape]} was received"
             )
         found |= dict.fromkeys(parameter.names, tensor)
     unknown = [repr(name) for name in tensors if name not in found]

@@ -36,6 +36,7 @@ LINK = 50e9
 """Bytes a second that a rank sends or receives, if nobody says how many."""
 MOST = 16
 """Of more ranks on a side, neighbours that send or receive as much are shown as one line."""
+_SMALLEST = 4096
 
 
 class Span(NamedTuple):
@@ -233,12 +234,13 @@ def routes(source: Side, target: Side, *, bucket: int = BUCKET, hosts: Sequence[
     One of several replicas sends: of those on the receiver's host, if there are any, the one that sends least.
     ``hosts`` has the host of each rank, the target's behind the source's. Raises PlanError for what cannot be pushed.
     """
+    if not isinstance(bucket, int) or bucket < _SMALLEST:
+        raise PlanError(f"bucket={bucket!r} is no number of bytes from {_SMALLEST:,} on")
     check_atoms(source.arrangement, target.arrangement)
     found = _Planning(source, target, bucket, hosts)
     layers = {tensor.name: tensor.at[0] if tensor.at else -1 for tensor in target.arrangement.plan.model.tensors}
-    wanted = [each for each in target.placed.items() if each[1].stored.constant is None]
     for _, atoms in itertools.groupby(
-        sorted(wanted, key=lambda each: layers[each[0].tensor]), lambda each: layers[each[0].tensor]
+        sorted(target.placed(), key=lambda each: layers[each[0].tensor]), lambda each: layers[each[0].tensor]
     ):
         found.add(atoms)
     return found.routes()
@@ -249,6 +251,8 @@ class _Planning:
 
     def __init__(self, source: Side, target: Side, bucket: int, hosts: Sequence[str]) -> None:
         self._source, self._target, self._bucket = source, target, bucket
+        self._dtypes = {tensor.name: tensor.dtype for tensor in source.arrangement.plan.model.tensors}
+        self._held = dict(source.placed())
         self._hosts = hosts or ["", *[""] * (source.ranks + target.ranks)]
         self._ways: dict[tuple[object, ...], tuple[Way, ...]] = {}
         self._costs: dict[tuple[int, str], NDArray[np.int64]] = {}
@@ -271,13 +275,18 @@ class _Planning:
             self._place(move)
 
     def _moves_of(self, atom: Atom, wanted: Placed) -> Iterator[Move]:
-        held = self._source.placed.get(atom)
+        held = self._held.get(atom)
         if held is None or held.portion.function is not None:
             raise PlanError(f"no rank of the source holds tensor '{atom.tensor}', which the target wants")
         own, stored = self._source.dtype(held.stored), self._target.dtype(wanted.stored)
         same = own == stored and wanted.portion.function is None
-        dtype = own if same else held.stored.dtype
+        dtype = own if same else self._dtypes[atom.tensor]
         if not same and (dtype, wanted.portion.function) != (stored, None):
+            if dtype == "F32" != stored:
+                raise PlanError(
+                    f"tensor '{held.stored.name}' is F32 in the trainer, and {stored} in a receiver",
+                    f"push(dtype='{stored}') rounds it",
+                )
             conversion(atom.tensor, dtype, stored, wanted.portion.function)  # raises, if there is none
         for way in self._ways_of(held, wanted, DTYPE_BITS[dtype] // 8):
             yield Move(atom, held, wanted, way, dtype, ())

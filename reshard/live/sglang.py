@@ -41,7 +41,7 @@ def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor
     try:
         tensors = by_all_names(receiver.receive(said["version"]), parameters_of(model))
         for name, room in model.named_parameters():
-            room[: len(tensors[name])].copy_(tensors[name])
+            room.copy_(tensors[name])
     except Exception as failure:
         error = str(failure)
         raise

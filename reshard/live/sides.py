@@ -79,18 +79,31 @@ class Live:
 class Side:
     """One side of a push.
 
-    ``placed`` says where each atom lies. Holders stand for ranks: holder ``h`` is on rank ``h // width``. ``pieces``
-    has the chunk that each holder of a stored tensor has; None for a side that is made by rules. ``dtypes`` has the
-    dtypes of a live side's tensors, where they are not the model's, ``live`` what its ranks hold.
+    ``stored`` has all tensors of its ranks, a tied one under each name under which a rank holds it. Holders stand for
+    ranks: holder ``h`` is on rank ``h // width``. ``pieces`` has the chunk that each holder of a stored tensor has;
+    None for a side that is made by rules. ``dtypes`` has the dtypes of a live side's tensors, where they are not the
+    model's, ``live`` what its ranks hold.
     """
 
     arrangement: Arrangement
-    placed: Mapping[Atom, Placed]
+    stored: tuple[Stored, ...]
     ranks: int
     width: int = 1
     pieces: Mapping[str, Mapping[int, Piece]] | None = None
     dtypes: Mapping[str, str] | None = None
     live: Live | None = None
+
+    def placed(self) -> Iterator[tuple[Atom, Placed]]:
+        """Each atom of each tensor, and its place there; constants have none."""
+        return ((atom, Placed(each, number)) for each in self.stored for number, atom in enumerate(each.atoms))
+
+    def held(self, rank: int) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+        """The name, the dtype and the shape of each tensor that a rank has."""
+        if self.live is None:
+            tensors = (each for each in self.arrangement.held(rank) if each[0].constant is None)
+            yield from ((stored.name_on(rank), stored.dtype, shape) for stored, shape in tensors)
+        else:
+            yield from ((name, held.dtype, held.local) for of, held, name, _ in self.live.stored() if of == rank)
 
     def dtype(self, stored: Stored) -> str:
         """The dtype in which a stored tensor is there."""
@@ -150,7 +163,7 @@ def _unstacked(format: Format, held: Held) -> tuple[str, int]:
 
 def by_rules(arrangement: Arrangement) -> Side:
     """The side that a program's ranks are, by rules alone."""
-    return Side(arrangement, arrangement.placed, arrangement.plan.mesh.size)
+    return Side(arrangement, arrangement.stored, arrangement.plan.mesh.size)
 
 
 def live_side(live: Live, own: Arrangement) -> Side:
@@ -173,9 +186,8 @@ def live_side(live: Live, own: Arrangement) -> Side:
     chunks = {key: {holder: chunk for holder, (chunk, _) in of.items()} for key, of in numbered.items()}
     places = {key: {holder: piece for holder, (_, piece) in of.items()} for key, of in numbered.items()}
     stored = _in_chunks(own, {name: chunks[key] for name, key in alike.items()})
-    placed = {atom: Placed(stored[each.stored.name], each.number) for atom, each in own.placed.items()}
     pieces = {name: places[key] for name, key in alike.items()}
-    return Side(own, placed, len(live.ranks), width, pieces, dtypes, live)
+    return Side(own, tuple(stored.values()), len(live.ranks), width, pieces, dtypes, live)
 
 
 def _by_rank(parts: Sequence[tuple[int, int, Runs]]) -> dict[int, list[tuple[Chunk, Piece]]]:
@@ -199,12 +211,9 @@ def _in_chunks(own: Arrangement, chunks: Mapping[str, Mapping[int, Chunk]]) -> d
     """An arrangement's tensors as chunks on holders. Raises MismatchError."""
     found: dict[str, Stored] = {}
     known: dict[tuple[object, ...], Geometry] = {}
-    names = {each.stored.name for _, each in own.copies}
     for each in own.stored:
         if each.name not in chunks:
-            if each.constant is not None or each.name in names:
-                continue
-            raise MismatchError(f"no rank holds tensor '{each.name}'")
+            continue
         at = chunks[each.name]
         assert each.geometry.chunks is None
         key = (each.geometry, id(at))
@@ -213,6 +222,10 @@ def _in_chunks(own: Arrangement, chunks: Mapping[str, Mapping[int, Chunk]]) -> d
             check_tiling(each.name, dict(enumerate(dict.fromkeys(at.values()))), whole, _WHERE)
             known[key] = each.geometry.in_chunks(at)
         found[each.name] = each._replace(geometry=known[key])
+    there = {atom for each in found.values() for atom in each.atoms}
+    lacking = next((each.name for each in own.stored if not there.issuperset(each.atoms)), None)
+    if lacking:
+        raise MismatchError(f"one side lacks tensor '{lacking}', which the other has")
     strange = chunks.keys() - found.keys()
     if strange:
         raise MismatchError(f"tensor '{min(strange)}' is none of this model's")

@@ -94,7 +94,8 @@ def _answer(rank: int, said: str) -> Sequence[str]:
             found: list[str] = json.loads(line.removeprefix(ANSWER))
             return found
     last = [line for line in lines if "Error" in line] or lines or ["it said nothing"]
-    hint = "give the python of an environment with vLLM" if "No module named 'vllm" in said else None
+    lacks = "No module named" in said
+    hint = "--engine-python names the Python of an environment that has vLLM and reshard" if lacks else None
     raise LiveError(f"rank {rank} of the check ended early: {last[-1]}", hint)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from vllm.config import set_current_vllm_config
@@ -28,7 +28,6 @@ from reshard.live.receiver import Parameter, Receiver, by_all_names
 from reshard.live.witness import compare, recorded
 from reshard.placement.arrangement import Arrangement
 
-T = TypeVar("T")
 _LOGGER = init_logger("vllm.reshard")
 
 
@@ -47,14 +46,14 @@ class Update(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class Engine(WeightTransferEngine):  # type: ignore[misc]
-    """Receives pushes. Made by each worker; raises LiveError for a version of vLLM that was not tried."""
+    """Receives pushes. Made by each worker; raises LiveError for a version of vLLM that reloads in another way."""
 
     init_info_cls, update_info_cls = Init, Update
     supports_draft_weight_update = False
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        vllm_reload.layerwise()
+        vllm_reload.prove()
         self.receiver: Receiver | None = None
         self.parameters: Sequence[Parameter] = ()
         self.problem: str | None = None
@@ -80,6 +79,13 @@ class Engine(WeightTransferEngine):  # type: ignore[misc]
                 self.receiver.check()
 
         self.problem = self._agreed(look) or self._agreed(meet)
+        version, tried = vllm_reload.version(), vllm_reload.TRIED
+        if self.problem is None and not version.startswith(f"{tried}.") and get_world_group().rank_in_group == 0:
+            _LOGGER.warning_once(
+                "reshard: vLLM %s was not tried, %s was. It reloads layers, and loads this model, as expected.",
+                version,
+                tried,
+            )
 
     def connect(self, ticket: Mapping[str, Any]) -> Receiver:
         """This rank's end of the pushes of a trainer, from the trainer's ``ticket``. Raises LiveError."""
@@ -101,7 +107,9 @@ class Engine(WeightTransferEngine):  # type: ignore[misc]
 
         def receive() -> None:
             nonlocal version, kept
-            version = _only(update_info, "version", int)
+            if update_info.keys() != {"version"}:
+                raise LiveError(f"vLLM was told {update_info}, and not a version")
+            version = update_info["version"]
             if self.receiver is None:
                 raise LiveError(self.problem or "init_weight_transfer_engine was not called")
             kept = by_all_names(self.receiver.receive(version), self.parameters)
@@ -171,14 +179,6 @@ def poison(model: torch.nn.Module, why: str | None) -> None:
         raise LiveError(f"the weights are half new, because a push failed: {why}", "push again, before any request")
 
     vars(model)["compute_logits"] = refuse  # called in each step, also where a captured graph runs the layers
-
-
-def _only(given: Mapping[str, Any], key: str, kind: type[T]) -> T:
-    """The value of the one key that there should be. Raises LiveError."""
-    value = given.get(key)
-    if given.keys() != {key} or not isinstance(value, kind):
-        raise LiveError(f"vLLM was told {dict(given)}, and not {{'{key}': a value of {kind.__name__}}}")
-    return value
 
 
 def _words(error: Exception) -> str:

@@ -11,6 +11,7 @@ import importlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from inspect import signature
 from types import ModuleType
 from typing import Any
 
@@ -20,29 +21,51 @@ from formats.errors import LiveError
 from formats.torch_internals import unsaved_buffers
 from reshard.live.receiver import Parameter, parameters_of
 
-TRIED = ("0.32",)
-"""The versions of vLLM with which this was tried."""
+TRIED = "0.32"
+"""The version of vLLM with which this was tried. Another is taken if it has all of ``SYMBOLS``, ``prove`` passes, and
+its own loader agrees with the rules.
+"""
 LAYERWISE = "vllm.model_executor.model_loader.reload.layerwise"
-SYMBOLS = (
-    "_get_original_loader", "_layerwise_process", "_place_kernel_tensors", "get_layer_params_buffers",
-    "get_layer_tensors", "get_layerwise_info", "initialize_online_processing", "is_deferred_attention_layer",
-    "materialize_layer", "restore_layer_on_meta",
-)  # fmt: skip
-"""What is used of it."""
+SYMBOLS = {
+    "_get_original_loader": 1, "_layerwise_process": 2, "_place_kernel_tensors": 2, "get_layer_params_buffers": 1,
+    "get_layer_tensors": 1, "get_layerwise_info": 1, "initialize_online_processing": 1,
+    "is_deferred_attention_layer": 1, "materialize_layer": 2, "restore_layer_on_meta": 2,
+}  # fmt: skip
+"""What is used of it, with the number of arguments."""
+
+
+def version() -> str:
+    """Of vLLM."""
+    return str(importlib.import_module("vllm").__version__)
 
 
 @cache
 def layerwise() -> ModuleType:
-    """vLLM's module. Raises LiveError if this version was not tried, or has a function under another name."""
-    version = str(importlib.import_module("vllm").__version__)
-    tried = " or ".join(TRIED)
-    if not version.startswith(tuple(f"{each}." for each in TRIED)):
-        raise LiveError(f"vLLM {version} was not tried with live pushes", f"install vLLM {tried}")
-    module = importlib.import_module(LAYERWISE)
-    lacking = [name for name in SYMBOLS if not hasattr(module, name)]
-    if lacking:
-        raise LiveError(f"vLLM {version} has no {LAYERWISE}.{lacking[0]}", f"install another build of vLLM {tried}")
+    """vLLM's module. Raises LiveError if a function is not there, or takes other arguments."""
+    try:
+        module = importlib.import_module(LAYERWISE)
+        for name, count in SYMBOLS.items():
+            signature(getattr(module, name)).bind(*range(count))
+    except (ImportError, AttributeError, TypeError) as error:
+        raise _unknown(str(error)) from error
     return module
+
+
+def prove() -> None:
+    """Give a layer new weights with vLLM's functions. Raises LiveError if they are not in it then."""
+    layer, built = (torch.nn.Linear(3, 2, bias=False, device=device) for device in ("cpu", "meta"))
+    kernel = layer.weight
+    try:
+        layerwise().get_layerwise_info(layer).restore_metadata = {"weight": built.weight}, {}
+        commit(layer, {"weight": torch.full((2, 3), 7.0)}, kernel.dtype)
+    except (AttributeError, TypeError, ValueError, AssertionError) as error:
+        raise _unknown(f"{type(error).__name__}: {error}") from error
+    if layer.weight is not kernel or not kernel.eq(7).all():
+        raise _unknown("a layer that was reloaded has not the new weights")
+
+
+def _unknown(why: str) -> LiveError:
+    return LiveError(f"live pushes do not work with vLLM {version()}: {why}", f"install vLLM {TRIED}")
 
 
 def load_time(model: torch.nn.Module) -> list[Parameter]:
@@ -91,11 +114,7 @@ def _renew(layer: torch.nn.Module, own: Mapping[str, torch.Tensor]) -> None:
         if room is not None and room is not buffer and room.shape == buffer.shape:
             room.copy_(buffer)
     for leaf, tensor in own.items():
-        room = layer.get_parameter(leaf).data
-        if room.shape != tensor.shape:
-            room.zero_()  # the padding of the vocabulary
-            room = room[tuple(slice(0, size) for size in tensor.shape)]
-        room.copy_(tensor)
+        layer.get_parameter(leaf).data.copy_(tensor)
     quantization = getattr(layer, "quant_method", None)
     on_cpu = all(tensor.device.type == "cpu" for tensor in info.kernel_tensors[0].values())
     if on_cpu and getattr(quantization, "moe_kernel", None) is not None:

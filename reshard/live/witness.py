@@ -269,7 +269,10 @@ def compare(
         if tuple(room.shape) != held[stored.name]:
             line: str | None = f" has shape {[*held[stored.name]]} by our rules, and {[*room.shape]} in the engine"
         elif room.dtype != TORCH_DTYPES[stored.dtype]:
-            line = f" is {stored.dtype} by our rules, and {room.dtype} in the engine"
+            line = (
+                f" is {stored.dtype} by our rules, and {room.dtype} in the engine: push(dtype=) rounds F32, and the "
+                "engine's --dtype chooses"
+            )
         else:
             line = _difference(_Opinions(tuple(room.shape), names, shapes), own, ranges(loaded[name]))
         found += [f"rank {rank}: '{name}'{line}"] if line else []

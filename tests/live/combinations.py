@@ -85,17 +85,39 @@ def wrong(folder: Path, source: str, target: str) -> list[str]:
     if mine.dropped and goal.program in LIVE:
         raise Refused("a receiver that has the checkpoint's tensors has more than the trainer")
     given = parts_of(opened, live, mine)
-    receivers = held_on(opened.model, goal) if goal.program in LIVE else goal
-    routes = between(bound(live, opened.read_config()), live, receivers, bucket=BUCKET)
-    if isinstance(receivers, Live):
-        wanted = parts_of(opened, receivers, theirs)
-    elif theirs.format is not None and theirs.format.container.chunks:
-        wanted = [_expected(opened, theirs, rank) for rank in range(theirs.plan.mesh.size)]
-    else:
-        wanted = on_disk(folder, goal)
+    rounded = "BF16" if goal.program in LIVE else None  # trainers have a router's bias in F32
+    model = bound(live, opened.read_config(), dtype=rounded)
+    if goal.program not in LIVE:
+        chunks = theirs.format is not None and theirs.format.container.chunks
+        wanted = [_expected(opened, theirs, rank) for rank in range(theirs.ranks)] if chunks else on_disk(folder, goal)
+        return different(between(model, live, goal, bucket=BUCKET), given, wanted, theirs)
+    receivers = held_on(opened.model, goal)
+    return [
+        line
+        for each in (receivers, *([untied(receivers, theirs)] if theirs.copies else ()))
+        for line in different(
+            between(model, live, each, bucket=BUCKET), given, parts_of(opened, each, theirs), theirs
+        )
+    ]  # fmt: skip
+
+
+def untied(live: Live, arrangement: Arrangement) -> Live:
+    """Ranks that hold a tied tensor under each of its names."""
+    names = {(arrangement.placed[atom].stored.name, placed.stored.name) for atom, placed in arrangement.copies}
+    ranks = [
+        [*parts, *(held._replace(name=other) for held in parts for name, other in names if name == held.name)]
+        for parts in live.ranks
+    ]
+    return Live(live.format, ranks)
+
+
+def different(
+    routes: Routes, given: Sequence[Tensors], wanted: Sequence[Tensors], arrangement: Arrangement
+) -> list[str]:
+    """What a push by these routes brings otherwise than wanted."""
     found = [_rooms(routes, rank, wanted[rank]) for rank in range(routes.target.ranks)]
     _execute(routes, given, found)
-    constants = {each.name for each in theirs.stored if each.constant is not None}
+    constants = {each.name for each in arrangement.stored if each.constant is not None}
     return [
         f"rank {rank}: {name}"
         for rank, tensors in enumerate(wanted)

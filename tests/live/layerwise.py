@@ -33,11 +33,12 @@ def load(model: torch.nn.Module) -> None:
 
 
 def get_layerwise_info(layer: torch.nn.Module) -> SimpleNamespace:
-    return _INFO[layer]
+    return _INFO.setdefault(layer, SimpleNamespace(restore_metadata=({}, {}), kernel_tensors=None))
 
 
 def get_layer_params_buffers(layer: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    return dict(layer._parameters), dict(layer._buffers)
+    parameters = {name: tensor for name, tensor in layer._parameters.items() if tensor is not None}
+    return parameters, dict(layer._buffers)
 
 
 def get_layer_tensors(layer: torch.nn.Module) -> dict[str, Any]:
@@ -64,7 +65,8 @@ def is_deferred_attention_layer(layer: torch.nn.Module) -> bool:
 
 
 def _layerwise_process(layer: torch.nn.Module, info: SimpleNamespace) -> None:
-    layer.process()  # type: ignore[operator]
+    if isinstance(layer, Packed):
+        layer.process()
     for name, tensor in info.kernel_tensors[0].items():
         tensor.copy_(layer._parameters[name])
     _place_kernel_tensors(layer, info)

@@ -99,6 +99,12 @@ def test_no_step_is_larger_than_a_bucket(llama: Path) -> None:
         assert max(sum(part.nbytes for part in parts) for parts in plan.parts(rank)) <= 1 << 12
 
 
+def test_a_bucket_has_room(llama: Path) -> None:
+    for bucket in (0, -1, 4095, 6.4e7):
+        with pytest.raises(PlanError, match=rf"bucket={bucket} is no number of bytes from 4,096 on"):
+            exports.routes(llama, source="fsdp2:2", target="vllm:tp1", bucket=bucket)  # type: ignore[arg-type]
+
+
 def test_larger_elements_come_first(tmp_path: Path) -> None:
     """So that all lie at multiples of their size, without room between them."""
     folder = zoo.save("deepseek_v3", tmp_path / "model", dtype=zoo.torch.bfloat16)

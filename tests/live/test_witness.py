@@ -14,6 +14,7 @@ import torch
 from formats.errors import LiveError
 from formats.notation.format import Format
 from formats.notation.format_file import PROGRAMS, format_of, read_format
+from reshard.live import vllm_check
 from reshard.live.witness import Copied, Recorder, View, apart, by_rules, compare, joined, probed, ranges, recorded
 from reshard.mesh.plan import Degrees
 from reshard.placement.arrangement import Arrangement, on_mesh
@@ -136,8 +137,15 @@ def test_shape_and_dtype_are_compared() -> None:
     model.get_parameter("model.layers.0.input_layernorm.weight").data = torch.zeros(80, dtype=torch.bfloat16)
     found = compare(arrangement, 0, model, loaded)
     assert len(found) == 2
-    assert "is F32 by our rules, and torch.bfloat16 in the engine" in found[0]
+    assert "is F32 by our rules, and torch.bfloat16 in the engine: push(dtype=) rounds F32" in found[0]
     assert "by our rules, and [2, 2] in the engine" in found[1]
+
+
+@pytest.mark.parametrize("lacks", ["vllm", "reshard", "vllm.config"])
+def test_a_python_without_vllm_names_the_option(lacks: str) -> None:
+    with pytest.raises(LiveError, match=f"ended early: ModuleNotFoundError: No module named '{lacks}'") as caught:
+        vllm_check._answer(0, f"Traceback\nModuleNotFoundError: No module named '{lacks}'\n")
+    assert caught.value.hint == "--engine-python names the Python of an environment that has vLLM and reshard"
 
 
 def test_what_is_not_followed_is_an_error() -> None:

@@ -77,6 +77,9 @@ def diff_command(report: Path | None, as_json: bool, quiet: bool, progress: str,
         print_lines("same" if found.same else "different")
     else:
         print_lines(*_text(found))
+    if given["out"] is not None:
+        size = human_bytes(sum(file.stat().st_size for file in Path(given["out"]).iterdir()))
+        print_note(f"Wrote what changed: {given['out']}, {size}, which 'reshard patch' puts on A")
     if report is not None:
         print_note(f"Drew what differs: {report}")
     return DONE if found.same else NO

@@ -185,7 +185,12 @@ def check_place(out: Path, sources: Sequence[Path]) -> None:
         _check_apart(out, place, sources)
     if not out.parent.is_dir():
         raise CheckpointError(f"{out.parent}: no such folder", "make it first")
-    if out.is_symlink() or (out.exists() and not out.is_dir()):
+    if out.is_symlink():
+        raise CheckpointError(
+            f"{out} is a link, and the output would take its place",
+            "give the folder that it leads to",
+        )
+    if out.exists() and not out.is_dir():
         raise CheckpointError(f"{out} exists and is not a folder")
     if out.is_mount():
         raise CheckpointError(

@@ -72,5 +72,5 @@ def disk_errors(path: Path) -> Iterator[None]:
 def disk_error(verb: str, path: Path, error: OSError) -> CheckpointError:
     """The CheckpointError for an OSError, with a hint if the disk is full; ``verb`` is ``read`` or ``write``."""
     full = error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-    hint = "free some space and run the same command again: it goes on where it stopped" if full else None
+    hint = "free some space and run the same command again" if full else None
     return CheckpointError(f"cannot {verb} {path}: {error.strerror or error}", hint)

@@ -427,16 +427,17 @@ def test_a_closed_pipe_is_silent(model: Path) -> None:
 
 def test_interrupt_and_go_on(model: Path, tmp_path: Path) -> None:
     """The command writes slowly here (tests/slow.py), so that a tiny model leaves time to interrupt it."""
-    command = ["split", str(model), str(tmp_path / "out"), "--tp", "2", "--workers", "1", "--max-shard-size", "40kB"]
+    command = ["split", str(model), str(tmp_path / "out"), "--tp", "2", "--workers", "1", "--max-shard-size", "4kB"]
     slowly = [sys.executable, "-c", "import tests.slow; from reshard.__main__ import main; main()", *command]
     process = subprocess.Popen(slowly, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while not list(tmp_path.glob("out.partial/*/*.safetensors*")):
+    while not any(path.read_text().count("\n") > 1 for path in tmp_path.glob("out.partial/.reshard-journal-*")):
         assert process.poll() is None, process.stderr and process.stderr.read()
         time.sleep(0.001)
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=60)
     assert (process.returncode, output) == (130, "")
-    assert errors.strip() == "reshard: interrupted: the same command goes on where it stopped"
+    said = r"reshard: interrupted: [1-9]\d* of \d+ files (is|are) kept: the same command goes on from there\n"
+    assert re.fullmatch(said, errors)
     assert not (tmp_path / "out").exists()
     assert "unfinished output of split" in run("inspect", tmp_path / "out.partial").stdout
     assert "out.partial" in refused("inspect", tmp_path / "out")
@@ -447,6 +448,13 @@ def test_interrupt_and_go_on(model: Path, tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------- plan
+
+
+def test_a_plan_of_several_degrees(model: Path) -> None:
+    one, two = (run("plan", model, "--tp", tp).stdout for tp in ("2", "4"))
+    assert run("plan", model, "--tp", "2,4").stdout == f"{one}\n{two}"
+    for more in (["--json"], ["--tp-plan"], ["--report", "page.html"]):
+        assert "several degrees go without" in refused("plan", model, "--tp", "2,4", *more)
 
 
 def test_plan_table(model: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from formats.errors import MismatchError, PlanError
 from reshard.cli.commands import COMMANDS, cli
-from reshard.cli.errors import CLOSED_PIPE, FAILED, INTERRUPTED, NO, ResumableInterruptError, run_to_exit_code
+from reshard.cli.errors import CLOSED_PIPE, FAILED, INTERRUPTED, NO, StoppedError, run_to_exit_code
 
 FAILING = [
     ("split", "./none", "out", "--tp", "2"),
@@ -50,7 +50,8 @@ def test_a_wrong_option_leads_to_the_help_of_the_command(name: str, capsys) -> N
         (MismatchError("they differ"), NO, "Error: they differ"),
         (PlanError("no", "do this"), FAILED, "Hint: do this"),
         (KeyboardInterrupt(), INTERRUPTED, "reshard: interrupted"),
-        (ResumableInterruptError(), INTERRUPTED, "reshard: interrupted: the same command goes on where it stopped"),
+        (StoppedError("1 of 2 files is kept"), INTERRUPTED, "reshard: interrupted: 1 of 2 files is kept"),
+        (StoppedError(), INTERRUPTED, "reshard: interrupted"),
         (OSError(28, "No space left on device", "there"), FAILED, "Error: there: No space left on device"),
         (MemoryError(), FAILED, "Error: there is not enough memory"),
         (BrokenPipeError(), CLOSED_PIPE, None),

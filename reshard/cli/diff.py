@@ -23,6 +23,7 @@ from reshard.cli.options import (
 from reshard.cli.printing import print_json, print_lines, print_note, terminal_width, write_report
 from reshard.cli.progress import Progress
 from reshard.cli.summary import without_numpys_threads
+from reshard.text import human_bytes
 
 if TYPE_CHECKING:
     from reshard.delta.differences import Diff
@@ -76,6 +77,9 @@ def diff_command(report: Path | None, as_json: bool, quiet: bool, progress: str,
         print_lines("same" if found.same else "different")
     else:
         print_lines(found.to_text(terminal_width()))
+    if given["out"] is not None:
+        size = human_bytes(sum(file.stat().st_size for file in Path(given["out"]).iterdir()))
+        print_note(f"Wrote what changed: {given['out']}, {size}, which 'reshard patch' puts on A")
     if report is not None:
         print_note(f"Drew what differs: {report}")
     return DONE if found.same else NO

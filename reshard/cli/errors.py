@@ -40,17 +40,17 @@ def tracebacks_are_wanted() -> bool:
     return click.get_current_context().ensure_object(_Settings).tracebacks
 
 
-class ResumableInterruptError(Exception):
-    """Ctrl-C in a command that can be taken up again."""
+class StoppedError(Exception):
+    """Ctrl-C in a command that says what is kept of its work; click would drop the text of KeyboardInterrupt."""
 
 
 @contextlib.contextmanager
 def resumable() -> Iterator[None]:
-    """In this block, Ctrl-C ends the command with the advice to give it again."""
+    """In this block, Ctrl-C ends the command with the text of the KeyboardInterrupt."""
     try:
         yield
-    except KeyboardInterrupt:
-        raise ResumableInterruptError from None
+    except KeyboardInterrupt as stop:
+        raise StoppedError(*stop.args) from None
 
 
 class UnprintableError(ReshardError):
@@ -123,8 +123,8 @@ def _run(group: click.Group, arguments: Sequence[str], settings: _Settings) -> i
     except ReshardError as error:
         code = NO if isinstance(error, MismatchError) else FAILED
         return _fail(error.message, error.hint, code=code, traceback=settings.tracebacks)
-    except ResumableInterruptError:
-        return _interrupted("interrupted: the same command goes on where it stopped")
+    except StoppedError as stop:
+        return _interrupted(f"interrupted: {stop}" if stop.args else "interrupted")
     except (KeyboardInterrupt, click.Abort):
         return _interrupted("interrupted")
     except BrokenPipeError:

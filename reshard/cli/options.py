@@ -53,6 +53,21 @@ def size(text: str) -> int:
     return found
 
 
+def numbers(text: str) -> tuple[int, ...]:
+    """Whole numbers of at least 1, in order: ``1,8,64``, or ``1024..16384`` for all doublings. Raises ValueError."""
+    listed = re.fullmatch(r"[1-9]\d{0,7}(,[1-9]\d{0,7})*", text)
+    found = tuple(sorted(set(map(int, text.split(","))))) if listed else ()
+    if ends := re.fullmatch(r"([1-9]\d{0,7})\.\.([1-9]\d{0,7})", text):
+        first, last = map(int, ends.groups())
+        found = tuple(first << i for i in range(32) if first << i <= last)
+    if not found:
+        raise ValueError(f"'{text}' is no list of numbers such as 1,2,4 or 1024..16384")
+    return found
+
+
+NUMBERS = Value("numbers", numbers)
+
+
 def _programs() -> Iterable[str]:
     return [f"{name}:" for name in ("fsdp2", "torchtitan", "megatron", "vllm", "sglang", "transformers")]
 
@@ -176,8 +191,7 @@ plan_option = option("--plan", "plan_file", group=Group.WHERE, type=PATH, metava
                      help="Your own architecture file.")  # fmt: skip
 config_option = option("--config", group=Group.WHERE, type=PATH, metavar="DIR",
                        help="config.json and tokenizer, for a format without.")  # fmt: skip
-mesh_options = together(
-    option("--tp", group=Group.WHAT, type=int, metavar="N", help="Tensor parallelism: large weights in N parts."),
+other_mesh_options = together(
     option("--ep", group=Group.WHAT, type=int, metavar="N", help="Expert parallelism: whole experts, on N ranks."),
     option("--pp", group=Group.WHAT, type=int, metavar="N", help="Pipeline parallelism: the layers in N stages."),
     option("--pp-layers", group=Group.RARE, type=Value("counts", counts), metavar="A,B,..",
@@ -185,6 +199,10 @@ mesh_options = together(
     option("--same-ranks", group=Group.RARE, is_flag=True, help="--ep N and --tp N on the same N ranks."),
     option("--uneven", group=Group.RARE, is_flag=True, help="Let the last ranks hold less of an MLP."),
 )  # fmt: skip
+mesh_options = together(
+    option("--tp", group=Group.WHAT, type=int, metavar="N", help="Tensor parallelism: large weights in N parts."),
+    other_mesh_options,
+)
 padding_options = together(
     option("--pad-vocab-to", group=Group.WHAT, type=click.IntRange(min=1), metavar="M",
            help="Also pad the vocabulary to a multiple of M."),

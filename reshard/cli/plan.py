@@ -12,6 +12,7 @@ import click
 from formats.errors import CheckpointError, PlanError
 from reshard.cli.help import Command, Group, option
 from reshard.cli.options import (
+    NUMBERS,
     PATH,
     RANKS,
     Place,
@@ -24,8 +25,8 @@ from reshard.cli.options import (
     given_options,
     has_degree,
     json_option,
-    mesh_options,
     named_in,
+    other_mesh_options,
     padding_options,
     report_option,
     request_of,
@@ -60,7 +61,8 @@ _NOT_WITH_TP_PLAN = {
     },
 )
 @click.argument("source", type=Place())
-@mesh_options
+@option("--tp", group=Group.WHAT, type=NUMBERS, metavar="N,..", help="Tensor parallelism: large weights in N parts.")
+@other_mesh_options
 @format_option("Show what 'split --as FORMAT' would write.")
 @dequantize_option
 @padding_options
@@ -92,6 +94,10 @@ def plan_command(
     from reshard.source.access import lines_of_any, open_any
     from reshard.store.selection import Weights
 
+    degrees = given["tp"] or (None,)
+    if len(degrees) > 1 and (as_json or tp_plan or report is not None):
+        raise click.UsageError("several degrees go without --json, --report and --tp-plan")
+    given["tp"] = degrees[0]
     check_degrees(given)
     request = request_of(PlanRequest, given, quiet=as_json)
     source, format = str(request.source), wanted_format(request)
@@ -115,13 +121,17 @@ def plan_command(
         _save(_lines_in_use(opened.model), save_file)
     if tp_plan:
         _print_tp_plan(opened.model, given["tp"], as_json)
-    elif format is not None:
-        _print_program(planned(opened, request, format), format, source, as_json)
-    elif has_mesh:
-        plan = planned(opened, request, None)
+    elif format is not None or has_mesh:
+        plans = [planned(opened, dataclasses.replace(request, tp=degree or request.tp), format) for degree in degrees]
         if report is not None:
-            _draw(plan, request, report)
-        _print_plan(plan, opened, source, as_json)
+            _draw(plans[0], request, report)
+        for number, plan in enumerate(plans):
+            if number:
+                print_lines("")
+            if format is not None:
+                _print_program(plan, format, source, as_json)
+            else:
+                _print_plan(plan, opened, source, as_json)
     elif save_file is None or as_json:
         _print_degrees(opened.model, request, as_json)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ import click
 
 from reshard.cli.help import Command, Group, option
 from reshard.cli.options import (
+    NUMBERS,
     Place,
     Value,
     debug_option,
@@ -34,18 +34,6 @@ _LEAST_MEMORY = 1_000_000
 _PHASES = ("decode", "prefill", "train")
 
 
-def numbers(text: str) -> tuple[int, ...]:
-    """Whole numbers of at least 1, in order: ``1,8,64``, or ``1024..16384`` for all doublings. Raises ValueError."""
-    listed = re.fullmatch(r"[1-9]\d{0,7}(,[1-9]\d{0,7})*", text)
-    found = tuple(sorted(set(map(int, text.split(","))))) if listed else ()
-    if ends := re.fullmatch(r"([1-9]\d{0,7})\.\.([1-9]\d{0,7})", text):
-        first, last = map(int, ends.groups())
-        found = tuple(first << i for i in range(32) if first << i <= last)
-    if not found:
-        raise ValueError(f"'{text}' is no list of numbers such as 1,2,4 or 1024..16384")
-    return found
-
-
 def phases(text: str) -> tuple[str, ...]:
     """Some of decode, prefill and train, with commas between them. Raises ValueError."""
     found = tuple(dict.fromkeys(text.split(",")))
@@ -61,9 +49,6 @@ def memory(text: str) -> int:
     if found < _LEAST_MEMORY and text.strip().isdecimal():
         raise ValueError(f"'{text}' is {found} bytes; with a unit it is {found}GB or {found}MB")
     return found
-
-
-NUMBERS = Value("numbers", numbers)
 
 
 @click.command(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import time
@@ -28,10 +27,10 @@ def without_numpys_threads() -> None:
 def carry_out(
     command: Callable[[_Request], Summary], request: _Request, progress: str, *, as_json: bool, quiet: bool
 ) -> None:
-    """Split or merge, show how far it is, and print what was done. After Ctrl-C the same command goes on."""
+    """Split or merge, show how far it is, and print what was done. After Ctrl-C, say what is kept."""
     started = time.monotonic()
     with (
-        contextlib.nullcontext() if request.dry_run else resumable(),
+        resumable(),
         Progress(command.__name__, how="none" if quiet or as_json else progress) as shown,
     ):
         summary = command(dataclasses.replace(request, progress=shown.moving))

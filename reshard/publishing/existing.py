@@ -187,7 +187,12 @@ def check_place(out: Path, sources: Sequence[Path]) -> None:
     if not out.parent.is_dir():
         hub = meaning("upload", ()) if len(out.parts) == 2 else ""  # it may be meant as ORG/NAME
         raise CheckpointError(f"{out.parent}: no such folder", with_hint("make it first", hub))
-    if out.is_symlink() or (out.exists() and not out.is_dir()):
+    if out.is_symlink():
+        raise CheckpointError(
+            f"{out} is a link, and the output would take its place",
+            "give the folder that it leads to",
+        )
+    if out.exists() and not out.is_dir():
         raise CheckpointError(f"{out} exists and is not a folder")
     if out.is_mount():
         raise CheckpointError(

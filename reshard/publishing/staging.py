@@ -5,7 +5,7 @@ The output is built in the staging folder ``OUT.partial``. Files named ``.reshar
 - the task, an empty file; its name tells another run whether it may use the finished files;
 - a journal for each share of the files, with those that are finished, their checksums, and the sums of the source bytes
   read for them;
-- a lock for each share, which says what it writes, and one for what concerns all of them;
+- a lock for each share, which says what it writes or that it has ended, and the common lock;
 - an older output, or an older rank, that is being replaced.
 
 A folder ``OUT.partial`` without a task file was not made by reshard, and is refused.
@@ -15,8 +15,12 @@ and no file in common. It does not matter which process has written a file: any 
 *unit*: all of ``OUT``, by the process that finds all files finished and no other process at work; or the folder of a
 rank (``--rank``), when its process has finished it. The manifest comes last, and lists what is complete.
 
-An output that several processes have written keeps an empty file, named ``PUBLISHED`` and the task. It tells a process
-that starts late that nothing is left to do.
+A process takes its share's lock, and gives it back, only while it has the common lock: nobody begins or ends at the
+same time as another. docs/explanation/design.md has the states; tests/reshard/test_interleavings.py tries all orders of
+the steps of this code, so a call that is added here may need its model there (``model_disk.py``).
+
+An empty file, named ``PUBLISHED`` and the task, stays in an output if a process may come late: it tells that process
+that nothing is left to do.
 
 Guarantees: POSIX rename is atomic. A later run keeps a finished file if its state (size, time, inode) is unchanged. A
 restart of the machine may lose written bytes; after one, the checksum must be right too. Published output survives a
@@ -27,7 +31,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import time
@@ -41,17 +44,23 @@ from reshard.publishing.existing import Existing, existing_in
 from reshard.publishing.journal import Finished, Journals
 from reshard.publishing.shares import LOCK, WHOLE, FileShare, is_locked
 from reshard.store.staging_names import (
+    COMMON,
     PUBLISHED,
     STATE,
     TASK,
     check_staging,
     document_of,
+    is_folder,
+    is_there,
+    lock,
     markers,
+    not_begun,
     open_new,
     remove_state,
     remove_tree,
     staging_of,
     task_name,
+    tidy,
 )
 from reshard.system import check_space, disk_errors
 
@@ -60,8 +69,8 @@ Documents = Callable[[], Mapping[str, bytes]]
 """Makes the small files of an output, the manifest last, once no other process changes the output."""
 
 _REPLACED = f"{STATE}replaced-"
-_ALL_SHARES = "task"
-"""The label of the lock for actions that concern all shares."""
+_ENDED = "ended"
+"""What the lock of a share says when its process has done all it had to do."""
 PATIENCE = 2.0
 """Seconds to wait for a lock: the processes of a killed run hold it until they have ended."""
 
@@ -101,6 +110,8 @@ class Staging:
         self._task = self.work / f"{TASK}{self._name}"
         self._own: IO[str] | None = None
         """The lock of this share, while it is held."""
+        self._common: IO[str] | None = None
+        """The lock that each process takes to begin and to end, while it is held."""
         self._journal: IO[str] | None = None
         self._may_hold_others = share.has_others
         """Whether other processes build their files in this folder."""
@@ -109,34 +120,52 @@ class Staging:
         self.finished: dict[str, Finished] = {}
 
     def __enter__(self) -> Staging:
-        with disk_errors(self.work):
-            self._claim()
-            try:
-                with self._lock_own() as own:
-                    self._restore_replaced()
-                    try:
-                        self.check()
-                    except BaseException:
-                        self._leave()
-                        raise
-                    self._adopt_or_clear()
-                    # opened again and closed: over NFS, others see then what is in it
-                    Path(own.name).write_text(json.dumps({"task": self._name} | self.share.to_document()))
+        try:
+            with disk_errors(self.work):
+                self._enter()
                 self._begin()
-            except BaseException as error:
-                self._end(error)
-                raise
+        except BaseException as error:
+            self._end(error)
+            raise
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._end(exception[1])
 
+    def _enter(self) -> None:
+        """Lock this share, if what is there may be replaced or continued."""
+        give_up = time.monotonic() + PATIENCE
+        while True:
+            self._hold()
+            self._own = lock(self.work / f"{LOCK}{self.share.label}", wait=False)
+            if self._own is not None:
+                break
+            self._release()
+            if time.monotonic() > give_up:
+                raise self._busy(self.share.label, "wait for it, or stop it")
+            time.sleep(0.01)
+        self._restore_replaced()
+        self.check()
+        self._adopt_or_clear()
+        # opened again and closed: over NFS, others see then what is in it
+        Path(self._own.name).write_text(json.dumps({"task": self._name} | self.share.to_document()))
+        self._release()
+
     def _end(self, error: object) -> None:
+        """Unlock this share; before that, remove what cannot be trusted, and a folder that nobody needs."""
         try:
-            if isinstance(error, MismatchError):
-                self._clear()
+            if self._own is not None and is_there(self._own):
+                with disk_errors(self.work):
+                    self._hold()
+                    if isinstance(error, MismatchError):
+                        self._clear()
+                    if error is None and not self.share.folders:  # others have yet to write their files
+                        Path(self._own.name).write_text(_ENDED)
+                    elif not self._is_built() and not any(self._others()):
+                        remove_tree(self.work)
         finally:
-            self._unlock()
+            self._release(self._journal, self._own)
+            self._journal = self._own = None
 
     # -- what is there already
 
@@ -181,81 +210,35 @@ class Staging:
         """Where a rank, or the output (``""``), is while it is replaced."""
         return self.work / f"{_REPLACED}{unit or WHOLE}"
 
-    def _leave(self) -> None:
-        """Remove the staging folder, if nothing was built in it and no other run writes there."""
-        if not self._built() and not any(self._others()):
-            remove_tree(self.work)
-
-    def _built(self) -> list[Path]:
+    def _top(self) -> list[Path]:
         return [entry for entry in self.work.iterdir() if not entry.name.startswith(STATE)]
+
+    def _is_built(self) -> bool:
+        """Whether the folder has a file of the output, finished or not."""
+        return any(not is_folder(path) for entry in self._top() for path in (entry, *entry.rglob("*")))
 
     # -- locks
 
-    @contextlib.contextmanager
-    def _lock_own(self) -> Iterator[IO[str]]:
-        """Lock this share, and in the block all shares."""
-        while True:
-            give_up = time.monotonic() + PATIENCE
-            while (own := self._lock(self.share.label, wait=False)) is None:
-                if time.monotonic() > give_up:
-                    raise self._busy(self.share.label, "wait for it, or stop it")
-                time.sleep(0.01)
-            self._own = own
-            own.truncate(0)
-            with self._lock_all():
-                if self._is_there(own):
-                    yield own
-                    return
-            self._unlock()  # another run has removed the folder meanwhile, with the locks
-
-    def _lock_all(self) -> IO[str]:
-        lock = self._lock(_ALL_SHARES, wait=True)
-        assert lock is not None
-        return lock
-
-    @staticmethod
-    def _is_there(lock: IO[str]) -> bool:
-        """Whether a lock's file still has its name: otherwise others lock another one."""
-        with contextlib.suppress(FileNotFoundError):
-            return os.path.samestat(os.fstat(lock.fileno()), Path(lock.name).stat())
-        return False
-
-    def _lock(self, label: str, *, wait: bool) -> IO[str] | None:
-        """Lock a file of the staging folder; None if it is locked and ``wait`` is False.
-
-        Another process may remove the folder at the same time; then it is made again.
-        """
-        path = self.work / f"{LOCK}{label}"
-        while True:
+    def _hold(self) -> None:
+        """Take the common lock, unless this process has it; the folder is made if it is not there."""
+        while self._common is None:
             self._claim()
-            try:
-                lock = open_new(path, "a")
-            except FileNotFoundError:  # the folder has been removed meanwhile
-                continue
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            except BlockingIOError:
-                lock.close()
-                return None
-            if self._is_there(lock):
-                return lock
-            lock.close()
+            with contextlib.suppress(FileNotFoundError):  # another process has just removed the folder
+                self._common = lock(self.work / COMMON, wait=True)
 
-    def _unlock(self) -> None:
-        for file in (self._journal, self._own):
+    def _release(self, *before: IO[str] | None) -> None:
+        """Unlock the common lock, after other files."""
+        for file in (*before, self._common):
             if file is not None:
                 file.close()
-        self._journal = self._own = None
+        self._common = None
 
     def _others(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """The labels of the shares that other runs are writing, and what their locks say of them."""
         for path in self.work.glob(f"{LOCK}*"):
             label = path.name.removeprefix(LOCK)
-            if label not in (self.share.label, _ALL_SHARES) and is_locked(path):
-                said = b""
-                with contextlib.suppress(FileNotFoundError):
-                    said = path.read_bytes()
-                yield label, document_of(said)
+            if label != self.share.label and is_locked(path):
+                yield label, document_of(path.read_bytes())
 
     def _busy(self, label: str, hint: str) -> CheckpointError:
         what = self.shown if label == WHOLE else f"{label} of {self.shown}"
@@ -275,20 +258,17 @@ class Staging:
         another task and several processes write this one: they would be of two commands.
         """
         for label, share in self._others():
-            if not share:  # it waits for this run
-                continue
-            if share["task"] != self._name:
+            if share.get("task") != self._name:
                 raise self._written_else()
-            if not self.share.goes_with(share):
+            if WHOLE in (label, self.share.label) or not self.share.goes_with(share):
                 raise self._busy(label, "wait for it, or stop it")
-        built = self._built()
         if self._task.exists():
-            for entry in (p for root in built for p in (root, *root.rglob("*")) if p.is_symlink()):
+            for entry in (p for root in self._top() for p in (root, *root.rglob("*")) if p.is_symlink()):
                 entry.unlink()  # reshard makes no links, and must not write through one
             return
-        if built and self._may_hold_others:
+        if self._may_hold_others and self._is_built():
             raise self._begun_by_others(str(self.work))
-        for entry in (*built, *self._journals.all()):
+        for entry in (*self._top(), *self._journals.all(), *self.work.glob(f"{PUBLISHED}*")):
             remove_tree(entry)
         self._task.touch()
         for marker in markers(self.work):
@@ -311,13 +291,13 @@ class Staging:
 
     def _clear(self) -> None:
         """Remove what was built, because it cannot be trusted: this share, or all if it is the last of them."""
-        with self._lock_all():
-            is_all = (self._is_last or not self.share.has_others) and not any(self._others())
-            mine = (self._journals.path(self.share.label).name, *self.share.files, *self.share.folders)
-            for name in [""] if is_all else mine:
-                remove_tree(self.work / name)
-            if not is_all:
-                self._leave()
+        if (self._is_last or not self.share.has_others) and not any(self._others()):
+            cleared = [*self._top(), *self._journals.all()]
+        else:
+            own = (self._journals.path(self.share.label).name, *self.share.files, *self.share.folders)
+            cleared = [self.work / name for name in own]
+        for path in cleared:
+            remove_tree(path)
 
     # -- writing
 
@@ -340,23 +320,19 @@ class Staging:
 
     # -- publishing
 
-    @contextlib.contextmanager
-    def last(self) -> Iterator[bool]:
-        """Whether all planned files are finished and no other process is at work; then this process commits, in the
-        ``with`` block.
+    def is_last(self) -> bool:
+        """Whether all planned files are finished and no other process is at work: then this process commits.
 
-        In that case ``finished`` has the files of all processes, and this share is no longer locked if it is one of
-        several.
+        If several processes write one unit, ``finished`` then has the files of all, and none begins until this process
+        has left.
         """
         planned = self.share.planned.keys()
-        if self.share.folders or not self.share.has_others:
-            yield planned <= self.finished.keys()
-            return
-        with self._lock_all():
-            self._unlock()  # whoever comes next must not wait for this process
-            self.finished |= self._journals.found(planned - self.share.files, is_last=True)
-            self._is_last = planned <= self.finished.keys() and not any(self._others())
-            yield self._is_last
+        if self.share.label == WHOLE or self.share.folders:
+            return planned <= self.finished.keys()
+        self._hold()
+        self.finished |= self._journals.found(planned - self.share.files, is_last=True)
+        self._is_last = planned <= self.finished.keys() and not any(self._others())
+        return self._is_last
 
     def commit(self, documents: Documents) -> None:
         """Put what was built, and the documents of the output, under their final names.
@@ -365,24 +341,29 @@ class Staging:
         In the last case both are in the staging folder, and the next run with the same output renames the old one back.
         """
         with disk_errors(self.out):
+            self._hold()
             if self.share.folders:
-                with self._lock_all():
-                    self._commit_folders(documents)
+                self._commit_folders(documents())
             else:
                 self._commit_all(documents())
 
     def _commit_all(self, documents: Mapping[str, bytes]) -> None:
         for name, content in documents.items():
             self._write(self.work / name, content)
-        if self.share.label != WHOLE:
-            (self.work / f"{PUBLISHED}{self._name}").touch()
+        mark, is_kept = f"{PUBLISHED}{self._name}", self._may_come_late()
+        if is_kept or self.share.label != WHOLE:
+            (self.work / mark).touch()
         self._move("")
-        self._unlock()
-        remove_state(self.out)
+        remove_state(self.out, None if is_kept else mark)
         self._sync(self.out.parent)
 
-    def _commit_folders(self, documents: Documents) -> None:
-        made = documents()
+    def _may_come_late(self) -> bool:
+        """Whether a part has not begun, or its process was killed: it finds the output complete when it comes."""
+        said = {path.name.removeprefix(LOCK): path.read_text() for path in self.work.glob(f"{LOCK}*")}
+        said[self.share.label] = _ENDED
+        return {*said.values()} != {_ENDED} or bool(not_begun(said))
+
+    def _commit_folders(self, made: Mapping[str, bytes]) -> None:
         self.out.mkdir(exist_ok=True)
         self._sync(self.out.parent)
         inside = {name for name in made if name.partition("/")[0] in self.share.folders}
@@ -391,11 +372,10 @@ class Staging:
         for folder in self.share.folders:
             self._move(folder)
             self._sync(self.out)
-        for replaced in self.work.glob(f"{_REPLACED}*"):
-            remove_tree(replaced)
+        for folder in self.share.folders:
+            remove_tree(self._aside(folder))
         for name in (name for name in made if name not in inside):
             self._write(self.out / name, made[name])
-        self._leave()
 
     def _move(self, unit: str) -> None:
         """Rename a unit to its final name; an older one is moved aside, if it may be replaced."""
@@ -406,6 +386,8 @@ class Staging:
         if target.exists() and any(target.iterdir()):
             if not unit and not self._overwrite:
                 raise _appeared(self.out)
+            if not unit:
+                tidy(target, wait=True)  # the run that has published it may not have ended
             remove_tree(self._aside(unit))
             target.rename(self._aside(unit))
         try:
@@ -418,7 +400,7 @@ class Staging:
     def _write(self, path: Path, content: bytes) -> None:
         """Write a small file at once, or not at all."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(".reshard.incomplete")  # a suffix could make the name too long
+        new = path.with_name(f"{STATE}incomplete")  # a suffix could make the name too long
         with open_new(new, "wb") as file:
             file.write(content)
         self._sync(new)

@@ -120,8 +120,13 @@ class Uploading(Staging):
         if self._threads is not None:
             self._threads.close()
         if isinstance(error, PublishedError):
-            remove_tree(self.work)
+            self._remove_here()
         super()._end(error)
+
+    def _remove_here(self) -> None:
+        """Remove the local folder: all is in the bucket."""
+        self._hold()
+        remove_tree(self.work)
 
     # -- whose place it is
 
@@ -227,12 +232,11 @@ class Uploading(Staging):
         mine = [key for key in all_of if key.startswith(f"{JOURNAL}{self.share.label}.")]
         for key in all_of if self._is_last else mine:
             self._bucket.delete(key)
-        remove_tree(self.work)
+        super()._clear()
 
     # -- publishing
 
-    @contextmanager
-    def last(self) -> Iterator[bool]:
+    def is_last(self) -> bool:
         """Whether the files of all processes are in the bucket; takes them over.
 
         Raises PublishedError if another process has published them, CheckpointError if some are no longer there.
@@ -247,7 +251,7 @@ class Uploading(Staging):
         self.finished |= {name: read_finished(entry) for name, entry in uploaded.items()}
         self._in_place |= {name: entry["etag"] for name, entry in uploaded.items()}
         self._is_last = self.share.planned.keys() <= self.finished.keys()
-        yield self._is_last
+        return self._is_last
 
     def _check_in_place(self, files: Mapping[str, bytes]) -> None:
         """Raise CheckpointError if what was put at its final name is not there any more.
@@ -282,7 +286,7 @@ class Uploading(Staging):
         self._check_in_place(files)
         self._bucket.delete(UNFINISHED)
         self._all(self._bucket.delete, journals(there))
-        remove_tree(self.work)
+        self._remove_here()
 
     def _all(self, function: Callable[[str], object], names: Iterable[str]) -> None:
         """Call a function for all names, a few at a time."""

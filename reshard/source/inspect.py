@@ -416,7 +416,7 @@ def _staging(path: Path, command: str) -> Report:
         if part.running or not part.files or part.finished < part.files:
             written = f"{part.finished} of {part.files} files are written" if part.files else "no file is written"
             report.problems.append(f"{part.part}: {written}, {'it is' if part.running else 'nobody is'} at work")
-    report.hint = f"'reshard {command}' to {out} is running or was stopped; the same command goes on where it stopped"
+    report.hint = f"'reshard {command}' to {out} is running or was stopped; the same command writes what is missing"
     return report
 
 

@@ -30,6 +30,8 @@ _MARKER = re.compile(re.escape(TASK) + "[a-z]+-[0-9a-f]{32}")
 
 UNFINISHED = f"{STATE}unfinished"
 """The object that says that an output is still being uploaded."""
+COMMON = f"{STATE}common"
+"""The lock that each process takes to begin and to end."""
 JOURNAL = f"{STATE}journal-"
 """The names of objects that say what a process has uploaded begin so."""
 SUFFIX = ".partial"
@@ -57,13 +59,12 @@ def check_staging(out: Path) -> None:
     work, hint = staging_of(out), "move it away, or choose another output folder"
     if work.is_symlink():
         raise CheckpointError(f"{work} is a link, and {out.name} would be built there", hint)
-    if not work.exists():
-        return
-    if not work.is_dir():
-        raise CheckpointError(f"{work} is a file, and {out.name} would be built there", hint)
     # A run marks the folder before it puts anything else there, and removes the mark last. Other runs may do so now.
     with contextlib.suppress(FileNotFoundError):
-        other = next((entry for entry in work.iterdir() if not entry.name.startswith(STATE)), None)
+        try:
+            other = next((entry for entry in work.iterdir() if not entry.name.startswith(STATE)), None)
+        except NotADirectoryError:
+            raise CheckpointError(f"{work} is a file, and {out.name} would be built there", hint) from None
         if other is not None and not markers(work) and os.path.lexists(other):
             raise CheckpointError(
                 f"{work} holds '{other.name}' and was not made by reshard, and {out.name} would be built there", hint
@@ -76,32 +77,33 @@ def task_name(task: Mapping[str, Any]) -> str:
     return f"{task['command']}-{digest}"
 
 
-def tidy(out: Path) -> None:
+def tidy(out: Path, *, wait: bool = False) -> None:
     """Remove the staging files in an output from a run that was killed right after publishing."""
-    if out.is_symlink() or not out.is_dir() or not markers(out):
-        return
-    with contextlib.ExitStack() as locks:
-        for path in out.glob(f"{STATE}lock-*"):
-            lock = locks.enter_context(open_new(path, "a"))
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:  # the run is still removing them
-                return
-        remove_state(out)
+    common = None
+    if not out.is_symlink() and (out / COMMON).is_file():
+        common = lock(out / COMMON, wait=wait)
+    if common is not None:  # else the run is still removing them
+        with common:
+            remove_state(out)
+
+
+def is_folder(path: Path) -> bool:
+    """Whether it is a folder, and no link to one."""
+    return path.is_dir() and not path.is_symlink()
 
 
 def remove_tree(path: Path) -> None:
     """Remove a file, a link or a folder.
 
-    The task file of a staging folder goes last: if a run is killed here, the rest is still known as reshard's.
+    Of a staging folder the task file goes last: if a run is killed here, the rest is still known as reshard's. Only the
+    common lock goes after it: nobody begins in a folder that is being removed.
     """
-    if path.is_symlink() or not path.is_dir():
+    if not is_folder(path):
         path.unlink(missing_ok=True)
         return
     with contextlib.suppress(FileNotFoundError):
-        entries = sorted(path.iterdir(), key=lambda entry: (entry.name.startswith(STATE), entry.name.startswith(TASK)))
-        for entry in entries:
-            if entry.is_dir() and not entry.is_symlink():
+        for entry in sorted(path.iterdir(), key=_order):
+            if is_folder(entry):
                 shutil.rmtree(entry, ignore_errors=True)
             else:
                 entry.unlink(missing_ok=True)
@@ -112,11 +114,42 @@ def remove_tree(path: Path) -> None:
                 raise
 
 
-def remove_state(out: Path) -> None:
-    """Remove the staging files from a published output; the task file last, because ``tidy`` looks for it."""
-    found = (entry for entry in out.glob(f"{STATE}*") if not entry.name.startswith(PUBLISHED))
-    for entry in sorted(found, key=lambda entry: entry.name.startswith(TASK)):
-        remove_tree(entry)
+def _order(entry: Path) -> int:
+    """The place of a staging folder's entry among those that are removed."""
+    name = entry.name
+    last = [name.startswith(STATE), name.startswith(TASK), name.startswith(PUBLISHED), name == COMMON]
+    return max(number for number, holds in enumerate([True, *last]) if holds)
+
+
+def remove_state(out: Path, mark: str | None = None) -> None:
+    """Remove the staging files from a published output; the common lock last, because ``tidy`` looks for it.
+
+    Of the marks of tasks that several processes have published, only ``mark`` is removed.
+    """
+    for entry in sorted(out.glob(f"{STATE}*"), key=_order):
+        if entry.name == mark or not entry.name.startswith(PUBLISHED):
+            remove_tree(entry)
+
+
+def lock(path: Path, *, wait: bool) -> IO[str] | None:
+    """Lock a file, which is made if it is not there. None if another process has locked or removed it.
+
+    Raises OSError if its folder is not there.
+    """
+    file = open_new(path, "a")
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        if is_there(file):
+            return file
+    file.close()
+    return None
+
+
+def is_there(file: IO[str]) -> bool:
+    """Whether an open file still has its name."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(file.fileno()), Path(file.name).stat())
+    return False
 
 
 def open_new(path: Path, mode: str) -> IO[Any]:

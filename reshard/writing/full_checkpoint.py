@@ -27,7 +27,8 @@ class FullCheckpoint(Output):
         plan = make_plan(source.model, UNSPLIT)
         self.source, self.arrangement, self.ranks = source, arrangement_of(plan, None), (0,)
         self.max_shard_size, self.left_behind = max_shard_size or DEFAULT_SHARD_SIZE, source.left_behind
-        self.files, self.documents = self._original() if self._is_restored(max_shard_size) else self._anew()
+        self.is_cut_by_size = not self._is_restored(max_shard_size)
+        self.files, self.documents = self._anew() if self.is_cut_by_size else self._original()
 
     def _is_restored(self, max_shard_size: int | None) -> bool:
         return bool(self.source.record.files) and max_shard_size is None

@@ -34,6 +34,8 @@ class Output(ABC):
     arrangement: Arrangement
     ranks: Sequence[int]
     max_shard_size: int
+    is_cut_by_size: bool = True
+    """Whether a smaller ``max_shard_size`` makes more and smaller files of the same model."""
     files: Sequence[NewFile]
     """The weight files of the model."""
     states: Sequence[Output] = ()

@@ -64,6 +64,7 @@ class ProgramFiles(Output):
         self._objects: dict[str, Chunked] = {}
         self.source, self.plan, self.arrangement = source, arrangement.plan, arrangement
         self.format: Format = format
+        self.is_cut_by_size = format.files.has_parts
         self.ranks, self.max_shard_size = ranks, max_shard_size
         self.identity = source.identity(self.plan)
         self._shards: list[ShardFile] = []

@@ -31,11 +31,11 @@ def publish(new: Output, written: Written, staging: Staging, options: Options) -
         new.source.check_unchanged()
         return made
 
-    with staging.last() as is_last:
-        if is_last:
-            sums = _check_read(new, written, staging, options)
-            staging.commit(documents)
-    return is_last
+    if not staging.is_last():
+        return False
+    sums = _check_read(new, written, staging, options)
+    staging.commit(documents)
+    return True
 
 
 def _check_read(new: Output, written: Written, staging: Staging, options: Options) -> Sums:

@@ -23,6 +23,7 @@ from reshard.source.access import Access
 from reshard.store.retries import tried_again
 from reshard.store.selection import is_url
 from reshard.store.staging_names import tidy
+from reshard.text import human_bytes, plural
 from reshard.version import __version__
 from reshard.writing.files import write_files
 from reshard.writing.outputs import Output
@@ -121,12 +122,28 @@ def rewrite(
             building.check()
             return replace(summary, complete=_has_all_ranks(folder))
         with building as staging:
-            written = write_files(new, staging, request.options, request.progress)
-            committed = publish(new, written, staging, request.options)
+            try:
+                written = write_files(new, staging, request.options, request.progress)
+                committed = publish(new, written, staging, request.options)
+            except KeyboardInterrupt:
+                raise KeyboardInterrupt(_kept(new, staging)) from None
             complete = committed and (not share.folders or _has_all_ranks(folder))
     except PublishedError:
         return replace(summary, complete=True, ranks=summary.ranks if ranks is None else ())
     return done(summary, written, complete=complete, began=start.at)
+
+
+def _kept(new: Output, staging: Staging) -> str:
+    """What an interrupted run leaves to the next: whole files."""
+    files, sizes = staging.share.files, staging.share.planned
+    kept, of = len(files & staging.finished.keys()), plural(len(files), "file")
+    if kept:
+        return f"{kept} of {of} {'is' if kept == 1 else 'are'} kept: the same command goes on from there"
+    text = f"0 of {of} were finished: nothing is kept"
+    if not files or not new.is_cut_by_size:
+        return text
+    smaller = human_bytes(10 ** (len(str(max(sizes[name] for name in files) // 4)) - 1))
+    return f"{text}; --max-shard-size {smaller.replace('.00', '').replace(' ', '')} makes smaller steps"
 
 
 def _share(new: Output, part: Share | None, ranks: Collection[int] | None) -> FileShare:
@@ -176,12 +193,19 @@ def _summary(
         notes.append("the adapter was added to the weights, in float32, rounded once")
     return Summary(
         command=new.command, source=source.location, out=where, source_mesh=source.plan.mesh, mesh=plan.mesh,
-        tensors=len(plan.model.tensors), files=len(share.files), written=0, complete=False, dry_run=request.dry_run,
+        tensors=_tensors(new, share), files=len(share.files), written=0, complete=False, dry_run=request.dry_run,
         nbytes=sum(share.planned[name] for name in share.files),
         padding={axis: (full[axis], padded) for axis, padded in plan.padding.items()},
         ranks=tuple(new.ranks if ranks is None else ranks), left_behind=tuple(new.left_behind),
         note="; ".join([*notes, *([source.note] if source.note else [])]) or None, load=new.load_command(where),
     )  # fmt: skip
+
+
+def _tensors(new: Output, share: FileShare) -> int:
+    """The number of the model's tensors, or of those in this process's files."""
+    if share.label == WHOLE:
+        return len(new.arrangement.plan.model.tensors)
+    return len({name for file in new.all_files() if file.name in share.files for name, _ in file.places()})
 
 
 def _has_all_ranks(out: Path) -> bool:

@@ -19,6 +19,7 @@ from formats.files.delta import digest
 from formats.files.safetensors import build_header, read_header
 from reshard.api import diff, patch, split
 from reshard.source.patched import PatchedFile, patched
+from reshard.text import human_bytes
 from tests import peft_adapters, store
 from tests.marks import one_of_each
 from tests.support import change_tensor, command, contents, write_checkpoint
@@ -137,7 +138,10 @@ def test_tensors_that_come_and_go(base: Path, tmp_path: Path) -> None:
 def test_the_command(base: Path, tmp_path: Path) -> None:
     after = tuned(base, tmp_path / "after", {NORM: [(0, 1)]})
     delta, out = tmp_path / "delta", tmp_path / "out"
-    assert command("diff", base, after, "--out", delta, "-q").stdout == "different\n"
+    done = command("diff", base, after, "--out", delta, "-q")
+    size = human_bytes(sum(file.stat().st_size for file in delta.iterdir()))
+    assert done.stdout == "different\n"
+    assert done.stderr == f"Wrote what changed: {delta}, {size}, which 'reshard patch' puts on A\n"
     assert command("diff", base, after, "--out", delta).returncode == 2, "it is there"
     assert command("patch", base, delta, out, "-q").returncode == 0 and contents(out) == contents(after)
     done = command("patch", after, delta, tmp_path / "wrong")

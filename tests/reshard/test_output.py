@@ -13,6 +13,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from formats.errors import CheckpointError, MismatchError, PlanError
 from reshard.api import merge, split
 from reshard.move.jobs import Sizes
 from reshard.publishing import staging as output
+from reshard.publishing.staging import Staging
 from reshard.source.opening import open_source
 from reshard.store.staging_names import STATE
 from tests.forked import Forked
@@ -222,6 +224,47 @@ def test_a_full_disk_midway_and_then_room_again(tmp_path, monkeypatch):
     for path, time_ns in finished.items():
         assert (tmp_path / "out" / path.relative_to(tmp_path / "out.partial")).stat().st_mtime_ns == time_ns
     assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+
+
+@pytest.mark.parametrize(
+    ("finished", "arguments", "said"),
+    [
+        (0, {"tp": 2}, "0 of 2 files were finished: nothing is kept; --max-shard-size 1kB makes smaller steps"),
+        (0, {"format": "megatron-legacy", "tp": 2}, "0 of 2 files were finished: nothing is kept"),
+        (1, {"tp": 2}, "1 of 2 files is kept: the same command goes on from there"),
+        (3, {"tp": 4, "max_shard_size": 2500}, "3 of 16 files are kept: the same command goes on from there"),
+        (
+            1,
+            {"tp": 4, "max_shard_size": 2500, "ranks": [1]},
+            "1 of 4 files is kept: the same command goes on from there",
+        ),
+    ],
+)
+def test_ctrl_c_says_what_is_kept(
+    finished: int, arguments: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = write_checkpoint(tmp_path / "source"), tmp_path / "out"
+    note, noted = Staging.note_finished, list[str]()
+
+    def stop(self: Staging, name: str, *of: Any) -> None:
+        note(self, name, *of)
+        noted.append(name)
+        if len(noted) == finished:
+            raise KeyboardInterrupt
+
+    def stop_at_once(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as stopped:
+        patch.setattr(Staging, "note_finished", stop)
+        if not finished:
+            patch.setattr("reshard.writing.files.move", stop_at_once)
+        split(source, out, **arguments, workers=1)
+    assert str(stopped.value) == said
+    assert out.with_name("out.partial").exists() == bool(finished)
+    times = {name: (out.with_name("out.partial") / name).stat().st_mtime_ns for name in noted}
+    split(source, out, **arguments)
+    assert {name: (out / name).stat().st_mtime_ns for name in noted} == times
 
 
 def test_an_error_in_one_process_ends_the_others(tmp_path, monkeypatch):

@@ -109,7 +109,7 @@ def test_a_config_of_many_classes(source: Path) -> None:
 
 def test_an_output_that_is_a_link_to_itself(source: Path, tmp_path: Path) -> None:
     (tmp_path / "out").symlink_to("out")
-    assert "exists and is not a folder" in refused("split", source, tmp_path / "out", "--tp", "2")
+    assert "is a link, and the output would take its place" in refused("split", source, tmp_path / "out", "--tp", "2")
 
 
 @pytest.mark.parametrize("block", [["a", 1], [0, 0], [1e308, 1], [128], None, [True, 1]])

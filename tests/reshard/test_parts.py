@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from formats.errors import CheckpointError, MismatchError, ReshardError
+from formats.files.safetensors import read_header
 from reshard.api import merge, split
 from reshard.launcher import Share
 from reshard.publishing import staging as output
@@ -30,7 +31,7 @@ from reshard.writing import publishing
 from tests import store
 from tests.forked import Forked
 from tests.marks import thorough
-from tests.support import change_tensor, command, result_of, write_checkpoint
+from tests.support import change_tensor, command, contents, result_of, write_checkpoint
 
 FORMS = ["transformers", "dcp", "vllm", "megatron", None]
 
@@ -101,6 +102,19 @@ def test_all_at_the_same_time(checkpoint: Path, shards: Path, tmp_path: Path) ->
         assert [each.result().complete for each in done].count(True) >= 1
         assert result_of(out) == result_of(checkpoint) and not staging_of(out).exists()
         shutil.rmtree(out)
+
+
+def test_a_part_counts_its_own_tensors(checkpoint: Path, shards: Path, tmp_path: Path) -> None:
+    whole = merge(shards, tmp_path / "whole")
+    done = [merge(shards, tmp_path / "out", part=Share(index, 3)) for index in range(3)]
+    assert sum(each.tensors for each in done) == whole.tensors and all(each.tensors < whole.tensors for each in done)
+    stage = split(checkpoint, tmp_path / "stages", pp=2, ranks=[0])
+    assert stage.tensors == len(list_of(tmp_path / "stages/rank-00-of-02"))
+
+
+def list_of(folder: Path) -> list[str]:
+    """The tensors in a folder."""
+    return [name for file in folder.glob("*.safetensors") for name in read_header(file).tensors]
 
 
 def test_who_is_still_at_work_publishes(
@@ -187,27 +201,45 @@ def test_another_number_of_processes_goes_on(checkpoint: Path, shards: Path, tmp
     assert result_of(out) == result_of(checkpoint)
 
 
-def test_who_comes_late_has_nothing_to_do(checkpoint: Path, shards: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    for index in (0, 1):
+def test_who_comes_late_has_nothing_to_do(
+    checkpoint: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is started again after it was stopped, or that had no file and starts last."""
+    out, vllm = tmp_path / "out", ("--tp", "2", "--as", "vllm")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Staging, "is_last", stopped)
+        merge(shards, out, part=Share(0, 2))
+    for index in (1, 0):
         done = command("merge", shards, out, "--part", "auto", RANK=str(index), WORLD_SIZE="2")
         assert done.returncode == 0, done.stderr
-    late = command("merge", shards, out, "--part", "auto", RANK="0", WORLD_SIZE="2")
-    assert late.returncode == 0 and "None of the files is left to write" in late.stdout, late.stderr
-    for index in (0, 1, 1):
-        done = command("split", checkpoint, tmp_path / "vllm", "--tp", "2", "--as", "vllm", "--part", f"{index}/2")
+    assert "None of the files is left to write" in done.stdout
+    for index in range(3):
+        done = command("split", checkpoint, tmp_path / "vllm", *vllm, "--part", f"{index}/3")
         assert done.returncode == 0, done.stderr
     assert "None of the files is left" in done.stdout
     other = write_checkpoint(tmp_path / "other", files=5, seed=7)
     split(other, tmp_path / "others", tp=4)
     for source, target, more in (
         (tmp_path / "others", out, ()),
-        (other, tmp_path / "vllm", ("--tp", "2", "--as", "vllm")),
+        (other, tmp_path / "vllm", vllm),
         (checkpoint, tmp_path / "vllm", ("--tp", "4", "--as", "vllm")),
     ):
         refused = command("split" if more else "merge", source, target, *more, "--part", "0/2")
         assert refused.returncode == 2 and f"{target} exists" in refused.stderr
         assert not staging_of(target).exists()
+
+
+def stopped(*_: object) -> bool:
+    raise KeyboardInterrupt
+
+
+def test_no_mark_stays_if_nobody_can_come_late(shards: Path, checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for index in range(2):
+        merge(shards, out, part=Share(index, 2))
+    assert contents(out) == contents(checkpoint)
+    with pytest.raises(CheckpointError, match="out exists"):
+        merge(shards, out, part=Share(0, 2))
 
 
 def test_a_part_of_an_earlier_state_of_the_source_is_not_taken(checkpoint: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from formats.torch_dtypes import TORCH_DTYPES
 from reshard.mesh.plan import Plan, dequantized, make_plan
 from reshard.model.shares import padding_for
 from reshard.source.source import UNSPLIT, Source
+from reshard.text import plural
 from verify.ending import temporary_folder
 from verify.forward.foreign import Foreign
 from verify.forward.job import ForwardOptions, Job, Result
@@ -94,7 +95,7 @@ def _run_by_size(jobs: Sequence[Job], progress: Progress, references: Path | Non
 
 def _run_together(jobs: Sequence[Job], world: int, progress: Progress, references: Path | None) -> list[ForwardReport]:
     device, timeout = _device(jobs[0].options.device), jobs[0].options.timeout
-    progress(f"starting {world} ranks, {device}")
+    progress(f"starting {plural(world, 'rank')}, {device}")
     try:
         results = run_ranks(
             _in_rank, world, jobs, device, references, device=device, timeout=timeout, progress=progress

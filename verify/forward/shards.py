@@ -19,6 +19,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from formats.errors import CheckpointError, ReshardError
 from reshard.mesh.plan import Plan
+from reshard.text import plural
 from verify.ending import temporary_folder
 from verify.forward.adapters import as_adapter, write_adapted_rank
 from verify.forward.failure import UnlikeError, failure_of, is_of_model
@@ -104,7 +105,7 @@ def _run_shards(
     plan = plan_of_stage(job.plan, stage)
     rank = Rank(plan, number % plan.mesh.size, job.modules, job.config, job.is_built_in)
     folder = _folder_of(job, number, offload)
-    say(f"shards on {mesh.size} ranks")
+    say(f"shards on {plural(mesh.size, 'rank')}")
     inputs = {name: value.to(ranks.device) for name, value in reference.inputs.items()}
     tokens = reference.ids.shape[1]
     offload_to = offload if job.options.streamed else None

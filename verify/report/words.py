@@ -146,7 +146,7 @@ def forward_summary(report: Any) -> str:
     """What the forward pass (and the backward one) found: tables of places, and the logits beside the original's."""
     mesh = read_mesh(report.mesh, "mesh")
     lines = [
-        f"forward: {report.dtype} on {report.ranks} ranks ({mesh}), {report.device}, {report.backend}; "
+        f"forward: {report.dtype} on {plural(report.ranks, 'rank')} ({mesh}), {report.device}, {report.backend}; "
         f"{report.batch} x {report.seq} tokens, seed {report.seed}; measured against {report.exact_dtype}"
     ]
     lines += _places("layer", report.layers)

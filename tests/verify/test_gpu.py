@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ import torch.distributed as dist
 import reshard
 from formats.errors import CheckpointError, ReshardError
 from reshard.api import split
-from tests import store
+from tests import peft_adapters, store
 from tests.marks import thorough
 from tests.support import command
 from tests.verify.by_hand import by_hand
@@ -30,7 +31,9 @@ from verify.forward.launch import run_ranks
 from verify.forward.report import report_of
 from verify.forward.worker import RankError, _join_group, rank_device
 from verify.machine import GPU, MEMORY, machine_fault
+from verify.rank.loading import from_pretrained
 from verify.report.words import forward_summary
+from verify.unmerged import Unmerged
 
 QUICK = ForwardOptions(seq=8, draws=1)
 OF_GPUS = [
@@ -38,6 +41,10 @@ OF_GPUS = [
     RuntimeError("CUDA error: no kernel image is available for execution on the device"),
     RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(handle)`"),
     RuntimeError("cuDNN error: CUDNN_STATUS_MAPPING_ERROR"),
+    RuntimeError("CUDA error: an illegal memory access was encountered"),  # as torch said it before AcceleratorError
+    RuntimeError("CUDA driver error: device not ready"),
+    RuntimeError("HIP error: invalid device function"),
+    RuntimeError("cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnCreate(handle)`"),
 ]
 OF_MEMORY = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
@@ -70,6 +77,11 @@ def test_what_a_gpu_cannot_do_is_no_difference_and_no_fault_of_transformers(erro
     with pytest.raises(type(error)) as info, original._refusing(job):
         raise error
     assert info.value is error
+    if not isinstance(error, MemoryError):
+        cls = SimpleNamespace(from_pretrained=mock.Mock(side_effect=error))
+        with pytest.raises(type(error)) as info:
+            from_pretrained(cls, Path("m"), torch.bfloat16, {})
+        assert info.value is error
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes cannot be multiplied"), IndexError("index out of range")])
@@ -149,12 +161,14 @@ def _be_a_broken_rank() -> None:
 # ------------------------------------------------------------------------------------------------------------- memory
 
 
-@pytest.mark.parametrize("options", [QUICK, replace(QUICK, backward=True)], ids=["forward", "backward"])
+@pytest.mark.parametrize(("backward", "adapter"), [(False, False), (True, False), (False, True)])
 def test_one_model_of_the_original_is_in_memory_at_a_time(
-    options: ForwardOptions, monkeypatch: pytest.MonkeyPatch
+    backward: bool, adapter: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And none is when the rank's own is loaded. What is kept of a run keeps no model, not even by its graph."""
     whole, parts = store.pair("llama", "bfloat16", tp=2)
+    beside = Unmerged(whole, peft_adapters.made("llama", "linear", "bfloat16"), is_alone=False) if adapter else whole
+    job = compare._job(beside, parts, replace(QUICK, backward=backward))
     weights: list[weakref.ref[Any]] = []
     left: list[int] = []
     load_original = original.load_original
@@ -169,11 +183,11 @@ def test_one_model_of_the_original_is_in_memory_at_a_time(
     monkeypatch.setattr(original, "load_original", load)
     gc.disable()  # a rank's own collections are far between
     try:
-        original.reference_of(compare._job(whole, parts, options), torch.device("cpu"), None)
+        original.reference_of(job, torch.device("cpu"), None)
         left.append(sum(weight() is not None for weight in weights))
     finally:
         gc.enable()
-    assert left == [0, 0, 0]
+    assert left == [0] * (4 if adapter else 3)
 
 
 # --------------------------------------------------------------------------------------------------------------- TF32

@@ -156,13 +156,12 @@ def report_of(job: Job, results: Sequence[Result], device: str) -> ForwardReport
 
 def _reason(job: Job, device: str, backend: str) -> str | None:
     """Why GPUs are not used though they are there, or what their ranks send to each other goes through the CPU."""
-    if device == "cpu":
-        is_idle = job.options.streamed and job.options.device == "auto" and torch.cuda.is_available()
-        return "--streamed works with --device cpu only so far" if is_idle else None
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", job.plan.mesh.size)
-    return (
-        f"through the CPU: {ranks} ranks see {plural(torch.cuda.device_count(), 'GPU')}" if backend == "gloo" else None
-    )
+    if device == "cpu" and job.options.streamed and job.options.device == "auto" and torch.cuda.is_available():
+        return "--streamed works with --device cpu only so far"
+    if device == "cuda" and backend == "gloo":
+        ranks = os.environ.get("LOCAL_WORLD_SIZE", job.plan.mesh.size)
+        return f"through the CPU: {ranks} ranks see {plural(torch.cuda.device_count(), 'GPU')}"
+    return None
 
 
 def _worst(found: Sequence[Sequence[tuple[str, Distance]]], ranks: Sequence[int]) -> tuple[Row, ...]:

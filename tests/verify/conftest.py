@@ -1,8 +1,20 @@
 """What the tests of verify share."""
 
+from collections.abc import Iterator
+
 import pytest
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _imports_happen_once(fork_server: None) -> None:
     """Most of them run ranks."""
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """This process is the only rank."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -515,6 +515,13 @@ def test_memory_that_ends_in_a_rank(message: str, folder: Path, monkeypatch: pyt
     assert "Recommended: none. No degree fits: at tp 1 memory ran out at prefill, batch 4, seq 4.\n" in done.stdout
 
 
+def test_another_failure_of_a_gpu_is_no_lack_of_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = "rank 0 of 1 failed: RuntimeError: CUDA error: no kernel image is available for execution on the device"
+    asked = without_memory(monkeypatch, least=4, message=message)
+    done = command("profile", folder, "--tp", "1", "--batch", "2,4", "--seq", "4", "--phase", "prefill")
+    assert (done.returncode, len(asked), f"Error: {message}" in done.stderr) == (2, 1, True)
+
+
 @pytest.mark.parametrize("after", ["mlp, width 256", "all-reduces"])
 def test_memory_that_ends_after_the_model(after: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks of --widths are not the model: it fits, and is run without them. Their degree is not condemned."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -31,14 +30,6 @@ from verify.profile.rank import is_enough, run_job
 from verify.profile.skeleton import skeleton
 from verify.rank.collectives import Groups
 from verify.rank.roles import Rank
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    """This process is the only rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def job_of(folder: Path, config: dict[str, Any], *workloads: Workload) -> Job:

@@ -7,6 +7,7 @@ verify/forward/noise.py for what counts as equal. This module runs in the proces
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -94,7 +95,7 @@ def _run_by_size(jobs: Sequence[Job], progress: Progress, references: Path | Non
 
 
 def _run_together(jobs: Sequence[Job], world: int, progress: Progress, references: Path | None) -> list[ForwardReport]:
-    device, timeout = _device(jobs[0].options.device), jobs[0].options.timeout
+    device, timeout = _device(jobs[0].options), jobs[0].options.timeout
     progress(f"starting {plural(world, 'rank')}, {device}")
     try:
         results = run_ranks(
@@ -114,13 +115,17 @@ def _in_rank(jobs: Sequence[Job], device: str, references: Path | None) -> list[
     return run_jobs(jobs, device, references)
 
 
-def _device(wanted: str) -> str:
+def _device(options: ForwardOptions) -> str:
+    wanted = options.device
     if wanted == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        wanted = "cuda" if torch.cuda.is_available() and not options.streamed else "cpu"
     if wanted == "cuda" and not torch.cuda.is_available():
         raise refused("device", "cuda", "torch finds no CUDA device", instead=({"device": "cpu"},))
     if wanted not in {"cpu", "cuda"}:
         raise refused("device", wanted, "it is auto, cpu or cuda")
+    if wanted == "cuda" and os.environ.get("NVIDIA_TF32_OVERRIDE", "0") != "0":
+        message = "NVIDIA_TF32_OVERRIDE is set: a GPU then computes in TF32, with 10 bits, what is to be in float32"
+        raise ReshardError(message, "unset it, or give --device cpu")
     return wanted
 
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 import torch.distributed as dist
 
 from formats.errors import CheckpointError, ReshardError
 from reshard.mesh.plan import Plan
 from verify.forward.job import Failure
 from verify.forward.worker import is_of_collective
+from verify.machine import machine_fault
 from verify.rank.loading import UnfitError
 from verify.rank.roles import Kind, roles
 
@@ -29,9 +29,7 @@ def is_of_model(error: Exception) -> bool:
     """Whether the cause of an error is the model, not the machine or another rank."""
     if isinstance(error, ReshardError):
         return isinstance(error, (UnfitError, UnlikeError))
-    if isinstance(error, (OSError, MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error):
-        return False
-    return not is_of_collective(error)
+    return not (isinstance(error, OSError) or machine_fault(error) or is_of_collective(error))
 
 
 def failure_of(error: Exception, plan: Plan, path: Sequence[str], sources: Mapping[str, tuple[str, ...]]) -> Failure:

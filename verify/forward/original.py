@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import hashlib
 import math
 import pickle
@@ -21,6 +22,7 @@ from verify.forward import adapters
 from verify.forward.job import Job, Reference, dtype_name
 from verify.forward.noise import measure, yardstick
 from verify.forward.worker import say, write_whole
+from verify.machine import machine_fault
 from verify.rank.gradients import gradients_on_disk, loss_of
 from verify.rank.inputs import inputs_of, random_ids
 from verify.rank.loading import Loaded, load_original, on_disk
@@ -34,15 +36,15 @@ def reference_of(job: Job, device: torch.device, references: Path | None) -> Ref
 
     Raises CheckpointError for an original that cannot be run, or with which nothing can be compared.
     """
-    if references is None:
-        return _run_original(job, device)
-    file = references / _key(job, device)
-    if file.exists():
+    file = references / _key(job, device) if references is not None else None
+    if file is not None and file.exists():
         # Written by a rank of this user, into the folder that the caller of the comparison has made.
         found: Reference = pickle.loads(file.read_bytes())
         return found
     reference = _run_original(job, device)
-    write_whole(file, pickle.dumps(reference))
+    _free()
+    if file is not None:
+        write_whole(file, pickle.dumps(reference))
     return reference
 
 
@@ -71,10 +73,12 @@ def _run_original(job: Job, device: torch.device) -> Reference:
         exact, exact_grads = _run_whole(loaded, given, job, places, None, 0)
         _check_numbers(exact, exact_grads, job, job.exact_dtype)
         without = _without_adapter(loaded, given, job, places, exact)
+    del loaded, places  # or both models would be in memory at once
     say(f"original in {dtype_name(job.dtype)}, {job.options.draws + 1} times")
     with _original(job, job.dtype, device) as loaded, _refusing(job):
         places, numbers = places_of(loaded, job.plan), range(job.options.draws + 1)
         draws = [_run_whole(loaded, given, job, places, exact, draw) for draw in numbers]
+    del loaded, places
     if job.adapter is not None:
         say("original with the adapter in its weights")
         draws.append(_run_summed(given, job, exact, device))
@@ -132,6 +136,7 @@ def _run_whole(
         return trace, {}
     loaded.model.zero_grad()
     loss_of(trace.outputs).backward()  # type: ignore[no-untyped-call]
+    trace.outputs = {name: output.detach() for name, output in trace.outputs.items()}  # their graph has the model
     return trace, gradients_on_disk(loaded.model, loaded.sources)
 
 
@@ -194,6 +199,7 @@ def _no_numbers(job: Job, what: str, dtype: torch.dtype) -> CheckpointError:
 @contextmanager
 def _original(job: Job, dtype: torch.dtype, device: torch.device) -> Iterator[Loaded]:
     """The whole model: on one device if it fits, else over all and the CPU; streamed, its weights stay on disk."""
+    _free()
     with temporary_folder("reshard-offload-") as folder:
         more: dict[str, Any] = {"device_map": {"": device}}
         if job.options.streamed:
@@ -204,8 +210,12 @@ def _original(job: Job, dtype: torch.dtype, device: torch.device) -> Iterator[Lo
         if job.adapter is not None:
             adapters.apply(loaded.model, job.adapter, dtype)
         yield loaded
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+
+
+def _free() -> None:
+    """Free the memory of a model that nobody needs: accelerate's hooks refer to it in cycles."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 @contextmanager
@@ -213,9 +223,9 @@ def _refusing(job: Job) -> Iterator[None]:
     """Say so where transformers' code of a model, which ran in higher precision, does not run in the job's dtype."""
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise
     except RuntimeError as error:
+        if machine_fault(error):
+            raise
         raise CheckpointError(
             f"{job.original}: transformers runs the original in {dtype_name(job.exact_dtype)}, but not in "
             f"{dtype_name(job.dtype)}: {' '.join(str(error).split())}",

@@ -5,6 +5,7 @@ The limit is in ``noise.py``, with its reason. ``verify/report`` combines this r
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from reshard.text import plural
 from verify.forward.job import Failure, Job, Logits, Result, dtype_name
 from verify.forward.noise import FLOOR, LIMIT, Distance
 
@@ -70,7 +72,7 @@ class Power:
 @dataclass(frozen=True)
 class ForwardReport:
     """The answer: ``is_same``, or ``first``, the first place where the error exceeds the limit or the shards' model had
-    a ``failure``; and what was run, on which devices.
+    a ``failure``; and what was run, on which devices. ``reason`` says why not on a GPU, or through the CPU.
 
     ``unused`` are tensors that the original's model does not use; ``cut`` are parameters whose shape on a rank is not
     the one that its config.json gives.
@@ -98,6 +100,7 @@ class ForwardReport:
     exact_dtype: str
     device: str
     backend: str
+    reason: str | None
     batch: int
     seq: int
     seed: int
@@ -142,12 +145,23 @@ def report_of(job: Job, results: Sequence[Result], device: str) -> ForwardReport
         exact_dtype=dtype_name(job.exact_dtype),
         device=torch.cuda.get_device_name() if device == "cuda" else "cpu",
         backend=result.backend,
+        reason=_reason(job, device, result.backend),
         batch=result.batch,
         seq=result.seq,
         seed=job.options.seed,
         seconds=max(r.seconds for r in results),
         versions=_versions(),
     )
+
+
+def _reason(job: Job, device: str, backend: str) -> str | None:
+    """Why GPUs are not used though they are there, or what their ranks send to each other goes through the CPU."""
+    if device == "cpu" and job.options.streamed and job.options.device == "auto" and torch.cuda.is_available():
+        return "--streamed works with --device cpu only so far"
+    if device == "cuda" and backend == "gloo":
+        ranks = os.environ.get("LOCAL_WORLD_SIZE", job.plan.mesh.size)
+        return f"through the CPU: {ranks} ranks see {plural(torch.cuda.device_count(), 'GPU')}"
+    return None
 
 
 def _worst(found: Sequence[Sequence[tuple[str, Distance]]], ranks: Sequence[int]) -> tuple[Row, ...]:

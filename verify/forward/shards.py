@@ -50,7 +50,13 @@ def run_jobs(jobs: Sequence[Job], device: str, references: Path | None) -> list[
     timeout = timedelta(seconds=jobs[0].options.timeout)
     groups = {mesh: Groups(mesh, timeout) for mesh in dict.fromkeys(job.plan.mesh for job in jobs)}
     place, between = rank_device(device), dist.new_group(backend="gloo", timeout=timeout)
-    return [_run_job(job, _Ranks(place, groups[job.plan.mesh], patient, between), references) for job in jobs]
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # by default, convolutions are in TF32
+            return [_run_job(job, _Ranks(place, groups[job.plan.mesh], patient, between), references) for job in jobs]
+    finally:
+        torch.set_float32_matmul_precision(precision)
 
 
 @dataclass(frozen=True)

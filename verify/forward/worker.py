@@ -31,6 +31,7 @@ import torch.distributed as dist
 from formats.errors import ReshardError
 from formats.torch_internals import collective_of, is_timeout
 from verify.ending import remove
+from verify.machine import machine_fault
 
 T = TypeVar("T")
 
@@ -88,7 +89,8 @@ def rank_device(device: str) -> torch.device:
     """Return this rank's device of the kind ``cpu`` or ``cuda``; ranks share GPUs if they outnumber them."""
     if device == "cpu":
         return torch.device("cpu")
-    return torch.device(device, int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    rank = os.environ.get("LOCAL_RANK", os.environ["RANK"])  # a launcher that is not torch's may give the one alone
+    return torch.device(device, int(rank) % torch.cuda.device_count())
 
 
 @dataclass(frozen=True)
@@ -182,9 +184,8 @@ def run_as_rank(fn: Callable[..., T], world_size: int, args: tuple[Any, ...], de
     except (ReshardError, RankAnswer):
         raise
     except Exception as error:
-        raise RankError(
-            f"rank {rank} of {world_size} failed: {_last_line(error)}", rank=rank, details=traceback.format_exc()
-        ) from error
+        message = f"rank {rank} of {world_size} failed: {_last_line(error)}"
+        raise RankError(message, machine_fault(error), rank=rank, details=traceback.format_exc()) from error
     if joined:
         dist.destroy_process_group()
     return results
@@ -226,7 +227,7 @@ def _fail(folder: Path, rank: int, error: BaseException) -> NoReturn:
     """Leave an account of the error, and end this process; not by the way of destructors that may wait for others."""
     place = _place(list(traceback.walk_tb(error.__traceback__)))
     timed_out = place.collective is not None and is_timeout(error)
-    hint = error.hint if isinstance(error, ReshardError) else None
+    hint = error.hint if isinstance(error, ReshardError) else machine_fault(error)
     failure = Failure(_last_line(error), hint, "".join(traceback.format_exception(error)), timed_out)
     with suppress(OSError):  # the launcher may be gone, and the folder with it
         if place.collective:
@@ -247,7 +248,8 @@ def _fail(folder: Path, rank: int, error: BaseException) -> NoReturn:
 def _last_line(error: BaseException) -> str:
     if isinstance(error, ReshardError):
         return error.message
-    return traceback.format_exception_only(error)[-1].strip()
+    text = traceback.format_exception_only(error)[-1].strip()
+    return text.splitlines()[0] if machine_fault(error) else text  # CUDA's next lines are advice for developers
 
 
 def is_of_collective(error: BaseException) -> bool:

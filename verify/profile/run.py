@@ -24,6 +24,7 @@ from reshard.model.model import Model
 from reshard.text import human_bytes
 from verify.forward.launch import run_ranks, start_fork_server, variable
 from verify.forward.worker import RankAnswer, RankError
+from verify.machine import MEMORY, machine_fault
 from verify.profile.compose import Memory, Part, Time, counts_of, memory_of, time_of
 from verify.profile.cost import Link, Work, communication, fit_link, fit_rates, nearest, works
 from verify.profile.job import WIDTH_HEAD, Found, Job, Patience, ProfileRequest, Workload
@@ -37,8 +38,6 @@ IMPORTED = ("verify.profile.rank", "transformers.models.auto.modeling_auto")
 """What all ranks need, imported once for all."""
 
 _LESS = "give a smaller batch or seq, or another degree"
-_OUT_OF_MEMORY = ("SIGKILL", "out of memory", "ALLOC_FAILED", "MemoryError", "can't allocate memory")
-"""Texts in a rank's error that say that there was no memory left."""
 
 
 class _MemoryRanOut(Exception):  # noqa: N818
@@ -203,7 +202,7 @@ def _run(
     except RankAnswer as answer:
         raise answer.value from None
     except RankError as error:
-        if not any(sign in error.message for sign in _OUT_OF_MEMORY):
+        if machine_fault(error.message) != MEMORY:
             raise
         _, _, doing = last[0].partition(": ")
         workload = next((each for each in workloads if doing.partition(": ")[0] == str(each)), None)

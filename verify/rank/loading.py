@@ -25,6 +25,7 @@ from formats.quantization.methods import scheme_of
 from formats.quantization.settings import quantization_settings
 from formats.transformers_modules import model_class, placements
 from reshard.mesh.plan import Plan
+from verify.machine import machine_fault
 from verify.rank.layers import Part
 
 
@@ -105,6 +106,8 @@ def from_pretrained(cls: Any, folder: Path, dtype: torch.dtype, more: Mapping[st
                 **more,
             )
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, StrictDataclassError) as error:
+            if machine_fault(error):
+                raise
             raise not_loaded(folder, error) from error
     _check_filled(folder, info)
     for tensor in (*model.parameters(), *model.buffers()):

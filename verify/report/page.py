@@ -268,6 +268,7 @@ def _setting(document: Document) -> Html:
         ("ranks", report.get("ranks")),
         ("device", report.get("device")),
         ("backend", report.get("backend")),
+        ("reason", report.get("reason")),
         ("dtype", f"{report['dtype']}; the exact run in {report['exact_dtype']}" if report else None),
         ("tokens", tokens),
         *((f"option --{key}", value) for key, value in (document.get("options") or {}).items()),

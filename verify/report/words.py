@@ -145,8 +145,9 @@ def _stored(found: Any) -> str:
 def forward_summary(report: Any) -> str:
     """What the forward pass (and the backward one) found: tables of places, and the logits beside the original's."""
     mesh = read_mesh(report.mesh, "mesh")
+    why = f" ({report.reason})" if report.reason else ""
     lines = [
-        f"forward: {report.dtype} on {plural(report.ranks, 'rank')} ({mesh}), {report.device}, {report.backend}; "
+        f"forward: {report.dtype} on {plural(report.ranks, 'rank')} ({mesh}), {report.device}, {report.backend}{why}; "
         f"{report.batch} x {report.seq} tokens, seed {report.seed}; measured against {report.exact_dtype}"
     ]
     lines += _places("layer", report.layers)

@@ -28,6 +28,7 @@ check: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m tools.size
 
 format: .venv/ready
 	$(BIN)/ruff check --fix .

@@ -28,9 +28,9 @@ class Size(NamedTuple):
 
 
 CEILING = {
-    "formats": Size(50, 6380, 695, 119),
-    "reshard": Size(170, 19079, 1875, 255),
-    "verify": Size(80, 8818, 847, 141),
+    "formats": Size(51, 6477, 707, 119),
+    "reshard": Size(169, 19243, 1902, 256),
+    "verify": Size(82, 8798, 846, 141),
 }
 
 _NOT_CODE = {

@@ -235,7 +235,9 @@ def _text(content: bytes | None) -> str | None:
     return None if content is None else content.decode("utf-8")
 
 
-_NOT_OURS = "remove it: the shards say themselves what they are (docs/reference/manifest.md says what is lost)"
+_NOT_OURS = (
+    "remove it: the shards say what they are, but a merge then loses the original's file names, order and checksums"
+)
 
 
 def read_manifest(path: FilePath) -> Manifest:

@@ -48,7 +48,8 @@ def test_ranks_are_written_at_the_same_time_by_the_shares_of_a_launcher(tmp_path
         runs = [pool.submit(split, source, out, tp=4, ranks=Share(index, 4), format="vllm") for index in range(4)]
     assert any(run.result().complete for run in runs)
     assert result_of(out) == contents(tmp_path / "one")
-    assert split(source, out, tp=4, ranks=Share(0, 4), format="vllm").complete  # what is there is not written again
+    with pytest.raises(CheckpointError, match="exists"):  # all have ended: nobody comes late
+        split(source, out, tp=4, ranks=Share(0, 4), format="vllm")
 
 
 def test_a_rank_that_is_missing_is_written_by_the_same_command(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ import pytest
 from hypothesis import settings
 
 thorough = pytest.mark.thorough
+of_ranks = pytest.mark.usefixtures("fork_server")
+"""Tests that fork processes: they come first, in as few of pytest's own processes as possible (see ``conftest.py``)."""
 
 
 def one_of_each(values: Iterable[Any], kind: Callable[[Any], Hashable] = lambda _: None) -> list[Any]:

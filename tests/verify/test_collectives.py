@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.marks import examples, thorough
+from tests.marks import examples, of_ranks, thorough
 from verify.forward.launch import run_ranks
 from verify.forward.worker import RankError
 from verify.rank.collectives import copy_to_group, gather_from_group, reduce_from_group, scatter_to_group
 
-pytestmark = thorough
+pytestmark = [thorough, of_ranks]
 
 
 DEGREES = [1, 2, 3, 4]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.marks import examples, thorough
+from tests.marks import examples, of_ranks, thorough
 from verify.forward.launch import run_ranks
 from verify.forward.worker import RankError
 from verify.rank.layers import (
@@ -31,7 +31,7 @@ from verify.rank.layers import (
     vocab_parallel,
 )
 
-pytestmark = thorough
+pytestmark = [thorough, of_ranks]
 
 DEGREES = [2, 3, 4]
 

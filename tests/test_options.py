@@ -55,10 +55,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def options_of(name: str) -> Iterator[str]:
+def _command(name: str) -> click.Command:
     found = cli.get_command(click.Context(cli), name)
     assert found is not None
-    for param in found.params:
+    return found
+
+
+def options_of(name: str) -> Iterator[str]:
+    for param in _command(name).params:
         option = max(param.opts, key=len)
         if isinstance(param, click.Option) and option not in NO_RESULT:
             assert param.is_flag or option in VALUES, f"{name} {option} is new: say what it is given here"
@@ -81,8 +85,8 @@ def _without_times(data: bytes) -> bytes:
 
 
 def ignored(made: Path, tmp_path: Path, name: str, line: list[str]) -> set[str]:
-    """The options with which a command line does just what it does without; in one process, where it may have several."""
-    if any("--workers" in param.opts for param in cli.commands[name].params):
+    """The options with which a command line does just what it does without. What may fork workers forks none."""
+    if any("--workers" in param.opts for param in _command(name).params):
         line = [*line, "--workers", "1"]
     plain, found = outcome(made, tmp_path / "plain", line), set()
     assert plain[0] == 0, plain[2]

@@ -31,7 +31,7 @@ from reshard.model.model import FullTensor
 from reshard.placement.arrangement import arrangement_of
 from reshard.source.opening import open_source
 from tests import store, zoo
-from tests.marks import examples, thorough
+from tests.marks import examples, one_of_each, thorough
 from tests.verify.faults import FAULTS, inject
 from verify.bytes import comparison, exact_report, views
 from verify.bytes.atoms import check_all_owned
@@ -178,7 +178,10 @@ def put(file: Path, tensor: str, element: int, content: bytes) -> int:
 
 @pytest.mark.parametrize(
     ("name", "tp", "dtype"),
-    [(name, 4, "float32") for name in MODELS] + [(name, 2, "bfloat16") for name in ("phi3", "gpt_oss")],
+    one_of_each(
+        [*((name, 4, "float32") for name in MODELS), *((name, 2, "bfloat16") for name in ("phi3", "gpt_oss"))],
+        kind=lambda case: case[2],
+    ),
 )
 def test_every_fault_is_found(name: str, tp: int, dtype: str, pairs: Callable[..., Pair], tmp_path: Path) -> None:
     pair = pairs(name, tp, dtype)

@@ -9,12 +9,12 @@ JOBS ?= 4
 demo: .venv/ready
 	$(BIN)/reshard demo
 
-# about two minutes: the laws, and one of each kind; test-all: each model, mesh and moment (tests/README.md)
+# about two minutes: the laws, and one of each kind; test-all: each model, mesh, moment and example (tests/README.md)
 test: .venv/ready
-	$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not thorough"
+	$(BIN)/pytest -n $(JOBS) --dist worksteal -rs -m "not thorough"
 
 test-all: .venv/ready
-	$(BIN)/pytest -n $(JOBS) --dist worksteal -m thorough
+	$(BIN)/pytest -n $(JOBS) --dist worksteal -rs -m thorough
 
 SEED ?= 0
 SECONDS ?= 600

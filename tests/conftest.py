@@ -12,8 +12,9 @@ from hypothesis import settings
 
 from tests import store
 
-settings.register_profile("untimed", deadline=None)  # speed is a matter for benchmarks, on a quiet machine
-settings.load_profile("untimed")
+# No deadlines: speed is a matter for benchmarks, on a quiet machine.
+settings.register_profile("full", deadline=None)
+settings.register_profile("quick", deadline=None, max_examples=25)
 
 # A shell's background job ignores Ctrl-C, and so would all that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -24,6 +25,7 @@ gc.set_threshold(500_000, 50, 50)
 
 def pytest_configure(config: pytest.Config) -> None:
     """One store for all processes: those that run the tests are started after this."""
+    settings.load_profile("quick" if config.option.markexpr == "not thorough" else "full")
     if not hasattr(config, "workerinput"):
         _write_to_memory()
         store.begin()
@@ -76,9 +78,23 @@ LONG = ("test_forward", "test_encoder_decoder", "test_cli", "test_experts", "tes
 """Files with tests of many seconds: run first, so that at the end no process waits long for another's last test."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The long tests first, the others as they come."""
-    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+def _place(item: pytest.Item) -> tuple[bool, int]:
+    is_of_ranks = "fork_server" in getattr(item, "fixturenames", ())
+    return not is_of_ranks, LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG)
+
+
+@pytest.hookimpl(tryfirst=True)  # before those that are not asked for are left out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Those of ranks first, then the long ones, then the others as they come.
+
+    Each of pytest's processes gets a part of the list as it stands, so that most of them start no fork server.
+    Each law is thorough as well: there it has all its examples.
+    """
+    if config.option.markexpr == "thorough":
+        for item in items:
+            if isinstance(item, pytest.Function) and getattr(item.obj, "is_hypothesis_test", False):
+                item.add_marker("thorough")
+    items.sort(key=_place)
 
 
 OFTEN = ("bamba", "bart", "bert", "bloom", "codegen", "deepseek_v3", "falcon", "gemma3", "gpt2", "gpt_neox", "gpt_oss",

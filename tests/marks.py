@@ -1,7 +1,8 @@
 """Which tests ``make test`` leaves to ``make test-all``.
 
 The rule: a test is thorough if it shows for one more model, mesh or moment what ``make test`` shows for one of each
-kind, or if it needs several ranks, a server, a browser or an installation of its own.
+kind, or if it needs several ranks, a server, a browser or an installation of its own. A law (hypothesis) is in both:
+with a quarter of its examples in ``make test``, with all of them in ``make test-all``.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 thorough = pytest.mark.thorough
+of_ranks = pytest.mark.usefixtures("fork_server")
+"""Tests that fork processes: they come first, in as few of pytest's own processes as possible (see ``conftest.py``)."""
 
 
 def one_of_each(values: Iterable[Any], kind: Callable[[Any], Hashable] = lambda _: None) -> list[Any]:
@@ -30,3 +34,8 @@ def one_of_each(values: Iterable[Any], kind: Callable[[Any], Hashable] = lambda 
         cases.append(pytest.param(*several, marks=marks, id=value.id if named else None))
         seen.add(found)
     return cases
+
+
+def examples(number: int) -> settings:
+    """So many examples of a law, where a law has 100 by default: ``make test`` has a quarter of each number."""
+    return settings(max_examples=max(1, number * settings().max_examples // 100))

@@ -52,9 +52,10 @@ def run_examples(name: str, folder: Path) -> None:
         assert done.returncode == 0, (line, done.stderr)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=thorough if name in {"profile", "verify"} else ()) for name in COMMANDS]
-)
+OF_RANKS = {"live", "profile", "verify"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=thorough if name in OF_RANKS else ()) for name in COMMANDS])
 def test_examples_work(name: str, model: Path, tmp_path: Path) -> None:
     """In the order of ``reshard --help``: what inspect, verify and merge read, split has written."""
     folder = shutil.copytree(model, tmp_path / "model").parent
@@ -63,6 +64,17 @@ def test_examples_work(name: str, model: Path, tmp_path: Path) -> None:
     if name == "patch":
         run_examples("diff", folder)
     run_examples(name, folder)
+
+
+@pytest.mark.parametrize("name", sorted(OF_RANKS))
+def test_examples_of_ranks_are_command_lines(name: str, monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    """They are parsed here, and run by ``test_examples_work`` in ``make test-all``."""
+    monkeypatch.chdir(model.parent)
+    for line in command_named(name).examples:
+        program, word, *arguments = shlex.split(line)
+        assert (program, word) == ("reshard", name)
+        with command_named(name).make_context(name, arguments):
+            pass
 
 
 def test_examples_write_nothing_that_the_demo_has_made(tmp_path: Path) -> None:

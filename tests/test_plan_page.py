@@ -150,6 +150,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("width", "scheme"), [(400, "dark"), (1600, "light")])
+@thorough
 def test_in_a_browser(name: str, width: int, scheme: str, chromium: Browser, tmp_path: Path) -> None:
     file = tmp_path / "plan.html"
     file.write_text(page_named(name), encoding="utf-8")

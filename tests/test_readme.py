@@ -22,7 +22,7 @@ from formats.notation.adapter_file import Factor, adapter_format, adapter_format
 from formats.notation.architecture import Architecture
 from formats.notation.architecture_files import BUILT_IN, built_in_architectures, load_architecture
 from tests import remote, support, zoo
-from tests.marks import thorough
+from tests.marks import of_ranks, thorough
 from tools.api_text import api_text, live_text
 from verify.coverage import FILE as COVERAGE
 from verify.coverage import coverage
@@ -246,7 +246,7 @@ def test_pages_show_the_same_run_of_a_command() -> None:
     assert ratio is not None and ratio[0] in shown
 
 
-@pytest.mark.usefixtures("fork_server")
+@of_ranks
 @thorough
 def test_examples_show_what_is_printed(tmp_path: Path) -> None:
     for page, part, made in examples(tmp_path):
@@ -282,7 +282,7 @@ DEMO = {
 
 
 @thorough
-@pytest.mark.usefixtures("fork_server")
+@of_ranks
 def test_each_key_of_json_is_in_the_page(tmp_path: Path) -> None:
     from reshard.cli.demo_model import write_model
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
@@ -21,7 +21,7 @@ from reshard.api import diff, patch, split
 from reshard.source.patched import PatchedFile, patched
 from reshard.text import human_bytes
 from tests import peft_adapters, store
-from tests.marks import one_of_each
+from tests.marks import examples, one_of_each
 from tests.support import change_tensor, command, contents, write_checkpoint
 from verify.api import verify
 
@@ -54,7 +54,7 @@ SPECIAL = st.sampled_from([0x0000, 0x8000, 0x7FC0, 0x7FC1, 0xFF80, 0x3F80])
 """0.0, -0.0, two NaNs, -inf, 1.0."""
 
 
-@settings(max_examples=8, deadline=None)
+@examples(8)
 @given(
     st.fixed_dictionaries(
         {
@@ -213,7 +213,7 @@ def test_a_damaged_bitmap_is_refused(base: Path, delta: Path, tmp_path: Path, bi
         patch(base, tmp_path / "out", delta=broken, **ONE)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.data())
 def test_whatever_is_changed_in_the_manifest_is_one_line(base: Path, delta: Path, data: st.DataObject) -> None:
     """A value of ``delta.json`` is replaced: it is refused, or means the same."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import deserialize
 from safetensors.torch import save, save_file
@@ -21,6 +21,7 @@ from safetensors.torch import save, save_file
 from formats.documents import strict_json
 from formats.errors import CheckpointError
 from formats.files.safetensors import DTYPE_BITS, Header, build_header, parse_header, read_header, tensor_bytes
+from tests.marks import examples
 
 F32 = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
 
@@ -341,7 +342,7 @@ def test_mutated_headers_raise_only_checkpoint_errors(tmp_path: Path) -> None:
     assert refused > 1000
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(body=st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(

@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from formats.errors import CheckpointError
 from formats.files.safetensors import TensorInfo
 from formats.files.torch_bin import read_bin
+from tests.marks import examples
 
 DTYPES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.uint16: "U16", torch.int16: "I16",
@@ -164,7 +165,7 @@ def test_an_empty_state_dict(tmp_path: Path) -> None:
     assert read_bin(saved(tmp_path, {})) == ({}, {})
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(state=st.dictionaries(
     st.text(st.characters(codec="utf-8"), max_size=12),
     st.tuples(st.sampled_from(sorted(DTYPES, key=str)), st.lists(st.integers(0, 9), max_size=3).map(tuple)),

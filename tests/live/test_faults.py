@@ -32,7 +32,7 @@ from reshard.source.opening import open_source
 from reshard.system import stop_with_parent
 from tests.live.ranks import NAMES, Plot, Ranks, Told
 from tests.live.test_fence import free_port
-from tests.marks import one_of_each, thorough
+from tests.marks import of_ranks, one_of_each, thorough
 
 SMALL = {
     **CONFIG, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -249,7 +249,7 @@ def changed(tensors: dict[str, torch.Tensor], how: str) -> dict[str, torch.Tenso
 
 # ------------------------------------------------------------------------------------------------------- in the tests
 
-pytestmark = pytest.mark.usefixtures("fork_server")
+pytestmark = of_ranks
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from reshard.live.message import Message, Step
 from reshard.live.wire import Stats, Wire
 from tests.live.ranks import JOIN, NAMES, TIMEOUT, Plot, Ranks
 from tests.live.test_fence import free_port
-from tests.marks import one_of_each, thorough
+from tests.marks import of_ranks, one_of_each, thorough
 
 BUCKET = 1 << 14
 
@@ -175,7 +175,7 @@ MOMENTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.usefixtures("fork_server")
+@of_ranks
 @pytest.mark.parametrize("victim, moment, shared", one_of_each(MOMENTS))
 def test_killed(store: str, victim: int, moment: str, shared: bool) -> None:
     """All others learn who died; then they, and a new process in its place, do the whole push."""
@@ -189,7 +189,7 @@ def test_killed(store: str, victim: int, moment: str, shared: bool) -> None:
         check_again(ranks)
 
 
-@pytest.mark.usefixtures("fork_server")
+@of_ranks
 @thorough
 @pytest.mark.parametrize("victim", [0, 3])
 def test_killed_before_it_joined(store: str, victim: int) -> None:
@@ -207,7 +207,7 @@ def test_killed_before_it_joined(store: str, victim: int) -> None:
         check_again(ranks)
 
 
-@pytest.mark.usefixtures("fork_server")
+@of_ranks
 @thorough
 @pytest.mark.parametrize(
     "victim, moment, shared, cause",
@@ -258,7 +258,7 @@ TRICKS = [
 ]
 
 
-@pytest.mark.usefixtures("fork_server")
+@of_ranks
 @thorough
 @pytest.mark.parametrize("victim, moment, trick, shared, name, cause", TRICKS)
 def test_faults(

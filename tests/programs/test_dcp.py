@@ -26,6 +26,7 @@ from reshard.source.distributed_source import Affix, parts_of
 from reshard.source.inspect import inspect
 from tests import store
 from tests.formats.test_dcp import Pieces, halves, save
+from tests.marks import of_ranks
 from tests.programs.oracles import ORACLES, checkpoint, module
 from tests.reshard.store_server import StoreServer
 from tests.support import command, contents, write_checkpoint
@@ -437,7 +438,7 @@ def _unlike(folder: Path, original: Path) -> list[str]:
     return [name for name, tensor in whole.items() if not torch.equal(state[name].full_tensor(), tensor)]
 
 
-@pytest.mark.usefixtures("fork_server")
+@of_ranks
 def test_two_ranks_load_into_dtensors_what_is_for_four(tmp_path: Path) -> None:
     original = store.checkpoint("llama")
     split(original, tmp_path / "out", tp=4, format="dcp")

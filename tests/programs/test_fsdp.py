@@ -19,7 +19,7 @@ from formats.files.safetensors import read_header
 from reshard.api import split
 from tests import store
 from tests.formats.test_dcp import Pieces, save
-from tests.marks import one_of_each
+from tests.marks import thorough
 from tests.support import contents
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")
@@ -61,14 +61,19 @@ def weights(folder: Path) -> dict[str, object]:
 
 
 RANKS = (3, 5, 7)
-CASES = [("phi3", 3), *((name, RANKS[number % 3]) for number, name in enumerate(MODELS)), ("qwen3_moe", 7), ("phi3", 7)]
+CASES = [(name, RANKS[number % 3], (2,)) for number, name in enumerate(MODELS)]
+CASES += [("llama", 7, (1, 4)), ("phi3", 5, (1, 4)), ("qwen3_moe", 3, (1, 4))]
 
 
-@pytest.mark.parametrize(("name", "ranks"), one_of_each(dict.fromkeys(CASES)))
-def test_any_number_of_ranks_gives_the_bytes_of_the_full_checkpoint(name: str, ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "ranks", "degrees"), [("phi3", 3, (2,)), *(pytest.param(*case, marks=thorough) for case in CASES)]
+)
+def test_any_number_of_ranks_gives_the_bytes_of_the_full_checkpoint(
+    name: str, ranks: int, degrees: tuple[int, ...], tmp_path: Path
+) -> None:
     original = store.checkpoint(name, "bfloat16")
     source, formats = sharded(tmp_path / "dcp", original, ranks), set()
-    for form, tp in itertools.product(FORMS, (1, 2, 4)):
+    for form, tp in itertools.product(FORMS, degrees):
         direct, out = tmp_path / f"direct-{form}-{tp}", tmp_path / f"out-{form}-{tp}"
         try:
             split(original, direct, tp=tp, format=form, **ONE)

@@ -18,6 +18,7 @@ from formats.files.safetensors import read_header
 from formats.notation.format_file import format_of
 from reshard.api import merge, split
 from tests import store
+from tests.marks import of_ranks
 from tests.support import command, contents
 from tests.zoo import class_of
 from verify.bytes.exact import verify_exact
@@ -166,14 +167,14 @@ def _unlike(folder: Path, original: Path) -> list[str]:
     return [name for name, tensor in whole.items() if not torch.equal(state[name].full_tensor(), tensor)]
 
 
-@pytest.mark.usefixtures("fork_server")
+@of_ranks
 def test_tp_2_of_transformers_reads_what_is_for_tp_4(tmp_path: Path) -> None:
     original = store.checkpoint("llama")
     split(original, tmp_path / "out", tp=4, format="transformers")
     assert run_ranks(_same_logits, 2, tmp_path / "out", original) == [True, True]
 
 
-@pytest.mark.usefixtures("fork_server")
+@of_ranks
 def test_torch_reads_it_on_a_device_mesh(tmp_path: Path) -> None:
     original = store.checkpoint("phi3")
     split(original, tmp_path / "out", tp=4, format="transformers")

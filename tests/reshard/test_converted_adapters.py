@@ -94,7 +94,7 @@ def test_a_way_over_another_form_is_the_direct_way(name: str, tmp_path: Path) ->
         assert weights(tmp_path / f"{form}-{after}") == weights(tmp_path / after), (form, after)
 
 
-@pytest.mark.parametrize(("name", "kind"), CASES_ONCE)
+@pytest.mark.parametrize(("name", "kind"), one_of_each(CASES))
 def test_different_as_lie_side_by_side(name: str, kind: str, tmp_path: Path) -> None:
     """PEFT loads what is written, with every key, and merges it to the same bits."""
     from peft import PeftModel, get_peft_model_state_dict

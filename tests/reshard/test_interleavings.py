@@ -262,8 +262,8 @@ KILL, ANY = ("kill",), ("kill", INTERRUPT)
     ("processes", "how"),
     [
         (parts(["a"], ["b"]), {"faults": KILL}),
-        (ranks(2), {"faults": KILL, "detail": Detail.NOTICED}),
-        (parts(["a", "b"], []), {"faults": KILL, "detail": Detail.NOTICED}),
+        pytest.param(ranks(2), {"faults": KILL, "detail": Detail.NOTICED}, marks=thorough),
+        pytest.param(parts(["a", "b"], []), {"faults": KILL, "detail": Detail.NOTICED}, marks=thorough),
         pytest.param(parts(["a"], ["b"]), {"faults": ANY}, marks=thorough),
         pytest.param(ranks(2), {"faults": ANY, "detail": Detail.NOTICED}, marks=thorough),
         pytest.param(parts(["a"], ["b"]), {"faults": KILL, "detail": Detail.ALL}, marks=thorough),
@@ -279,6 +279,7 @@ def test_several_make_one_output(processes: list[Process], how: dict[str, Any]) 
     assert follow(processes, **how) > 1000
 
 
+OUTPUT = {"a": OLD, LIST: OLD}
 SPLIT = {"rank-0/w": OLD, "rank-1/w": OLD, LIST: json.dumps(["rank-0", "rank-1"])}
 
 
@@ -286,10 +287,15 @@ SPLIT = {"rank-0/w": OLD, "rank-1/w": OLD, LIST: json.dumps(["rank-0", "rank-1"]
     ("processes", "how"),
     [
         (parts(["a"], [])[:1] * 2, {"refusals": (BUSY, EXISTS)}),
-        ([whole(), parts(["a"], [])[1]], {"refusals": (BUSY, EXISTS)}),
-        ([whole(overwrite=True)] * 2, {"refusals": (BUSY,), "old": {"a": OLD, LIST: OLD}, "detail": Detail.NOTICED}),
-        (ranks(2, overwrite=True), {"faults": KILL, "old": SPLIT, "detail": Detail.NOTICED}),
-        pytest.param(ranks(2, overwrite=True), {"faults": ANY, "old": SPLIT, "detail": Detail.NOTICED}, marks=thorough),
+        *(
+            pytest.param(processes, how, marks=thorough)
+            for processes, how in [
+                ([whole(), parts(["a"], [])[1]], {"refusals": (BUSY, EXISTS)}),
+                ([whole(overwrite=True)] * 2, {"refusals": (BUSY,), "old": OUTPUT, "detail": Detail.NOTICED}),
+                (ranks(2, overwrite=True), {"faults": KILL, "old": SPLIT, "detail": Detail.NOTICED}),
+                (ranks(2, overwrite=True), {"faults": ANY, "old": SPLIT, "detail": Detail.NOTICED}),
+            ]
+        ),
     ],
     ids=["the same part", "the whole and a part", "an output replaced twice", "ranks replaced", "with Ctrl-C"],
 )

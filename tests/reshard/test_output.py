@@ -25,10 +25,8 @@ from reshard.publishing.staging import Staging
 from reshard.source.opening import open_source
 from reshard.store.staging_names import STATE
 from tests.forked import Forked
-from tests.marks import thorough
+from tests.marks import of_ranks, thorough
 from tests.support import contents, without_sums, write_checkpoint
-
-pytestmark = pytest.mark.usefixtures("fork_server")
 
 
 def slowly(command: str, source: Path, out: Path, *ranks: int, patience: float | None = None) -> None:
@@ -82,6 +80,7 @@ def is_finished(folder: Path) -> bool:
 @pytest.mark.parametrize("command", ["split", "merge"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 @thorough
+@of_ranks
 def test_killed_at_random_moments(command, how, tmp_path):
     source = write_checkpoint(tmp_path / "source", files=3)
     if command == "merge":
@@ -125,6 +124,7 @@ def test_killed_at_random_moments(command, how, tmp_path):
     assert killed >= 2 and (kept or command == "merge")
 
 
+@of_ranks
 def test_ranks_written_alone_and_at_the_same_time_add_up(tmp_path):
     source = write_checkpoint(tmp_path / "source", files=3)
     split(source, tmp_path / "one", tp=4, max_shard_size=2500)
@@ -155,6 +155,7 @@ def test_ranks_one_after_the_other(tmp_path):
 
 
 @thorough
+@of_ranks
 def test_a_killed_rank_is_finished_by_the_same_command(tmp_path):
     source = write_checkpoint(tmp_path / "source", files=3)
     split(source, tmp_path / "one", tp=4, max_shard_size=2500)
@@ -171,6 +172,7 @@ def test_a_killed_rank_is_finished_by_the_same_command(tmp_path):
     assert without_sums(out) == expected
 
 
+@of_ranks
 def test_two_runs_for_one_output(tmp_path, monkeypatch):
     monkeypatch.setattr(output, "PATIENCE", 0)
     source = write_checkpoint(tmp_path / "source", files=3)
@@ -189,6 +191,7 @@ def test_two_runs_for_one_output(tmp_path, monkeypatch):
     assert is_finished(tmp_path / "out")
 
 
+@of_ranks
 def test_leftovers_of_another_task_are_not_mixed_in(tmp_path):
     source, other = write_checkpoint(tmp_path / "source"), write_checkpoint(tmp_path / "other", seed=9)
     process = start("split", source, tmp_path / "out")

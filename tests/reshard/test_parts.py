@@ -30,7 +30,7 @@ from reshard.store.staging_names import STATE, staging_of
 from reshard.writing import publishing
 from tests import store
 from tests.forked import Forked
-from tests.marks import thorough
+from tests.marks import of_ranks, thorough
 from tests.support import change_tensor, command, contents, result_of, write_checkpoint
 
 FORMS = ["transformers", "dcp", "vllm", "megatron", None]
@@ -149,7 +149,7 @@ def stuck(shards: Path, out: Path, part: Share) -> None:
     merge(shards, out, part=part)
 
 
-@pytest.mark.usefixtures("fork_server")
+@of_ranks
 @thorough
 def test_a_killed_process_is_named_and_redone_by_the_same_command(
     checkpoint: Path, shards: Path, tmp_path: Path

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from formats.errors import PlanError
@@ -22,6 +22,7 @@ from reshard.placement.geometry import Geometry
 from reshard.placement.pieces import Blocks, Piece, common_blocks, product_boxes
 from reshard.placement.portions import Portion
 from reshard.placement.stored import Placed, Stored, blocks_of
+from tests.marks import examples
 
 # -- stored tensors ----------------------------------------------------------------------------------------------------
 
@@ -187,7 +188,7 @@ def elements(piece: Piece) -> Iterator[tuple[tuple[int, ...], int]]:
         yield tuple(of[i] for of, i in zip(indices, local, strict=True)), where
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(pairs())
 def test_each_element_lies_where_numpy_finds_it(pair: tuple[Case, Case]) -> None:
     for case, other in (pair, pair[::-1]):
@@ -215,7 +216,7 @@ def ordered(case: Case, number: int, blocks: Blocks) -> np.ndarray:
     )
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(pairs(), st.sampled_from([1, 8, 40, 1000]))
 def test_slabs_bring_each_element_to_its_place(pair: tuple[Case, Case], budget: int) -> None:
     source, target = pair

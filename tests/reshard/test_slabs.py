@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from formats.errors import PlanError
@@ -18,6 +18,7 @@ from reshard.model.binding import bind
 from reshard.model.model import FullTensor, Model
 from reshard.move.slabs import Transfer
 from reshard.placement.pieces import Piece, Spread
+from tests.marks import examples
 
 SIZES = {"kv": 6, "group": 4, "head": 4, "vocab": 13, "hidden": 5, "ff": 24, "expert": 6}
 RULES = {
@@ -108,7 +109,7 @@ def carry_out(
     return [*times, *reads]
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(
     name=st.sampled_from(sorted(RULES)),
     before=st.sampled_from(MESHES),
@@ -134,7 +135,7 @@ def test_any_mesh_to_any_mesh_equals_indexing_the_full_tensor(model, name, befor
 
 
 @given(name=st.sampled_from(sorted(RULES)), mesh=st.sampled_from(MESHES))
-@settings(max_examples=60)
+@examples(60)
 def test_a_rank_alone_reads_only_what_it_owns(model, name, mesh):
     plan = make_plan(model, mesh)
     source, target = make_plan(model, MESHES[0]).entries[name].layout, plan.entries[name].layout
@@ -153,7 +154,7 @@ def test_a_rank_alone_reads_only_what_it_owns(model, name, mesh):
 
 
 @given(name=st.sampled_from(sorted(RULES)), mesh=st.sampled_from(MESHES), budget=st.sampled_from([64, 4096]))
-@settings(max_examples=60)
+@examples(60)
 def test_slabs_stay_within_the_budget(model, name, mesh, budget):
     layout = make_plan(model, mesh).entries[name].layout
     full = make_plan(model, MESHES[0]).entries[name].layout

@@ -14,7 +14,7 @@ from formats.errors import PlanError
 from reshard.export.tp_plan import TransformersPlan, transformers_plan
 from reshard.source.access import Access, open_any
 from reshard.store.selection import Weights
-from tests.marks import thorough
+from tests.marks import of_ranks, thorough
 from tests.store import checkpoint
 from tests.support import write_checkpoint
 from tests.test_cli import refused, run
@@ -67,7 +67,7 @@ def run_rank(jobs: list[tuple[Path, dict[str, str]]]) -> list[tuple[torch.Tensor
     return results
 
 
-@pytest.mark.usefixtures("fork_server")
+@of_ranks
 @pytest.mark.parametrize("degree", NAMES)
 @thorough
 def test_transformers_computes_the_same_with_the_plan(degree: int) -> None:

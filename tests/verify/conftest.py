@@ -5,11 +5,6 @@ from collections.abc import Iterator
 import pytest
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _imports_happen_once(fork_server: None) -> None:
-    """Most of them run ranks."""
-
-
 @pytest.fixture
 def one_rank() -> Iterator[None]:
     """This process is the only rank."""

@@ -17,10 +17,12 @@ from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG
 from reshard.api import merge, split
 from reshard.source.opening import open_source
 from tests import peft_adapters, store
-from tests.marks import one_of_each, thorough
+from tests.marks import of_ranks, one_of_each, thorough
 from tests.support import command
 from verify.forward.compare import ForwardOptions, ForwardReport, run_forwards
 from verify.unmerged import Unmerged
+
+pytestmark = of_ranks
 
 QUICK = ForwardOptions(seq=16, draws=1)
 STABILISED = {"use_rslora": True, "rank_pattern": {"q_proj": 2, "down_proj": 4}, "alpha_pattern": {"q_proj": 3}}
@@ -48,7 +50,7 @@ def compared(name: str, source: Path, outs: Mapping[str, Path], options: Forward
     return run_forwards(pairs, options)
 
 
-@pytest.mark.parametrize(("name", "kind", "settings", "mesh"), one_of_each(CASES, kind=lambda case: case[1]))
+@pytest.mark.parametrize(("name", "kind", "settings", "mesh"), one_of_each(CASES))
 def test_what_was_written_is_the_adapter_beside_its_base_model(
     name: str, kind: str, settings: dict[str, Any], mesh: dict[str, int], tmp_path: Path
 ) -> None:
@@ -59,6 +61,7 @@ def test_what_was_written_is_the_adapter_beside_its_base_model(
         assert all(row.effect is not None for row in report.layers)
 
 
+@thorough
 def test_the_sum_is_rounded_once_and_that_is_noise(tmp_path: Path) -> None:
     """In float32 the rounding of weights in bfloat16 is all that differs; a full checkpoint is one rank."""
     source, base = peft_adapters.made("llama", "linear", "bfloat16"), store.checkpoint("llama", "bfloat16")
@@ -134,6 +137,7 @@ def test_a_ranks_part_belongs_to_that_ranks_part_of_the_base(tmp_path: Path) -> 
     assert not report.is_same
 
 
+@thorough
 def test_an_adapter_that_does_nothing_is_without_effect(tmp_path: Path) -> None:
     def nothing(tensors: dict[str, torch.Tensor], settings: dict[str, Any]) -> None:
         for name, tensor in tensors.items():

@@ -26,12 +26,14 @@ import torch
 from reshard.api import split
 from reshard.source.opening import open_source
 from tests import zoo
-from tests.marks import thorough
+from tests.marks import of_ranks, thorough
 from tests.support import command
 from tests.verify.by_hand import by_hand
 from tests.verify.by_hand import command as by_hand_command
 from tests.verify.faults import inject
 from tests.verify.test_launch import session, wait_until
+
+pytestmark = of_ranks
 
 ROOT = Path(__file__).parents[2]
 Done = subprocess.CompletedProcess[str]

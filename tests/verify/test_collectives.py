@@ -7,16 +7,16 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.marks import thorough
+from tests.marks import examples, of_ranks, thorough
 from verify.forward.launch import run_ranks
 from verify.forward.worker import RankError
 from verify.rank.collectives import copy_to_group, gather_from_group, reduce_from_group, scatter_to_group
 
-pytestmark = thorough
+pytestmark = [thorough, of_ranks]
 
 
 DEGREES = [1, 2, 3, 4]
@@ -95,7 +95,7 @@ def conjugates(batch: list[Case]) -> None:
 
 
 @pytest.mark.parametrize("degree", DEGREES)
-@settings(max_examples=2)
+@examples(2)
 @given(batch=st.lists(cases(), min_size=12, max_size=12))
 def test_values_and_gradients(degree, batch):
     run_ranks(conjugates, degree, batch)

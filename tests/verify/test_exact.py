@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from formats.errors import CheckpointError, PlanError
@@ -31,7 +31,7 @@ from reshard.model.model import FullTensor
 from reshard.placement.arrangement import arrangement_of
 from reshard.source.opening import open_source
 from tests import store, zoo
-from tests.marks import thorough
+from tests.marks import examples, one_of_each, thorough
 from tests.verify.faults import FAULTS, inject
 from verify.bytes import comparison, exact_report, views
 from verify.bytes.atoms import check_all_owned
@@ -178,7 +178,10 @@ def put(file: Path, tensor: str, element: int, content: bytes) -> int:
 
 @pytest.mark.parametrize(
     ("name", "tp", "dtype"),
-    [(name, 4, "float32") for name in MODELS] + [(name, 2, "bfloat16") for name in ("phi3", "gpt_oss")],
+    one_of_each(
+        [*((name, 4, "float32") for name in MODELS), *((name, 2, "bfloat16") for name in ("phi3", "gpt_oss"))],
+        kind=lambda case: case[2],
+    ),
 )
 def test_every_fault_is_found(name: str, tp: int, dtype: str, pairs: Callable[..., Pair], tmp_path: Path) -> None:
     pair = pairs(name, tp, dtype)
@@ -407,7 +410,7 @@ def test_what_cannot_be_checked(llama: Pair, tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------ the laws
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(data=st.data())
 @thorough
 def test_any_layout_and_any_byte(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:

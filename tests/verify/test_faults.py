@@ -13,11 +13,14 @@ import pytest
 from benchmarks.faults import ALL, check, damaged, largest, pair_of, place_of_row
 from benchmarks.zoo_forward import result, to_markdown
 from formats.errors import ReshardError
+from tests.marks import of_ranks, one_of_each, thorough
 from tests.verify.faults import FAULTS
 from tests.verify.test_exact import EXEMPT
 from tests.verify.test_forward import QUICK
 from verify.forward.compare import ForwardOptions, run_forwards
 from verify.forward.noise import LIMIT
+
+pytestmark = of_ranks
 
 MODELS = ("llama", "gpt2", "mixtral")
 CLEAR = 50.0  # what the faults measure at least, in float32: no one of them is seen by luck
@@ -28,7 +31,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("power")
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", one_of_each(MODELS))
 def test_every_fault_is_seen_and_its_layer_named(model: str, root: Path) -> None:
     cases = damaged(root, model, 2, "float32", ALL)
     assert {case.fault for case in cases} & {*FAULTS} == {*FAULTS} - EXEMPT[model]
@@ -39,6 +42,7 @@ def test_every_fault_is_seen_and_its_layer_named(model: str, root: Path) -> None
         assert found.ratio > CLEAR > LIMIT, (case.fault, found.ratio)
 
 
+@thorough
 def test_what_16_bits_hide_is_seen_in_float32(root: Path) -> None:
     """A weight rounded to fewer bits than bfloat16 has is near the noise of bfloat16, but not near that of float32."""
     cases = [
@@ -51,7 +55,7 @@ def test_what_16_bits_hide_is_seen_in_float32(root: Path) -> None:
         assert found.is_named and found.ratio > CLEAR, (found.case.model, found.case.fault, found.ratio)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", one_of_each([1, 2]))
 def test_correct_shards_raise_no_alarm(seed: int, root: Path) -> None:
     runs = [(model, dtype) for model in MODELS for dtype in ("float32", "bfloat16")]
     reports = run_forwards(

@@ -18,13 +18,15 @@ from reshard.api import split
 from reshard.source.opening import open_source
 from reshard.source.source import Source
 from tests import store, zoo
-from tests.marks import thorough
+from tests.marks import of_ranks, thorough
 from tests.verify.faults import inject
 from tests.verify.second_opinion import logits_by_transformers, logits_of_shards
 from verify.forward.compare import ForwardOptions, ForwardReport, run_forward, run_forwards
 from verify.forward.launch import run_ranks
 from verify.forward.noise import SURE
 from verify.forward.worker import RankError
+
+pytestmark = of_ranks
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -80,9 +82,10 @@ def show(report: ForwardReport) -> list[tuple[str, str, float]]:
     ("names", "tp", "kv"),
     [
         *(pytest.param(MODELS[part::PARTS], 2, None, marks=thorough) for part in range(PARTS)),
-        (["llama-tied", "mllama", "falcon-7b"], 4, 2),
+        (["llama-tied"], 4, 2),
+        pytest.param(["mllama", "falcon-7b"], 4, 2, marks=thorough),
     ],
-    ids=[*(f"files-{part}-2" for part in range(PARTS)), "kv-2-4"],
+    ids=[*(f"files-{part}-2" for part in range(PARTS)), "kv-2-4", "others-kv-2-4"],
 )
 def test_correct_shards_are_the_same_model(names: Sequence[str], tp: int, kv: int | None) -> None:
     """With 2 KV heads on 4 ranks (the gradients are compared there, too) two share each of them, with the only one of

@@ -20,7 +20,7 @@ import reshard
 from formats.errors import CheckpointError, ReshardError
 from reshard.api import split
 from tests import peft_adapters, store
-from tests.marks import thorough
+from tests.marks import of_ranks, thorough
 from tests.support import command
 from tests.verify.by_hand import by_hand
 from verify.forward import compare, original, shards
@@ -34,6 +34,8 @@ from verify.machine import GPU, MEMORY, machine_fault
 from verify.rank.loading import from_pretrained
 from verify.report.words import forward_summary
 from verify.unmerged import Unmerged
+
+pytestmark = of_ranks
 
 QUICK = ForwardOptions(seq=8, draws=1)
 OF_GPUS = [

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 
 from formats.errors import CheckpointError, ReshardError
-from tests.marks import thorough
+from tests.marks import of_ranks, thorough
 from tests.verify.by_hand import by_hand
 from verify.forward.launch import RankTimeoutError, _explain, run_ranks
 from verify.forward.worker import Environment, RankError, say
 
-pytestmark = thorough
+pytestmark = [thorough, of_ranks]
 
 
 ROOT = Path(__file__).parents[2]

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.marks import thorough
+from tests.marks import examples, of_ranks, thorough
 from verify.forward.launch import run_ranks
 from verify.forward.worker import RankError
 from verify.rank.layers import (
@@ -31,7 +31,7 @@ from verify.rank.layers import (
     vocab_parallel,
 )
 
-pytestmark = thorough
+pytestmark = [thorough, of_ranks]
 
 DEGREES = [2, 3, 4]
 
@@ -569,7 +569,7 @@ def each(works: Sequence[Work]) -> list[Any]:
 
 
 @pytest.mark.parametrize("degree", DEGREES)
-@settings(max_examples=2)
+@examples(2)
 @given(data=st.data())
 def test_examples_of_each_layer(degree: int, data: st.DataObject):
     def some(cases: st.SearchStrategy, count: int) -> list[Any]:

@@ -21,7 +21,7 @@ from reshard.source.access import Access, open_any
 from reshard.source.opening import open_source
 from reshard.source.source import Source
 from tests import zoo
-from tests.marks import thorough
+from tests.marks import of_ranks, thorough
 from tests.support import command
 from tests.verify.by_hand import by_hand
 from tests.verify.by_hand import command as by_hand_command
@@ -30,7 +30,7 @@ from verify.forward.compare import ForwardOptions, ForwardReport, run_forward, r
 from verify.forward.worker import RankError
 from verify.rules import own_rules, with_sound_config
 
-pytestmark = thorough
+pytestmark = [thorough, of_ranks]
 
 
 ROOT = Path(__file__).parents[2]

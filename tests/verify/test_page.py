@@ -21,14 +21,14 @@ from reshard.api import split
 from reshard.pages.document import write_page
 from reshard.pages.markup import number, ratio
 from tests import zoo
-from tests.marks import thorough
+from tests.marks import of_ranks, thorough
 from tests.support import command
 from tests.verify import browser
 from tests.verify.browser import Browser
 from verify.report.page import page
 from verify.report.plots import COLUMNS
 
-pytestmark = thorough
+pytestmark = [thorough, of_ranks]
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = [

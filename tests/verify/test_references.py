@@ -7,12 +7,12 @@ from pathlib import Path
 
 from reshard.source.opening import open_source
 from tests import store
-from tests.marks import thorough
+from tests.marks import of_ranks, thorough
 from tests.verify.faults import inject
 from tests.verify.test_limits import changed
 from verify.forward.compare import ForwardOptions, run_forwards
 
-pytestmark = thorough
+pytestmark = [thorough, of_ranks]
 
 
 QUICK = ForwardOptions(seq=8, draws=0)

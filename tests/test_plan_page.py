@@ -102,6 +102,14 @@ def test_the_order_is_that_of_a_token() -> None:
     assert "3 on ranks 0, 1; 3 on ranks 2, 3" in page_named("experts")
 
 
+def test_experts_are_drawn_on_all_their_ranks() -> None:
+    """Each of ranks 0 to 3 has a part of an expert, of its own set of ranks; an all-reduce is in its weight's step."""
+    text = page_named("experts")
+    found = {(ranks, tensor.split(".")[-2]) for ranks, *_, tensor in PART.findall(text) if ".experts." in tensor}
+    assert found == {(str(rank), f"w{i}") for rank in range(4) for i in (1, 2, 3)}
+    assert text.count("⊕ all-reduce, ") == len(re.findall(r'</figure><span class="reduce">', text)) == 3
+
+
 def test_a_tower_has_layers_of_its_own() -> None:
     """They are on every rank, and none of the language model's."""
     plan = plan_of(open_any(store.checkpoint("qwen3_vl"), Access()).model, Degrees(tp=2))

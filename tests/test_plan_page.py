@@ -170,6 +170,7 @@ def test_in_a_browser(name: str, width: int, scheme: str, chromium: Browser, tmp
     sizes = chromium.evaluate(f"{boxes}.map(r => [r.width, r.height])")
     assert len(sizes) > 5 and all(min(size) >= 5 and size[0] <= width for size in sizes)
     assert chromium.evaluate(browser.TEXTS_OUTSIDE) == []
+    assert len(chromium.evaluate(browser.WIDTHS_OF_SECTIONS)) == 1 and chromium.evaluate(browser.TABLES_CUT) == 0
     fills = "[...document.querySelectorAll('rect.cell')].map(r => getComputedStyle(r).fill)"
     assert all(fill.startswith(("rgb", "hsl", "url")) for fill in chromium.evaluate(fills))
     known = "[...document.querySelectorAll('pattern')].map(p => p.id)"

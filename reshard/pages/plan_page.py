@@ -66,7 +66,7 @@ def plan_page(plan: Plan, source: str, degrees: Sequence[Degree]) -> str:
     ]
     legend = element("div", *picture.legend(), class_="legend")
     defs = element("svg", element("defs", *picture.patterns()), width="0", height="0", aria_hidden="true")
-    body = element("body", defs, element("main", *parts[:4], legend, *parts[4:]), class_="plan")
+    body = element("body", defs, element("main", *parts[:4], legend, *parts[4:]))
     style = (Path(__file__).parent / "plan_page.css").read_text(encoding="utf-8")
     return html_page(f"{title} · reshard plan", style, body)
 
@@ -490,7 +490,7 @@ def _stages(plan: Plan) -> Html | None:
         where = f"ranks {first} to {first + ranks - 1}" if ranks > 1 else f"rank {first}"
         cells = (f"stage {stage}", where, _layers("Layer", layers_at(plan.mesh, stage)))
         rows.append(element("tr", *(element("td", cell) for cell in cells)))
-    return joined(element("h2", "Pipeline stages"), element("table", element("tbody", *rows)))
+    return _table("Pipeline stages", element("tbody", *rows))
 
 
 def _degrees(degrees: Sequence[Degree]) -> Html:
@@ -502,6 +502,8 @@ def _degrees(degrees: Sequence[Degree]) -> Html:
         for each in degrees
     ]  # fmt: skip
     head = element("thead", element("tr", *(element("th", text) for text in ("--tp", "possible", ""))))
-    return joined(
-        element("h2", "Other degrees"), element("div", element("table", head, element("tbody", *rows)), class_="scroll")
-    )
+    return _table("Other degrees", head, element("tbody", *rows))
+
+
+def _table(title: str, *parts: Html) -> Html:
+    return joined(element("h2", title), element("div", element("table", *parts), class_="scroll", tabindex=0))

@@ -216,6 +216,7 @@ def test_page_in_a_browser(width: int, scheme: str, chromium: Browser, folder: P
     )
     assert chromium.evaluate(outside) == 0
     assert chromium.evaluate(browser.TEXTS_OUTSIDE) == chromium.evaluate(browser.LABELS_TOGETHER) == []
+    assert len(chromium.evaluate(browser.WIDTHS_OF_SECTIONS)) == 1 and chromium.evaluate(browser.TABLES_CUT) == 0
     colours = "[...document.querySelectorAll('.mark, .bar')].map(m => getComputedStyle(m).stroke)"
     assert all(colour.startswith("rgb") for colour in chromium.evaluate(colours))
 

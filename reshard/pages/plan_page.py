@@ -292,12 +292,9 @@ class _Picture:
                 arrows.clear()
             if sums:
                 arrows.append(element("span", "→", class_="arrow", title="each rank keeps its part"))
-            if sums:
-                nbytes = output_size(entry) * activation_bytes(plan)
-            else:
-                is_looked_up = what == "vocabulary" and "embed" in kind.name and plan.mesh.size > 1
-                nbytes = min(entry.layout.full) * activation_bytes(plan) if is_looked_up else 0
-            mark = _all_reduce(nbytes) if nbytes else None
+            is_looked_up = what == "vocabulary" and "embed" in kind.name and plan.mesh.size > 1
+            outputs = output_size(entry) if sums else min(entry.layout.full) if is_looked_up else 0
+            mark = _all_reduce(outputs * activation_bytes(plan)) if outputs else None
             yield element("div", *arrows, self._weight(kind, entry, what), mark, class_="step")
             arrows.clear()
 
@@ -311,10 +308,8 @@ class _Picture:
 
     def _experts(self, kind: Kind) -> Html:
         """Which ranks have which experts, where each expert is a tensor of its own."""
-        counts = {
-            ranks: sum(other.count // max(1, len(other.layers)) for other in kinds)
-            for ranks, kinds in self._alike(kind).items()
-        }
+        alike = self._alike(kind)
+        counts = {ranks: sum(each.count // max(1, len(each.layers)) for each in alike[ranks]) for ranks in alike}
         wide, high, left, parts = 120 / sum(counts.values()), 16, 0.0, list[Html]()
         for ranks, count in counts.items():
             box = {"x": f"{left:.1f}", "y": 0, "width": f"{count * wide:.1f}", "height": high}
@@ -330,15 +325,16 @@ class _Picture:
     def _weight(self, kind: Kind, entry: Entry, what: str) -> Html:
         """A weight; of experts that are dealt by name, one for each set of ranks."""
         layout = entry.layout
-        kinds = [kinds[0] for kinds in self._alike(kind).values()][:MOST_SETS] if layout.dealt_by_name else [kind]
-        drawings = element("div", *(self._drawing(each) for each in kinds), class_="drawings")
+        kinds = [kinds[0] for kinds in self._alike(kind).values()] if layout.dealt_by_name else [kind]
+        drawings = element("div", *(self._drawing(each) for each in kinds[:MOST_SETS]), class_="drawings")
+        more = f", drawn for {MOST_SETS} of {len(kinds)} sets of ranks" if len(kinds) > MOST_SETS else ""
         sides, shape = _sides(layout), _shape(layout.stored)
         name = _in_layer(kind).removesuffix(".weight")
         times = f", {kind.count} of them" if kind.count > max(1, len(kind.layers)) else ""
         copies = max(copies_of(layout, min(layout.boxes)))
         shared = f", parts on {copies} ranks" if 1 < copies < len(layout.boxes) else ""
         caption = element(
-            "figcaption", element("span", name, class_="name"), f"{what} · {shape}{sides.note}{times}{shared} ",
+            "figcaption", element("span", name, class_="name"), f"{what} · {shape}{sides.note}{times}{shared}{more} ",
             element("code", layout.rule),
         )  # fmt: skip
         return element("figure", drawings, caption, class_="weight")

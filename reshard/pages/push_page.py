@@ -67,9 +67,7 @@ def _matrix(routes: Routes, pairs: Counter[tuple[int, int]], name: str, width: i
     return frame.svg(joined(*marks), "Who sends how much to whom", plural(len(pairs), "pair") + " of ranks")
 
 
-def _cell(
-    frame: Frame, at: tuple[float, float, float, float], nbytes: int, most: int, ranks: range, others: range
-) -> Html:
+def _cell(frame: Frame, at: Sequence[float], nbytes: int, most: int, ranks: range, others: range) -> Html:
     x, y, wide, high = at
     mark = rectangle("sent" if nbytes else "none", x + 1, y + 1, max(wide - 2, 1), max(high - 2, 1))
     if nbytes:

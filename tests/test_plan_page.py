@@ -108,6 +108,8 @@ def test_experts_are_drawn_on_all_their_ranks() -> None:
     found = {(ranks, tensor.split(".")[-2]) for ranks, *_, tensor in PART.findall(text) if ".experts." in tensor}
     assert found == {(str(rank), f"w{i}") for rank in range(4) for i in (1, 2, 3)}
     assert text.count("⊕ all-reduce, ") == len(re.findall(r'</figure><span class="reduce">', text)) == 3
+    model = open_any(store.checkpoint("mixtral", experts=9), Access()).model
+    assert plan_page(plan_of(model, Degrees(tp=1, ep=9)), "many", []).count(", drawn for 8 of 9 sets of ranks") == 3
 
 
 def test_a_tower_has_layers_of_its_own() -> None:

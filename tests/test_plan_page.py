@@ -102,6 +102,16 @@ def test_the_order_is_that_of_a_token() -> None:
     assert "3 on ranks 0, 1; 3 on ranks 2, 3" in page_named("experts")
 
 
+def test_experts_are_drawn_on_all_their_ranks() -> None:
+    """Each of ranks 0 to 3 has a part of an expert, of its own set of ranks; an all-reduce is in its weight's step."""
+    text = page_named("experts")
+    found = {(ranks, tensor.split(".")[-2]) for ranks, *_, tensor in PART.findall(text) if ".experts." in tensor}
+    assert found == {(str(rank), f"w{i}") for rank in range(4) for i in (1, 2, 3)}
+    assert text.count("⊕ all-reduce, ") == len(re.findall(r'</figure><span class="reduce">', text)) == 3
+    model = open_any(store.checkpoint("mixtral", experts=9), Access()).model
+    assert plan_page(plan_of(model, Degrees(tp=1, ep=9)), "many", []).count(", drawn for 8 of 9 sets of ranks") == 3
+
+
 def test_a_tower_has_layers_of_its_own() -> None:
     """They are on every rank, and none of the language model's."""
     plan = plan_of(open_any(store.checkpoint("qwen3_vl"), Access()).model, Degrees(tp=2))
@@ -163,6 +173,7 @@ def test_in_a_browser(name: str, width: int, scheme: str, chromium: Browser, tmp
     sizes = chromium.evaluate(f"{boxes}.map(r => [r.width, r.height])")
     assert len(sizes) > 5 and all(min(size) >= 5 and size[0] <= width for size in sizes)
     assert chromium.evaluate(browser.TEXTS_OUTSIDE) == []
+    assert len(chromium.evaluate(browser.WIDTHS_OF_SECTIONS)) == 1 and chromium.evaluate(browser.TABLES_CUT) == 0
     fills = "[...document.querySelectorAll('rect.cell')].map(r => getComputedStyle(r).fill)"
     assert all(fill.startswith(("rgb", "hsl", "url")) for fill in chromium.evaluate(fills))
     known = "[...document.querySelectorAll('pattern')].map(p => p.id)"

@@ -55,7 +55,8 @@ def diff_command(report: Path | None, as_json: bool, quiet: bool, progress: str,
 
     A and B may have any two formats and meshes. For each tensor: the same, changed, another dtype or shape, only in A,
     only in B. Of changed tensors it says the share of elements, the largest difference, its root mean square over all
-    elements, and the largest in units of the dtype's last place (ulp). Bytes are compared: -0.0 is not 0.0.
+    elements, and the largest in units of the dtype's last place (ulp), but for elements that cross zero. Bytes are
+    compared: -0.0 is not 0.0.
 
     DELTA is a folder that 'reshard patch' puts on A. With --compress it has the layout of slime's folders of deltas,
     which its SGLang pulls: for that, call it weight_v000001, and so on.

@@ -37,8 +37,8 @@ class TensorDiff:
 
     ``dtypes`` and ``shapes`` are those of both sides. Of a changed tensor, ``changed`` of ``elements`` differ in a bit
     (bytes count as elements where a byte holds several); ``largest`` is the largest difference, ``rms`` the root mean
-    square over all elements, ``ulps`` the largest in units of the dtype's last place; None without numbers. ``other``
-    changed elements are infinite or NaN on a side, and not in these.
+    square over all elements, ``ulps`` the largest in units of the dtype's last place of an element that does not cross
+    zero; None without numbers. ``other`` changed elements are infinite or NaN on a side, and not in these.
     """
 
     name: str
@@ -146,7 +146,7 @@ def _measured(known: TensorDiff, nbytes: int, found: Distance) -> TensorDiff:
     return TensorDiff(
         known.name, CHANGED if found.changed else SAME, known.dtypes, known.shapes, elements, found.changed,
         found.largest if numbers else None, math.sqrt(found.squares / elements) if numbers else None,
-        found.ulps if numbers else None, found.other,
+        found.ulps, found.other,
     )  # fmt: skip
 
 

@@ -38,21 +38,22 @@ class Distance:
     """What lies between changed elements and the elements that they were.
 
     ``changed`` is their number, ``largest`` the largest difference, ``squares`` the sum of squares, ``ulps`` the
-    largest difference in units of the last place, counted over the numbers of the dtype. ``other`` elements are, before
-    or after, infinite or NaN, and have no difference. Without numbers only ``changed`` counts.
+    largest difference in units of the last place, counted over the numbers of the dtype; it leaves out elements that
+    cross zero, and is None without others. ``other`` elements are, before or after, infinite or NaN, and have no
+    difference. Without numbers only ``changed`` counts.
     """
 
     changed: int = 0
     largest: float = 0.0
     squares: float = 0.0
-    ulps: int = 0
+    ulps: int | None = None
     other: int = 0
 
     def plus(self, more: Distance) -> Distance:
         """The distance of both together."""
         return replace(
             self, changed=self.changed + more.changed, largest=max(self.largest, more.largest),
-            squares=self.squares + more.squares, ulps=max(self.ulps, more.ulps), other=self.other + more.other,
+            squares=self.squares + more.squares, ulps=largest_ulps(self.ulps, more.ulps), other=self.other + more.other,
         )  # fmt: skip
 
 
@@ -76,14 +77,13 @@ def distance(left: Codes, right: Codes, dtype: str) -> Distance:
         difference = np.abs(after - before)
         difference = np.minimum(difference, np.finfo(np.float64).max)  # of two float64 of opposite signs
         squares = min(float(np.dot(difference, difference)), float(np.finfo(np.float64).max))
-    first, second = _places(left), _places(right)
-    ulps = np.where(first > second, first - second, second - first)
-    return Distance(finite.size, float(difference.max()), squares, int(ulps.max()), finite.size - before.size)
+    magnitude = left.dtype.type((1 << (8 * left.itemsize - 1)) - 1)
+    has_crossed = np.sign(before) * np.sign(after) < 0
+    first, second = ((codes & magnitude)[~has_crossed] for codes in (left, right))
+    ulps = int((np.maximum(first, second) - np.minimum(first, second)).max()) if first.size else None
+    return Distance(finite.size, float(difference.max()), squares, ulps, finite.size - before.size)
 
 
-def _places(codes: Codes) -> NDArray[np.uint64]:
-    """The place of each number among all of its dtype, in order; both zeros have one."""
-    half = np.uint64(1 << (8 * codes.itemsize - 1))
-    wide = codes.astype(np.uint64)
-    magnitude = wide & (half - np.uint64(1))
-    return np.where(wide & half, half - magnitude, half + magnitude)
+def largest_ulps(*ulps: int | None) -> int | None:
+    """The largest of those that are known."""
+    return max((each for each in ulps if each is not None), default=None)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from reshard.delta.differences import CHANGED, DTYPE, SHAPE, TensorDiff
+from reshard.delta.numbers import largest_ulps
 from reshard.text import shape_text
 
 HEAD = ("tensor", "tensors", "what", "elements", "largest", "rms", "ulp")
@@ -75,8 +76,8 @@ def _numbers(tensors: Sequence[TensorDiff]) -> tuple[str, str, str, str, str]:
     if first.largest is None:
         return what, share, "", "", ""
     rms = math.sqrt(sum((t.rms or 0.0) ** 2 * t.elements for t in tensors) / elements)
-    largest, ulps = max(t.largest or 0.0 for t in tensors), max(t.ulps or 0 for t in tensors)
-    return what, share, f"{largest:.3g}", f"{rms:.3g}", f"{ulps:,}"
+    largest, ulps = max(t.largest or 0.0 for t in tensors), largest_ulps(*(t.ulps for t in tensors))
+    return what, share, f"{largest:.3g}", f"{rms:.3g}", "" if ulps is None else f"{ulps:,}"
 
 
 def share_of(tensors: Sequence[TensorDiff]) -> float:

@@ -35,6 +35,8 @@ LINE = 11
 """Units that a line of text takes."""
 MOST_PARTS = 200
 """A side that is cut into more parts is drawn without cuts."""
+MOST_SETS = 8
+"""An expert is drawn on so many sets of ranks at most."""
 
 Ranks = frozenset[int]
 
@@ -64,7 +66,7 @@ def plan_page(plan: Plan, source: str, degrees: Sequence[Degree]) -> str:
     ]
     legend = element("div", *picture.legend(), class_="legend")
     defs = element("svg", element("defs", *picture.patterns()), width="0", height="0", aria_hidden="true")
-    body = element("body", defs, element("main", *parts[:4], legend, *parts[4:]), class_="plan")
+    body = element("body", defs, element("main", *parts[:4], legend, *parts[4:]))
     style = (Path(__file__).parent / "plan_page.css").read_text(encoding="utf-8")
     return html_page(f"{title} · reshard plan", style, body)
 
@@ -290,22 +292,24 @@ class _Picture:
                 arrows.clear()
             if sums:
                 arrows.append(element("span", "→", class_="arrow", title="each rank keeps its part"))
-            yield element("div", *arrows, self._weight(kind, entry, what), class_="step")
+            is_looked_up = what == "vocabulary" and "embed" in kind.name and plan.mesh.size > 1
+            outputs = output_size(entry) if sums else min(entry.layout.full) if is_looked_up else 0
+            mark = _all_reduce(outputs * activation_bytes(plan)) if outputs else None
+            yield element("div", *arrows, self._weight(kind, entry, what), mark, class_="step")
             arrows.clear()
-            if sums:
-                yield _all_reduce(output_size(entry) * activation_bytes(plan))
-            elif what == "vocabulary" and "embed" in kind.name and plan.mesh.size > 1:
-                yield _all_reduce(min(entry.layout.full) * activation_bytes(plan))
+
+    def _alike(self, kind: Kind) -> dict[Ranks, list[Kind]]:
+        """The tensors of a layer that differ from one in the expert alone, by the ranks that hold them."""
+        found: dict[Ranks, list[Kind]] = {}
+        for other, entry in self._plan.laid.items():
+            if other.template == kind.template and other.layers & kind.layers:
+                found.setdefault(frozenset(entry.layout.boxes), []).append(other)
+        return found
 
     def _experts(self, kind: Kind) -> Html:
         """Which ranks have which experts, where each expert is a tensor of its own."""
-        counts: dict[Ranks, int] = {}
-        of_layer = (
-            other for other in self._plan.laid if other.template == kind.template and other.layers & kind.layers
-        )
-        for other in of_layer:
-            ranks = frozenset(self._plan.laid[other].layout.boxes)
-            counts[ranks] = counts.get(ranks, 0) + other.count // max(1, len(other.layers))
+        alike = self._alike(kind)
+        counts = {ranks: sum(each.count // max(1, len(each.layers)) for each in alike[ranks]) for ranks in alike}
         wide, high, left, parts = 120 / sum(counts.values()), 16, 0.0, list[Html]()
         for ranks, count in counts.items():
             box = {"x": f"{left:.1f}", "y": 0, "width": f"{count * wide:.1f}", "height": high}
@@ -319,29 +323,36 @@ class _Picture:
         return element("figure", drawing, caption, class_="weight")
 
     def _weight(self, kind: Kind, entry: Entry, what: str) -> Html:
-        layout, sides = entry.layout, _sides(entry.layout)
-        height, width = (max(THINNEST, length * self._scale) for length in sides.lengths)
-        shape = "x".join(map(str, layout.stored)) or "one number"
+        """A weight; of experts that are dealt by name, one for each set of ranks."""
+        layout = entry.layout
+        kinds = [kinds[0] for kinds in self._alike(kind).values()] if layout.dealt_by_name else [kind]
+        drawings = element("div", *(self._drawing(each) for each in kinds[:MOST_SETS]), class_="drawings")
+        more = f", drawn for {MOST_SETS} of {len(kinds)} sets of ranks" if len(kinds) > MOST_SETS else ""
+        sides, shape = _sides(layout), _shape(layout.stored)
         name = _in_layer(kind).removesuffix(".weight")
-        hover = f"{kind.name}\n{layout.rule}\n{shape}"
-        local = {rank: "x".join(map(str, box.shape)) or "one number" for rank, box in layout.boxes.items()}
-        cells = [
-            self._cell(part, ranks, sides, f"{hover}; {local[min(ranks)]} on {_ranks(ranks)}")
-            for part, ranks in _cells(sides)
-            if ranks
-        ]
-        drawing = element(
-            "svg", element("title", hover), *cells, *self._labels(layout, sides, width),
-            viewBox=f"0 0 {width:.1f} {height:.1f}", width=f"{width:.1f}", height=f"{height:.1f}", role="img",
-        )  # fmt: skip
         times = f", {kind.count} of them" if kind.count > max(1, len(kind.layers)) else ""
         copies = max(copies_of(layout, min(layout.boxes)))
         shared = f", parts on {copies} ranks" if 1 < copies < len(layout.boxes) else ""
         caption = element(
-            "figcaption", element("span", name, class_="name"), f"{what} · {shape}{sides.note}{times}{shared} ",
+            "figcaption", element("span", name, class_="name"), f"{what} · {shape}{sides.note}{times}{shared}{more} ",
             element("code", layout.rule),
         )  # fmt: skip
-        return element("figure", drawing, caption, class_="weight")
+        return element("figure", drawings, caption, class_="weight")
+
+    def _drawing(self, kind: Kind) -> Html:
+        layout = self._plan.laid[kind].layout
+        sides = _sides(layout)
+        height, width = (max(THINNEST, length * self._scale) for length in sides.lengths)
+        hover = f"{kind.name}\n{layout.rule}\n{_shape(layout.stored)}"
+        cells = [
+            self._cell(part, ranks, sides, f"{hover}; {_shape(layout.boxes[min(ranks)].shape)} on {_ranks(ranks)}")
+            for part, ranks in _cells(sides)
+            if ranks
+        ]
+        return element(
+            "svg", element("title", hover), *cells, *self._labels(layout, sides, width),
+            viewBox=f"0 0 {width:.1f} {height:.1f}", width=f"{width:.1f}", height=f"{height:.1f}", role="img",
+        )  # fmt: skip
 
     def _cell(self, part: tuple[Run, Run], ranks: Ranks, sides: _Sides, hover: str) -> Html:
         down, right = part
@@ -449,6 +460,10 @@ def _segments(holders: Sequence[Sequence[Run]], length: int, full: int) -> list[
     return found
 
 
+def _shape(lengths: Sequence[int]) -> str:
+    return "x".join(map(str, lengths)) or "one number"
+
+
 def _extent(what: str, run: Run) -> str:
     return f"{what} {run.offset:,} to {run.end - 1:,}"
 
@@ -471,7 +486,7 @@ def _stages(plan: Plan) -> Html | None:
         where = f"ranks {first} to {first + ranks - 1}" if ranks > 1 else f"rank {first}"
         cells = (f"stage {stage}", where, _layers("Layer", layers_at(plan.mesh, stage)))
         rows.append(element("tr", *(element("td", cell) for cell in cells)))
-    return joined(element("h2", "Pipeline stages"), element("table", element("tbody", *rows)))
+    return _table("Pipeline stages", element("tbody", *rows))
 
 
 def _degrees(degrees: Sequence[Degree]) -> Html:
@@ -483,6 +498,8 @@ def _degrees(degrees: Sequence[Degree]) -> Html:
         for each in degrees
     ]  # fmt: skip
     head = element("thead", element("tr", *(element("th", text) for text in ("--tp", "possible", ""))))
-    return joined(
-        element("h2", "Other degrees"), element("div", element("table", head, element("tbody", *rows)), class_="scroll")
-    )
+    return _table("Other degrees", head, element("tbody", *rows))
+
+
+def _table(title: str, *parts: Html) -> Html:
+    return joined(element("h2", title), element("div", element("table", *parts), class_="scroll", tabindex=0))

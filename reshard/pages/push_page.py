@@ -53,26 +53,27 @@ def _matrix(routes: Routes, pairs: Counter[tuple[int, int]], name: str, width: i
     for (sender, receiver), nbytes in pairs.items():
         cells[of_row[sender], of_column[receiver]] += nbytes
     left = int(max(len(_label("trainer", ranks)) for ranks in rows) * CHARACTER) + 10
-    side = min(28.0, (width - left - 8) / len(columns))
-    frame = Frame(name, width, TOP + 20 + side * len(rows), left, 8)
+    wide = (width - left - 8) / len(columns)
+    high = min(28.0, wide)
+    frame = Frame(name, width, TOP + 20 + high * len(rows), left, 8)
     most = max(cells.values(), default=1)
     marks = [text(left, TOP + 12, _label("receiver", range(len(routes.received))), "label")]
     for row, ranks in enumerate(rows):
-        y = TOP + 18 + row * side
-        if row % max(1, round(12 / side)) == 0:
-            marks.append(text(left - 6, y + side / 2 + 4, _label("trainer", ranks), "label", "end"))
+        y = TOP + 18 + row * high
+        if row % max(1, round(12 / high)) == 0:
+            marks.append(text(left - 6, y + high / 2 + 4, _label("trainer", ranks), "label", "end"))
         for column, others in enumerate(columns):
-            marks.append(_cell(frame, (left + column * side, y, side), cells[row, column], most, ranks, others))
+            marks.append(_cell(frame, (left + column * wide, y, wide, high), cells[row, column], most, ranks, others))
     return frame.svg(joined(*marks), "Who sends how much to whom", plural(len(pairs), "pair") + " of ranks")
 
 
-def _cell(frame: Frame, at: tuple[float, float, float], nbytes: int, most: int, ranks: range, others: range) -> Html:
-    x, y, side = at
-    mark = rectangle("sent" if nbytes else "none", x + 1, y + 1, max(side - 2, 1), max(side - 2, 1))
+def _cell(frame: Frame, at: Sequence[float], nbytes: int, most: int, ranks: range, others: range) -> Html:
+    x, y, wide, high = at
+    mark = rectangle("sent" if nbytes else "none", x + 1, y + 1, max(wide - 2, 1), max(high - 2, 1))
     if nbytes:
         mark = element("g", mark, opacity=f"{0.15 + 0.85 * nbytes / most:.2f}")
     title = f"{_label('trainer', ranks)} to {_label('receiver', others)}"
-    return frame.hot(rectangle("hit", x, y, side, side), mark, title, human_bytes(nbytes) if nbytes else "nothing")
+    return frame.hot(rectangle("hit", x, y, wide, high), mark, title, human_bytes(nbytes) if nbytes else "nothing")
 
 
 def _groups(count: int) -> Sequence[range]:

@@ -19,7 +19,7 @@ from formats.files.safetensors import build_header, tensor_bytes
 from reshard.api import diff, split
 from reshard.delta.differences import Diff, TensorDiff
 from reshard.delta.numbers import distance
-from reshard.delta.rows import rows_of
+from reshard.delta.rows import cells, rows_of
 from reshard.delta.streams import side_by_side
 from reshard.pages.diff_page import diff_page
 from tests.golden import source
@@ -226,11 +226,26 @@ def test_differences_of_what_is_finite(pairs: list[tuple[float, float]]) -> None
 
 @given(st.floats(width=32, min_value=-(2.0**127), max_value=2.0**127), st.integers(1, 50))
 def test_ulps_count_the_numbers_between(number: float, steps: int) -> None:
-    """``nextafter`` is the oracle: from one number, so many steps lead to the other, through zero too."""
+    """``nextafter`` is the oracle: so many steps lead from one number to the other; through zero they mean nothing."""
     first = last = np.array([number], "<f4")
     for _ in range(steps):
         last = np.nextafter(last, np.float32(np.inf))
-    assert distance(first.view("<u4"), last.view("<u4"), "F32").ulps == steps
+    assert distance(first.view("<u4"), last.view("<u4"), "F32").ulps == (None if first[0] < 0 < last[0] else steps)
+
+
+@given(st.floats(-1, 0, width=32, exclude_max=True))
+def test_ulps_leave_out_what_crosses_zero(number: float) -> None:
+    left, right = np.array([number, 1], "<f4"), np.array([-number, np.nextafter(np.float32(1), np.float32(2))], "<f4")
+    assert distance(left.view("<u4"), right.view("<u4"), "F32").ulps == 1
+    assert distance(left[:1].view("<u4"), right[:1].view("<u4"), "F32").ulps is None
+
+
+def test_ulps_that_mean_nothing_are_not_printed(tmp_path: Path) -> None:
+    a, b = (write(tmp_path / n, {"model.norm.weight": ("BF16", (20,), bf16(x))}) for n, x in (("a", 1.0), ("b", -1.0)))
+    found = diff(a, b)
+    assert cells(rows_of(differing(found))[0])[4:] == ("2", "0.447", "")
+    document = json.loads(command("diff", a, b, "--json").stdout)
+    assert [t["ulps"] for t in document["tensors"] if t["kind"] == "changed"] == [None]
 
 
 @pytest.mark.parametrize(("dtype", "codes"), [("F8_E4M3", (0x38, 0xB8)), ("F8_E5M2", (0x3C, 0xBC))])

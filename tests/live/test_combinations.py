@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import zlib
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from formats.notation.axes import Run
 from reshard.live import exports
 from reshard.live.meshes import held_on, target_of
 from reshard.live.routing import between, spans_of
+from reshard.pages.plots import WIDTHS
 from reshard.pages.push_page import push_page
 from reshard.source.opening import open_source
 from reshard.text import human_bytes
@@ -174,6 +176,9 @@ def test_the_picture(llama: Path) -> None:
     for (sender, receiver), nbytes in plan.pairs().items():
         assert f"trainer {sender} to receiver {receiver}: {human_bytes(nbytes)}" in page
     assert "<script" not in page
+    for plot, width in zip(page.split('<svg class="')[1:], WIDTHS.values(), strict=True):
+        ends = [float(x) + float(w) for x, w in re.findall(r'class="hit" x="([\d.]+)" [^>]*width="([\d.]+)"', plot)]
+        assert max(ends) == pytest.approx(width - 8, abs=0.2)  # the cells take the whole width
 
 
 def test_ranks_are_drawn_in_groups(llama: Path) -> None:

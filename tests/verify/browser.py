@@ -24,6 +24,18 @@ _FLAGS = (
 # The browser reads from descriptor 3 and writes to 4.
 _START = "import os, sys; [os.dup2(int(sys.argv[i]), i + 2) for i in (1, 2)]; os.execv(sys.argv[3], sys.argv[3:])"
 
+WIDTHS_OF_SECTIONS = """
+    [...new Set([...document.querySelectorAll('main > *')]
+        .map(e => e.getBoundingClientRect().width).filter(Boolean).map(Math.round))]"""
+"""How wide the sections of a page are: all alike."""
+
+TABLES_CUT = """
+    [...document.querySelectorAll('table')].filter(t => {
+        const box = t.closest('.scroll'), style = box && getComputedStyle(box);
+        return !box || box.tabIndex < 0 || style.overflowX != 'auto' || !style.backgroundAttachment.includes('local');
+    }).length"""
+"""How many tables are in no box that scrolls, or in one that shows no shadow where more of it is."""
+
 TEXTS_OUTSIDE = """
     [...document.querySelectorAll('svg')].flatMap(svg => {
         const box = svg.getBoundingClientRect();

@@ -371,6 +371,7 @@ CONTRAST = """(() => {
 def test_in_a_browser(name: str, width: int, scheme: str, chromium: Browser, files: dict[str, Path]) -> None:
     chromium.open(files[name], width=width, scheme=scheme)
     assert chromium.evaluate(browser.TEXTS_OUTSIDE) == []
+    assert len(chromium.evaluate(browser.WIDTHS_OF_SECTIONS)) == 1 and chromium.evaluate(browser.TABLES_CUT) == 0
     found = chromium.evaluate("[innerWidth, document.documentElement.scrollWidth, document.body.scrollWidth]")
     assert found[0] == width and max(found) <= width
     parts = "[...document.querySelectorAll('p, dl, dd, h1, h2, h3, li, figure')]"

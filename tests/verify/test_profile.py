@@ -32,7 +32,7 @@ from tests.verify import browser
 from tests.verify.browser import Browser
 from tools.profile_figure import figure
 from verify.forward.worker import RankError
-from verify.profile.charts import Axes, Line, Point, plain_plot
+from verify.profile.charts import Axes, Line, Point, line_chart, plain_plot
 from verify.profile.compose import Memory, Part, Time, joined
 from verify.profile.cost import Link, Rates, Work, fit_link, fit_rates, works
 from verify.profile.job import Found, Job, Measured, Patience, ProfileRequest, Span, Workload
@@ -168,15 +168,23 @@ def ticks(chart: str) -> list[tuple[float, str]]:
 
 
 @given(low=st.floats(1e-6, 1e9), ratio=st.floats(1, 1e6))
-def test_a_logarithmic_axis_has_two_ticks_or_more(low: float, ratio: float) -> None:
-    """One tick is no scale; more than eight are no help. The labels have room, and points lie between the ends."""
+def test_a_logarithmic_axis_has_three_ticks_or_more(low: float, ratio: float) -> None:
+    """Two ticks are no scale; more than eight are no help. The labels have room, and points lie between the ends."""
     line = Line("a", (Point(1, low, False, ""), Point(2, low * ratio, False, "")))
     chart = plain_plot("a", [line], Axes("tp", "tokens/s", str, repr))
     found = ticks(chart)
-    assert 2 <= len(found) <= 8 and len({label for _, label in found}) == len(found)
+    assert 3 <= len(found) <= 8 and len({label for _, label in found}) == len(found)
     assert all(x >= CHARACTER * len(label) for x, label in found)
     for y in map(float, re.findall(r'<circle class="mark c0" [^>]*cy="([\d.]+)"', chart)):
         assert TOP <= y <= 260
+
+
+def test_the_legend_has_the_marks_of_the_plot() -> None:
+    """Each line's own shape and colour; the mark of what is predicted is open."""
+    lines = [Line(f"line {i}", (Point(1, 1.0, False, ""), Point(2, 2.0, True, ""))) for i in range(4)]
+    keys, _, plot = line_chart("a", lines, Axes("tp", "tokens/s", str, repr)).partition("</p>")
+    marks = r'<(\w+) class="mark (c\d|open)"'
+    assert re.findall(marks, keys) == [*dict.fromkeys(re.findall(marks, plot)), ("circle", "open")]
 
 
 @pytest.mark.parametrize("width", [400, 1400])
@@ -199,7 +207,7 @@ def test_page_in_a_browser(width: int, scheme: str, chromium: Browser, folder: P
     asked = [e["params"]["request"]["url"] for e in chromium.events if e["method"] == "Network.requestWillBeSent"]
     assert asked == [file.as_uri()]
     assert not [e for e in chromium.events if e["method"] in {"Runtime.exceptionThrown", "Log.entryAdded"}]
-    shown = "[...document.querySelectorAll('svg')].filter(s => s.getBoundingClientRect().width)"
+    shown = "[...document.querySelectorAll('svg[role]')].filter(s => s.getBoundingClientRect().width)"
     assert chromium.evaluate(f"{shown}.length") == 3 * 3 + 1 + 3  # of each phase, of the all-reduces, of each block
     outside = (
         f"{shown}.flatMap(s => {{const o = s.getBoundingClientRect(); return [...s.querySelectorAll('.mark,.bar')]"
@@ -208,6 +216,7 @@ def test_page_in_a_browser(width: int, scheme: str, chromium: Browser, folder: P
     )
     assert chromium.evaluate(outside) == 0
     assert chromium.evaluate(browser.TEXTS_OUTSIDE) == chromium.evaluate(browser.LABELS_TOGETHER) == []
+    assert len(chromium.evaluate(browser.WIDTHS_OF_SECTIONS)) == 1 and chromium.evaluate(browser.TABLES_CUT) == 0
     colours = "[...document.querySelectorAll('.mark, .bar')].map(m => getComputedStyle(m).stroke)"
     assert all(colour.startswith("rgb") for colour in chromium.evaluate(colours))
 

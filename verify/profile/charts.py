@@ -31,6 +31,7 @@ COLOURS = 6
 _LEFT, _RIGHT, _BOTTOM = 62, 16, 40
 _HEIGHT = 300
 _MARK = 3.5
+_KEY = 8  # the middle of a mark in the legend
 
 Text = Callable[[float], str]
 
@@ -67,10 +68,11 @@ class Axes:
 
 def line_chart(title: str, lines: Sequence[Line], axes: Axes) -> Html:
     """A plot with its legend."""
-    shown = [line for line in lines if line.points]
-    keys = [(f"c{i % COLOURS}", line.name) for i, line in enumerate(shown)]
-    if any(point.is_predicted for line in shown for point in line.points):
-        keys.append(("predicted", "predicted"))
+    shown = [each for each in lines if each.points]
+    keys = [(mark(_KEY, _KEY, f"mark c{i % COLOURS}", i), each.name) for i, each in enumerate(shown)]
+    if any(point.is_predicted for each in shown for point in each.points):
+        dashes = line("line predicted", 0, _KEY, 2 * _KEY, _KEY)
+        keys.append((joined(dashes, circle("mark open", _KEY, _KEY, _MARK)), "predicted"))
     plot = both_widths(lambda name, width: _line_plot(name, width, title, shown, axes))
     return element("figure", element("h3", title), legend(keys), plot)
 
@@ -80,9 +82,10 @@ def plain_plot(title: str, lines: Sequence[Line], axes: Axes) -> Html:
     return _line_plot("narrow", WIDTHS["narrow"], title, lines, axes)
 
 
-def legend(keys: Sequence[tuple[str, str]]) -> Html:
-    """The colours and what they stand for."""
-    spans = (element("span", element("i", class_=f"key {kind}", aria_hidden="true"), name) for kind, name in keys)
+def legend(keys: Sequence[tuple[Html, str]]) -> Html:
+    """The marks of a plot and what they stand for."""
+    box = f"0 0 {2 * _KEY} {2 * _KEY}"
+    spans = (element("span", element("svg", drawn, viewBox=box, aria_hidden="true"), name) for drawn, name in keys)
     return element("p", *spans, class_="legend")
 
 
@@ -107,7 +110,7 @@ def _titles(frame: Frame, x: str, y: str) -> tuple[Html, Html]:
 
 class _Scale:
     """Values to coordinates; a linear one begins at zero. One with ``has_round_ends`` begins and ends at a tick if it
-    is logarithmic, so it has two ticks or more.
+    is logarithmic, so it has three ticks or more.
     """
 
     def __init__(
@@ -133,10 +136,10 @@ class _Scale:
         return self._start + share * (self._end - self._start)
 
     def ticks(self, most: int) -> list[float]:
-        """Round values to label, about so many."""
-        if not self._is_log:
-            step = _round_up(self._high / most)
-            return [step * i for i in range(int(self._high / step + 1e-9) + 1)]
+        """Round values to label, about so many, and three or more; a short logarithmic scale has equal steps."""
+        if not self._is_log or self._high <= self._low * 2.1:
+            step = _round_up((self._high - self._low) / (4 if self._is_log else most))
+            return [step * i for i in range(math.ceil(self._low / step - 1e-9), int(self._high / step + 1e-9) + 1)]
         for digits in _DIGITS:
             found = [step for power in _powers(self._low, self._high) for step in _steps(power, digits)]
             found = [value for value in found if self._low * 0.999 <= value <= self._high * 1.001]
@@ -199,7 +202,7 @@ class Bar:
 def bar_chart(title: str, bars: Sequence[Bar], capacity: int | None, x: str) -> Html:
     """Stacked bars of bytes; a line at the capacity, where it is not far above them."""
     names = list(dict.fromkeys(name for bar in bars for name, _ in bar.parts))
-    keys = [(f"c{i % COLOURS} square", name) for i, name in enumerate(names)]
+    keys = [(rectangle(f"bar c{i % COLOURS}", 3, 3, 10, 10), name) for i, name in enumerate(names)]
     plot = both_widths(lambda name, width: _bar_plot(name, width, title, bars, names, capacity, x))
     return element("figure", element("h3", title), legend(keys), plot)
 

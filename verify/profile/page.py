@@ -26,7 +26,7 @@ def page(document: Document) -> str:
     parts += [_links(document), _widths(document), _how()]
     foot = element("footer", element("p", "Written by ", element("code", "reshard profile"), ". The same in numbers: ",
                    element("code", "--json"), "."), class_="muted")  # fmt: skip
-    body = element("body", element("main", *parts), foot, class_="profile")
+    body = element("body", element("main", *parts), foot)
     return html_page(f"{headline}: {document['source']} · reshard profile", style, body)
 
 

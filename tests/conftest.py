@@ -8,13 +8,14 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests import store
 
-# No deadlines: speed is a matter for benchmarks, on a quiet machine.
-settings.register_profile("full", deadline=None)
-settings.register_profile("quick", deadline=None, max_examples=25)
+# No deadlines, and no checks of how fast examples are made: they depend on the machine and on chance.
+CHECKS = [HealthCheck.too_slow, HealthCheck.filter_too_much]
+settings.register_profile("full", deadline=None, suppress_health_check=CHECKS)
+settings.register_profile("quick", deadline=None, suppress_health_check=CHECKS, max_examples=25)
 
 # A shell's background job ignores Ctrl-C, and so would all that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -30,8 +30,8 @@ from verify.forward.job import Result
 from verify.forward.launch import run_ranks
 from verify.forward.report import report_of
 from verify.forward.worker import RankError, _join_group, rank_device
-from verify.machine import GPU, MEMORY, machine_fault
 from verify.rank.loading import from_pretrained
+from verify.rank.machine import GPU, MEMORY, machine_fault
 from verify.report.words import forward_summary
 from verify.unmerged import Unmerged
 

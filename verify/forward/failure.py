@@ -12,8 +12,8 @@ from formats.errors import CheckpointError, ReshardError
 from reshard.mesh.plan import Plan
 from verify.forward.job import Failure
 from verify.forward.worker import is_of_collective
-from verify.machine import machine_fault
 from verify.rank.loading import UnfitError
+from verify.rank.machine import machine_fault
 from verify.rank.roles import Kind, roles
 
 

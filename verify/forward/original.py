@@ -22,10 +22,10 @@ from verify.forward import adapters
 from verify.forward.job import Job, Reference, dtype_name
 from verify.forward.noise import measure, yardstick
 from verify.forward.worker import say, write_whole
-from verify.machine import machine_fault
 from verify.rank.gradients import gradients_on_disk, loss_of
 from verify.rank.inputs import inputs_of, random_ids
 from verify.rank.loading import Loaded, load_original, on_disk
+from verify.rank.machine import machine_fault
 from verify.rank.roles import Kind, Role, roles
 from verify.rank.trace import Places, Trace, blocks_of, is_choice, run
 from verify.run_settings import BYTES_ALONE

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from formats.errors import ReshardError
 from formats.torch_internals import collective_of, is_timeout
 from verify.ending import remove
-from verify.machine import machine_fault
+from verify.rank.machine import machine_fault
 
 T = TypeVar("T")
 

@@ -24,7 +24,6 @@ from reshard.model.model import Model
 from reshard.text import human_bytes
 from verify.forward.launch import run_ranks, start_fork_server, variable
 from verify.forward.worker import RankAnswer, RankError
-from verify.machine import MEMORY, machine_fault
 from verify.profile.compose import Memory, Part, Time, counts_of, memory_of, time_of
 from verify.profile.cost import Link, Work, communication, fit_link, fit_rates, nearest, works
 from verify.profile.job import WIDTH_HEAD, Found, Job, Patience, ProfileRequest, Workload
@@ -33,6 +32,7 @@ from verify.profile.node import Node
 from verify.profile.recommend import NotRun, Row, recommend
 from verify.profile.width_rows import width_rows
 from verify.profile.words import Profile
+from verify.rank.machine import MEMORY, machine_fault
 
 IMPORTED = ("verify.profile.rank", "transformers.models.auto.modeling_auto")
 """What all ranks need, imported once for all."""

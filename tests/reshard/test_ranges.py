@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from email.utils import formatdate
 from itertools import pairwise
 from pathlib import Path
@@ -322,14 +321,14 @@ def test_two_that_find_all_files_there(
     store: StoreServer, run: Run, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = ("split", checkpoint, "s3://bucket/shards", "--tp", "2", "--max-shard-size", "2MB", "--part")
-    before, said = uploads.Uploading.last, list[str]()
+    before, said = uploads.Uploading.is_last, list[str]()
 
-    def later(self: uploads.Uploading) -> AbstractContextManager[bool]:
+    def later(self: uploads.Uploading) -> bool:
         monkeypatch.undo()
         said.append(run(*line, "0/2").stdout)
         return before(self)
 
-    monkeypatch.setattr(uploads.Uploading, "last", later)
+    monkeypatch.setattr(uploads.Uploading, "is_last", later)
     done = run(*line, "1/2")
     assert done.returncode == 0 and "The result is" in said[0] and "None of the files is left" in done.stdout
     assert command("split", *line[1:2], tmp_path / "local", *line[3:-1]).returncode == 0

@@ -123,7 +123,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 def test_boxes_of_the_ranks_make_up_the_tensors(name: str):
-    """At every degree that the zoo knows. That a transfer between any boxes moves the right bytes: test_transfer.py."""
+    """At every degree that the zoo knows. That a transfer between any boxes moves the right bytes: test_slabs.py."""
     source = store.source(name)
     degrees = zoo.ZOO[name].degrees
     assert degrees == tuple(degree for degree in valid_degrees(source.model) if degree in zoo.DEGREES)

@@ -1,7 +1,7 @@
 """The engine: moves tensors between files, in one pass, in bounded memory, in a few processes.
 
 It knows byte ranges only: no dtype, no model. A job is a tensor; jobs come in the order of the source. Each job is cut
-into slabs (see ``reshard.move.transfer``), which processes read, check, rearrange and write (``reshard.move.mover``).
+into slabs (see ``reshard.move.slabs``), which processes read, check, rearrange and write (``reshard.move.mover``).
 The first process opens and finishes the files, and adds up what the others report.
 """
 

@@ -58,7 +58,7 @@ def test_every_degree_is_right_and_no_other_is_possible(name):
 @pytest.mark.parametrize("name", files().values())
 @thorough
 def test_every_route_gives_the_same_bytes(name, tmp_path):
-    """One model of each architecture file; test_transfer.py is for what moves between any boxes."""
+    """One model of each architecture file; test_slabs.py is for what moves between any boxes."""
     original, degrees = saved(name), remote.REMOTE[name].degrees
     split(original, tmp_path / "low", tp=degrees[0])
     split(original, tmp_path / "high", tp=degrees[-1])

@@ -1,8 +1,8 @@
 """The two sides of a push: where each atom of a model lies in the tensors of a side's ranks.
 
 A side is live (what its ranks hold, ``Held``) or made by rules alone (the tensors of a program's ranks on a mesh). A
-live tensor is taken as chunks of the stored tensor, as in a distributed checkpoint (``reshard.placement.geometry``): one
-for each product of runs, with numbers of their own in place of file numbers.
+live tensor is taken as chunks of the stored tensor, as in a distributed checkpoint (``reshard.placement.geometry``):
+one for each product of runs, with numbers of their own in place of file numbers.
 """
 
 from __future__ import annotations

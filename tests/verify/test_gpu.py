@@ -125,6 +125,12 @@ def _fail(*_: Any) -> None:
     raise OF_GPUS[0]
 
 
+def _fail_together() -> None:
+    """Fail once all ranks have joined: the store where they meet ends with the first of them."""
+    torch.distributed.barrier()
+    _fail()
+
+
 @pytest.mark.parametrize(("rank", "broken"), [(1, _break_the_model), (0, _break_the_original)])
 @thorough
 def test_a_broken_gpu_of_one_rank_is_exit_code_2_whatever_the_plan(
@@ -155,7 +161,7 @@ def test_under_another_launcher_too() -> None:
 
 def _be_a_broken_rank() -> None:
     with pytest.raises(RankError) as info:
-        run_ranks(_fail, 2)
+        run_ranks(_fail_together, 2)
     assert info.value.message.partition("failed: ")[2] == f"torch.AcceleratorError: {str(OF_GPUS[0]).splitlines()[0]}"
     print(info.value.hint)
 

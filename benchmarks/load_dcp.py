@@ -10,6 +10,7 @@ for each. Exit code 1: something differs.
 
 from __future__ import annotations
 
+import math
 import sys
 import tempfile
 import warnings
@@ -18,14 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.multiprocessing
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from reshard.api import merge, split
 from tests import zoo
-from verify.forward.launch import run_ranks
 
 LAYOUTS: Sequence[tuple[str, tuple[int, ...], tuple[str, ...]]] = (
     ("FSDP", (2,), ("fsdp",)),
@@ -45,9 +47,11 @@ def _placement(name: str, kind: str) -> Placement:
     return Shard(1) if name.endswith(("o_proj.weight", "down_proj.weight")) else Shard(0)
 
 
-def _load(folder: Path, original: Path, out: Path, sizes: Sequence[int], kinds: Sequence[str]) -> list[str]:
-    """As one rank: load, compare and save; the names of the tensors that differ."""
+def _load(rank: int, folder: Path, original: Path, out: Path, sizes: Sequence[int], kinds: Sequence[str]) -> None:
+    """As one rank: load, compare and save. Prints the names of the tensors that differ, and fails if there are any."""
     warnings.simplefilter("ignore")
+    meeting = f"file://{out.with_suffix('.meeting')}"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=math.prod(sizes))
     mesh = init_device_mesh("cpu", tuple(sizes), mesh_dim_names=tuple(kinds))
     whole = load_file(original)
     wanted = {
@@ -59,7 +63,10 @@ def _load(folder: Path, original: Path, out: Path, sizes: Sequence[int], kinds: 
     }
     dcp.load(state, checkpoint_id=folder)
     dcp.save(state, checkpoint_id=out)
-    return [name for name, each in wanted.items() if not torch.equal(state[name].to_local(), each.to_local())]
+    differ = [name for name, each in wanted.items() if not torch.equal(state[name].to_local(), each.to_local())]
+    dist.destroy_process_group()
+    if differ:
+        raise SystemExit(f"rank {rank}: {differ}")
 
 
 def main() -> None:
@@ -71,14 +78,14 @@ def main() -> None:
         original = root / "original" / "model.safetensors"
         split(root / "original", root / "dcp", tp=2, format="dcp")
         for number, (name, sizes, kinds) in enumerate(LAYOUTS):
-            again, ranks = root / f"saved-{number}", torch.Size(sizes).numel()
-            differ = run_ranks(_load, ranks, root / "dcp", original, again, sizes, kinds)
+            again, ranks = root / f"saved-{number}", math.prod(sizes)
+            torch.multiprocessing.spawn(_load, (root / "dcp", original, again, sizes, kinds), ranks)  # raises for any
             merge(again, root / "merged", config=root / "original", overwrite=True)
             before, after = load_file(original), load_file(root / "merged" / "model.safetensors")
             is_same = before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
-            right = not any(differ) and is_same
-            print(f"{name} on {ranks} processes: {'every part and every tensor is right' if right else differ}")
-            wrong += not right
+            verdict = "every part and every tensor is right" if is_same else "another merge"
+            print(f"{name} on {ranks} processes: {verdict}")
+            wrong += not is_same
     sys.exit(1 if wrong else 0)
 
 

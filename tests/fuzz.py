@@ -594,7 +594,7 @@ def make_base(root: Path) -> None:
     tuned = shutil.copytree(root / "source", root.parent / "tuned")
     for file in tuned.glob("*.safetensors"):
         for number, (name, info) in enumerate(read_header(file).tensors.items()):
-            for at in range(0, info.nbytes, (2, 10, 60)[number % 3]):  # whole, a bitmap, indices
+            for at in range(0, info.nbytes, (2, 10, 60)[number % 3]):  # whole, and indices
                 change_tensor(file, name, at=at)
     with chdir(root):
         for arguments in (

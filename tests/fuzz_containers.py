@@ -29,10 +29,9 @@ from pathlib import Path
 from formats.errors import LONGEST_LINE, ReshardError
 from formats.files.checkpoint import METADATA
 from formats.files.chunks import chunks_metadata, read_chunks
-from formats.files.dcp import read_distributed, read_object
+from formats.files.dcp import read_distributed
 from formats.files.safetensors import TensorInfo, read_header
 from formats.files.torch_bin import read_bin
-from formats.files.torch_pickles import TENSORS
 from formats.files.zips import Entry, read_directory
 from reshard.source.program_source import tensors_in
 
@@ -146,13 +145,11 @@ def _inside(infos: Sequence[TensorInfo]) -> None:
 
 
 def read_folder(folder: Path) -> None:
-    """Read a distributed checkpoint and its objects."""
+    """Read a distributed checkpoint."""
     found = read_distributed(folder)
     for whole in found.tensors.values():
         _inside([info for _, info in whole.chunks])
         assert math.prod(whole.shape) == sum(math.prod(at.shape) for at, _ in whole.chunks)
-    for blob in found.objects.values():
-        read_object(blob, TENSORS)
 
 
 def read_file(folder: Path) -> None:

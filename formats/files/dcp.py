@@ -134,15 +134,6 @@ def read_distributed(folder: FilePath) -> Distributed:
     return Distributed(folder, tensors, objects, metadata.keys(), sizes)  # type: ignore[arg-type]
 
 
-def read_object(blob: Blob, names: Names) -> object:
-    """What was saved as an object, on stand-ins. Raises CheckpointError."""
-    try:
-        with open_file(blob.file) as file:
-            return open_archive(blob.file, file, blob.offset, blob.length).read(names, "plain data is read")
-    except OSError as error:
-        raise unreadable(blob.file, error) from error
-
-
 # ---------------------------------------------------------------------------------------------------------- .metadata
 
 

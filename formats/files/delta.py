@@ -1,9 +1,9 @@
 """A delta on disk: ``delta.safetensors`` has what changed, ``delta.json`` which base it is for, and what comes of it.
 
-All is in Hugging Face's coordinates. A changed tensor NAME is stored in one of three ways, the smallest of them:
-``NAME.delta_indices`` (I32, or I64 where needed: flat, ascending) and ``NAME.delta_values``; ``NAME.delta_bitmap`` (U8,
-a bit for each element, lowest first) and ``NAME.delta_values``; or ``NAME``, the whole tensor. Where a byte has several
-elements, bytes count. ``delta.json`` has a checksum for each tensor of base and result (``formats.files.checksum``).
+All is in Hugging Face's coordinates. A changed tensor NAME is stored in the smaller of two ways: ``NAME.delta_indices``
+(I32, or I64 where needed: flat, ascending) and ``NAME.delta_values``; or ``NAME``, the whole tensor. Where a byte has
+several elements, bytes count. ``delta.json`` has a checksum for each tensor of base and result
+(``formats.files.checksum``).
 
 **Compressed**, a changed tensor is ``NAME`` (U8): one zstd frame of its bytes before XOR those after. The layout is
 that of slime's folders ``weight_v000001`` (slime#2089), which its SGLang puts on a local checkpoint, with
@@ -15,8 +15,7 @@ base that differs there is not refused.
 vLLM's ``SparseWeightPatch`` (vllm#50723, #53751) is a message in memory with these coordinates: name, I32 indices,
 values, shape. Of floats that are not NaN, from ``tensors``, what changed as safetensors' ``load_file`` gives it, and
 the ``shape`` in the base: ``SparseWeightPatch(name, tensors[f"{name}.delta_indices"], tensors[f"{name}.delta_values"],
-shape)``; a bitmap has the indices ``numpy.flatnonzero(numpy.unpackbits(bitmap, bitorder="little"))``, as I32. What vLLM
-0.32's ``load_checkpoint_weight_patches`` made of them was the result, bit for bit.
+shape)``. What vLLM 0.32's ``load_checkpoint_weight_patches`` made of them was the result, bit for bit.
 """
 
 from __future__ import annotations
@@ -54,10 +53,10 @@ from formats.files.safetensors import DTYPE_BITS, TensorInfo, parse_header, read
 from formats.store import FilePath, name_in
 
 CONTENT = "delta.safetensors"
-INDICES, BITMAP, VALUES = ".delta_indices", ".delta_bitmap", ".delta_values"
+INDICES, VALUES = ".delta_indices", ".delta_values"
 INDEX, COMPRESSED = "model.safetensors.index.json", "model-00000-of-00001.safetensors"
 VERSION = 1
-SAME, SPARSE, BITS, WHOLE, GONE = "same", "indices", "bitmap", "whole", "gone"
+SAME, SPARSE, WHOLE, GONE = "same", "indices", "whole", "gone"
 """How a tensor of the result comes about, beside ``XOR`` and ``OVERWRITE``; ``gone``: only the base has it."""
 
 
@@ -95,14 +94,10 @@ class Delta:
     sides: Mapping[str, bytes | None]
 
 
-def sparse_bytes(dtype: str, elements: int, changed: int) -> dict[str, int]:
-    """The bytes of each way to store a changed tensor."""
-    unit = unit_of(dtype)
-    return {
-        SPARSE: changed * ((4 if elements < 2**31 else 8) + unit),
-        BITS: -(-elements // 8) + changed * unit,
-        WHOLE: elements * unit,
-    }
+def smallest(dtype: str, elements: int, changed: int) -> str:
+    """The smaller way to store a changed tensor."""
+    unit, wide = unit_of(dtype), 4 if elements < 2**31 else 8
+    return SPARSE if changed * (wide + unit) < elements * unit else WHOLE
 
 
 def stored_as(
@@ -115,8 +110,6 @@ def stored_as(
         return [(name, dtype, shape)]
     elements = tensor_bytes(name, dtype, shape) // unit_of(dtype)
     values = (name + VALUES, dtype if not DTYPE_BITS[dtype] % 8 else "U8", (changed,))
-    if how == BITS:
-        return [(name + BITMAP, "U8", (-(-elements // 8),)), values]
     return [(name + INDICES, "I32" if elements < 2**31 else "I64", (changed,)), values]
 
 
@@ -165,7 +158,7 @@ def _unpacked(value: object, where: str) -> bytes:
 
 def _change(fields: Record) -> Change:
     how = fields.get("how", text)
-    if how not in (SAME, SPARSE, BITS, WHOLE, GONE, XOR):
+    if how not in (SAME, SPARSE, WHOLE, GONE, XOR):
         raise Unfit(f"'{how}' is no way to store a change")
     found = Change(how, fields.get("base", optional(text)), fields.get("result", optional(text)))
     if (found.base is None and how not in (WHOLE, GONE)) or (found.result is None and how != GONE):

@@ -14,7 +14,7 @@ from reshard.cli.progress import Progress
 
 if TYPE_CHECKING:
     from reshard.writing.rewrite import WriteRequest
-    from reshard.writing.summary import Spent, Summary
+    from reshard.writing.summary import Summary
 
 _Request = TypeVar("_Request", bound="WriteRequest")
 
@@ -33,7 +33,7 @@ def carry_out(
         resumable(),
         Progress(command.__name__, how="none" if quiet or as_json else progress) as shown,
     ):
-        summary = command(dataclasses.replace(request, progress=shown.moving))
+        summary = command(dataclasses.replace(request, progress=lambda state: shown(*state)))
     seconds = time.monotonic() - started
     with work_is_done():
         print_summary(summary, str(request.source), seconds, as_json=as_json, quiet=quiet)
@@ -67,15 +67,9 @@ def _document(summary: Summary, seconds: float) -> dict[str, Any]:
         "bytes_fetched": summary.fetched,
         "requests_tried_again": summary.tried_again,
         "seconds": round(seconds, 3),
-        "time": _time(summary.spent) if summary.spent else None,
+        "time": {key: round(value, 3) for key, value in summary.spent._asdict().items()} if summary.spent else None,
         "note": summary.note,
         "load": summary.load,
         "left_behind": list(summary.left_behind),
         "padding": {axis: {"size": size, "padded": padded} for axis, (size, padded) in summary.padding.items()},
     }
-
-
-def _time(spent: Spent) -> dict[str, Any]:
-    """Where the time went: of the run in seconds, and of the processes that moved bytes, each counted by itself."""
-    phases = {key: round(getattr(spent, key), 3) for key in ("opening", "moving", "publishing")}
-    return {**phases, "processes": {key: round(value, 3) for key, value in spent.processes._asdict().items()}}

@@ -18,7 +18,6 @@ from formats.errors import CheckpointError
 from formats.files.checksum import PartialSum, sum_part
 from formats.files.compressed import STEP, XOR, Adler32, compressor, need_zstd
 from formats.files.delta import (
-    BITMAP,
     COMPRESSED,
     CONTENT,
     GONE,
@@ -30,7 +29,7 @@ from formats.files.delta import (
     Laid,
     delta_text,
     index_text,
-    sparse_bytes,
+    smallest,
     stored_as,
     version_of,
 )
@@ -214,10 +213,7 @@ def _put(file: int, offset: int, content: Bytes) -> None:
 
 def _way(tensor: TensorDiff) -> str:
     """The smallest way to store a tensor."""
-    if tensor.kind != CHANGED:
-        return WHOLE
-    sizes = sparse_bytes(str(tensor.dtypes[1]), tensor.elements, tensor.changed)
-    return min(sizes, key=lambda how: sizes[how])
+    return smallest(str(tensor.dtypes[1]), tensor.elements, tensor.changed) if tensor.kind == CHANGED else WHOLE
 
 
 def _write_smallest(of: _Changed, folder: Path) -> _Written:
@@ -245,24 +241,13 @@ def _write_sparse(tensor: TensorDiff, pairs: Iterator[Pair], own: Sequence[Tenso
     dtype, unit, at = str(tensor.dtypes[1]), unit_of(str(tensor.dtypes[1])), 0
     places, values = own
     wide = "<i4" if places.dtype == "I32" else "<i8"
-    rest = np.zeros(0, np.bool_)  # elements of a byte of the bitmap that is not full
-    done = 0
     for begin, left, right in pairs:
         other = codes_of(right, dtype)
-        wrong = codes_of(left, dtype) != other
-        found = np.flatnonzero(wrong)
-        _put(file, values.offset + at * unit, other[found].view(np.uint8))
-        if not places.name.endswith(BITMAP):
-            step = np.dtype(wide).itemsize
-            _put(file, places.offset + at * step, (found + begin // unit).astype(wide).view(np.uint8))
-        else:
-            bits = np.concatenate([rest, wrong])
-            full = bits.size // 8 * 8
-            _put(file, places.offset + done // 8, np.packbits(bits[:full], bitorder="little"))
-            rest, done = bits[full:], done + full
-        at += found.size
-    if rest.size:
-        _put(file, places.offset + done // 8, np.packbits(rest, bitorder="little"))
+        changed = np.flatnonzero(codes_of(left, dtype) != other)
+        _put(file, values.offset + at * unit, other[changed].view(np.uint8))
+        indices = (changed + begin // unit).astype(wide)
+        _put(file, places.offset + at * indices.itemsize, indices.view(np.uint8))
+        at += changed.size
     if at != tensor.changed:
         raise CheckpointError(f"tensor '{tensor.name}' changed while it was read")
 

@@ -20,7 +20,6 @@ from reshard.move.crc import joined
 from reshard.move.jobs import Job, Options, TargetFile
 from reshard.move.mover import Account, Mover
 from reshard.move.reading import Sums
-from reshard.move.times import Moved
 from reshard.move.workers import share
 from reshard.system import disk_errors, reserve
 
@@ -34,11 +33,11 @@ def move(
     options: Options,
     *,
     finished: Callable[[TargetFile, str | None], None],
-    progress: Callable[[Moved], None] = lambda moved: None,
+    progress: Callable[[int], None] = lambda nbytes: None,
 ) -> None:
     """Carry out jobs in order, from the files of ``sums`` to ``targets``. Adds what is read to ``sums``.
 
-    ``finished`` is called with each complete target file and its checksum, ``progress`` with what was moved since
+    ``finished`` is called with each complete target file and its checksum, ``progress`` with the bytes written since
     its last call. Raises CheckpointError if a file cannot be read or written; MismatchError if replicas differ or
     padding is not zero. Before any error or KeyboardInterrupt leaves this function, the processes have ended, the files
     are closed, and unfinished files are removed.
@@ -49,12 +48,10 @@ def move(
         for target in targets:
             if not target.done:
                 files.create(target)
-                mover.clock.lap("writing")
                 for offset, content in ((0, target.header), *target.fixed):
                     mover.write(target, offset, np.frombuffer(content, dtype=np.uint8))
         mover.report(files.take)
         share(count, mover, files.take)
-        progress(Moved(times=mover.clock.take()))
     finally:
         mover.close()
         files.close()
@@ -75,7 +72,7 @@ class _Files:
         sums: Sums,
         targets: Sequence[TargetFile],
         finished: Callable[[TargetFile, str | None], None],
-        progress: Callable[[Moved], None],
+        progress: Callable[[int], None],
     ) -> None:
         self._options, self._sums, self._targets = options, sums, targets
         self.sources = list(sums.of)
@@ -102,7 +99,7 @@ class _Files:
                 self._write_crcs(file)
             if file.sum.is_complete:
                 self._finish(file)
-        self._progress(account.moved)
+        self._progress(account.nbytes)
 
     def _write_crcs(self, target: TargetFile) -> None:
         """Write the CRC-32s of a file's parts. A part that was written in small pieces is read once more for it."""
@@ -121,7 +118,7 @@ class _Files:
                 for offset in crc.places:
                     os.pwrite(target.descriptor, content, offset)
                     target.sum.add(offset, 4, sum_part(content, offset) if self._options.sums(target) else None)
-        self._progress(Moved(written=target.late))
+        self._progress(target.late)
 
     def _finish(self, target: TargetFile) -> None:
         with disk_errors(target.path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,6 @@ from reshard.move.jobs import Job, Options, TargetFile
 from reshard.move.reading import Bytes, Reader, Wanted, pieces
 from reshard.move.slabs import Copy, Region, Slab
 from reshard.move.steps import Stretch, Window, stretches_of, windows
-from reshard.move.times import Clock, Moved
 from reshard.move.workers import Report
 from reshard.source.source import SourceFile, SourcePlace
 from reshard.store.retries import Traffic
@@ -50,8 +50,6 @@ class Account:
     """Sums of bytes written, by the target's number."""
     nbytes: int = 0
     """Bytes written."""
-    moved: Moved = field(default_factory=Moved)
-    """The same, what was read, and the time of it."""
     traffic: Traffic = field(default_factory=Traffic)
     """What was requested of remote files."""
     runs: dict[int, list[Run]] = field(default_factory=dict)
@@ -80,11 +78,9 @@ class Mover:
         self._numbers = {file: number for number, file in enumerate(targets)}
         self._wanted: Wanted | None = frozenset()
         self._busy = mmap.mmap(-1, max(1, len(targets)))
-        self.clock = Clock()
-        self._reader = Reader(self._read if options.checksum else None, self.clock, self._sizes.piece)
+        self._reader = Reader(self._read if options.checksum else None, self._sizes.piece)
         self._account = Account()
-        self._traffic, self._bytes_read = Traffic(), 0
-        self._reported = self.clock.last
+        self._traffic, self._reported = Traffic(), time.monotonic()
         self._arena = _Arena(self._sizes.piece)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -92,8 +88,7 @@ class Mover:
 
     def __call__(self, number: int, report: Report) -> None:
         """Carry out the steps that this process draws, from its own stretch of the jobs first."""
-        self.clock.start()
-        self._send, self._reported = report, self.clock.last
+        self._send, self._reported = report, time.monotonic()
         try:
             for stretch in (*self._stretches[number:], *self._stretches[:number]):
                 for steps in self._requested(stretch.draw()):
@@ -135,7 +130,7 @@ class Mover:
                 yield from ((job.source(region.rank), region) for region in slab.reads)
 
     def _report_if_due(self) -> None:
-        if self._account.nbytes >= self._sizes.step or self.clock.last - self._reported >= SECONDS:
+        if self._account.nbytes >= self._sizes.step or time.monotonic() - self._reported >= SECONDS:
             self.report(self._send)
 
     def report(self, report: Report) -> None:
@@ -143,11 +138,8 @@ class Mover:
         account, self._account = self._account, Account()
         now = self._reader.traffic
         account.traffic, self._traffic = now.since(self._traffic), now
-        read, self._bytes_read = self._reader.nbytes - self._bytes_read, self._reader.nbytes
-        account.moved = Moved(read, account.nbytes, self.clock.take())
         report(account)
-        self.clock.lap("writing")  # without workers, this is where files are finished
-        self._reported = self.clock.last
+        self._reported = time.monotonic()
 
     def _carry_out_together(self, steps: Sequence[tuple[Job, Slab]]) -> None:
         """Move small tensors: neighbours in a file are read or written with one call."""
@@ -171,12 +163,10 @@ class Mover:
         for job, slab, read, written in ready:
             found = [span.data for span in read]
             check_slab(job, slab, found)
-            self.clock.lap("checking")
             for number, span in written:
                 block = span.data
                 for copy in slab.copies_to[number]:
                     block[copy.target_slices] = copy.block(found)
-            self.clock.lap("arranging")
         for part in filled:
             self.write(self._targets[part.key], part.begin, part.data)
 
@@ -190,7 +180,6 @@ class Mover:
             return
         read = [self._reader.read(job.source(region.rank), region, arena.take) for region in slab.reads]
         check_slab(job, slab, read)
-        self.clock.lap("checking")
         if slab.is_flat:
             self._write_flat(job, slab, read)
         else:
@@ -279,7 +268,6 @@ class Mover:
             block = arena.take(region.nbytes, at).reshape(region.shape)
             for copy in slab.copies_to[number]:
                 block[copy.target_slices] = copy.block(read)
-            self.clock.lap("arranging")
             self._write_at(job, region, 0, block.reshape(-1))
 
         ranks = [region.rank for region in slab.writes]
@@ -299,7 +287,6 @@ class Mover:
             part = None
         elif part is None or not part.fits(offset):
             part = sum_part(data, offset)
-            self.clock.lap("checking")
         position, size, view, most = 0, data.size, data.data, self._sizes.write
         try:
             while position < size:
@@ -307,11 +294,9 @@ class Mover:
                 position += os.pwrite(target.descriptor, view[position:end], offset + position)
         except OSError as error:
             raise disk_error("write", target.path, error) from error
-        self.clock.lap("writing")
         for begin, end, is_whole in parts_within(target.crcs, offset, size) if target.crcs else ():
             runs = self._account.runs.setdefault(self._numbers[target], [])
             add_run(runs, begin, view[begin - offset : end - offset], is_whole=is_whole)
-            self.clock.lap("checking")
         self._account.nbytes += size
         _sum_of(self._account.written, self._numbers[target], target.size).add(offset, size, part)
         return part

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from formats.errors import CheckpointError
 from formats.files.checksum import PIECE, Part, PartialSum, file_checksum, sum_part
 from reshard.move.slabs import Region
-from reshard.move.times import Clock
 from reshard.source.source import SourceFile, SourcePlace
 from reshard.store.retries import Traffic
 from reshard.system import disk_error
@@ -71,17 +70,15 @@ class Reader:
     """Reads regions of source files, each file opened once. What was requested of a remote file comes from ``ahead``.
 
     ``summed`` is called with file, offset, length and sum of what is read; parts of rows (``Region.wanted``) are not
-    summed. ``nbytes`` counts the bytes that were read, ``clock`` what it took to read and to sum them.
+    summed.
     """
 
     def __init__(
         self,
         summed: Callable[[SourceFile, int, int, Part], None] | None = None,
-        clock: Clock | None = None,
         piece: int = PIECE,
     ) -> None:
-        self._summed, self._clock, self._piece = summed, clock or Clock(), piece
-        self.nbytes = 0
+        self._summed, self._piece = summed, piece
         self._descriptors: dict[Path, int] = {}
         self._ahead: Ahead | None = None
 
@@ -110,7 +107,6 @@ class Reader:
                     first = row + run.offset
                     for offset, at, length in region.ranges(first, run.length):
                         self._fill(place.file, place.offset + offset, data.data[first + at : first + at + length])
-            self._clock.lap("reading")
         return data.reshape(region.shape)
 
     def request(self, wanted: Iterable[tuple[SourcePlace, Region]]) -> None:
@@ -122,12 +118,10 @@ class Reader:
     def fill(self, data: Bytes, file: SourceFile, offset: int) -> Part | None:
         """Fill ``data`` from ``offset`` of a file; returns its sum, or None without ``summed``."""
         self._fill(file, offset, data.data)
-        self._clock.lap("reading")
         if self._summed is None:
             return None
         part = sum_part(data, offset)
         self._summed(file, offset, data.size, part)
-        self._clock.lap("checking")
         return part
 
     @property
@@ -144,7 +138,6 @@ class Reader:
             self._ahead.close()
 
     def _fill(self, file: SourceFile, offset: int, view: memoryview) -> None:
-        self.nbytes += len(view)
         if file.remote is not None:
             self.ahead.fill(file, offset, view)
             return

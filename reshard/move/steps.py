@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import os
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from reshard.move.jobs import Job, Sizes, TargetFile
-from reshard.move.slabs import Copy, Region, Slab, Way
+from reshard.move.jobs import Job, Sizes
+from reshard.move.slabs import Copy, Slab, Way
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,37 +100,3 @@ def _together(jobs: Iterable[Job], most: int) -> Iterator[Sequence[Job]]:
             found, room = [], most
     if found:
         yield found
-
-
-def bytes_to_read(jobs: Sequence[Job], left: Collection[TargetFile], sizes: Sizes) -> int:
-    """The bytes of the source to read for the remaining target files."""
-    total, known = 0, dict[int, Counter[frozenset[int]]]()
-    for job in jobs:
-        way = job.transfer
-        if id(way) not in known:
-            known[id(way)] = _read_for(way, job.is_small(sizes.small), sizes.step)
-        for ranks, nbytes in known[id(way)].items():
-            if not ranks or any(job.target(rank).file in left for rank in ranks):
-                total += nbytes
-    return total
-
-
-def _read_for(way: Way, is_small: bool, step: int) -> Counter[frozenset[int]]:
-    """The bytes that are read for each set of target ranks."""
-    found = Counter[frozenset[int]]()
-    for slab in way.slabs(step):
-        if slab.is_flat and not slab.checks and not is_small:
-            for number, region in enumerate(slab.reads):
-                for window in windows([copy for copy in slab.copies if copy.source == number], region.nbytes):
-                    ranks = frozenset(slab.writes[copy.target].rank for copy in window.copies)
-                    found[ranks] += window.end - window.begin
-        else:
-            of_slab = (region.nbytes if is_small else _nbytes_read(region) for region in slab.reads)
-            found[frozenset([region.rank for region in slab.writes])] += sum(of_slab)
-    return found
-
-
-def _nbytes_read(region: Region) -> int:
-    if region.wanted is None:
-        return region.nbytes
-    return region.nbytes // region.shape[-1] * sum(run.length for run in region.wanted)

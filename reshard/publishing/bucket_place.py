@@ -63,7 +63,7 @@ class Bucket:
 
     def _ask(self, doing: str, key: str, request: Callable[[], T]) -> T:
         """The result of a request for an object. Raises CheckpointError."""
-        return ask(self._store, self.url, key, request, doing)
+        return ask(self.url, key, request, doing)
 
     def check_apart(self, location: str, remotes: Iterable[Remote]) -> None:
         """Raise CheckpointError if a source is or holds this place, or lies in it, by whatever URL.
@@ -100,7 +100,7 @@ class Bucket:
         def request() -> list[Mapping[str, Any]]:
             return [meta for metas in listing(self._store) for meta in metas]
 
-        return ask(self._store, self.url, "", request, is_first=is_first)
+        return ask(self.url, "", request, is_first=is_first)
 
     def content(self, key: str) -> bytes | None:
         """The content of a small object; None, if it is not there."""

@@ -11,13 +11,12 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from formats.errors import CheckpointError, MismatchError
 from formats.files.checkpoint import Checkpoint, open_checkpoint
 from formats.files.checksum import PIECE, PartialSum, sum_part
 from formats.files.compressed import OVERWRITE, XOR, Changes, Frame, hasher, need_zstd
-from formats.files.delta import BITS, SAME, WHOLE, Change, Delta, contents_of, read_delta
+from formats.files.delta import SAME, WHOLE, Delta, contents_of, read_delta
 from formats.files.safetensors import TensorInfo, parse_header, unit_of
 from formats.files.stamps import Stamp, check_unchanged, stamps_in, stamps_of
 from formats.store import FilePath, StoredPath, location_of
@@ -29,7 +28,7 @@ from reshard.store.remote import Read, Remote
 from reshard.store.threads import Threads
 
 STRETCH = 1 << 20
-"""So many elements are a stretch: where each begins among the places of a delta is kept. A multiple of 8."""
+"""So many elements are a stretch: where each begins among the places of a delta is kept."""
 
 _WORKERS = 4
 
@@ -37,15 +36,14 @@ _WORKERS = 4
 class Places(NamedTuple):
     """Where a delta has the changed elements of a tensor: the offsets of the places and of the values in its file.
 
-    ``unit`` are the bytes of an element, ``wide`` those of an index (0 for a bitmap). ``starts`` has the number of
-    changed elements before each stretch, and that of all.
+    ``unit`` are the bytes of an element, ``wide`` those of an index. ``starts`` has the number of changed elements
+    before each stretch, and that of all.
     """
 
     places: int
     values: int
     unit: int
     wide: int
-    elements: int
     starts: tuple[int, ...]
 
 
@@ -111,23 +109,12 @@ def _patched(offset: int, changed: Places, begin: int, end: int, base: Read, del
     low, high = first // STRETCH, -(-last // STRETCH)
     one, other = changed.starts[low], changed.starts[high]
     if other > one:
-        places = _places(changed, low, high, delta)
+        raw = delta(changed.places + one * changed.wide, changed.places + other * changed.wide)
+        places = np.frombuffer(raw, f"<i{changed.wide}").astype(np.int64)
         inside = (places >= first) & (places < last)
         values = np.frombuffer(delta(changed.values + one * unit, changed.values + other * unit), f"<u{unit}")
         content.view(f"<u{unit}")[places[inside] - first] = values[inside]
     return content.data[begin - first * unit :][: end - begin]
-
-
-def _places(changed: Places, low: int, high: int, delta: Read) -> NDArray[np.int64]:
-    """The flat indices of the changed elements of some stretches."""
-    if changed.wide:
-        one, other = changed.starts[low], changed.starts[high]
-        raw = delta(changed.places + one * changed.wide, changed.places + other * changed.wide)
-        return np.frombuffer(raw, f"<i{changed.wide}").astype(np.int64)
-    begin, end = low * STRETCH, min(high * STRETCH, changed.elements)
-    bits = np.frombuffer(delta(changed.places + begin // 8, changed.places + -(-end // 8)), np.uint8)
-    found: NDArray[np.int64] = np.flatnonzero(np.unpackbits(bits, bitorder="little")[: end - begin]) + begin
-    return found
 
 
 # --------------------------------------------------------------------------------------------------- putting together
@@ -216,16 +203,16 @@ def _pieces(
             need_zstd()
             changed = Frame(name, change.how, kept[0].offset, kept[0].offset + kept[0].nbytes, info.nbytes)
         elif change.how != SAME:
-            changed = _checked(delta, change, info, kept, files[number].open())
+            changed = _checked(info, kept, files[number].open())
         yield Piece(info.offset, end, numbers[own.file], own.offset, changed, number)
 
 
-def _checked(delta: Delta, change: Change, info: TensorInfo, own: Sequence[TensorInfo], read: Read) -> Places:
+def _checked(info: TensorInfo, own: Sequence[TensorInfo], read: Read) -> Places:
     """The places of a tensor's changes. Raises CheckpointError unless they are in order, and in the tensor."""
     places, values = own
     unit = unit_of(info.dtype)
     elements, count = info.nbytes // unit, values.nbytes // unit
-    wide = 0 if change.how == BITS else places.nbytes // count if count else 4
+    wide = places.nbytes // count if count else 4
     counts = np.zeros(-(-elements // STRETCH) + 1, np.int64)
 
     def refuse(why: str) -> CheckpointError:
@@ -234,20 +221,14 @@ def _checked(delta: Delta, change: Change, info: TensorInfo, own: Sequence[Tenso
     last = -1
     for begin in range(0, places.nbytes, PIECE):
         raw = read(places.offset + begin, places.offset + min(begin + PIECE, places.nbytes))
-        if wide:
-            found = np.frombuffer(raw, f"<i{wide}").astype(np.int64)
-            if found[0] <= last or (np.diff(found) <= 0).any():
-                raise refuse("is not in ascending order")
-            last = int(found[-1])
-        else:
-            found = np.flatnonzero(np.unpackbits(np.frombuffer(raw, np.uint8), bitorder="little")) + begin * 8
-        if found.size and (found[0] < 0 or found[-1] >= elements):
-            raise refuse(f"has an element {max(int(found[-1]), -int(found[0]))} of {elements}")
+        found = np.frombuffer(raw, f"<i{wide}").astype(np.int64)
+        if found[0] <= last or (np.diff(found) <= 0).any():
+            raise refuse("is not in ascending order")
+        last = int(found[-1])
+        if found[0] < 0 or last >= elements:
+            raise refuse(f"has an element {max(last, -int(found[0]))} of {elements}")
         counts[1:] += np.bincount(found // STRETCH, minlength=counts.size - 1)
-    starts = np.cumsum(counts)
-    if starts[-1] != count:
-        raise refuse(f"has {starts[-1]} places for {count} values")
-    return Places(places.offset, values.offset, unit, wide, elements, tuple(starts.tolist()))
+    return Places(places.offset, values.offset, unit, wide, tuple(np.cumsum(counts).tolist()))
 
 
 def _check_sums(base: _Base, delta: Delta, made: Mapping[str, PatchedFile]) -> None:

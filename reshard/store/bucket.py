@@ -108,16 +108,16 @@ def _entries(store: ObjectStore, url: str) -> Mapping[str, _Entry]:
 
     if isinstance(store, HTTPStore):
         return _by_name(store, url)
-    found = ask(store, url, "", lambda: [meta for metas in listing(store) for meta in metas], is_first=True)
+    found = ask(url, "", lambda: [meta for metas in listing(store) for meta in metas], is_first=True)
     return {meta["path"]: _entry(meta) for meta in found}
 
 
 def _progress(store: ObjectStore, entries: Iterable[str], url: str) -> str:
     """The progress of all writers, from their journals, as a suffix: ``: part-0-of-4 has 3 of its 8 files``."""
     done: dict[str, tuple[set[str], int]] = {}
-    owner = document_of(ask(store, url, UNFINISHED, partial(_content, store, UNFINISHED))).get("task")
+    owner = document_of(ask(url, UNFINISHED, partial(_content, store, UNFINISHED))).get("task")
     for key in (key for key in entries if key.startswith(JOURNAL)):
-        journal = document_of(ask(store, url, key, partial(_content, store, key)))
+        journal = document_of(ask(url, key, partial(_content, store, key)))
         if journal.get("task") != owner:
             continue
         with suppress(ValueError, KeyError, TypeError):
@@ -144,7 +144,7 @@ def _by_name(store: ObjectStore, url: str) -> Mapping[str, _Entry]:
 
     def names_in(file: str) -> set[str]:
         try:
-            return _named(json.loads(ask(store, url, file, lambda: _content(store, file)) or b""))
+            return _named(json.loads(ask(url, file, lambda: _content(store, file)) or b""))
         except ValueError as error:
             raise explain(error, f"{redacted(url).rstrip('/')}/{file}") from None
 
@@ -180,7 +180,7 @@ def _heads(store: ObjectStore, names: Iterable[str], url: str) -> dict[str, _Ent
             return None
 
     with Threads(_REQUESTS) as threads:
-        found = threads.map(lambda file: ask(store, url, file, lambda: look(file), is_first=True), names)
+        found = threads.map(lambda file: ask(url, file, lambda: look(file), is_first=True), names)
         return dict(each for each in found if each is not None)
 
 
@@ -201,7 +201,7 @@ def _copy(store: ObjectStore, names: Iterable[str], folder: Path, url: str) -> N
                 for chunk in get(store, file).stream():
                     opened.write(chunk)
 
-        ask(store, url, file, request)
+        ask(url, file, request)
 
     with Threads(_REQUESTS) as threads:
         threads.map(copy, names)

@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -114,8 +113,7 @@ class StoredFile(Remote):
         store = open_store(self.store, once=True)
 
         def read(start: int, stop: int) -> memoryview:
-            url = partial(signed, store, self.store, self.key)
-            return _read(store, self.key, start, stop, self.etag, self.address, url)
+            return _read(store, self.key, start, stop, self.etag, self.address)
 
         return read
 
@@ -148,21 +146,18 @@ class HubFile(Remote):
         """Connect; the first read asks the Hub where the file lies."""
         lock = threading.Lock()
         found: list[ObjectStore] = []
-        at: list[str] = []
 
         def located(refused: ObjectStore | None) -> ObjectStore:
             with lock:
                 if not found or found[-1] is refused:
-                    url, store = self._located()
-                    at.append(url)
-                    found.append(store)
+                    found.append(self._located())
                 return found[-1]
 
         def read(start: int, stop: int) -> memoryview:
             store = located(None)
             for _ in range(_ADDRESSES):
                 try:
-                    return _read(store, "", start, stop, None, self.address, lambda: at[-1])
+                    return _read(store, "", start, stop, None, self.address)
                 except RefusedError:  # the address has expired
                     store = located(store)
             raise RefusedError(
@@ -172,8 +167,8 @@ class HubFile(Remote):
 
         return read
 
-    def _located(self) -> tuple[str, ObjectStore]:
-        """The address of the content, and the store that it makes."""
+    def _located(self) -> ObjectStore:
+        """The store at the address of the content."""
         from huggingface_hub import get_hf_file_metadata, hf_hub_url
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
@@ -181,7 +176,7 @@ class HubFile(Remote):
         location = get_hf_file_metadata(url, token=self.token, library_name="reshard").location
         ours = location.partition("?")[0] == url.partition("?")[0]
         headers = build_hf_headers(token=self.token, library_name="reshard") if ours else {}
-        return location, open_store(location, headers, once=True)
+        return open_store(location, headers, once=True)
 
 
 class RefusedError(CheckpointError):
@@ -246,9 +241,7 @@ def _profiles() -> Iterator[Path]:
         yield Path(os.environ.get(variable) or f"~/.aws/{name}").expanduser()
 
 
-def _read(
-    store: ObjectStore, key: str, start: int, stop: int, etag: str | None, address: str, url: Callable[[], str | None]
-) -> memoryview:
+def _read(store: ObjectStore, key: str, start: int, stop: int, etag: str | None, address: str) -> memoryview:
     from obstore import get
 
     # a weak etag cannot be asked for
@@ -259,7 +252,7 @@ def _read(
         return answer.bytes(), etag_of(answer.meta)
 
     try:
-        found, there = patiently(request, url)
+        found, there = patiently(request)
     except Exception as error:
         raise explain(error, address) from None
     if etag and there and there != etag:
@@ -273,21 +266,6 @@ def etag_of(meta: Mapping[str, Any]) -> str | None:
     """The etag of an object as HTTP has it, in quotes: Azure's lists leave them out."""
     etag = meta.get("e_tag")
     return etag if not etag or etag.endswith('"') else f'"{etag}"'
-
-
-def signed(store: ObjectStore, url: str, key: str) -> str | None:
-    """An address of an object that any client may read for a minute; None if there is none."""
-    from obstore import sign
-    from obstore.store import HTTPStore
-
-    if isinstance(store, HTTPStore):
-        base, mark, query = url.partition("?")
-        return f"{base.rstrip('/')}/{key}{mark}{query}"
-    try:
-        make: Callable[..., str] = sign
-        return make(store, "GET", key, timedelta(seconds=60))
-    except Exception:  # a store without credentials
-        return None
 
 
 def _replaced(address: str) -> MismatchError:
@@ -321,9 +299,7 @@ def first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-def ask(
-    store: ObjectStore, url: str, key: str, request: Callable[[], T], doing: str = "reading", *, is_first: bool = False
-) -> T:
+def ask(url: str, key: str, request: Callable[[], T], doing: str = "reading", *, is_first: bool = False) -> T:
     """The result of a request for an object of a store (without ``key``: for the store itself), repeated until it
     succeeds.
 
@@ -331,7 +307,7 @@ def ask(
     """
     seconds = min(patience(), _FIRST_PATIENCE) if is_first else None
     try:
-        return patiently(request, lambda: signed(store, url, key), seconds)
+        return patiently(request, seconds)
     except Exception as error:
         if isinstance(error, OSError) and error.errno is not None:  # of this machine's disk
             raise

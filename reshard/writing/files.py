@@ -4,23 +4,40 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from reshard.move.engine import move
 from reshard.move.jobs import Job, Options, TargetFile, TargetPlace
 from reshard.move.moves import jobs_of
 from reshard.move.reading import Sums
-from reshard.move.times import Times
 from reshard.publishing.journal import Finished, Read
 from reshard.publishing.staging import Staging
 from reshard.source.source import SourceFile
 from reshard.store.retries import Traffic
 from reshard.writing.outputs import Output
-from reshard.writing.progress import Count, Progress
 from reshard.writing.shard_files import NewFile
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
+
+
+class State(NamedTuple):
+    """How far a split or merge is."""
+
+    written: int
+    """Bytes written to the weight files by this run and those before."""
+    to_write: int
+    """The size of all these files."""
+    again: int
+    """The requests that were made again."""
+
+
+Progress = Callable[[State], None]
+
+
+def no_progress(state: State) -> None:
+    """Show no progress."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +53,6 @@ class Written:
     """When it began (``time.monotonic``)."""
     moving: float
     """Seconds of moving bytes."""
-    times: Times
-    """What the processes did meanwhile."""
 
 
 def write_files(new: Output, staging: Staging, options: Options, progress: Progress) -> Written:
@@ -56,7 +71,12 @@ def write_files(new: Output, staging: Staging, options: Options, progress: Progr
     mine = {target: file for target, file in targets.items() if file.name in staging.share.files}
     total = sum(file.size for file in mine.values())
     todo = sum(file.size for file in mine.values() if file.name not in staging.finished)
-    count = Count(jobs, options.sizes, total - todo, total, progress)
+    written, traffic = total - todo, Traffic()
+
+    def moved(nbytes: int) -> None:
+        nonlocal written
+        written += nbytes
+        progress(State(written, total, traffic.again + sums.traffic.again))
 
     def finished(target: TargetFile, checksum: str | None) -> None:
         number = numbers[target]
@@ -71,13 +91,12 @@ def write_files(new: Output, staging: Staging, options: Options, progress: Progr
         sums = Sums(source.files.values())  # bytes that files of two batches want are read, and summed, twice
         for each, file in targets.items():
             each.done = file.name not in batch or file.name in staging.finished
-        count.begin((each for each, file in mine.items() if file.name not in staging.finished), sums)
         start = time.monotonic()
-        move(jobs, sums, [*targets], options, finished=finished, progress=count)
+        move(jobs, sums, [*targets], options, finished=finished, progress=moved)
         moving += time.monotonic() - start
-        count.end()
+        traffic = traffic.plus(sums.traffic)
     read = [job.name for job in jobs] if source.format is None else None
-    return Written(todo, count.traffic, sums, source.files_of(read), began, moving, count.moved.times)
+    return Written(todo, traffic, sums, source.files_of(read), began, moving)
 
 
 def _jobs(new: Output, targets: Iterable[TargetFile]) -> list[Job]:

@@ -25,9 +25,8 @@ from reshard.store.selection import is_url
 from reshard.store.staging_names import tidy
 from reshard.text import human_bytes, plural
 from reshard.version import __version__
-from reshard.writing.files import write_files
+from reshard.writing.files import Progress, no_progress, write_files
 from reshard.writing.outputs import Output
-from reshard.writing.progress import Progress, no_progress
 from reshard.writing.publishing import publish
 from reshard.writing.summary import Summary, done
 

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from formats.mesh import Mesh
 from reshard.launcher import Share
-from reshard.move.times import Times
 from reshard.store.staging_names import staging_of
 from reshard.text import Result, human_bytes, plural
 from reshard.writing.files import Written
@@ -20,9 +19,7 @@ LONG = 1.0
 
 
 class Spent(NamedTuple):
-    """Where the time went, in seconds. ``processes`` divides the time that the processes, added together, took to move
-    bytes.
-    """
+    """Where the time went, in seconds."""
 
     opening: float
     """Opening the source, with any download of it, and planning."""
@@ -30,7 +27,6 @@ class Spent(NamedTuple):
     """Reading and writing weight files."""
     publishing: float
     """All that comes after that, and uploading."""
-    processes: Times
 
 
 @dataclass(frozen=True, repr=False)
@@ -81,32 +77,20 @@ class Summary(Result):
         lines = [_paragraph(self)]
         if self.load is not None and self.complete:
             lines.append(f"Load it: {self.load}")
-        if self.spent is not None and sum(self.spent[:3]) >= LONG:
-            lines.append(time_text(self))
+        if self.spent is not None and sum(self.spent) >= LONG:
+            opening, moving, publishing = self.spent
+            lines.append(f"Time: opening {opening:.1f} s, moving {moving:.1f} s, publishing {publishing:.1f} s.")
         return "\n".join(lines)
 
 
 def done(summary: Summary, written: Written, *, complete: bool, began: float) -> Summary:
     """The summary of a run that has ended, and had begun at this time (``time.monotonic``)."""
     traffic, opening = written.traffic, written.began - began
-    spent = Spent(opening, written.moving, time.monotonic() - began - opening - written.moving, written.times)
+    spent = Spent(opening, written.moving, time.monotonic() - began - opening - written.moving)
     return replace(
         summary, written=written.nbytes, complete=complete, fetched=traffic.fetched,
         tried_again=summary.tried_again + traffic.again, spent=spent,
     )  # fmt: skip
-
-
-def time_text(summary: Summary) -> str:
-    """One line: the seconds of each phase, and what the processes did while bytes were moved."""
-    spent = summary.spent
-    assert spent is not None
-    reading = "waiting for the source" if summary.fetched else "reading"
-    shares = {reading if what == "reading" else what: value for what, value in spent.processes._asdict().items()}
-    total = sum(shares.values())
-    text = f"Time: opening {spent.opening:.1f} s, moving {spent.moving:.1f} s"
-    if total:
-        text += f" ({', '.join(f'{what} {value / total:.0%}' for what, value in shares.items())})"
-    return f"{text}, publishing {spent.publishing:.1f} s."
 
 
 def _paragraph(summary: Summary) -> str:
@@ -117,7 +101,7 @@ def _paragraph(summary: Summary) -> str:
         return f"Of {plural(summary.mesh.size, 'rank')} none is left to write for this process: {_where(summary)}."
     parts = [summary.headline]
     if summary.spent is not None:
-        seconds = sum(summary.spent[:3])
+        seconds = sum(summary.spent)
         parts[0] += f", in {seconds:.2f} s"
         # with little data this is the time of starting, with a Hub id that of the download
         if summary.written >= 100_000_000 and Path(summary.source).exists():

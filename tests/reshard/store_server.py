@@ -53,7 +53,7 @@ class StoreServer:
         self.always: Callable[[Any], bool] | None = None
         self.denied = False
         self.busy_until = 0.0
-        """By ``time.time()``; until then every request is answered with 503 and the seconds that are left."""
+        """By ``time.time()``; until then every request is answered with 503."""
         self.refused = 0
         """The requests that were answered so."""
         self.before_put: Callable[[str], None] | None = None
@@ -178,7 +178,7 @@ class _Handler(BaseHTTPRequestHandler):
         left = self.store.busy_until - time.time()
         if left > 0:
             self.store.refused += 1
-            self.reply(503, {"Retry-After": str(-int(-left // 1))}, b"<Error/>")
+            self.reply(503, {}, b"<Error/>")
         return left > 0
 
     def list(self, prefix: str) -> None:

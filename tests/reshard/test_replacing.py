@@ -601,12 +601,10 @@ def test_an_output_of_several_processes_says_whose_it_is(checkpoint: Path, tmp_p
     assert not list((tmp_path / "out").glob(".*"))
 
 
-# --- a server that asks to be left alone -----------------------------------------------------------------------------
+# --- a busy server ----------------------------------------------------------------------------------------------------
 
 
-def test_opening_and_uploading_wait_for_as_long_as_the_server_asks(
-    store: StoreServer, access: Cache, checkpoint: Path
-) -> None:
+def test_opening_and_uploading_wait_for_a_busy_server(store: StoreServer, access: Cache, checkpoint: Path) -> None:
     def busy(key: str) -> None:
         if key.endswith((UNFINISHED, "config.json")) and store.refused < 6:
             store.busy_until = time.time() + 1
@@ -614,7 +612,7 @@ def test_opening_and_uploading_wait_for_as_long_as_the_server_asks(
     store.busy_until, store.before_put = time.time() + 1, busy
     begun = retries.tried_again()
     split(checkpoint, URL, tp=2, **access)
-    assert 3 <= store.refused <= 9  # each time a request or a few, and one that asks how long
+    assert store.refused >= 3
     assert retries.tried_again() > begun
 
 

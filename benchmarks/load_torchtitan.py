@@ -208,6 +208,9 @@ def _held(model: torch.nn.Module, folder: Path) -> list[str]:
     reader = dcp.FileSystemReader(folder)
     _load_state_dict(whole, reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
     found = {own.name: tensor for own, tensor in held(model)}
+    names = {id(each): name for name, each in model.named_parameters()}
+    tied = {name: names[id(each)] for name, each in model.named_parameters(remove_duplicate=False)}
+    found |= {name: found[first] for name, first in tied.items() if first in found}
     return [f"'{key}' is held otherwise" for key in found.keys() | whole.keys() if key not in found or key not in whole
             or not torch.equal(found[key], whole[key])]  # fmt: skip
 

@@ -33,7 +33,11 @@ STAGES = BASES / "stages.toml"
 
 def load_architecture(path: Path) -> Architecture:
     """Read an architecture file, with its bases. Raises PlanError that names the file and the line at fault."""
-    document = read_document(path)
+    return architecture_of(read_document(path), path)
+
+
+def architecture_of(document: Mapping[str, Any], path: Path) -> Architecture:
+    """The architecture of a file's parsed form, with its bases. Raises PlanError."""
     own = document.get("tensors")
     architecture = architecture_from_document(_with_stages(with_bases(document, path)), path.stem, str(path))
     return replace(architecture, inherited=frozenset(architecture.tensors.keys() - set(own or ())))

@@ -240,11 +240,11 @@ def _write_draft(request: PlanRequest, file: Path) -> None:
 
     draft = draft_of(find(request.source, dataclasses.replace(request, quiet=True), Weights.HEADERS))
     _write_new(file, draft.text, "--draft")
-    count, degrees = plural(len(draft.model.architecture.tensors), "rule"), valid_degrees(draft.model)
+    degrees = valid_degrees(draft.model)
     possible = ", ".join(map(str, degrees[:12])) if degrees != [1] else "1 alone: it splits nothing"
     print_note(
-        f"Wrote a draft of {count} to {file}, {draft.checks} of its lines marked CHECK. It allows the degrees "
-        f"{possible}. Check it, split with --plan {file}, and let 'reshard verify' decide."
+        f"Wrote a draft to {file}: the rules of '{draft.base}', and {plural(draft.checks, 'line')} marked CHECK. It "
+        f"allows the degrees {possible}. Check it, split with --plan {file}, and let 'reshard verify' decide."
     )
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import zlib
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from isal.isal_zlib import crc32
 
 from formats.files.checksum import sum_part
 from reshard.move.crc import joined
@@ -113,7 +113,7 @@ class _Files:
                 if value is None:
                     value = 0
                     for begin in range(crc.begin, crc.end, piece):
-                        value = zlib.crc32(os.pread(target.descriptor, min(piece, crc.end - begin), begin), value)
+                        value = crc32(os.pread(target.descriptor, min(piece, crc.end - begin), begin), value)
                 content = value.to_bytes(4, "little")
                 for offset in crc.places:
                     os.pwrite(target.descriptor, content, offset)

@@ -14,18 +14,10 @@ import pytest
 from formats.files.checksum import Crc
 from reshard.api import split
 from reshard.move import crc as crcs
-from reshard.move.crc import SMALLEST, Run, add_run, combined, joined, parts_within
+from reshard.move.crc import SMALLEST, Run, add_run, joined, parts_within
 from reshard.move.jobs import Sizes
 from tests.marks import thorough
 from tests.support import LLAMA, write_checkpoint
-
-
-@pytest.mark.parametrize(
-    "lengths", [(0, 0), (0, 5), (5, 0), (1, 1), (3, 70_000), (70_000, 3), (1 << 20, (1 << 20) + 7)]
-)
-def test_two_pieces(lengths: tuple[int, int]) -> None:
-    first, second = (os.urandom(length) for length in lengths)
-    assert combined(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
 
 
 def test_pieces_in_any_order() -> None:

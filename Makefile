@@ -61,7 +61,7 @@ engines: .venv/ready $(ENGINES)/vllm/ready $(ENGINES)/megatron/ready $(ENGINES)/
 		--python $(ENGINES)/megatron/bin/python --faults
 	$(BIN)/python -m benchmarks.live_megatron --python $(ENGINES)/megatron/bin/python
 	$(BIN)/python -m benchmarks.engines $(ENGINES)/megatron-0.19.jsonl --engine megatron \
-		--python $(ENGINES)/megatron-0.19/bin/python --faults
+		--python $(ENGINES)/megatron-0.19/bin/python --faults --without deepseek_v3-mtp:megatron-legacy
 	$(BIN)/python -m benchmarks.live_megatron --python $(ENGINES)/megatron-0.19/bin/python
 	$(BIN)/python -m benchmarks.engines $(ENGINES)/vllm.jsonl --python $(ENGINES)/vllm/bin/python --faults
 	$(BIN)/python -m benchmarks.serve --python $(ENGINES)/vllm/bin/python

@@ -288,6 +288,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=[*ENGINE_CASES], default="vllm")
     parser.add_argument("--python", required=True, help="the python of the engine's environment")
     parser.add_argument("--models", help="default: all")
+    parser.add_argument("--without", default="", help="a model and a format that this version names otherwise")
     parser.add_argument("--faults", action="store_true")
     parser.add_argument("--write", action="store_true", help="put the tables into docs/explanation/measurements.md")
     arguments = parser.parse_args()
@@ -299,6 +300,7 @@ def main() -> None:
         case
         for case in ENGINE_CASES[arguments.engine]
         if (arguments.faults or not case.fault) and (not arguments.models or case.model in arguments.models.split(","))
+        if arguments.without != f"{case.model}:{case.format}"
     ]
     with tempfile.TemporaryDirectory(prefix="reshard-engines-") as folder, file.open("a") as kept:
         runs = Runs(Path(folder), EngineOptions(arguments.engine, python=arguments.python))

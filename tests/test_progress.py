@@ -22,8 +22,7 @@ from reshard.move.slabs import Copy
 from reshard.move.times import Moved, Times
 from reshard.store.retries import Traffic
 from reshard.writing import summary
-from reshard.writing.progress import Count, State
-from reshard.writing.summary import Spent, Summary
+from reshard.writing.summary import Count, Spent, State, Summary
 from tests.support import command, contents, write_checkpoint
 
 
@@ -174,7 +173,7 @@ def test_the_line_says_what_the_processes_waited_for() -> None:
 
 def test_batches_of_files_read_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is uploaded is written a few files at a time, and what two batches need is read twice."""
-    monkeypatch.setattr("reshard.writing.progress.bytes_to_read", lambda jobs, left, sizes: 7)
+    monkeypatch.setattr("reshard.writing.summary.bytes_to_read", lambda jobs, left, sizes: 7)
     seen: list[State] = []
     count = Count([], Sizes(), 10, 30, seen.append)
     for again in (1, 2):
@@ -217,7 +216,7 @@ def test_each_second_counts_for_what_it_was_needed_for(
         at_the_end.clear()
 
     at_the_end, write = list[TargetFile](), _Files._write_crcs
-    monkeypatch.setattr("reshard.writing.files.move", move_files)
+    monkeypatch.setattr("reshard.writing.rewrite.move", move_files)
     monkeypatch.setattr(_Files, "_write_crcs", write_crcs)
 
     takes("os.preadv", "reading", 1.0)

@@ -15,7 +15,7 @@ from reshard.cli.printing import print_note
 from reshard.text import human_bytes, human_seconds, plural
 
 if TYPE_CHECKING:
-    from reshard.writing.progress import State
+    from reshard.writing.summary import State
 
 INTERVAL = 60.0
 """Seconds between two plain lines."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from formats.errors import CheckpointError
+from formats.notation.format import HUGGING_FACE
+from reshard.mesh.plan import make_plan
 from reshard.source.access import open_any
-from reshard.writing.full_checkpoint import FullCheckpoint
-from reshard.writing.rewrite import WriteRequest, begun, place_of, rewrite
+from reshard.source.source import UNSPLIT
+from reshard.writing.output import Output
+from reshard.writing.rewrite import WriteRequest, rewrite, start
 from reshard.writing.summary import Summary
 
 
@@ -17,12 +20,12 @@ def merge(request: WriteRequest) -> Summary:
     full checkpoint in safetensors only with ``patch``, ``dequantize`` or ``adapter``. Raises ReshardError; ``out``
     exists only if it is complete.
     """
-    start, place = begun(), place_of(request.out, request.cache_dir)
-    opened = open_any(request.source, request)
-    is_full = opened.checkpoint is not None and all(file.header is not None for file in opened.files.values())
+    began, opened = start(request), open_any(request.source, request)
+    is_full = not opened.is_split and all(file.header is not None for file in opened.files.values())
     if is_full and not (request.deltas or request.dequantize or request.adapter is not None):
         raise CheckpointError(
             f"{request.source} is a full checkpoint, there is nothing to merge",
             "give the folder that 'reshard split' wrote",
         )
-    return rewrite(FullCheckpoint(opened, request.max_shard_size), place, start, request)
+    plan = make_plan(opened.model, UNSPLIT)
+    return rewrite(Output(opened, plan, HUGGING_FACE, request.max_shard_size), began, request)

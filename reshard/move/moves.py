@@ -14,6 +14,7 @@ from functools import cached_property, partial
 from formats.errors import PlanError
 from formats.files.safetensors import DTYPE_BITS, tensor_bytes
 from formats.files.sharded import KEPT
+from formats.notation.format import HUGGING_FACE
 from reshard.mesh.plan import make_plan
 from reshard.move.changes import Regrid, Restate
 from reshard.move.elements import Change
@@ -39,8 +40,7 @@ def jobs_of(source: Source, target: Arrangement, places: TargetPlaces, *, compar
     ``compare`` only one of several replicas is read. Raises PlanError if an atom cannot go from source to target.
     """
     here, there = same_atoms(source.arrangement, target)
-    format = source.format if source.manifest is None else None
-    moves = _Moves(compare=compare, zeros=format is None or not format.padding.free)
+    moves = _Moves(compare=compare, zeros=source.manifest is not None or not source.format.padding.free)
     kept = _Kept(source, there, places)
     check_atoms(here, there)
     ranks_of: dict[tuple[Geometry, int], frozenset[int]] = {}
@@ -176,7 +176,7 @@ class _Kept:
     def _whole(self) -> Arrangement:
         """All tensors as Hugging Face has them, on one rank, in the parts of the target's."""
         plan = make_plan(self._target.plan.model, UNSPLIT, padding={})
-        return same_atoms(arrangement_of(plan, None), self._target)[0]
+        return same_atoms(arrangement_of(plan, HUGGING_FACE), self._target)[0]
 
     @property
     def atoms(self) -> Mapping[Atom, Placed]:
@@ -189,7 +189,7 @@ class _Kept:
         if info is None:
             raise PlanError(
                 f"{self._source.path} does not have the bits of tensor '{atom.tensor}', which the format "
-                f"'{self._source.format.name if self._source.format else ''}' does not store as they are",
+                f"'{self._source.format.name}' does not store as they are",
                 f"'reshard split' keeps them beside the shards, in {KEPT}; another program does not",
             )
         place = SourcePlace(self._source.files[info.file], info.offset + placed.first(0))

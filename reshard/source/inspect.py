@@ -153,7 +153,7 @@ def _take_source(report: Report, source: Source) -> None:
     if source.training is not None:  # what a program saves beside tensors counts, too
         sizes = [*source.training.found.files.values()]
     report.files, report.nbytes = len(sizes), sum(sizes)
-    recorded = source.manifest.source.files if source.manifest is not None and source.format is None else ()
+    recorded = source.manifest.source.files if source.manifest is not None and source.format.plain else ()
     if source.checkpoint is not None:
         report.format = "safetensors" if all(file.header for file in source.checkpoint.files) else "PyTorch .bin"
         _take_type(report, source.checkpoint.config)
@@ -174,7 +174,7 @@ def _take_source(report: Report, source: Source) -> None:
         _take_identity(report, source.sharded.identity)
     if source.training is None:
         report.ranks_present = tuple(range(len(source.ranks)))
-    if source.format is not None:
+    if not source.format.plain:
         report.format, report.loaded_by = source.format.name, source.format.loading.program
         report.any_mesh, report.beside = source.format.container.chunks, source.left_behind
         report.load = source.format.loading.command_of(report.path, plan.mesh)

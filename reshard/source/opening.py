@@ -26,6 +26,7 @@ from formats.notation.adapters import SETTINGS, settings_of
 from formats.notation.architecture import Architecture
 from formats.notation.architecture_document import architecture_from_document
 from formats.notation.architecture_files import find_architecture, load_architecture
+from formats.notation.format import HUGGING_FACE, OWN
 from formats.store import FilePath, name_in
 from reshard.mesh.finer_blocks import with_blocks
 from reshard.mesh.plan import Plan, make_plan
@@ -83,7 +84,7 @@ def _open_full(
     side_files = {name_in(file, path): file for file in checkpoint.side_files}
     return Source(
         path, plan, model, tuple(tensors), (tensors,), files, made | side_files | made, checkpoint, None,
-        stamps_of(used, path, stamps),
+        stamps_of(used, path, stamps), HUGGING_FACE,
     )  # fmt: skip
 
 
@@ -143,7 +144,7 @@ def _open_sharded(sharded: ShardedCheckpoint, plan_file: Path | None, stamps: Ma
     side_files = {name_in(file, path): file for file in sharded.side_files}
     source = Source(
         path, plan, model, names, ranks, files, side_files, None, sharded,
-        stamps_of(used, path, stamps), manifest=manifest,
+        stamps_of(used, path, stamps), OWN, manifest=manifest,
     )  # fmt: skip
     if plan_digest(source.rules) != identity.plan:
         raise MismatchError(

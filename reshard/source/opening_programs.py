@@ -77,7 +77,7 @@ def states_of(source: Source) -> Iterator[tuple[Affix, Source]]:
     Its tensors have the names of the model's. Raises CheckpointError, MismatchError and PlanError.
     """
     training, format = source.training, source.format
-    if training is None or format is None:
+    if training is None:
         return
     architecture, config = source.model.architecture, source.model.config
     for affix, names in training.parts.states.items():

@@ -118,8 +118,7 @@ class Source:
     checkpoint: Checkpoint | None
     sharded: ShardedCheckpoint | None
     stamps: Mapping[FilePath, Stamp]
-    format: Format | None = None
-    """The format, if another program's."""
+    format: Format
     kept: Mapping[str, TensorInfo] = field(default_factory=dict)
     """The tensors in ``KEPT``."""
     manifest: Manifest | None = None
@@ -252,9 +251,9 @@ class Source:
         document["tensors"] = {name: rule for name, rule in document["tensors"].items() if name in used}
         return document
 
-    def manifest_rules(self, format: str | None) -> dict[str, Any]:
+    def manifest_rules(self, format: Format) -> dict[str, Any]:
         """The rules as in a manifest of a format: all of them, if names there do not say which tensor each is of."""
-        if self.record.files or format is None:
+        if self.record.files or format.plain:
             return self.rules
         document, derived = to_document(self.model.architecture), self.model.architecture.derived
         return document | {"tensors": {name: rule for name, rule in document["tensors"].items() if name not in derived}}

@@ -1,19 +1,69 @@
-"""What a split or merge did, and where the time went."""
+"""How far a split or merge is; what it did, and where the time went."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from formats.mesh import Mesh
 from reshard.launcher import Share
-from reshard.move.times import Times
+from reshard.move.jobs import Job, Sizes, TargetFile
+from reshard.move.reading import Sums
+from reshard.move.steps import bytes_to_read
+from reshard.move.times import Moved, Times
+from reshard.store.retries import Traffic
 from reshard.store.staging_names import staging_of
 from reshard.text import Result, human_bytes, plural
-from reshard.writing.files import Written
+
+
+class State(NamedTuple):
+    """How far a split or merge is, in bytes, and the number of requests that were made again."""
+
+    read: int
+    """Read by this run of the source's tensors."""
+    to_read: int
+    """All that this run reads of them; 0 until it reads."""
+    written: int
+    """Written to the weight files by this run and those before."""
+    to_write: int
+    """The size of all these files."""
+    again: int
+
+
+Progress = Callable[[State], None]
+
+
+def no_progress(state: State) -> None:
+    """Show no progress."""
+
+
+class Count:
+    """Counts what the engine moves, and passes it on: ``written`` of ``to_write`` bytes were there before."""
+
+    def __init__(self, jobs: Sequence[Job], sizes: Sizes, written: int, to_write: int, progress: Progress) -> None:
+        self._jobs, self._sizes, self._progress = jobs, sizes, progress
+        self._state, self.moved, self.traffic = State(0, 0, written, to_write, 0), Moved(), Traffic()
+
+    def begin(self, left: Iterable[TargetFile], sums: Sums) -> None:
+        """Begin to move the files that are left. ``sums`` takes what is read, and what is requested for that."""
+        self._left, self._sums, self._before = frozenset(left), sums, self.moved.read
+        self._state = self._state._replace(to_read=0)
+
+    def __call__(self, now: Moved) -> None:
+        """Add what was moved."""
+        read, to_read, written, to_write, _ = self._state
+        if not to_read and now.read:  # the processes are at work by now, and this one waits for them
+            to_read = self._before + bytes_to_read(self._jobs, self._left, self._sizes)
+        self.moved, again = self.moved.plus(now), self.traffic.again + self._sums.traffic.again
+        self._state = State(read + now.read, to_read, written + now.written, to_write, again)
+        self._progress(self._state)
+
+    def end(self) -> None:
+        """Take in what was requested."""
+        self.traffic = self.traffic.plus(self._sums.traffic)
+
 
 LONG = 1.0
 """Seconds of a run that is worth a line on where the time went."""
@@ -84,16 +134,6 @@ class Summary(Result):
         if self.spent is not None and sum(self.spent[:3]) >= LONG:
             lines.append(time_text(self))
         return "\n".join(lines)
-
-
-def done(summary: Summary, written: Written, *, complete: bool, began: float) -> Summary:
-    """The summary of a run that has ended, and had begun at this time (``time.monotonic``)."""
-    traffic, opening = written.traffic, written.began - began
-    spent = Spent(opening, written.moving, time.monotonic() - began - opening - written.moving, written.times)
-    return replace(
-        summary, written=written.nbytes, complete=complete, fetched=traffic.fetched,
-        tried_again=summary.tried_again + traffic.again, spent=spent,
-    )  # fmt: skip
 
 
 def time_text(summary: Summary) -> str:

@@ -17,8 +17,8 @@ from reshard.api import load, merge, split
 from reshard.publishing.staging import Staging
 from reshard.source.inspect import inspect
 from reshard.store.staging_names import STATE
-from reshard.writing import files as writing
 from reshard.writing import publishing
+from reshard.writing import rewrite as writing
 from tests.marks import thorough
 from tests.support import change_tensor, contents, without_manifest, without_sums, write_checkpoint
 

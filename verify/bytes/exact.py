@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from formats.errors import CheckpointError, PlanError, ReshardError
+from formats.notation.format import OWN
 from formats.store import FilePath
 from reshard.mesh.finer_blocks import with_blocks
 from reshard.mesh.plan import Plan, make_plan
@@ -61,15 +62,15 @@ def compare(
     in another program's format, or if a file cannot be read.
     """
     if original.is_split:
-        what = f"in the format {original.format.name}" if original.format is not None else "split itself"
+        what = "split itself" if original.format.plain else f"in the format {original.format.name}"
         raise CheckpointError(
             f"{original.path} is {what}: it cannot be the original",
             f"give the full checkpoint first, then the shards; 'reshard merge {original.path} OUT' makes one",
         )
-    of_program = shards.format is not None
+    plain = shards.format.plain
     try:
-        arrangement = shards.arrangement if of_program else arrangement_of(_planned(original, shards), None)
-        found = (ProgramStructure if of_program else OwnStructure)(original, shards, arrangement)
+        arrangement = arrangement_of(_planned(original, shards), OWN) if plain else shards.arrangement
+        found = (OwnStructure if plain else ProgramStructure)(original, shards, arrangement)
         found.check()
         sums = folder.begun_sums(original, shards)
         files = Files(original, shards, sums=sums)
@@ -84,7 +85,7 @@ def compare(
         report = replace(report, mesh="of no stated mesh", ranks=None)
     return replace(
         report,
-        format=shards.format.name if shards.format is not None else None,
+        format=None if plain else shards.format.name,
         is_listed=shards.beside is not None,
         missing=tuple(found.missing),
         extra=tuple(found.extra),

@@ -197,7 +197,7 @@ def _records(shards: Source, plan: Plan, rank: int, found: Manifest) -> Iterator
 
 def _rank_files(shards: Source, plan: Plan, rank: int) -> list[str]:
     """The names of a rank's files, in the order of a manifest."""
-    if shards.format is not None:
+    if not shards.format.plain:
         kept = [KEPT] if rank == 0 and shards.kept else []
         files = program_files(shards.format, shards.path, plan.mesh)
         own = [name_in(file.path, shards.path) for file in files if file.rank % plan.mesh.size == rank]
@@ -334,7 +334,7 @@ def program_header_changes(original: Source, shards: Source, plan: Plan) -> Iter
     The rules themselves are not compared: another version may spell them differently.
     """
     true = dataclasses.replace(original.identity(plan), source=expected_source(original, shards))
-    for file in program_files(shards.format, shards.path, plan.mesh) if shards.format is not None else ():
+    for file in program_files(shards.format, shards.path, plan.mesh):
         header = read_header(file.path) if file.path.suffix == ".safetensors" else None
         if header is not None and METADATA_KEY in header.metadata:
             should = dataclasses.replace(true, plan=read_shard(header, file.path).identity.plan)
@@ -371,7 +371,6 @@ def program_documents(original: Source, shards: Source) -> dict[str, Any]:
     As JSON, or as bytes.
     """
     format, found = shards.format, dict[str, Any]()
-    assert format is not None
     side = {*original.side_files}
     if format.settings is not None and format.settings.file not in side:
         found[format.settings.file] = program_config(format.settings, shards.plan.model)

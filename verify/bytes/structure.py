@@ -48,7 +48,7 @@ class Structure:
 
     def _check_rank(self, rank: int, where: str) -> None:
         """The tensors of a rank, which messages call ``where``."""
-        tensors, is_own, known = self.shards.ranks[rank], self.arrangement.format is None, list[str]()
+        tensors, is_own, known = self.shards.ranks[rank], self.arrangement.format.plain, list[str]()
         shapes: dict[Geometry, tuple[int, ...] | None] = {}
         for stored in self.arrangement.stored:
             geometry = stored.geometry

@@ -103,7 +103,7 @@ def open_found(path: FilePath, access: Access, weights: Weights = Weights.RANGES
         raise CheckpointError(f"{opened.path} has a config.json of its own", "leave --config out")
     if weights is Weights.HEADERS or not opened.format.rules.constants:
         return opened
-    from reshard.source.constants import with_unlike_constants
+    from reshard.source.opening_programs import with_unlike_constants
 
     return with_unlike_constants(opened)
 

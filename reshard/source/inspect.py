@@ -33,9 +33,8 @@ from formats.notation.format import Format
 from formats.notation.format_file import format_of
 from formats.store import FilePath, like
 from reshard.publishing.shares import parts_of
-from reshard.source.opening import open_source
-from reshard.source.program_source import left_behind, program_files, readings, tensors_in, weights_folder
-from reshard.source.recognise import Kind, Recognised, recognise
+from reshard.source.opening import Kind, Recognised, open_source, recognise
+from reshard.source.program_files import left_behind, program_files, readings, tensors_in, weights_folder
 from reshard.source.source import Source
 from reshard.store.staging_names import SUFFIX, staging_of, unfinished_command
 from reshard.text import Result, human_bytes, plural
@@ -170,8 +169,8 @@ def _take_source(report: Report, source: Source) -> None:
         report.dtypes = dict(dtypes.most_common())
     plan = source.plan
     report.mesh, report.padding = plan.mesh, _padding(plan.padding, source.model.sizes.of({}))
-    if source.sharded is not None and source.manifest is None:
-        _take_identity(report, source.sharded.identity)
+    if source.stated is not None and source.manifest is None:
+        _take_identity(report, source.stated)
     if source.training is None:
         report.ranks_present = tuple(range(len(source.ranks)))
     if not source.format.plain:

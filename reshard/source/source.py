@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
@@ -19,16 +19,19 @@ from formats.files.checkpoint import (
 )
 from formats.files.safetensors import TensorInfo
 from formats.files.sharded import (
+    MANIFEST,
     Identity,
     Manifest,
-    ShardedCheckpoint,
     SourceFileRecord,
     SourceRecord,
     plan_digest,
 )
-from formats.files.stamps import Stamp, check_unchanged
+from formats.files.stamps import Stamp, check_unchanged, stamps_of
 from formats.mesh import Mesh
-from formats.notation.architecture_document import to_document
+from formats.notation.architecture import Architecture
+from formats.notation.architecture_document import architecture_from_document, to_document
+from formats.notation.architecture_files import find_architecture, load_architecture
+from formats.notation.format import HUGGING_FACE, Format
 from formats.quantization.scale_blocks import block_size
 from formats.store import FilePath, StoredPath, local_path, location_of, read_file
 from reshard.mesh.plan import Plan
@@ -37,7 +40,6 @@ from reshard.placement.arrangement import Arrangement, arrangement_of
 from reshard.placement.stored import Chunks
 
 if TYPE_CHECKING:
-    from formats.notation.format import Format
     from reshard.source.distributed_source import Training
     from reshard.store.remote import Remote
 
@@ -103,8 +105,7 @@ class Source:
     ``plan`` is the plan on the source's own mesh (one rank, for a full checkpoint). ``unsplit`` is the model of the
     full checkpoint; its scale blocks may be larger than the plan's (see ``reshard.move.changes``). ``names`` has all
     tensors in the order of the original files, ``ranks`` the tensors of each rank by name, ``files`` the weight files
-    by path. ``checkpoint`` is set for a full checkpoint, ``sharded`` for a split one. ``stamps`` has the state of each
-    file before it was read.
+    by path. ``checkpoint`` is set for a full checkpoint. ``stamps`` has the state of each file before it was read.
     """
 
     path: FilePath
@@ -115,10 +116,11 @@ class Source:
     files: Mapping[FilePath, SourceFile]
     side_files: Mapping[str, FilePath | bytes]
     """The side files, by name: their paths, or the content of a file that is not stored as it is."""
-    checkpoint: Checkpoint | None
-    sharded: ShardedCheckpoint | None
     stamps: Mapping[FilePath, Stamp]
     format: Format
+    checkpoint: Checkpoint | None = None
+    stated: Identity | None = None
+    """What the headers of shards in reshard's own form say that they are."""
     kept: Mapping[str, TensorInfo] = field(default_factory=dict)
     """The tensors in ``KEPT``."""
     manifest: Manifest | None = None
@@ -231,7 +233,7 @@ class Source:
     @property
     def is_split(self) -> bool:
         """Whether it is already split over ranks, in whatever format."""
-        return self.checkpoint is None
+        return self.format is not HUGGING_FACE
 
     @cached_property
     def record(self) -> SourceRecord:
@@ -240,7 +242,7 @@ class Source:
             return _record_of(self.checkpoint, self.shown, self.commit)
         if self.manifest is not None:
             return self.manifest.source
-        known = self.sharded.identity.source if self.sharded else self.location
+        known = self.stated.source if self.stated else self.location
         return SourceRecord(known, self.location, None, (), None, None, {})
 
     @cached_property
@@ -291,3 +293,59 @@ def _record_of(checkpoint: Checkpoint, location: str, commit: str | None) -> Sou
         index=checkpoint.index if is_safetensors else None,
         aliases=checkpoint.aliases,
     )
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder to open, and what is known of it before its tensors are read.
+
+    ``config`` is a folder with the config.json that belongs to it, ``plan_file`` the user's plan.
+    """
+
+    path: FilePath
+    stamps: Mapping[FilePath, Stamp]
+    manifest: Manifest | None = None
+    config: Path | None = None
+    plan_file: Path | None = None
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The mesh in its manifest."""
+        return self.manifest.identity.mesh if self.manifest else None
+
+    @cached_property
+    def checksums(self) -> Mapping[FilePath, str | None]:
+        """The checksums in its manifest."""
+        files = self.manifest.ranks.values() if self.manifest else ()
+        return {self.path / record.name: record.checksum for records in files for record in records}
+
+    def architecture(self, config: Mapping[str, Any]) -> Architecture:
+        """The rules: the user's, those that it was split by, or those of its model type."""
+        if self.plan_file is not None:
+            return load_architecture(self.plan_file)
+        if self.manifest is not None:
+            return architecture_from_document(self.manifest.architecture, "manifest", str(self.path))
+        return find_architecture(config, self.path)
+
+    def source(
+        self,
+        format: Format,
+        plan: Plan,
+        model: Model,
+        names: Iterable[str],
+        ranks: Iterable[Mapping[str, TensorInfo]],
+        files: Iterable[SourceFile],
+        side_files: Mapping[str, FilePath],
+        *,
+        made: Mapping[str, bytes] = {},
+        index: FilePath | None = None,
+        **more: Any,
+    ) -> Source:
+        """What was read, as a source. ``made`` are side files with another content than in the folder."""
+        weights = {file.path: file for file in files}
+        others = [*([self.path / MANIFEST] if self.manifest else []), *([index] if index is not None else [])]
+        stamps = stamps_of([*weights, *side_files.values(), *others], self.path, self.stamps)
+        return Source(
+            self.path, plan, model, tuple(names), tuple(ranks), weights, {**made, **side_files, **made}, stamps, format,
+            manifest=self.manifest, **more,
+        )  # fmt: skip

@@ -278,7 +278,7 @@ class Output:
         """What the source has besides the model, and this output has not."""
         if not self.source.left_behind:
             return ()
-        from reshard.source.constants import in_general  # rarely needed
+        from reshard.source.opening_programs import in_general  # rarely needed
 
         carried, of_constants = ({*map(in_general, each)} for each in (self._constants, self.source.constants))
         is_all = self._training is None

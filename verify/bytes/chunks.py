@@ -13,7 +13,7 @@ import numpy.typing as npt
 from formats.files.chunks import Chunk
 from reshard.placement.arrangement import Arrangement, arrangement_of
 from reshard.placement.stored import Stored
-from reshard.source.program_source import ProgramFile, check_belonging, program_files
+from reshard.source.program_files import ProgramFile, check_belonging, program_files
 from reshard.source.source import Source
 
 

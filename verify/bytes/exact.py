@@ -16,8 +16,7 @@ from formats.store import FilePath
 from reshard.mesh.finer_blocks import with_blocks
 from reshard.mesh.plan import Plan, make_plan
 from reshard.placement.arrangement import arrangement_of
-from reshard.source.opening import open_shards_of
-from reshard.source.recognise import recognise
+from reshard.source.opening import open_source, recognise
 from reshard.source.source import Source
 from verify.bytes import folder
 from verify.bytes.comparison import Comparison, Progress, no_progress
@@ -45,7 +44,7 @@ def open_shards(path: FilePath, original: Source, *, plan_file: Path | None = No
     ReshardError if the folder has no shards, or cannot be read.
     """
     try:
-        return open_shards_of(original.model, path, plan_file=plan_file)
+        return open_source(path, plan_file=plan_file, model=original.model)
     except ReshardError as error:
         if _is_unreadable(error) or recognise(path).kind not in {"split", "program"}:
             raise
@@ -107,6 +106,6 @@ def _planned(original: Source, shards: Source) -> Plan:
     for axis, padded in padding.items():
         if axis not in original.model.architecture.pad or padded < sizes.get(axis, 0):
             raise PlanError(f"{shards.path}: the axis '{axis}' of size {sizes.get(axis)} cannot be padded to {padded}")
-    blocks = shards.sharded.identity.blocks if shards.sharded else None
+    blocks = shards.stated.blocks if shards.stated else None
     model = with_blocks(original.model, blocks) if blocks else original.model
     return make_plan(model, shards.plan.mesh, padding=padding)

@@ -11,7 +11,7 @@ from formats.files.safetensors import DTYPE_BITS
 from formats.files.sharded import KEPT, MANIFEST
 from reshard.placement.arrangement import Arrangement, arrangement_of
 from reshard.source.opening import open_source
-from reshard.source.program_source import program_files, weights_folder
+from reshard.source.program_files import program_files, weights_folder
 from verify.bytes import folder
 from verify.bytes.boundaries import boundary_problem
 from verify.bytes.chunks import check_chunks

@@ -1,11 +1,12 @@
-"""Splits a full checkpoint, or re-splits shards, into reshard's own form or into that of another program."""
+"""Splits a full checkpoint, re-splits and merges shards, and puts a delta on its base, in any format."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from formats.errors import CheckpointError
 from formats.files.sharded import MANIFEST, read_manifest
 from formats.mesh import Mesh
 from formats.notation.adapter_file import adapter_format_names
@@ -18,7 +19,7 @@ from reshard.mesh.finer_blocks import finer_blocks, with_blocks
 from reshard.mesh.plan import Degrees, Plan, make_plan
 from reshard.placement.program_plan import check_kept, plan_for
 from reshard.source.access import open_any, open_converted
-from reshard.source.source import Source
+from reshard.source.source import UNSPLIT, Source
 from reshard.writing.output import Output
 from reshard.writing.rewrite import WriteRequest, rewrite, start
 from reshard.writing.summary import Summary
@@ -54,8 +55,6 @@ def split(request: SplitRequest) -> Summary:
     format = format_to_write(request.format)
     check_kept(request, format)
     if format is HUGGING_FACE:
-        from reshard.commands.merge import merge
-
         return merge(request)
     if request.part is not None and request.ranks is not None:
         raise refused("part", None, "both share the work", beside={"ranks": None}, advice="give one of them")
@@ -92,3 +91,42 @@ def _refined(source: Source, degrees: Degrees) -> Plan:
     finer = finer_blocks(source.model, mesh)
     model = with_blocks(source.model, finer) if finer else source.model
     return make_plan(model, mesh, pad=degrees.pad_vocab, pad_to=degrees.pad_vocab_to)
+
+
+def merge(request: WriteRequest) -> Summary:
+    """Merge shards into one full Hugging Face checkpoint.
+
+    The original files are restored byte for byte, as the manifest describes them. With ``max_shard_size``, or without a
+    manifest, or if the original was not safetensors, new files of at most this size are written. The source may be a
+    full checkpoint in safetensors only with ``patch``, ``dequantize`` or ``adapter``. Raises ReshardError; ``out``
+    exists only if it is complete.
+    """
+    began, opened = start(request), open_any(request.source, request)
+    is_full = not opened.is_split and all(file.header is not None for file in opened.files.values())
+    if is_full and not (request.deltas or request.dequantize or request.adapter is not None):
+        raise CheckpointError(
+            f"{request.source} is a full checkpoint, there is nothing to merge",
+            "give the folder that 'reshard split' wrote",
+        )
+    plan = make_plan(opened.model, UNSPLIT)
+    return rewrite(Output(opened, plan, HUGGING_FACE, request.max_shard_size), began, request)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchRequest(WriteRequest):
+    """What ``patch`` takes: ``source`` is the base, ``delta`` what ``diff`` wrote, ``patch`` what follows on it."""
+
+    delta: str | Path = field(repr=False)  # a URL may have a password
+
+    @property
+    def deltas(self) -> tuple[str | Path, ...]:
+        """All deltas, in their order."""
+        return (self.delta, *super().deltas)
+
+
+def patch(request: PatchRequest) -> Summary:
+    """Put a delta on its base: writes the files that a merge of the other checkpoint would write.
+
+    Raises ReshardError; a delta for another base is refused before anything is written.
+    """
+    return merge(request)

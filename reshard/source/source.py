@@ -11,12 +11,13 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from formats.documents import read_config
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, MismatchError
 from formats.files.checkpoint import (
     CONFIG,
     Checkpoint,
     fingerprint,
 )
+from formats.files.chunks import check_tiling
 from formats.files.safetensors import TensorInfo
 from formats.files.sharded import (
     MANIFEST,
@@ -93,7 +94,6 @@ Places = Callable[[int], SourcePlace | None]
 def _place_of(
     ranks: Sequence[Mapping[str, TensorInfo]], files: Mapping[FilePath, SourceFile], name: str, rank: int
 ) -> SourcePlace | None:
-    """A tensor's place in the files of a rank, given the tensors of each rank; None if the rank does not hold it."""
     info = ranks[rank].get(name)
     return SourcePlace(files[info.file], info.offset) if info else None
 
@@ -239,11 +239,24 @@ class Source:
     def record(self) -> SourceRecord:
         """The record of the original checkpoint, as in a manifest. Reads samples of a full checkpoint's weights."""
         if self.checkpoint is not None:
-            return _record_of(self.checkpoint, self.shown, self.commit)
+            return self._record_of(self.checkpoint)
         if self.manifest is not None:
             return self.manifest.source
         known = self.stated.source if self.stated else self.location
         return SourceRecord(known, self.location, None, (), None, None, {})
+
+    def _record_of(self, checkpoint: Checkpoint) -> SourceRecord:
+        files = [SourceFileRecord(f.name, f.size, f.header) for f in checkpoint.files if f.header is not None]
+        is_safetensors = len(files) == len(checkpoint.files)
+        return SourceRecord(
+            id=fingerprint(checkpoint),
+            location=self.shown,
+            commit=self.commit,
+            files=tuple(files) if is_safetensors else (),
+            index_name=checkpoint.index_name if is_safetensors else None,
+            index=checkpoint.index if is_safetensors else None,
+            aliases=checkpoint.aliases,
+        )
 
     @cached_property
     def rules(self) -> dict[str, Any]:
@@ -269,7 +282,7 @@ class Source:
 
     def places(self, name: str) -> Places:
         """The places of a tensor, by rank."""
-        return partial(_place_of, self.ranks, self.files, name)
+        return partial(_place_of, self.ranks, self.files, name)  # jobs are pickled
 
     def files_of(self, names: Collection[str] | None) -> list[SourceFile]:
         """The files that hold any of these tensors; all files, without names."""
@@ -277,22 +290,6 @@ class Source:
             return [*self.files.values()]
         held = (tensors[name].file for tensors in self.ranks for name in names if name in tensors)
         return [self.files[path] for path in dict.fromkeys(held)]
-
-
-def _record_of(checkpoint: Checkpoint, location: str, commit: str | None) -> SourceRecord:
-    files: Sequence[SourceFileRecord] = [
-        SourceFileRecord(file.name, file.size, file.header) for file in checkpoint.files if file.header is not None
-    ]
-    is_safetensors = len(files) == len(checkpoint.files)
-    return SourceRecord(
-        id=fingerprint(checkpoint),
-        location=location,
-        commit=commit,
-        files=tuple(files) if is_safetensors else (),
-        index_name=checkpoint.index_name if is_safetensors else None,
-        index=checkpoint.index if is_safetensors else None,
-        aliases=checkpoint.aliases,
-    )
 
 
 @dataclass(frozen=True)
@@ -349,3 +346,50 @@ class Folder:
             self.path, plan, model, tuple(names), tuple(ranks), weights, {**made, **side_files, **made}, stamps, format,
             manifest=self.manifest, **more,
         )  # fmt: skip
+
+
+def check_stored(arrangement: Arrangement, ranks: Sequence[Mapping[str, TensorInfo]], path: FilePath) -> None:
+    """Raise MismatchError unless each rank has exactly the tensors, dtypes and shapes of an arrangement."""
+    if arrangement.chunks is not None:
+        _check_chunks(arrangement, arrangement.chunks, ranks, path)
+        return
+    plan, is_own = arrangement.plan, arrangement.format.plain
+    for rank, tensors in enumerate(ranks):
+        unknown, where = dict(tensors), plan.mesh.folder(rank) if is_own else f"the files of rank {rank}"
+        for stored, shape in arrangement.held(rank):
+            name = stored.name_on(rank)
+            info = unknown.pop(name, None)
+            if info is None:
+                raise MismatchError(f"{path}: tensor '{name}' is missing in {where}")
+            if (info.shape, info.dtype) == (shape, stored.dtype):
+                continue
+            if not is_own:
+                has, should = f"{info.dtype} {list(info.shape)}", f"{stored.dtype} {list(shape)}"
+                what = f"is {has}, rank {rank} of {plan.mesh} has {should}"
+            elif info.shape == shape:
+                what = f"is {info.dtype}, but {stored.dtype} in another rank"
+            else:
+                what = f"has shape {list(info.shape)}, rank {rank} of {plan.mesh} has {list(shape)} by the rule "
+                what += f"'{plan.entries[name].layout.rule}'"
+            raise MismatchError(f"{info.file}: tensor '{name}' {what}")
+        if unknown:
+            what = f"does not belong in {where}" if is_own else f"of rank {rank} is none of this model's"
+            raise MismatchError(f"{path}: tensor '{min(unknown)}' {what}")
+
+
+def _check_chunks(
+    arrangement: Arrangement, chunks: Chunks, ranks: Sequence[Mapping[str, TensorInfo]], path: FilePath
+) -> None:
+    """Raise MismatchError unless the chunks are exactly those of the tensors of an arrangement."""
+    unknown = set(chunks)
+    for stored in arrangement.stored:
+        unknown.discard(stored.name)
+        if stored.constant is not None and not chunks.get(stored.name):
+            continue  # whoever wrote it did without
+        check_tiling(stored.name, chunks[stored.name], stored.whole_shape, path)
+        infos = (tensors[stored.name] for tensors in ranks if stored.name in tensors)
+        other = next((info for info in infos if info.dtype != stored.dtype), None)
+        if other is not None:
+            raise MismatchError(f"{other.file}: tensor '{stored.name}' is {other.dtype}, it should be {stored.dtype}")
+    if unknown:
+        raise MismatchError(f"{path}: tensor '{min(unknown)}' is none of this model's")

@@ -142,7 +142,7 @@ class Output:
         self._kept = list(self._kept_file())
         self.files = [file for files in (*self._files.values(), self._kept) for file in files]
         self.states: list[Output] = [*self._states()] if training is not None and state is None else []
-        self.rank_documents = {rank: self._documents_of(rank) for rank in self.ranks} if format is OWN else {}
+        self.rank_documents = {rank: dict(self._documents_of(rank)) for rank in self.ranks} if format is OWN else {}
         self.documents: dict[str, bytes] = dict(self._documents(is_restored)) if state is None else {}
 
     @cached_property
@@ -228,7 +228,8 @@ class Output:
                 )
                 self._written[rank] += 1
                 file = self._file(name, rank, part)
-                fixed = tuple((offset, constants[tensor]) for tensor, offset in file.places() if tensor in constants)
+                places = file.places() if constants else ()
+                fixed = ((offset, constants[tensor]) for tensor, offset in places if tensor in constants)
                 yield dataclasses.replace(file, fixed=(*file.fixed, *fixed), tensors=part)
 
     def _file(self, name: str, rank: int, tensors: Sequence[Tensor]) -> NewFile:
@@ -351,23 +352,23 @@ class Output:
 
     # ----------------------------------------------------------------------------------------------------- small files
 
-    def _documents_of(self, rank: int) -> dict[str, bytes]:
+    def _documents_of(self, rank: int) -> Iterator[tuple[str, bytes]]:
         """A rank's config.json, that of an adapter, and its index."""
         folder = self.plan.mesh.folder(rank)
-        documents = {f"{folder}/{CONFIG}": json_bytes(rank_config(self.plan, rank)) + b"\n"}
+        yield f"{folder}/{CONFIG}", json_bytes(rank_config(self.plan, rank)) + b"\n"
         if self._adapter is not None:
-            documents[f"{folder}/{ADAPTER_CONFIG}"] = self._adapter
-        return documents | self._index(self._files[rank], folder)
+            yield f"{folder}/{ADAPTER_CONFIG}", self._adapter
+        yield from self._index(self._files[rank], folder)
 
-    def _index(self, files: Sequence[NewFile], folder: str = "") -> dict[str, bytes]:
+    def _index(self, files: Sequence[NewFile], folder: str = "") -> Iterator[tuple[str, bytes]]:
         """The index of several files, as transformers writes it."""
         name = self.format.files.index
         if name is None or len(files) < 2:
-            return {}
+            return
         weight_map = {tensor.name: file.name.rpartition("/")[2] for file in files for tensor in file.tensors}
         total = sum(tensor.nbytes for file in files for tensor in file.tensors)
         document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        return {name.format(folder=folder): (json.dumps(document, indent=2) + "\n").encode()}
+        yield name.format(folder=folder), (json.dumps(document, indent=2) + "\n").encode()
 
     def _documents(self, is_restored: bool) -> Iterator[tuple[str, bytes]]:
         """What the program needs beside the weights and the source's own files: its config file, an index."""
@@ -391,7 +392,7 @@ class Output:
         if self._chunks:
             yield files.place + METADATA, self._saved()
         if self.format is not OWN:
-            yield from self._index(self.files).items()
+            yield from self._index(self.files)
 
     def _saved(self) -> bytes:
         """What says where the chunks lie; keys lead to a name in the dictionaries of a trainer's, as they were."""

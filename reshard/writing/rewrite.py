@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -84,11 +84,7 @@ def start(request: WriteRequest) -> Start:
     return Start(*place_of(request.out, request.cache_dir), time.monotonic(), tried_again())
 
 
-Place = tuple[Path, "Bucket | None"]
-"""The folder in which an output is built, and its place in a bucket, if it goes into one."""
-
-
-def place_of(out: str | Path, cache_dir: Path | None) -> Place:
+def place_of(out: str | Path, cache_dir: Path | None) -> tuple[Path, Bucket | None]:
     """The folder in which an output is built, and its place in a bucket, if ``out`` is a URL.
 
     Raises CheckpointError for a web server, and for a folder without a name of its own (``.``, ``..`` or ``/``).
@@ -272,11 +268,15 @@ def write_files(new: Output, staging: Staging, options: Options, progress: Progr
         )
         staging.note_finished(files[number].name, Finished(target.size, checksum, reads))
 
-    numbers = {each: number for number, each in enumerate(targets)}
-    for batch in staging.batches([(file.name, file.size) for file in _side_by_side(files)]):
+    numbers, of_ranks = {target: number for number, target in enumerate(targets)}, dict[int, list[NewFile]]()
+    for each in files:
+        of_ranks.setdefault(each.rank, []).append(each)
+    # the first file of each rank, then the second of each: neighbours are made of the same bytes
+    side_by_side = [(each.name, each.size) for row in zip_longest(*of_ranks.values()) for each in row if each]
+    for batch in staging.batches(side_by_side):
         sums = Sums(source.files.values())  # bytes that files of two batches want are read, and summed, twice
-        for each, file in targets.items():
-            each.done = file.name not in batch or file.name in staging.finished
+        for target, file in targets.items():
+            target.done = file.name not in batch or file.name in staging.finished
         count.begin((each for each, file in mine.items() if file.name not in staging.finished), sums)
         start = time.monotonic()
         move(jobs, sums, [*targets], options, finished=finished, progress=count)
@@ -299,16 +299,6 @@ def _jobs(new: Output, targets: Iterable[TargetFile]) -> list[Job]:
     return jobs
 
 
-def _side_by_side(files: Iterable[NewFile]) -> list[NewFile]:
-    """The first file of each rank, then the second of each, and so on: neighbours are made of the same bytes."""
-    numbers = Counter[int]()
-    order = []
-    for file in files:
-        order.append((numbers[file.rank], file))
-        numbers[file.rank] += 1
-    return [file for _, file in sorted(order, key=lambda each: each[0])]
-
-
 # --------------------------------------------------------------------------------------------------- publishing
 
 
@@ -326,13 +316,6 @@ def publish(new: Output, written: Written, staging: Staging, options: Options) -
 
     if not staging.is_last():
         return False
-    sums = _check_read(new, written, staging, options)
-    staging.commit(documents)
-    return True
-
-
-def _check_read(new: Output, written: Written, staging: Staging, options: Options) -> Sums:
-    """The sums of what was read of the source for all finished files, by whatever run or process."""
     sums, files = written.sums, new.all_files()
     if options.checksum:
         _add_others((read for entry in staging.finished.values() for read in entry.reads), sums, files)
@@ -345,7 +328,8 @@ def _check_read(new: Output, written: Written, staging: Staging, options: Option
                 f"{each.name} would have the checksum {checksum}, the original's was {each.expected}",
                 "the manifest or the shards are damaged: fetch or split them again",
             )
-    return sums
+    staging.commit(documents)
+    return True
 
 
 def _add_others(reads: Iterable[Read], sums: Sums, files: Sequence[NewFile]) -> None:

@@ -25,13 +25,12 @@ from formats.files.sharded import (
     MANIFEST,
     METADATA_KEY,
     FileRecord,
-    Identity,
     Manifest,
     is_fingerprint,
     manifest_text,
     read_shard,
 )
-from formats.mesh import RANK_FOLDER
+from formats.mesh import RANK_FOLDER, Mesh
 from formats.notation.format import Format
 from formats.store import FilePath, by_name, is_in, name_in, read_file
 from reshard.mesh.plan import Plan
@@ -65,7 +64,7 @@ def expected_files(original: Source, shards: Source, plan: Plan) -> dict[str, se
     found = {"": side | ({MANIFEST} if shards.manifest else set())}
     for rank in range(plan.mesh.size):
         folder = plan.mesh.folder(rank)
-        weights = {file.name for file in _files(shards, folder)}
+        weights = {file.name for file in _files(shards, plan.mesh, rank)}
         found[folder] = weights | {f"{folder}/{name}" for name in _configs_of(original.path)}
         found[folder] |= {f"{folder}/{INDEX}"} if len(weights) > 1 else set()
     return found
@@ -192,14 +191,11 @@ def _records(shards: Source, plan: Plan, rank: int, found: Manifest) -> Iterator
 
 def _rank_files(shards: Source, plan: Plan, rank: int) -> list[str]:
     """The names of a rank's files, in the order of a manifest."""
+    weights, folder = [file.name for file in _files(shards, plan.mesh, rank)], plan.mesh.folder(rank)
     if not shards.format.plain:
-        kept = [KEPT] if rank == 0 and shards.kept else []
-        files = program_files(shards.format, shards.path, plan.mesh)
-        own = [name_in(file.path, shards.path) for file in files if file.rank % plan.mesh.size == rank]
-        return [*own, *kept]
-    weights = _files(shards, folder := plan.mesh.folder(rank))
+        return [*weights, *([KEPT] if rank == 0 and shards.kept else [])]
     index = [f"{folder}/{INDEX}"] if len(weights) > 1 else []
-    return [*(f"{folder}/{name}" for name in _configs_of(shards.path)), *(file.name for file in weights), *index]
+    return [*(f"{folder}/{name}" for name in _configs_of(shards.path)), *weights, *index]
 
 
 def _configs_of(folder: FilePath) -> list[str]:
@@ -290,7 +286,7 @@ def files_problem(shards: Source, plan: Plan, rank: int, order: Order) -> str | 
         return None
     held, name = plan.boxes(rank), plan.mesh.folder(rank)
     single = ADAPTER if ADAPTER_CONFIG in _configs_of(shards.path) else MODEL
-    files, infos = _files(shards, name), shards.ranks[rank].values()
+    files, infos = _files(shards, plan.mesh, rank), shards.ranks[rank].values()
     names = _file_names(len(files), single)
     if [file.path.name for file in files] != names:
         return f"{MANIFEST}: the files of {name} are not called {', '.join(names)}"
@@ -305,42 +301,31 @@ def _file_names(count: int, single: str) -> list[str]:
 
 
 def header_changes(
-    original: Source, shards: Source, plan: Plan, rank: int, order: Order
+    original: Source, shards: Source, plan: Plan, ranks: Iterable[int], order: Order = ()
 ) -> Iterator[tuple[str, Change]]:
-    """The wrong values in the metadata of a rank's file headers, each with the file's name.
+    """The wrong values about the split in the headers that reshard wrote of ranks, each with the file's name.
 
-    ``source``, ``sizes`` and ``plan`` are not compared here: they are the same in all headers (see ``Structure``).
-    """
-    identity, true = shards.stated, original.identity(plan)
-    assert identity is not None
-    should = Identity(identity.source, plan.mesh, identity.sizes, plan.padding, identity.plan, true.blocks)
-    holds_all = len(plan.boxes(rank)) == len(plan.laid)
-    places = {} if holds_all else {name: place for place, (name, _) in enumerate(order)}
-    for file in _files(shards, plan.mesh.folder(rank)):
-        header = read_header(file.path)
-        known = [places[name] for name in header.tensors if name in places]
-        expected = _opened(should.metadata(rank, known))
-        for change in changes(expected, _opened(header.metadata)):
-            yield file.name, change
-
-
-def program_header_changes(original: Source, shards: Source, plan: Plan) -> Iterator[tuple[str, Change]]:
-    """The wrong values about the split in the headers of a program's files, if reshard wrote them.
-
-    The rules themselves are not compared: another version may spell them differently.
+    The rules themselves are not compared: another version may spell them differently. Of reshard's own form, source and
+    sizes are the same in all headers (see ``Structure``).
     """
     true = dataclasses.replace(original.identity(plan), source=expected_source(original, shards))
-    for file in program_files(shards.format, shards.path, plan.mesh):
-        header = read_header(file.path) if file.path.suffix == ".safetensors" else None
-        if header is not None and METADATA_KEY in header.metadata:
+    if shards.stated is not None:
+        true = dataclasses.replace(true, source=shards.stated.source, sizes=shards.stated.sizes)
+    for rank in ranks:
+        holds_all = shards.stated is None or len(plan.boxes(rank)) == len(plan.laid)
+        places = {} if holds_all else {name: place for place, (name, _) in enumerate(order)}
+        for file in _files(shards, plan.mesh, rank):
+            header = read_header(file.path) if file.path.suffix == ".safetensors" else None
+            if header is None or METADATA_KEY not in header.metadata:
+                continue
             should = dataclasses.replace(true, plan=read_shard(header, file.path).identity.plan)
-            expected = should.metadata(file.rank % plan.mesh.size)
+            expected = should.metadata(rank, [places[name] for name in header.tensors if name in places])
             if shards.chunks is not None:  # the offsets themselves are compared with the chunks of the mesh
                 shapes = {name: info.shape for name, info in header.tensors.items()}
                 chunks = read_chunks(file.path, header.metadata, shapes)
                 expected |= chunks_metadata({name: at.offset for name, at in chunks.items()})
             for change in changes(_opened(expected), _opened(header.metadata)):
-                yield file.path.name, change
+                yield file.name, change
 
 
 def _opened(metadata: Mapping[str, str]) -> dict[str, Any]:
@@ -350,7 +335,7 @@ def _opened(metadata: Mapping[str, str]) -> dict[str, Any]:
 def index_changes(shards: Source, plan: Plan, rank: int) -> Iterator[Change]:
     """The wrong values in the index of a rank's files."""
     path = shards.path / plan.mesh.folder(rank) / INDEX
-    if len(_files(shards, plan.mesh.folder(rank))) > 1 and path.is_file():
+    if len(_files(shards, plan.mesh, rank)) > 1 and path.is_file():
         yield from changes(_index(shards.ranks[rank].values()), _read_json(path))
 
 
@@ -405,9 +390,12 @@ def document_changes(shards: Source, documents: Mapping[str, Any]) -> Iterator[t
             yield from ((name, change) for change in changes(should, _read_json(shards.path / name)))
 
 
-def _files(shards: Source, folder: str) -> list[SourceFile]:
-    """The weight files in a rank's folder."""
-    return [file for file in shards.files.values() if file.name.rpartition("/")[0] == folder]
+def _files(shards: Source, mesh: Mesh, rank: int) -> list[SourceFile]:
+    """The weight files of a rank."""
+    if shards.format.plain:
+        return [file for file in shards.files.values() if file.name.rpartition("/")[0] == mesh.folder(rank)]
+    files = program_files(shards.format, shards.path, mesh)
+    return [shards.files[file.path] for file in files if file.rank % mesh.size == rank]
 
 
 # ---------------------------------------------------------------------------------------------------------- documents

@@ -30,7 +30,7 @@ class ProgramStructure(Structure):
                 self._check_rank(rank, f"rank {rank}")
         self._check_kept()
         plan = self.shards.plan
-        changes = [*folder.program_header_changes(self.original, self.shards, plan)]
+        changes = [*folder.header_changes(self.original, self.shards, plan, range(plan.mesh.size))]
         if self.shards.manifest is not None:
             documents = folder.program_documents(self.original, self.shards)
             self._check_files(documents)

@@ -156,7 +156,7 @@ class OwnStructure(Structure):
         for rank in range(plan.mesh.size):
             self._take(f"{plan.mesh.folder(rank)}/{folder.INDEX}", folder.index_changes(self.shards, plan, rank))
             if agree:
-                for file, change in folder.header_changes(self.original, self.shards, plan, rank, order):
+                for file, change in folder.header_changes(self.original, self.shards, plan, [rank], order):
                     self._take(file, [change])
                 problem = folder.files_problem(self.shards, plan, rank, order)
                 self.problems += [problem] if problem else []

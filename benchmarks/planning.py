@@ -101,12 +101,11 @@ from pathlib import Path
 from typing import Any
 from formats.notation.format_file import format_of
 from reshard.mesh.plan import Degrees
-from reshard.placement.arrangement import arrangement_of
 from reshard.placement.program_plan import plan_for
 from reshard.source.opening import open_source
-from reshard.writing.program import ProgramFiles
+from reshard.writing.output import Output
 source, format = open_source(Path(sys.argv[1])), format_of("megatron")
-files = ProgramFiles(source, arrangement_of(plan_for(source.model, format, Degrees()), format), format, (0,), 5 << 30)
+files = Output(source, plan_for(source.model, format, Degrees()), format, 5 << 30)
 assert any(name.endswith(".metadata") for name in files.documents)
 """
 SPARSE: dict[str, Callable[[Path], int]] = {"DeepSeek-R1": deepseek_r1, "Kimi-K3": kimi}

@@ -5,8 +5,6 @@ from __future__ import annotations
 from reshard.commands import diff as _diff
 from reshard.commands import inspect as _inspect
 from reshard.commands import load as _load
-from reshard.commands import merge as _merge
-from reshard.commands import patch as _patch
 from reshard.commands import plan as _plan
 from reshard.commands import split as _split
 from reshard.commands.fields import by_fields
@@ -15,7 +13,7 @@ from reshard.writing.rewrite import WriteRequest
 diff = by_fields(_diff.DiffRequest, _diff.diff)
 inspect = by_fields(_inspect.InspectRequest, _inspect.inspect)
 load = by_fields(_load.LoadRequest, _load.load)
-merge = by_fields(WriteRequest, _merge.merge)
-patch = by_fields(_patch.PatchRequest, _patch.patch)
+merge = by_fields(WriteRequest, _split.merge)
+patch = by_fields(_split.PatchRequest, _split.patch)
 plan = by_fields(_plan.PlanRequest, _plan.plan)
 split = by_fields(_split.SplitRequest, _split.split)

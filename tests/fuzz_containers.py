@@ -33,7 +33,7 @@ from formats.files.dcp import read_distributed
 from formats.files.safetensors import TensorInfo, read_header
 from formats.files.torch_bin import read_bin
 from formats.files.zips import Entry, read_directory
-from reshard.source.program_source import tensors_in
+from reshard.source.program_files import tensors_in
 
 SECONDS = 5.0
 """What one reading may take of the processor: that others use it, too, is no fault of the reader's."""

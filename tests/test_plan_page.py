@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from reshard.mesh.plan import Degrees, Plan, plan_of
+from formats.notation.format import OWN
+from reshard.mesh.plan import Degrees, Plan
 from reshard.pages.plan_page import Degree, plan_page
+from reshard.placement.program_plan import plan_for
 from reshard.source.access import Access, open_any
 from tests import store
 from tests.marks import thorough
@@ -32,7 +34,7 @@ CASES = {
 def plan_named(name: str) -> Plan:
     model, degrees = CASES[name]
     source = open_any(store.checkpoint(model), Access())
-    return plan_of(source.model, Degrees(**degrees))
+    return plan_for(source.model, OWN, Degrees(**degrees))
 
 
 def page_named(name: str) -> str:
@@ -109,12 +111,14 @@ def test_experts_are_drawn_on_all_their_ranks() -> None:
     assert found == {(str(rank), f"w{i}") for rank in range(4) for i in (1, 2, 3)}
     assert text.count("⊕ all-reduce, ") == len(re.findall(r'</figure><span class="reduce">', text)) == 3
     model = open_any(store.checkpoint("mixtral", experts=9), Access()).model
-    assert plan_page(plan_of(model, Degrees(tp=1, ep=9)), "many", []).count(", drawn for 8 of 9 sets of ranks") == 3
+    assert (
+        plan_page(plan_for(model, OWN, Degrees(tp=1, ep=9)), "many", []).count(", drawn for 8 of 9 sets of ranks") == 3
+    )
 
 
 def test_a_tower_has_layers_of_its_own() -> None:
     """They are on every rank, and none of the language model's."""
-    plan = plan_of(open_any(store.checkpoint("qwen3_vl"), Access()).model, Degrees(tp=2))
+    plan = plan_for(open_any(store.checkpoint("qwen3_vl"), Access()).model, OWN, Degrees(tp=2))
     found = re.findall(r"<h3>([^<]*)<", plan_page(plan, "tower", []))
     assert found[:2] == ["Before the layers", "Layers 0 to 2"] and found[-1] == "After the layers"
     assert found[2].startswith("model.visual.blocks 0")
@@ -131,7 +135,7 @@ def test_the_shape_on_each_rank(tmp_path: Path) -> None:
     """22 rows of an MLP on 8 ranks: the last has 1, the others have 3."""
     config = {**LLAMA, "hidden_size": 24, "intermediate_size": 22}
     source = open_any(write_checkpoint(tmp_path / "model", config=config), Access())
-    plan = plan_of(source.model, Degrees(tp=8, uneven=True))
+    plan = plan_for(source.model, OWN, Degrees(tp=8, uneven=True))
     text = plan_page(plan, "uneven", [])
     assert all(
         f"up_proj.weight\nff hidden\n22x24; {1 if rank == 7 else 3}x24 on rank {rank}<" in text for rank in range(8)

@@ -16,7 +16,7 @@ from reshard.cli.progress import Progress
 from reshard.launcher import Share
 from reshard.move.jobs import Sizes
 from reshard.writing import summary
-from reshard.writing.files import State
+from reshard.writing.summary import State
 from tests.support import command, write_checkpoint
 
 

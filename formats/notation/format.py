@@ -76,8 +76,19 @@ class Files:
     def name_of(self, mesh: Mesh, rank: int, part: int, parts: int = 1) -> str:
         """The name of a rank's weight file, one of ``parts``; ``shard`` and ``number`` count ranks and parts from 1."""
         of_a_stage = mesh.size // mesh.pp
-        words = {"rank": rank, "ranks": mesh.size, "part": part, "pp": mesh.stage(rank % mesh.size)}
-        words |= {"tp": rank % of_a_stage, "shard": rank + 1, "number": part + 1, "parts": parts}
+        words: dict[str, int | str] = {
+            "rank": rank,
+            "ranks": mesh.size,
+            "part": part,
+            "pp": mesh.stage(rank % mesh.size),
+        }
+        words |= {
+            "folder": mesh.folder(rank % mesh.size),
+            "tp": rank % of_a_stage,
+            "shard": rank + 1,
+            "number": part + 1,
+            "parts": parts,
+        }
         words |= {f"{name}_rank": place for name, place in mesh.coordinates(rank % mesh.size).items()}
         words |= {name: 0 for name in ("tp_rank", "pp_rank", "ep_rank") if name not in words}
         name = self.of(mesh.pp > 1, dict(mesh.degrees).get("ep", 1) > 1)
@@ -223,7 +234,8 @@ class Rules:
 class Format:
     """A program's format.
 
-    ``settings`` describes the program's own config file. With ``same_ranks``, the ranks of tp hold whole experts.
+    ``settings`` describes the program's own config file. With ``same_ranks``, the ranks of tp hold whole experts. A
+    ``plain`` format stores the tensors of the model or of a rank as Hugging Face does, under their own names.
     """
 
     name: str
@@ -236,6 +248,7 @@ class Format:
     demands: tuple[Demand, ...] = ()
     settings: Settings | None = None
     same_ranks: bool = False
+    plain: bool = False
 
     @cached_property
     def _of(self) -> dict[str, Format]:
@@ -264,3 +277,20 @@ class Format:
         for entry in entries:
             if kind in entry.types if entry.types is not None else kind not in self.types.meshes:
                 yield entry
+
+
+OWN = Format(
+    "reshard", Loading("reshard", ""),
+    Files("{folder}/model.safetensors", parts="{folder}/model-{number:05d}-of-{parts:05d}.safetensors",
+          index="{folder}/model.safetensors.index.json"),
+    Rules(keep=True), plain=True,
+)  # fmt: skip
+"""reshard's own form: a folder for each rank, which is an ordinary small checkpoint."""
+HUGGING_FACE = Format(
+    "huggingface",
+    Loading("transformers, and all that loads a model of the Hub", 'AutoModelForCausalLM.from_pretrained("{out}")'),
+    Files("model.safetensors", parts="model-{number:05d}-of-{parts:05d}.safetensors",
+          index="model.safetensors.index.json"),
+    Rules(keep=True), plain=True,
+)  # fmt: skip
+"""One full checkpoint, as the Hub has it."""

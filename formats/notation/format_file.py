@@ -41,7 +41,7 @@ from formats.errors import NotationError, PlanError, brief
 from formats.hints import nearest, with_hint
 from formats.notation.adapter_file import adapter_format_names
 from formats.notation.expressions import Expression, read_expression
-from formats.notation.format import Container, Files, Format, Loading, Padding, Rules, Types
+from formats.notation.format import HUGGING_FACE, OWN, Container, Files, Format, Loading, Padding, Rules, Types
 from formats.notation.format_rules import (
     Condition,
     Constant,
@@ -61,8 +61,6 @@ from formats.notation.patterns import Pattern
 
 T = TypeVar("T")
 
-HUGGING_FACE = "huggingface"
-"""The format of one full checkpoint, as the Hub has it."""
 PROGRAMS = Path(__file__).parents[1] / "programs"
 
 READ: dict[str, Format] = {}
@@ -87,6 +85,11 @@ def format_of(name: str) -> Format:
     return READ[name]
 
 
+def format_to_write(name: str | None) -> Format:
+    """The format that ``--as`` names; reshard's own without a name. Raises PlanError if there is none."""
+    return OWN if not name else HUGGING_FACE if name == HUGGING_FACE.name else format_of(name)
+
+
 @cache
 def format_names() -> Sequence[str]:
     """The names of all formats, sorted."""
@@ -98,7 +101,7 @@ def names_to_write() -> Sequence[str]:
 
     A name with ``-live`` is of what a program has in memory: no program loads such files.
     """
-    return sorted([HUGGING_FACE, *adapter_format_names(), *(n for n in format_names() if not n.endswith("-live"))])
+    return sorted([HUGGING_FACE.name, *adapter_format_names(), *(n for n in format_names() if not n.endswith("-live"))])
 
 
 def read_format(path: Path, table: Mapping[str, Any] | None = None) -> Format:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from formats.errors import PlanError, ReshardError
-from formats.notation.format_file import HUGGING_FACE
+from formats.notation.format import HUGGING_FACE
 from reshard.cli.help import Command
 from reshard.cli.options import (
     Place,
@@ -50,9 +50,9 @@ def formats_command(source: str | None, format: str | None, as_json: bool, **giv
     """
     from formats.notation.format_file import all_formats, format_names, format_of, names_to_write
 
-    made = {each.name: each for each in (_own(), *_of_adapters())}
+    made = {each.name: each for each in (HUGGING_FACE, *_of_adapters())}
     programs = [each for name, each in all_formats().items() if name in names_to_write()]
-    chosen: list[Format] = [_own(), *programs, *_of_adapters()]
+    chosen: list[Format] = [HUGGING_FACE, *programs, *_of_adapters()]
     if format is not None:
         chosen = [made.get(format) or format_of(format)]
     if source is not None and source in format_names() and not Path(source).exists():
@@ -73,16 +73,6 @@ def formats_command(source: str | None, format: str | None, as_json: bool, **giv
         return
     rows = [(name, "no" if error else "yes", error.message if error else "") for name, error in found.items()]
     print_lines(*align([("--as", "possible", ""), *rows], right=(), width=None))
-
-
-def _own() -> Format:
-    """Hugging Face's own form, beside the formats of programs."""
-    from formats.notation.format import Files, Format, Loading, Rules
-
-    loading = Loading(
-        "transformers, and all that loads a model of the Hub", 'AutoModelForCausalLM.from_pretrained("{out}")'
-    )
-    return Format(HUGGING_FACE, loading, Files("model.safetensors, or model-00001-of-0000N.safetensors"), Rules())
 
 
 def _of_adapters() -> Iterator[Format]:
@@ -116,7 +106,7 @@ def _obstacle(source: Source, format: Format, config: Path | None) -> ReshardErr
 
     if format.name in adapter_format_names():
         return _obstacle_of_adapter(source, format.name, config)
-    if format.name == HUGGING_FACE:
+    if format is HUGGING_FACE:
         return None if source.is_split else PlanError("it is one full checkpoint already")
     model = source.model
     from formats.mesh import Mesh
@@ -141,7 +131,7 @@ def _print_formats(found: Sequence[Format], as_json: bool) -> None:
             {
                 "name": each.name,
                 "loaded_by": each.loading.program,
-                "files": each.files.name,
+                "files": _files(each),
                 "load": each.loading.command,
             }
             for each in found
@@ -153,7 +143,7 @@ def _print_formats(found: Sequence[Format], as_json: bool) -> None:
         print_pairs(
             [
                 ("loaded by", found[0].loading.program),
-                ("files", found[0].files.name),
+                ("files", _files(found[0])),
                 ("load it", _load(found[0].loading.command)),
             ],
             11,
@@ -173,3 +163,8 @@ def _print_formats(found: Sequence[Format], as_json: bool) -> None:
 def _load(command: str | None) -> str:
     """The command that loads a folder, with names in the place of what a split decides."""
     return re.sub(r"\{(\w+)\}", lambda found: found[1].upper(), command or "")
+
+
+def _files(format: Format) -> str:
+    """The names of a format's weight files."""
+    return format.files.name + (", or model-00001-of-0000N.safetensors" if format is HUGGING_FACE else "")

@@ -38,7 +38,7 @@ def merge_command(into: str | None, as_json: bool, quiet: bool, progress: str, *
     if into is not None:
         given |= {"source": into, "adapter": given["source"]}
     without_numpys_threads()
-    from reshard.commands.merge import merge
+    from reshard.commands.split import merge
     from reshard.writing.rewrite import WriteRequest
 
     carry_out(merge, request_of(WriteRequest, given, quiet=quiet or as_json), progress, as_json=as_json, quiet=quiet)

@@ -36,6 +36,6 @@ def patch_command(as_json: bool, quiet: bool, progress: str, **given: Any) -> No
     --patch DELTA --exact-only' proves it.
     """
     without_numpys_threads()
-    from reshard.commands.patch import PatchRequest, patch
+    from reshard.commands.split import PatchRequest, patch
 
     carry_out(patch, request_of(PatchRequest, given, quiet=quiet or as_json), progress, as_json=as_json, quiet=quiet)

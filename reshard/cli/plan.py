@@ -90,7 +90,8 @@ def plan_command(
     If a model or one of its tensors has no rules, make an architecture file: --draft writes a draft, --save the rules
     in use, of a similar model for example. Check and edit the file, and pass it to every command with --plan.
     """
-    from reshard.commands.plan import PlanRequest, planned, wanted_format
+    from reshard.commands.plan import PlanRequest, planned_format
+    from reshard.placement.program_plan import plan_for
     from reshard.source.access import lines_of_any, open_any
     from reshard.store.selection import Weights
 
@@ -100,13 +101,13 @@ def plan_command(
     given["tp"] = degrees[0]
     check_degrees(given)
     request = request_of(PlanRequest, given, quiet=as_json)
-    source, format = str(request.source), wanted_format(request)
+    source, format = str(request.source), planned_format(request)
     if trainer is not None or receiver is not None:
         _plan_push(request, trainer, receiver, link, report, as_json)
         return
     if link is not None:
         raise click.UsageError("--link goes with --from and --to")
-    _check_together(report, has_mesh := has_degree(given), format is not None, tp_plan)
+    _check_together(report, has_mesh := has_degree(given), not format.plain, tp_plan)
     if draft_file is not None:
         _write_draft(request, draft_file)
         return
@@ -121,17 +122,19 @@ def plan_command(
         _save(_lines_in_use(opened.model), save_file)
     if tp_plan:
         _print_tp_plan(opened.model, given["tp"], as_json)
-    elif format is not None or has_mesh:
-        plans = [planned(opened, dataclasses.replace(request, tp=degree or request.tp), format) for degree in degrees]
+    elif has_mesh or not format.plain:
+        plans = [
+            plan_for(opened.model, format, dataclasses.replace(request, tp=degree or request.tp)) for degree in degrees
+        ]
         if report is not None:
             _draw(plans[0], request, report)
         for number, plan in enumerate(plans):
             if number:
                 print_lines("")
-            if format is not None:
-                _print_program(plan, format, source, as_json)
-            else:
+            if format.plain:
                 _print_plan(plan, opened, source, as_json)
+            else:
+                _print_program(plan, format, source, as_json)
     elif save_file is None or as_json:
         _print_degrees(opened.model, request, as_json)
 
@@ -252,6 +255,7 @@ def _write_draft(request: PlanRequest, file: Path) -> None:
 
 
 def _print_plan(plan: Plan, opened: Source, source: str, as_json: bool) -> None:
+    from formats.notation.format import OWN
     from reshard.mesh.plan_table import format_table, totals_lines
     from reshard.mesh.totals import rows_of, totals_of
     from reshard.move.downloads import download_of
@@ -260,7 +264,7 @@ def _print_plan(plan: Plan, opened: Source, source: str, as_json: bool) -> None:
     rows = rows_of(plan)
     totals = totals_of(plan, rows)
     ends = (0, plan.mesh.size - 1)
-    download = max(download_of(opened, arrangement_of(plan, None), rank) for rank in ends) if opened.is_elsewhere else 0
+    download = max(download_of(opened, arrangement_of(plan, OWN), rank) for rank in ends) if opened.is_elsewhere else 0
     if not as_json:
         table = format_table(rows, terminal_width())
         print_lines(_title(plan.model, source), "", *table, "", *totals_lines(plan, totals, download or None))
@@ -418,12 +422,13 @@ def _remark(model: Model, attempt: Attempt, request: PlanRequest) -> str:
     if attempt.refusal is not None:
         ways = _other_ways(attempt)
         return attempt.refusal.why + (f"; possible with {' or '.join(ways)}" if ways else "")
-    from reshard.mesh.plan import plan_of
+    from formats.notation.format import OWN
     from reshard.mesh.plan_table import uneven_lines
     from reshard.mesh.totals import rows_of, totals_of
+    from reshard.placement.program_plan import plan_for
 
     degree = attempt.degree
-    plan = plan_of(model, dataclasses.replace(request, tp=degree, ep=1, pp=1, pp_layers=(), same_ranks=False))
+    plan = plan_for(model, OWN, dataclasses.replace(request, tp=degree, ep=1, pp=1, pp_layers=(), same_ranks=False))
     totals = totals_of(plan, rows_of(plan))
     text = f"{human_bytes(totals.bytes_per_rank)} per rank{' at most' if plan.mesh.uneven else ''}"
     if degree > 1:

@@ -10,8 +10,7 @@ from formats.refusals import refused
 from reshard.delta.differences import Diff, Progress, differences, no_progress
 from reshard.delta.storing import write_delta
 from reshard.source.access import Access, find, open_found
-from reshard.source.opening import open_shards_of
-from reshard.source.recognise import recognise
+from reshard.source.opening import open_source, recognise
 from reshard.source.source import Source
 from reshard.store.selection import Weights
 
@@ -60,7 +59,7 @@ def open_both(a: str | Path, b: str | Path, access: Access) -> tuple[Source, Sou
     opened: list[Source] = []
     for path, has_model in sorted(zip(paths, known, strict=True), key=lambda each: not each[1]):
         if opened and not has_model and access.config is None:
-            opened.append(open_shards_of(opened[0].model, path, plan_file=access.plan_file))
+            opened.append(open_source(path, plan_file=access.plan_file, model=opened[0].model))
         else:
             opened.append(open_found(path, replace(access, config=None if has_model else access.config)))
     return (opened[1], opened[0]) if known == [False, True] else (opened[0], opened[1])

@@ -6,8 +6,10 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reshard.mesh.plan import Degrees, plan_of
+from formats.notation.format import OWN
+from reshard.mesh.plan import Degrees
 from reshard.placement.arrangement import arrangement_of
+from reshard.placement.program_plan import plan_for
 from reshard.source.access import Access, open_any
 
 if TYPE_CHECKING:
@@ -32,6 +34,6 @@ def load(request: LoadRequest) -> dict[str, torch.Tensor]:
 
     request.mesh.check_ranks([request.rank])
     opened = open_any(request.source, request)
-    tensors = load_rank(opened, arrangement_of(plan_of(opened.model, request), None), request.rank)
+    tensors = load_rank(opened, arrangement_of(plan_for(opened.model, OWN, request), OWN), request.rank)
     opened.check_unchanged()
     return tensors

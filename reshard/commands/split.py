@@ -1,30 +1,27 @@
-"""Splits a full checkpoint, or re-splits shards, into reshard's own form or into that of another program."""
+"""Splits a full checkpoint, re-splits and merges shards, and puts a delta on its base, in any format."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from formats.errors import CheckpointError
 from formats.files.sharded import MANIFEST, read_manifest
 from formats.mesh import Mesh
 from formats.notation.adapter_file import adapter_format_names
-from formats.notation.format_file import HUGGING_FACE, format_of
+from formats.notation.format import HUGGING_FACE
+from formats.notation.format_file import format_to_write
 from formats.refusals import refused
-from reshard.commands.plan import planned
 from reshard.launcher import Share
 from reshard.mesh.degrees import unevenly
 from reshard.mesh.finer_blocks import finer_blocks, with_blocks
 from reshard.mesh.plan import Degrees, Plan, make_plan
-from reshard.placement.arrangement import arrangement_of
-from reshard.placement.kept_settings import check_kept
+from reshard.placement.program_plan import check_kept, plan_for
 from reshard.source.access import open_any, open_converted
-from reshard.source.source import Source
-from reshard.writing.files import DEFAULT_SHARD_SIZE
-from reshard.writing.full_checkpoint import FullCheckpoint
-from reshard.writing.outputs import Output
-from reshard.writing.rank_folders import RankFolders
-from reshard.writing.rewrite import WriteRequest, begun, place_of, rewrite
+from reshard.source.source import UNSPLIT, Source
+from reshard.writing.output import Output
+from reshard.writing.rewrite import WriteRequest, rewrite, start
 from reshard.writing.summary import Summary
 
 
@@ -49,41 +46,24 @@ def split(request: SplitRequest) -> Summary:
     Raises ReshardError; ``out`` has only complete ranks.
     """
     if request.format in adapter_format_names():
-        return _converted(request, str(request.format))
-    format = format_of(request.format) if request.format and request.format != HUGGING_FACE else None
-    check_kept(request, request.format, format)
-    if request.format == HUGGING_FACE:
-        from reshard.commands.merge import merge
-
+        check_kept(request, HUGGING_FACE)
+        for setting, why in _NOT_OF_ADAPTERS.items():
+            if getattr(request, setting):
+                raise refused(setting, None, why, format=request.format, advice="leave it out")
+        began, opened = start(request), open_converted(request.source, request, str(request.format))
+        return rewrite(Output(opened, opened.plan, HUGGING_FACE), began, request)
+    format = format_to_write(request.format)
+    check_kept(request, format)
+    if format is HUGGING_FACE:
         return merge(request)
     if request.part is not None and request.ranks is not None:
         raise refused("part", None, "both share the work", beside={"ranks": None}, advice="give one of them")
-    start, (folder, bucket) = begun(), place_of(request.out, request.cache_dir)
-    max_shard_size = request.max_shard_size or DEFAULT_SHARD_SIZE
-    opened = open_any(request.source, request)
-    plan = _refined(opened, request) if request.refine_blocks else planned(opened, request, format)
-    wanted = _wanted(request.ranks, plan.mesh, None if request.overwrite else folder)
-    everyone = range(plan.mesh.size)
-    new: Output
-    if format is not None:
-        from reshard.writing.program import ProgramFiles  # rarely needed
-
-        new = ProgramFiles(opened, arrangement_of(plan, format), format, tuple(everyone), max_shard_size)
-    elif wanted is None or bucket is not None:
-        new = RankFolders(opened, plan, everyone, max_shard_size)
-    else:
-        new = RankFolders(opened, plan, wanted, max_shard_size, added_to=folder)
-    return rewrite(new, (folder, bucket), start, request, wanted)
-
-
-def _converted(request: SplitRequest, name: str) -> Summary:
-    """Write an adapter in another format. Raises ReshardError."""
-    check_kept(request, HUGGING_FACE, None)
-    for setting, why in _NOT_OF_ADAPTERS.items():
-        if getattr(request, setting):
-            raise refused(setting, None, why, format=name, advice="leave it out")
-    start, place = begun(), place_of(request.out, request.cache_dir)
-    return rewrite(FullCheckpoint(open_converted(request.source, request, name), None), place, start, request)
+    began, opened = start(request), open_any(request.source, request)
+    plan = _refined(opened, request) if request.refine_blocks else plan_for(opened.model, format, request)
+    wanted = _wanted(request.ranks, plan.mesh, None if request.overwrite else began.folder)
+    ranks, added_to = (None, None) if wanted is None or began.bucket is not None else (wanted, began.folder)
+    new = Output(opened, plan, format, request.max_shard_size, ranks=ranks, added_to=added_to)
+    return rewrite(new, began, request, wanted)
 
 
 _NOT_OF_ADAPTERS = {
@@ -111,3 +91,42 @@ def _refined(source: Source, degrees: Degrees) -> Plan:
     finer = finer_blocks(source.model, mesh)
     model = with_blocks(source.model, finer) if finer else source.model
     return make_plan(model, mesh, pad=degrees.pad_vocab, pad_to=degrees.pad_vocab_to)
+
+
+def merge(request: WriteRequest) -> Summary:
+    """Merge shards into one full Hugging Face checkpoint.
+
+    The original files are restored byte for byte, as the manifest describes them. With ``max_shard_size``, or without a
+    manifest, or if the original was not safetensors, new files of at most this size are written. The source may be a
+    full checkpoint in safetensors only with ``patch``, ``dequantize`` or ``adapter``. Raises ReshardError; ``out``
+    exists only if it is complete.
+    """
+    began, opened = start(request), open_any(request.source, request)
+    is_full = not opened.is_split and all(file.header is not None for file in opened.files.values())
+    if is_full and not (request.deltas or request.dequantize or request.adapter is not None):
+        raise CheckpointError(
+            f"{request.source} is a full checkpoint, there is nothing to merge",
+            "give the folder that 'reshard split' wrote",
+        )
+    plan = make_plan(opened.model, UNSPLIT)
+    return rewrite(Output(opened, plan, HUGGING_FACE, request.max_shard_size), began, request)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchRequest(WriteRequest):
+    """What ``patch`` takes: ``source`` is the base, ``delta`` what ``diff`` wrote, ``patch`` what follows on it."""
+
+    delta: str | Path = field(repr=False)  # a URL may have a password
+
+    @property
+    def deltas(self) -> tuple[str | Path, ...]:
+        """All deltas, in their order."""
+        return (self.delta, *super().deltas)
+
+
+def patch(request: PatchRequest) -> Summary:
+    """Put a delta on its base: writes the files that a merge of the other checkpoint would write.
+
+    Raises ReshardError; a delta for another base is refused before anything is written.
+    """
+    return merge(request)

@@ -35,17 +35,19 @@ from formats.files.delta import (
 )
 from formats.files.foreign import DELTA
 from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header, parse_header, tensor_bytes, unit_of
+from formats.notation.format import HUGGING_FACE
 from reshard.delta.differences import CHANGED, HERE, Diff, Progress, TensorDiff, differences, no_progress
 from reshard.delta.differences import SAME as UNCHANGED
 from reshard.delta.numbers import codes_of
 from reshard.delta.streams import PIECE, Jobs, Pair, Side, jobs_of_both, side_by_side
+from reshard.mesh.plan import make_plan
 from reshard.move.jobs import Job
 from reshard.move.reading import Bytes
 from reshard.move.slabs import Rows
 from reshard.publishing.existing import check_place
-from reshard.source.source import Source
+from reshard.source.source import UNSPLIT, Source
 from reshard.system import disk_errors, reserve
-from reshard.writing.full_checkpoint import FullCheckpoint
+from reshard.writing.output import Output
 
 
 class _Sums:
@@ -86,7 +88,7 @@ def write_delta(
         raise CheckpointError(f"{out} is already there", "give another name, or remove it")
     if is_compressed:
         need_zstd()
-    new = FullCheckpoint(b, None)
+    new = Output(b, make_plan(b.model, UNSPLIT), HUGGING_FACE)
     sums = _Sums({t.name: tensor_bytes(t.name, t.dtype, t.shape) for t in b.unsplit.tensors})
     diff = differences(a, b, sums, progress)
     with disk_errors(out):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from formats.notation.format import HUGGING_FACE
 from reshard.mesh.plan import make_plan
 from reshard.model.model import Kind
 from reshard.move.blocks import fill, room
@@ -50,7 +51,7 @@ def _taken(source: Source) -> Mapping[str, tuple[tuple[int, ...], Taken]]:
 
 
 def _jobs(source: Source, wanted: Iterable[Mapping[str, tuple[tuple[int, ...], Taken]]]) -> Jobs:
-    target = arrangement_of(make_plan(source.unsplit, UNSPLIT, padding={}), None)
+    target = arrangement_of(make_plan(source.unsplit, UNSPLIT, padding={}), HUGGING_FACE)
     for taken in wanted:
         target = _taken_apart(target, taken)
     places = {tensor.name: TargetPlace(TargetFile(Path(tensor.name), b"", 0), 0) for tensor in source.unsplit.tensors}

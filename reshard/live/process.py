@@ -383,7 +383,6 @@ class Pull(_Process):
     def _verify(self, routes: Routes) -> None:
         if self._witness is not None:
             arrangement = routes.target.arrangement
-            assert arrangement.format is not None
             differences = self._witness(on_mesh(arrangement.plan, arrangement.format), self.number)
             if differences:
                 raise MismatchError(f"{differences[0]} ({len(differences)} differences in all)")

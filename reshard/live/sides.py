@@ -29,7 +29,7 @@ from reshard.placement.geometry import Geometry
 from reshard.placement.program_plan import program_plan
 from reshard.placement.stored import Atom, Placed, Stored
 from reshard.source.completeness import check_complete
-from reshard.source.program_source import inferred_sizes, inferred_tensors, padding_of
+from reshard.source.opening_programs import inferred_sizes, inferred_tensors, padding_of
 from reshard.source.source import UNSPLIT
 
 Ranks = Sequence[Sequence[Held]]

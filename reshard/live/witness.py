@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from formats.errors import LiveError, PlanError
+from formats.notation.format import HUGGING_FACE
 from formats.torch_dtypes import TORCH_DTYPES
 from reshard.mesh.plan import make_plan
 from reshard.placement.arrangement import Arrangement, arrangement_of, same_atoms
@@ -204,7 +205,7 @@ def by_rules(arrangement: Arrangement, rank: int) -> Iterator[tuple[Stored, Rang
     """What our rules put into each tensor of a rank; constants are left out. Raises PlanError."""
     model = arrangement.plan.model
     numbers = {tensor.name: number for number, tensor in enumerate(model.tensors)}
-    whole, arrangement = same_atoms(arrangement_of(make_plan(model, UNSPLIT, padding={}), None), arrangement)
+    whole, arrangement = same_atoms(arrangement_of(make_plan(model, UNSPLIT, padding={}), HUGGING_FACE), arrangement)
     for stored, _ in arrangement.held(rank):
         if stored.constant is not None:
             continue

@@ -19,7 +19,7 @@ from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture import Architecture
 from formats.notation.axes import Dim, Factor, Run, Shape, owned
 from formats.refusals import refused
-from reshard.mesh.degrees import check_degrees, unevenly
+from reshard.mesh.degrees import check_degrees
 from reshard.mesh.stages import staged, with_stages
 from reshard.model.binding import belonging_of, bind
 from reshard.model.model import FullTensor, Kind, Model
@@ -324,9 +324,3 @@ class Degrees:
         """The mesh of these ranks. Raises PlanError for degrees that contradict each other."""
         stages = len(self.pp_layers) if self.pp == 1 and self.pp_layers else self.pp
         return mesh_of(self.tp, self.ep, self.same_ranks, stages, self.pp_layers)
-
-
-def plan_of(model: Model, degrees: Degrees) -> Plan:
-    """The plan of a model in reshard's own form. Raises PlanError if a degree is not possible."""
-    mesh = unevenly(model, degrees.mesh) if degrees.uneven else degrees.mesh
-    return make_plan(model, mesh, pad=degrees.pad_vocab, pad_to=degrees.pad_vocab_to)

@@ -9,11 +9,13 @@ between the two sides is refused here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cache, partial
+from typing import TypeVar
 
 from formats.errors import PlanError
 from formats.files.safetensors import DTYPE_BITS, tensor_bytes
 from formats.files.sharded import KEPT
+from formats.notation.format import HUGGING_FACE
 from reshard.mesh.plan import make_plan
 from reshard.move.changes import Regrid, Restate
 from reshard.move.elements import Change
@@ -28,6 +30,7 @@ from reshard.source.source import UNSPLIT, Places, Source, SourcePlace
 KEPT_RANK = -1
 """Stands for a rank: the file with the tensors that a program does not store."""
 
+Place = TypeVar("Place", SourcePlace, TargetPlace)
 TargetPlaces = Mapping[int, Mapping[str, TargetPlace]]
 """The places of stored tensors in the target's files, by rank and name."""
 
@@ -39,17 +42,23 @@ def jobs_of(source: Source, target: Arrangement, places: TargetPlaces, *, compar
     ``compare`` only one of several replicas is read. Raises PlanError if an atom cannot go from source to target.
     """
     here, there = same_atoms(source.arrangement, target)
-    format = source.format if source.manifest is None else None
-    moves = _Moves(compare=compare, zeros=format is None or not format.padding.free)
-    kept = _Kept(source, there, places)
+    moves = _Moves(compare=compare, zeros=source.manifest is not None or not source.format.padding.free)
     check_atoms(here, there)
+
+    @cache
+    def whole() -> Mapping[Atom, Placed]:
+        """All atoms as Hugging Face has them, in its order: what a program does not store stands so in a file."""
+        plan = make_plan(there.plan.model, UNSPLIT, padding={})
+        return same_atoms(arrangement_of(plan, HUGGING_FACE), there)[0].placed
+
     ranks_of: dict[tuple[Geometry, int], frozenset[int]] = {}
-    for atom in kept.atoms if here.dropped or there.dropped else here.placed:
-        found, wanted = here.placed.get(atom), there.placed.get(atom)
-        if found is None or found.portion.function is not None:
-            held, sources = kept.source(atom)
+    for atom in whole() if here.dropped or there.dropped else here.placed:
+        held, wanted = here.placed.get(atom), there.placed.get(atom)
+        if held is None or held.portion.function is not None:
+            held = whole()[atom]
+            sources: Places = partial(_same_on_all, _place_in_kept(source, held, atom.tensor))
         else:
-            held, sources = found, _sources(source, found)
+            sources = _sources(source, held)
         ranks = frozenset[int]()
         if wanted is not None:
             key = (wanted.stored.geometry, wanted.number)
@@ -59,12 +68,18 @@ def jobs_of(source: Source, target: Arrangement, places: TargetPlaces, *, compar
         if wanted is not None and ranks:
             yield moves.job(atom, held, wanted, sources, _targets(places, wanted), ranks)
         if (wanted is None or wanted.portion.function is not None) and KEPT_RANK in places:
-            yield moves.job(atom, held, kept.whole(atom), sources, kept.target(atom), frozenset({0}))
+            place = places[KEPT_RANK][atom.tensor]
+            place = TargetPlace(place.file, place.offset + whole()[atom].first(0))
+            yield moves.job(atom, held, whole()[atom], sources, partial(_same_on_all, place), frozenset({0}))
     for atom, wanted in there.copies:
         held, ranks = here.placed[atom], _ranks_of(wanted, places)
         if ranks:
             job = moves.job(atom, held, wanted, _sources(source, held), _targets(places, wanted), ranks)
             yield job._replace(again=True)
+
+
+def _same_on_all(place: Place, rank: int) -> Place:
+    return place
 
 
 def check_atoms(here: Arrangement, there: Arrangement) -> None:
@@ -166,45 +181,18 @@ def _steps(held: Placed, wanted: Placed, blocks: Blocks) -> tuple[tuple[int, int
     return steps if any(before != after for before, after in steps) else None
 
 
-class _Kept:
-    """The tensors whose own bits a program does not keep: they stand in a file of reshard's, whole."""
-
-    def __init__(self, source: Source, target: Arrangement, places: TargetPlaces) -> None:
-        self._source, self._target, self._places = source, target, places
-
-    @cached_property
-    def _whole(self) -> Arrangement:
-        """All tensors as Hugging Face has them, on one rank, in the parts of the target's."""
-        plan = make_plan(self._target.plan.model, UNSPLIT, padding={})
-        return same_atoms(arrangement_of(plan, None), self._target)[0]
-
-    @property
-    def atoms(self) -> Mapping[Atom, Placed]:
-        """All atoms, in the order of the original."""
-        return self._whole.placed
-
-    def source(self, atom: Atom) -> tuple[Placed, Places]:
-        """Where an atom lies in the source's file. Raises PlanError if there is none."""
-        placed, info = self._whole.placed[atom], self._source.kept.get(atom.tensor)
-        if info is None:
-            raise PlanError(
-                f"{self._source.path} does not have the bits of tensor '{atom.tensor}', which the format "
-                f"'{self._source.format.name if self._source.format else ''}' does not store as they are",
-                f"'reshard split' keeps them beside the shards, in {KEPT}; another program does not",
-            )
-        place = SourcePlace(self._source.files[info.file], info.offset + placed.first(0))
-        return placed, lambda rank: place
-
-    def whole(self, atom: Atom) -> Placed:
-        """An atom as it stands in the file."""
-        return self._whole.placed[atom]
-
-    def target(self, atom: Atom) -> Callable[[int], TargetPlace | None]:
-        """Where an atom is to lie in the target's file."""
-        placed = self._whole.placed[atom]
-        place = self._places[KEPT_RANK][atom.tensor]
-        there = TargetPlace(place.file, place.offset + placed.first(0))
-        return lambda rank: there
+def _place_in_kept(source: Source, placed: Placed, tensor: str) -> SourcePlace:
+    """Where an atom lies in the source's file of tensors that its format does not store. Raises PlanError if it does
+    not.
+    """
+    info = source.kept.get(tensor)
+    if info is None:
+        raise PlanError(
+            f"{source.path} does not have the bits of tensor '{tensor}', which the format '{source.format.name}' does "
+            "not store as they are",
+            f"'reshard split' keeps them beside the shards, in {KEPT}; another program does not",
+        )
+    return SourcePlace(source.files[info.file], info.offset + placed.first(0))
 
 
 def _change(name: str, held: Placed, wanted: Placed) -> Change | None:

@@ -37,7 +37,6 @@ from reshard.placement.portions import (
     in_parts_of,
     kept_whole,
     rule_of,
-    unchanged,
     uses_of,
 )
 from reshard.placement.stored import Atom, Chunks, Naming, Placed, Stated, Stored, filled
@@ -62,22 +61,20 @@ class Arrangement:
     stand for ranks.
     """
 
-    def __init__(
-        self, plan: Plan, taken: Mapping[Kind, Taken], format: Format | None = None, chunks: Chunks | None = None
-    ) -> None:
-        format = format.of(plan.model.config) if format else None
+    def __init__(self, plan: Plan, taken: Mapping[Kind, Taken], format: Format, chunks: Chunks | None = None) -> None:
+        format = format.of(plan.model.config)
         self.plan, self.taken, self.format, self.chunks = plan, taken, format, chunks
         self._laid = plan if chunks is None else plan.unsplit
         self.ranks = plan.mesh.size
         if chunks is not None:
             self.ranks = 1 + max((number for found in chunks.values() for number in found), default=-1)
-        self.dropped = dropped_of(plan.model, format) if format else frozenset()
+        self.dropped = dropped_of(plan.model, format)
         self._geometries: dict[tuple[object, ...], Geometry] = {}
         self._chunked: dict[tuple[object, ...], Geometry] = {}
         self._even: dict[tuple[object, ...], tuple[Layout, ...]] = {}
         self._index_axes: dict[Kind, tuple[str, ...]] = {}
         self.stored = tuple(self._stored())
-        self.stored += tuple(self._constants(format.rules.constants if format else ()))
+        self.stored += tuple(self._constants(format.rules.constants))
         self.placed = {atom: Placed(each, number) for each in self.stored for number, atom in enumerate(each.atoms)}
         self.copies = [(each.atoms[0], Placed(each, 0)) for each in self._copies()]
         self.stored += tuple(placed.stored for _, placed in self.copies)
@@ -90,14 +87,17 @@ class Arrangement:
         """The shape that tensors of a kind state of their weight: the rank's in reshard's own form, else the whole."""
         if kind.stated is None:
             return None
-        own = self.plan.laid[kind].stated if self.format is None else None
+        own = self.plan.laid[kind].stated if self.format.plain else None
         whole = kind.stated.sizes(self.plan.model.sizes.of(dict(kind.indices)))
         return (lambda holder: whole) if own is None else (lambda holder: own.boxes[holder].shape)
 
     def held(self, rank: int) -> Iterator[tuple[Stored, tuple[int, ...]]]:
         """A rank's tensors, with their shapes."""
+        shapes: dict[Geometry, tuple[int, ...] | None] = {}
         for each in self.stored:
-            shape = each.geometry.shape(rank)
+            if each.geometry not in shapes:
+                shapes[each.geometry] = each.geometry.shape(rank)
+            shape = shapes[each.geometry]
             if shape is not None:
                 yield each, each.constant.shape if each.constant else shape
 
@@ -112,7 +112,7 @@ class Arrangement:
             yield Stored(name, kind.dtype, geometry, (Atom(name),), stated=stated)
 
     def _stored(self) -> Iterator[Stored]:
-        if self.format is None and all(len(of) == 1 and not of[0].by_index for of in self.taken.values()):
+        if self.format.plain and all(len(of) == 1 and not of[0].by_index for of in self.taken.values()):
             yield from self._unchanged()
             return
         found: dict[str, dict[tuple[int, int], _Part]] = {}
@@ -180,7 +180,7 @@ class Arrangement:
 
     def _copies(self) -> Iterator[Stored]:
         """What is stored a second time, under another name."""
-        found = copies_of(self.plan.model, self.format) if self.format else {}
+        found = copies_of(self.plan.model, self.format)
         there = {each.name for each in self.stored}
         for tensor in self.plan.model.tensors if found else ():
             for target in found.get(tensor.kind, ()):
@@ -211,7 +211,7 @@ class Arrangement:
     @cached_property
     def _firsts(self) -> Sequence[Mapping[str, int]]:
         """For each rank, the numbers from which it counts the indices in names; none if names have the model's own."""
-        numbered, mesh, model = self.format.rules.numbered if self.format else (), self.plan.mesh, self.plan.model
+        numbered, mesh, model = self.format.rules.numbered, self.plan.mesh, self.plan.model
         sizes = {axis: size for axis, size in model.sizes.of({}).items() if axis in numbered}
         found = []
         for rank in range(mesh.size if numbered else 0):
@@ -238,7 +238,7 @@ class Arrangement:
 
     def _placed_further(self, tensor: str, target: str, at: Mapping[str, int]) -> tuple[str, Mapping[str, int]]:
         """The program's name and the indices in it, where layers behind the last are called otherwise."""
-        for further in self.format.rules.further if self.format else ():
+        for further in self.format.rules.further:
             words = further.found.match(target)
             end = self._ends.get(further)
             if words is None or end is None or at.get(further.index, -1) < end:
@@ -253,7 +253,7 @@ class Arrangement:
     def _ends(self) -> Mapping[Further, int]:
         """The first index that is called otherwise."""
         sizes = self.plan.model.sizes
-        found = {each: sizes.evaluate(each.beyond, {}) for each in (self.format.rules.further if self.format else ())}
+        found = {each: sizes.evaluate(each.beyond, {}) for each in self.format.rules.further}
         return {each: int(end) for each, end in found.items() if end is not None}
 
     def _axes(self, kind: Kind) -> tuple[str, ...]:
@@ -379,14 +379,11 @@ def _dealt_along(model: Model, axis: str) -> Model:
     return replace(model, architecture=replace(model.architecture, families=families))
 
 
-def arrangement_of(plan: Plan, format: Format | None, chunks: Chunks | None = None) -> Arrangement:
-    """A plan's tensors as a program stores them; ``chunks`` are those of files that are there.
+def arrangement_of(plan: Plan, format: Format, chunks: Chunks | None = None) -> Arrangement:
+    """A plan's tensors as a format stores them; ``chunks`` are those of files that are there.
 
-    Without a format each tensor is stored as it is, as in Hugging Face's form and in reshard's own. Raises PlanError
-    for a tensor that has no place in the format, MismatchError if the chunks do not fit.
+    Raises PlanError for a tensor that has no place in the format, MismatchError if the chunks do not fit.
     """
-    if format is None:
-        return Arrangement(plan, unchanged(plan.model))
     if format.container.chunks and chunks is None:
         stored = on_mesh(plan, format).stored
         chunks = {each.name: _chunks_of(each) for each in stored}

@@ -70,6 +70,8 @@ Taken = tuple[Portion, ...]
 
 def uses_of(model: Model, format: Format) -> dict[Kind, Taken]:
     """What a program makes of each kind of tensors. Raises PlanError for a tensor that no line of its format covers."""
+    if format.plain:
+        return {kind: (kept_whole(whole(rule_of(model, kind)), None),) for kind in model.kinds}
     check_model_type(model, format)
     return _Reading(model, format).all()
 
@@ -93,11 +95,6 @@ def check_model_type(model: Model, format: Format) -> None:
         why = f"what {format.loading.program} has of it was not compared"
     if why is not None:
         raise PlanError(f"'{kind}' has no place in the format '{format.name}': {why}")
-
-
-def unchanged(model: Model) -> dict[Kind, Taken]:
-    """Hugging Face's own form: each tensor is stored as it is."""
-    return {kind: (kept_whole(whole(rule_of(model, kind)), None),) for kind in model.kinds}
 
 
 def rule_of(model: Model, kind: Kind) -> Shape:

@@ -1,38 +1,32 @@
-"""A plan for another program's format: whether the program takes the model on these ranks, and how it pads."""
+"""A plan for a format: whether a program takes the model on these ranks, how it pads, and which settings it refuses."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from formats.errors import PlanError
 from formats.mesh import Mesh
 from formats.notation.adapters import MERGE_IT, SETTINGS
-from formats.notation.format import Format
+from formats.notation.format import HUGGING_FACE, OWN, Format
 from formats.refusals import refused
+from reshard.mesh.degrees import unevenly
 from reshard.mesh.plan import Degrees, Plan, make_plan
 from reshard.model.model import Model
 from reshard.model.shares import padding_for
-from reshard.placement.kept_settings import not_kept
 from reshard.placement.portions import apart_by_lines, check_model_type
 
 
 def plan_for(model: Model, format: Format, degrees: Degrees) -> Plan:
-    """The plan by which a model is written in a program's format.
+    """The plan by which a model is written in a format.
 
-    Raises PlanError if the program cannot take it, or the degree is not possible.
+    Raises PlanError if the program cannot take it, or the degree is not possible, and for stages if the format has no
+    file names for them.
     """
-    mesh = program_mesh(model, format, degrees)
-    check_demands(model, format, mesh)
-    return program_plan(model, format, mesh, pad=degrees.pad_vocab)
-
-
-def program_mesh(model: Model, format: Format, degrees: Degrees) -> Mesh:
-    """The mesh of a program, which may deal experts over the ranks of ``tp``.
-
-    Raises PlanError for degrees that are not possible, and for stages if the program has no file names for them.
-    """
+    if format.plain:
+        mesh = unevenly(model, degrees.mesh) if degrees.uneven else degrees.mesh
+        return make_plan(model, mesh, pad=degrees.pad_vocab, pad_to=degrees.pad_vocab_to)
     if format.same_ranks and degrees.ep == 1 and degrees.tp > 1 and model.expert_axes:
         degrees = replace(degrees, ep=degrees.tp, same_ranks=True)
     ep, mesh = degrees.ep, degrees.mesh
@@ -42,7 +36,8 @@ def program_mesh(model: Model, format: Format, degrees: Degrees) -> Mesh:
         raise refused("ep", ep, why, format=format.name, instead=instead, advice=advice)
     if mesh.pp > 1 and format.files.pp is None:
         raise refused("pp", mesh.pp, "its ranks have all layers", format=format.name)
-    return mesh
+    check_demands(model, format, mesh)
+    return program_plan(model, format, mesh, pad=degrees.pad_vocab)
 
 
 def check_demands(model: Model, format: Format, mesh: Mesh) -> None:
@@ -94,10 +89,42 @@ def program_plan(
     model = apart_by_lines(model, format)
     if padding is not None:
         return make_plan(model, mesh, padding=padding)
-    lacking = not_kept(format.name, format)
+    lacking = not_kept(format)
     if format.container.chunks and format.padding.to is None:
         units = dict.fromkeys(sorted(padding_for(model, mesh, 1)), 1) | dict(mesh.uneven)
         return make_plan(model, replace(mesh, uneven=tuple(units.items())), pad=False, lacking=lacking)
     padded = [sizes[axis] for sizes in model.axis_sets() for axis in model.architecture.pad if axis in sizes]
     multiple = format.padding.multiple(padded, dict(mesh.degrees).get("tp", 1))
     return make_plan(model, mesh, pad=pad and multiple > 0, pad_to=max(multiple, 1), lacking=lacking)
+
+
+_OF_RANKS = ("tp", "ep", "pp", "pp_layers", "same_ranks", "ranks", "uneven", "pad_vocab_to", "refine_blocks")
+
+
+def check_kept(request: Degrees, format: Format) -> None:
+    """Raise SettingError if a field of a request that differs from its default cannot be carried out in a format."""
+    reasons, defaults = not_kept(format), {field.name: field.default for field in fields(request)}
+    for setting, why in reasons.items():
+        if setting in defaults and (getattr(request, setting) or None) != (defaults[setting] or None):
+            instead = ({"part": None},) if setting == "ranks" else ()
+            advice = "it shares the files among processes" if instead else "leave it out"
+            raise refused(setting, None, why, format=format.name, instead=instead, advice=advice)
+
+
+def not_kept(format: Format) -> Mapping[str, str]:
+    """The fields that cannot be carried out, and why."""
+    if format is HUGGING_FACE:
+        return dict.fromkeys(_OF_RANKS, "it is one full checkpoint")
+    if format is OWN:
+        return {}
+    found = {
+        "pad_vocab_to": "it says itself what is padded",
+        "refine_blocks": "its reader takes the scale blocks of config.json",
+    }
+    if not format.container.chunks or format.padding.to is not None:
+        found["uneven"] = "its ranks have equal parts"
+    if format.container.chunks:
+        found["ranks"] = "any number of ranks loads it"
+    if not format.files.has_parts:
+        found["max_shard_size"] = "its ranks have one file each"
+    return found

@@ -99,11 +99,11 @@ def open_found(path: FilePath, access: Access, weights: Weights = Weights.RANGES
 
         path = StoredPath(adapted(path, find(access.adapter, hub, Weights.FILES), access.plan_file))
     opened = open_source(path, plan_file=access.plan_file, config=access.config)
-    if access.config is not None and opened.format is None and SETTINGS not in opened.model.config:
+    if access.config is not None and opened.format.plain and SETTINGS not in opened.model.config:
         raise CheckpointError(f"{opened.path} has a config.json of its own", "leave --config out")
-    if weights is Weights.HEADERS or opened.format is None or not opened.format.rules.constants:
+    if weights is Weights.HEADERS or not opened.format.rules.constants:
         return opened
-    from reshard.source.constants import with_unlike_constants
+    from reshard.source.opening_programs import with_unlike_constants
 
     return with_unlike_constants(opened)
 

@@ -33,9 +33,8 @@ from formats.notation.format import Format
 from formats.notation.format_file import format_of
 from formats.store import FilePath, like
 from reshard.publishing.shares import parts_of
-from reshard.source.opening import open_source
-from reshard.source.program_source import left_behind, program_files, readings, tensors_in, weights_folder
-from reshard.source.recognise import Kind, Recognised, recognise
+from reshard.source.opening import Kind, Recognised, open_source, recognise
+from reshard.source.program_files import left_behind, program_files, readings, tensors_in, weights_folder
 from reshard.source.source import Source
 from reshard.store.staging_names import SUFFIX, staging_of, unfinished_command
 from reshard.text import Result, human_bytes, plural
@@ -153,7 +152,7 @@ def _take_source(report: Report, source: Source) -> None:
     if source.training is not None:  # what a program saves beside tensors counts, too
         sizes = [*source.training.found.files.values()]
     report.files, report.nbytes = len(sizes), sum(sizes)
-    recorded = source.manifest.source.files if source.manifest is not None and source.format is None else ()
+    recorded = source.manifest.source.files if source.manifest is not None and source.format.plain else ()
     if source.checkpoint is not None:
         report.format = "safetensors" if all(file.header for file in source.checkpoint.files) else "PyTorch .bin"
         _take_type(report, source.checkpoint.config)
@@ -170,11 +169,11 @@ def _take_source(report: Report, source: Source) -> None:
         report.dtypes = dict(dtypes.most_common())
     plan = source.plan
     report.mesh, report.padding = plan.mesh, _padding(plan.padding, source.model.sizes.of({}))
-    if source.sharded is not None and source.manifest is None:
-        _take_identity(report, source.sharded.identity)
+    if source.stated is not None and source.manifest is None:
+        _take_identity(report, source.stated)
     if source.training is None:
         report.ranks_present = tuple(range(len(source.ranks)))
-    if source.format is not None:
+    if not source.format.plain:
         report.format, report.loaded_by = source.format.name, source.format.loading.program
         report.any_mesh, report.beside = source.format.container.chunks, source.left_behind
         report.load = source.format.loading.command_of(report.path, plan.mesh)

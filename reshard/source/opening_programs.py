@@ -1,148 +1,59 @@
-"""Opening a folder in another program's format: which format and mesh it has, and where each tensor lies."""
+"""Opening a folder in another program's format: which format and mesh it has, and where each tensor lies.
+
+It may be read as several formats, and as ranks of several meshes: the first that fits is taken.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import math
+import re
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
-from pathlib import Path
-from typing import Any, NamedTuple
+from functools import cache, partial
+from typing import Any
 
-from formats.documents import json_bytes
+from formats.documents import json_bytes, read_config
 from formats.errors import CheckpointError, ReshardError
-from formats.files.checkpoint import (
-    CONFIG,
-    read_weights,
-)
-from formats.files.chunks import Chunk
+from formats.files.checkpoint import CONFIG, find_side_files, read_weights, with_modelopt
+from formats.files.chunks import Chunk, whole_shape
 from formats.files.dcp import Distributed, read_distributed
 from formats.files.safetensors import TensorInfo, read_header
-from formats.files.sharded import (
-    KEPT,
-    MANIFEST,
-    Identity,
-    Manifest,
-)
-from formats.files.stamps import Stamp, stamps_of
-from formats.mesh import Mesh
+from formats.files.sharded import KEPT, MANIFEST
+from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture import Architecture
-from formats.notation.architecture_document import architecture_from_document
 from formats.notation.architecture_files import find_architecture, load_architecture
 from formats.notation.format import Format
-from formats.store import FilePath, name_in, open_file
+from formats.store import FilePath, name_in, open_file, read_file, read_ranges
 from reshard.mesh.plan import Plan
 from reshard.model.binding import bind
 from reshard.model.model import FullTensor, Model
-from reshard.model.sizes import FEW
-from reshard.placement.arrangement import arrangement_of, on_mesh
+from reshard.model.sizes import FEW, AxisSizes
+from reshard.placement.arrangement import Arrangement, arrangement_of, on_mesh
+from reshard.placement.inverse import Origins
+from reshard.placement.program_config import dtype_of, made_config, with_dtype
 from reshard.placement.program_plan import program_plan
+from reshard.placement.stacks import Piece, by_number, first_unstacked, unstacked
 from reshard.placement.stored import Chunks
 from reshard.source.completeness import check_complete
-from reshard.source.distributed_source import Affix, Training
-from reshard.source.program_source import (
+from reshard.source.distributed_source import Affix, Training, known_names, parts_of
+from reshard.source.program_files import (
     ProgramFile,
     check_belonging,
-    check_stored,
-    chunks_of,
-    config_of,
-    full_tensors,
-    inferred_sizes,
-    inferred_tensors,
-    kept_tensors,
     left_behind,
-    likeliest,
-    meshes,
     numbered_globally,
-    origins_of,
-    padding_of,
     read_chunked,
     read_ranks,
     readings,
-    side_files_of,
-    training_of,
-    whole_tensors,
     without_files,
 )
-from reshard.source.source import UNSPLIT, Source, SourceFile
-from reshard.source.stated_dtype import dtype_of, with_dtype
-
-
-def states_of(source: Source) -> Iterator[tuple[Affix, Source]]:
-    """The training states that have the shapes of the model's tensors, each kind as a source of its own.
-
-    Its tensors have the names of the model's. Raises CheckpointError, MismatchError and PlanError.
-    """
-    training, format = source.training, source.format
-    if training is None or format is None:
-        return
-    architecture, config = source.model.architecture, source.model.config
-    for affix, names in training.parts.states.items():
-        ranks, chunks = chunks_of(format, training.found, names)
-        held = [whole_tensors(ranks, chunks)]
-        full = inferred_tensors(format, architecture, config, held)
-        model = bind(architecture, config, full, known=inferred_sizes(architecture, config, held, full))
-        plan = program_plan(model, format, source.plan.mesh, padding=source.plan.padding or None)
-        check_stored(arrangement_of(plan, format, chunks), ranks, source.path)
-        yield affix, replace(source, plan=plan, unsplit=model, ranks=ranks, chunks=chunks, kept={})
-
-
-@dataclass(frozen=True)
-class Folder:
-    """A folder to open, and what is known of it before its tensors are read.
-
-    ``config`` is a folder with the config.json that belongs to it, ``plan_file`` the user's plan.
-    """
-
-    path: FilePath
-    stamps: Mapping[FilePath, Stamp]
-    manifest: Manifest | None
-    config: Path | None = None
-    plan_file: Path | None = None
-
-    @property
-    def mesh(self) -> Mesh | None:
-        """The mesh in its manifest."""
-        return self.manifest.identity.mesh if self.manifest else None
-
-    def architecture(self, config: Mapping[str, Any]) -> Architecture:
-        """The rules: the user's, those that it was split by, or those of its model type."""
-        if self.plan_file is not None:
-            return load_architecture(self.plan_file)
-        if self.manifest is not None:
-            return architecture_from_document(self.manifest.architecture, "manifest", str(self.path))
-        return find_architecture(config, self.path)
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """The tensors in a folder's files, read as a format says: those of each rank, or the chunks in each file."""
-
-    format: Format
-    files: Sequence[ProgramFile]
-    ranks: tuple[Mapping[str, TensorInfo], ...] = ()
-    chunks: Chunks | None = None
-    training: Training | None = None
-
-    @property
-    def held(self) -> Sequence[Mapping[str, TensorInfo]]:
-        """The tensors of each rank; those in chunks as one rank would have them."""
-        return self.ranks if self.chunks is None else [whole_tensors(self.ranks, self.chunks)]
-
-    def meshes(self, model: Model) -> Iterator[Mesh]:
-        """The meshes that so many ranks may be, if no file says which it is."""
-        stages = 1 + max(file.stage for file in self.files)
-        return meshes(len(self.held), stages, self.format, bool(model.expert_axes))
-
-    def plan(self, model: Model, mesh: Mesh, *, is_known: bool) -> Plan:
-        """A model's plan on a mesh, with the padding that the files have, if it is not known. Raises PlanError."""
-        plan = program_plan(model, self.format, mesh)
-        if is_known or not self.format.padding.free:
-            return plan
-        return program_plan(model, self.format, mesh, padding=padding_of(on_mesh(plan, self.format), self.held))
+from reshard.source.source import UNSPLIT, Folder, Source, SourceFile, check_stored
+from reshard.store.remote import NEAR, Range, joined
 
 
 class _MisfitError(Exception):
@@ -166,17 +77,67 @@ def _misfit(rank: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Reading:
-    """What a folder has, read as one format: the tensors, the model that they are of, and the meshes they may be of.
+    """What a folder has, read as one format: the tensors of each rank or the chunks in each file, and their model.
 
-    ``made`` are side files that do not lie in the folder as they are, ``note`` what was changed in config.json.
+    ``mesh`` is None if no file says it; with ``is_known`` the padding is that of the format. ``made`` are side files
+    that do not lie in the folder as they are, ``note`` what was changed in config.json.
     """
 
-    stored: _Stored
+    format: Format
+    files: Sequence[ProgramFile]
+    ranks: tuple[Mapping[str, TensorInfo], ...]
+    chunks: Chunks | None
+    training: Training | None
     model: Model
-    meshes: Sequence[Mesh]
+    mesh: Mesh | None
     is_known: bool
     made: Mapping[str, bytes] = field(default_factory=dict)
     note: str | None = None
+
+    @property
+    def meshes(self) -> Iterable[Mesh]:
+        """The meshes that the ranks may be, with pipeline stages as equal in length as possible."""
+        if self.mesh is not None:
+            return [self.mesh]
+        stages = 1 + max(file.stage for file in self.files)
+        tp, has_experts = len(_held(self.ranks, self.chunks)) // stages, bool(self.model.expert_axes)
+        dense = [mesh_of(tp, pp=stages)] if tp == 1 or not self.format.same_ranks or not has_experts else []
+        return [*dense, mesh_of(tp, tp, same_ranks=True, pp=stages)] if has_experts and tp > 1 else dense
+
+    def plan(self, mesh: Mesh) -> Plan:
+        """The plan on a mesh, with the padding that the files have, if it is not known. Raises PlanError."""
+        plan = program_plan(self.model, self.format, mesh)
+        if self.is_known or not self.format.padding.free:
+            return plan
+        padding = padding_of(on_mesh(plan, self.format), _held(self.ranks, self.chunks))
+        return program_plan(self.model, self.format, mesh, padding=padding)
+
+    def unlike(self, mesh: Mesh) -> Iterator[tuple[int, _Reading, Plan]]:
+        """The number of tensors that differ from the plan on ``mesh``, and both; nothing if there is no plan."""
+        try:
+            plan = self.plan(mesh)
+            arrangement = arrangement_of(plan, self.format)
+        except ReshardError:
+            return
+        if self.chunks is not None:
+            lacking = {each.name: dict[int, Chunk]() for each in arrangement.stored}
+            yield len(lacking.keys() ^ self.chunks.keys()), replace(self, chunks={**lacking, **self.chunks}), plan
+            return
+        held = [
+            {each.name_on(rank): (each.dtype, shape) for each, shape in arrangement.held(rank)}
+            for rank in range(mesh.size)
+        ]
+        count = sum(
+            held[rank].get(name) != (info.dtype, info.shape)
+            for rank, tensors in enumerate(self.ranks)
+            for name, info in tensors.items()
+        )
+        yield count, self, plan
+
+
+def _held(ranks: Sequence[Mapping[str, TensorInfo]], chunks: Chunks | None) -> Sequence[Mapping[str, TensorInfo]]:
+    """The tensors of each rank; those in chunks as one rank would have them."""
+    return ranks if chunks is None else [_whole_tensors(ranks, chunks)]
 
 
 def open_program(folder: Folder, candidates: Sequence[Format], model: Model | None = None) -> Source:
@@ -190,120 +151,83 @@ def open_program(folder: Folder, candidates: Sequence[Format], model: Model | No
         raise without_files(candidates[0], folder.path)
     distributed = cache(lambda: read_distributed(ways[0][1][0].path.parent))
     if model is None and all(of.files.is_distributed for of, _ in ways) and len(ways) > 1:
-        likely = likeliest([of for of, _ in ways], folder.path, distributed(), folder.config, folder.plan_file)
+        likely = _likeliest([of for of, _ in ways], folder, distributed())
         ways = [way for way in ways if way[0] in likely]
     misfits: list[_MisfitError] = []
-    unlike: list[_Unlike] = []
+    unlike: list[tuple[int, _Reading, Plan]] = []
     for format, files in ways:
-        split = check_belonging(files)
         try:
-            if model is None:
-                reading = _read_model(folder, format, files, distributed)
-            else:
-                with _misfit(1):
-                    reading = _read_of(folder, model, format, files, split, distributed)
+            reading = _read(folder, format, files, distributed, model)
         except _MisfitError as misfit:
             misfits.append(misfit)
             continue
         for mesh in reading.meshes:
             try:
-                plan = _plan(reading, mesh, 0 if files[0].mesh else 2)
+                with _misfit(0 if files[0].mesh else 2):  # how much it says that a mesh is refused
+                    program_plan(reading.model, format, mesh)
                 with _misfit(2):
-                    check_stored(arrangement_of(plan, format, reading.stored.chunks), reading.stored.ranks, folder.path)
+                    plan = reading.plan(mesh)
+                    check_stored(arrangement_of(plan, format, reading.chunks), reading.ranks, folder.path)
             except _MisfitError as misfit:
                 misfits.append(misfit)
                 if model is not None:
-                    unlike += _unlike(reading, mesh)
+                    unlike += reading.unlike(mesh)
                 continue
             if model is None:
                 check_complete(reading.model, folder.path)
-            return _program_source(folder, reading, plan, lacking=model is not None)
+            return _source(folder, reading, plan, lacking=model is not None)
     if unlike:
-        best = min(unlike, key=lambda each: each.tensors)
-        return _program_source(folder, best.reading, best.plan, lacking=True)
+        _, reading, plan = min(unlike, key=lambda each: each[0])
+        return _source(folder, reading, plan, lacking=True)
     raise max(misfits, key=lambda misfit: misfit.rank).error
 
 
-def _plan(reading: _Reading, mesh: Mesh, rank: int) -> Plan:
-    """The plan on a mesh, with the padding that the files have; ``rank`` is how much a mesh that is refused says."""
-    with _misfit(rank):
-        program_plan(reading.model, reading.stored.format, mesh)
-    with _misfit(2):
-        return reading.stored.plan(reading.model, mesh, is_known=reading.is_known)
-
-
-def _read_model(
-    folder: Folder, format: Format, files: Sequence[ProgramFile], distributed: Callable[[], Distributed]
+def _read(
+    folder: Folder,
+    format: Format,
+    files: Sequence[ProgramFile],
+    distributed: Callable[[], Distributed],
+    known: Model | None,
 ) -> _Reading:
-    """What the files have, with the model that the config.json beside them, or a given one, describes."""
+    """What the files have, as shards of a model that is known, or of that which a config.json describes."""
+    split = check_belonging(files)
+    ranks: tuple[Mapping[str, TensorInfo], ...] = ()
+    chunks, training, note, made = None, None, None, dict[str, bytes]()
     with _misfit(1):
-        stored = _Stored(format, files) if format.files.is_distributed else _read(folder, format, files)
-    config, made = config_of(format, folder.path, folder.config, stored.ranks)
-    architecture = folder.architecture(config)
+        if format.container.chunks and not format.files.is_distributed:
+            ranks, chunks = read_chunked(files)
+        elif not format.container.chunks:
+            ranks = read_ranks(format, files, folder.path, folder.mesh)
+    if known is not None:
+        config, architecture = dict(known.config), known.architecture
+    else:
+        config, made = _config_of(format, folder, ranks)
+        architecture = folder.architecture(config)
     mesh = folder.mesh or files[0].mesh
-    has_mesh = all(name != "ep" or architecture.families.get(name) for name, _ in (mesh.degrees if mesh else ()))
+    has_mesh = known is not None or all(
+        name != "ep" or architecture.families.get(name) for name, _ in (mesh.degrees if mesh else ())
+    )
     with _misfit(int(has_mesh)):
         if format.files.is_distributed:
-            stored = _read_chunks(format, files, distributed(), architecture, config)
-        held = stored.held
-        config, made, note = _with_dtype(folder, architecture, config, made, held)
+            found, knows = distributed(), partial(_knows, format, _origins_of(format, architecture, config))
+            training = Training(found, parts_of(found, knows, format.container.ignores))
+            ranks, chunks = _chunks_of(format, found, training.parts.model)
+        held = _held(ranks, chunks)
+        if known is None:
+            config, made, note = _with_dtype(folder, architecture, config, made, held)
         if mesh is not None and format.rules.numbered:
-            mesh, held = numbered_globally(format, mesh, stored.ranks)
-        full = _full(folder, format, architecture, config, held)
+            mesh, held = numbered_globally(format, mesh, ranks)
+        full = _full_tensors(folder, format, architecture, config, held) if known is None else ()
+    if known is not None:
+        if format.container.chunks:
+            mesh = folder.mesh or (split.mesh if split is not None else UNSPLIT)
+        is_known = folder.manifest is not None or (format.container.chunks and split is not None)
+        return _Reading(format, files, ranks, chunks, training, known, mesh, is_known)
     with _misfit(2 * has_mesh):
-        model = _bound(folder, architecture, config, full, held)
-    found = [mesh] if mesh else [*stored.meshes(model)]
-    return _Reading(stored, model, found, folder.manifest is not None, made, note)
-
-
-def _read_of(
-    folder: Folder, model: Model, format: Format, files: Sequence[ProgramFile], split: Identity | None,
-    distributed: Callable[[], Distributed],
-) -> _Reading:  # fmt: skip
-    """What the files have, as shards of a model that is known; ``split`` is what their headers say, if anything."""
-    if format.files.is_distributed:
-        stored = _read_chunks(format, files, distributed(), model.architecture, model.config)
-    else:
-        stored = _read(folder, format, files)
-    mesh = folder.mesh or files[0].mesh
-    if format.container.chunks:
-        mesh = folder.mesh or (split.mesh if split is not None else UNSPLIT)
-    elif mesh is not None and format.rules.numbered:
-        mesh, _ = numbered_globally(format, mesh, stored.ranks)
-    is_known = folder.manifest is not None or (format.container.chunks and split is not None)
-    return _Reading(stored, model, [mesh] if mesh else [*stored.meshes(model)], is_known)
-
-
-class _Unlike(NamedTuple):
-    """A reading on a mesh that does not fit: so many tensors are not as they should be."""
-
-    tensors: int
-    reading: _Reading
-    plan: Plan
-
-
-def _unlike(reading: _Reading, mesh: Mesh) -> Iterator[_Unlike]:
-    """The reading with the number of tensors that differ from the plan on ``mesh``; nothing if there is no plan."""
-    stored, model = reading.stored, reading.model
-    try:
-        plan = stored.plan(model, mesh, is_known=reading.is_known)
-        arrangement = arrangement_of(plan, stored.format)
-    except ReshardError:
-        return
-    if stored.chunks is not None:
-        lacking = {each.name: dict[int, Chunk]() for each in arrangement.stored}
-        whole = replace(stored, chunks={**lacking, **stored.chunks})
-        yield _Unlike(len(lacking.keys() ^ stored.chunks.keys()), replace(reading, stored=whole), plan)
-        return
-    held = [
-        {each.name_on(rank): (each.dtype, shape) for each, shape in arrangement.held(rank)} for rank in range(mesh.size)
-    ]
-    count = sum(
-        held[rank].get(name) != (info.dtype, info.shape)
-        for rank, tensors in enumerate(stored.ranks)
-        for name, info in tensors.items()
-    )
-    yield _Unlike(count, reading, plan)
+        sizes = folder.manifest.identity.sizes if folder.manifest else inferred_sizes(architecture, config, held, full)
+        model = bind(architecture, config, full, known=sizes)
+        _check_extent(model, held)
+    return _Reading(format, files, ranks, chunks, training, model, mesh, folder.manifest is not None, made, note)
 
 
 def _with_dtype(
@@ -329,55 +253,6 @@ def _with_dtype(
     return config, {**made, CONFIG: json_bytes(own) + b"\n"}, note
 
 
-def _read(folder: Folder, format: Format, files: Sequence[ProgramFile]) -> _Stored:
-    if not format.container.chunks:
-        return _Stored(format, files, read_ranks(format, files, folder.path, folder.mesh))
-    ranks, chunks = read_chunked(files)
-    return _Stored(format, files, ranks, chunks)
-
-
-def _read_chunks(
-    format: Format,
-    files: Sequence[ProgramFile],
-    found: Distributed,
-    architecture: Architecture,
-    config: Mapping[str, Any],
-) -> _Stored:
-    training = training_of(format, found, origins_of(format, architecture, config))
-    ranks, chunks = chunks_of(format, training.found, training.parts.model)
-    return _Stored(format, files, ranks, chunks, training)
-
-
-def _full(
-    folder: Folder,
-    format: Format,
-    architecture: Architecture,
-    config: dict[str, Any],
-    held: Sequence[Mapping[str, TensorInfo]],
-) -> Sequence[FullTensor]:
-    """The model's tensors: those that the manifest says, or that the names in the files stand for."""
-    full = full_tensors(folder.manifest)
-    if full is not None:
-        return full
-    kept = {tensor.name: tensor for tensor in kept_tensors(folder.path / KEPT)}
-    inferred = inferred_tensors(format, architecture, config, held)
-    # What is kept has the dtype of the original; what a program computes from it may have another.
-    return [kept.pop(tensor.name, tensor) for tensor in inferred] + [*kept.values()]
-
-
-def _bound(
-    folder: Folder,
-    architecture: Architecture,
-    config: dict[str, Any],
-    full: Sequence[FullTensor],
-    held: Sequence[Mapping[str, TensorInfo]],
-) -> Model:
-    known = folder.manifest.identity.sizes if folder.manifest else inferred_sizes(architecture, config, held, full)
-    model = bind(architecture, config, full, known=known)
-    _check_extent(model, held)
-    return model
-
-
 def _check_extent(model: Model, held: Sequence[Mapping[str, TensorInfo]]) -> None:
     """Raise CheckpointError if config.json makes much more of a tensor than all that is stored."""
     stored = sum(math.prod(info.shape) for rank in held for info in rank.values())
@@ -393,39 +268,33 @@ _MARGIN = 64
 """A program may pack at most so many numbers of a tensor into one integer."""
 
 
-def _program_source(folder: Folder, reading: _Reading, plan: Plan, *, lacking: bool) -> Source:
+def _source(folder: Folder, reading: _Reading, plan: Plan, *, lacking: bool) -> Source:
     """What is stored in a program's format, as a source; with ``lacking``, side files may be missing."""
-    stored, made = reading.stored, reading.made
-    path, manifest, format, training = folder.path, folder.manifest, stored.format, stored.training
-    expected = {path / f.name: f.checksum for files in manifest.ranks.values() for f in files} if manifest else {}
-    kept = {path / KEPT: read_weights(path / KEPT)} if (path / KEPT).is_file() else {}
-    infos: dict[FilePath, list[TensorInfo]] = {file.path: [] for file in stored.files}
-    held = (*stored.ranks, *(of[0] for of in kept.values()))
+    path, manifest, format, training = folder.path, folder.manifest, reading.format, reading.training
+    kept = read_weights(path / KEPT)[0] if (path / KEPT).is_file() else {}
+    infos: dict[FilePath, list[TensorInfo]] = {file.path: [] for file in reading.files}
+    infos |= {path / KEPT: []} if (path / KEPT).is_file() else {}
     beside = training.chunks() if training else ()
-    for info in itertools.chain(*(tensors.values() for tensors in held), beside):
+    for info in itertools.chain(*(tensors.values() for tensors in (*reading.ranks, kept)), beside):
         infos.setdefault(info.file, []).append(info)
-    weights = {file: _program_file(path, file, held, expected.get(file)) for file, held in infos.items()}
     if manifest is not None:
-        found = {record.name: path / record.name for record in manifest.side_files}
+        side = {record.name: path / record.name for record in manifest.side_files}
     elif folder.config is not None and format.files.tracker is not None:
-        found = {}  # a trainer's own files: it saves none of the model's
+        side = {}  # a trainer's own files: it saves none of the model's
     else:
-        found = dict(side_files_of(format, path))
+        side = dict(_side_files_of(format, path))
     if lacking or manifest is None:
-        found = {name: file for name, file in found.items() if file.is_file()}
-    side_files: dict[str, FilePath | bytes] = {**made, **found, **made}
-    used = [*weights, *found.values(), *([path / MANIFEST] if manifest else [])]
-    names = tuple(tensor.name for tensor in plan.model.tensors)
-    return Source(
-        path, plan, plan.model, names, stored.ranks, weights, side_files, None, None,
-        stamps_of(used, path, folder.stamps), format,
-        {name: info for of in kept.values() for name, info in of[0].items()}, manifest, stored.chunks,
-        training.parts.words() if training else tuple(left_behind(stored.files)), training, note=reading.note,
+        side = {name: file for name, file in side.items() if file.is_file()}
+    return folder.source(
+        format, plan, plan.model, (tensor.name for tensor in plan.model.tensors), reading.ranks,
+        (_program_file(folder, file, of) for file, of in infos.items()), side, made=reading.made, kept=kept,
+        chunks=reading.chunks, training=training, note=reading.note,
+        left_behind=training.parts.words() if training else tuple(left_behind(reading.files)),
     )  # fmt: skip
 
 
-def _program_file(folder: FilePath, path: FilePath, tensors: Sequence[TensorInfo], expected: str | None) -> SourceFile:
-    size, name = path.stat().st_size, name_in(path, folder)
+def _program_file(folder: Folder, path: FilePath, tensors: Sequence[TensorInfo]) -> SourceFile:
+    size, name, expected = path.stat().st_size, name_in(path, folder.path), folder.checksums.get(path)
     if path.suffix == ".safetensors":
         return SourceFile(path, name, size, read_header(path).raw, expected)
     rest = _between(path, sorted(tensors, key=lambda info: info.offset), size) if expected is not None else ()
@@ -441,3 +310,238 @@ def _between(path: FilePath, tensors: Iterable[TensorInfo], size: int) -> Iterat
                 file.seek(end)
                 yield end, file.read(begin - end)
             end = max(end, behind)
+
+
+def _knows(format: Format, origins: Origins, name: str) -> bool:
+    return origins.knows(first_unstacked(format.rules.stacks, name))
+
+
+def _likeliest(candidates: Sequence[Format], folder: Folder, found: Distributed) -> list[Format]:
+    """The formats of distributed checkpoints that know the most of the names; without a config.json, all of them."""
+    counts: dict[str, int] = {}
+    for format in candidates:
+        try:
+            config, _ = _config_of(format, folder, ())
+            path = folder.plan_file
+            architecture = load_architecture(path) if path else find_architecture(config, folder.path)
+            counts[format.name] = known_names(found, partial(_knows, format, _origins_of(format, architecture, config)))
+        except ReshardError:
+            counts[format.name] = 0
+    return [format for format in candidates if counts[format.name] == max(counts.values())]
+
+
+def _chunks_of(
+    format: Format, found: Distributed, names: Mapping[str, str]
+) -> tuple[tuple[dict[str, TensorInfo], ...], dict[str, dict[int, Chunk]]]:
+    """The chunks of each number of a distributed checkpoint, and the chunks of each tensor.
+
+    ``names`` has the stored name of each tensor that is read.
+    """
+    pieces: dict[str, list[Piece]] = {}
+    for name, stored in names.items():
+        renamed = [(at, info._replace(name=name)) for at, info in found.tensors[stored].chunks]
+        pieces |= dict(unstacked(format.rules.stacks, name, renamed))
+    return by_number(pieces)
+
+
+def _whole_tensors(
+    ranks: Sequence[Mapping[str, TensorInfo]], chunks: Mapping[str, Mapping[int, Chunk]]
+) -> dict[str, TensorInfo]:
+    """The whole tensors that files have chunks of."""
+    infos = {name: info for tensors in ranks for name, info in tensors.items()}
+    return {name: info._replace(shape=whole_shape(chunks[name].values())) for name, info in infos.items()}
+
+
+def _config_of(
+    format: Format, folder: Folder, ranks: Sequence[Mapping[str, TensorInfo]]
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The Hugging Face config of a model in a program's format, and the side files that are not in its folder.
+
+    The config is the one that was given, or that beside the weights, or is made from the program's own. Raises
+    CheckpointError.
+    """
+    path, given = folder.path, folder.config
+    if given is not None:
+        side = {name_in(file, given): file for file in find_side_files(given) if file.is_file()}
+        config = with_modelopt(read_config(given / CONFIG), given)
+        return config, {name: read_file(file) for name, file in side.items()}
+    if (path / CONFIG).is_file() or format.settings is None or not (path / format.settings.file).is_file():
+        try:
+            return with_modelopt(read_config(path / CONFIG), path), {}
+        except CheckpointError as error:
+            hint = "give a folder that has the model's config.json, and its tokenizer, with --config DIR"
+            raise CheckpointError(error.message, error.hint or hint) from None
+    stored = ((info.name, info.dtype, info.shape) for info in ranks[0].values())
+    config = made_config(format.settings, read_config(path / format.settings.file), stored, len(ranks))
+    return config, {CONFIG: json_bytes(config) + b"\n"}
+
+
+def _side_files_of(format: Format, path: FilePath) -> Iterator[tuple[str, FilePath]]:
+    """Files beside a program's weights that, by their names, belong to the model and not to the program."""
+    own = {MANIFEST, KEPT, format.files.tracker, *format.container.documents}
+    for file in find_side_files(path):
+        name = name_in(file, path)
+        of_a_step = format.files.tracker is not None and re.match(r"(release|iter_[0-9]+)/", name)
+        if name not in own and not of_a_step:
+            yield name, file
+
+
+def _full_tensors(
+    folder: Folder,
+    format: Format,
+    architecture: Architecture,
+    config: Mapping[str, object],
+    held: Sequence[Mapping[str, TensorInfo]],
+) -> list[FullTensor]:
+    """The tensors of the original: those that the manifest says, or that the names in the files stand for.
+
+    What is kept beside them has the dtype of the original; what a program computes from it may have another.
+    """
+    if folder.manifest is not None and folder.manifest.source.files:
+        infos = (info for file in folder.manifest.source.files for info in file.tensors.values())
+        return [FullTensor(info.name, info.dtype, info.shape, MANIFEST) for info in infos]
+    path = folder.path / KEPT
+    tensors = read_header(path).tensors if path.is_file() else {}
+    kept = {name: FullTensor(name, info.dtype, info.shape, KEPT) for name, info in tensors.items()}
+    inferred = inferred_tensors(format, architecture, config, held)
+    return [kept.pop(tensor.name, tensor) for tensor in inferred] + [*kept.values()]
+
+
+def _origins_of(format: Format, architecture: Architecture, config: Mapping[str, object]) -> Origins:
+    """Finds which Hugging Face tensors those of a format are made of."""
+    return Origins(format, architecture, AxisSizes(architecture, config, {}), config)
+
+
+def inferred_tensors(
+    format: Format, architecture: Architecture, config: Mapping[str, object], ranks: Sequence[Mapping[str, TensorInfo]]
+) -> list[FullTensor]:
+    """The tensors of the original, inferred from the names of stored tensors. Raises CheckpointError."""
+    stored = {name: info for rank in reversed(ranks) for name, info in rank.items()}
+    found = _origins_of(format, architecture, config).of(stored)
+    forms = {name: architecture.form(name)[0] for name in found if format.rules.keep}
+    first = {form: name for name, form in reversed(forms.items())}
+    kept = {form for form, name in first.items() if not any(line.target.match(name) for line in format.rules.lines)}
+    alone = Counter(found.values() if format.container.chunks else ())  # a rank's shape may be another
+    return [
+        FullTensor(
+            name, stored[of].dtype, None, stored[of].file.name,
+            stored[of].shape if forms.get(name) in kept or alone[of] == 1 else None,
+        )
+        for name, of in found.items()
+    ]  # fmt: skip
+
+
+def inferred_sizes(
+    architecture: Architecture,
+    config: Mapping[str, object],
+    ranks: Sequence[Mapping[str, TensorInfo]],
+    full: Sequence[FullTensor],
+) -> dict[str, int]:
+    """The sizes of axes that config.json does not give, from tensors that are stored as they are.
+
+    ``full`` are the inferred tensors; of a single rank, those with a shape may have another name there.
+    """
+    sizes = AxisSizes(architecture, config, {})
+    dealt = {axis for families in architecture.families.values() for family in families for axis in family}
+    known, found = sizes.of({}), dict[str, int]()
+    shapes = {name: info.shape for name, info in ranks[0].items()}
+    if len(ranks) == 1:
+        shapes |= {tensor.name: tensor.held for tensor in full if tensor.held is not None}
+    for name, shape in shapes.items():
+        match = architecture.match(name)
+        rule = sizes.holds(match) if match else None
+        for dim, length in zip(rule.shapes[0].dims if rule else (), shape, strict=False):
+            if dim.axis is not None and dim.axis not in known:
+                holders = sum(name in tensors for tensors in ranks)  # those of one pipeline stage
+                found.setdefault(dim.axis, length * (holders if dim.axis in dealt and holders else 1))
+    return found
+
+
+def padding_of(arrangement: Arrangement, ranks: Sequence[Mapping[str, TensorInfo]]) -> dict[str, int]:
+    """The padded size of each axis that may be padded, from the shapes of stored tensors.
+
+    Each is the sum of all ranks' parts of a stored tensor that has a dimension of this axis alone.
+    """
+    model, found = arrangement.plan.model, dict[str, int]()
+    for axis in model.architecture.pad:
+        for placed in arrangement.placed.values():
+            dims, order = placed.portion.component.factors, placed.portion.order
+            place = next((i for i, factor in enumerate(order) if dims[factor].axis == axis), None)
+            if place is None or placed.portion.component.label is not None:
+                continue
+            layout, stored = placed.layout, placed.stored
+            lengths = {
+                layout.boxes[rank].dims[order[place]]: ranks[rank][stored.name_on(rank)].shape[place]
+                for rank in layout.boxes
+                if stored.name_on(rank) in ranks[rank] and len(ranks[rank][stored.name_on(rank)].shape) > place
+            }
+            size = sum(lengths.values())
+            if size > layout.full[order[place]]:
+                found[axis] = size
+            break
+    return found
+
+
+def states_of(source: Source) -> Iterator[tuple[Affix, Source]]:
+    """The training states that have the shapes of the model's tensors, each kind as a source of its own.
+
+    Its tensors have the names of the model's. Raises CheckpointError, MismatchError and PlanError.
+    """
+    training, format = source.training, source.format
+    if training is None:
+        return
+    architecture, config = source.model.architecture, source.model.config
+    for affix, names in training.parts.states.items():
+        ranks, chunks = _chunks_of(format, training.found, names)
+        held = [_whole_tensors(ranks, chunks)]
+        full = inferred_tensors(format, architecture, config, held)
+        model = bind(architecture, config, full, known=inferred_sizes(architecture, config, held, full))
+        plan = program_plan(model, format, source.plan.mesh, padding=source.plan.padding or None)
+        check_stored(arrangement_of(plan, format, chunks), ranks, source.path)
+        yield affix, replace(source, plan=plan, unsplit=model, ranks=ranks, chunks=chunks, kept={})
+
+
+def with_unlike_constants(source: Source) -> Source:
+    """The source, with each constant that has another value listed as left behind: Hugging Face has no place for it.
+
+    ``constants`` of the source keeps such values for a split into the same format. Each is only a few numbers. Raises
+    CheckpointError if a file cannot be read.
+    """
+    constants = {each.name: each for each in source.arrangement.stored if each.constant is not None}
+    found: list[tuple[str, TensorInfo]] = []
+    for rank, tensors in enumerate(source.ranks):
+        here = {each.name_on(rank): each.name for each in constants.values()}
+        found += [(here[name], info) for name, info in tensors.items() if name in here]
+    if not found:
+        return source
+    unlike: dict[str, set[bytes]] = {}
+    for (name, info), content in zip(found, _contents([info for _, info in found]), strict=True):
+        if content != constants[name].constant_bytes(info.shape):
+            unlike.setdefault(name, set()).add(content)
+    one = {name: min(contents) for name, contents in unlike.items() if len(contents) == 1}
+    whole = {name: content for name, content in one.items() if len(content) == len(constants[name].constant_bytes())}
+    left = dict.fromkeys(map(in_general, unlike))
+    return dataclasses.replace(source, left_behind=(*source.left_behind, *left), constants=whole)
+
+
+def in_general(name: str) -> str:
+    """A name with a star for each number."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
+def _contents(tensors: Sequence[TensorInfo]) -> list[bytes]:
+    """The bytes of tensors; what lies close together in a file is one read."""
+    wanted: dict[FilePath, list[Range]] = {}
+    for info in tensors:
+        wanted.setdefault(info.file, []).append((info.offset, info.offset + info.nbytes))
+    parts = [(file, *part) for file, ranges in wanted.items() for part in joined(ranges, NEAR)]
+    contents = dict(zip(parts, read_ranges(parts), strict=True))
+    begun = {file: sorted(part[1:] for part in parts if part[0] == file) for file in wanted}
+
+    def content(info: TensorInfo) -> bytes:
+        ranges = begun[info.file]
+        begin, end = ranges[bisect_right(ranges, info.offset, key=lambda part: part[0]) - 1]
+        start = info.offset - begin
+        return contents[info.file, begin, end][start : start + info.nbytes]
+
+    return [content(info) for info in tensors]

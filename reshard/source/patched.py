@@ -21,7 +21,7 @@ from formats.files.safetensors import TensorInfo, parse_header, unit_of
 from formats.files.stamps import Stamp, check_unchanged, stamps_in, stamps_of
 from formats.store import FilePath, StoredPath, location_of
 from reshard.source.dequantized import local_file
-from reshard.source.recognise import recognise
+from reshard.source.opening import recognise
 from reshard.store.computed import ComputedFile
 from reshard.store.range_store import Content, RangeStore, remote_of
 from reshard.store.remote import Read, Remote

@@ -4,31 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from formats.documents import read_config
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, MismatchError
 from formats.files.checkpoint import (
     CONFIG,
     Checkpoint,
     fingerprint,
 )
+from formats.files.chunks import check_tiling
 from formats.files.safetensors import TensorInfo
 from formats.files.sharded import (
+    MANIFEST,
     Identity,
     Manifest,
-    ShardedCheckpoint,
     SourceFileRecord,
     SourceRecord,
     plan_digest,
 )
-from formats.files.stamps import Stamp, check_unchanged
+from formats.files.stamps import Stamp, check_unchanged, stamps_of
 from formats.mesh import Mesh
-from formats.notation.architecture_document import to_document
+from formats.notation.architecture import Architecture
+from formats.notation.architecture_document import architecture_from_document, to_document
+from formats.notation.architecture_files import find_architecture, load_architecture
+from formats.notation.format import HUGGING_FACE, Format
 from formats.quantization.scale_blocks import block_size
 from formats.store import FilePath, StoredPath, local_path, location_of, read_file
 from reshard.mesh.plan import Plan
@@ -37,7 +41,6 @@ from reshard.placement.arrangement import Arrangement, arrangement_of
 from reshard.placement.stored import Chunks
 
 if TYPE_CHECKING:
-    from formats.notation.format import Format
     from reshard.source.distributed_source import Training
     from reshard.store.remote import Remote
 
@@ -91,7 +94,6 @@ Places = Callable[[int], SourcePlace | None]
 def _place_of(
     ranks: Sequence[Mapping[str, TensorInfo]], files: Mapping[FilePath, SourceFile], name: str, rank: int
 ) -> SourcePlace | None:
-    """A tensor's place in the files of a rank, given the tensors of each rank; None if the rank does not hold it."""
     info = ranks[rank].get(name)
     return SourcePlace(files[info.file], info.offset) if info else None
 
@@ -103,8 +105,7 @@ class Source:
     ``plan`` is the plan on the source's own mesh (one rank, for a full checkpoint). ``unsplit`` is the model of the
     full checkpoint; its scale blocks may be larger than the plan's (see ``reshard.move.changes``). ``names`` has all
     tensors in the order of the original files, ``ranks`` the tensors of each rank by name, ``files`` the weight files
-    by path. ``checkpoint`` is set for a full checkpoint, ``sharded`` for a split one. ``stamps`` has the state of each
-    file before it was read.
+    by path. ``checkpoint`` is set for a full checkpoint. ``stamps`` has the state of each file before it was read.
     """
 
     path: FilePath
@@ -115,11 +116,11 @@ class Source:
     files: Mapping[FilePath, SourceFile]
     side_files: Mapping[str, FilePath | bytes]
     """The side files, by name: their paths, or the content of a file that is not stored as it is."""
-    checkpoint: Checkpoint | None
-    sharded: ShardedCheckpoint | None
     stamps: Mapping[FilePath, Stamp]
-    format: Format | None = None
-    """The format, if another program's."""
+    format: Format
+    checkpoint: Checkpoint | None = None
+    stated: Identity | None = None
+    """What the headers of shards in reshard's own form say that they are."""
     kept: Mapping[str, TensorInfo] = field(default_factory=dict)
     """The tensors in ``KEPT``."""
     manifest: Manifest | None = None
@@ -232,17 +233,30 @@ class Source:
     @property
     def is_split(self) -> bool:
         """Whether it is already split over ranks, in whatever format."""
-        return self.checkpoint is None
+        return self.format is not HUGGING_FACE
 
     @cached_property
     def record(self) -> SourceRecord:
         """The record of the original checkpoint, as in a manifest. Reads samples of a full checkpoint's weights."""
         if self.checkpoint is not None:
-            return _record_of(self.checkpoint, self.shown, self.commit)
+            return self._record_of(self.checkpoint)
         if self.manifest is not None:
             return self.manifest.source
-        known = self.sharded.identity.source if self.sharded else self.location
+        known = self.stated.source if self.stated else self.location
         return SourceRecord(known, self.location, None, (), None, None, {})
+
+    def _record_of(self, checkpoint: Checkpoint) -> SourceRecord:
+        files = [SourceFileRecord(f.name, f.size, f.header) for f in checkpoint.files if f.header is not None]
+        is_safetensors = len(files) == len(checkpoint.files)
+        return SourceRecord(
+            id=fingerprint(checkpoint),
+            location=self.shown,
+            commit=self.commit,
+            files=tuple(files) if is_safetensors else (),
+            index_name=checkpoint.index_name if is_safetensors else None,
+            index=checkpoint.index if is_safetensors else None,
+            aliases=checkpoint.aliases,
+        )
 
     @cached_property
     def rules(self) -> dict[str, Any]:
@@ -252,9 +266,9 @@ class Source:
         document["tensors"] = {name: rule for name, rule in document["tensors"].items() if name in used}
         return document
 
-    def manifest_rules(self, format: str | None) -> dict[str, Any]:
+    def manifest_rules(self, format: Format) -> dict[str, Any]:
         """The rules as in a manifest of a format: all of them, if names there do not say which tensor each is of."""
-        if self.record.files or format is None:
+        if self.record.files or format.plain:
             return self.rules
         document, derived = to_document(self.model.architecture), self.model.architecture.derived
         return document | {"tensors": {name: rule for name, rule in document["tensors"].items() if name not in derived}}
@@ -268,7 +282,7 @@ class Source:
 
     def places(self, name: str) -> Places:
         """The places of a tensor, by rank."""
-        return partial(_place_of, self.ranks, self.files, name)
+        return partial(_place_of, self.ranks, self.files, name)  # jobs are pickled
 
     def files_of(self, names: Collection[str] | None) -> list[SourceFile]:
         """The files that hold any of these tensors; all files, without names."""
@@ -278,17 +292,104 @@ class Source:
         return [self.files[path] for path in dict.fromkeys(held)]
 
 
-def _record_of(checkpoint: Checkpoint, location: str, commit: str | None) -> SourceRecord:
-    files: Sequence[SourceFileRecord] = [
-        SourceFileRecord(file.name, file.size, file.header) for file in checkpoint.files if file.header is not None
-    ]
-    is_safetensors = len(files) == len(checkpoint.files)
-    return SourceRecord(
-        id=fingerprint(checkpoint),
-        location=location,
-        commit=commit,
-        files=tuple(files) if is_safetensors else (),
-        index_name=checkpoint.index_name if is_safetensors else None,
-        index=checkpoint.index if is_safetensors else None,
-        aliases=checkpoint.aliases,
-    )
+@dataclass(frozen=True)
+class Folder:
+    """A folder to open, and what is known of it before its tensors are read.
+
+    ``config`` is a folder with the config.json that belongs to it, ``plan_file`` the user's plan.
+    """
+
+    path: FilePath
+    stamps: Mapping[FilePath, Stamp]
+    manifest: Manifest | None = None
+    config: Path | None = None
+    plan_file: Path | None = None
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The mesh in its manifest."""
+        return self.manifest.identity.mesh if self.manifest else None
+
+    @cached_property
+    def checksums(self) -> Mapping[FilePath, str | None]:
+        """The checksums in its manifest."""
+        files = self.manifest.ranks.values() if self.manifest else ()
+        return {self.path / record.name: record.checksum for records in files for record in records}
+
+    def architecture(self, config: Mapping[str, Any]) -> Architecture:
+        """The rules: the user's, those that it was split by, or those of its model type."""
+        if self.plan_file is not None:
+            return load_architecture(self.plan_file)
+        if self.manifest is not None:
+            return architecture_from_document(self.manifest.architecture, "manifest", str(self.path))
+        return find_architecture(config, self.path)
+
+    def source(
+        self,
+        format: Format,
+        plan: Plan,
+        model: Model,
+        names: Iterable[str],
+        ranks: Iterable[Mapping[str, TensorInfo]],
+        files: Iterable[SourceFile],
+        side_files: Mapping[str, FilePath],
+        *,
+        made: Mapping[str, bytes] = {},
+        index: FilePath | None = None,
+        **more: Any,
+    ) -> Source:
+        """What was read, as a source. ``made`` are side files with another content than in the folder."""
+        weights = {file.path: file for file in files}
+        others = [*([self.path / MANIFEST] if self.manifest else []), *([index] if index is not None else [])]
+        stamps = stamps_of([*weights, *side_files.values(), *others], self.path, self.stamps)
+        return Source(
+            self.path, plan, model, tuple(names), tuple(ranks), weights, {**made, **side_files, **made}, stamps, format,
+            manifest=self.manifest, **more,
+        )  # fmt: skip
+
+
+def check_stored(arrangement: Arrangement, ranks: Sequence[Mapping[str, TensorInfo]], path: FilePath) -> None:
+    """Raise MismatchError unless each rank has exactly the tensors, dtypes and shapes of an arrangement."""
+    if arrangement.chunks is not None:
+        _check_chunks(arrangement, arrangement.chunks, ranks, path)
+        return
+    plan, is_own = arrangement.plan, arrangement.format.plain
+    for rank, tensors in enumerate(ranks):
+        unknown, where = dict(tensors), plan.mesh.folder(rank) if is_own else f"the files of rank {rank}"
+        for stored, shape in arrangement.held(rank):
+            name = stored.name_on(rank)
+            info = unknown.pop(name, None)
+            if info is None:
+                raise MismatchError(f"{path}: tensor '{name}' is missing in {where}")
+            if (info.shape, info.dtype) == (shape, stored.dtype):
+                continue
+            if not is_own:
+                has, should = f"{info.dtype} {list(info.shape)}", f"{stored.dtype} {list(shape)}"
+                what = f"is {has}, rank {rank} of {plan.mesh} has {should}"
+            elif info.shape == shape:
+                what = f"is {info.dtype}, but {stored.dtype} in another rank"
+            else:
+                what = f"has shape {list(info.shape)}, rank {rank} of {plan.mesh} has {list(shape)} by the rule "
+                what += f"'{plan.entries[name].layout.rule}'"
+            raise MismatchError(f"{info.file}: tensor '{name}' {what}")
+        if unknown:
+            what = f"does not belong in {where}" if is_own else f"of rank {rank} is none of this model's"
+            raise MismatchError(f"{path}: tensor '{min(unknown)}' {what}")
+
+
+def _check_chunks(
+    arrangement: Arrangement, chunks: Chunks, ranks: Sequence[Mapping[str, TensorInfo]], path: FilePath
+) -> None:
+    """Raise MismatchError unless the chunks are exactly those of the tensors of an arrangement."""
+    unknown = set(chunks)
+    for stored in arrangement.stored:
+        unknown.discard(stored.name)
+        if stored.constant is not None and not chunks.get(stored.name):
+            continue  # whoever wrote it did without
+        check_tiling(stored.name, chunks[stored.name], stored.whole_shape, path)
+        infos = (tensors[stored.name] for tensors in ranks if stored.name in tensors)
+        other = next((info for info in infos if info.dtype != stored.dtype), None)
+        if other is not None:
+            raise MismatchError(f"{other.file}: tensor '{stored.name}' is {other.dtype}, it should be {stored.dtype}")
+    if unknown:
+        raise MismatchError(f"{path}: tensor '{min(unknown)}' is none of this model's")

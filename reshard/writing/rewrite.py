@@ -1,34 +1,43 @@
-"""Writes an output, whatever its form: checks its place, moves the bytes, and publishes it when it is complete."""
+"""Writes an output, in whatever format: checks its place, moves the bytes, checks what was read and written, and
+publishes it when it is complete.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from formats.errors import CheckpointError
+import numpy as np
+
+from formats.errors import CheckpointError, MismatchError
+from formats.files.checksum import Part, PartialSum
 from formats.files.sharded import MANIFEST, read_manifest
 from formats.hints import meaning, with_hint
 from reshard.launcher import Share
-from reshard.move.jobs import Options
-from reshard.move.moves import KEPT_RANK
+from reshard.move.engine import move
+from reshard.move.jobs import Job, Options, TargetFile, TargetPlace
+from reshard.move.moves import KEPT_RANK, jobs_of
+from reshard.move.reading import Reader, Sums, checksum_of
+from reshard.placement.stored import Placed, Stored
 from reshard.publishing.existing import check_place
+from reshard.publishing.journal import Finished, Read
 from reshard.publishing.shares import WHOLE, FileShare
 from reshard.publishing.staging import PublishedError, Staging
 from reshard.source.access import Access
-from reshard.store.retries import tried_again
+from reshard.source.source import Source, SourceFile
+from reshard.store.retries import Traffic, tried_again
 from reshard.store.selection import is_url
 from reshard.store.staging_names import tidy
 from reshard.text import human_bytes, plural
 from reshard.version import __version__
-from reshard.writing.files import Progress, no_progress, write_files
-from reshard.writing.outputs import Output
-from reshard.writing.publishing import publish
-from reshard.writing.summary import Summary, done
+from reshard.writing.output import NewFile, Output
+from reshard.writing.summary import Progress, Spent, State, Summary, no_progress
 
 if TYPE_CHECKING:
     from reshard.publishing.bucket_place import Bucket
@@ -60,24 +69,21 @@ class WriteRequest(Access, Options):
         return Options(workers=self.workers, checksum=self.checksum, fsync=self.fsync, sizes=self.sizes)
 
 
-@dataclass(frozen=True)
-class Begun:
-    """When a command began (``time.monotonic``), and how many requests had been made again before."""
+class Start(NamedTuple):
+    """Where an output goes, when its command began (``time.monotonic``), and the requests made again before."""
 
+    folder: Path
+    bucket: Bucket | None
     at: float
     tried_again: int
 
 
-def begun() -> Begun:
-    """Now."""
-    return Begun(time.monotonic(), tried_again())
+def start(request: WriteRequest) -> Start:
+    """The place of an output, and now. Raises CheckpointError if there can be no output."""
+    return Start(*place_of(request.out, request.cache_dir), time.monotonic(), tried_again())
 
 
-Place = tuple[Path, "Bucket | None"]
-"""The folder in which an output is built, and its place in a bucket, if it goes into one."""
-
-
-def place_of(out: str | Path, cache_dir: Path | None) -> Place:
+def place_of(out: str | Path, cache_dir: Path | None) -> tuple[Path, Bucket | None]:
     """The folder in which an output is built, and its place in a bucket, if ``out`` is a URL.
 
     Raises CheckpointError for a web server, and for a folder without a name of its own (``.``, ``..`` or ``/``).
@@ -100,18 +106,16 @@ def place_of(out: str | Path, cache_dir: Path | None) -> Place:
     return built, Bucket(out, built)
 
 
-def rewrite(
-    new: Output, place: Place, start: Begun, request: WriteRequest, ranks: Collection[int] | None = None
-) -> Summary:
+def rewrite(new: Output, start: Start, request: WriteRequest, ranks: Collection[int] | None = None) -> Summary:
     """Write an output to a place: of all ranks or of ``ranks``, or this process's share of the files.
 
     Raises ReshardError; the place never has an incomplete output.
     """
-    share, (folder, bucket) = _share(new, request.part, ranks), place
+    share, folder, bucket = _share(new, request.part, ranks), start.folder, start.bucket
     summary = _summary(new, share, bucket.name if bucket else folder, request, ranks)
     summary = replace(summary, part=request.part, tried_again=tried_again() - start.tried_again)
     new.source.check_names([*share.planned, *new.documents])
-    building = _staging(new, place, share, request)
+    building = _staging(new, start, share, request)
     try:
         if request.dry_run:
             building.check()
@@ -129,7 +133,13 @@ def rewrite(
             complete = committed and (not share.folders or _has_all_ranks(folder))
     except PublishedError:
         return replace(summary, complete=True, ranks=summary.ranks if ranks is None else ())
-    return done(summary, written, complete=complete, began=start.at)
+    opening = written.began - start.at
+    publishing = time.monotonic() - written.began - written.moving
+    return replace(
+        summary, written=written.nbytes, complete=complete, fetched=written.traffic.fetched,
+        tried_again=summary.tried_again + written.traffic.again,
+        spent=Spent(opening, written.moving, publishing),
+    )  # fmt: skip
 
 
 def _kept(new: Output, staging: Staging) -> str:
@@ -154,17 +164,17 @@ def _share(new: Output, part: Share | None, ranks: Collection[int] | None) -> Fi
         label, files = f"part-{part.index}-of-{part.count}", frozenset(names[number] for number in mine)
     elif ranks is not None:
         held = {*ranks, *([KEPT_RANK] if 0 in ranks else [])}  # the first rank's also: what a program does not keep
-        label = f"rank-{'-'.join(map(str, [*ranks][:20]))}-of-{new.arrangement.plan.mesh.size}"
+        label = f"rank-{'-'.join(map(str, [*ranks][:20]))}-of-{new.plan.mesh.size}"
         files = frozenset(file.name for file in new.all_files() if file.rank in held)
     return FileShare(label, files, sizes, tuple(new.folders))
 
 
-def _staging(new: Output, place: Place, share: FileShare, request: WriteRequest) -> Staging:
+def _staging(new: Output, start: Start, share: FileShare, request: WriteRequest) -> Staging:
     """Where an output is built: beside its place, or for a bucket a few files at a time.
 
     Raises CheckpointError if the place overlaps with what is read. A new source or version is another task.
     """
-    source, (folder, bucket) = new.source, place
+    source, bucket = new.source, start.bucket
     inputs = [stamp.anywhere for stamp in source.inputs]
     task = new.task | {"inputs": inputs, "checksum": request.checksum, "version": __version__}
     check = partial(new.check_existing, overwrite=request.overwrite)
@@ -173,9 +183,9 @@ def _staging(new: Output, place: Place, share: FileShare, request: WriteRequest)
 
         bucket.check_apart(source.location, (file.remote for file in source.files.values() if file.remote is not None))
         return Uploading(bucket, task, share, source.states, overwrite=request.overwrite, check=check)
-    check_place(folder, source.read_from)
+    check_place(start.folder, source.read_from)
     return Staging(
-        folder, task, share, source.states, fsync=request.fsync, overwrite=request.overwrite, check=check
+        start.folder, task, share, source.states, fsync=request.fsync, overwrite=request.overwrite, check=check
     )  # fmt: skip
 
 
@@ -183,7 +193,10 @@ def _summary(
     new: Output, share: FileShare, where: Path | str, request: WriteRequest, ranks: Collection[int] | None
 ) -> Summary:
     """What is to be done, before it is."""
-    source, plan = new.source, new.arrangement.plan
+    source, plan = new.source, new.plan
+    tensors = len(plan.model.tensors)
+    if share.label != WHOLE:
+        tensors = len({name for file in new.all_files() if file.name in share.files for name, _ in file.places()})
     full = source.model.sizes.of({})
     notes = [f"the delta{'s were' if len(request.deltas) > 1 else ' was'} put on the base"] if request.deltas else []
     if request.dequantize:
@@ -192,19 +205,12 @@ def _summary(
         notes.append("the adapter was added to the weights, in float32, rounded once")
     return Summary(
         command=new.command, source=source.location, out=where, source_mesh=source.plan.mesh, mesh=plan.mesh,
-        tensors=_tensors(new, share), files=len(share.files), written=0, complete=False, dry_run=request.dry_run,
+        tensors=tensors, files=len(share.files), written=0, complete=False, dry_run=request.dry_run,
         nbytes=sum(share.planned[name] for name in share.files),
         padding={axis: (full[axis], padded) for axis, padded in plan.padding.items()},
         ranks=tuple(new.ranks if ranks is None else ranks), left_behind=tuple(new.left_behind),
         note="; ".join([*notes, *([source.note] if source.note else [])]) or None, load=new.load_command(where),
     )  # fmt: skip
-
-
-def _tensors(new: Output, share: FileShare) -> int:
-    """The number of the model's tensors, or of those in this process's files."""
-    if share.label == WHOLE:
-        return len(new.arrangement.plan.model.tensors)
-    return len({name for file in new.all_files() if file.name in share.files for name, _ in file.places()})
 
 
 def _has_all_ranks(out: Path) -> bool:
@@ -213,3 +219,179 @@ def _has_all_ranks(out: Path) -> bool:
         return False
     manifest = read_manifest(out / MANIFEST)
     return len(manifest.ranks) == manifest.identity.mesh.size
+
+
+# ------------------------------------------------------------------------------------------------- weight files
+
+
+@dataclass(frozen=True)
+class Written:
+    """The bytes that this run wrote and fetched, and the sums of what it read of each file."""
+
+    nbytes: int
+    traffic: Traffic
+    sums: Sums
+    read: Sequence[SourceFile]
+    """The files of the source that hold what was moved."""
+    began: float
+    """When it began (``time.monotonic``)."""
+    moving: float
+    """Seconds of moving bytes."""
+
+
+def write_files(new: Output, staging: Staging, options: Options, progress: Progress) -> Written:
+    """Write the weight files of an output into the staging folder.
+
+    The files of other processes count as done. Raises CheckpointError if a file cannot be read or written, and
+    MismatchError if replicas differ or padding is not zero.
+    """
+    source, files = new.source, new.all_files()
+    targets = {
+        TargetFile(staging.path(f.name), f.header, f.size, summed=f.summed, fixed=f.fixed, crcs=f.crcs): f
+        for f in files
+    }
+    jobs = _jobs(new, targets)
+    began, moving, sums = time.monotonic(), 0.0, Sums(source.files.values())
+    mine = {target: file for target, file in targets.items() if file.name in staging.share.files}
+    total = sum(file.size for file in mine.values())
+    todo = sum(file.size for file in mine.values() if file.name not in staging.finished)
+    nbytes, traffic = total - todo, Traffic()
+
+    def moved(written: int) -> None:
+        nonlocal nbytes
+        nbytes += written
+        progress(State(nbytes, total, traffic.again + sums.traffic.again))
+
+    def finished(target: TargetFile, checksum: str | None) -> None:
+        number = numbers[target]
+        reads = tuple(
+            Read(of.name, frozenset(files[other].name for other in wanted), read.to_text())
+            for of, wanted, read in sums.wanted_by(number)
+        )
+        staging.note_finished(files[number].name, Finished(target.size, checksum, reads))
+
+    numbers, of_ranks = {target: number for number, target in enumerate(targets)}, dict[int, list[NewFile]]()
+    for each in files:
+        of_ranks.setdefault(each.rank, []).append(each)
+    # the first file of each rank, then the second of each: neighbours are made of the same bytes
+    side_by_side = [(each.name, each.size) for row in zip_longest(*of_ranks.values()) for each in row if each]
+    for batch in staging.batches(side_by_side):
+        sums = Sums(source.files.values())  # bytes that files of two batches want are read, and summed, twice
+        for target, file in targets.items():
+            target.done = file.name not in batch or file.name in staging.finished
+        start = time.monotonic()
+        move(jobs, sums, [*targets], options, finished=finished, progress=moved)
+        moving += time.monotonic() - start
+        traffic = traffic.plus(sums.traffic)
+    read = [job.name for job in jobs] if source.format.plain else None
+    return Written(todo, traffic, sums, source.files_of(read), began, moving)
+
+
+def _jobs(new: Output, targets: Iterable[TargetFile]) -> list[Job]:
+    """The jobs that write the files of an output, which are given in its order."""
+    jobs = list[Job]()
+    to = iter(targets)
+    for part in (new, *new.states):
+        places: dict[int, dict[str, TargetPlace]] = {}
+        for file in part.files:
+            found, place = places.setdefault(file.rank, {}), next(to)
+            found.update((tensor, TargetPlace(place, offset)) for tensor, offset in file.places())
+        jobs += jobs_of(part.source, part.arrangement, places)
+    return jobs
+
+
+# --------------------------------------------------------------------------------------------------- publishing
+
+
+def publish(new: Output, written: Written, staging: Staging, options: Options) -> bool:
+    """Commit an output, unless other processes have yet to write a part of it; returns whether it was committed.
+
+    Raises CheckpointError. Raises MismatchError if a file of the source or of the output does not have its known
+    checksum, or if a source file has changed since it was opened.
+    """
+
+    def documents() -> Mapping[str, bytes]:
+        last = new.last_documents(staging.finished, sums)
+        new.source.check_unchanged()
+        return last
+
+    if not staging.is_last():
+        return False
+    sums, files = written.sums, new.all_files()
+    if options.checksum:
+        _add_others((read for entry in staging.finished.values() for read in entry.reads), sums, files)
+        _sum_what_no_target_needs(new.source, sums)
+        _check_sources(written.read, sums)
+    for each in files:
+        checksum = staging.finished[each.name].checksum
+        if checksum is not None and each.expected not in (None, checksum):
+            raise MismatchError(
+                f"{each.name} would have the checksum {checksum}, the original's was {each.expected}",
+                "the manifest or the shards are damaged: fetch or split them again",
+            )
+    staging.commit(documents)
+    return True
+
+
+def _add_others(reads: Iterable[Read], sums: Sums, files: Sequence[NewFile]) -> None:
+    """Add the sums of what earlier runs and other processes read for their finished files to the sums of this run.
+
+    Raises MismatchError if both have read the same bytes and the sums differ.
+    """
+    sources = {file.name: file for file in sums.of}
+    numbers = {file.name: number for number, file in enumerate(files)}
+    for read in reads:
+        file, wanted = sources[read.source], frozenset(numbers[name] for name in read.targets)
+        total = PartialSum.from_text(read.sum, file.size)
+        if wanted not in sums.of[file]:
+            sums.add(file, wanted, total)
+        elif not sums.of[file][wanted].equals(total):
+            raise MismatchError(f"{file.path} has changed since another run read a part of it")
+
+
+def _sum_what_no_target_needs(source: Source, sums: Sums) -> None:
+    """Add to the sums what a program stores beside the model's own bytes, so that no file is read again for them."""
+    if source.format.plain or not any(file.expected for file in source.files.values()):
+        return
+
+    def add(file: SourceFile, offset: int, length: int, part: Part) -> None:
+        total = PartialSum(file.size)
+        total.add(offset, length, part)
+        sums.add(file, frozenset(), total)
+
+    left = [
+        (source.files[info.file], info)
+        for rank, tensors in enumerate(source.ranks)
+        for stored, _ in source.arrangement.held(rank)
+        if (info := tensors.get(stored.name_on(rank))) is not None and _is_left(stored, rank)
+    ]
+    reader = Reader(add)
+    try:
+        if source.is_elsewhere:
+            reader.ahead.request((file, [(info.offset, info.offset + info.nbytes)]) for file, info in left)
+        for file, info in left:
+            reader.fill(np.empty(info.nbytes, dtype=np.uint8), file, info.offset)
+    finally:
+        reader.close()
+
+
+def _is_left(stored: Stored, rank: int) -> bool:
+    """Whether no target needs what a rank stores: constants, zeros, what was computed from a tensor that is kept."""
+    is_zero = bool(stored.atoms) and Placed(stored, 0).is_zero(rank)
+    return stored.constant is not None or is_zero or any(part.function for part in stored.geometry.portions)
+
+
+def _check_sources(files: Iterable[SourceFile], sums: Sums) -> None:
+    """Raise MismatchError if a source file does not have the checksum in its manifest.
+
+    Files of which only a part was read so far are read in full here.
+    """
+    for file in files:
+        if file.expected is None:
+            continue
+        found = sums.checksum(file) or checksum_of(file)
+        if found != file.expected:
+            raise MismatchError(
+                f"{file.path} has the checksum {found}, its manifest says {file.expected}",
+                "the file is damaged: fetch or split it again",
+            )

@@ -1,10 +1,9 @@
-"""What a split or merge did, and where the time went."""
+"""How far a split or merge is; what it did, and where the time went."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +11,25 @@ from formats.mesh import Mesh
 from reshard.launcher import Share
 from reshard.store.staging_names import staging_of
 from reshard.text import Result, human_bytes, plural
-from reshard.writing.files import Written
+
+
+class State(NamedTuple):
+    """How far a split or merge is."""
+
+    written: int
+    """Bytes written to the weight files by this run and those before."""
+    to_write: int
+    """The size of all these files."""
+    again: int
+    """The requests that were made again."""
+
+
+Progress = Callable[[State], None]
+
+
+def no_progress(state: State) -> None:
+    """Show no progress."""
+
 
 LONG = 1.0
 """Seconds of a run that is worth a line on where the time went."""
@@ -81,16 +98,6 @@ class Summary(Result):
             opening, moving, publishing = self.spent
             lines.append(f"Time: opening {opening:.1f} s, moving {moving:.1f} s, publishing {publishing:.1f} s.")
         return "\n".join(lines)
-
-
-def done(summary: Summary, written: Written, *, complete: bool, began: float) -> Summary:
-    """The summary of a run that has ended, and had begun at this time (``time.monotonic``)."""
-    traffic, opening = written.traffic, written.began - began
-    spent = Spent(opening, written.moving, time.monotonic() - began - opening - written.moving)
-    return replace(
-        summary, written=written.nbytes, complete=complete, fetched=traffic.fetched,
-        tried_again=summary.tried_again + traffic.again, spent=spent,
-    )  # fmt: skip
 
 
 def _paragraph(summary: Summary) -> str:

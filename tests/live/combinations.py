@@ -65,7 +65,6 @@ def part(tensor: torch.Tensor, runs: Sequence[Sequence[Run]]) -> torch.Tensor:
 
 def whole_tensors(source: Source, arrangement: Arrangement) -> dict[str, torch.Tensor]:
     """All tensors of a format, unsplit."""
-    assert arrangement.format is not None
     return load_rank(source, on_mesh(arrangement.plan.unsplit, arrangement.format), 0)
 
 

@@ -17,8 +17,7 @@ from reshard.api import load, merge, split
 from reshard.publishing.staging import Staging
 from reshard.source.inspect import inspect
 from reshard.store.staging_names import STATE
-from reshard.writing import files as writing
-from reshard.writing import publishing
+from reshard.writing import rewrite as writing
 from tests.marks import thorough
 from tests.support import change_tensor, contents, without_manifest, without_sums, write_checkpoint
 
@@ -340,7 +339,7 @@ def test_a_resumed_merge_keeps_what_is_finished_and_reads_it_no_more(tmp_path, m
     def again(path):
         raise AssertionError(f"{path} is read a second time for its checksum")
 
-    monkeypatch.setattr(publishing, "checksum_of", again)
+    monkeypatch.setattr(writing, "checksum_of", again)
     summary = merge(tmp_path / "shards", tmp_path / "out", **ONE)
     assert 0 < summary.written < summary.nbytes
     assert contents(tmp_path / "out") == contents(source)

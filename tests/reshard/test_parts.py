@@ -27,7 +27,7 @@ from reshard.publishing.shares import FileShare
 from reshard.publishing.staging import Staging
 from reshard.source.source import Source
 from reshard.store.staging_names import STATE, staging_of
-from reshard.writing import publishing
+from reshard.writing import rewrite
 from tests import store
 from tests.forked import Forked
 from tests.marks import of_ranks, thorough
@@ -88,7 +88,7 @@ def test_a_merge_in_parts_reads_each_byte_once(
     def again(file: object) -> str:
         raise AssertionError(f"{file} is read again for its checksum")
 
-    monkeypatch.setattr(publishing, "checksum_of", again)
+    monkeypatch.setattr(rewrite, "checksum_of", again)
     done = [merge(shards, tmp_path / "out", part=Share(index, count)) for index in range(count)]
     assert [summary.complete for summary in done][-1] and sum(each.files for each in done) == 5
     assert result_of(tmp_path / "out") == result_of(checkpoint)

@@ -442,9 +442,9 @@ def test_a_layout_that_shapes_do_not_tell_is_refused(tmp_path):
 
 
 def fingerprint(shards: Path) -> str:
-    found = open_source(shards).sharded
-    assert found is not None
-    return found.identity.source
+    identity = open_source(shards).stated
+    assert identity is not None
+    return identity.source
 
 
 def test_identity_is_the_same_on_every_route(tmp_path):

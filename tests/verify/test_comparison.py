@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from reshard.api import split
 from reshard.source.opening import open_source
-from reshard.writing.shard_files import partition
+from reshard.writing.output import Tensor, partition
 from tests import store
 from tests.reshard.test_split import write_fp8
 from verify.bytes import reading, views
@@ -26,7 +26,9 @@ from verify.bytes.exact_report import ExactReport
 @given(sizes=st.lists(st.integers(0, 9), max_size=8), limit=st.integers(1, 12), data=st.data())
 def test_files_end_where_the_next_tensor_does_not_fit(sizes: list[int], limit: int, data: st.DataObject) -> None:
     """The law of the proof holds for what the writer does, and for no other division."""
-    written = [[*file.sizes] for file in partition([(str(n), "U8", (n,), n) for n in sizes], limit)]
+    written = [
+        [each.nbytes for each in file] for file in partition([Tensor(str(n), "U8", (n,), n) for n in sizes], limit)
+    ]
     assert are_full(written, limit) and files_needed(sizes, limit) == len(written)
     ends = sorted({*data.draw(st.lists(st.integers(0, len(sizes)), max_size=3)), 0, len(sizes)})
     other = [sizes[begin:end] for begin, end in itertools.pairwise(ends)] or [[]]

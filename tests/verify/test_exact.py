@@ -23,6 +23,7 @@ from formats.files.safetensors import build_header, parse_header, read_header
 from formats.mesh import Mesh
 from formats.notation.architecture_document import architecture_from_document
 from formats.notation.axes import Run
+from formats.notation.format import OWN
 from reshard.api import merge, split
 from reshard.cli.commands import main
 from reshard.mesh.plan import Box, Layout, Plan, make_plan
@@ -474,7 +475,7 @@ class _Tensors:
 
 def _compared(original: Any, shards: Any, plan: Plan) -> ExactReport:
     held = {"w": range(len(shards.ranks))}
-    arrangement = arrangement_of(plan, None)
+    arrangement = arrangement_of(plan, OWN)
     return Comparison(original, shards, arrangement, held, lambda *_: None, {}, Files()).run(2)
 
 

@@ -13,15 +13,13 @@ import numpy.typing as npt
 from formats.files.chunks import Chunk
 from reshard.placement.arrangement import Arrangement, arrangement_of
 from reshard.placement.stored import Stored
-from reshard.source.program_source import ProgramFile, check_belonging, program_files
+from reshard.source.program_files import ProgramFile, check_belonging, program_files
 from reshard.source.source import Source
 
 
 def ranks_of(shards: Source) -> Sequence[int]:
     """The rank of each of ``shards.ranks``. With chunks, that of the file, if its name and the mesh tell it."""
-    if shards.chunks is None or shards.format is None:
-        return range(len(shards.ranks))
-    if shards.format.files.is_distributed:  # the chunks of a number lie in any files
+    if shards.chunks is None or shards.format.files.is_distributed:  # the chunks of a number lie in any files
         return range(len(shards.ranks))
     size = shards.plan.mesh.size
     return [file.rank % size if size > 1 else file.rank for file in program_files(shards.format, shards.path)]
@@ -47,7 +45,7 @@ class ChunkCheck:
 def check_chunks(shards: Source, arrangement: Arrangement) -> ChunkCheck:
     """Compare the chunks in the headers of files with the original's tensors, and with the mesh of the split."""
     format, chunks, found = shards.format, arrangement.chunks, ChunkCheck()
-    assert format is not None and chunks is not None
+    assert chunks is not None
     files = program_files(format, shards.path)
     found.is_ours = check_belonging(files) is not None
     planned = arrangement_of(shards.plan, format).chunks if found.is_ours else None

@@ -96,7 +96,7 @@ class Comparison:
                 total += shards.ranks[holder][name].nbytes
         total += sum(info.nbytes for name, info in shards.kept.items() if tensors.is_kept(name))
         self._tally = _Tally(total, progress, sums, files)
-        self._names = _Names(ranks_of(shards), arrangement.format is None)
+        self._names = _Names(ranks_of(shards), arrangement.format.plain)
 
     @property
     def damaged(self) -> frozenset[FilePath]:
@@ -242,7 +242,7 @@ class _Tensors:
     def _constants(self, begin: int) -> Iterator[_Tensor]:
         """What a format stores that comes from no tensor."""
         views: dict[tuple[int, str], View] = {}
-        for stored in self._arrangement.stored if self._arrangement.format is not None else ():
+        for stored in self._arrangement.stored:
             for holder in self._held.get(stored.name, ()) if stored.constant is not None else ():
                 info = self._shards.ranks[holder][stored.name_on(holder)]
                 key = (math.prod(info.shape), info.dtype)

@@ -11,12 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from formats.errors import CheckpointError, PlanError, ReshardError
+from formats.notation.format import OWN
 from formats.store import FilePath
 from reshard.mesh.finer_blocks import with_blocks
 from reshard.mesh.plan import Plan, make_plan
 from reshard.placement.arrangement import arrangement_of
-from reshard.source.opening import open_shards_of
-from reshard.source.recognise import recognise
+from reshard.source.opening import open_source, recognise
 from reshard.source.source import Source
 from verify.bytes import folder
 from verify.bytes.comparison import Comparison, Progress, no_progress
@@ -44,7 +44,7 @@ def open_shards(path: FilePath, original: Source, *, plan_file: Path | None = No
     ReshardError if the folder has no shards, or cannot be read.
     """
     try:
-        return open_shards_of(original.model, path, plan_file=plan_file)
+        return open_source(path, plan_file=plan_file, model=original.model)
     except ReshardError as error:
         if _is_unreadable(error) or recognise(path).kind not in {"split", "program"}:
             raise
@@ -61,15 +61,15 @@ def compare(
     in another program's format, or if a file cannot be read.
     """
     if original.is_split:
-        what = f"in the format {original.format.name}" if original.format is not None else "split itself"
+        what = "split itself" if original.format.plain else f"in the format {original.format.name}"
         raise CheckpointError(
             f"{original.path} is {what}: it cannot be the original",
             f"give the full checkpoint first, then the shards; 'reshard merge {original.path} OUT' makes one",
         )
-    of_program = shards.format is not None
+    plain = shards.format.plain
     try:
-        arrangement = shards.arrangement if of_program else arrangement_of(_planned(original, shards), None)
-        found = (ProgramStructure if of_program else OwnStructure)(original, shards, arrangement)
+        arrangement = arrangement_of(_planned(original, shards), OWN) if plain else shards.arrangement
+        found = (OwnStructure if plain else ProgramStructure)(original, shards, arrangement)
         found.check()
         sums = folder.begun_sums(original, shards)
         files = Files(original, shards, sums=sums)
@@ -84,7 +84,7 @@ def compare(
         report = replace(report, mesh="of no stated mesh", ranks=None)
     return replace(
         report,
-        format=shards.format.name if shards.format is not None else None,
+        format=None if plain else shards.format.name,
         is_listed=shards.beside is not None,
         missing=tuple(found.missing),
         extra=tuple(found.extra),
@@ -106,6 +106,6 @@ def _planned(original: Source, shards: Source) -> Plan:
     for axis, padded in padding.items():
         if axis not in original.model.architecture.pad or padded < sizes.get(axis, 0):
             raise PlanError(f"{shards.path}: the axis '{axis}' of size {sizes.get(axis)} cannot be padded to {padded}")
-    blocks = shards.sharded.identity.blocks if shards.sharded else None
+    blocks = shards.stated.blocks if shards.stated else None
     model = with_blocks(original.model, blocks) if blocks else original.model
     return make_plan(model, shards.plan.mesh, padding=padding)

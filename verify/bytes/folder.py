@@ -8,7 +8,6 @@ location and commit, and the files that were read to make the shards (perhaps ot
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,21 +25,19 @@ from formats.files.sharded import (
     MANIFEST,
     METADATA_KEY,
     FileRecord,
-    Identity,
     Manifest,
-    ShardedCheckpoint,
     is_fingerprint,
     manifest_text,
     read_shard,
 )
-from formats.mesh import RANK_FOLDER
+from formats.mesh import RANK_FOLDER, Mesh
 from formats.notation.format import Format
 from formats.store import FilePath, by_name, is_in, name_in, read_file
 from reshard.mesh.plan import Plan
 from reshard.model.model import Kind, in_order
 from reshard.placement.program_config import program_config
-from reshard.source.program_source import program_files
-from reshard.source.source import Source
+from reshard.source.program_files import program_files
+from reshard.source.source import Source, SourceFile
 from reshard.store.staging_names import PUBLISHED, STATE
 from verify.bytes.boundaries import boundary_problem
 from verify.bytes.reading import Files
@@ -63,12 +60,11 @@ NOTHING = _Nothing()
 
 def expected_files(original: Source, shards: Source, plan: Plan) -> dict[str, set[str]]:
     """The files that the shards must have, relative to the root; by the rank's folder, or ``""`` for the root."""
-    root, sharded = shards.path, _sharded(shards)
     side = {*original.side_files}
-    found = {"": side | ({MANIFEST} if sharded.manifest else set())}
+    found = {"": side | ({MANIFEST} if shards.manifest else set())}
     for rank in range(plan.mesh.size):
         folder = plan.mesh.folder(rank)
-        weights = {name_in(file.path, root) for file in sharded.ranks[rank].files}
+        weights = {file.name for file in _files(shards, plan.mesh, rank)}
         found[folder] = weights | {f"{folder}/{name}" for name in _configs_of(original.path)}
         found[folder] |= {f"{folder}/{INDEX}"} if len(weights) > 1 else set()
     return found
@@ -121,7 +117,7 @@ def changed_side_files(original: Source, shards: Source) -> Iterator[FilePath]:
     """Side files that differ from the original's; the config.json of a full checkpoint is not compared here."""
     for name, content in original.read_side_files().items():
         twin = shards.path / name
-        is_config = name == "config.json" and shards.sharded is None
+        is_config = name == "config.json" and shards.stated is None
         if twin.is_file() and not is_config and read_file(twin) != content:
             yield twin
 
@@ -175,8 +171,6 @@ def expected_source(original: Source, shards: Source) -> str:
 
 def _said_source(shards: Source) -> str | None:
     """What the headers of shards without a manifest say that they come from."""
-    if shards.sharded is not None:
-        return shards.sharded.identity.source
     headers = ((path, read_header(path)) for path in shards.files if path.suffix == ".safetensors")
     known = (read_shard(header, path) for path, header in headers if METADATA_KEY in header.metadata)
     return next((shard.identity.source for shard in known), None)
@@ -197,14 +191,11 @@ def _records(shards: Source, plan: Plan, rank: int, found: Manifest) -> Iterator
 
 def _rank_files(shards: Source, plan: Plan, rank: int) -> list[str]:
     """The names of a rank's files, in the order of a manifest."""
-    if shards.format is not None:
-        kept = [KEPT] if rank == 0 and shards.kept else []
-        files = program_files(shards.format, shards.path, plan.mesh)
-        own = [name_in(file.path, shards.path) for file in files if file.rank % plan.mesh.size == rank]
-        return [*own, *kept]
-    folder, weights = plan.mesh.folder(rank), _sharded(shards).ranks[rank].files
+    weights, folder = [file.name for file in _files(shards, plan.mesh, rank)], plan.mesh.folder(rank)
+    if not shards.format.plain:
+        return [*weights, *([KEPT] if rank == 0 and shards.kept else [])]
     index = [f"{folder}/{INDEX}"] if len(weights) > 1 else []
-    return [*(f"{folder}/{name}" for name in _configs_of(shards.path)), *(file.name for file in weights), *index]
+    return [*(f"{folder}/{name}" for name in _configs_of(shards.path)), *weights, *index]
 
 
 def _configs_of(folder: FilePath) -> list[str]:
@@ -290,12 +281,12 @@ def stored_order(shards: Source, plan: Plan) -> Order:
 
 def files_problem(shards: Source, plan: Plan, rank: int, order: Order) -> str | None:
     """Why a rank's files are not those that the manifest's ``max_shard_size`` requires; None if they are."""
-    manifest = _sharded(shards).manifest
+    manifest = shards.manifest
     if manifest is None:
         return None
     held, name = plan.boxes(rank), plan.mesh.folder(rank)
     single = ADAPTER if ADAPTER_CONFIG in _configs_of(shards.path) else MODEL
-    files, infos = _sharded(shards).ranks[rank].files, shards.ranks[rank].values()
+    files, infos = _files(shards, plan.mesh, rank), shards.ranks[rank].values()
     names = _file_names(len(files), single)
     if [file.path.name for file in files] != names:
         return f"{MANIFEST}: the files of {name} are not called {', '.join(names)}"
@@ -310,41 +301,31 @@ def _file_names(count: int, single: str) -> list[str]:
 
 
 def header_changes(
-    original: Source, shards: Source, plan: Plan, rank: int, order: Order
+    original: Source, shards: Source, plan: Plan, ranks: Iterable[int], order: Order = ()
 ) -> Iterator[tuple[str, Change]]:
-    """The wrong values in the metadata of a rank's file headers, each with the file's name.
+    """The wrong values about the split in the headers that reshard wrote of ranks, each with the file's name.
 
-    ``source``, ``sizes`` and ``plan`` are not compared here: they are the same in all headers (see ``Structure``).
-    """
-    identity = _sharded(shards).identity
-    true = original.identity(plan)
-    should = Identity(identity.source, plan.mesh, identity.sizes, plan.padding, identity.plan, true.blocks)
-    holds_all = len(plan.boxes(rank)) == len(plan.laid)
-    places = {} if holds_all else {name: place for place, (name, _) in enumerate(order)}
-    for file, names in _files(shards, rank):
-        known = [places[name] for name in names if name in places]
-        expected = _opened(should.metadata(rank, known))
-        for change in changes(expected, _opened(file.metadata)):
-            yield file.name, change
-
-
-def program_header_changes(original: Source, shards: Source, plan: Plan) -> Iterator[tuple[str, Change]]:
-    """The wrong values about the split in the headers of a program's files, if reshard wrote them.
-
-    The rules themselves are not compared: another version may spell them differently.
+    The rules themselves are not compared: another version may spell them differently. Of reshard's own form, source and
+    sizes are the same in all headers (see ``Structure``).
     """
     true = dataclasses.replace(original.identity(plan), source=expected_source(original, shards))
-    for file in program_files(shards.format, shards.path, plan.mesh) if shards.format is not None else ():
-        header = read_header(file.path) if file.path.suffix == ".safetensors" else None
-        if header is not None and METADATA_KEY in header.metadata:
+    if shards.stated is not None:
+        true = dataclasses.replace(true, source=shards.stated.source, sizes=shards.stated.sizes)
+    for rank in ranks:
+        holds_all = shards.stated is None or len(plan.boxes(rank)) == len(plan.laid)
+        places = {} if holds_all else {name: place for place, (name, _) in enumerate(order)}
+        for file in _files(shards, plan.mesh, rank):
+            header = read_header(file.path) if file.path.suffix == ".safetensors" else None
+            if header is None or METADATA_KEY not in header.metadata:
+                continue
             should = dataclasses.replace(true, plan=read_shard(header, file.path).identity.plan)
-            expected = should.metadata(file.rank % plan.mesh.size)
+            expected = should.metadata(rank, [places[name] for name in header.tensors if name in places])
             if shards.chunks is not None:  # the offsets themselves are compared with the chunks of the mesh
                 shapes = {name: info.shape for name, info in header.tensors.items()}
                 chunks = read_chunks(file.path, header.metadata, shapes)
                 expected |= chunks_metadata({name: at.offset for name, at in chunks.items()})
             for change in changes(_opened(expected), _opened(header.metadata)):
-                yield file.path.name, change
+                yield file.name, change
 
 
 def _opened(metadata: Mapping[str, str]) -> dict[str, Any]:
@@ -354,7 +335,7 @@ def _opened(metadata: Mapping[str, str]) -> dict[str, Any]:
 def index_changes(shards: Source, plan: Plan, rank: int) -> Iterator[Change]:
     """The wrong values in the index of a rank's files."""
     path = shards.path / plan.mesh.folder(rank) / INDEX
-    if len(_sharded(shards).ranks[rank].files) > 1 and path.is_file():
+    if len(_files(shards, plan.mesh, rank)) > 1 and path.is_file():
         yield from changes(_index(shards.ranks[rank].values()), _read_json(path))
 
 
@@ -371,7 +352,6 @@ def program_documents(original: Source, shards: Source) -> dict[str, Any]:
     As JSON, or as bytes.
     """
     format, found = shards.format, dict[str, Any]()
-    assert format is not None
     side = {*original.side_files}
     if format.settings is not None and format.settings.file not in side:
         found[format.settings.file] = program_config(format.settings, shards.plan.model)
@@ -410,13 +390,12 @@ def document_changes(shards: Source, documents: Mapping[str, Any]) -> Iterator[t
             yield from ((name, change) for change in changes(should, _read_json(shards.path / name)))
 
 
-def _files(shards: Source, rank: int) -> Iterator[tuple[Any, Sequence[str]]]:
-    """A rank's files, each with the names of its tensors in the order of its header."""
-    names: dict[FilePath, list[str]] = {}
-    for path, infos in itertools.groupby(shards.ranks[rank].values(), key=lambda info: info.file):
-        names.setdefault(path, []).extend(info.name for info in infos)
-    for file in _sharded(shards).ranks[rank].files:
-        yield file, names.get(file.path, [])
+def _files(shards: Source, mesh: Mesh, rank: int) -> list[SourceFile]:
+    """The weight files of a rank."""
+    if shards.format.plain:
+        return [file for file in shards.files.values() if file.name.rpartition("/")[0] == mesh.folder(rank)]
+    files = program_files(shards.format, shards.path, mesh)
+    return [shards.files[file.path] for file in files if file.rank % mesh.size == rank]
 
 
 # ---------------------------------------------------------------------------------------------------------- documents
@@ -455,8 +434,3 @@ def _read_json(path: FilePath) -> Any:
         return sound(strict_json(read_file(path, MAX_MANIFEST).decode("utf-8")))
     except (CheckpointError, ValueError):
         return None
-
-
-def _sharded(shards: Source) -> ShardedCheckpoint:
-    assert shards.sharded is not None
-    return shards.sharded

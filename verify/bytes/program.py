@@ -11,7 +11,7 @@ from formats.files.safetensors import DTYPE_BITS
 from formats.files.sharded import KEPT, MANIFEST
 from reshard.placement.arrangement import Arrangement, arrangement_of
 from reshard.source.opening import open_source
-from reshard.source.program_source import program_files, weights_folder
+from reshard.source.program_files import program_files, weights_folder
 from verify.bytes import folder
 from verify.bytes.boundaries import boundary_problem
 from verify.bytes.chunks import check_chunks
@@ -30,7 +30,7 @@ class ProgramStructure(Structure):
                 self._check_rank(rank, f"rank {rank}")
         self._check_kept()
         plan = self.shards.plan
-        changes = [*folder.program_header_changes(self.original, self.shards, plan)]
+        changes = [*folder.header_changes(self.original, self.shards, plan, range(plan.mesh.size))]
         if self.shards.manifest is not None:
             documents = folder.program_documents(self.original, self.shards)
             self._check_files(documents)
@@ -53,7 +53,6 @@ class ProgramStructure(Structure):
         Those that the format has, those of the original that are not there, and what else lies there.
         """
         root, format = self.shards.path, self.shards.format
-        assert format is not None
         side = {*self.original.side_files}
         own = {name for name in folder.documents_of(format, weights_folder(format, root), root) if name not in side}
         weights = {file.name for file in self.shards.files.values()}
@@ -99,9 +98,8 @@ class ProgramStructure(Structure):
     @cached_property
     def _planned(self) -> Arrangement:
         """What is stored, with the chunks of the mesh if there are chunks."""
-        format = self.shards.format
-        assert format is not None
-        return self.arrangement if self.shards.chunks is None else arrangement_of(self.shards.plan, format)
+        chunks, format = self.shards.chunks, self.shards.format
+        return self.arrangement if chunks is None else arrangement_of(self.shards.plan, format)
 
     def _rules_problem(self) -> Iterator[str]:
         """Why by the rules in the manifest, which a merge reads these shards by, something lies elsewhere.
@@ -125,7 +123,7 @@ class ProgramStructure(Structure):
 
     def _boundary_problem(self, rank: int) -> Iterator[str]:
         format, manifest = self.shards.format, self.shards.manifest
-        assert format is not None and manifest is not None
+        assert manifest is not None
         if not format.files.has_parts or format.files.is_distributed:  # .metadata says where its chunks lie
             return
         order = {stored.name_on(rank): DTYPE_BITS[stored.dtype] for stored, _ in self._planned.held(rank)}

@@ -48,7 +48,7 @@ class Structure:
 
     def _check_rank(self, rank: int, where: str) -> None:
         """The tensors of a rank, which messages call ``where``."""
-        tensors, is_own, known = self.shards.ranks[rank], self.arrangement.format is None, list[str]()
+        tensors, is_own, known = self.shards.ranks[rank], self.arrangement.format.plain, list[str]()
         shapes: dict[Geometry, tuple[int, ...] | None] = {}
         for stored in self.arrangement.stored:
             geometry = stored.geometry
@@ -102,13 +102,13 @@ class OwnStructure(Structure):
         """Compare, and fill in all fields."""
         root, mesh, plan = self.shards.path, self.arrangement.plan.mesh, self.arrangement.plan
         for rank in range(len(self.shards.ranks)):
-            self._check_rank(rank, mesh.folder(rank) if self.shards.sharded else root.name)
+            self._check_rank(rank, mesh.folder(rank) if self.shards.stated else root.name)
         config = "config.json"
         self._check_config(config, self.original.read_config(), root / config)
-        if self.shards.sharded is None:
+        if self.shards.stated is None:
             self._check_names()
         self._check_side_files()
-        if self.shards.sharded is not None:
+        if self.shards.stated is not None:
             self._check_files()
             self._check_identity()
             self._check_documents()
@@ -125,8 +125,8 @@ class OwnStructure(Structure):
 
     def _check_identity(self) -> None:
         """Compare source and sizes in the headers. (The plan may differ, if its result is the same.)"""
-        assert self.shards.sharded is not None
-        expected, found = self.original.identity(self.arrangement.plan), self.shards.sharded.identity
+        assert self.shards.stated is not None
+        expected, found = self.original.identity(self.arrangement.plan), self.shards.stated
         source = folder.expected_source(self.original, self.shards)
         if found.source != source:
             has, should = found.source[:12], source[:12]
@@ -156,7 +156,7 @@ class OwnStructure(Structure):
         for rank in range(plan.mesh.size):
             self._take(f"{plan.mesh.folder(rank)}/{folder.INDEX}", folder.index_changes(self.shards, plan, rank))
             if agree:
-                for file, change in folder.header_changes(self.original, self.shards, plan, rank, order):
+                for file, change in folder.header_changes(self.original, self.shards, plan, [rank], order):
                     self._take(file, [change])
                 problem = folder.files_problem(self.shards, plan, rank, order)
                 self.problems += [problem] if problem else []

@@ -171,8 +171,8 @@ def run_engine(
 
 def _check_format(shards: Source, options: EngineOptions) -> None:
     format = shards.format
-    if format is None or format.loading.engine != options.name:
-        what = f"the format '{format.name}'" if format else "reshard's own folders"
+    if format.loading.engine != options.name:
+        what = "reshard's own folders" if format.plain else f"the format '{format.name}'"
         raise CheckpointError(
             f"{shards.path} has {what}, which {options.name} does not load",
             f"'reshard split {shards.path} OUT --tp N --as {options.name}' writes what it loads",
@@ -229,7 +229,6 @@ def run_shards(
     """
     options, format, mesh = baseline.options, shards.format, with_stages(shards.model, mesh or shards.plan.mesh)
     _check_format(shards, options)
-    assert format is not None
     further: dict[str, Any] = {"load_format": str(format.loading.engine_format)}
     if options.engine.settings is not None:
         further = {"settings": options.engine.settings(shards.model, format)}

@@ -1,43 +1,30 @@
-"""Opens a folder in another program's format, which the program or reshard wrote, as a source."""
+"""The weight files of another program's format: their names, and the tensors of each rank in them."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import re
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from formats.documents import json_bytes, read_config
-from formats.errors import CheckpointError, MismatchError, ReshardError, brief
-from formats.files.checkpoint import CONFIG, METADATA, find_side_files, read_weights, with_modelopt
-from formats.files.chunks import Chunk, check_tiling, read_chunks, whole_shape
-from formats.files.dcp import Distributed, is_distributed
+from formats.errors import CheckpointError, MismatchError, brief
+from formats.files.checkpoint import METADATA, read_weights
+from formats.files.chunks import Chunk, read_chunks
+from formats.files.dcp import is_distributed
 from formats.files.safetensors import Header, TensorInfo, read_header
-from formats.files.sharded import KEPT, MANIFEST, METADATA_KEY, Identity, Manifest, Shard, read_shard
+from formats.files.sharded import METADATA_KEY, Identity, Shard, read_shard
 from formats.mesh import Mesh, mesh_of
-from formats.notation.architecture import Architecture
-from formats.notation.architecture_files import find_architecture, load_architecture
 from formats.notation.format import Format
 from formats.notation.format_file import all_formats
 from formats.notation.format_rules import Further
 from formats.notation.patterns import Pattern, numbered_names
 from formats.store import FilePath, like, name_in, read_file
-from reshard.model.model import FullTensor
-from reshard.model.sizes import AxisSizes
-from reshard.placement.arrangement import Arrangement
-from reshard.placement.inverse import Origins
-from reshard.placement.program_config import made_config
-from reshard.placement.stacks import Piece, by_number, first_unstacked, unstacked
-from reshard.source.distributed_source import Training, known_names, parts_of
 
 if TYPE_CHECKING:
     from formats.files.torch_bin import Saved
 
-DISTCP = ".distcp"
 LAYER = "layer"
 """The index of layers in a format's names."""
 
@@ -232,74 +219,6 @@ def read_chunked(
     return tuple(ranks), dict(chunks)
 
 
-def training_of(format: Format, found: Distributed, origins: Origins) -> Training:
-    """The parts of a distributed checkpoint. Raises CheckpointError if it has no tensor of the model."""
-    knows = partial(_knows, format, origins)
-    return Training(found, parts_of(found, knows, format.container.ignores))
-
-
-def _knows(format: Format, origins: Origins, name: str) -> bool:
-    return origins.knows(first_unstacked(format.rules.stacks, name))
-
-
-def likeliest(
-    candidates: Sequence[Format],
-    path: FilePath,
-    found: Distributed,
-    config_folder: Path | None,
-    plan_file: Path | None,
-) -> list[Format]:
-    """The formats of distributed checkpoints that know the most of the names; without a config.json, all of them."""
-    counts: dict[str, int] = {}
-    for format in candidates:
-        try:
-            config, _ = config_of(format, path, config_folder, ())
-            architecture = load_architecture(plan_file) if plan_file else find_architecture(config, path)
-            counts[format.name] = known_names(found, partial(_knows, format, origins_of(format, architecture, config)))
-        except ReshardError:
-            counts[format.name] = 0
-    return [format for format in candidates if counts[format.name] == max(counts.values())]
-
-
-def chunks_of(
-    format: Format, found: Distributed, names: Mapping[str, str]
-) -> tuple[tuple[dict[str, TensorInfo], ...], dict[str, dict[int, Chunk]]]:
-    """The chunks of each number of a distributed checkpoint, and the chunks of each tensor.
-
-    ``names`` has the stored name of each tensor that is read.
-    """
-    pieces: dict[str, list[Piece]] = {}
-    for name, stored in names.items():
-        renamed = [(at, info._replace(name=name)) for at, info in found.tensors[stored].chunks]
-        pieces |= dict(unstacked(format.rules.stacks, name, renamed))
-    return by_number(pieces)
-
-
-def whole_tensors(
-    ranks: Sequence[Mapping[str, TensorInfo]], chunks: Mapping[str, Mapping[int, Chunk]]
-) -> dict[str, TensorInfo]:
-    """The whole tensors that files have chunks of."""
-    infos = {name: info for tensors in ranks for name, info in tensors.items()}
-    return {name: info._replace(shape=whole_shape(chunks[name].values())) for name, info in infos.items()}
-
-
-def _check_chunks(arrangement: Arrangement, ranks: Sequence[Mapping[str, TensorInfo]], path: FilePath) -> None:
-    """Raise MismatchError unless the chunks are exactly those of the tensors of an arrangement."""
-    assert arrangement.chunks is not None
-    lacking = set(arrangement.chunks)
-    for stored in arrangement.stored:
-        lacking.discard(stored.name)
-        if stored.constant is not None and not arrangement.chunks.get(stored.name):
-            continue  # whoever wrote it did without
-        check_tiling(stored.name, arrangement.chunks[stored.name], stored.whole_shape, path)
-        infos = (tensors[stored.name] for tensors in ranks if stored.name in tensors)
-        other = next((info for info in infos if info.dtype != stored.dtype), None)
-        if other is not None:
-            raise MismatchError(f"{other.file}: tensor '{stored.name}' is {other.dtype}, it should be {stored.dtype}")
-    if lacking:
-        raise MismatchError(f"{path}: tensor '{min(lacking)}' is none of this model's")
-
-
 def read_ranks(
     format: Format, files: Sequence[ProgramFile], where: FilePath, mesh: Mesh | None = None
 ) -> tuple[dict[str, TensorInfo], ...]:
@@ -415,155 +334,3 @@ def check_belonging(files: Sequence[ProgramFile]) -> Identity | None:
             raise MismatchError(f"{file.path} and {first[1]} are of different splits")
         first = first or (shard, file.path)
     return first[0].identity if first is not None else None
-
-
-def config_of(
-    format: Format, path: FilePath, given: Path | None, ranks: Sequence[Mapping[str, TensorInfo]]
-) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The Hugging Face config of a model in a program's format, and the side files that are not in its folder.
-
-    The config is that of the folder ``given``, or that beside the weights, or is made from the program's own. Raises
-    CheckpointError.
-    """
-    if given is not None:
-        side = {name_in(file, given): file for file in find_side_files(given) if file.is_file()}
-        config = with_modelopt(read_config(given / CONFIG), given)
-        return config, {name: read_file(file) for name, file in side.items()}
-    if (path / CONFIG).is_file() or format.settings is None or not (path / format.settings.file).is_file():
-        try:
-            return with_modelopt(read_config(path / CONFIG), path), {}
-        except CheckpointError as error:
-            hint = "give a folder that has the model's config.json, and its tokenizer, with --config DIR"
-            raise CheckpointError(error.message, error.hint or hint) from None
-    stored = ((info.name, info.dtype, info.shape) for info in ranks[0].values())
-    config = made_config(format.settings, read_config(path / format.settings.file), stored, len(ranks))
-    return config, {CONFIG: json_bytes(config) + b"\n"}
-
-
-def side_files_of(format: Format, path: FilePath) -> Iterator[tuple[str, FilePath]]:
-    """Files beside a program's weights that, by their names, belong to the model and not to the program."""
-    own = {MANIFEST, KEPT, format.files.tracker, *format.container.documents}
-    for file in find_side_files(path):
-        name = name_in(file, path)
-        of_a_step = format.files.tracker is not None and re.match(r"(release|iter_[0-9]+)/", name)
-        if name not in own and not of_a_step:
-            yield name, file
-
-
-def full_tensors(manifest: Manifest | None) -> list[FullTensor] | None:
-    """The tensors of the original, from a manifest; None if it does not have them."""
-    if manifest is None or not manifest.source.files:
-        return None
-    infos = (info for file in manifest.source.files for info in file.tensors.values())
-    return [FullTensor(info.name, info.dtype, info.shape, MANIFEST) for info in infos]
-
-
-def origins_of(format: Format, architecture: Architecture, config: Mapping[str, object]) -> Origins:
-    """Finds which Hugging Face tensors those of a format are made of."""
-    return Origins(format, architecture, AxisSizes(architecture, config, {}), config)
-
-
-def inferred_tensors(
-    format: Format, architecture: Architecture, config: Mapping[str, object], ranks: Sequence[Mapping[str, TensorInfo]]
-) -> list[FullTensor]:
-    """The tensors of the original, inferred from the names of stored tensors. Raises CheckpointError."""
-    stored = {name: info for rank in reversed(ranks) for name, info in rank.items()}
-    found = origins_of(format, architecture, config).of(stored)
-    forms = {name: architecture.form(name)[0] for name in found if format.rules.keep}
-    first = {form: name for name, form in reversed(forms.items())}
-    kept = {form for form, name in first.items() if not any(line.target.match(name) for line in format.rules.lines)}
-    alone = Counter(found.values() if format.container.chunks else ())  # a rank's shape may be another
-    return [
-        FullTensor(
-            name, stored[of].dtype, None, stored[of].file.name,
-            stored[of].shape if forms.get(name) in kept or alone[of] == 1 else None,
-        )
-        for name, of in found.items()
-    ]  # fmt: skip
-
-
-def kept_tensors(path: FilePath) -> list[FullTensor]:
-    """The tensors of the original that the program does not store, from the file that keeps them, if there is one."""
-    infos = read_header(path).tensors.values() if path.is_file() else ()
-    return [FullTensor(info.name, info.dtype, info.shape, path.name) for info in infos]
-
-
-def inferred_sizes(
-    architecture: Architecture,
-    config: Mapping[str, object],
-    ranks: Sequence[Mapping[str, TensorInfo]],
-    full: Sequence[FullTensor],
-) -> dict[str, int]:
-    """The sizes of axes that config.json does not give, from tensors that are stored as they are.
-
-    ``full`` are the inferred tensors; of a single rank, those with a shape may have another name there.
-    """
-    sizes = AxisSizes(architecture, config, {})
-    dealt = {axis for families in architecture.families.values() for family in families for axis in family}
-    known, found = sizes.of({}), dict[str, int]()
-    shapes = {name: info.shape for name, info in ranks[0].items()}
-    if len(ranks) == 1:
-        shapes |= {tensor.name: tensor.held for tensor in full if tensor.held is not None}
-    for name, shape in shapes.items():
-        match = architecture.match(name)
-        rule = sizes.holds(match) if match else None
-        for dim, length in zip(rule.shapes[0].dims if rule else (), shape, strict=False):
-            if dim.axis is not None and dim.axis not in known:
-                holders = sum(name in tensors for tensors in ranks)  # those of one pipeline stage
-                found.setdefault(dim.axis, length * (holders if dim.axis in dealt and holders else 1))
-    return found
-
-
-def padding_of(arrangement: Arrangement, ranks: Sequence[Mapping[str, TensorInfo]]) -> dict[str, int]:
-    """The padded size of each axis that may be padded, from the shapes of stored tensors.
-
-    Each is the sum of all ranks' parts of a stored tensor that has a dimension of this axis alone.
-    """
-    model, found = arrangement.plan.model, dict[str, int]()
-    for axis in model.architecture.pad:
-        for placed in arrangement.placed.values():
-            dims, order = placed.portion.component.factors, placed.portion.order
-            place = next((i for i, factor in enumerate(order) if dims[factor].axis == axis), None)
-            if place is None or placed.portion.component.label is not None:
-                continue
-            layout, stored = placed.layout, placed.stored
-            lengths = {
-                layout.boxes[rank].dims[order[place]]: ranks[rank][stored.name_on(rank)].shape[place]
-                for rank in layout.boxes
-                if stored.name_on(rank) in ranks[rank] and len(ranks[rank][stored.name_on(rank)].shape) > place
-            }
-            size = sum(lengths.values())
-            if size > layout.full[order[place]]:
-                found[axis] = size
-            break
-    return found
-
-
-def meshes(count: int, stages: int, format: Format, has_experts: bool) -> Iterator[Mesh]:
-    """The possible meshes of a number of ranks with so many pipeline stages (as equal in length as possible)."""
-    tp = count // stages
-    if tp == 1 or not format.same_ranks or not has_experts:
-        yield mesh_of(tp, pp=stages)
-    if has_experts and tp > 1:
-        yield mesh_of(tp, tp, same_ranks=True, pp=stages)
-
-
-def check_stored(arrangement: Arrangement, ranks: Sequence[Mapping[str, TensorInfo]], path: FilePath) -> None:
-    """Raise MismatchError unless each rank has exactly the tensors, dtypes and shapes of an arrangement."""
-    if arrangement.chunks is not None:
-        _check_chunks(arrangement, ranks, path)
-        return
-    for rank, tensors in enumerate(ranks):
-        lacking = dict(tensors)
-        for stored, shape in arrangement.held(rank):
-            name = stored.name_on(rank)
-            info = lacking.pop(name, None)
-            if info is None:
-                raise MismatchError(f"{path}: tensor '{name}' is missing in the files of rank {rank}")
-            if info.shape != shape or info.dtype != stored.dtype:
-                raise MismatchError(
-                    f"{info.file}: tensor '{name}' is {info.dtype} {list(info.shape)}, rank {rank} of "
-                    f"{arrangement.plan.mesh} has {stored.dtype} {list(shape)}"
-                )
-        if lacking:
-            raise MismatchError(f"{path}: tensor '{min(lacking)}' of rank {rank} is none of this model's")

@@ -1,0 +1,544 @@
+"""What an output has, in whatever format: its weight files, the small files beside them, and what its manifest says.
+
+The format says how files are named and what they hold. reshard's own form also has small files of each rank, and ranks
+can be added to it; one full Hugging Face checkpoint has no manifest, and is the original's files again if the source
+knows them. ``rewrite.py`` writes an output.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import starmap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from formats.documents import json_bytes
+from formats.errors import CheckpointError, MismatchError, PlanError, brief
+from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, CONFIG, METADATA, MODEL
+from formats.files.checksum import Crc, checksum
+from formats.files.chunks import chunks_metadata, whole_shape
+from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header, tensor_bytes
+from formats.files.sharded import (
+    KEPT,
+    MANIFEST,
+    FileRecord,
+    Identity,
+    Manifest,
+    manifest_text,
+    rank_folders,
+    read_manifest,
+)
+from formats.notation.format import HUGGING_FACE, OWN, Format
+from formats.notation.format_rules import Settings
+from reshard.mesh.plan import Plan
+from reshard.mesh.rank_config import rank_config
+from reshard.model.model import in_order
+from reshard.move.moves import KEPT_RANK
+from reshard.move.reading import Sums
+from reshard.placement.arrangement import arrangement_of
+from reshard.placement.program_config import made_config, program_config
+from reshard.placement.stacks import prefixed, stacked, stacks_for
+from reshard.placement.stored import Placed
+from reshard.publishing.existing import Existing
+from reshard.publishing.journal import Finished
+from reshard.source.source import Source
+from reshard.store.staging_names import staging_of, unfinished_command
+
+if TYPE_CHECKING:
+    from formats.files.dcp import Stored as StoredChunk
+    from reshard.source.distributed_source import Affix
+
+DEFAULT_SHARD_SIZE = 5_000_000_000
+
+
+class Tensor(NamedTuple):
+    """A tensor to be written: its name, dtype, shape, and size in bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class NewFile:
+    """A weight file to be written: its header, and tensors of one rank.
+
+    ``name`` is relative to the output, ``size`` is in bytes, with the header. ``places`` gives the names of its tensors
+    and their offsets in the file. The file must have the checksum ``expected``, if that is known. Without ``summed`` no
+    checksum is computed.
+    """
+
+    name: str
+    rank: int
+    header: bytes
+    size: int
+    places: Callable[[], Iterable[tuple[str, int]]]
+    expected: str | None = None
+    summed: bool = True
+    fixed: tuple[tuple[int, bytes], ...] = ()
+    """Other bytes that come from no source, with their offsets."""
+    crcs: tuple[Crc, ...] = ()
+    """What is known when all else is written."""
+    tensors: Sequence[Tensor] = ()
+
+
+class Output:
+    """What is written of a source in a format: an arrangement of its model, divided into files.
+
+    ``ranks`` are those that are written. ``folders`` are the folders of ranks that are added to an output; none, if it
+    is written as a whole. ``is_cut_by_size``: a smaller ``max_shard_size`` makes more and smaller files of the same
+    model. ``files`` are the weight files of the model, ``states`` what is written with it from sources of their own:
+    states of training. ``documents`` are the small files besides those of the source and of ranks, without the
+    manifest.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        plan: Plan,
+        format: Format,
+        max_shard_size: int | None = None,
+        *,
+        ranks: Sequence[int] | None = None,
+        added_to: Path | None = None,
+        state: Affix | None = None,
+        written: Counter[int] | None = None,
+    ) -> None:
+        """The folders of ``ranks`` are all of an output, or are ``added_to`` those in a folder.
+
+        Without ``max_shard_size`` a full checkpoint is the original's files again, if the source knows them. ``state``
+        is the kind of states that are written, of which ``written`` files of each rank are there.
+        """
+        self.source, self.plan, self.format = source, plan, format
+        self.arrangement = arrangement_of(plan, format)
+        self.ranks = range(plan.mesh.size) if ranks is None else ranks
+        self.max_shard_size, self._added_to = max_shard_size or DEFAULT_SHARD_SIZE, added_to
+        self.folders = [plan.mesh.folder(rank) for rank in self.ranks] if added_to is not None else []
+        self._adapter = source.read_side_file(ADAPTER_CONFIG) if format is OWN else None
+        self._state, self._written = state, Counter[int]() if written is None else written
+        is_same = source.format.name == format.name
+        training = self._training = source.training if is_same else None
+        self._constants = source.constants if is_same and state is None else {}
+        self.left_behind = self._not_carried()
+        self._stacks = stacks_for(format, plan.model)
+        self._others = list(training.archives()) if training is not None and state is None else []
+        self._chunks: dict[str, tuple[str, list[StoredChunk]]] = {}
+        self._objects: dict[str, StoredChunk] = {}
+        is_restored = format is HUGGING_FACE and max_shard_size is None and bool(source.record.files)
+        self.is_cut_by_size = format.files.has_parts and not is_restored
+        self._files: dict[int, list[NewFile]] = {rank: [] for rank in self.ranks}
+        if is_restored:
+            self._files[0] = self._restored()
+        for number in range(0 if is_restored else self.arrangement.ranks):
+            if (rank := number % plan.mesh.size) in self._files:
+                self._files[rank] += self._files_of(number)
+        self._kept = list(self._kept_file())
+        self.files = [file for files in (*self._files.values(), self._kept) for file in files]
+        self.states: list[Output] = [*self._states()] if training is not None and state is None else []
+        self.rank_documents = {rank: dict(self._documents_of(rank)) for rank in self.ranks} if format is OWN else {}
+        self.documents: dict[str, bytes] = dict(self._documents(is_restored)) if state is None else {}
+
+    @cached_property
+    def identity(self) -> Identity:
+        """What all its shards have in common."""
+        return self.source.identity(self.plan)
+
+    def all_files(self) -> list[NewFile]:
+        """The weight files, also of states."""
+        return [file for of in (self, *self.states) for file in of.files]
+
+    def load_command(self, out: object) -> str | None:
+        """The command by which another program loads the output ``out``."""
+        return None if self.format.plain else self.format.loading.command_of(str(out), self.plan.mesh)
+
+    @property
+    def command(self) -> str:
+        """The command that writes this, in words."""
+        if self.format is HUGGING_FACE:
+            return "merge" if self.source.is_split else "write"
+        return "re-split" if self.source.is_split else "split"
+
+    @property
+    def _layout(self) -> str | None:
+        return None if self.format.plain else self.format.name
+
+    @property
+    def task(self) -> dict[str, Any]:
+        """The task: only a run with an equal one may use the finished files of this run."""
+        if self.format is HUGGING_FACE:
+            files = [[file.name, file.size] for file in self.files]
+            return {"command": "merge", "source": self.source.record.id, "files": files}
+        identity = self.identity
+        return {
+            "command": "split",
+            "source": identity.source,
+            "mesh": identity.mesh.to_document(),
+            "padding": dict(identity.padding),
+            "plan": identity.plan,
+            "format": self._layout,
+            "max_shard_size": self.max_shard_size,
+        }
+
+    # ---------------------------------------------------------------------------------------------------- weight files
+
+    def _restored(self) -> list[NewFile]:
+        """The original's files. Raises MismatchError unless their headers have exactly the tensors of the shards."""
+        source, record, infos = self.source, self.source.record, dict[str, TensorInfo]()
+        for file in record.files:
+            infos.update(file.tensors)
+        for name, kind, _ in self.plan.model.tensors:
+            info = infos.pop(name, None)
+            if info is None or info.shape != kind.shape or info.dtype != kind.dtype:
+                raise MismatchError(
+                    f"{source.path / MANIFEST}: its source files do not have tensor '{name}' as the shards have it"
+                )
+        if infos:
+            name = min(infos)
+            raise MismatchError(f"{source.path}: tensor '{name}' is in the manifest's source files, but in no shard")
+        return [
+            NewFile(f.name, 0, f.header, f.size, f.places, expected=f.checksum, summed=f.checksum is not None)
+            for f in record.files
+        ]
+
+    def _files_of(self, rank: int) -> Iterator[NewFile]:
+        """The files of a rank, or those with a number of chunks."""
+        held = sorted(self.arrangement.held(rank), key=lambda each: -DTYPE_BITS[each[0].dtype])
+        tensors = [Tensor(name := each.name_on(rank), each.dtype, shape, tensor_bytes(name, each.dtype, shape))
+                   for each, shape in held]  # fmt: skip
+        constants = {
+            each.name_on(rank): self._constants.get(each.name) or each.constant_bytes(shape)
+            for each, shape in held
+            if each.constant
+        }
+        zeros = {each.name for each, _ in held if each.atoms and Placed(each, 0).is_zero(rank)}
+        constants |= {tensor.name: bytes(tensor.nbytes) for tensor in tensors if tensor.name in zeros}
+        files = self.format.files
+        parts = partition(tensors, self.max_shard_size if files.has_parts else 1 << 62)
+        for number, part in enumerate(parts):
+            if part or self.format.plain:
+                name = files.name_of(
+                    self.plan.mesh, rank, self._written[rank] if files.is_distributed else number, len(parts)
+                )
+                self._written[rank] += 1
+                file = self._file(name, rank, part)
+                places = file.places() if constants else ()
+                fixed = ((offset, constants[tensor]) for tensor, offset in places if tensor in constants)
+                yield dataclasses.replace(file, fixed=(*file.fixed, *fixed), tensors=part)
+
+    def _file(self, name: str, rank: int, tensors: Sequence[Tensor]) -> NewFile:
+        """A file of these tensors, in the container that its name tells."""
+        if self.format.files.is_distributed:
+            return self._chunk_file(name, rank, tensors)
+        if name.endswith((".pth", ".pt")):
+            from formats.files.torch_zip import build_archive  # rarely needed
+
+            archive = build_archive(tensors, self.format.container.inside, self.format.container.entries)
+            return NewFile(
+                name, rank, b"", archive.size, lambda: archive.places, fixed=archive.fixed, crcs=archive.crcs
+            )
+        if self._adapter is not None:
+            name = name.replace(MODEL, ADAPTER)
+        return _safetensors(name, rank, tensors, self._metadata(rank, tensors), summed=self.format is not HUGGING_FACE)
+
+    def _metadata(self, rank: int, tensors: Sequence[Tensor]) -> dict[str, str]:
+        if self.format is HUGGING_FACE:
+            return {"format": "pt"}
+        places: Mapping[str, int] = {}
+        if self.format is OWN and len(self.plan.boxes(rank)) < len(self.plan.laid):
+            places = self._places  # without a manifest, merge orders the tensors by them
+        own = self.identity.metadata(rank % self.plan.mesh.size, [places[name] for name, *_ in tensors if places])
+        chunks = self.arrangement.chunks
+        return own if chunks is None else own | chunks_metadata({n: chunks[n][rank].offset for n, *_ in tensors})
+
+    @cached_property
+    def _places(self) -> Mapping[str, int]:
+        """The positions of tensors among all tensors of the model."""
+        return {name: place for place, (name, _, _) in enumerate(in_order(self.plan.model.tensors))}
+
+    def _kept_file(self) -> Iterator[NewFile]:
+        """The file with the tensors that the program does not store as they are, if there are any."""
+        changed = {kind for kind, taken in self.arrangement.taken.items() if any(part.function for part in taken)}
+        tensors = [
+            Tensor(name, kind.dtype, kind.shape, tensor_bytes(name, kind.dtype, kind.shape))
+            for name, kind, _ in self.plan.model.tensors
+            if kind in changed or name in self.arrangement.dropped
+        ]
+        if tensors:
+            yield _safetensors(KEPT, KEPT_RANK, tensors, {"format": "pt"})
+
+    # ---------------------------------------------------------------------------- a distributed checkpoint of torch's
+
+    def _not_carried(self) -> tuple[str, ...]:
+        """What the source has besides the model, and this output has not."""
+        if not self.source.left_behind:
+            return ()
+        from reshard.source.opening_programs import in_general  # rarely needed
+
+        carried, of_constants = ({*map(in_general, each)} for each in (self._constants, self.source.constants))
+        is_all = self._training is None
+        return tuple(
+            each for each in self.source.left_behind if each not in carried and (is_all or each in of_constants)
+        )
+
+    def _states(self) -> Iterator[Output]:
+        """What is re-sharded with the model: states of training, each kind on its own, on the mesh of the model."""
+        from reshard.placement.program_plan import program_plan  # rarely needed
+        from reshard.source.opening_programs import states_of
+
+        for affix, of in states_of(self.source):
+            plan = program_plan(of.model, self.format, self.plan.mesh, padding=self.plan.padding or None)
+            yield Output(
+                of, plan, self.format, self.max_shard_size, ranks=self.ranks, state=affix, written=self._written
+            )
+
+    def _chunk_file(self, name: str, rank: int, tensors: Sequence[Tensor]) -> NewFile:
+        """A file of chunks; those of stacked tensors are chunks of one larger tensor."""
+        from formats.files.dcp import NewChunk, build_chunks  # rarely needed
+        from formats.files.dcp import Stored as StoredChunk
+
+        places_of, keys, chunks = self.arrangement.chunks or {}, {}, []
+        for tensor, dtype, _, nbytes in tensors:
+            key, places = stacked(self._stacks, tensor)
+            at = prefixed(places, places_of[tensor][rank])
+            keys[tensor] = self._name_there(key), dtype, at
+            chunks.append(NewChunk(tensor, dtype, at, nbytes))
+        objects = {} if self._objects or self._state is not None else self._extra_states()
+        others, self._others = self._others, []
+        carried = {f"{number} {key}": content for number, (key, _, content) in enumerate(others)}
+        laid = build_chunks(chunks, objects | carried)
+        file = name.rpartition("/")[2]
+        for tensor, (key, dtype, at) in keys.items():
+            self._chunks.setdefault(key, (dtype, []))[1].append(StoredChunk(at, file, *laid.ranges[tensor]))
+        self._objects |= {key: StoredChunk(None, file, *laid.ranges[key]) for key in objects}
+        for number, (key, chunk, _) in enumerate(others):
+            place = StoredChunk(chunk, file, *laid.ranges[f"{number} {key}"])
+            if chunk is None:
+                self._objects[key] = place
+            else:
+                assert self._training is not None
+                self._chunks.setdefault(key, (self._training.found.tensors[key].dtype, []))[1].append(place)
+        return NewFile(name, rank, b"", laid.size, lambda: laid.places, fixed=laid.fixed, crcs=laid.crcs)
+
+    def _name_there(self, name: str) -> str:
+        """The name in the files of a tensor of the format's: as it was, if it was there, with what is around it."""
+        if self._training is None:
+            return name
+        parts, state = self._training.parts, self._state
+        if state is None:
+            return parts.model.get(name, name)
+        return parts.states[state].get(name, f"{state.before}{name}{state.behind}")
+
+    def _extra_states(self) -> dict[str, bytes]:
+        """What stands for the states of modules that have none: a list of None for each module."""
+        from formats.files.dcp import object_bytes  # rarely needed
+
+        indices: dict[str, list[tuple[int, ...]]] = {}
+        for stored in self.arrangement.stored:
+            if any(pattern.match(stored.name) is not None for pattern in self.format.container.extra_state):
+                key, places = stacked(self._stacks, stored.name)
+                indices.setdefault(key.removesuffix("weight") + "_extra_state", []).append(places or (0,))
+        nothing = object_bytes([None])
+        counts = {key: ".".join(str(max(of) + 1) for of in zip(*at, strict=True)) for key, at in indices.items()}
+        return {
+            f"{key}/shard_{'.'.join(map(str, at))}_{counts[key]}": nothing for key, of in indices.items() for at in of
+        }
+
+    # ----------------------------------------------------------------------------------------------------- small files
+
+    def _documents_of(self, rank: int) -> Iterator[tuple[str, bytes]]:
+        """A rank's config.json, that of an adapter, and its index."""
+        folder = self.plan.mesh.folder(rank)
+        yield f"{folder}/{CONFIG}", json_bytes(rank_config(self.plan, rank)) + b"\n"
+        if self._adapter is not None:
+            yield f"{folder}/{ADAPTER_CONFIG}", self._adapter
+        yield from self._index(self._files[rank], folder)
+
+    def _index(self, files: Sequence[NewFile], folder: str = "") -> Iterator[tuple[str, bytes]]:
+        """The index of several files, as transformers writes it."""
+        name = self.format.files.index
+        if name is None or len(files) < 2:
+            return
+        weight_map = {tensor.name: file.name.rpartition("/")[2] for file in files for tensor in file.tensors}
+        total = sum(tensor.nbytes for file in files for tensor in file.tensors)
+        document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        yield name.format(folder=folder), (json.dumps(document, indent=2) + "\n").encode()
+
+    def _documents(self, is_restored: bool) -> Iterator[tuple[str, bytes]]:
+        """What the program needs beside the weights and the source's own files: its config file, an index."""
+        files, settings, record = self.format.files, self.format.settings, self.source.record
+        if is_restored:
+            yield from [(record.index_name, record.index)] if record.index_name and record.index is not None else ()
+            return
+        if files.tracker is not None:
+            yield files.tracker, str(files.folder).encode()
+        if settings is not None:
+            content = self.source.read_side_file(settings.file)
+            if content is None:
+                yield settings.file, json_bytes(program_config(settings, self.plan.model)) + b"\n"
+            else:
+                self._check_own(settings, content)
+        for name, document in self.format.container.documents.items():
+            from formats.files.dcp import object_bytes  # rarely needed
+
+            content = object_bytes(document) if name.endswith(".pt") else json_bytes(document) + b"\n"
+            yield files.place + name, content
+        if self._chunks:
+            yield files.place + METADATA, self._saved()
+        if self.format is not OWN:
+            yield from self._index(self.files)
+
+    def _saved(self) -> bytes:
+        """What says where the chunks lie; keys lead to a name in the dictionaries of a trainer's, as they were."""
+        from formats.files.dcp import build_metadata  # rarely needed
+
+        tensors = {
+            key: (dtype, whole_shape(at for at, *_ in chunks if at is not None), chunks)
+            for part in (self, *self.states)
+            for key, (dtype, chunks) in part._chunks.items()
+        }
+        known = self.source.training.found.keys if self.source.training is not None else {}
+        return build_metadata(tensors, self._objects, lambda name: known.get(name, (name,)))
+
+    def _check_own(self, settings: Settings, content: bytes) -> None:
+        """Raise PlanError if a program's config file that the source has is not that of this model."""
+        stored = [(each.name, each.dtype, shape) for each, shape in self.arrangement.held(0)]
+        mine, theirs = (
+            made_config(settings, document, stored, self.plan.mesh.size)
+            for document in (program_config(settings, self.plan.model), json.loads(content))
+        )
+        for key in mine:
+            if mine[key] != theirs.get(key):
+                raise PlanError(
+                    f"{settings.file} of the source makes '{key}' {brief(theirs.get(key))}, config.json "
+                    f"{brief(mine[key])}",
+                    f"remove {settings.file} from the source, and it is written anew",
+                )
+
+    # -------------------------------------------------------------------------------------------------------- manifest
+
+    def _records(self, finished: Mapping[str, Finished], rank: int) -> Iterator[FileRecord]:
+        """The records of a rank's files, all of which are finished: its configs, its weight files, its index."""
+        small = [*starmap(_record, self.rank_documents.get(rank, {}).items())]
+        configs = [each for each in small if not each.name.endswith(".index.json")]
+        files = [file for part in (self, *self.states) for file in part._files[rank]]
+        yield from configs
+        yield from (finished[file.name].record(file.name) for file in files + (self._kept if rank == 0 else []))
+        yield from small[len(configs) :]
+
+    def manifest(
+        self, ranks: Mapping[int, tuple[FileRecord, ...]], side_files: Mapping[str, bytes], sums: Sums | None = None
+    ) -> Manifest:
+        """The manifest that lists ``ranks``, with the checksums of the source files that were read in full."""
+        source, record = self.source, self.source.record
+        if sums is not None and source.format is HUGGING_FACE:
+            of = {file.name: sums.checksum(file) for file in sums.of}
+            files = tuple(dataclasses.replace(file, checksum=of[file.name]) for file in record.files)
+            record = dataclasses.replace(record, files=files)
+        return Manifest(
+            self.identity, record, source.manifest_rules(self.format), self.max_shard_size,
+            tuple(starmap(_record, side_files.items())), ranks, source.inputs, self._layout,
+        )  # fmt: skip
+
+    def last_documents(self, finished: Mapping[str, Finished], sums: Sums) -> dict[str, bytes]:
+        """The small files that are written when all weight files are finished, the manifest last.
+
+        Raises CheckpointError if an output to which ranks are added is of another source, mesh, plan or file size.
+        """
+        side_files = self.source.read_side_files()
+        own = {name: content for documents in self.rank_documents.values() for name, content in documents.items()}
+        documents = own | side_files | self.documents
+        if self.format is HUGGING_FACE:
+            return documents
+        ranks = {rank: tuple(self._records(finished, rank)) for rank in self.ranks}
+        manifest = self._with_others(self.manifest(ranks, side_files, sums))
+        return documents | {MANIFEST: manifest_text(manifest).encode()}
+
+    # ---------------------------------------------------------------------------------------- some ranks of an output
+
+    def _with_others(self, manifest: Manifest) -> Manifest:
+        """The manifest with the ranks that are in the output already."""
+        out = self._added_to
+        if out is None or not (out / MANIFEST).is_file():
+            return manifest
+        existing = read_manifest(out / MANIFEST)
+        _check_same_run(existing, manifest, out)
+        return dataclasses.replace(manifest, ranks=dict(existing.ranks) | dict(manifest.ranks))
+
+    def check_existing(self, there: Existing, *, overwrite: bool) -> None:
+        """Raise CheckpointError unless what is there may be replaced, or the ranks may be added to it."""
+        out, side_files = self._added_to, self.source.read_side_files()
+        if out is None:
+            there.check_replaceable(side_files, overwrite=overwrite)
+            return
+        ranks = self._with_others(self.manifest({}, side_files)).ranks
+        present = [folder for rank, folder in zip(self.ranks, self.folders, strict=True) if rank in ranks]
+        if present and not overwrite:
+            raise CheckpointError(f"{out / present[0]} exists", "pass --overwrite to write it again")
+        # a run may have been killed when it had added its first rank, and not written the manifest
+        if there.names and not ranks and not (unfinished_command(staging_of(out)) and rank_folders(out)):
+            there.check_replaceable({}, overwrite=overwrite)
+            raise CheckpointError(
+                f"{out} holds a checkpoint that is not in folders of ranks, and a rank does not replace it",
+                "remove it, choose another folder, or leave --rank out to replace it by all ranks",
+            )
+        there.refuse_unknown([name for name in there.names if name.partition("/")[0] in self.folders])
+
+
+def _check_same_run(existing: Manifest, mine: Manifest, out: Path) -> None:
+    """Raise CheckpointError if an existing output is of another source, mesh, plan or file size."""
+    if existing.format is not None:
+        raise CheckpointError(f"{out} holds shards in the format '{existing.format}'", "choose another folder")
+    if existing.identity != mine.identity or existing.max_shard_size != mine.max_shard_size:
+        raise CheckpointError(f"{out} holds shards of another source, mesh or plan", "choose another folder")
+    others = {stamp.name: stamp for stamp in existing.inputs}
+    for stamp in mine.inputs:
+        if stamp.name not in others or not stamp.is_same(others[stamp.name]):
+            raise CheckpointError(
+                f"{stamp.name} of the source is not the file that the ranks in {out} were split from: "
+                f"size, time, inode or checksum differ",
+                "split all ranks from the same files, or from copies that keep the times (cp -p, rsync -t)",
+            )
+    changed = set(existing.side_files) ^ set(mine.side_files)
+    if changed:
+        name = min(record.name for record in changed)
+        raise CheckpointError(
+            f"{name} of the source is not as it was when the ranks in {out} were split",
+            "split all ranks from the same files",
+        )
+
+
+def _record(name: str, content: bytes) -> FileRecord:
+    return FileRecord(name, len(content), checksum(content))
+
+
+def partition(tensors: Iterable[Tensor], max_size: int) -> list[list[Tensor]]:
+    """Divide tensors, in order, into files of at most ``max_size`` bytes of data, or of one tensor that is larger."""
+    files, left = list[list[Tensor]]([[]]), max_size
+    for tensor in tensors:
+        if files[-1] and tensor.nbytes > left:
+            files.append([])
+            left = max_size
+        files[-1].append(tensor)
+        left -= tensor.nbytes
+    return files
+
+
+def _safetensors(
+    name: str, rank: int, tensors: Sequence[Tensor], metadata: Mapping[str, str], *, summed: bool = True
+) -> NewFile:
+    """A safetensors file of these tensors."""
+    header = build_header([tensor[:3] for tensor in tensors], metadata)
+
+    def places() -> Iterator[tuple[str, int]]:
+        offsets = itertools.accumulate((tensor.nbytes for tensor in tensors), initial=len(header))
+        return ((tensor.name, offset) for tensor, offset in zip(tensors, offsets, strict=False))
+
+    size = len(header) + sum(tensor.nbytes for tensor in tensors)
+    return NewFile(name, rank, header, size, places, summed=summed)

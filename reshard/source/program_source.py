@@ -23,7 +23,7 @@ from formats.notation.architecture import Architecture
 from formats.notation.architecture_files import find_architecture, load_architecture
 from formats.notation.format import Format
 from formats.notation.format_file import all_formats
-from formats.notation.format_rules import Further
+from formats.notation.format_rules import LaterLayers
 from formats.notation.patterns import Pattern, numbered_names
 from formats.store import FilePath, like, name_in, read_file
 from reshard.model.model import FullTensor
@@ -31,7 +31,7 @@ from reshard.model.sizes import AxisSizes
 from reshard.placement.arrangement import Arrangement
 from reshard.placement.inverse import Origins
 from reshard.placement.program_config import made_config
-from reshard.placement.stacks import Piece, by_number, first_unstacked, unstacked
+from reshard.placement.stacks import by_number, name_at, stack_of, unstacked
 from reshard.source.distributed_source import Training, known_names, parts_of
 
 if TYPE_CHECKING:
@@ -239,7 +239,9 @@ def training_of(format: Format, found: Distributed, origins: Origins) -> Trainin
 
 
 def _knows(format: Format, origins: Origins, name: str) -> bool:
-    return origins.knows(first_unstacked(format.rules.stacks, name))
+    while (stack := stack_of(format.rules.stacks, name)) is not None:
+        name = name_at(stack, name, 0)
+    return origins.knows(name)
 
 
 def likeliest(
@@ -268,11 +270,11 @@ def chunks_of(
 
     ``names`` has the stored name of each tensor that is read.
     """
-    pieces: dict[str, list[Piece]] = {}
-    for name, stored in names.items():
-        renamed = [(at, info._replace(name=name)) for at, info in found.tensors[stored].chunks]
-        pieces |= dict(unstacked(format.rules.stacks, name, renamed))
-    return by_number(pieces)
+    renamed = (
+        (name, [(at, info._replace(name=name)) for at, info in found.tensors[stored].chunks])
+        for name, stored in names.items()
+    )
+    return by_number(dict(each for of in renamed for each in unstacked(format.rules.stacks, *of)))
 
 
 def whole_tensors(
@@ -368,7 +370,7 @@ def numbered_globally(
     return dataclasses.replace(mesh, stages=tuple(layers)) if mesh.pp > 1 else mesh, named
 
 
-def _behind(further: Further, line: Pattern) -> Pattern | None:
+def _behind(further: LaterLayers, line: Pattern) -> Pattern | None:
     """The names of a line's tensors behind the last layer."""
     words = further.found.match(line.text)
     return Pattern(further.new.fill({**words, further.new_index: f"{{{further.new_index}}}"})) if words else None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from formats.documents import json_bytes
 from formats.errors import PlanError, brief
 from formats.files.checkpoint import METADATA
-from formats.files.chunks import chunks_metadata, whole_shape
+from formats.files.chunks import Chunk, chunks_metadata, whole_shape
 from formats.files.dcp import NewChunk, build_chunks, build_metadata, object_bytes
 from formats.files.dcp import Stored as Chunked
 from formats.files.safetensors import DTYPE_BITS, build_header, tensor_bytes
@@ -22,7 +22,7 @@ from reshard.move.moves import KEPT_RANK
 from reshard.placement.arrangement import Arrangement, arrangement_of
 from reshard.placement.program_config import made_config, program_config
 from reshard.placement.program_plan import program_plan
-from reshard.placement.stacks import prefixed, stacked, stacks_for
+from reshard.placement.stacks import stacked
 from reshard.placement.stored import Placed
 from reshard.publishing.journal import Finished
 from reshard.source.constants import in_general
@@ -59,7 +59,8 @@ class ProgramFiles(Output):
         )
         self._names = self._stored_names(training)
         self._others = list(training.archives()) if training is not None and state is None else []
-        self._stacks = stacks_for(format, arrangement.plan.model)
+        evaluate, stacks = arrangement.plan.model.sizes.evaluate, format.rules.stacks
+        self._stacks = [stack for stack in stacks if stack.when is None or evaluate(stack.when, {})]
         self._chunks: dict[str, tuple[str, list[Chunked]]] = {}
         self._objects: dict[str, Chunked] = {}
         self.source, self.plan, self.arrangement = source, arrangement.plan, arrangement
@@ -138,7 +139,8 @@ class ProgramFiles(Output):
         places_of, keys, chunks = self.arrangement.chunks or {}, {}, []
         for (tensor, dtype, _), nbytes in zip(shard.tensors, shard.sizes, strict=True):
             key, places = stacked(self._stacks, tensor)
-            at = prefixed(places, places_of[tensor][rank])
+            own = places_of[tensor][rank]
+            at = Chunk((*places, *own.offset), (*(1 for _ in places), *own.shape))
             keys[tensor] = self._names(key), dtype, at
             chunks.append(NewChunk(tensor, dtype, at, nbytes))
         objects = {} if self._objects or self._state is not None else self._extra_states()
